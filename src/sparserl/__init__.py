@@ -1,0 +1,44 @@
+"""sparserl: move a policy's weights by sending only the bits that changed.
+
+>>> import numpy as np, sparserl
+>>> old = {"w": np.zeros(1000, np.float16)}
+>>> new = {"w": np.where(np.arange(1000) == 7, 1, 0).astype(np.float16)}
+>>> patch = sparserl.diff(old, new)
+>>> patch.apply(old).changed
+1
+>>> bool((old["w"] == new["w"]).all())
+True
+"""
+
+from __future__ import annotations
+
+from . import errors
+from .bits import Bits, DType
+from .digest import Digest, digest
+from .errors import SparserlError
+from .memory import tensor_table
+from .patch import Applied, Entry, Patch, Stats, diff, merge, squash
+from .region import Region
+from .table import TensorSpec, TensorTable
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Applied",
+    "Bits",
+    "DType",
+    "Digest",
+    "Entry",
+    "Patch",
+    "Region",
+    "SparserlError",
+    "Stats",
+    "TensorSpec",
+    "TensorTable",
+    "diff",
+    "digest",
+    "errors",
+    "merge",
+    "squash",
+    "tensor_table",
+]

@@ -1,0 +1,85 @@
+"""Any dtype as unsigned integers, and the integer order in which a float's step is exact.
+
+A change is a difference of bit patterns, so every tensor is handled through the unsigned integer view of its
+storage. `DType` names the format of an element; torch is never imported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+UIntArray = npt.NDArray[np.unsignedinteger[Any]]
+
+_UINT: dict[int, np.dtype[Any]] = {w: np.dtype(f"<u{w}") for w in (1, 2, 4, 8)}
+
+
+@dataclass(frozen=True)
+class DType:
+    """The format of one element: its name, its code on the wire, and how its patterns are ordered.
+
+    `sign_magnitude` formats (floats) are mapped to a monotonic integer before a step is taken; for two's
+    complement and unsigned integers the wrapped difference of the patterns is the step already.
+    """
+
+    name: str
+    code: int
+    width: int
+    sign_magnitude: bool
+    safetensors: str | None
+
+    @property
+    def uint(self) -> np.dtype[Any]:
+        """The unsigned integer dtype of the same width."""
+        return _UINT[self.width]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+DTYPES: tuple[DType, ...] = (
+    DType("bool", 0, 1, False, "BOOL"),
+    DType("uint8", 1, 1, False, "U8"),
+    DType("int8", 2, 1, False, "I8"),
+    DType("float8_e4m3fn", 3, 1, True, "F8_E4M3"),
+    DType("float8_e5m2", 4, 1, True, "F8_E5M2"),
+    DType("float8_e4m3fnuz", 5, 1, True, "F8_E4M3FNUZ"),
+    DType("float8_e5m2fnuz", 6, 1, True, "F8_E5M2FNUZ"),
+    DType("float8_e8m0fnu", 7, 1, False, "F8_E8M0"),
+    DType("float4_e2m1fn_x2", 8, 1, False, None),
+    DType("uint16", 16, 2, False, "U16"),
+    DType("int16", 17, 2, False, "I16"),
+    DType("float16", 18, 2, True, "F16"),
+    DType("bfloat16", 19, 2, True, "BF16"),
+    DType("uint32", 32, 4, False, "U32"),
+    DType("int32", 33, 4, False, "I32"),
+    DType("float32", 34, 4, True, "F32"),
+    DType("complex32", 35, 4, False, None),
+    DType("uint64", 48, 8, False, "U64"),
+    DType("int64", 49, 8, False, "I64"),
+    DType("float64", 50, 8, True, "F64"),
+    DType("complex64", 51, 8, False, "C64"),
+)
+
+BY_NAME: dict[str, DType] = {d.name: d for d in DTYPES}
+BY_CODE: dict[int, DType] = {d.code: d for d in DTYPES}
+BY_SAFETENSORS: dict[str, DType] = {d.safetensors: d for d in DTYPES if d.safetensors}
+
+
+@dataclass(frozen=True, eq=False)
+class Bits:
+    """An array of bit patterns with the dtype they stand for, where NumPy has no such dtype (bf16, fp8).
+
+    >>> Bits(np.zeros(3, np.uint16), BY_NAME["bfloat16"]).dtype
+    bfloat16
+    """
+
+    array: UIntArray
+    dtype: DType
+
+    def __post_init__(self) -> None:
+        if self.array.dtype != self.dtype.uint:
+            raise ValueError(f"{self.dtype} patterns are held in {self.dtype.uint}, not in {self.array.dtype}")

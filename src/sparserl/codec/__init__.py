@@ -1,0 +1,52 @@
+"""Profiles, index coders, value coders and byte coders, and the registry that finds them by name or id.
+
+    changes ──► index coder ──► streams ──► byte coder ──► bytes of a bucket
+            └─► value coder ──►
+
+A profile is one file: it picks an index coder and a value coder. `ctx` (id 3) is reserved.
+"""
+
+from __future__ import annotations
+
+from ..errors import UnsupportedFormat
+from . import value
+from .coders import Coder, coder
+from .gap import Gap
+from .profile import Layout, Profile
+from .raw import Raw
+from .streams import Chunks, Coded, Reader, Stream, code
+from .ulp import Ulp
+
+PROFILES: dict[str, Profile] = {p.name: p for p in (Raw(), Gap(), Ulp())}
+_BY_ID = {p.id: p for p in PROFILES.values()}
+
+
+def profile(name: str) -> Profile:
+    """The profile of a name."""
+    if (found := PROFILES.get(name)) is None:
+        raise UnsupportedFormat(f"unknown profile {name!r}; this release knows {', '.join(PROFILES)}")
+    return found
+
+
+def profile_by_id(id: int) -> Profile:
+    """The profile of an id on the wire."""
+    if (found := _BY_ID.get(id)) is None:
+        raise UnsupportedFormat(f"unknown profile id {id}; a newer sparserl wrote this")
+    return found
+
+
+__all__ = [
+    "PROFILES",
+    "Chunks",
+    "Coded",
+    "Coder",
+    "Layout",
+    "Profile",
+    "Reader",
+    "Stream",
+    "code",
+    "coder",
+    "profile",
+    "profile_by_id",
+    "value",
+]

@@ -1,0 +1,97 @@
+"""Byte coders: what squeezes the bytes of one stream. A stream names its coder by id, so new ones can join."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import zstandard
+
+from ..errors import InvalidField, UnsupportedFormat
+
+Buffer = bytes | memoryview
+
+
+class Coder(Protocol):
+    """Encode a chunk; decode it into exactly `size` bytes or raise a `FormatError`."""
+
+    name: ClassVar[str]
+    id: ClassVar[int]
+
+    def encode(self, raw: Buffer) -> Buffer: ...
+
+    def decode(self, coded: Buffer, size: int) -> Buffer: ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The bytes as they are."""
+
+    name: ClassVar[str] = "stored"
+    id: ClassVar[int] = 0
+
+    def encode(self, raw: Buffer) -> Buffer:
+        return raw
+
+    def decode(self, coded: Buffer, size: int) -> Buffer:
+        if len(coded) != size:
+            raise InvalidField(f"a stored chunk holds {len(coded)} bytes where {size} are due")
+        return coded
+
+
+class _PerThread(threading.local):
+    """zstd contexts are not to be shared between threads."""
+
+    def __init__(self) -> None:
+        # Tokens repeat by chance, not by meaning: short matches cost more than their entropy code.
+        parameters = zstandard.ZstdCompressionParameters.from_level(
+            1, min_match=7, window_log=18, write_content_size=False, format=zstandard.FORMAT_ZSTD1_MAGICLESS
+        )
+        self.compress = zstandard.ZstdCompressor(compression_params=parameters).compress
+        self.decompress = zstandard.ZstdDecompressor(
+            max_window_size=1 << 18, format=zstandard.FORMAT_ZSTD1_MAGICLESS
+        ).decompress
+
+
+_contexts = _PerThread()
+
+
+@dataclass(frozen=True)
+class Zstd:
+    """One zstd frame without magic number or content size: how much it must hold is known from the outside."""
+
+    name: ClassVar[str] = "zstd"
+    id: ClassVar[int] = 1
+
+    def encode(self, raw: Buffer) -> Buffer:
+        return _contexts.compress(raw)
+
+    def decode(self, coded: Buffer, size: int) -> Buffer:
+        if not len(coded) or coded[0] & 0b1110_0111:  # a content size, a checksum or a dictionary is announced
+            raise InvalidField("a zstd chunk carries fields that the format leaves out")
+        try:
+            raw = _contexts.decompress(coded, max_output_size=size, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise InvalidField(f"a zstd chunk does not decode to {size} bytes: {error}") from error
+        if len(raw) != size:
+            raise InvalidField(f"a zstd chunk holds {len(raw)} bytes where {size} are due")
+        return raw
+
+
+CODERS: dict[int, Coder] = {c.id: c for c in (Stored(), Zstd())}
+
+
+def coder(id: int) -> Coder:
+    """The coder of an id; `UnsupportedFormat` if this release does not know it."""
+    if (found := CODERS.get(id)) is None:
+        raise UnsupportedFormat(f"unknown coder {id}; a newer sparserl wrote this")
+    return found
+
+
+def squeeze(chunks: list[Buffer]) -> tuple[Coder, list[Buffer]]:
+    """The coder that makes the chunks of a stream smallest, and what it makes of them."""
+    coded = [CODERS[Zstd.id].encode(chunk) for chunk in chunks]
+    if sum(map(len, coded)) < sum(map(len, chunks)):
+        return CODERS[Zstd.id], coded
+    return CODERS[Stored.id], chunks

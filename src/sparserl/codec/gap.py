@@ -1,0 +1,30 @@
+"""`gap`: gaps and the new bits in byte planes. Idempotent; needs nothing at the receiver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..bits import UIntArray
+from . import index, value
+from .profile import Layout, Positions
+from .streams import Chunks, Reader, Stream
+
+
+@dataclass(frozen=True)
+class Gap:
+    name: ClassVar[str] = "gap"
+    id: ClassVar[int] = 1
+    absolute: ClassVar[bool] = True
+    tiled: ClassVar[bool] = True
+    planar: ClassVar[bool] = True
+
+    def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks:
+        return {
+            **index.write_gaps(layout, positions),
+            **value.write_planes(layout, words, Stream.WORD_PLANE),
+        }
+
+    def decode(self, layout: Layout, reader: Reader) -> tuple[Positions, UIntArray]:
+        positions = index.read_gaps(layout, reader)
+        return positions, value.read_planes(layout, reader, layout.changes, Stream.WORD_PLANE)

@@ -1,0 +1,57 @@
+"""Index coders: positions as they are, or as gaps inside tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import InvalidField
+from ..kernels import cpu
+from . import numbers
+from .profile import Layout, Positions, empty
+from .streams import Chunks, Reader, Stream
+
+
+def write_positions(layout: Layout, positions: Positions) -> Chunks:
+    """Each position as four bytes."""
+    view = positions.astype("<u4", copy=False).view(np.uint8).data
+    cuts = np.cumsum([0, *layout.chunk_sizes(positions.size)]) * 4
+    return {Stream.POSITIONS: [view[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]}
+
+
+def read_positions(layout: Layout, reader: Reader) -> Positions:
+    """Positions, checked to rise strictly and to stay inside each region."""
+    sizes = layout.chunk_sizes(layout.changes)
+    parts = [np.frombuffer(reader.take(Stream.POSITIONS, 4 * n), "<u4") for n in sizes]
+    positions = np.concatenate(parts) if parts else empty(0, np.uint32)
+    if (bad := cpu.ascending(layout.count, layout.numel, positions)) >= 0:
+        raise InvalidField(f"sparse entry {bad}: positions are out of range or do not rise")
+    return positions
+
+
+def tiles(layout: Layout) -> int:
+    """How many tile counts the layout calls for: a region of one tile needs none, its entry has the count."""
+    per_entry = ((layout.numel - 1) >> layout.tile_log) + 1
+    return int(per_entry[per_entry > 1].sum())
+
+
+def write_gaps(layout: Layout, positions: Positions) -> Chunks:
+    """Distances between changes, starting anew in every tile, and the number of changes per tile."""
+    gaps = empty(positions.size, np.uint32)
+    counts = empty(tiles(layout), np.uint32)
+    cpu.tile_gaps(layout.count, layout.numel, layout.tile_log, positions, gaps, counts)
+    return {
+        **numbers.write(layout, counts, Stream.TILE_TOKENS, Stream.TILE_LOWS),
+        **numbers.write(layout, gaps, Stream.GAP_TOKENS, Stream.GAP_LOWS),
+    }
+
+
+def read_gaps(layout: Layout, reader: Reader) -> Positions:
+    """Positions from gaps; they rise by construction and are checked to stay inside tile and region."""
+    largest = 1 << layout.tile_log
+    counts = numbers.read(layout, reader, tiles(layout), largest, np.uint32, Stream.TILE_TOKENS, Stream.TILE_LOWS)
+    gaps = numbers.read(layout, reader, layout.changes, largest - 1, np.uint32, Stream.GAP_TOKENS, Stream.GAP_LOWS)
+    positions = empty(gaps.size, np.uint32)
+    bad = cpu.tile_positions(layout.count, layout.numel, layout.tile_log, counts, gaps, positions)
+    if bad >= 0:
+        raise InvalidField(f"sparse entry {bad}: tile counts do not add up, or a gap leaves its tile")
+    return positions

@@ -1,0 +1,53 @@
+"""Sequences of unsigned numbers as token bytes and a string of low bits, chunk by chunk.
+
+A token says how large a number is (below 16 exactly, above in quarter octaves); the low bits say which one. Tokens
+have a small, skewed alphabet for the entropy coder and the low bits are all but uniform, whatever the distribution:
+there is nothing to tune. One byte of token suffices for any 64-bit number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InvalidField
+from ..kernels import cpu
+from .profile import Layout, empty
+from .streams import Chunks, Reader
+
+_MOST_LOW_BITS = 61
+
+
+def write(layout: Layout, values: npt.NDArray[Any], tokens: int, lows: int) -> Chunks:
+    """Chunks for the two streams named `tokens` and `lows`."""
+    heads = empty(values.size, np.uint8)
+    tails = []
+    at = 0
+    for size in layout.chunk_sizes(values.size):
+        words = empty(size + 1, np.uint64)
+        bits = cpu.pack(values[at : at + size], heads[at : at + size], words)
+        tails.append(words.tobytes()[: (bits + 7) // 8])
+        at += size
+    view = heads.data
+    cuts = np.cumsum([0, *layout.chunk_sizes(values.size)])
+    return {tokens: [view[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)], lows: list(tails)}
+
+
+def read(
+    layout: Layout, reader: Reader, count: int, limit: int, dtype: Any, tokens: int, lows: int
+) -> npt.NDArray[Any]:
+    """`count` numbers, none above `limit`; anything else in the streams is an error."""
+    values = empty(count, dtype)
+    at = 0
+    for size in layout.chunk_sizes(count):
+        heads = np.frombuffer(reader.take(tokens, size), np.uint8)
+        tail = reader.take_stored(lows, (size * _MOST_LOW_BITS + 7) // 8)
+        words = np.zeros(len(tail) // 8 + 2, np.uint64)
+        words.view(np.uint8)[: len(tail)] = np.frombuffer(tail, np.uint8)
+        bad = cpu.unpack(heads, words, 8 * len(tail), np.uint64(limit), values[at : at + size])
+        if bad >= 0:
+            raise InvalidField(f"stream {tokens}: number {at + bad} is past its limit or its low bits do not match")
+        at += size
+    return values

@@ -1,0 +1,54 @@
+"""What a profile is: a way to write the changes of one bucket as streams, and to read them back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..bits import DType, UIntArray
+from .streams import Chunks, Reader
+
+Positions = npt.NDArray[np.uint32]
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What both sides know before the streams: the sparse entries of a bucket and how the streams are cut."""
+
+    dtype: DType
+    numel: Counts  # elements of each entry's region
+    count: Counts  # changes of each entry
+    tile_log: int
+    chunk_log: int
+
+    @property
+    def changes(self) -> int:
+        return int(self.count.sum())
+
+    def chunk_sizes(self, total: int) -> list[int]:
+        """Lengths of the chunks that `total` things are cut into."""
+        chunk = 1 << self.chunk_log
+        return [min(chunk, total - i) for i in range(0, total, chunk)]
+
+
+class Profile(Protocol):
+    """How a bucket is encoded. `words` are the new bits where `absolute`, else zigzag steps from the old ones."""
+
+    name: ClassVar[str]
+    id: ClassVar[int]
+    absolute: ClassVar[bool]
+    tiled: ClassVar[bool]
+    planar: ClassVar[bool]
+
+    def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks: ...
+
+    def decode(self, layout: Layout, reader: Reader) -> tuple[Positions, UIntArray]: ...
+
+
+def empty(count: int, dtype: Any) -> npt.NDArray[Any]:
+    """An array to be filled; one name for it, so that tests can poison every buffer."""
+    return np.empty(count, dtype)

@@ -1,0 +1,30 @@
+"""`raw`: 32-bit positions and new bits, as they are. The fastest, and idempotent; needs nothing at the receiver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..bits import UIntArray
+from . import index, value
+from .profile import Layout, Positions
+from .streams import Chunks, Reader, Stream
+
+
+@dataclass(frozen=True)
+class Raw:
+    name: ClassVar[str] = "raw"
+    id: ClassVar[int] = 0
+    absolute: ClassVar[bool] = True
+    tiled: ClassVar[bool] = False
+    planar: ClassVar[bool] = False
+
+    def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks:
+        return {
+            **index.write_positions(layout, positions),
+            **value.write_words(layout, words, Stream.WORDS),
+        }
+
+    def decode(self, layout: Layout, reader: Reader) -> tuple[Positions, UIntArray]:
+        positions = index.read_positions(layout, reader)
+        return positions, value.read_words(layout, reader, layout.changes, Stream.WORDS)

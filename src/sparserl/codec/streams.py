@@ -1,0 +1,88 @@
+"""The streams of a bucket: their ids, and how profiles write and read them chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+from ..errors import InvalidField, Truncated
+from .coders import Buffer, Coder, Stored, squeeze
+
+
+class Stream(IntEnum):
+    """What a stream holds. Ids are part of the format; 64 and above are left to later profiles."""
+
+    ENTRIES = 0
+    POSITIONS = 1
+    WORDS = 2
+    TILE_TOKENS = 4
+    TILE_LOWS = 5
+    GAP_TOKENS = 6
+    GAP_LOWS = 7
+    STEP_TOKENS = 8
+    STEP_LOWS = 9
+    DENSE = 10
+    WORD_PLANE = 16  # to 23: one stream per byte of a word
+    DENSE_PLANE = 24  # to 31
+
+    @staticmethod
+    def known(id: int) -> bool:
+        return id in _NAMED or Stream.WORD_PLANE <= id < Stream.DENSE_PLANE + 8
+
+    @staticmethod
+    def is_dense(id: int) -> bool:
+        return id == Stream.DENSE or Stream.DENSE_PLANE <= id < Stream.DENSE_PLANE + 8
+
+
+_NAMED = frozenset(int(s) for s in Stream)
+_NOT_WORTH_CODING = frozenset(
+    (Stream.POSITIONS, Stream.WORDS, Stream.DENSE, Stream.TILE_LOWS, Stream.GAP_LOWS, Stream.STEP_LOWS)
+)
+Chunks = dict[int, list[Buffer]]
+Coded = dict[int, tuple[Coder, list[Buffer]]]
+
+
+def code(streams: Chunks) -> Coded:
+    """Every stream through the coder that suits it; empty streams are left out."""
+    return {
+        id: (Stored(), chunks) if id in _NOT_WORTH_CODING else squeeze(chunks)
+        for id, chunks in streams.items()
+        if any(map(len, chunks))
+    }
+
+
+class Reader:
+    """Hands out decoded chunks and keeps the books: at the end every chunk must have been asked for."""
+
+    def __init__(self, coded: Mapping[int, tuple[Coder, list[Buffer]]]) -> None:
+        self._coded = coded
+        self._taken = dict.fromkeys(coded, 0)
+
+    def take(self, stream: int, size: int) -> Buffer:
+        """The next chunk of a stream, which must decode to exactly `size` bytes; absent streams are empty."""
+        if size == 0 and stream not in self._coded:
+            return b""
+        coder, chunk = self._next(stream)
+        return coder.decode(chunk, size)
+
+    def take_stored(self, stream: int, most: int) -> Buffer:
+        """The next chunk of a stream whose length speaks for itself, up to `most` bytes."""
+        if stream not in self._coded:
+            return b""
+        coder, chunk = self._next(stream)
+        if coder.id != Stored.id or len(chunk) > most:
+            raise InvalidField(f"stream {stream}: a chunk of low bits is coded or longer than {most} bytes")
+        return chunk
+
+    def finish(self) -> None:
+        """Raise unless every chunk of every stream was used."""
+        for stream, (_, chunks) in self._coded.items():
+            if self._taken[stream] != len(chunks):
+                raise InvalidField(f"stream {stream} holds {len(chunks) - self._taken[stream]} chunk(s) too many")
+
+    def _next(self, stream: int) -> tuple[Coder, Buffer]:
+        if stream not in self._coded or self._taken[stream] >= len(self._coded[stream][1]):
+            raise Truncated(f"stream {stream} ends before its last chunk")
+        coder, chunks = self._coded[stream]
+        self._taken[stream] += 1
+        return coder, chunks[self._taken[stream] - 1]

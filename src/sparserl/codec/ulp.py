@@ -1,0 +1,27 @@
+"""`ulp`: gaps and steps in the integer order of the format. Needs the old bits at the changed positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..bits import UIntArray
+from . import index, value
+from .profile import Layout, Positions
+from .streams import Chunks, Reader
+
+
+@dataclass(frozen=True)
+class Ulp:
+    name: ClassVar[str] = "ulp"
+    id: ClassVar[int] = 2
+    absolute: ClassVar[bool] = False
+    tiled: ClassVar[bool] = True
+    planar: ClassVar[bool] = True
+
+    def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks:
+        return {**index.write_gaps(layout, positions), **value.write_steps(layout, words)}
+
+    def decode(self, layout: Layout, reader: Reader) -> tuple[Positions, UIntArray]:
+        positions = index.read_gaps(layout, reader)
+        return positions, value.read_steps(layout, reader)

@@ -1,0 +1,63 @@
+"""Value coders: words as they are, as byte planes, or as small numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..bits import UIntArray
+from . import numbers
+from .profile import Layout, empty
+from .streams import Chunks, Reader, Stream
+
+
+def write_words(layout: Layout, words: UIntArray, stream: int) -> Chunks:
+    """Each word in its own width, little-endian."""
+    width = layout.dtype.width
+    view = np.ascontiguousarray(words).view(np.uint8).data
+    cuts = np.cumsum([0, *layout.chunk_sizes(words.size)]) * width
+    return {stream: [view[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]}
+
+
+def read_words(layout: Layout, reader: Reader, count: int, stream: int) -> UIntArray:
+    """`count` words; what comes back may share the reader's memory."""
+    width = layout.dtype.width
+    parts = [np.frombuffer(reader.take(stream, width * n), layout.dtype.uint) for n in layout.chunk_sizes(count)]
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else empty(0, layout.dtype.uint)
+
+
+def write_planes(layout: Layout, words: UIntArray, stream: int) -> Chunks:
+    """Byte planes, a stream each, from `stream` on: the high bytes of floats repeat, the low ones do not."""
+    out: Chunks = {}
+    cuts = np.cumsum([0, *layout.chunk_sizes(words.size)])
+    table = words.view(np.uint8).reshape(-1, layout.dtype.width)
+    for plane in range(layout.dtype.width):
+        view = np.ascontiguousarray(table[:, plane]).data
+        out[stream + plane] = [view[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    return out
+
+
+def read_planes(layout: Layout, reader: Reader, count: int, stream: int) -> UIntArray:
+    """`count` words from their byte planes."""
+    words = empty(count, layout.dtype.uint)
+    table = words.view(np.uint8).reshape(-1, layout.dtype.width)
+    for plane in range(layout.dtype.width):
+        at = 0
+        for size in layout.chunk_sizes(count):
+            table[at : at + size, plane] = np.frombuffer(reader.take(stream + plane, size), np.uint8)
+            at += size
+    return words
+
+
+def write_steps(layout: Layout, words: UIntArray) -> Chunks:
+    """Zigzag steps as numbers."""
+    return numbers.write(layout, words, Stream.STEP_TOKENS, Stream.STEP_LOWS)
+
+
+def read_steps(layout: Layout, reader: Reader) -> Any:
+    """Zigzag steps, none wider than an element."""
+    limit = (1 << (8 * layout.dtype.width)) - 1
+    return numbers.read(layout, reader, layout.changes, limit, layout.dtype.uint, Stream.STEP_TOKENS, Stream.STEP_LOWS)

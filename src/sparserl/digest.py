@@ -1,0 +1,132 @@
+"""The digest: what tells one version of the weights from another.
+
+Two 64-bit sums, over all elements, of a strong mix of (tensor, position in the tensor, bits), plus one term per
+tensor for its name, dtype and shape. A sum has no order: shards add up, and a patch moves it in O(changed).
+docs/format.md says what it protects against, and what not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .kernels import cpu
+from .memory import Weights, memories, table_of
+from .parallel import Progress, ordered
+from .pieces import Addresses, Held, Piece, Place, pieces
+from .region import collapse, row_major, whole
+from .table import TensorTable
+
+_ALL = (1 << 64) - 1
+
+
+@dataclass(frozen=True, order=True)
+class Digest:
+    """A pair of sums. Digests of disjoint parts add; `hex` is how people see one."""
+
+    first: int = 0
+    second: int = 0
+
+    def __add__(self, other: Digest) -> Digest:
+        return Digest((self.first + other.first) & _ALL, (self.second + other.second) & _ALL)
+
+    def __sub__(self, other: Digest) -> Digest:
+        return Digest((self.first - other.first) & _ALL, (self.second - other.second) & _ALL)
+
+    def to_bytes(self) -> bytes:
+        return self.first.to_bytes(8, "big") + self.second.to_bytes(8, "big")
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Digest:
+        return cls(int.from_bytes(data[:8], "big"), int.from_bytes(data[8:16], "big"))
+
+    @classmethod
+    def from_hex(cls, text: str) -> Digest:
+        """The digest that prints as `text`."""
+        data = bytes.fromhex(text)
+        if len(data) != 16:
+            raise ValueError(f"a digest has 32 hexadecimal digits, not {len(text)}")
+        return cls.from_bytes(data)
+
+    @property
+    def hex(self) -> str:
+        return self.to_bytes().hex()
+
+    def __str__(self) -> str:
+        return self.hex
+
+
+def table_digest(table: TensorTable) -> Digest:
+    """What names, dtypes and shapes add, once per tensor."""
+    first, second = (int(x) for x in table.terms.sum(axis=0, dtype=np.uint64)) if len(table) else (0, 0)
+    return Digest(first, second)
+
+
+def sums(table: TensorTable, batch: list[Piece], addresses: Addresses) -> Digest:
+    """The element sums of a batch whose bits lie, in row-major order, at the addresses."""
+    if all(p.region is None for p in batch):
+        size = np.array([p.numel for p in batch], np.int64)
+        start = np.zeros(len(batch), np.int64)
+        keys = table.keys[[p.tensor for p in batch]]
+    else:
+        addresses, size, start, keys = _runs(table, batch, addresses)
+    tag = np.empty(0, table.specs[batch[0].tensor].dtype.uint)
+    first, second = cpu.digest(tag, addresses, size, start, keys)
+    return Digest(int(first), int(second))
+
+
+def _runs(
+    table: TensorTable, batch: list[Piece], addresses: Addresses
+) -> tuple[Addresses, Addresses, Addresses, npt.NDArray[np.uint64]]:
+    """Every piece as runs that are consecutive in their tensor: boxes become rows."""
+    address, size, start, keys = [], [], [], []
+    for piece, base in zip(batch, addresses.tolist(), strict=True):
+        spec = table.specs[piece.tensor]
+        region = piece.region or whole(spec.shape)
+        strides = row_major(spec.shape)
+        dims, (steps,) = collapse(region.size, strides)
+        origin = sum(a * s for a, s in zip(region.start, strides, strict=True))
+        run = dims[-1] if dims and steps[-1] == 1 else 1
+        outer = dims[:-1] if run > 1 else dims
+        first = np.full(1, origin, np.int64)
+        for n, s in zip(outer, steps, strict=False):
+            first = (first[:, None] + np.arange(n, dtype=np.int64) * s).ravel()
+        address.append(base + np.arange(first.size, dtype=np.int64) * run * spec.dtype.width)
+        size.append(np.full(first.size, run, np.int64))
+        start.append(first)
+        keys.append(np.broadcast_to(table.keys[piece.tensor], (first.size, 2)))
+    return np.concatenate(address), np.concatenate(size), np.concatenate(start), np.concatenate(keys)
+
+
+def element_sums(
+    held: Held, places: Iterable[Place], threads: int | None = None, progress: Progress | None = None
+) -> Digest:
+    """The sums over the elements at the given places, without the terms of the table."""
+
+    def one(batch: list[Piece]) -> tuple[Digest, int]:
+        read = [held.read(p) for p in batch]
+        addresses = np.array([a for a, _ in read], np.int64)
+        width = held.table.specs[batch[0].tensor].dtype.width
+        return sums(held.table, batch, addresses), sum(p.numel for p in batch) * width
+
+    total = Digest()
+    for part, done in ordered(one, pieces(held.table, places), threads):
+        total += part
+        if progress is not None:
+            progress(done)
+    return total
+
+
+def digest(weights: Weights, *, threads: int | None = None, progress: Progress | None = None) -> Digest:
+    """The digest of weights: one read of every element.
+
+    >>> digest({"w": np.zeros(2, np.float32)}) == digest({"w": np.array([0.0, -0.0], np.float32)})
+    False
+    """
+    memory = memories(weights)
+    table = table_of(memory)
+    every = ((i, None) for i in range(len(table)))
+    return table_digest(table) + element_sums(Held(table, memory), every, threads, progress)

@@ -1,0 +1,85 @@
+"""Every error sparserl raises on purpose, as one tree.
+
+SparserlError
+├── WeightsError            the tensors handed over cannot be used as they are
+│   ├── UnsupportedTensor   a dtype, device or memory layout we do not handle
+│   ├── TensorMismatch      new, missing, reshaped or retyped tensors
+│   ├── TiedConflict        two names share memory, the patch wants them to differ
+│   └── CheckpointError     a file or folder that is not a readable checkpoint
+├── WrongBase               the weights are neither the patch's base nor its result
+├── NeedsBase               this operation on this profile needs the base weights
+├── ChainError              patches that do not follow one another, or do not fit together
+│   └── RegionOverlap       two entries claim the same elements
+└── FormatError             bytes that are not a valid patch
+    ├── Truncated           the bytes end too early
+    ├── ChecksumMismatch    the bytes were altered
+    ├── UnsupportedFormat   a version, feature, profile or coder this release does not know
+    ├── LimitExceeded       a count or length past what the tensor table or the limits allow
+    └── InvalidField        a value that contradicts the rest of the patch
+"""
+
+from __future__ import annotations
+
+
+class SparserlError(Exception):
+    """Base of all errors raised by sparserl."""
+
+
+class WeightsError(SparserlError):
+    """The tensors handed over cannot be used as they are."""
+
+
+class UnsupportedTensor(WeightsError):
+    """A dtype, device or memory layout that is not handled."""
+
+
+class TensorMismatch(WeightsError):
+    """Two sets of weights differ in names, dtypes or shapes."""
+
+
+class TiedConflict(WeightsError):
+    """Two names share memory, but the patch wants their bits to differ."""
+
+
+class CheckpointError(WeightsError):
+    """A file or folder that cannot be read as a checkpoint."""
+
+
+class WrongBase(SparserlError):
+    """The weights are neither the base of the patch nor its result; nothing was touched."""
+
+
+class NeedsBase(SparserlError):
+    """The operation needs the base weights for the profiles in this patch."""
+
+
+class ChainError(SparserlError):
+    """Patches that do not follow one another or do not fit together."""
+
+
+class RegionOverlap(ChainError):
+    """Two entries claim the same elements of a tensor."""
+
+
+class FormatError(SparserlError):
+    """Bytes that are not a valid patch."""
+
+
+class Truncated(FormatError):
+    """The bytes end before what they announce."""
+
+
+class ChecksumMismatch(FormatError):
+    """The bytes are not those that were written."""
+
+
+class UnsupportedFormat(FormatError):
+    """A format version, required feature, profile, dtype or coder this release does not know."""
+
+
+class LimitExceeded(FormatError):
+    """A count or length past what the tensor table or the hard limits allow."""
+
+
+class InvalidField(FormatError):
+    """A value that contradicts the rest of the patch."""

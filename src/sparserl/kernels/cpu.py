@@ -1,0 +1,365 @@
+"""The kernels that run, in Numba. Each is specified by the function of the same name in `reference.py`.
+
+Memory is named by int64 addresses and every kernel takes a whole batch, so that many small tensors are one call.
+The caller keeps the owners of the addresses alive and guarantees that sizes, counts and positions are in bounds:
+what comes from the wire is checked by `unpack` and `tile_positions` (and `ascending`) before it reaches the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .llvm import (
+    GOLDEN,
+    ROTATE,
+    differ64,
+    digest_blocks,
+    highest,
+    inline,
+    kernel,
+    load,
+    lowest,
+    prefetch,
+    store,
+)
+
+_GOLDEN = np.uint64(GOLDEN)
+_TURN, _BACK, _HALF = np.uint64(ROTATE), np.uint64(64 - ROTATE), np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+_ONE = np.uint64(1)
+_AHEAD = 4096  # bytes: how far the comparing loop prefetches, about the latency of memory at full speed
+_FAR = 48  # changes: how far gather and scatter prefetch
+
+
+@kernel
+def diff(tag: Any, old: Any, new: Any, size: Any, positions: Any, before: Any, after: Any, counts: Any) -> Any:
+    """Compact the changes of a batch of segments; positions count inside each. Returns how many there are."""
+    width = np.int64(tag.itemsize)
+    k = 0
+    for s in range(size.size):
+        a, b, n = old[s], new[s], size[s]
+        first = k
+        if a != b:
+            i = 0
+            while i < n:
+                if i + 64 <= n:
+                    at = i * width
+                    for line in range(width):
+                        prefetch(a + at + _AHEAD + line * 64)
+                        prefetch(b + at + _AHEAD + line * 64)
+                    mask = differ64(tag, a + at, b + at)
+                    base = i
+                    i += 64
+                elif n >= 64:
+                    base = n - 64
+                    seen = np.uint64(i - base)
+                    mask = (differ64(tag, a + base * width, b + base * width) >> seen) << seen
+                    i = n
+                else:
+                    base = 0
+                    mask = np.uint64(0)
+                    while i < n:
+                        if load(tag, a + i * width) != load(tag, b + i * width):
+                            mask |= _ONE << np.uint64(i)
+                        i += 1
+                while mask:
+                    p = base + lowest(mask)
+                    mask &= mask - _ONE
+                    positions[k] = p
+                    before[k] = load(tag, a + p * width)
+                    after[k] = load(tag, b + p * width)
+                    k += 1
+        counts[s] = k - first
+    return k
+
+
+@inline
+def _turn(z: Any) -> Any:
+    return (z & _LOW) * (z >> _HALF) + ((z << _TURN) | (z >> _BACK))
+
+
+@inline
+def _mix(weyl: Any, key: Any, bits: Any) -> Any:
+    return _turn(_turn(_turn(weyl ^ bits) + key))
+
+
+@kernel
+def digest(tag: Any, address: Any, size: Any, start: Any, keys: Any) -> tuple[Any, Any]:
+    """Both sums over a batch of runs: `size` consecutive elements of a tensor, the first at position `start`."""
+    width = np.int64(tag.itemsize)
+    first, second = np.uint64(0), np.uint64(0)
+    for s in range(size.size):
+        seed, key = keys[s, 0], keys[s, 1]
+        weyl = seed + np.uint64(start[s]) * _GOLDEN
+        blocks = size[s] // 16
+        if blocks:
+            x, y = digest_blocks(tag, address[s], blocks, weyl, key)
+            first += x
+            second += y
+        for i in range(blocks * 16, size[s]):
+            bits = np.uint64(load(tag, address[s] + i * width))
+            z = _mix(weyl + np.uint64(i) * _GOLDEN, key, bits)
+            first += z
+            second += _turn(z)
+    return first, second
+
+
+@inline
+def _offset(p: Any, e: Any, dims: Any, size: Any, stride: Any) -> Any:
+    """How far position `p` of region `e` lies from the region's first element, along the given strides."""
+    if dims[e] == 1:
+        return p * stride[e, 0]
+    out = np.int64(0)
+    for d in range(dims[e] - 1, -1, -1):
+        out += (p % size[e, d]) * stride[e, d]
+        p //= size[e, d]
+    return out
+
+
+@kernel
+def locate(counts: Any, start: Any, dims: Any, size: Any, stride: Any, positions: Any, out: Any) -> None:
+    """Where each change lies in its tensor: int64, since tensors may be larger than regions."""
+    k = 0
+    for e in range(counts.size):
+        for _ in range(counts[e]):
+            out[k] = start[e] + _offset(np.int64(positions[k]), e, dims, size, stride)
+            k += 1
+
+
+@kernel
+def gather(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any, positions: Any, out: Any) -> None:
+    """The bits at the changed positions. `first` is the address of each region's first element."""
+    width = np.int64(tag.itemsize)
+    k, n = 0, positions.size
+    for e in range(counts.size):
+        for _ in range(counts[e]):
+            if dims[e] == 1 and k + _FAR < n:
+                prefetch(first[e] + np.int64(positions[k + _FAR]) * stride[e, 0] * width)
+            out[k] = load(tag, first[e] + _offset(np.int64(positions[k]), e, dims, size, stride) * width)
+            k += 1
+
+
+@kernel
+def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any, positions: Any, bits: Any) -> None:
+    """Write bits to the changed positions, in place."""
+    width = np.int64(tag.itemsize)
+    k, n = 0, positions.size
+    for e in range(counts.size):
+        for _ in range(counts[e]):
+            if dims[e] == 1 and k + _FAR < n:
+                prefetch(first[e] + np.int64(positions[k + _FAR]) * stride[e, 0] * width)
+            store(tag, first[e] + _offset(np.int64(positions[k]), e, dims, size, stride) * width, bits[k])
+            k += 1
+
+
+@kernel
+def digest_delta(
+    counts: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, positions: Any, old: Any, new: Any
+) -> tuple[Any, Any]:
+    """How the two sums move when the old bits at the changed positions become the new ones."""
+    first, second = np.uint64(0), np.uint64(0)
+    k = 0
+    for e in range(counts.size):
+        seed, key = keys[e, 0], keys[e, 1]
+        for _ in range(counts[e]):
+            at = start[e] + _offset(np.int64(positions[k]), e, dims, size, stride)
+            weyl = seed + np.uint64(at) * _GOLDEN
+            was = _mix(weyl, key, np.uint64(old[k]))
+            now = _mix(weyl, key, np.uint64(new[k]))
+            first += now - was
+            second += _turn(now) - _turn(was)
+            k += 1
+    return first, second
+
+
+@kernel
+def steps(old: Any, new: Any, top: Any, sign_magnitude: Any, out: Any) -> None:
+    """Zigzag steps from old to new. `top` is the sign bit of the width."""
+    zero, one = top ^ top, top // top
+    for i in range(old.size):
+        a, b = old[i], new[i]
+        if sign_magnitude:
+            a = ~a if a & top else a | top
+            b = ~b if b & top else b | top
+        delta = out.dtype.type(b - a)
+        doubled = out.dtype.type(delta << one)
+        out[i] = ~doubled if (delta & top) != zero else doubled
+
+
+@kernel
+def advance(old: Any, step: Any, top: Any, sign_magnitude: Any, out: Any) -> None:
+    """The new bits: `steps` undone."""
+    one = top // top
+    for i in range(old.size):
+        delta = out.dtype.type(step[i] >> one)
+        if step[i] & one:
+            delta = ~delta
+        a = old[i]
+        if sign_magnitude:
+            a = ~a if a & top else a | top
+        b = out.dtype.type(a + delta)
+        if sign_magnitude:
+            b = b ^ top if b & top else ~b
+        out[i] = b
+
+
+@kernel
+def pack(values: Any, tokens: Any, lows: Any) -> Any:
+    """Token bytes and low bits (uint64 words, room for one per value and one more). Returns the number of bits."""
+    word, fill, at = np.uint64(0), np.int64(0), 0
+    for i in range(values.size):
+        v = np.uint64(values[i])
+        if v < np.uint64(16):
+            tokens[i] = v
+            continue
+        e = highest(v)
+        width = e - 2
+        tokens[i] = 16 + 4 * (e - 4) + np.int64((v >> np.uint64(width)) & np.uint64(3))
+        low = v & ((_ONE << np.uint64(width)) - _ONE)
+        word |= low << np.uint64(fill)
+        fill += width
+        if fill >= 64:
+            lows[at] = word
+            at += 1
+            fill -= 64
+            word = low >> np.uint64(width - fill) if fill else np.uint64(0)
+    lows[at] = word
+    return at * 64 + fill
+
+
+@kernel
+def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
+    """Numbers from tokens and low bits (uint64 words, one spare at the end). -1, or the first index at fault."""
+    at = np.int64(0)
+    for i in range(tokens.size):
+        t = np.int64(tokens[i])
+        if t < 16:
+            v = np.uint64(t)
+        else:
+            width = (t - 16) // 4 + 2
+            if at + width > bits:
+                return i
+            w, shift = at >> 6, np.uint64(at & 63)
+            low = lows[w] >> shift
+            if shift:
+                low |= lows[w + 1] << (np.uint64(64) - shift)
+            low &= (_ONE << np.uint64(width)) - _ONE
+            v = (np.uint64(4 + (t - 16) % 4) << np.uint64(width)) | low
+            at += width
+        if v > limit:
+            return i
+        out[i] = v
+    if (at + 7) // 8 != (bits + 7) // 8:
+        return tokens.size
+    if at & 63 and lows[at >> 6] >> np.uint64(at & 63):
+        return tokens.size
+    return -1
+
+
+@kernel
+def tile_gaps(counts: Any, numel: Any, log: Any, positions: Any, gaps: Any, tiles: Any) -> Any:
+    """Gaps of all changes, and the changes per tile of every region of two tiles or more. Returns their number."""
+    k, t = 0, 0
+    for e in range(counts.size):
+        n_tiles = ((numel[e] - 1) >> log) + 1
+        current, last = np.int64(0), np.int64(-1)
+        if n_tiles > 1:
+            for j in range(n_tiles):
+                tiles[t + j] = 0
+        for _ in range(counts[e]):
+            p = np.int64(positions[k])
+            tile = p >> log
+            if tile != current:
+                current = tile
+                last = (tile << log) - 1
+            if n_tiles > 1:
+                tiles[t + tile] += np.uint32(1)
+            gaps[k] = p - last - 1
+            last = p
+            k += 1
+        if n_tiles > 1:
+            t += n_tiles
+    return t
+
+
+@kernel
+def tile_positions(counts: Any, numel: Any, log: Any, tiles: Any, gaps: Any, positions: Any) -> Any:
+    """Positions from gaps and tile counts. -1, or the first entry whose counts or gaps leave its tiles."""
+    k, t = 0, 0
+    for e in range(counts.size):
+        n_tiles = ((numel[e] - 1) >> log) + 1
+        left = counts[e]
+        for j in range(n_tiles):
+            inside = np.int64(tiles[t + j]) if n_tiles > 1 else left
+            if inside > left:
+                return e
+            left -= inside
+            last = (np.int64(j) << log) - 1
+            end = min(np.int64(j + 1) << log, numel[e])
+            for _ in range(inside):
+                last += np.int64(gaps[k]) + 1
+                if last >= end:
+                    return e
+                positions[k] = last
+                k += 1
+        if left:
+            return e
+        if n_tiles > 1:
+            t += n_tiles
+    return -1
+
+
+@kernel
+def ascending(counts: Any, numel: Any, positions: Any) -> Any:
+    """-1, or the first entry whose positions do not rise strictly or leave its region."""
+    k = 0
+    for e in range(counts.size):
+        last = np.int64(-1)
+        for _ in range(counts[e]):
+            p = np.int64(positions[k])
+            if p <= last or p >= numel[e]:
+                return e
+            last = p
+            k += 1
+    return -1
+
+
+@kernel
+def varints(values: Any, out: Any) -> Any:
+    """LEB128 of unsigned numbers. Returns the number of bytes."""
+    at = 0
+    for i in range(values.size):
+        v = values[i]
+        while v >= np.uint64(128):
+            out[at] = np.uint8(v & np.uint64(127)) | np.uint8(128)
+            v >>= np.uint64(7)
+            at += 1
+        out[at] = np.uint8(v)
+        at += 1
+    return at
+
+
+@kernel
+def read_varints(data: Any, at: Any, limit: Any, out: Any) -> Any:
+    """Canonical LEB128 numbers up to `limit`, from offset `at`. The offset behind them, or -1 if they are not there."""
+    for i in range(out.size):
+        v, shift = np.uint64(0), np.uint64(0)
+        while True:
+            if at >= data.size or shift > np.uint64(63):
+                return -1
+            byte = np.uint64(data[at])
+            at += 1
+            if shift == np.uint64(63) and byte > _ONE:
+                return -1
+            v |= (byte & np.uint64(127)) << shift
+            shift += np.uint64(7)
+            if byte < np.uint64(128):
+                if byte == np.uint64(0) and shift > np.uint64(7):
+                    return -1
+                break
+        if v > limit:
+            return -1
+        out[i] = v
+    return at

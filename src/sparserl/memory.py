@@ -1,0 +1,213 @@
+"""Where the bits of a tensor lie in memory: torch tensors, NumPy arrays and `Bits` seen alike.
+
+Kernels work on addresses, so that ten thousand small tensors cost no more than one large one. A `Memory` keeps
+its owner alive for as long as the address is in use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .bits import BY_NAME, Bits, DType, UIntArray
+from .errors import TiedConflict, UnsupportedTensor
+from .region import Region, Shape, row_major
+from .table import TensorSpec, TensorTable
+
+Weights = Mapping[str, Any]
+_shares_memory: Any = np.shares_memory  # its stub leaves out the numbers that max_work may be
+
+
+class Memory(NamedTuple):
+    """The memory of one tensor. `strides` count elements; None means contiguous, row-major."""
+
+    dtype: DType
+    shape: Shape
+    address: int
+    strides: Shape | None
+    writable: bool
+    owner: object
+
+    def view(self) -> UIntArray:
+        """The tensor as an array of unsigned integers that shares its memory."""
+        width = self.dtype.width
+        strides = row_major(self.shape) if self.strides is None else self.strides
+        interface = {
+            "version": 3,
+            "typestr": self.dtype.uint.str,
+            "shape": self.shape,
+            "strides": tuple(s * width for s in strides),
+            "data": (self.address, not self.writable),
+        }
+        return np.asarray(_Interface(interface, self.owner))
+
+    def read(self, region: Region | None) -> tuple[int, object]:
+        """Address of the region's bits in row-major order, and what keeps it alive: a copy only where one is due."""
+        if self.strides is None:
+            if region is None:
+                return self.address, self.owner
+            lead = _leading(region, self.shape)
+            if lead is not None:
+                return self.address + lead * self.dtype.width, self.owner
+        part = self.view() if region is None else self.view()[region.slices]
+        copy = np.ascontiguousarray(part)
+        return _address(copy), copy
+
+
+class _Interface:
+    """What NumPy needs to see foreign memory, holding on to whoever owns it."""
+
+    def __init__(self, interface: dict[str, Any], owner: object) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+def _leading(region: Region, shape: Shape) -> int | None:
+    """Offset of the region's first element, if the region is one contiguous run of a row-major tensor."""
+    inner = False
+    for d in range(len(shape) - 1, -1, -1):
+        if inner and region.size[d] != 1:
+            return None
+        inner = inner or region.size[d] != shape[d]
+    return sum(a * s for a, s in zip(region.start, row_major(shape), strict=True))
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def memory_of(name: str, tensor: Any) -> Memory:
+    """The memory of a torch tensor, NumPy array or `Bits`; `UnsupportedTensor` says what is wrong with any other."""
+    if isinstance(tensor, np.ndarray):
+        dtype = BY_NAME.get(tensor.dtype.name)
+        if dtype is None:
+            raise UnsupportedTensor(f"tensor {name!r}: NumPy dtype {tensor.dtype} is not supported")
+        return _of_array(name, tensor, dtype)
+    if isinstance(tensor, Bits):
+        return _of_array(name, tensor.array, tensor.dtype)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        return _of_torch(name, tensor, torch)
+    kind = type(tensor).__name__
+    raise UnsupportedTensor(f"tensor {name!r}: expected a torch tensor or a NumPy array, got {kind}")
+
+
+def _of_array(name: str, array: np.ndarray[Any, Any], dtype: DType) -> Memory:
+    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
+        raise UnsupportedTensor(f"tensor {name!r}: big-endian arrays are not supported")
+    strides: Shape | None = None
+    if not array.flags.c_contiguous:
+        if any(s % dtype.width for s in array.strides):
+            raise UnsupportedTensor(f"tensor {name!r}: strides {array.strides} are not multiples of the element size")
+        strides = tuple(s // dtype.width for s in array.strides)
+    return Memory(dtype, array.shape, _address(array), strides, array.flags.writeable, array)
+
+
+_TORCH_NAMES: dict[Any, DType | None] = {}
+
+
+def _torch_dtype(dtype: Any) -> DType | None:
+    if dtype not in _TORCH_NAMES:
+        _TORCH_NAMES[dtype] = BY_NAME.get(str(dtype).removeprefix("torch."))
+    return _TORCH_NAMES[dtype]
+
+
+def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
+    dtype = _torch_dtype(tensor.dtype)
+    if dtype is None:
+        raise UnsupportedTensor(f"tensor {name!r}: {tensor.dtype} is not supported (1, 2, 4 or 8 bytes per element)")
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        raise UnsupportedTensor(
+            f"tensor {name!r}: a {tensor.layout} tensor on {tensor.device}; need a strided CPU tensor"
+        )
+    if hasattr(tensor, "device_mesh"):
+        raise UnsupportedTensor(f"tensor {name!r} is a DTensor; hand over its local shard with its region")
+    if tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative view; resolve it first")
+    strides = None if tensor.is_contiguous() else tuple(tensor.stride())
+    return Memory(dtype, tuple(tensor.shape), tensor.data_ptr(), strides, True, tensor)
+
+
+def memories(weights: Weights) -> dict[str, Memory]:
+    """The memory of every tensor, by name."""
+    return {name: memory_of(name, tensor) for name, tensor in weights.items()}
+
+
+def table_of(held: Mapping[str, Memory]) -> TensorTable:
+    """The tensor table of weights whose tensors are whole."""
+    return TensorTable([TensorSpec(name, m.dtype, m.shape) for name, m in held.items()])
+
+
+def tensor_table(weights: Weights) -> TensorTable:
+    """The tensor table of weights: their names, dtypes and shapes.
+
+    Shards need the table of the whole; tensors on torch's meta device describe it without holding it.
+    """
+    torch = sys.modules.get("torch")
+    specs = []
+    for name, tensor in weights.items():
+        if torch is not None and isinstance(tensor, torch.Tensor) and (dtype := _torch_dtype(tensor.dtype)):
+            specs.append(TensorSpec(name, dtype, tuple(tensor.shape)))
+        else:
+            memory = memory_of(name, tensor)
+            specs.append(TensorSpec(name, memory.dtype, memory.shape))
+    return TensorTable(specs)
+
+
+def require_writable(held: Iterable[tuple[str, Memory]]) -> None:
+    """Refuse memory that a patch cannot be written into: read-only, or with elements that share an address."""
+    for name, m in held:
+        if not m.writable:
+            raise UnsupportedTensor(f"tensor {name!r} is read-only; a patch cannot be applied in place")
+        if m.strides is not None and any(s == 0 and n > 1 for s, n in zip(m.strides, m.shape, strict=True)):
+            raise UnsupportedTensor(f"tensor {name!r} is expanded: several elements share one address")
+
+
+def tied_groups(held: Mapping[str, Memory]) -> list[list[str]]:
+    """Groups of names that are the very same memory; tensors that share only some elements are refused."""
+    spans = sorted((*_span(m), name) for name, m in held.items() if 0 not in m.shape)
+    groups: list[list[str]] = []
+    cluster: list[list[str]] = []
+    reach = -1
+    for low, high, name in spans:
+        if low >= reach:
+            groups += cluster
+            cluster = []
+        _join(cluster, name, held)
+        reach = max(reach, high)
+    return [g for g in groups + cluster if len(g) > 1]
+
+
+def _join(cluster: list[list[str]], name: str, held: Mapping[str, Memory]) -> None:
+    """Put a name into the group that is the same memory; interleaved but disjoint views stay apart."""
+    for group in cluster:
+        if _same(held[name], held[group[0]]):
+            group.append(name)
+            return
+        if _share(held[name], held[group[0]]):
+            raise TiedConflict(
+                f"tensors {group[0]!r} and {name!r} share some of their memory without being the same tensor; "
+                "apply the patch to separate copies"
+            )
+    cluster.append([name])
+
+
+def _share(a: Memory, b: Memory) -> bool:
+    try:
+        return bool(_shares_memory(a.view(), b.view(), max_work=1_000_000))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _same(a: Memory, b: Memory) -> bool:
+    return (a.address, a.dtype, a.shape, a.strides) == (b.address, b.dtype, b.shape, b.strides)
+
+
+def _span(m: Memory) -> tuple[int, int]:
+    strides = row_major(m.shape) if m.strides is None else m.strides
+    low = sum(s * (n - 1) for s, n in zip(strides, m.shape, strict=True) if s < 0)
+    high = sum(s * (n - 1) for s, n in zip(strides, m.shape, strict=True) if s > 0)
+    return m.address + low * m.dtype.width, m.address + (high + 1) * m.dtype.width

@@ -1,0 +1,49 @@
+"""Work on threads, results in order, a bounded number in flight."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+Progress = Callable[[int], None]  # called with the dense bytes just finished
+
+
+def default_threads() -> int:
+    """As many as the cores this process may use, or what SPARSERL_THREADS says."""
+    if said := os.environ.get("SPARSERL_THREADS"):
+        return max(1, int(said))
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1
+
+
+@lru_cache(maxsize=8)
+def _pool(threads: int, _process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="sparserl")
+
+
+def ordered(work: Callable[[T], R], items: Iterable[T], threads: int | None = None) -> Iterator[R]:
+    """`map` on threads, lazily: at most two items per thread are taken ahead of the consumer."""
+    threads = threads or default_threads()
+    if threads == 1:
+        yield from map(work, items)
+        return
+    pool = _pool(threads, os.getpid())  # a fork leaves its parent's threads behind
+    flight: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            flight.append(pool.submit(work, item))
+            if len(flight) >= 2 * threads:
+                yield flight.popleft().result()
+        while flight:
+            yield flight.popleft().result()
+    finally:
+        for future in flight:
+            future.cancel()

@@ -1,0 +1,17 @@
+"""Patches: finding changes, landing them, and making patches from patches.
+
+diff ──► plan (route, cut, estimate) ──► assemble ──► Patch ──► apply
+                  ▲                                     │
+                  └────────── squash, invert ◄──────────┤
+                                              merge ◄───┘
+"""
+
+from __future__ import annotations
+
+from .apply import Applied
+from .compose import merge, squash
+from .diff import diff
+from .patch import Entry, Patch
+from .stats import BucketStats, Stats, TensorStats
+
+__all__ = ["Applied", "BucketStats", "Entry", "Patch", "Stats", "TensorStats", "diff", "merge", "squash"]

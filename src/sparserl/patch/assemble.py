@@ -1,0 +1,107 @@
+"""Changes in, a patch out: the one way every patch is written."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from .. import plan
+from ..digest import Digest
+from ..parallel import ordered
+from ..pieces import Place
+from ..plan import Changes
+from ..table import TensorTable
+from ..wire import InMemory, OnDisk, PatchReader, PatchWriter
+
+Target = str | os.PathLike[str] | None
+
+
+def assemble(
+    table: TensorTable,
+    parts: Iterable[Changes],
+    profile: str,
+    digests: Callable[[], tuple[Digest, Digest]],
+    covers: Sequence[Place] | None,
+    to: Target = None,
+    threads: int | None = None,
+) -> PatchReader:
+    """Cut routed changes into buckets, encode them on threads, and write them in order as they come.
+
+    `digests` is called when all changes went through: only then are base and result known. Without `to` the patch
+    stays in memory; with it, the file gets its name when it is whole.
+    """
+    names = plan.candidates(profile)
+
+    def write(writer: PatchWriter) -> None:
+        changed = 0
+        for written in ordered(lambda draft: plan.write(draft, names, writer.hash), plan.cut(parts), threads):
+            if written is not None:
+                bucket, count = written
+                writer.add(bucket)
+                changed += count
+        writer.finish(*digests(), changed, covers)
+
+    return _written(table, write, to)
+
+
+def rewrite(
+    table: TensorTable,
+    buckets: Iterable[bytes | memoryview],
+    base: Digest,
+    result: Digest,
+    changed: int,
+    covers: Sequence[Place] | None,
+    to: Target = None,
+) -> PatchReader:
+    """A patch of buckets that are written already."""
+
+    def write(writer: PatchWriter) -> None:
+        for bucket in buckets:
+            writer.add(bucket)
+        writer.finish(base, result, changed, covers)
+
+    return _written(table, write, to)
+
+
+def _written(table: TensorTable, write: Callable[[PatchWriter], None], to: Target) -> PatchReader:
+    if to is None:
+        buffer = io.BytesIO()
+        write(PatchWriter(buffer, table))
+        return PatchReader(InMemory(buffer.getbuffer()))
+    with replacing(Path(to)) as file:
+        write(PatchWriter(file, table))
+    return PatchReader(OnDisk(to))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the name `path` when all of it is on disk, and leaves nothing behind otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+        sync_folder(path.parent)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

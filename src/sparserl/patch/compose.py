@@ -1,0 +1,364 @@
+"""Patches from patches: squash a chain, undo one, join the patches of shards.
+
+Which profiles need the base weights:
+
+| operation | raw, gap, dense entries | ulp | a tensor with both |
+| --- | --- | --- | --- |
+| `squash` | no: the last bits win | no: steps add up | yes, unless the bits cover the steps |
+| `invert` | yes: the old bits are in the base alone | no: the steps turn round | yes |
+| `merge` | no | no | no |
+
+With the base, `squash` also drops elements that ended where they began, and may choose any profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import plan
+from ..bits import DType, UIntArray
+from ..digest import Digest, table_digest
+from ..errors import ChainError, InvalidField, NeedsBase, WrongBase
+from ..memory import Memory, Weights, memories, table_of
+from ..parallel import ordered
+from ..pieces import PIECE_BYTES, Held, Piece, Place
+from ..plan import Changes, Dense, advance, steps_between
+from ..region import Region, refuse_overlap, row_major, whole
+from ..table import TensorTable
+from .apply import digest_of, stage
+from .assemble import Target, assemble, rewrite
+from .decode import Decoded, flatten
+from .patch import Patch
+
+Flat = npt.NDArray[np.int64]
+
+
+def squash(
+    first: Patch,
+    *others: Patch,
+    base: Weights | None = None,
+    digest: Digest | None = None,
+    profile: str = "auto",
+    to: Target = None,
+    threads: int | None = None,
+) -> Patch:
+    """One patch that does what the given ones do in turn: from the base of the first to the result of the last.
+
+    Without `base` the result keeps the kind of its inputs: `raw` and `gap` patches give bits (`gap`, unless `raw` is
+    asked for), `ulp` patches give steps. Where one tensor has both, or another profile is asked for, `base` is needed:
+    the weights the first patch applies to (`digest` vouches for them and saves a read).
+    """
+    patches = (first, *others)
+    _require_chain(patches)
+    held = _base(first, base, digest, threads)
+    names = plan.candidates(profile)
+    table = first.table
+
+    def parts() -> Iterator[Changes]:
+        for changes in _windows(patches, held):
+            if not any(changes.steps is not None if n == "ulp" else changes.after is not None for n in names):
+                raise NeedsBase(f"squashing these patches to {profile!r} needs the base weights")
+            yield from plan.route(changes, names, table)
+
+    covers = None if first.complete else first.covers
+    ends = (first.base, patches[-1].result)
+    return Patch(assemble(table, parts(), profile, lambda: ends, covers, to, threads))
+
+
+def _require_chain(patches: Sequence[Patch]) -> None:
+    first = patches[0]
+    for i, (a, b) in enumerate(zip(patches, patches[1:], strict=False)):
+        b.table.require(first.table, f"patch {i + 1}", "patch 0")
+        if a.result != b.base:
+            raise ChainError(f"patch {i} leads to {a.result}, but patch {i + 1} starts from {b.base}")
+        if set(a.covers) != set(b.covers):
+            raise ChainError(f"patches {i} and {i + 1} cover different regions; merge the shards first")
+
+
+def _base(patch: Patch, base: Weights | None, digest: Digest | None, threads: int | None) -> Held | None:
+    """The base weights, once they are known to be the base."""
+    if base is None:
+        return None
+    memory = memories(base)
+    patch.table.require(table_of(memory), "the patch", "the base")
+    held = Held(patch.table, memory)
+    current = digest_of(patch, held, threads) if digest is None else digest
+    if current != patch.base:
+        raise WrongBase(f"the weights have digest {current}, the patch starts from {patch.base}")
+    return held
+
+
+class _Overlay:
+    """What a chain of patches does to a window of a tensor: some positions get bits, others take steps."""
+
+    def __init__(self, dtype: DType) -> None:
+        self.dtype = dtype
+        self.where = {True: np.empty(0, np.int64), False: np.empty(0, np.int64)}
+        self.words = {True: np.empty(0, dtype.uint), False: np.empty(0, dtype.uint)}
+
+    def add(self, where: Flat, words: UIntArray, absolute: bool) -> None:
+        """Lay one patch's changes over what is there; each call brings distinct, sorted positions."""
+        if absolute:
+            keep = ~np.isin(self.where[False], where, assume_unique=True)
+            self.where[False], self.words[False] = self.where[False][keep], self.words[False][keep]
+            self._merge(True, where, words)
+            return
+        known, mine, its = np.intersect1d(self.where[True], where, assume_unique=True, return_indices=True)
+        if known.size:
+            self.words[True] = self.words[True].copy()
+            self.words[True][mine] = advance(self.dtype, self.words[True][mine], words[its])
+        rest = np.ones(where.size, bool)
+        rest[its] = False
+        where, words = where[rest], words[rest]
+        _, mine, its = np.intersect1d(self.where[False], where, assume_unique=True, return_indices=True)
+        if its.size:
+            words = words.copy()
+            words[its] = add_steps(self.words[False][mine], words[its])
+        self._merge(False, where, words)
+
+    def _merge(self, absolute: bool, where: Flat, words: UIntArray) -> None:
+        old = ~np.isin(self.where[absolute], where, assume_unique=True)
+        flat = np.concatenate([self.where[absolute][old], where])
+        both = np.concatenate([self.words[absolute][old], words])
+        order = np.argsort(flat, kind="stable")
+        self.where[absolute], self.words[absolute] = flat[order], both[order]
+
+
+def add_steps(a: UIntArray, b: UIntArray) -> UIntArray:
+    """The zigzag form of the sum of two zigzag steps, wrapped to their width."""
+    return _fold(_unfold(a) + _unfold(b))
+
+
+def negate_steps(steps: UIntArray) -> UIntArray:
+    """The zigzag form of the opposite steps."""
+    return _fold(-_unfold(steps).view(steps.dtype.str.replace("u", "i")).view(steps.dtype))
+
+
+def _unfold(zigzag: UIntArray) -> UIntArray:
+    one = zigzag.dtype.type(1)
+    return np.where(zigzag & one, ~(zigzag >> one), zigzag >> one).astype(zigzag.dtype)
+
+
+def _fold(delta: UIntArray) -> UIntArray:
+    one, top = delta.dtype.type(1), delta.dtype.type(8 * delta.dtype.itemsize - 1)
+    doubled = delta << one
+    return np.where(delta >> top, ~doubled, doubled).astype(delta.dtype)
+
+
+def _windows(patches: Sequence[Patch], held: Held | None) -> Iterator[Changes]:
+    """The combined changes, window by window of every tensor that any patch touches."""
+    table = patches[0].table
+    loaders = [lru_cache(maxsize=4)(p.decode) for p in patches]
+    users = [_users(p) for p in patches]
+    touched = sorted({t for u in users for t in u}, key=lambda t: (table[t].dtype.code, t))
+    for tensor in touched:
+        spec = table[tensor]
+        most = PIECE_BYTES // spec.dtype.width
+        split = spec.numel > most
+        low = 0
+        for window in whole(spec.shape).split(most):
+            overlay = _Overlay(spec.dtype)
+            for load, user in zip(loaders, users, strict=True):
+                for where, words, absolute in _inside(table, tensor, user.get(tensor, ()), load, low, window.numel):
+                    overlay.add(where, words, absolute)
+            if any(w.size for w in overlay.where.values()):
+                yield _settle(table, tensor, window if split else None, window.numel, overlay, held)
+            low += window.numel
+
+
+def _users(patch: Patch) -> dict[int, list[int]]:
+    """The buckets that have entries of each tensor."""
+    out: dict[int, list[int]] = {}
+    for bucket, head in enumerate(patch.heads):
+        for tensor in np.unique(head.entries.tensor).tolist():
+            out.setdefault(tensor, []).append(bucket)
+    return out
+
+
+def _inside(
+    table: TensorTable, tensor: int, buckets: Sequence[int], load: Callable[[int], Decoded], low: int, numel: int
+) -> Iterator[tuple[Flat, UIntArray, bool]]:
+    """One patch's changes of a tensor at flat positions from `low` on, counted from there."""
+    for bucket in buckets:
+        decoded = load(bucket)
+        at = 0
+        for (t, region), count in zip(decoded.sparse_places, decoded.sparse_count.tolist(), strict=True):
+            if t == tensor and _meets(table, tensor, region, low, numel):
+                inside = slice(at, at + count)
+                where = flatten(table, (t, region), decoded.positions[inside])
+                a, b = np.searchsorted(where, [low, low + numel])
+                yield where[a:b] - low, decoded.words[inside][a:b], decoded.head.profile.absolute
+            at += count
+        for (t, region), _, bits in decoded.dense_entries():
+            if t == tensor and _meets(table, tensor, region, low, numel):
+                where = flatten(table, (t, region), np.arange(bits.size, dtype=np.uint32))
+                a, b = np.searchsorted(where, [low, low + numel])
+                yield where[a:b] - low, bits[a:b], True
+
+
+def _meets(table: TensorTable, tensor: int, region: Region | None, low: int, numel: int) -> bool:
+    """Whether a region reaches into the flat positions of a window."""
+    if region is None:
+        return True
+    strides = row_major(table[tensor].shape)
+    first = sum(a * s for a, s in zip(region.start, strides, strict=True))
+    last = sum((a + n - 1) * s for a, n, s in zip(region.start, region.size, strides, strict=True))
+    return first < low + numel and last >= low
+
+
+def _settle(
+    table: TensorTable, tensor: int, region: Region | None, numel: int, overlay: _Overlay, held: Held | None
+) -> Changes:
+    """An overlay as changes: with the base exactly those elements that differ, else what can be said without it."""
+    dtype = overlay.dtype
+    after: UIntArray | None
+    steps: UIntArray | None
+    full: UIntArray | None = None
+    if held is not None:
+        memory = _part(held, Piece(tensor, region, numel), dtype)
+        full = memory.copy()
+        full[overlay.where[True]] = overlay.words[True]
+        full[overlay.where[False]] = advance(dtype, memory[overlay.where[False]], overlay.words[False])
+        where = np.flatnonzero(full != memory)
+        after, steps = full[where], steps_between(dtype, memory[where], full[where])
+    elif not overlay.where[False].size:
+        where, after, steps = overlay.where[True], overlay.words[True], None
+        full = after if where.size == numel else None
+    elif not overlay.where[True].size:
+        moved = overlay.words[False] != 0
+        where, after, steps = overlay.where[False][moved], None, overlay.words[False][moved]
+    else:
+        raise NeedsBase(f"tensor {table[tensor].name!r} has both bits and steps; squash needs the base weights")
+    some = 1 if where.size else 0
+    return Changes(
+        dtype,
+        np.array([tensor] * some, np.int64),
+        [region] * some,
+        np.array([numel] * some, np.int64),
+        np.array([where.size] * some, np.int64),
+        where.astype(np.uint32),
+        after,
+        steps,
+        numel,
+        None if full is None else lambda _: full,
+    )
+
+
+def _part(held: Held, piece: Piece, dtype: DType) -> UIntArray:
+    address, owner = held.read(piece)
+    return Memory(dtype, (piece.numel,), address, None, False, owner).view()
+
+
+def invert(
+    patch: Patch,
+    base: Weights | None = None,
+    *,
+    digest: Digest | None = None,
+    profile: str = "auto",
+    to: Target = None,
+    threads: int | None = None,
+) -> Patch:
+    """The undo: the patch from this one's result back to its base.
+
+    `base` is the weights this patch applies to (`digest` vouches for them and saves a read). A patch of `ulp` entries
+    alone turns round without it; bits that were overwritten are in the base only, so anything else raises `NeedsBase`.
+    """
+    held = _base(patch, base, digest, threads)
+    names = plan.candidates(profile)
+    moved = Digest()
+
+    def one(index: int) -> tuple[list[Changes], Digest]:
+        decoded = patch.decode(index)
+        changes, delta = _turned(decoded) if held is None else _undo(held, decoded)
+        return list(plan.route(changes, names, patch.table)), delta
+
+    def parts() -> Iterator[Changes]:
+        nonlocal moved
+        for routed, delta in ordered(one, range(patch.buckets), threads):
+            moved += delta
+            yield from routed
+
+    def digests() -> tuple[Digest, Digest]:
+        if held is not None and patch.base + moved != patch.result:
+            raise InvalidField(f"the changes lead to {patch.base + moved}, the patch promises {patch.result}")
+        return patch.result, patch.base
+
+    covers = None if patch.complete else patch.covers
+    return Patch(assemble(patch.table, parts(), profile, digests, covers, to, threads))
+
+
+def _turned(decoded: Decoded) -> tuple[Changes, Digest]:
+    """Steps turned round, for which no base is needed."""
+    if decoded.head.profile.absolute or decoded.head.entries.dense.any():
+        raise NeedsBase("bits that this patch overwrites are in its base alone: hand over the base weights")
+    return _columns(decoded, None, negate_steps(decoded.words), []), Digest()
+
+
+def _undo(held: Held, decoded: Decoded) -> tuple[Changes, Digest]:
+    """The bits of the base, put back."""
+    staged = stage(held, decoded)
+    dtype = decoded.head.dtype
+    dense = [
+        Dense(place, count, _part(held, Piece(*place, bits.size), dtype).copy())
+        for place, count, bits in decoded.dense_entries()
+    ]
+    return _columns(decoded, staged.old, steps_between(dtype, staged.new, staged.old), dense), staged.moved
+
+
+def _columns(decoded: Decoded, after: UIntArray | None, steps: UIntArray | None, dense: list[Dense]) -> Changes:
+    entries = decoded.head.entries
+    return Changes(
+        decoded.head.dtype,
+        decoded.sparse_tensor,
+        [r for _, r in decoded.sparse_places],
+        entries.numel[entries.sparse],
+        decoded.sparse_count,
+        decoded.positions,
+        after,
+        steps,
+        int(entries.numel[entries.sparse].sum()),
+        dense=dense,
+    )
+
+
+def merge(first: Patch, *others: Patch, to: Target = None) -> Patch:
+    """Join the patches of shards: their buckets side by side, nothing recoded.
+
+    The regions they cover must not overlap (`RegionOverlap`); where they cover the whole tensor table, the result is a
+    complete patch, whose digests are those of the whole weights.
+    """
+    patches = (first, *others)
+    for i, patch in enumerate(others, 1):
+        patch.table.require(first.table, f"patch {i}", "patch 0")
+    covers = _joined(first.table, patches)
+    complete = covers is None
+    terms = table_digest(first.table) if complete else Digest()
+    if len(patches) == 1:
+        return first
+    base = sum((p.base for p in patches), terms)
+    result = sum((p.result for p in patches), terms)
+    changed = sum(p.changed for p in patches)
+    buckets = (p.bucket(i) for p in patches for i in range(p.buckets))
+    return Patch(rewrite(first.table, buckets, base, result, changed, covers, to))
+
+
+def _joined(table: TensorTable, patches: Sequence[Patch]) -> list[Place] | None:
+    """The regions covered by all together, refused where two overlap; None where they are the whole table."""
+    by_tensor: dict[int, list[Region]] = {}
+    for patch in patches:
+        for tensor, region in patch.covers:
+            by_tensor.setdefault(tensor, []).append(region or whole(table[tensor].shape))
+    covered = 0
+    for tensor, regions in by_tensor.items():
+        if table[tensor].numel:
+            refuse_overlap(table[tensor].name, regions)
+            covered += sum(r.numel for r in regions)
+    if covered == table.elements and len(by_tensor) == len(table):
+        return None
+    return [
+        (t, None if r == whole(table[t].shape) else r) for t in sorted(by_tensor) for r in sorted(set(by_tensor[t]))
+    ]

@@ -1,0 +1,93 @@
+"""A bucket decoded: positions and words, not yet located in anyone's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..bits import UIntArray
+from ..codec import Reader, Stream, value
+from ..codec.profile import Counts, Positions
+from ..kernels import cpu
+from ..pieces import Place
+from ..region import collapse, row_major
+from ..table import TensorTable
+from ..wire import Head
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a bucket says. `words` are new bits where the profile is absolute, else zigzag steps."""
+
+    head: Head
+    positions: Positions
+    words: UIntArray
+    dense: UIntArray
+
+    @property
+    def sparse_tensor(self) -> Counts:
+        return self.head.entries.tensor[self.head.entries.sparse]
+
+    @property
+    def sparse_count(self) -> Counts:
+        return self.head.entries.count[self.head.entries.sparse]
+
+    @property
+    def sparse_places(self) -> list[Place]:
+        return self._places(dense=False)
+
+    def dense_entries(self) -> Iterator[tuple[Place, int, UIntArray]]:
+        """Place, count and bits of every dense entry."""
+        counts = self.head.entries.count[self.head.entries.dense].tolist()
+        sizes = self.head.entries.numel[self.head.entries.dense].tolist()
+        at = 0
+        for place, count, size in zip(self._places(dense=True), counts, sizes, strict=True):
+            yield place, count, self.dense[at : at + size]
+            at += size
+
+    def _places(self, dense: bool) -> list[Place]:
+        entries = self.head.entries
+        return [
+            (t, r)
+            for t, r, d in zip(entries.tensor.tolist(), entries.region, entries.dense.tolist(), strict=True)
+            if d is dense
+        ]
+
+
+def decode(head: Head, reader: Reader) -> Decoded:
+    """Decode all streams of a bucket; every position is inside its region afterwards, or an error was raised."""
+    layout = head.layout
+    if layout.changes:
+        positions, words = head.profile.decode(layout, reader)
+    else:
+        positions, words = np.empty(0, np.uint32), np.empty(0, head.dtype.uint)
+    if head.profile.planar:
+        dense = value.read_planes(layout, reader, head.dense_elements, Stream.DENSE_PLANE)
+    else:
+        dense = value.read_words(layout, reader, head.dense_elements, Stream.DENSE)
+    reader.finish()
+    return Decoded(head, positions, words, dense)
+
+
+def flatten(table: TensorTable, place: Place, positions: Positions) -> npt.NDArray[np.int64]:
+    """Positions of a region as positions in its tensor, which may need more than 32 bits."""
+    tensor, region = place
+    if region is None:
+        return positions.astype(np.int64)
+    strides = row_major(table[tensor].shape)
+    size, (outside,) = collapse(region.size, strides)
+    start = sum(a * s for a, s in zip(region.start, strides, strict=True))
+    out = np.empty(positions.size, np.int64)
+    cpu.locate(
+        np.array([positions.size], np.int64),
+        np.array([start], np.int64),
+        np.array([max(1, len(size))], np.int64),
+        np.array([size or (1,)], np.int64),
+        np.array([outside or (1,)], np.int64),
+        positions,
+        out,
+    )
+    return out

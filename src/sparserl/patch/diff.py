@@ -1,0 +1,226 @@
+"""Finding changes: compare two versions of the weights bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import plan
+from ..bits import DType, UIntArray
+from ..digest import Digest, sums, table_digest
+from ..errors import TensorMismatch
+from ..kernels import cpu
+from ..memory import Memory, Weights, memories, table_of
+from ..parallel import Progress, ordered
+from ..pieces import Held, Piece, Place, pieces
+from ..plan import Changes
+from ..region import Region, whole
+from ..table import TensorTable
+from .assemble import Target, assemble
+from .patch import Patch
+
+_Found = tuple[npt.NDArray[np.uint32], UIntArray, UIntArray, npt.NDArray[np.int64]]
+
+
+def diff(
+    old: Weights,
+    new: Weights,
+    *,
+    profile: str = "auto",
+    base_digest: Digest | None = None,
+    table: TensorTable | None = None,
+    regions: Mapping[str, Region] | None = None,
+    positions: Mapping[str, Any] | None = None,
+    to: Target = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Patch:
+    """The patch that turns `old` into `new`, exactly.
+
+    Weights are mappings from names to torch tensors or NumPy arrays. Both sides must hold the same names, dtypes
+    and shapes; anything else raises `TensorMismatch`.
+
+    profile: `raw`, `gap`, `ulp`, or `auto`, which takes the smallest for each bucket.
+    base_digest: the digest of `old`, where it is known already; saves one read of `old`.
+    table, regions: for shards. `old` and `new` hold only parts; `table` is the tensor table of the whole and
+        `regions` says which box of its tensor each part is (tensors not named are whole). The patch then covers
+        those regions only; `merge` joins such patches without recoding.
+    positions: for sources that know where changes can be: flat positions inside each tensor (or part), in any order.
+        They must include every change; more is harmless. Tensors not named are compared in full.
+    to: write the patch to this file, bucket by bucket, instead of keeping it in memory.
+    progress: called with the number of dense bytes just compared.
+
+    >>> old = {"w": np.zeros(4, np.float32)}
+    >>> new = {"w": np.array([0, 0, 1, 0], np.float32)}
+    >>> patch = diff(old, new)
+    >>> patch.changed
+    1
+    """
+    before, after = memories(old), memories(new)
+    if regions is None and table is None:
+        table = table_of(before)
+        table.require(table_of(after), "old", "new")
+    else:
+        table = _require_parts(table, before, after, regions or {})
+    was, now = Held(table, before, regions), Held(table, after, regions)
+    covers = was.places()
+    complete = len(covers) == len(table) and all(r is None for _, r in covers)
+    known = _known(table, covers, positions or {})
+    search = _Search(was, now, known, plan.candidates(profile), base_digest is None)
+    base = base_digest or Digest()
+    delta = Digest()
+
+    def parts() -> Iterator[Changes]:
+        nonlocal base, delta
+        for routed, read, moved, done in ordered(search.run, search.batches(covers), threads):
+            base += read
+            delta += moved
+            yield from routed
+            if progress is not None:
+                progress(done)
+
+    def digests() -> tuple[Digest, Digest]:
+        start = base + table_digest(table) if complete and base_digest is None else base
+        return start, start + delta
+
+    return Patch(assemble(table, parts(), profile, digests, None if complete else covers, to, threads))
+
+
+class _Search:
+    """Finds the changes of batches of pieces; one object, many threads."""
+
+    def __init__(
+        self,
+        was: Held,
+        now: Held,
+        known: Mapping[int, npt.NDArray[np.int64]],
+        names: Sequence[str],
+        digest_base: bool,
+    ) -> None:
+        self.was, self.now, self.known = was, now, known
+        self.table = was.table
+        self.names = names
+        self.digest_base = digest_base
+
+    def batches(self, covers: Sequence[Place]) -> Iterator[list[Piece]]:
+        """Batches to compare in full, then batches whose possible changes are known."""
+        yield from pieces(self.table, (p for p in covers if p[0] not in self.known))
+        yield from pieces(self.table, (p for p in covers if p[0] in self.known))
+
+    def run(self, batch: list[Piece]) -> tuple[list[Changes], Digest, Digest, int]:
+        """Routed changes, the element sums of the old bits (if wanted), how the changes move them, bytes covered."""
+        dtype = self.table.specs[batch[0].tensor].dtype
+        held = [(self.was.read(p), self.now.read(p)) for p in batch]  # keeps copies alive until the end
+        old = np.array([o[0] for o, _ in held], np.int64)
+        new = np.array([n[0] for _, n in held], np.int64)
+        size = np.array([p.numel for p in batch], np.int64)
+        tag = np.empty(0, dtype.uint)
+        if batch[0].tensor in self.known:
+            positions, before, after, counts = self._look(tag, old, new, batch)
+        else:
+            positions, before, after, counts = _scan(tag, old, new, size)
+        read = sums(self.table, batch, old) if self.digest_base else Digest()
+        changes = self._changes(dtype, batch, size, counts, positions, before, after)
+        moved = self._moved(changes, before)
+        return list(plan.route(changes, self.names, self.table)), read, moved, int(size.sum()) * dtype.width
+
+    def _look(self, tag: Any, old: Any, new: Any, batch: list[Piece]) -> _Found:
+        """Compare only where changes can be."""
+        slices = []
+        for piece in batch:
+            where = self.known[piece.tensor]
+            a, b = np.searchsorted(where, [piece.offset, piece.offset + piece.numel])
+            slices.append((where[a:b] - piece.offset).astype(np.uint32))
+        counts = np.array([s.size for s in slices], np.int64)
+        positions = np.concatenate(slices)
+        flat, ones = np.ones((counts.size, 1), np.int64), np.ones(counts.size, np.int64)
+        before, after = np.empty(positions.size, tag.dtype), np.empty(positions.size, tag.dtype)
+        cpu.gather(tag, counts, old, ones, flat, flat, positions, before)
+        cpu.gather(tag, counts, new, ones, flat, flat, positions, after)
+        real = before != after
+        owner = np.repeat(np.arange(counts.size), counts)[real]
+        return positions[real], before[real], after[real], np.bincount(owner, minlength=counts.size)
+
+    def _changes(
+        self, dtype: DType, batch: list[Piece], size: Any, counts: Any, positions: Any, before: Any, after: Any
+    ) -> Changes:
+        live = np.flatnonzero(counts)
+        entries = [batch[i] for i in live]
+
+        def bits(entry: int) -> UIntArray:
+            piece = entries[entry]
+            address, owner = self.now.read(piece)
+            return Memory(dtype, (piece.numel,), address, None, False, owner).view()
+
+        return Changes(
+            dtype,
+            np.array([p.tensor for p in entries], np.int64),
+            [p.region for p in entries],
+            size[live],
+            counts[live],
+            positions,
+            after,
+            plan.steps_between(dtype, before, after),
+            int(size.sum()),
+            bits,
+        )
+
+    def _moved(self, changes: Changes, before: UIntArray) -> Digest:
+        g = self.was.geometry(changes.tensor, changes.region)
+        first, second = cpu.digest_delta(
+            changes.count, g.start, g.dims, g.size, g.outside, g.keys, changes.positions, before, changes.after
+        )
+        return Digest(int(first), int(second))
+
+
+def _scan(tag: Any, old: Any, new: Any, size: Any) -> _Found:
+    """Run the comparing kernel with room for the worst case, of which only what is used becomes real memory."""
+    room = int(size.sum())
+    positions = np.empty(room, np.uint32)
+    before, after = np.empty(room, tag.dtype), np.empty(room, tag.dtype)
+    counts = np.empty(size.size, np.int64)
+    n = cpu.diff(tag, old, new, size, positions, before, after, counts)
+    return positions[:n].copy(), before[:n].copy(), after[:n].copy(), counts
+
+
+def _known(
+    table: TensorTable, covers: Sequence[Place], positions: Mapping[str, Any]
+) -> dict[int, npt.NDArray[np.int64]]:
+    """Positions handed over, sorted and checked, by tensor."""
+    out = {}
+    numel = {t: table.specs[t].numel if r is None else r.numel for t, r in covers}
+    for name, given in positions.items():
+        tensor = table.index.get(name)
+        if tensor is None or tensor not in numel:
+            raise TensorMismatch(f"positions are given for {name!r}, which is not among the weights")
+        where = np.unique(np.asarray(given).astype(np.int64, casting="same_kind"))
+        if where.size and (where[0] < 0 or where[-1] >= numel[tensor]):
+            raise TensorMismatch(f"positions of {name!r} reach outside its {numel[tensor]} elements")
+        out[tensor] = where
+    return out
+
+
+def _require_parts(
+    table: TensorTable | None, before: dict[str, Memory], after: dict[str, Memory], regions: Mapping[str, Region]
+) -> TensorTable:
+    """The tensor table, once every part is known to be the region of its tensor that it claims to be."""
+    if table is None:
+        raise TensorMismatch("regions are boxes of whole tensors: hand over the tensor table of the whole, too")
+    if strangers := sorted(regions.keys() - before.keys()):
+        raise TensorMismatch(f"regions are given for {strangers[:10]}, which are not among the weights")
+    table_of(before).require(table_of(after), "old", "new")
+    for name, memory in before.items():
+        spec = table.get(name)
+        if spec is None:
+            raise TensorMismatch(f"{name!r} is not in the tensor table")
+        region = regions.get(name, whole(spec.shape))
+        if not region.fits(spec.shape) and region != whole(spec.shape):
+            raise TensorMismatch(f"{name!r}: region {region} does not lie in {spec}")
+        if memory.dtype is not spec.dtype or memory.shape != region.size:
+            raise TensorMismatch(
+                f"{name!r}: region {region} of {spec} cannot be {memory.dtype.name}{list(memory.shape)}"
+            )
+    return table

@@ -1,0 +1,207 @@
+"""`Patch`: all changes from one version of the weights to another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..digest import Digest
+from ..errors import LimitExceeded
+from ..memory import Weights
+from ..parallel import Progress, ordered
+from ..pieces import Place
+from ..region import Region, refuse_overlap, whole
+from ..table import TensorTable
+from ..wire import Head, InMemory, OnDisk, PatchReader, decode_bucket, limits
+from .assemble import Target, replacing
+from .decode import Decoded, decode
+
+if TYPE_CHECKING:
+    from .apply import Applied
+    from .stats import Stats
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The changes of one region, as the entry table has them: nothing is decoded."""
+
+    tensor: str
+    region: Region
+    elements: int
+    changed: int
+    dense: bool
+    profile: str
+    bucket: int
+
+
+class Patch:
+    """All changes from a base to a result, both known by their digests.
+
+    Made by `diff`, `squash`, `merge` and `invert`, read by `open` and `from_bytes`. A patch is immutable; its
+    buckets are read one at a time, from memory or from disk.
+    """
+
+    def __init__(self, reader: PatchReader) -> None:
+        self._reader = reader
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Patch:
+        """A patch file. Header and footer are read and checked now, buckets when they are needed."""
+        return cls(PatchReader(OnDisk(path)))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Patch:
+        """A patch from its bytes, which must not change as long as it is in use."""
+        return cls(PatchReader(InMemory(data)))
+
+    def to_bytes(self) -> bytes:
+        """The whole patch, as it would stand in a file."""
+        return b"".join(bytes(part) for part in self._reader.parts())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the patch to a file, which takes its name when it is whole."""
+        with replacing(Path(path)) as file:
+            for part in self._reader.parts():
+                file.write(part)
+
+    @property
+    def table(self) -> TensorTable:
+        """Names, dtypes and shapes of the weights."""
+        return self._reader.table
+
+    @property
+    def base(self) -> Digest:
+        """The digest of the weights this patch applies to."""
+        return self._reader.footer.base
+
+    @property
+    def result(self) -> Digest:
+        """The digest of the weights it makes of them."""
+        return self._reader.footer.result
+
+    @property
+    def changed(self) -> int:
+        """How many elements change."""
+        return self._reader.footer.changed
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the patch, tensor table included."""
+        return self._reader.size
+
+    @property
+    def table_nbytes(self) -> int:
+        """The part of it that is the header with the tensor table, which a run sends once."""
+        return self._reader.header_bytes
+
+    @property
+    def complete(self) -> bool:
+        """Whether the patch speaks for the whole tensor table, or only for some regions of it."""
+        return self._reader.footer.covers is None
+
+    @property
+    def covers(self) -> list[Place]:
+        """The regions it speaks for."""
+        covers = self._reader.footer.covers
+        return [(i, None) for i in range(len(self.table))] if covers is None else list(covers)
+
+    @property
+    def buckets(self) -> int:
+        """Number of buckets."""
+        return len(self._reader)
+
+    def bucket(self, index: int) -> bytes | memoryview:
+        """The bytes of one bucket."""
+        return self._reader.bucket(index)
+
+    @cached_property
+    def heads(self) -> tuple[Head, ...]:
+        """What each bucket says about itself. Reading them checks every checksum and refuses overlapping entries."""
+        heads = tuple(self._head(i) for i in range(self.buckets))
+        self._refuse_overlap(heads)
+        return heads
+
+    def __iter__(self) -> Iterator[Entry]:
+        """The entries, bucket by bucket, without decoding their changes."""
+        for index, head in enumerate(self.heads):
+            entries = head.entries
+            for e, tensor in enumerate(entries.tensor.tolist()):
+                spec = self.table[tensor]
+                yield Entry(
+                    spec.name,
+                    entries.region[e] or whole(spec.shape),
+                    int(entries.numel[e]),
+                    int(entries.count[e]),
+                    bool(entries.dense[e]),
+                    head.profile.name,
+                    index,
+                )
+
+    def decode(self, index: int) -> Decoded:
+        """One bucket, decoded: positions and words of its sparse entries, bits of its dense ones."""
+        head, reader = decode_bucket(self.bucket(index), self.table, self._reader.hash, f"bucket {index}")
+        return decode(head, reader)
+
+    def decoded(self, threads: int | None = None) -> Iterator[Decoded]:
+        """All buckets, decoded on threads, in order, a few at a time."""
+        return ordered(self.decode, range(self.buckets), threads)
+
+    def apply(
+        self,
+        weights: Weights,
+        *,
+        digest: Digest | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Applied:
+        """Turn the base into the result, in place. See `sparserl.patch.apply.apply`."""
+        from .apply import apply
+
+        return apply(self, weights, digest=digest, threads=threads, progress=progress)
+
+    def invert(
+        self,
+        base: Weights | None = None,
+        *,
+        digest: Digest | None = None,
+        profile: str = "auto",
+        to: Target = None,
+        threads: int | None = None,
+    ) -> Patch:
+        """The patch that undoes this one. See `sparserl.patch.compose.invert`."""
+        from .compose import invert
+
+        return invert(self, base, digest=digest, profile=profile, to=to, threads=threads)
+
+    def stats(self) -> Stats:
+        """Sizes and densities, per tensor, per bucket and in total."""
+        from .stats import stats
+
+        return stats(self)
+
+    def __repr__(self) -> str:
+        return f"<Patch {self.base.hex[:8]}→{self.result.hex[:8]}: {self.changed} changed, {self.nbytes} bytes>"
+
+    def _head(self, index: int) -> Head:
+        return decode_bucket(self.bucket(index), self.table, self._reader.hash, f"bucket {index}")[0]
+
+    def _refuse_overlap(self, heads: tuple[Head, ...]) -> None:
+        """Entries never overlap, not even across buckets: they would be applied twice."""
+        counts = np.zeros(len(self.table), np.int64)
+        for head in heads:
+            np.add.at(counts, head.entries.tensor, 1)
+        shared: dict[int, list[Region]] = {t: [] for t in np.flatnonzero(counts > 1).tolist()}
+        for head in heads:
+            for tensor, region in zip(head.entries.tensor.tolist(), head.entries.region, strict=True):
+                if tensor in shared:
+                    shared[tensor].append(region or whole(self.table[tensor].shape))
+        for tensor, regions in shared.items():
+            if len(regions) > limits.REGIONS_PER_TENSOR:
+                raise LimitExceeded(f"tensor {self.table[tensor].name!r} has {len(regions)} entries")
+            refuse_overlap(self.table[tensor].name, regions)

@@ -1,0 +1,152 @@
+"""Cutting buckets: where one ends, which profile it takes, and what its bytes are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import codec
+from ..bits import UIntArray
+from ..codec import value
+from ..codec.profile import Positions
+from ..pieces import Place
+from ..wire import Entries, Head, encode_bucket
+from .changes import Changes, Dense
+from .route import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
+
+BUCKET_COVER_BYTES = 256 << 20
+CHUNK_LOG = 16
+_TILE_CHANGES = 2048  # a tile holds about this many changes, enough to keep the directory small
+
+
+class Draft:
+    """A bucket being filled."""
+
+    def __init__(self) -> None:
+        self.parts: list[Changes] = []
+        self.covered = 0
+        self.count = 0
+        self.dense_bytes = 0
+
+    def add(self, part: Changes) -> None:
+        self.parts.append(part)
+        self.covered += part.covered * part.dtype.width
+        self.count += int(part.count.sum())
+        self.dense_bytes += sum(d.bits.nbytes for d in part.dense)
+
+    def costs(self) -> dict[str, float]:
+        """Estimated bits by profile; only profiles that every part can be written in."""
+        tables = [p.cost for p in self.parts if p.count.size]
+        names = set.intersection(*(set(t) for t in tables)) if tables else set()
+        return {n: sum(t[n] for t in tables) for n in names}
+
+    def payload(self) -> float:
+        return self.dense_bytes + min(self.costs().values(), default=0.0) / 8
+
+    def takes(self, part: Changes) -> bool:
+        """Whether a part may join without the bucket growing past its bounds."""
+        if not self.parts:
+            return True
+        covered = self.covered + part.covered * part.dtype.width
+        count = self.count + int(part.count.sum())
+        payload = self.payload() + sum(d.bits.nbytes for d in part.dense) + min(part.cost.values(), default=0.0) / 8
+        return covered <= BUCKET_COVER_BYTES and count <= BUCKET_CHANGES and payload <= BUCKET_PAYLOAD_BYTES
+
+
+def cut(parts: Iterable[Changes]) -> Iterator[Draft]:
+    """Fill buckets, one at a time for each dtype, in the order the parts come."""
+    drafts: dict[int, Draft] = {}
+    for part in parts:
+        draft = drafts.setdefault(part.dtype.code, Draft())
+        if not draft.takes(part):
+            yield draft
+            draft = drafts[part.dtype.code] = Draft()
+        draft.add(part)
+    yield from drafts.values()
+
+
+def write(draft: Draft, names: Sequence[str], hash: bytes) -> tuple[bytes, int] | None:
+    """The bytes of a bucket and its number of changes, or None where nothing changed."""
+    parts = draft.parts
+    costs = draft.costs()
+    dense = [d for p in parts for d in p.dense]
+    if not draft.count and not dense:
+        return None
+    name = min(costs, key=lambda n: costs[n]) if costs else names[0]
+    profile = codec.profile(name)
+    entries, order = _entries(parts, dense)
+    head = Head(
+        profile,
+        parts[0].dtype,
+        _tile_log(entries),
+        CHUNK_LOG,
+        tuple((codec.profile(n).id, round(b / 8)) for n, b in sorted(costs.items())) if len(names) > 1 else (),
+        entries,
+    )
+    layout = head.layout
+    live = [p for p in parts if p.count.size]
+    streams: codec.Chunks = {}
+    if live:
+        positions = np.concatenate([p.positions for p in live])
+        words = np.concatenate([p.words(profile) for p in live])
+        streams = profile.encode(layout, *_reorder(positions, words, live, order))
+    if dense:
+        bits = np.concatenate([dense[i].bits for i in _dense_order(dense)])
+        writer = value.write_planes if profile.planar else value.write_words
+        streams |= writer(layout, bits, codec.Stream.DENSE_PLANE if profile.planar else codec.Stream.DENSE)
+    bucket = encode_bucket(head, codec.code(streams), hash)
+    return bucket, draft.count + sum(d.count for d in dense)
+
+
+def _sort_key(place: Place) -> tuple[int, tuple[int, ...]]:
+    return place[0], () if place[1] is None else place[1].start
+
+
+def _dense_order(dense: list[Dense]) -> list[int]:
+    return sorted(range(len(dense)), key=lambda i: _sort_key(dense[i].place))
+
+
+def _entries(parts: list[Changes], dense: list[Dense]) -> tuple[Entries, npt.NDArray[np.int64]]:
+    """The entry table in order of tensor and region, and where its sparse entries stood before."""
+    places: list[Place] = [(t, r) for p in parts for t, r in zip(p.tensor.tolist(), p.region, strict=True)]
+    sparse = len(places)
+    places += [d.place for d in dense]
+    counts = np.concatenate([*(p.count for p in parts), np.array([d.count for d in dense], np.int64)])
+    numel = np.concatenate([*(p.numel for p in parts), np.array([d.bits.size for d in dense], np.int64)])
+    tensors = np.array([t for t, _ in places], np.int64)
+    order = np.arange(len(places))
+    if (np.diff(tensors) <= 0).any():
+        order = np.array(sorted(range(len(places)), key=lambda i: _sort_key(places[i])), np.int64)
+    entries = Entries(
+        tensors[order],
+        counts[order],
+        order >= sparse,
+        [places[i][1] for i in order],
+        numel[order],
+    )
+    return entries, order[order < sparse]
+
+
+def _reorder(
+    positions: Positions, words: UIntArray, parts: list[Changes], order: npt.NDArray[np.int64]
+) -> tuple[Positions, UIntArray]:
+    """Positions and words in the order of the entry table."""
+    if (np.diff(order) > 0).all():
+        return positions, words
+    counts = np.concatenate([p.count for p in parts])
+    cuts = np.cumsum(counts) - counts
+    take = np.concatenate([np.arange(cuts[i], cuts[i] + counts[i]) for i in order.tolist()])
+    return positions[take], words[take]
+
+
+def _tile_log(entries: Entries) -> int:
+    """Tiles of about 2048 changes, between 2^16 and 2^22 elements."""
+    sparse = entries.sparse
+    changes, elements = int(entries.count[sparse].sum()), int(entries.numel[sparse].sum())
+    if not changes:
+        return 16
+    log = round(math.log2(_TILE_CHANGES * elements / changes))
+    return min(max(log, 16), 22)

@@ -1,0 +1,141 @@
+"""Routing: which entries are sent dense, and which must be cut to fit a bucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..region import Region, whole
+from ..table import TensorTable
+from .changes import Changes, Dense
+from .estimate import estimate, index_bits, plane_bits, word_bits
+
+BUCKET_PAYLOAD_BYTES = 4 << 20
+BUCKET_CHANGES = 1 << 22
+_DENSE_GATE = 0.25  # dense bits seldom shrink below this share, so sparser regions need no estimate
+
+
+def route(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterator[Changes]:
+    """Send dense what is smaller dense, cut what would overflow a bucket, and estimate the rest."""
+    if changes.dense:
+        yield replace_columns(changes, [], sum(d.bits.size for d in changes.dense), dense=changes.dense)
+    width = 8 * changes.dtype.width
+    heavy = changes.count * (width + 2) > _DENSE_GATE * width * changes.numel
+    large = changes.count > BUCKET_CHANGES
+    cuts = np.cumsum(changes.count) - changes.count
+    keep = np.ones(changes.count.size, bool)
+    for e in np.flatnonzero(heavy | large).tolist():
+        part = slice(int(cuts[e]), int(cuts[e] + changes.count[e]))
+        sparse, dense = _compare(changes, e, part, names) if heavy[e] else (0.0, math.inf)
+        if changes.bits is not None and dense <= sparse:
+            keep[e] = False
+            yield from _as_dense(changes, e, part, table)
+        elif large[e] or sparse > 8 * BUCKET_PAYLOAD_BYTES:
+            keep[e] = False
+            for piece in _split(changes, e, part, table, max(sparse, 1.0)):
+                piece.cost = estimate(piece, names)
+                yield piece
+    rest = _select(changes, keep)
+    rest.cost = estimate(rest, names)
+    yield rest
+
+
+def _compare(changes: Changes, e: int, part: slice, names: Sequence[str]) -> tuple[float, float]:
+    """Estimated bits of one entry, sparse (in its best profile) and dense."""
+    count, numel = int(changes.count[e]), int(changes.numel[e])
+    gaps = float(index_bits(changes.numel[e : e + 1], changes.count[e : e + 1])[0])
+    sparse = math.inf
+    for name in names:
+        bits = word_bits(changes, name, part)
+        if bits is not None:
+            sparse = min(sparse, (32.0 * count if name == "raw" else gaps) + bits * count)
+    dense = 8.0 * changes.dtype.width * numel
+    if changes.bits is not None and tuple(names) != ("raw",):
+        dense = min(dense, plane_bits(changes.bits(e)) * numel)
+    return sparse, dense
+
+
+def _as_dense(changes: Changes, e: int, part: slice, table: TensorTable) -> Iterator[Changes]:
+    """One dense entry, or several where it is larger than a bucket should be."""
+    assert changes.bits is not None
+    bits = changes.bits(e).copy()
+    at = 0
+    for region in _regions(changes, e, BUCKET_PAYLOAD_BYTES // changes.dtype.width, table):
+        numel = bits.size if region is None else region.numel
+        inside = changes.positions[part]
+        count = int(np.searchsorted(inside, at + numel) - np.searchsorted(inside, at))
+        if count:
+            dense = Dense((int(changes.tensor[e]), region), count, bits[at : at + numel])
+            yield replace_columns(changes, [], numel, dense=[dense])
+        at += numel
+
+
+def _split(changes: Changes, e: int, part: slice, table: TensorTable, bits: float) -> Iterator[Changes]:
+    """One sparse entry as several, each small enough for a bucket."""
+    count, numel = int(changes.count[e]), int(changes.numel[e])
+    parts = max(math.ceil(bits / (8 * BUCKET_PAYLOAD_BYTES)), math.ceil(count / BUCKET_CHANGES))
+    inside = changes.positions[part]
+    at = 0
+    for region in _regions(changes, e, max(1, numel // parts), table):
+        size = numel if region is None else region.numel
+        a, b = np.searchsorted(inside, [at, at + size]) + part.start
+        if b > a:
+            column = (int(changes.tensor[e]), region, size, int(b - a))
+            piece = replace_columns(changes, [column], size)
+            piece.positions = changes.positions[a:b] - np.uint32(at)
+            piece.after = None if changes.after is None else changes.after[a:b]
+            piece.steps = None if changes.steps is None else changes.steps[a:b]
+            yield piece
+        at += size
+
+
+def _regions(changes: Changes, e: int, most: int, table: TensorTable) -> Iterator[Region | None]:
+    """An entry's region in boxes of at most `most` elements, each a run of its positions."""
+    region = changes.region[e]
+    if changes.numel[e] <= most:
+        yield region
+        return
+    yield from (region or whole(table[int(changes.tensor[e])].shape)).split(most)
+
+
+def replace_columns(
+    changes: Changes,
+    columns: list[tuple[int, Region | None, int, int]],
+    covered: int,
+    dense: list[Dense] | None = None,
+) -> Changes:
+    """Changes of the same dtype with other entries and no positions yet."""
+    return Changes(
+        changes.dtype,
+        np.array([c[0] for c in columns], np.int64),
+        [c[1] for c in columns],
+        np.array([c[2] for c in columns], np.int64),
+        np.array([c[3] for c in columns], np.int64),
+        changes.positions[:0],
+        None if changes.after is None else changes.after[:0],
+        None if changes.steps is None else changes.steps[:0],
+        covered,
+        dense=dense or [],
+    )
+
+
+def _select(changes: Changes, keep: npt.NDArray[np.bool_]) -> Changes:
+    """The sparse changes without some of their entries."""
+    if keep.all():
+        return replace(changes, dense=[])
+    kept = np.repeat(keep, changes.count)
+    return Changes(
+        changes.dtype,
+        changes.tensor[keep],
+        [r for r, k in zip(changes.region, keep.tolist(), strict=True) if k],
+        changes.numel[keep],
+        changes.count[keep],
+        changes.positions[kept],
+        None if changes.after is None else changes.after[kept],
+        None if changes.steps is None else changes.steps[kept],
+        int(changes.covered - changes.numel[~keep].sum()),
+    )

@@ -1,0 +1,22 @@
+"""Tables, buckets and patches as bytes: writing, bounded reading, limits. docs/format.md is the contract."""
+
+from __future__ import annotations
+
+from . import limits
+from .bucket import Entries, Estimates, Head, decode_bucket, encode_bucket
+from .patchfile import Bytes, Footer, InMemory, OnDisk, PatchReader, PatchWriter
+
+__all__ = [
+    "Bytes",
+    "Entries",
+    "Estimates",
+    "Footer",
+    "Head",
+    "InMemory",
+    "OnDisk",
+    "PatchReader",
+    "PatchWriter",
+    "decode_bucket",
+    "encode_bucket",
+    "limits",
+]

@@ -1,0 +1,213 @@
+"""A bucket as bytes: header, entry table, directory, streams, checksum. See docs/format.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..bits import BY_CODE, DType
+from ..codec import Coded, Coder, Layout, Profile, Reader, Stream, coder, profile_by_id
+from ..codec.coders import Buffer, squeeze
+from ..errors import InvalidField, LimitExceeded, UnsupportedFormat
+from ..region import Region, whole
+from ..table import TensorTable
+from . import limits
+from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
+
+MAGIC = b"SRLB"
+Column = npt.NDArray[np.int64]
+Estimates = tuple[tuple[int, int], ...]  # (profile id, bytes), what the planner compared; empty if it was told
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entry table of a bucket, column by column. A region of None is all of the tensor."""
+
+    tensor: Column
+    count: Column
+    dense: npt.NDArray[np.bool_]
+    region: Sequence[Region | None]
+    numel: Column
+
+    def __len__(self) -> int:
+        return int(self.tensor.size)
+
+    @property
+    def sparse(self) -> npt.NDArray[np.bool_]:
+        return ~self.dense
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a bucket says about itself before its streams."""
+
+    profile: Profile
+    dtype: DType
+    tile_log: int
+    chunk_log: int
+    estimates: Estimates
+    entries: Entries
+    dense_bytes: int = 0  # of the streams that hold dense bits, as coded
+
+    @property
+    def layout(self) -> Layout:
+        sparse = self.entries.sparse
+        return Layout(self.dtype, self.entries.numel[sparse], self.entries.count[sparse], self.tile_log, self.chunk_log)
+
+    @property
+    def dense_elements(self) -> int:
+        return int(self.entries.numel[self.entries.dense].sum())
+
+
+def encode_bucket(head: Head, streams: Coded, hash: bytes) -> bytes:
+    """The bytes of a bucket, checksum included."""
+    raw_entries = _encode_entries(head.entries)
+    streams = {Stream.ENTRIES: squeeze([raw_entries]), **streams}
+    out = bytearray(MAGIC)
+    out += bytes((limits.FORMAT_VERSION, head.profile.id, head.dtype.code, 0)) + hash
+    out += varint(len(head.entries)) + varint(len(raw_entries)) + bytes((head.tile_log, head.chunk_log))
+    out += varint(len(head.estimates))
+    for id, size in head.estimates:
+        out += varint(id) + varint(size)
+    out += varint(len(streams))
+    for stream, (its_coder, chunks) in sorted(streams.items()):
+        out += bytes((stream, its_coder.id)) + varint(len(chunks))
+        out += varints(np.array([len(c) for c in chunks], np.int64))
+    for _, (_, chunks) in sorted(streams.items()):
+        for chunk in chunks:
+            out += chunk
+    out += checksum(out)
+    return bytes(out)
+
+
+def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, what: str) -> tuple[Head, Reader]:
+    """The head of a bucket, checked against the tensor table, and a reader of its streams."""
+    if len(data) > limits.BUCKET_BYTES:
+        raise LimitExceeded(f"{what}: {len(data)} bytes, the limit is {limits.BUCKET_BYTES}")
+    cursor = Cursor(sealed(data, what), what)
+    profile, dtype = _identify(cursor, hash)
+    entry_count = cursor.varint("entry count", limits.ENTRY_BYTES)
+    entry_bytes = cursor.varint("entry table length", limits.ENTRY_BYTES)
+    tile_log = _between(cursor, "tile size", limits.MIN_TILE_LOG, limits.MAX_TILE_LOG)
+    chunk_log = _between(cursor, "chunk size", limits.MIN_CHUNK_LOG, limits.MAX_CHUNK_LOG)
+    estimates = tuple(
+        (cursor.varint("estimate: profile", 255), cursor.varint("estimate: bytes", 1 << 62))
+        for _ in range(cursor.varint("estimate count", 16))
+    )
+    streams = _streams(cursor)
+    reader = Reader(streams)
+    raw_entries = reader.take(Stream.ENTRIES, entry_bytes)
+    entries = _decode_entries(raw_entries, entry_count, table, dtype, what)
+    dense_bytes = sum(len(c) for id, (_, chunks) in streams.items() if Stream.is_dense(id) for c in chunks)
+    head = Head(profile, dtype, tile_log, chunk_log, estimates, entries, dense_bytes)
+    _check_limits(head, what)
+    return head, reader
+
+
+def _identify(cursor: Cursor, hash: bytes) -> tuple[Profile, DType]:
+    if bytes(cursor.take(4, "magic")) != MAGIC:
+        raise InvalidField(f"{cursor.what}: not a bucket")
+    if (version := cursor.byte("version")) != limits.FORMAT_VERSION:
+        raise UnsupportedFormat(f"{cursor.what}: format version {version}; this release reads {limits.FORMAT_VERSION}")
+    profile = profile_by_id(cursor.byte("profile"))
+    code = cursor.byte("dtype")
+    if (dtype := BY_CODE.get(code)) is None:
+        raise UnsupportedFormat(f"{cursor.what}: unknown dtype {code}")
+    if features := cursor.byte("required features"):
+        raise UnsupportedFormat(f"{cursor.what}: unknown required features {features:#010b}")
+    if bytes(cursor.take(CHECKSUM_BYTES, "table hash")) != hash:
+        raise InvalidField(f"{cursor.what}: belongs to another tensor table")
+    return profile, dtype
+
+
+def _between(cursor: Cursor, field: str, low: int, high: int) -> int:
+    value = cursor.byte(field)
+    if not low <= value <= high:
+        raise LimitExceeded(f"{cursor.what}: {field} 2^{value} is not between 2^{low} and 2^{high}")
+    return value
+
+
+def _streams(cursor: Cursor) -> dict[int, tuple[Coder, list[Buffer]]]:
+    directory: list[tuple[int, Coder, Column]] = []
+    for _ in range(cursor.varint("stream count", limits.STREAMS)):
+        id = cursor.byte("stream id")
+        if not Stream.known(id):
+            raise UnsupportedFormat(f"{cursor.what}: unknown stream {id}")
+        if directory and id <= directory[-1][0]:
+            raise InvalidField(f"{cursor.what}: stream {id} is out of order")
+        its_coder = coder(cursor.byte(f"coder of stream {id}"))
+        chunks = cursor.varint(f"chunk count of stream {id}", limits.CHUNKS)
+        lengths = cursor.varints(chunks, f"chunk lengths of stream {id}", len(cursor.data))
+        directory.append((id, its_coder, lengths))
+    out: dict[int, tuple[Coder, list[Buffer]]] = {}
+    for id, its_coder, lengths in directory:
+        out[id] = its_coder, [cursor.take(n, f"a chunk of stream {id}") for n in lengths.tolist()]
+    cursor.finish()
+    return out
+
+
+def encode_places(tensor: Column, values: Column, regions: Sequence[Region | None]) -> bytes:
+    """Three columns: steps from tensor to tensor, values with a flag for a box, and the boxes."""
+    boxed = np.array([r is not None for r in regions], np.int64)
+    boxes = [n for r in regions if r is not None for n in (*r.start, *r.size)]
+    return varints(np.diff(tensor, prepend=0)) + varints(values << 1 | boxed) + varints(np.array(boxes, np.int64))
+
+
+def decode_places(
+    cursor: Cursor, count: int, most: int, table: TensorTable
+) -> tuple[Column, Column, list[Region | None]]:
+    """Tensors, values up to `most` and regions, each a proper part of its tensor or None for all of it."""
+    tensor = np.cumsum(cursor.varints(count, "tensor steps", len(table)))
+    if count and tensor[-1] >= len(table):
+        raise LimitExceeded(f"{cursor.what}: tensor {tensor[-1]}, the table has {len(table)}")
+    values = cursor.varints(count, "values", most << 1 | 1)
+    regions: list[Region | None] = [None] * count
+    for e in np.flatnonzero(values & 1).tolist():
+        spec = table[int(tensor[e])]
+        rank = len(spec.shape)
+        numbers = cursor.varints(2 * rank, f"box of entry {e}", limits.TENSOR_ELEMENTS).tolist()
+        region = Region(tuple(numbers[:rank]), tuple(numbers[rank:]))
+        if not region.fits(spec.shape) or region == whole(spec.shape):
+            raise InvalidField(f"{cursor.what}: region {region} is not a proper part of {spec}")
+        regions[e] = region
+    return tensor, values >> 1, regions
+
+
+def _encode_entries(entries: Entries) -> bytes:
+    return encode_places(entries.tensor, entries.count << 1 | entries.dense, entries.region)
+
+
+def _decode_entries(raw: Buffer, count: int, table: TensorTable, dtype: DType, what: str) -> Entries:
+    cursor = Cursor(raw, f"{what}: entry table")
+    tensor, values, regions = decode_places(cursor, count, limits.REGION_ELEMENTS << 1 | 1, table)
+    cursor.finish()
+    numel = table.numel[tensor] if count else np.empty(0, np.int64)
+    for e, region in enumerate(regions):
+        if region is not None:
+            numel[e] = region.numel
+    entries = Entries(tensor, values >> 1, (values & 1).astype(bool), regions, numel)
+    _check_entries(entries, table, dtype, what)
+    return entries
+
+
+def _check_entries(entries: Entries, table: TensorTable, dtype: DType, what: str) -> None:
+    for e, tensor in enumerate(entries.tensor.tolist()):
+        if table[tensor].dtype is not dtype:
+            raise InvalidField(f"{what}: entry {e} is for {table[tensor]}, the bucket holds {dtype}")
+    wrong = (entries.count < 1) | (entries.count > entries.numel) | (entries.numel > limits.REGION_ELEMENTS)
+    if wrong.any():
+        e = int(wrong.argmax())
+        raise LimitExceeded(f"{what}: entry {e} claims {entries.count[e]} changes in {entries.numel[e]} elements")
+
+
+def _check_limits(head: Head, what: str) -> None:
+    layout = head.layout
+    if head.profile.tiled and (tiles := int((layout.numel >> layout.tile_log).sum())) > limits.TILES:
+        raise LimitExceeded(f"{what}: {tiles} tiles, the limit is {limits.TILES}")
+    if (changes := layout.changes) > limits.BUCKET_CHANGES:
+        raise LimitExceeded(f"{what}: {changes} changes, the limit is {limits.BUCKET_CHANGES}")
+    if (dense := head.dense_elements * head.dtype.width) > limits.BUCKET_DENSE_BYTES:
+        raise LimitExceeded(f"{what}: {dense} dense bytes, the limit is {limits.BUCKET_DENSE_BYTES}")

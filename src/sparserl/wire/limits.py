@@ -1,0 +1,26 @@
+"""Hard limits of the format. They bound what a reader allocates before it has seen whether the bytes are true."""
+
+from __future__ import annotations
+
+FORMAT_VERSION = 1
+
+NAME_BYTES = 1 << 12
+RANK = 32
+TENSORS = 1 << 22
+TENSOR_ELEMENTS = 1 << 48
+TABLE_BYTES = 1 << 26
+
+REGION_ELEMENTS = 1 << 31  # a position inside a region fits 32 bits; larger tensors take several regions
+REGIONS_PER_TENSOR = 1 << 16
+BUCKET_BYTES = 1 << 28
+BUCKET_CHANGES = 1 << 24
+BUCKET_DENSE_BYTES = 1 << 26
+ENTRY_BYTES = 1 << 24
+TILES = 1 << 20
+STREAMS = 64
+CHUNKS = 1 << 16
+
+MIN_TILE_LOG, MAX_TILE_LOG = 10, 31
+MIN_CHUNK_LOG, MAX_CHUNK_LOG = 8, 24
+FOOTER_BYTES = 1 << 28
+BUCKETS = 1 << 22

@@ -1,0 +1,198 @@
+"""A patch as bytes: header with the tensor table, buckets, footer. Written and read bucket by bucket."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+
+from ..digest import Digest
+from ..errors import InvalidField, LimitExceeded, Truncated, UnsupportedFormat
+from ..pieces import Place
+from ..table import TensorTable
+from . import limits
+from .bucket import decode_places, encode_places
+from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
+from .table import compress_table, decode_table, decompress_table, encode_table, table_hash
+
+MAGIC = b"SRLPATCH"
+END = b"SRLPEND\n"
+_TRAILER = struct.Struct("<Q8s")
+_COMPLETE = 1
+
+
+@dataclass(frozen=True)
+class Footer:
+    """What is known only once every bucket was written. `covers` is None where the whole table is covered."""
+
+    base: Digest
+    result: Digest
+    changed: int
+    covers: tuple[Place, ...] | None
+    sizes: tuple[int, ...] = ()
+    checksums: tuple[bytes, ...] = ()
+
+
+def encode_header(raw_table: bytes) -> bytes:
+    """Magic, version, features, and the tensor table, compressed and sealed."""
+    coded = compress_table(raw_table)
+    head = MAGIC + bytes((limits.FORMAT_VERSION, 0)) + varint(len(raw_table)) + varint(len(coded)) + coded
+    return head + checksum(head)
+
+
+def encode_footer(footer: Footer, seal: bytes) -> bytes:
+    """The footer, which names the header (by its checksum) and every bucket (by length and checksum)."""
+    complete = footer.covers is None
+    out = seal + footer.base.to_bytes() + footer.result.to_bytes()
+    out += varint(_COMPLETE if complete else 0) + varint(footer.changed) + varint(len(footer.sizes))
+    out += varints(np.array(footer.sizes, np.int64)) + b"".join(footer.checksums)
+    if footer.covers is not None:
+        tensor = np.array([t for t, _ in footer.covers], np.int64)
+        zeros = np.zeros(tensor.size, np.int64)
+        out += varint(tensor.size) + encode_places(tensor, zeros, [r for _, r in footer.covers])
+    out += checksum(out)
+    return out + _TRAILER.pack(len(out), END)
+
+
+class Bytes(Protocol):
+    """Random access to a patch, in memory or on disk."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, at: int, size: int) -> bytes | memoryview: ...
+
+
+class InMemory:
+    """A patch held as bytes."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+        self.size = len(self._data)
+
+    def read(self, at: int, size: int) -> memoryview:
+        return self._data[at : at + size]
+
+
+class OnDisk:
+    """A patch in a file, read piece by piece; the file may be unlinked meanwhile."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = Path(path).open("rb")  # noqa: SIM115  # stays open as long as the patch is in use
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def read(self, at: int, size: int) -> bytes:
+        return os.pread(self._file.fileno(), size, at)
+
+
+class PatchWriter:
+    """Writes a patch front to back into any file object; nothing but the footer's few fields is kept."""
+
+    def __init__(self, file: BinaryIO, table: TensorTable) -> None:
+        raw = encode_table(table)
+        self.hash = table_hash(raw)
+        self._file = file
+        header = encode_header(raw)
+        self._seal = header[-CHECKSUM_BYTES:]
+        self._sizes: list[int] = []
+        self._checksums: list[bytes] = []
+        self._file.write(header)
+
+    def add(self, bucket: bytes | memoryview) -> None:
+        self._file.write(bucket)
+        self._sizes.append(len(bucket))
+        self._checksums.append(bytes(bucket[-CHECKSUM_BYTES:]))
+
+    def finish(self, base: Digest, result: Digest, changed: int, covers: Sequence[Place] | None) -> None:
+        places = None if covers is None else tuple(covers)
+        footer = Footer(base, result, changed, places, tuple(self._sizes), tuple(self._checksums))
+        self._file.write(encode_footer(footer, self._seal))
+
+
+class PatchReader:
+    """Reads header and footer at once, and buckets when asked. Everything is checked before it is believed."""
+
+    def __init__(self, source: Bytes) -> None:
+        self._source = source
+        self.size = source.size
+        self.table, self.hash, seal, at = self._header()
+        self.footer, end = self._footer(seal)
+        self._starts = [at]
+        for size in self.footer.sizes:
+            self._starts.append(self._starts[-1] + size)
+        if self._starts[-1] != end:
+            raise InvalidField(f"patch: buckets end at byte {self._starts[-1]}, the footer starts at {end}")
+        self.header_bytes = at
+
+    def __len__(self) -> int:
+        return len(self.footer.sizes)
+
+    def bucket(self, index: int) -> bytes | memoryview:
+        """The bytes of a bucket: those that the footer names."""
+        data = self._source.read(self._starts[index], self.footer.sizes[index])
+        if len(data) != self.footer.sizes[index]:
+            raise Truncated(f"bucket {index}: {len(data)} of {self.footer.sizes[index]} bytes")
+        if bytes(data[-CHECKSUM_BYTES:]) != self.footer.checksums[index]:
+            raise InvalidField(f"bucket {index} is not the one that the footer names")
+        return data
+
+    def parts(self) -> Iterator[bytes | memoryview]:
+        """The bytes of the patch from front to back: header, buckets, footer."""
+        yield self._source.read(0, self.header_bytes)
+        for index in range(len(self)):
+            yield self.bucket(index)
+        yield self._source.read(self._starts[-1], self.size - self._starts[-1])
+
+    def _header(self) -> tuple[TensorTable, bytes, bytes, int]:
+        most = len(MAGIC) + 2 + 20
+        cursor = Cursor(self._source.read(0, min(most, self.size)), "patch header")
+        if bytes(cursor.take(len(MAGIC), "magic")) != MAGIC:
+            raise InvalidField("patch header: not a sparserl patch")
+        if (version := cursor.byte("version")) != limits.FORMAT_VERSION:
+            raise UnsupportedFormat(f"patch: format version {version}; this release reads {limits.FORMAT_VERSION}")
+        if features := cursor.byte("required features"):
+            raise UnsupportedFormat(f"patch: unknown required features {features:#010b}")
+        raw_size = cursor.varint("table length", limits.TABLE_BYTES)
+        coded_size = cursor.varint("coded table length", limits.TABLE_BYTES)
+        end = cursor.at + coded_size + CHECKSUM_BYTES
+        if end > self.size:
+            raise Truncated(f"patch header: needs {end} bytes, the patch has {self.size}")
+        whole = self._source.read(0, end)
+        body = sealed(whole, "patch header")
+        raw = decompress_table(body[cursor.at :], raw_size)
+        return decode_table(raw), table_hash(raw), bytes(whole[-CHECKSUM_BYTES:]), end
+
+    def _footer(self, seal: bytes) -> tuple[Footer, int]:
+        if self.size < _TRAILER.size:
+            raise Truncated(f"patch: {self.size} bytes cannot hold a footer")
+        length, end = _TRAILER.unpack(self._source.read(self.size - _TRAILER.size, _TRAILER.size))
+        if end != END:
+            raise Truncated("patch: the end mark is missing; the patch is cut short or was altered")
+        if length > min(limits.FOOTER_BYTES, self.size - _TRAILER.size):
+            raise LimitExceeded(f"patch: a footer of {length} bytes cannot stand in {self.size}")
+        start = self.size - _TRAILER.size - length
+        return self._decode_footer(sealed(self._source.read(start, length), "patch footer"), seal), start
+
+    def _decode_footer(self, body: memoryview, seal: bytes) -> Footer:
+        cursor = Cursor(body, "patch footer")
+        if bytes(cursor.take(CHECKSUM_BYTES, "header seal")) != seal:
+            raise InvalidField("patch footer: belongs to another header")
+        base = Digest.from_bytes(cursor.take(16, "base digest"))
+        result = Digest.from_bytes(cursor.take(16, "result digest"))
+        flags = cursor.varint("flags", _COMPLETE)
+        changed = cursor.varint("changed", self.table.elements)
+        count = cursor.varint("bucket count", limits.BUCKETS)
+        sizes = tuple(cursor.varints(count, "bucket lengths", limits.BUCKET_BYTES).tolist())
+        checksums = tuple(bytes(cursor.take(CHECKSUM_BYTES, "bucket checksum")) for _ in range(count))
+        covers = None
+        if not flags & _COMPLETE:
+            n = cursor.varint("covered regions", len(body))
+            tensor, _, regions = decode_places(cursor, n, 0, self.table)
+            covers = tuple(zip(tensor.tolist(), regions, strict=True))
+        cursor.finish()
+        return Footer(base, result, changed, covers, sizes, checksums)

@@ -17,9 +17,11 @@ UIntArray = npt.NDArray[np.unsignedinteger[Any]]
 _UINT: dict[int, np.dtype[Any]] = {w: np.dtype(f"<u{w}") for w in (1, 2, 4, 8)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DType:
     """The format of one element: its name, its code on the wire, and how its patterns are ordered.
+
+    There is one object for each, so they are compared by identity.
 
     `sign_magnitude` formats (floats) are mapped to a monotonic integer before a step is taken; for two's
     complement and unsigned integers the wrapped difference of the patterns is the step already.
@@ -38,6 +40,9 @@ class DType:
 
     def __repr__(self) -> str:
         return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BY_NAME.__getitem__, (self.name,)
 
 
 DTYPES: tuple[DType, ...] = (

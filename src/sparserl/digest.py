@@ -16,7 +16,7 @@ import numpy.typing as npt
 from .kernels import cpu
 from .memory import Weights, memories, table_of
 from .parallel import Progress, ordered
-from .pieces import Addresses, Held, Piece, Place, pieces
+from .pieces import Batch, Held, Numbers, Place, batches
 from .region import collapse, row_major, whole
 from .table import TensorTable
 
@@ -60,32 +60,31 @@ class Digest:
 
 
 def table_digest(table: TensorTable) -> Digest:
-    """What names, dtypes and shapes add, once per tensor."""
-    first, second = (int(x) for x in table.terms.sum(axis=0, dtype=np.uint64)) if len(table) else (0, 0)
-    return Digest(first, second)
+    """What names, dtypes and shapes add: each tensor, once, the mix of a zero at a position no element can have."""
+    zero = np.zeros(1, np.uint8)
+    n = len(table)
+    address, size, start = np.full(n, zero.ctypes.data, np.int64), np.ones(n, np.int64), np.full(n, -1, np.int64)
+    first, second = cpu.digest(zero, address, size, start, table.keys)
+    return Digest(int(first), int(second))
 
 
-def sums(table: TensorTable, batch: list[Piece], addresses: Addresses) -> Digest:
+def sums(table: TensorTable, batch: Batch, addresses: Numbers) -> Digest:
     """The element sums of a batch whose bits lie, in row-major order, at the addresses."""
-    if all(p.region is None for p in batch):
-        size = np.array([p.numel for p in batch], np.int64)
-        start = np.zeros(len(batch), np.int64)
-        keys = table.keys[[p.tensor for p in batch]]
-    else:
+    size, start, keys = batch.numel, np.zeros(len(batch), np.int64), table.keys[batch.tensor]
+    if any(region is not None for region in batch.region):
         addresses, size, start, keys = _runs(table, batch, addresses)
-    tag = np.empty(0, table.specs[batch[0].tensor].dtype.uint)
-    first, second = cpu.digest(tag, addresses, size, start, keys)
+    first, second = cpu.digest(np.empty(0, batch.dtype.uint), addresses, size, start, keys)
     return Digest(int(first), int(second))
 
 
 def _runs(
-    table: TensorTable, batch: list[Piece], addresses: Addresses
-) -> tuple[Addresses, Addresses, Addresses, npt.NDArray[np.uint64]]:
-    """Every piece as runs that are consecutive in their tensor: boxes become rows."""
+    table: TensorTable, batch: Batch, addresses: Numbers
+) -> tuple[Numbers, Numbers, Numbers, npt.NDArray[np.uint64]]:
+    """Every part as runs that are consecutive in their tensor: boxes become rows."""
     address, size, start, keys = [], [], [], []
-    for piece, base in zip(batch, addresses.tolist(), strict=True):
-        spec = table.specs[piece.tensor]
-        region = piece.region or whole(spec.shape)
+    for tensor, box, base in zip(batch.tensor.tolist(), batch.region, addresses.tolist(), strict=True):
+        spec = table.specs[tensor]
+        region = box or whole(spec.shape)
         strides = row_major(spec.shape)
         dims, (steps,) = collapse(region.size, strides)
         origin = sum(a * s for a, s in zip(region.start, strides, strict=True))
@@ -97,7 +96,7 @@ def _runs(
         address.append(base + np.arange(first.size, dtype=np.int64) * run * spec.dtype.width)
         size.append(np.full(first.size, run, np.int64))
         start.append(first)
-        keys.append(np.broadcast_to(table.keys[piece.tensor], (first.size, 2)))
+        keys.append(np.broadcast_to(table.keys[tensor], (first.size, 2)))
     return np.concatenate(address), np.concatenate(size), np.concatenate(start), np.concatenate(keys)
 
 
@@ -106,14 +105,14 @@ def element_sums(
 ) -> Digest:
     """The sums over the elements at the given places, without the terms of the table."""
 
-    def one(batch: list[Piece]) -> tuple[Digest, int]:
-        read = [held.read(p) for p in batch]
-        addresses = np.array([a for a, _ in read], np.int64)
-        width = held.table.specs[batch[0].tensor].dtype.width
-        return sums(held.table, batch, addresses), sum(p.numel for p in batch) * width
+    def one(batch: Batch) -> tuple[Digest, int]:
+        addresses, alive = held.read(batch)
+        part = sums(held.table, batch, addresses)
+        del alive  # copies may go only now
+        return part, batch.elements * batch.dtype.width
 
     total = Digest()
-    for part, done in ordered(one, pieces(held.table, places), threads):
+    for part, done in ordered(one, batches(held.table, places), threads):
         total += part
         if progress is not None:
             progress(done)

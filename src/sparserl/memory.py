@@ -6,6 +6,7 @@ its owner alive for as long as the address is in use.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -106,6 +107,7 @@ def _of_array(name: str, array: np.ndarray[Any, Any], dtype: DType) -> Memory:
     return Memory(dtype, array.shape, _address(array), strides, array.flags.writeable, array)
 
 
+_COMPLEX = frozenset(("complex32", "complex64"))
 _TORCH_NAMES: dict[Any, DType | None] = {}
 
 
@@ -116,29 +118,44 @@ def _torch_dtype(dtype: Any) -> DType | None:
 
 
 def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
-    dtype = _torch_dtype(tensor.dtype)
+    dtype = _TORCH_NAMES.get(tensor.dtype) or _torch_dtype(tensor.dtype)
     if dtype is None:
         raise UnsupportedTensor(f"tensor {name!r}: {tensor.dtype} is not supported (1, 2, 4 or 8 bytes per element)")
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise UnsupportedTensor(
-            f"tensor {name!r}: a {tensor.layout} tensor on {tensor.device}; need a strided CPU tensor"
+            f"tensor {name!r}: a {tensor.layout} tensor on {tensor.device}; a strided CPU tensor is needed"
         )
-    if hasattr(tensor, "device_mesh"):
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
         raise UnsupportedTensor(f"tensor {name!r} is a DTensor; hand over its local shard with its region")
-    if tensor.is_conj() or tensor.is_neg():
+    if tensor.is_neg() or (dtype.name in _COMPLEX and tensor.is_conj()):
         raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative view; resolve it first")
-    strides = None if tensor.is_contiguous() else tuple(tensor.stride())
-    return Memory(dtype, tuple(tensor.shape), tensor.data_ptr(), strides, True, tensor)
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return Memory(dtype, tensor.shape, tensor.data_ptr(), strides, True, tensor)
 
 
 def memories(weights: Weights) -> dict[str, Memory]:
     """The memory of every tensor, by name."""
-    return {name: memory_of(name, tensor) for name, tensor in weights.items()}
+    torch = sys.modules.get("torch")
+    plain = None if torch is None else torch.Tensor
+    return {
+        name: _of_torch(name, tensor, torch) if type(tensor) is plain else memory_of(name, tensor)
+        for name, tensor in weights.items()
+    }
 
 
 def table_of(held: Mapping[str, Memory]) -> TensorTable:
     """The tensor table of weights whose tensors are whole."""
-    return TensorTable([TensorSpec(name, m.dtype, m.shape) for name, m in held.items()])
+    return TensorTable([TensorSpec(name, m.dtype, tuple(m.shape)) for name, m in held.items()])
+
+
+def require_like(table: TensorTable, held: Mapping[str, Memory], ours: str = "old", theirs: str = "new") -> None:
+    """Raise `TensorMismatch` naming every difference, unless the memory is of just the table's tensors."""
+    found = map(held.get, table.index)
+    if len(held) != len(table) or any(
+        m is None or m.shape != spec.shape or m.dtype is not spec.dtype
+        for m, spec in zip(found, table.specs, strict=True)
+    ):
+        table.require(table_of(held), ours, theirs)
 
 
 def tensor_table(weights: Weights) -> TensorTable:
@@ -168,16 +185,21 @@ def require_writable(held: Iterable[tuple[str, Memory]]) -> None:
 
 def tied_groups(held: Mapping[str, Memory]) -> list[list[str]]:
     """Groups of names that are the very same memory; tensors that share only some elements are refused."""
-    spans = sorted((*_span(m), name) for name, m in held.items() if 0 not in m.shape)
+    names = [name for name, m in held.items() if 0 not in m.shape]
+    spans = np.array([_span(held[name]) for name in names], np.int64).reshape(-1, 2)
+    order = np.argsort(spans[:, 0], kind="stable")
+    low, high = spans[order].T
+    near = np.flatnonzero(low[1:] < np.maximum.accumulate(high)[:-1]) + 1  # begin before an earlier one has ended
     groups: list[list[str]] = []
     cluster: list[list[str]] = []
-    reach = -1
-    for low, high, name in spans:
-        if low >= reach:
+    last = -1
+    for i in near.tolist():
+        if i != last + 1:
             groups += cluster
             cluster = []
-        _join(cluster, name, held)
-        reach = max(reach, high)
+            _join(cluster, names[order[i - 1]], held)
+        _join(cluster, names[order[i]], held)
+        last = i
     return [g for g in groups + cluster if len(g) > 1]
 
 
@@ -207,7 +229,8 @@ def _same(a: Memory, b: Memory) -> bool:
 
 
 def _span(m: Memory) -> tuple[int, int]:
-    strides = row_major(m.shape) if m.strides is None else m.strides
-    low = sum(s * (n - 1) for s, n in zip(strides, m.shape, strict=True) if s < 0)
-    high = sum(s * (n - 1) for s, n in zip(strides, m.shape, strict=True) if s > 0)
+    if m.strides is None:
+        return m.address, m.address + math.prod(m.shape) * m.dtype.width
+    low = sum(s * (n - 1) for s, n in zip(m.strides, m.shape, strict=True) if s < 0)
+    high = sum(s * (n - 1) for s, n in zip(m.strides, m.shape, strict=True) if s > 0)
     return m.address + low * m.dtype.width, m.address + (high + 1) * m.dtype.width

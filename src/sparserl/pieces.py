@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from .bits import DType, UIntArray
 from .errors import TensorMismatch
 from .memory import Memory
 from .region import Region, collapse, row_major, whole
@@ -15,41 +17,70 @@ from .table import TensorTable
 
 PIECE_BYTES = 16 << 20  # large enough to amortize Python, small enough to balance threads
 Place = tuple[int, Region | None]  # a tensor by its index in the table, and a region of it or all of it
-Addresses = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a place that one thread handles at a time; `offset` counts the elements of the place before it."""
+@dataclass(frozen=True)
+class Batch:
+    """Parts of tensors of one dtype that one thread handles at a time, column by column.
 
-    tensor: int
-    region: Region | None
-    numel: int
+    `offset` counts the elements of a part's place that stand before it, where a place was cut into several parts.
+    """
+
+    dtype: DType
+    tensor: Numbers
+    region: list[Region | None]
+    numel: Numbers
     offset: int = 0
 
+    def __len__(self) -> int:
+        return len(self.region)
 
-def pieces(table: TensorTable, places: Iterable[Place], limit: int = PIECE_BYTES) -> Iterator[list[Piece]]:
-    """Batches of one dtype: large tensors in parts of at most `limit` bytes, small ones together, in order."""
-    open_batches: dict[int, tuple[list[Piece], int]] = {}
-    for tensor, region in places:
+    @property
+    def elements(self) -> int:
+        return int(self.numel.sum())
+
+    @classmethod
+    def of(cls, table: TensorTable, tensor: int, region: Region | None, offset: int = 0) -> Batch:
+        """A single part."""
         spec = table.specs[tensor]
-        numel = int(table.numel[tensor]) if region is None else region.numel
+        numel = spec.numel if region is None else region.numel
+        return cls(spec.dtype, np.array([tensor], np.int64), [region], np.array([numel], np.int64), offset)
+
+
+def batches(table: TensorTable, places: Iterable[Place], limit: int | None = None) -> Iterator[Batch]:
+    """Large tensors in parts of at most `limit` bytes, small ones of one dtype together, in order."""
+    limit = PIECE_BYTES if limit is None else limit
+    numels = table.numel.tolist()
+    drafts: dict[DType, tuple[list[int], list[Region | None], list[int]]] = {}
+    room: dict[DType, int] = {}
+    for tensor, region in places:
+        numel = numels[tensor] if region is None else region.numel
+        dtype = table.specs[tensor].dtype
+        most = limit // dtype.width
         if not numel:
             continue
-        most = limit // spec.dtype.width
         if numel > most:
             offset = 0
-            for part in (region or whole(spec.shape)).split(most):
-                yield [Piece(tensor, part, part.numel, offset)]
+            for part in (region or whole(table.specs[tensor].shape)).split(most):
+                yield Batch.of(table, tensor, part, offset)
                 offset += part.numel
             continue
-        batch, held = open_batches.get(spec.dtype.code, ([], 0))
-        if held + numel > most:
-            yield batch
-            batch, held = [], 0
-        batch.append(Piece(tensor, region, numel))
-        open_batches[spec.dtype.code] = batch, held + numel
-    yield from (batch for batch, _ in open_batches.values() if batch)
+        if room.get(dtype, 0) < numel:
+            if dtype in drafts:
+                yield _batch(dtype, *drafts[dtype])
+            drafts[dtype], room[dtype] = ([], [], []), most
+        tensors, regions, sizes = drafts[dtype]
+        tensors.append(tensor)
+        regions.append(region)
+        sizes.append(numel)
+        room[dtype] -= numel
+    for dtype, draft in drafts.items():
+        yield _batch(dtype, *draft)
+
+
+def _batch(dtype: DType, tensors: list[int], regions: list[Region | None], sizes: list[int]) -> Batch:
+    return Batch(dtype, np.array(tensors, np.int64), regions, np.array(sizes, np.int64))
 
 
 class Held:
@@ -61,34 +92,53 @@ class Held:
         self.table = table
         self.memory = [memory.get(s.name) for s in table.specs]
         self.origin = [None if origin is None else origin.get(s.name) for s in table.specs]
+        self._address = np.array([0 if m is None else m.address for m in self.memory], np.int64)
+        plain = [m is not None and m.strides is None for m in self.memory]
+        self._plain = np.array(plain, bool)  # contiguous: a whole part can be read where it lies
 
     def places(self) -> list[Place]:
         """What is at hand, in table order."""
         return [(i, self.origin[i]) for i, m in enumerate(self.memory) if m is not None]
 
-    def read(self, piece: Piece) -> tuple[int, object]:
-        """Address of a piece's bits in row-major order, and what keeps it alive."""
-        return self._memory(piece.tensor).read(self._local(piece.tensor, piece.region))
+    def read(self, batch: Batch) -> tuple[Numbers, list[object]]:
+        """Numbers of the parts' bits in row-major order, and what must be kept alive while they are in use."""
+        addresses = self._address[batch.tensor]
+        alive: list[object] = []
+        for i in self._special(batch.tensor, batch.region):
+            tensor = int(batch.tensor[i])
+            addresses[i], owner = self._memory(tensor).read(self._local(tensor, batch.region[i]))
+            alive.append(owner)
+        return addresses, alive
 
-    def geometry(self, tensor: Addresses, regions: Sequence[Region | None]) -> Geometry:
+    def bits(self, tensor: int, region: Region | None) -> UIntArray:
+        """The bits of one part in row-major order: a view of its memory where that is possible."""
+        memory = self._memory(tensor)
+        local = self._local(tensor, region)
+        address, owner = memory.read(local)
+        numel = math.prod(memory.shape) if local is None else local.numel
+        return Memory(memory.dtype, (numel,), address, None, False, owner).view()
+
+    def geometry(self, tensor: Numbers, regions: Sequence[Region | None]) -> Geometry:
         """Where the elements of the entries' regions lie, in memory and in their tensors."""
         n = len(regions)
         geometry = Geometry(
             keys=self.table.keys[tensor],
-            first=np.zeros(n, np.int64),
+            first=self._address[tensor],
             start=np.zeros(n, np.int64),
             dims=np.ones(n, np.int64),
             size=self.table.numel[tensor].reshape(n, 1),
             inside=np.ones((n, 1), np.int64),
             outside=np.ones((n, 1), np.int64),
         )
-        for e, (t, region) in enumerate(zip(tensor.tolist(), regions, strict=True)):
-            memory = self._memory(t)
-            if region is None and memory.strides is None:
-                geometry.first[e] = memory.address
-            else:
-                self._place(geometry, e, t, region)
+        for e in self._special(tensor, regions):
+            self._place(geometry, e, int(tensor[e]), regions[e])
         return geometry
+
+    def _special(self, tensor: Numbers, regions: Sequence[Region | None]) -> list[int]:
+        """Entries that are not simply all of a contiguous tensor."""
+        special = ~self._plain[tensor]
+        special[[e for e, region in enumerate(regions) if region is not None]] = True
+        return [int(e) for e in np.flatnonzero(special)]
 
     def _place(self, geometry: Geometry, e: int, tensor: int, region: Region | None) -> None:
         """Geometry of a box, or of a tensor that is not contiguous."""
@@ -127,12 +177,12 @@ class Geometry:
     """One row per entry: the address of its first element, its place in the tensor, and the strides of both."""
 
     keys: npt.NDArray[np.uint64]
-    first: Addresses
-    start: Addresses
-    dims: Addresses
-    size: Addresses
-    inside: Addresses  # strides in memory, in elements
-    outside: Addresses  # strides in the tensor, in elements
+    first: Numbers
+    start: Numbers
+    dims: Numbers
+    size: Numbers
+    inside: Numbers  # strides in memory, in elements
+    outside: Numbers  # strides in the tensor, in elements
 
     def widen(self, dims: int) -> None:
         """Make room for entries of more dimensions."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +15,8 @@ from .bits import DType
 from .errors import TensorMismatch
 from .region import Shape
 
-_TERM_SEED = 1  # keeps a tensor's own digest term apart from the keys that mix its elements
 
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """One row of the table."""
 
     name: str
@@ -82,10 +78,9 @@ class TensorTable:
         return np.frombuffer(raw, ">u8").astype(np.uint64).reshape(-1, 2)
 
     @cached_property
-    def terms(self) -> npt.NDArray[np.uint64]:
-        """What each tensor adds to the digest by its mere existence, so that empty tensors count too."""
-        raw = b"".join([xxhash.xxh3_128_digest(s.identity(), _TERM_SEED) for s in self.specs])
-        return np.frombuffer(raw, ">u8").astype(np.uint64).reshape(-1, 2)
+    def codes(self) -> npt.NDArray[np.uint8]:
+        """The dtype of each tensor, by its code."""
+        return np.array([s.dtype.code for s in self.specs], np.uint8)
 
     def require(self, other: TensorTable, ours: str, theirs: str) -> None:
         """Raise `TensorMismatch` naming every difference, unless the two tables are equal."""

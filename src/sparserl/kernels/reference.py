@@ -60,7 +60,7 @@ def steps(old: UInts, new: UInts, sign_magnitude: bool) -> UInts:
     delta = order(new, sign_magnitude) - order(old, sign_magnitude)
     negative = (delta >> delta.dtype.type(8 * delta.dtype.itemsize - 1)).astype(bool)
     doubled = delta << delta.dtype.type(1)
-    return np.where(negative, ~doubled, doubled)
+    return np.asarray(np.where(negative, ~doubled, doubled))
 
 
 def advance(old: UInts, step: UInts, sign_magnitude: bool) -> UInts:

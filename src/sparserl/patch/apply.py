@@ -20,9 +20,9 @@ from ..codec.profile import Counts, Positions
 from ..digest import Digest, element_sums, sums, table_digest
 from ..errors import InvalidField, TiedConflict, WrongBase
 from ..kernels import cpu
-from ..memory import Memory, Weights, memories, require_writable, table_of, tied_groups
+from ..memory import Memory, Weights, memories, require_like, require_writable, tied_groups
 from ..parallel import Progress, ordered
-from ..pieces import Geometry, Held, Piece
+from ..pieces import Batch, Geometry, Held
 from ..plan import advance
 from ..region import whole
 from .decode import Decoded, flatten
@@ -69,7 +69,7 @@ def apply(
     change, and the old bits beside the new ones.
     """
     memory = memories(weights)
-    patch.table.require(table_of(memory), "the patch", "the weights")
+    require_like(patch.table, memory, "the patch", "the weights")
     held = Held(patch.table, memory)
     current = digest_of(patch, held, threads, progress) if digest is None else digest
     if current == patch.result:
@@ -113,11 +113,11 @@ def stage(held: Held, decoded: Decoded) -> Staged:
     first, second = cpu.digest_delta(count, g.start, g.dims, g.size, g.outside, g.keys, positions, old, new)
     moved = Digest(int(first), int(second))
     for (tensor, region), _, bits in decoded.dense_entries():
-        piece = Piece(tensor, region, bits.size)
-        address, owner = held.read(piece)
-        was = sums(held.table, [piece], np.array([address], np.int64))
-        moved += sums(held.table, [piece], np.array([bits.ctypes.data], np.int64)) - was
-        del owner
+        batch = Batch.of(held.table, tensor, region)
+        address, alive = held.read(batch)
+        was = sums(held.table, batch, address)
+        moved += sums(held.table, batch, np.array([bits.ctypes.data], np.int64)) - was
+        del alive  # copies may go only now
     return Staged(decoded, g, count, positions, old, new, moved)
 
 

@@ -72,10 +72,10 @@ def _written(table: TensorTable, write: Callable[[PatchWriter], None], to: Targe
     if to is None:
         buffer = io.BytesIO()
         write(PatchWriter(buffer, table))
-        return PatchReader(InMemory(buffer.getbuffer()))
+        return PatchReader(InMemory(buffer.getbuffer()), table)
     with replacing(Path(to)) as file:
         write(PatchWriter(file, table))
-    return PatchReader(OnDisk(to))
+    return PatchReader(OnDisk(to), table)
 
 
 @contextmanager

@@ -23,9 +23,9 @@ from .. import plan
 from ..bits import DType, UIntArray
 from ..digest import Digest, table_digest
 from ..errors import ChainError, InvalidField, NeedsBase, WrongBase
-from ..memory import Memory, Weights, memories, table_of
+from ..memory import Weights, memories, require_like
 from ..parallel import ordered
-from ..pieces import PIECE_BYTES, Held, Piece, Place
+from ..pieces import PIECE_BYTES, Held, Place
 from ..plan import Changes, Dense, advance, steps_between
 from ..region import Region, refuse_overlap, row_major, whole
 from ..table import TensorTable
@@ -84,7 +84,7 @@ def _base(patch: Patch, base: Weights | None, digest: Digest | None, threads: in
     if base is None:
         return None
     memory = memories(base)
-    patch.table.require(table_of(memory), "the patch", "the base")
+    require_like(patch.table, memory, "the patch", "the base")
     held = Held(patch.table, memory)
     current = digest_of(patch, held, threads) if digest is None else digest
     if current != patch.base:
@@ -219,7 +219,7 @@ def _settle(
     steps: UIntArray | None
     full: UIntArray | None = None
     if held is not None:
-        memory = _part(held, Piece(tensor, region, numel), dtype)
+        memory = held.bits(tensor, region)
         full = memory.copy()
         full[overlay.where[True]] = overlay.words[True]
         full[overlay.where[False]] = advance(dtype, memory[overlay.where[False]], overlay.words[False])
@@ -246,11 +246,6 @@ def _settle(
         numel,
         None if full is None else lambda _: full,
     )
-
-
-def _part(held: Held, piece: Piece, dtype: DType) -> UIntArray:
-    address, owner = held.read(piece)
-    return Memory(dtype, (piece.numel,), address, None, False, owner).view()
 
 
 def invert(
@@ -302,10 +297,7 @@ def _undo(held: Held, decoded: Decoded) -> tuple[Changes, Digest]:
     """The bits of the base, put back."""
     staged = stage(held, decoded)
     dtype = decoded.head.dtype
-    dense = [
-        Dense(place, count, _part(held, Piece(*place, bits.size), dtype).copy())
-        for place, count, bits in decoded.dense_entries()
-    ]
+    dense = [Dense(place, count, held.bits(*place).copy()) for place, count, _ in decoded.dense_entries()]
     return _columns(decoded, staged.old, steps_between(dtype, staged.new, staged.old), dense), staged.moved
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import plan
-from ..bits import DType, UIntArray
+from ..bits import UIntArray
 from ..digest import Digest, sums, table_digest
 from ..errors import TensorMismatch
 from ..kernels import cpu
-from ..memory import Memory, Weights, memories, table_of
+from ..memory import Memory, Weights, memories, require_like, table_of
 from ..parallel import Progress, ordered
-from ..pieces import Held, Piece, Place, pieces
+from ..pieces import Batch, Held, Place, batches
 from ..plan import Changes
 from ..region import Region, whole
 from ..table import TensorTable
@@ -62,7 +62,7 @@ def diff(
     before, after = memories(old), memories(new)
     if regions is None and table is None:
         table = table_of(before)
-        table.require(table_of(after), "old", "new")
+        require_like(table, after)
     else:
         table = _require_parts(table, before, after, regions or {})
     was, now = Held(table, before, regions), Held(table, after, regions)
@@ -105,35 +105,34 @@ class _Search:
         self.names = names
         self.digest_base = digest_base
 
-    def batches(self, covers: Sequence[Place]) -> Iterator[list[Piece]]:
+    def batches(self, covers: Sequence[Place]) -> Iterator[Batch]:
         """Batches to compare in full, then batches whose possible changes are known."""
-        yield from pieces(self.table, (p for p in covers if p[0] not in self.known))
-        yield from pieces(self.table, (p for p in covers if p[0] in self.known))
+        yield from batches(self.table, (p for p in covers if p[0] not in self.known))
+        yield from batches(self.table, (p for p in covers if p[0] in self.known))
 
-    def run(self, batch: list[Piece]) -> tuple[list[Changes], Digest, Digest, int]:
+    def run(self, batch: Batch) -> tuple[list[Changes], Digest, Digest, int]:
         """Routed changes, the element sums of the old bits (if wanted), how the changes move them, bytes covered."""
-        dtype = self.table.specs[batch[0].tensor].dtype
-        held = [(self.was.read(p), self.now.read(p)) for p in batch]  # keeps copies alive until the end
-        old = np.array([o[0] for o, _ in held], np.int64)
-        new = np.array([n[0] for _, n in held], np.int64)
-        size = np.array([p.numel for p in batch], np.int64)
-        tag = np.empty(0, dtype.uint)
-        if batch[0].tensor in self.known:
+        old, old_alive = self.was.read(batch)
+        new, new_alive = self.now.read(batch)
+        tag = np.empty(0, batch.dtype.uint)
+        if int(batch.tensor[0]) in self.known:
             positions, before, after, counts = self._look(tag, old, new, batch)
         else:
-            positions, before, after, counts = _scan(tag, old, new, size)
+            positions, before, after, counts = _scan(tag, old, new, batch.numel)
         read = sums(self.table, batch, old) if self.digest_base else Digest()
-        changes = self._changes(dtype, batch, size, counts, positions, before, after)
+        changes = self._changes(batch, counts, positions, before, after)
         moved = self._moved(changes, before)
-        return list(plan.route(changes, self.names, self.table)), read, moved, int(size.sum()) * dtype.width
+        routed = list(plan.route(changes, self.names, self.table))
+        del old_alive, new_alive  # copies may go only now
+        return routed, read, moved, batch.elements * batch.dtype.width
 
-    def _look(self, tag: Any, old: Any, new: Any, batch: list[Piece]) -> _Found:
+    def _look(self, tag: Any, old: Any, new: Any, batch: Batch) -> _Found:
         """Compare only where changes can be."""
         slices = []
-        for piece in batch:
-            where = self.known[piece.tensor]
-            a, b = np.searchsorted(where, [piece.offset, piece.offset + piece.numel])
-            slices.append((where[a:b] - piece.offset).astype(np.uint32))
+        for tensor, numel in zip(batch.tensor.tolist(), batch.numel.tolist(), strict=True):
+            where = self.known[tensor]
+            a, b = np.searchsorted(where, [batch.offset, batch.offset + numel])
+            slices.append((where[a:b] - batch.offset).astype(np.uint32))
         counts = np.array([s.size for s in slices], np.int64)
         positions = np.concatenate(slices)
         flat, ones = np.ones((counts.size, 1), np.int64), np.ones(counts.size, np.int64)
@@ -144,28 +143,20 @@ class _Search:
         owner = np.repeat(np.arange(counts.size), counts)[real]
         return positions[real], before[real], after[real], np.bincount(owner, minlength=counts.size)
 
-    def _changes(
-        self, dtype: DType, batch: list[Piece], size: Any, counts: Any, positions: Any, before: Any, after: Any
-    ) -> Changes:
+    def _changes(self, batch: Batch, counts: Any, positions: Any, before: Any, after: Any) -> Changes:
         live = np.flatnonzero(counts)
-        entries = [batch[i] for i in live]
-
-        def bits(entry: int) -> UIntArray:
-            piece = entries[entry]
-            address, owner = self.now.read(piece)
-            return Memory(dtype, (piece.numel,), address, None, False, owner).view()
-
+        tensor, region = batch.tensor[live], [batch.region[i] for i in live.tolist()]
         return Changes(
-            dtype,
-            np.array([p.tensor for p in entries], np.int64),
-            [p.region for p in entries],
-            size[live],
+            batch.dtype,
+            tensor,
+            region,
+            batch.numel[live],
             counts[live],
             positions,
             after,
-            plan.steps_between(dtype, before, after),
-            int(size.sum()),
-            bits,
+            plan.steps_between(batch.dtype, before, after),
+            batch.elements,
+            lambda entry: self.now.bits(int(tensor[entry]), region[entry]),
         )
 
     def _moved(self, changes: Changes, before: UIntArray) -> Digest:
@@ -190,7 +181,9 @@ def _known(
     table: TensorTable, covers: Sequence[Place], positions: Mapping[str, Any]
 ) -> dict[int, npt.NDArray[np.int64]]:
     """Positions handed over, sorted and checked, by tensor."""
-    out = {}
+    out: dict[int, npt.NDArray[np.int64]] = {}
+    if not positions:
+        return out
     numel = {t: table.specs[t].numel if r is None else r.numel for t, r in covers}
     for name, given in positions.items():
         tensor = table.index.get(name)
@@ -211,7 +204,7 @@ def _require_parts(
         raise TensorMismatch("regions are boxes of whole tensors: hand over the tensor table of the whole, too")
     if strangers := sorted(regions.keys() - before.keys()):
         raise TensorMismatch(f"regions are given for {strangers[:10]}, which are not among the weights")
-    table_of(before).require(table_of(after), "old", "new")
+    require_like(table_of(before), after)
     for name, memory in before.items():
         spec = table.get(name)
         if spec is None:

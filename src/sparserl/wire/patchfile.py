@@ -117,8 +117,10 @@ class PatchWriter:
 class PatchReader:
     """Reads header and footer at once, and buckets when asked. Everything is checked before it is believed."""
 
-    def __init__(self, source: Bytes) -> None:
+    def __init__(self, source: Bytes, known: TensorTable | None = None) -> None:
+        """`known` is the table the patch was written with a moment ago, which then is not parsed again."""
         self._source = source
+        self._known = known
         self.size = source.size
         self.table, self.hash, seal, at = self._header()
         self.footer, end = self._footer(seal)
@@ -165,7 +167,8 @@ class PatchReader:
         whole = self._source.read(0, end)
         body = sealed(whole, "patch header")
         raw = decompress_table(body[cursor.at :], raw_size)
-        return decode_table(raw), table_hash(raw), bytes(whole[-CHECKSUM_BYTES:]), end
+        table = decode_table(raw) if self._known is None else self._known
+        return table, table_hash(raw), bytes(whole[-CHECKSUM_BYTES:]), end
 
     def _footer(self, seal: bytes) -> tuple[Footer, int]:
         if self.size < _TRAILER.size:

@@ -4,73 +4,80 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from ..bits import BY_CODE, DType
 from ..codec.coders import Zstd
 from ..errors import InvalidField, LimitExceeded, UnsupportedFormat
 from ..table import TensorSpec, TensorTable
 from . import limits
-from .cursor import Cursor, checksum, varint
+from .cursor import Cursor, checksum, varint, varints
 
 
 def encode_table(table: TensorTable) -> bytes:
-    """Names in order, each as what it shares with the one before and what it adds; then dtype and shape."""
-    out = bytearray(varint(len(table)))
-    last = b""
-    for spec in table.specs:
-        name = spec.name.encode()
-        shared = _shared(last, name)
-        out += varint(shared) + varint(len(name) - shared) + name[shared:]
-        out += bytes((spec.dtype.code, len(spec.shape)))
-        for size in spec.shape:
-            out += varint(size)
-        last = name
-    if len(table) > limits.TENSORS or len(out) > limits.TABLE_BYTES:
-        raise LimitExceeded(f"a table of {len(table)} tensors in {len(out)} bytes is past the limits of the format")
-    return bytes(out)
+    """Five columns: lengths of the names, the names, dtypes, ranks, and the sizes of all dimensions."""
+    names = [spec.name.encode() for spec in table.specs]
+    sizes = [size for spec in table.specs for size in spec.shape]
+    raw = b"".join(
+        (
+            varint(len(table)),
+            varints(np.array([len(name) for name in names], np.int64)),
+            *names,
+            table.codes.tobytes(),
+            bytes([min(len(spec.shape), 255) for spec in table.specs]),
+            varints(np.array(sizes, np.int64)),
+        )
+    )
+    if (
+        len(raw) > limits.TABLE_BYTES
+        or len(table) > limits.TENSORS
+        or max(map(len, names), default=0) > limits.NAME_BYTES
+    ):
+        raise LimitExceeded(f"a table of {len(table)} tensors in {len(raw)} bytes is past the limits of the format")
+    _require_limits(table)
+    return raw
 
 
 def decode_table(raw: bytes | memoryview) -> TensorTable:
     """The table of `encode_table`, refusing anything that `encode_table` would not have written."""
     cursor = Cursor(raw, "tensor table")
-    specs = []
-    last = b""
-    for i in range(cursor.varint("tensor count", min(limits.TENSORS, len(raw)))):
-        shared = cursor.varint(f"tensor {i}: shared prefix", len(last))
-        added = cursor.varint(f"tensor {i}: name length", limits.NAME_BYTES - shared)
-        name = last[:shared] + bytes(cursor.take(added, f"tensor {i}: name"))
-        if shared != _shared(last, name) or (i and name <= last):
-            raise InvalidField(f"tensor table: tensor {i} is out of order or not canonical")
-        specs.append(TensorSpec(_text(name, i), *_format(cursor, i)))
-        last = name
+    count = cursor.varint("tensor count", min(limits.TENSORS, len(raw)))
+    lengths = cursor.varints(count, "name lengths", limits.NAME_BYTES)
+    names = [_text(bytes(cursor.take(n, "a name"))) for n in lengths.tolist()]
+    if any(a >= b for a, b in zip(names, names[1:], strict=False)):
+        raise InvalidField("tensor table: names do not rise strictly")
+    dtypes = [_dtype(code) for code in bytes(cursor.take(count, "dtypes"))]
+    ranks = bytes(cursor.take(count, "ranks"))
+    if max(ranks, default=0) > limits.RANK:
+        raise LimitExceeded(f"tensor table: {max(ranks)} dimensions, the limit is {limits.RANK}")
+    sizes = cursor.varints(sum(ranks), "sizes", limits.TENSOR_ELEMENTS).tolist()
     cursor.finish()
-    return TensorTable(specs)
+    specs, at = [], 0
+    for name, dtype, rank in zip(names, dtypes, ranks, strict=True):
+        specs.append(TensorSpec(name, dtype, tuple(sizes[at : at + rank])))
+        at += rank
+    table = TensorTable(specs)
+    _require_limits(table)
+    return table
 
 
-def _format(cursor: Cursor, i: int) -> tuple[DType, tuple[int, ...]]:
-    code = cursor.byte(f"tensor {i}: dtype")
+def _require_limits(table: TensorTable) -> None:
+    for spec in table.specs:
+        if len(spec.shape) > limits.RANK or math.prod(spec.shape) > limits.TENSOR_ELEMENTS:
+            raise LimitExceeded(f"tensor table: {spec} is past the limits of the format")
+
+
+def _dtype(code: int) -> DType:
     if (dtype := BY_CODE.get(code)) is None:
-        raise UnsupportedFormat(f"tensor table: tensor {i} has unknown dtype {code}")
-    rank = cursor.byte(f"tensor {i}: rank")
-    if rank > limits.RANK:
-        raise LimitExceeded(f"tensor table: tensor {i} has {rank} dimensions, the limit is {limits.RANK}")
-    shape = tuple(cursor.varint(f"tensor {i}: size", limits.TENSOR_ELEMENTS) for _ in range(rank))
-    if math.prod(shape) > limits.TENSOR_ELEMENTS:
-        raise LimitExceeded(f"tensor table: tensor {i} has {math.prod(shape)} elements")
-    return dtype, shape
+        raise UnsupportedFormat(f"tensor table: unknown dtype {code}")
+    return dtype
 
 
-def _text(name: bytes, i: int) -> str:
+def _text(name: bytes) -> str:
     try:
         return name.decode()
     except UnicodeDecodeError as error:
-        raise InvalidField(f"tensor table: the name of tensor {i} is not UTF-8") from error
-
-
-def _shared(a: bytes, b: bytes) -> int:
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
+        raise InvalidField(f"tensor table: the name {name!r} is not UTF-8") from error
 
 
 def table_hash(raw: bytes) -> bytes:

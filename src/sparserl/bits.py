@@ -42,7 +42,12 @@ class DType:
         return self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BY_NAME.__getitem__, (self.name,)
+        return _named, (self.name,)
+
+
+def _named(name: str) -> DType:
+    """What a pickled dtype becomes: the one object of its name."""
+    return BY_NAME[name]
 
 
 DTYPES: tuple[DType, ...] = (

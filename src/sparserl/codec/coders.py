@@ -68,7 +68,7 @@ class Zstd:
         return _contexts.compress(raw)
 
     def decode(self, coded: Buffer, size: int) -> Buffer:
-        if not len(coded) or coded[0] & 0b1110_0111:  # a content size, a checksum or a dictionary is announced
+        if not len(coded) or coded[0]:  # a content size, a checksum or a dictionary is announced
             raise InvalidField("a zstd chunk carries fields that the format leaves out")
         try:
             raw = _contexts.decompress(coded, max_output_size=size, allow_extra_data=False)

@@ -134,9 +134,14 @@ def gather(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any,
     width = np.int64(tag.itemsize)
     k, n = 0, positions.size
     for e in range(counts.size):
-        for _ in range(counts[e]):
-            if dims[e] == 1 and k + _FAR < n:
-                prefetch(first[e] + np.int64(positions[k + _FAR]) * stride[e, 0] * width)
+        end = k + counts[e]
+        if dims[e] == 1:
+            base, step = first[e], stride[e, 0] * width
+            while k < end:
+                prefetch(base + np.int64(positions[min(k + _FAR, n - 1)]) * step)
+                out[k] = load(tag, base + np.int64(positions[k]) * step)
+                k += 1
+        while k < end:
             out[k] = load(tag, first[e] + _offset(np.int64(positions[k]), e, dims, size, stride) * width)
             k += 1
 
@@ -147,9 +152,14 @@ def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any
     width = np.int64(tag.itemsize)
     k, n = 0, positions.size
     for e in range(counts.size):
-        for _ in range(counts[e]):
-            if dims[e] == 1 and k + _FAR < n:
-                prefetch(first[e] + np.int64(positions[k + _FAR]) * stride[e, 0] * width)
+        end = k + counts[e]
+        if dims[e] == 1:
+            base, step = first[e], stride[e, 0] * width
+            while k < end:
+                prefetch(base + np.int64(positions[min(k + _FAR, n - 1)]) * step)
+                store(tag, base + np.int64(positions[k]) * step, bits[k])
+                k += 1
+        while k < end:
             store(tag, first[e] + _offset(np.int64(positions[k]), e, dims, size, stride) * width, bits[k])
             k += 1
 
@@ -162,15 +172,26 @@ def digest_delta(
     first, second = np.uint64(0), np.uint64(0)
     k = 0
     for e in range(counts.size):
-        seed, key = keys[e, 0], keys[e, 1]
-        for _ in range(counts[e]):
-            at = start[e] + _offset(np.int64(positions[k]), e, dims, size, stride)
-            weyl = seed + np.uint64(at) * _GOLDEN
-            was = _mix(weyl, key, np.uint64(old[k]))
-            now = _mix(weyl, key, np.uint64(new[k]))
-            first += now - was
-            second += _turn(now) - _turn(was)
-            k += 1
+        key = keys[e, 1]
+        end = k + counts[e]
+        if dims[e] == 1:  # no branch and no call inside: this loop becomes vector code
+            origin = keys[e, 0] + np.uint64(start[e]) * _GOLDEN
+            step = np.uint64(stride[e, 0]) * _GOLDEN
+            for i in range(k, end):
+                weyl = origin + np.uint64(positions[i]) * step
+                was = _mix(weyl, key, np.uint64(old[i]))
+                now = _mix(weyl, key, np.uint64(new[i]))
+                first += now - was
+                second += _turn(now) - _turn(was)
+        else:
+            for i in range(k, end):
+                at = start[e] + _offset(np.int64(positions[i]), e, dims, size, stride)
+                weyl = keys[e, 0] + np.uint64(at) * _GOLDEN
+                was = _mix(weyl, key, np.uint64(old[i]))
+                now = _mix(weyl, key, np.uint64(new[i]))
+                first += now - was
+                second += _turn(now) - _turn(was)
+        k = end
     return first, second
 
 

@@ -36,6 +36,9 @@ class Cursor:
         return self.take(1, field)[0]
 
     def varint(self, field: str, most: int) -> int:
+        if self.at < len(self.data) and (value := self.data[self.at]) < 128 and value <= most:
+            self.at += 1
+            return value
         value = shift = 0
         while True:
             byte = self.byte(field)

@@ -6,21 +6,26 @@ FORMAT_VERSION = 1
 
 NAME_BYTES = 1 << 12
 RANK = 32
-TENSORS = 1 << 22
+TENSORS = 1 << 20
 TENSOR_ELEMENTS = 1 << 48
-TABLE_BYTES = 1 << 26
+TABLE_BYTES = 1 << 25
+TABLE_NAME_BYTES = 1 << 26  # of all names written out: shared prefixes make them longer than the table
+TABLE_ELEMENTS = 1 << 56  # so that sums over the table fit 64 bits
 
 REGION_ELEMENTS = 1 << 31  # a position inside a region fits 32 bits; larger tensors take several regions
 REGIONS_PER_TENSOR = 1 << 16
+REGIONS_COVERED = 1 << 20
 BUCKET_BYTES = 1 << 28
 BUCKET_CHANGES = 1 << 24
-BUCKET_DENSE_BYTES = 1 << 26
-ENTRY_BYTES = 1 << 24
+BUCKET_DENSE_BYTES = 1 << 24
+ENTRIES = 1 << 20
+ENTRY_BYTES = 1 << 23
 TILES = 1 << 20
 STREAMS = 64
-CHUNKS = 1 << 16
+CHUNKS = 1 << 16  # of all streams of a bucket
 
 MIN_TILE_LOG, MAX_TILE_LOG = 10, 31
 MIN_CHUNK_LOG, MAX_CHUNK_LOG = 8, 24
-FOOTER_BYTES = 1 << 28
-BUCKETS = 1 << 22
+FOOTER_BYTES = 1 << 26
+BUCKETS = 1 << 20
+PATCH_ENTRIES = 1 << 21  # of all buckets

@@ -1,0 +1,157 @@
+"""`python -m benchmarks`: every claim of size or speed, with the peers, in one run. Writes docs/results.json and .md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+import sparserl
+from benchmarks import kernels, profiles, traces
+from benchmarks.kernels import Finding
+from benchmarks.profiles import Size, Speed
+
+_TARGETS = {"gap": (23.0, 20.0), "ulp": (13.0, 10.5)}  # bits per changed element at about 0.2% and 1.2% density
+_HOME = Path(__file__).parent.parent / "docs"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=512, help="dense weights for the speed tables")
+    parser.add_argument("--density", type=float, default=0.006, help="share of elements changed in them")
+    parser.add_argument("--out", type=Path, default=_HOME, help="folder for results.json and results.md")
+    options = parser.parse_args()
+    console = Console(stderr=True)
+    folder = traces.find_traces()
+    with console.status("making weights") as status:
+        old, new = traces.synthetic(options.megabytes << 20, options.density, seed=0)
+        status.update("finding changes")
+        finding = kernels.measure(old, new)
+        speeds = profiles.speeds(old, new, finding.ceilings, _tick(status, "speed"))
+        sizes = profiles.sizes(folder, _tick(status, "size"))
+    data = {
+        "version": sparserl.__version__,
+        "machine": {"cpu": _cpu(), "python": platform.python_version(), "system": platform.platform()},
+        "traces": "full" if folder.name == "traces" else "small",
+        "finding": {**asdict(finding), "share_one": finding.share_one, "share_two": finding.share_two},
+        "sizes": [{**asdict(s), "bits_per_changed": s.bits, "ratio": s.ratio} for s in sizes],
+        "speeds": [asdict(s) for s in speeds],
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.json").write_text(json.dumps(data, indent=1) + "\n")
+    text = render(data, finding, sizes, speeds)
+    (options.out / "results.md").write_text(text)
+    print(text)
+
+
+def _tick(status: Status, stage: str) -> Any:
+    return lambda note: status.update(f"{stage}: {note}")
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def render(data: dict[str, Any], finding: Finding, sizes: list[Size], speeds: list[Speed]) -> str:
+    """The report, in Markdown."""
+    machine = data["machine"]
+    lines = [
+        "# Results",
+        "",
+        f"Written by `make bench` (sparserl {data['version']}, {machine['cpu']}, Python {machine['python']}). Timings are",
+        "the best of several turns; shares are of ceilings measured in the same run. Speeds count the dense bytes of one",
+        "copy of the weights.",
+        "",
+        *_size_table(data, sizes),
+        *_speed_table(finding, speeds),
+        *_finding_table(finding),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _size_table(data: dict[str, Any], sizes: list[Size]) -> list[str]:
+    runs = sorted({s.trace for s in sizes})
+    by = {(s.format, s.trace): s for s in sizes}
+    source = (
+        "the full traces" if data["traces"] == "full" else "the small trace in `tests/data` (denser than the full ones)"
+    )
+    out = [
+        "## Size",
+        "",
+        f"Real reinforcement learning of a 135M model in bf16, {source}, all syncs, patch after patch, each decoded and",
+        "compared bit for bit. All bytes count but the tensor table, which a run sends once.",
+        "",
+        "| format | " + " | ".join(f"{r}: bits per changed | ratio to dense" for r in runs) + " | target |",
+        "| --- " * (2 * len(runs) + 2) + "|",
+    ]
+    for name in dict.fromkeys(s.format for s in sizes):
+        cells = " | ".join(f"{by[name, r].bits:.2f} | {by[name, r].ratio:.0f}×" for r in runs)
+        target = " / ".join(f"≤ {t:g}" for t in _TARGETS[name]) if name in _TARGETS else ""
+        out.append(f"| {_label(name)} | {cells} | {target} |")
+    densities = ", ".join(
+        f"{r} {by[sizes[0].format, r].changed * 2 / by[sizes[0].format, r].dense_bytes:.2%}" for r in runs
+    )
+    return [*out, "", f"Densities: {densities}.", ""]
+
+
+def _label(name: str) -> str:
+    return f"**`{name}`**" if name in ("auto", *sparserl.codec.PROFILES) else name
+
+
+def _speed_table(finding: Finding, speeds: list[Speed]) -> list[str]:
+    out = [
+        "## Speed",
+        "",
+        f"{finding.bytes >> 20} MB of bf16, {finding.density:.2%} changed, magnitudes and steps drawn as in the traces. Ours",
+        "includes digests and checksums, with the base's digest held as a running session holds it; the peers' formats have",
+        "neither. Encode is held against reading both versions once, decode + apply against a bare scatter of the changes.",
+        "",
+        "| format | threads | encode GB/s | of two-stream ceiling | decode + apply GB/s | of scatter ceiling |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for s in speeds:
+        out.append(
+            f"| {_label(s.format)} | {s.threads} | {s.encode / 1e9:.2f} | {s.encode_share:.0%} | "
+            f"{s.decode / 1e9:.2f} | {s.decode_share:.0%} |"
+        )
+    return [*out, ""]
+
+
+def _finding_table(f: Finding) -> list[str]:
+    c = f.ceilings
+    rows = [
+        ("read one stream, ceiling", f"{c.one_stream_1 / 1e9:.1f}", f"{c.one_stream_2 / 1e9:.1f}", ""),
+        ("read two streams, ceiling", f"{c.two_stream_1 / 1e9:.1f}", f"{c.two_stream_2 / 1e9:.1f}", ""),
+        ("find and compact changes", f"{f.one_thread / 1e9:.1f}", f"{f.two_threads / 1e9:.1f}", ""),
+        ("share of the two-stream ceiling", f"{f.share_one:.0%}", f"{f.share_two:.0%}", "≥ 75% / ≥ 85%"),
+        ("`torch.ne` + `nonzero` + gather", f"{f.torch_way / 1e9:.2f}", "", ""),
+        ("ours over PyTorch's", f"{f.one_thread / f.torch_way:.0f}×", "", "≥ 10×"),
+        ("10,000 small tensors over one, kernel", f"{f.small_kernel_ratio:.2f}×", "", "≤ 3×"),
+        ("10,000 small tensors over one, all of `diff`", f"{f.small_diff_ratio:.2f}×", "", "≤ 3×"),
+        ("digest from plain weights", f"{f.digest_one_thread / 1e9:.1f}", f"{f.digest_two_threads / 1e9:.1f}", ""),
+        ("scatter, ceiling, ns per change", f"{1e9 / c.scatter_1:.1f}", f"{1e9 / c.scatter_2:.1f}", ""),
+    ]
+    return [
+        "## Finding changes",
+        "",
+        f"Dense GB/s on {f.bytes >> 20} MB of bf16 at {f.density:.2%}, ceilings and kernels taking turns. PyTorch runs with",
+        "all its threads.",
+        "",
+        "| what | 1 thread | 2 threads | target |",
+        "| --- | --- | --- | --- |",
+        *(f"| {a} | {b} | {c_} | {d} |" for a, b, c_, d in rows),
+        "",
+    ]
+
+
+if __name__ == "__main__":
+    main()

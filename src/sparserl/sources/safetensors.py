@@ -1,0 +1,146 @@
+"""The header of a safetensors file, read in bounds: nothing it says is believed before it is known to fit the file.
+
+    u64 length ──► JSON {name: {dtype, shape, data_offsets}, "__metadata__": {…}} ──► bits of the tensors
+
+Bits need not be aligned, and need not fill the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from ..bits import BY_NAME, BY_SAFETENSORS, DType
+from ..errors import CheckpointError
+from ..region import Shape
+from ..wire import limits
+from ..wire.patchfile import MAGIC
+
+HEADER_BYTES = 100_000_000
+_LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
+_DIGITS = 20  # of the largest number that can mean anything here; longer ones cost quadratic time to read
+_PAIR = BY_NAME["float4_e2m1fn_x2"]  # "F4": the file counts halves of a byte, the format of an element is the byte
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor of a file: its bits are the bytes `start` to `stop`, counted from the beginning of the file."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+    start: int
+    stop: int
+
+
+def read_header(file: BinaryIO, where: str) -> list[Slot]:
+    """The tensors of an open safetensors file; `CheckpointError` names `where` and what is wrong with it."""
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(_LENGTH.size)
+    if head == MAGIC:
+        raise CheckpointError(f"{where} is a sparserl patch, not weights")
+    if len(head) < _LENGTH.size:
+        raise CheckpointError(f"{where} is not a safetensors file: {size} bytes are too few")
+    (length,) = _LENGTH.unpack(head)
+    if length > min(HEADER_BYTES, size - _LENGTH.size):
+        raise CheckpointError(
+            f"{where} is cut short or not a safetensors file: it announces a header of {length} bytes, "
+            f"has {size}, and the limit is {HEADER_BYTES}"
+        )
+    header = parse_json(file.read(length), f"{where}: the header")
+    _check_metadata(header.pop(_METADATA, {}), where)
+    origin = _LENGTH.size + length
+    slots = [_slot(name, said, origin, size, f"{where}: tensor {name!r}") for name, said in header.items()]
+    _refuse_overlap(slots, where)
+    return slots
+
+
+def parse_json(raw: bytes, what: str) -> dict[str, Any]:
+    """A JSON object in which no name stands twice."""
+    try:
+        found = json.loads(raw.decode(), object_pairs_hook=_once, parse_int=_number, parse_constant=_number)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not valid JSON: {str(error) or type(error).__name__}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} is a JSON {type(found).__name__}, not an object")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in out:
+            raise ValueError(f"{name!r} stands twice")
+        out[name] = value
+    return out
+
+
+def _number(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _check_metadata(metadata: Any, where: str) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{where}: {_METADATA} is not a map from text to text")
+
+
+def _slot(name: str, said: Any, origin: int, size: int, what: str) -> Slot:
+    if not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= said.keys():
+        raise CheckpointError(f"{what}: needs dtype, shape and data_offsets")
+    try:
+        long = len(name.encode()) > limits.NAME_BYTES
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{what}: the name is not valid Unicode") from error
+    if long:
+        raise CheckpointError(f"{what}: the name is longer than {limits.NAME_BYTES} bytes")
+    dtype, shape = _format(said["dtype"], _numbers(said["shape"], f"{what}: shape"), what)
+    offsets = _numbers(said["data_offsets"], f"{what}: data_offsets")
+    if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - origin:
+        raise CheckpointError(
+            f"{what}: data_offsets {list(offsets)} do not lie in the {size - origin} bytes behind the header; "
+            "the file is cut short or damaged"
+        )
+    start, stop = offsets
+    needed = math.prod(shape) * dtype.width
+    if stop - start != needed:
+        raise CheckpointError(
+            f"{what}: {stop - start} bytes of data, but {dtype.name}{list(shape)} takes {needed} bytes"
+        )
+    return Slot(name, dtype, shape, origin + start, origin + stop)
+
+
+def _numbers(said: Any, what: str) -> Shape:
+    if not isinstance(said, list) or not all(type(n) is int and n >= 0 for n in said):
+        raise CheckpointError(f"{what} is not a list of whole numbers")
+    return tuple(said)
+
+
+def _format(said: Any, shape: Shape, what: str) -> tuple[DType, Shape]:
+    if len(shape) > limits.RANK:
+        raise CheckpointError(f"{what}: {len(shape)} dimensions, the limit is {limits.RANK}")
+    if max((math.prod(shape), *shape)) > limits.TENSOR_ELEMENTS:
+        raise CheckpointError(f"{what}: shape {list(shape)} is past the limit of {limits.TENSOR_ELEMENTS} elements")
+    if said == "F4":
+        if not shape or shape[-1] % 2:
+            raise CheckpointError(f"{what}: F4 of shape {list(shape)} does not fill whole bytes")
+        return _PAIR, (*shape[:-1], shape[-1] // 2)
+    dtype = BY_SAFETENSORS.get(said) if isinstance(said, str) else None
+    if dtype is None:
+        raise CheckpointError(f"{what}: dtype {said!r} is not supported; known are {', '.join(BY_SAFETENSORS)}, F4")
+    return dtype, shape
+
+
+def _refuse_overlap(slots: Sequence[Slot], where: str) -> None:
+    """Two names for the same bytes would be patched twice."""
+    filled = sorted((s for s in slots if s.stop > s.start), key=lambda s: s.start)
+    for a, b in zip(filled, filled[1:], strict=False):
+        if b.start < a.stop:
+            raise CheckpointError(f"{where}: tensors {a.name!r} and {b.name!r} overlap in the file")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: every claim of size or speed, with the peers, in one run. Writes docs/results.json and .md."""
+"""`python -m benchmarks`: every claim of size or speed, with the peers, in one run; writes docs/results.{json,md}."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def render(data: dict[str, Any], finding: Finding, sizes: list[Size], speeds: li
     lines = [
         "# Results",
         "",
-        f"Written by `make bench` (sparserl {data['version']}, {machine['cpu']}, Python {machine['python']}). Timings are",
-        "the best of several turns; shares are of ceilings measured in the same run. Speeds count the dense bytes of one",
-        "copy of the weights.",
+        f"Written by `make bench` (sparserl {data['version']}, {machine['cpu']}, Python {machine['python']}).",
+        "Timings are the best of several turns; shares are of ceilings measured in the same run. Speeds count the",
+        "dense bytes of one copy of the weights.",
         "",
         *_size_table(data, sizes),
         *_speed_table(finding, speeds),
@@ -87,8 +87,8 @@ def _size_table(data: dict[str, Any], sizes: list[Size]) -> list[str]:
     out = [
         "## Size",
         "",
-        f"Real reinforcement learning of a 135M model in bf16, {source}, all syncs, patch after patch, each decoded and",
-        "compared bit for bit. All bytes count but the tensor table, which a run sends once.",
+        f"Real reinforcement learning of a 135M model in bf16, {source}, all syncs, patch after patch,",
+        "each decoded and compared bit for bit. All bytes count but the tensor table, which a run sends once.",
         "",
         "| format | " + " | ".join(f"{r}: bits per changed | ratio to dense" for r in runs) + " | target |",
         "| --- " * (2 * len(runs) + 2) + "|",
@@ -111,19 +111,20 @@ def _speed_table(finding: Finding, speeds: list[Speed]) -> list[str]:
     out = [
         "## Speed",
         "",
-        f"{finding.bytes >> 20} MB of bf16, {finding.density:.2%} changed, magnitudes and steps drawn as in the traces. Ours",
-        "includes digests and checksums, with the base's digest held as a running session holds it; the peers' formats have",
-        "neither. Encode is held against reading both versions once, decode + apply against a bare scatter of the changes.",
+        f"{finding.bytes >> 20} MB of bf16, {finding.density:.2%} changed, magnitudes and steps drawn as in the traces.",
+        "Ours includes digests and checksums, with the base's digest held as a running session holds it; the peers'",
+        "formats have neither. Encode is held against reading both versions once, decode + apply against a bare",
+        "scatter of the changes.",
         "",
         "| format | threads | encode GB/s | of two-stream ceiling | decode + apply GB/s | of scatter ceiling |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for s in speeds:
-        out.append(
-            f"| {_label(s.format)} | {s.threads} | {s.encode / 1e9:.2f} | {s.encode_share:.0%} | "
-            f"{s.decode / 1e9:.2f} | {s.decode_share:.0%} |"
-        )
-    return [*out, ""]
+    rows = (
+        f"| {_label(s.format)} | {s.threads} | {s.encode / 1e9:.2f} | {s.encode_share:.0%} | "
+        f"{s.decode / 1e9:.2f} | {s.decode_share:.0%} |"
+        for s in speeds
+    )
+    return [*out, *rows, ""]
 
 
 def _finding_table(f: Finding) -> list[str]:
@@ -143,8 +144,8 @@ def _finding_table(f: Finding) -> list[str]:
     return [
         "## Finding changes",
         "",
-        f"Dense GB/s on {f.bytes >> 20} MB of bf16 at {f.density:.2%}, ceilings and kernels taking turns. PyTorch runs with",
-        "all its threads.",
+        f"Dense GB/s on {f.bytes >> 20} MB of bf16 at {f.density:.2%}, ceilings and kernels taking turns.",
+        "PyTorch runs with all its threads.",
         "",
         "| what | 1 thread | 2 threads | target |",
         "| --- | --- | --- | --- |",

@@ -13,7 +13,6 @@ import torch
 import sparserl
 from benchmarks import ceiling
 from benchmarks.traces import Bits
-from sparserl.kernels import cpu
 from sparserl.parallel import ordered
 from sparserl.patch.diff import _scan  # what `sparserl.diff` runs on every batch
 from sparserl.pieces import PIECE_BYTES
@@ -57,7 +56,7 @@ def best(work: Callable[[], Any], repeats: int) -> float:
 
 
 def measure(old: Bits, new: Bits, rounds: int = 3) -> Finding:
-    """Ceilings and kernels take turns, so that a slow moment of the machine hits all of them; the best of each counts."""
+    """Ceilings and kernels take turns, so that a slow moment hits all of them; the best of each counts."""
     took: dict[str, list[float]] = {}
     ceilings: list[ceiling.Ceilings] = []
     held = {"w": sparserl.Bits(old, sparserl.bits.BY_NAME["bfloat16"])}
@@ -123,15 +122,3 @@ def many_small(old: Bits, new: Bits) -> tuple[float, float]:
     together = best(lambda: sparserl.diff(*joined, threads=1), 5)
     alone = best(lambda: sparserl.diff(*apart, threads=1), 5)
     return parts / whole, alone / together
-
-
-def compiled() -> None:
-    """Compile what is measured, so that no figure counts a compiler."""
-    for width in (1, 2, 4, 8):
-        zeros = np.zeros(1, f"<u{width}")
-        cpu.diff(
-            zeros,
-            *(np.array([zeros.ctypes.data]),) * 2,
-            np.array([1]),
-            *(np.zeros(1, t) for t in ("u4", zeros.dtype, zeros.dtype, "i8")),
-        )

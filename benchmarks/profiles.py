@@ -68,7 +68,7 @@ def _require_equal(format: str, got: Weights, want: Weights) -> None:
 
 
 def sizes(folder: Path, tick: Callable[[str], None]) -> list[Size]:
-    """All syncs of all traces, patch after patch, decoded and checked. The tensor table, sent once a run, is left out."""
+    """All syncs of all traces, decoded and checked. The tensor table, which a run sends once, is left out."""
     out = []
     for run in traces.runs(folder):
         changed = dense = 0

@@ -9,6 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import TypeVar
 
+from .errors import SparserlError
+
 T = TypeVar("T")
 R = TypeVar("R")
 Progress = Callable[[int], None]  # called with the dense bytes just finished
@@ -17,6 +19,8 @@ Progress = Callable[[int], None]  # called with the dense bytes just finished
 def default_threads() -> int:
     """As many as the cores this process may use, or what SPARSERL_THREADS says."""
     if said := os.environ.get("SPARSERL_THREADS"):
+        if not said.isdecimal():
+            raise SparserlError(f"SPARSERL_THREADS is {said!r}, not a number of threads")
         return max(1, int(said))
     try:
         return len(os.sched_getaffinity(0))

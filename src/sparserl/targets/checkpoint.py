@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..digest import Digest
-from ..errors import ChainError, CheckpointError, WrongBase
+from ..errors import ChainError, CheckpointError, WeightsError, WrongBase
 from ..memory import memories, tensor_table
 from ..parallel import Progress
 from ..patch import Patch
@@ -71,16 +71,14 @@ def apply_to_checkpoint(
 
     Each stage of the work calls `progress` with its name and its bytes; what that returns is called as they are done.
     """
-    base, out = Path(base), Path(os.path.abspath(out))  # noqa: PTH100  # resolve() would follow the link
+    base, out = Path(base), _absolute(Path(out))
     stages = progress or (lambda _name, _total: lambda _done: None)
     _require_chain(patches)
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out.parent} is not a folder: make it first")
     with swapping(out) as swap:
+        files = _files(base)
+        before = _fingerprint(files)
         checkpoint = open_checkpoint(base)
         _refuse_unrelated(checkpoint, out, patches[0].table)
-        files = _files(checkpoint)
-        before = _fingerprint(files)
         rest = _rest(checkpoint, patches, stages, threads)
         own = {_relative(checkpoint, f) for f in checkpoint.files}
         landed = Landed(
@@ -91,7 +89,7 @@ def apply_to_checkpoint(
             not rest,
             tuple(sorted(name for name in files if name.endswith(".safetensors") and name not in own)),
         )
-        if not rest and os.path.lexists(out) and out.samefile(base):
+        if not rest and out.exists() and out.samefile(base):
             return landed
         _copy(checkpoint, files, swap.draft, stages)
         if _fingerprint(files) != before:
@@ -99,6 +97,14 @@ def apply_to_checkpoint(
         _patch(swap.draft, rest, threads)
         _finish(checkpoint, files, swap, stages)
     return landed
+
+
+def _absolute(out: Path) -> Path:
+    """The output with its folder resolved, but not itself: where it is a link, the link is replaced."""
+    out = out.parent.resolve() / out.name if out.name not in ("", "..") else out.resolve()
+    if not out.name or not out.parent.is_dir():
+        raise CheckpointError(f"{out} cannot be written: {out.parent} is not a folder, make it first")
+    return out
 
 
 def _require_chain(patches: Sequence[Patch]) -> None:
@@ -111,8 +117,7 @@ def _require_chain(patches: Sequence[Patch]) -> None:
             raise ChainError(f"patch {i} leads to {a.result}, but patch {i + 1} starts from {b.base}")
         if set(a.covers) != set(b.covers):
             raise ChainError(f"patches {i} and {i + 1} cover different regions; merge the shards first")
-    for patch in patches:
-        assert patch.heads is not None  # reading them checks every checksum
+    tuple(patch.heads for patch in patches)  # reading them checks every checksum
 
 
 def _refuse_unrelated(base: Checkpoint, out: Path, table: TensorTable) -> None:
@@ -130,17 +135,17 @@ def _refuse_unrelated(base: Checkpoint, out: Path, table: TensorTable) -> None:
         return
     try:
         table.require(tensor_table(open_checkpoint(out)), "the patch", str(out))
-    except CheckpointError as error:
-        raise CheckpointError(f"{out} exists and is not a checkpoint; choose another output ({error})") from error
+    except WeightsError as error:
+        raise CheckpointError(f"{out} exists and is no version of the base; choose another output ({error})") from error
     if is_folder and (strangers := sorted(_walk(out).keys() - _walk(base.path).keys())):
         raise CheckpointError(f"{out} exists and would lose {strangers[0]!r}, which {base.path} does not have")
 
 
-def _files(checkpoint: Checkpoint) -> dict[str, Path]:
-    """All that travels, by its path below the root: the checkpoint's own files, and all others of a folder."""
-    if not checkpoint.path.is_dir():
-        return {"": checkpoint.path}
-    return _walk(checkpoint.path)
+def _files(base: Path) -> dict[str, Path]:
+    """All that travels, by its path below the root: a file, or all files of a folder."""
+    if base.is_dir():
+        return _walk(base)
+    return {"": base} if base.exists() else {}
 
 
 def _walk(folder: Path, below: str = "", above: tuple[tuple[int, int], ...] = ()) -> dict[str, Path]:
@@ -205,7 +210,8 @@ def _folders(files: dict[str, Path]) -> Iterator[str]:
 def _copy_file(source: Path, to: Path, done: Progress) -> None:
     """Copy bytes inside the kernel: shared blocks or a copy on the server where the filesystem can."""
     copied = 0
-    with source.open("rb") as a, to.open("xb") as b:
+    handle = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with source.open("rb") as a, os.fdopen(handle, "wb") as b:
         size = os.fstat(a.fileno()).st_size
         try:
             while copied < size and (n := os.copy_file_range(a.fileno(), b.fileno(), _COPY_BYTES)):

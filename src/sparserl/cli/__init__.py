@@ -1,0 +1,12 @@
+"""The command line: `sparserl …`, on checkpoints and patch files."""
+
+from __future__ import annotations
+
+from .commands import app
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    app(prog_name="sparserl")

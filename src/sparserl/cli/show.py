@@ -1,0 +1,144 @@
+"""What the command line says: results on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..patch import Patch, Stats
+
+_PIPE_WIDTH = 240  # of tables that no terminal bounds: names must not be folded
+
+
+def result(as_json: bool, values: dict[str, Any], text: str) -> None:
+    """The outcome of a command: for a script, or for a person."""
+    typer.echo(json.dumps(values) if as_json else text)
+
+
+def note(text: str) -> None:
+    """One line on stderr."""
+    typer.echo("sparserl: " + " ".join(text.splitlines()), err=True)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """Makes a bar for each stage of the work, named and measured in bytes; silent where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _name, _total: lambda _done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description:>8}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
+
+        def stage(name: str, total: int) -> Callable[[int], None]:
+            task = bars.add_task(name, total=total)
+            return lambda done: bars.advance(task, done)
+
+        yield stage
+
+
+def written(as_json: bool, path: Path, patch: Patch) -> None:
+    """A patch that was just written."""
+    stats = patch.stats()
+    values = {"path": str(path), **stats.as_dict()}
+    del values["tensors"], values["buckets"]
+    result(as_json, values, f"{path}: {summary(stats)}")
+
+
+def summary(stats: Stats) -> str:
+    """A patch in one line."""
+    cost = f", {stats.bits_per_changed:.2f} bits per change" if stats.changed else ""
+    return (
+        f"{stats.changed:,} of {stats.elements:,} elements changed ({stats.density:.4%}), "
+        f"{size(stats.bytes)}{cost}, {stats.ratio:,.1f}x smaller than the weights, profile {stats.profile}"
+    )
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def patch_tables(path: Path, stats: Stats, with_tensors: bool) -> None:
+    """A patch as tables: the whole, its buckets, and on demand its tensors."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=_PIPE_WIDTH)
+    console.print(_overview(path, stats))
+    console.print(_buckets(stats))
+    if with_tensors:
+        console.print(_tensors(stats))
+
+
+def _overview(path: Path, stats: Stats) -> Table:
+    table = _table("", "")
+    table.show_header = False
+    covers = "all tensors" if stats.complete else "some regions only: one shard of several"
+    share = f"{size(stats.bytes)}, of which {size(stats.table_bytes)} tensor table"
+    for name, value in (
+        ("patch", str(path)),
+        ("base", stats.base_digest),
+        ("result", stats.result_digest),
+        ("covers", covers),
+        ("tensors", f"{len(stats.tensors):,}, of which {stats.untouched_tensors:,} do not change"),
+        ("changed", f"{stats.changed:,} of {stats.elements:,} elements ({stats.density:.4%})"),
+        ("size", share),
+        ("ratio", f"{stats.ratio:,.1f}x smaller than the {size(stats.dense_bytes)} of the weights"),
+        ("cost", f"{stats.bits_per_changed:.3f} bits per change, without the tensor table"),
+        ("profile", stats.profile),
+    ):
+        table.add_row(name, _plain(value))
+    return table
+
+
+def _buckets(stats: Stats) -> Table:
+    table = _table("bucket", "dtype", "profile", ">entries", ">dense", ">changed", ">bytes", ">bits/change", "reason")
+    for i, b in enumerate(stats.buckets):
+        cost = f"{8 * b.bytes / b.changed:.3f}" if b.changed else "-"
+        counts = (f"{b.entries:,}", f"{b.dense_entries:,}", f"{b.changed:,}", f"{b.bytes:,}")
+        table.add_row(str(i), b.dtype, b.profile, *counts, cost, _plain(b.reason))
+    return table
+
+
+def _tensors(stats: Stats) -> Table:
+    table = _table("tensor", "dtype", ">elements", ">changed", ">density", ">bytes", ">bits/change", ">dense entries")
+    for t in stats.tensors:
+        cost = f"{t.bits_per_changed:.3f}" if t.changed else "-"
+        counts = (f"{t.elements:,}", f"{t.changed:,}", f"{t.density:.4%}", f"{t.bytes:,}")
+        table.add_row(_plain(t.name), t.dtype, *counts, cost, f"{t.dense_entries:,}")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """An empty table; columns whose name begins with `>` hold numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def _plain(text: str) -> Any:
+    """Text in which brackets are brackets."""
+    from rich.text import Text
+
+    return Text(text)

@@ -179,8 +179,18 @@ def require_writable(held: Iterable[tuple[str, Memory]]) -> None:
     for name, m in held:
         if not m.writable:
             raise UnsupportedTensor(f"tensor {name!r} is read-only; a patch cannot be applied in place")
-        if m.strides is not None and any(s == 0 and n > 1 for s, n in zip(m.strides, m.shape, strict=True)):
-            raise UnsupportedTensor(f"tensor {name!r} is expanded: several elements share one address")
+        if m.strides is not None and _folds(m.shape, m.strides):
+            raise UnsupportedTensor(f"tensor {name!r} is expanded or overlaps itself: elements share an address")
+
+
+def _folds(shape: Shape, strides: Shape) -> bool:
+    """Whether elements may share an address: each dimension must step over all that the finer ones reach."""
+    reach = 0
+    for stride, size in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def tied_groups(held: Mapping[str, Memory]) -> list[list[str]]:

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from .errors import RegionOverlap
+from .errors import LimitExceeded, RegionOverlap
 
 Shape = tuple[int, ...]
+Order = npt.NDArray[np.intp]
+_PAIRS = 1 << 27  # of regions to compare, a second or two; far above what any sharding or splitting makes
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -98,22 +101,30 @@ def collapse(size: Shape, *strides: Shape) -> tuple[Shape, tuple[Shape, ...]]:
 
 
 def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
-    """Two indices whose regions share an element, or None. Sweeps along the first dimension."""
+    """Two indices whose regions share an element, or None. Sweeps along the dimension that tells most apart."""
     if len(regions) < 2:
         return None
     if not regions[0].size:
         return (0, 1)
     start = np.array([r.start for r in regions], np.int64)
     stop = start + np.array([r.size for r in regions], np.int64)
-    order = np.argsort(start[:, 0], kind="stable")
+    pairs, order, reach = min((_sweep(a, b) for a, b in zip(start.T, stop.T, strict=True)), key=lambda s: s[0])
+    if pairs > _PAIRS:
+        raise LimitExceeded(f"{len(regions)} regions of a tensor are too entangled to tell whether they overlap")
     start, stop = start[order], stop[order]
-    reach = np.searchsorted(start[:, 0], stop[:, 0], side="left")
     for i in np.flatnonzero(reach > np.arange(1, len(regions) + 1)):
         rivals = slice(i + 1, reach[i])
         hit = ((start[rivals] < stop[i]) & (start[i] < stop[rivals])).all(axis=1)
         if hit.any():
             return int(order[i]), int(order[i + 1 + int(hit.argmax())])
     return None
+
+
+def _sweep(start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> tuple[int, Order, Order]:
+    """Along one dimension: how many pairs it leaves to compare, the order, and how far each reaches in it."""
+    order = np.argsort(start, kind="stable")
+    reach = np.searchsorted(start[order], stop[order], side="left")
+    return int((reach - np.arange(1, start.size + 1)).sum()), order, reach
 
 
 def refuse_overlap(name: str, regions: Sequence[Region]) -> None:

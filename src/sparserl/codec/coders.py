@@ -71,7 +71,8 @@ class Zstd:
         if not len(coded) or coded[0]:  # a content size, a checksum or a dictionary is announced
             raise InvalidField("a zstd chunk carries fields that the format leaves out")
         try:
-            raw = _contexts.decompress(coded, max_output_size=size, allow_extra_data=False)
+            # to zstandard a most of zero means "unknown"
+            raw = _contexts.decompress(coded, max_output_size=max(1, size), allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise InvalidField(f"a zstd chunk does not decode to {size} bytes: {error}") from error
         if len(raw) != size:

@@ -20,11 +20,13 @@ def write_positions(layout: Layout, positions: Positions) -> Chunks:
 
 def read_positions(layout: Layout, reader: Reader) -> Positions:
     """Positions, checked to rise strictly and to stay inside each region."""
-    sizes = layout.chunk_sizes(layout.changes)
-    parts = [np.frombuffer(reader.take(Stream.POSITIONS, 4 * n), "<u4") for n in sizes]
-    positions = np.concatenate(parts) if parts else empty(0, np.uint32)
+    positions = empty(layout.changes, np.uint32)
+    at = 0
+    for size in layout.chunk_sizes(layout.changes):
+        positions[at : at + size] = np.frombuffer(reader.take(Stream.POSITIONS, 4 * size), "<u4")
+        at += size
     if (bad := cpu.ascending(layout.count, layout.numel, positions)) >= 0:
-        raise InvalidField(f"sparse entry {bad}: positions are out of range or do not rise")
+        raise InvalidField(f"{reader.what}: sparse entry {bad}: positions are out of range or do not rise")
     return positions
 
 
@@ -53,5 +55,5 @@ def read_gaps(layout: Layout, reader: Reader) -> Positions:
     positions = empty(gaps.size, np.uint32)
     bad = cpu.tile_positions(layout.count, layout.numel, layout.tile_log, counts, gaps, positions)
     if bad >= 0:
-        raise InvalidField(f"sparse entry {bad}: tile counts do not add up, or a gap leaves its tile")
+        raise InvalidField(f"{reader.what}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile")
     return positions

@@ -48,6 +48,8 @@ def read(
         words.view(np.uint8)[: len(tail)] = np.frombuffer(tail, np.uint8)
         bad = cpu.unpack(heads, words, 8 * len(tail), np.uint64(limit), values[at : at + size])
         if bad >= 0:
-            raise InvalidField(f"stream {tokens}: number {at + bad} is past its limit or its low bits do not match")
+            raise InvalidField(
+                f"{reader.what}: stream {tokens}: number {at + bad} is past its limit or its low bits do not match"
+            )
         at += size
     return values

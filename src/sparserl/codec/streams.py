@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import IntEnum
 
-from ..errors import InvalidField, Truncated
+from ..errors import FormatError, InvalidField, Truncated
 from .coders import Buffer, Coder, Stored, squeeze
 
 
@@ -54,7 +54,8 @@ def code(streams: Chunks) -> Coded:
 class Reader:
     """Hands out decoded chunks and keeps the books: at the end every chunk must have been asked for."""
 
-    def __init__(self, coded: Mapping[int, tuple[Coder, list[Buffer]]]) -> None:
+    def __init__(self, coded: Mapping[int, tuple[Coder, list[Buffer]]], what: str = "bucket") -> None:
+        self.what = what
         self._coded = coded
         self._taken = dict.fromkeys(coded, 0)
 
@@ -63,7 +64,10 @@ class Reader:
         if size == 0 and stream not in self._coded:
             return b""
         coder, chunk = self._next(stream)
-        return coder.decode(chunk, size)
+        try:
+            return coder.decode(chunk, size)
+        except FormatError as error:
+            raise type(error)(f"{self.what}: stream {stream}: {error}") from error
 
     def take_stored(self, stream: int, most: int) -> Buffer:
         """The next chunk of a stream whose length speaks for itself, up to `most` bytes."""
@@ -71,18 +75,21 @@ class Reader:
             return b""
         coder, chunk = self._next(stream)
         if coder.id != Stored.id or len(chunk) > most:
-            raise InvalidField(f"stream {stream}: a chunk of low bits is coded or longer than {most} bytes")
+            raise InvalidField(
+                f"{self.what}: stream {stream}: a chunk of low bits is coded or longer than {most} bytes"
+            )
         return chunk
 
     def finish(self) -> None:
         """Raise unless every chunk of every stream was used."""
         for stream, (_, chunks) in self._coded.items():
             if self._taken[stream] != len(chunks):
-                raise InvalidField(f"stream {stream} holds {len(chunks) - self._taken[stream]} chunk(s) too many")
+                left = len(chunks) - self._taken[stream]
+                raise InvalidField(f"{self.what}: stream {stream} holds {left} chunk(s) too many")
 
     def _next(self, stream: int) -> tuple[Coder, Buffer]:
         if stream not in self._coded or self._taken[stream] >= len(self._coded[stream][1]):
-            raise Truncated(f"stream {stream} ends before its last chunk")
+            raise Truncated(f"{self.what}: stream {stream} ends before its last chunk")
         coder, chunks = self._coded[stream]
         self._taken[stream] += 1
         return coder, chunks[self._taken[stream] - 1]

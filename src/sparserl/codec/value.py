@@ -21,12 +21,14 @@ def write_words(layout: Layout, words: UIntArray, stream: int) -> Chunks:
 
 
 def read_words(layout: Layout, reader: Reader, count: int, stream: int) -> UIntArray:
-    """`count` words; what comes back may share the reader's memory."""
-    width = layout.dtype.width
-    parts = [np.frombuffer(reader.take(stream, width * n), layout.dtype.uint) for n in layout.chunk_sizes(count)]
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else empty(0, layout.dtype.uint)
+    """`count` words."""
+    words = empty(count, layout.dtype.uint)
+    at = 0
+    for size in layout.chunk_sizes(count):
+        part = reader.take(stream, layout.dtype.width * size)
+        words[at : at + size] = np.frombuffer(part, layout.dtype.uint)
+        at += size
+    return words
 
 
 def write_planes(layout: Layout, words: UIntArray, stream: int) -> Chunks:

@@ -89,7 +89,7 @@ def apply(
         raise InvalidField(
             f"the changes lead to digest {result}, the patch promises {patch.result}; nothing was touched"
         )
-    _refuse_conflicts(patch, memory, staged)
+    _refuse_conflicts(patch, held, memory, staged)
     for _ in ordered(lambda part: commit(held, part), staged, threads):
         pass
     return Applied(patch.result, patch.changed, already=False)
@@ -133,20 +133,20 @@ def commit(held: Held, part: Staged) -> None:
         memory.view()[region.slices] = bits.reshape(region.size)
 
 
-def _refuse_conflicts(patch: Patch, memory: Mapping[str, Memory], staged: list[Staged]) -> None:
+def _refuse_conflicts(patch: Patch, held: Held, memory: Mapping[str, Memory], staged: list[Staged]) -> None:
     """Names that share memory must change alike, or writing one would silently change the other."""
     for group in tied_groups(memory):
         first, *others = group
-        expected = _flat(patch, first, staged)
+        expected = _flat(patch, held, first, staged)
         for other in others:
-            if not all(np.array_equal(a, b) for a, b in zip(expected, _flat(patch, other, staged), strict=True)):
+            if not all(np.array_equal(a, b) for a, b in zip(expected, _flat(patch, held, other, staged), strict=True)):
                 raise TiedConflict(
                     f"tensors {first!r} and {other!r} share memory but the patch changes them differently; "
                     "nothing was touched"
                 )
 
 
-def _flat(patch: Patch, name: str, staged: list[Staged]) -> tuple[npt.NDArray[np.int64], UIntArray]:
+def _flat(patch: Patch, held: Held, name: str, staged: list[Staged]) -> tuple[npt.NDArray[np.int64], UIntArray]:
     """All changes of one tensor as positions in it and new bits; elements set to the bits they have do not count."""
     tensor = patch.table.index[name]
     where, bits = [np.empty(0, np.int64)], [np.empty(0, patch.table[tensor].dtype.uint)]
@@ -161,8 +161,9 @@ def _flat(patch: Patch, name: str, staged: list[Staged]) -> tuple[npt.NDArray[np
             at += count
         for (t, region), _, dense in part.decoded.dense_entries():
             if t == tensor:
-                where.append(flatten(patch.table, (t, region), np.arange(dense.size, dtype=np.uint32)))
-                bits.append(dense)
+                real = held.bits(t, region) != dense
+                where.append(flatten(patch.table, (t, region), np.flatnonzero(real).astype(np.uint32)))
+                bits.append(dense[real])
     flat, value = np.concatenate(where), np.concatenate(bits)
     order = np.argsort(flat, kind="stable")
     return flat[order], value[order]

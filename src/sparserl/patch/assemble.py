@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from .. import plan
 from ..digest import Digest
+from ..files import replacing
 from ..parallel import ordered
 from ..pieces import Place
 from ..plan import Changes
@@ -76,32 +74,3 @@ def _written(table: TensorTable, write: Callable[[PatchWriter], None], to: Targe
     with replacing(Path(to)) as file:
         write(PatchWriter(file, table))
     return PatchReader(OnDisk(to), table)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the name `path` when all of it is on disk, and leaves nothing behind otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
-        sync_folder(path.parent)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -264,6 +264,8 @@ def invert(
     """
     held = _base(patch, base, digest, threads)
     names = plan.candidates(profile)
+    if held is None and patch.buckets and "ulp" not in names:
+        raise NeedsBase(f"inverting this patch to {profile!r} needs the base weights")
     moved = Digest()
 
     def one(index: int) -> tuple[list[Changes], Digest]:
@@ -327,12 +329,12 @@ def merge(first: Patch, *others: Patch, to: Target = None) -> Patch:
     for i, patch in enumerate(others, 1):
         patch.table.require(first.table, f"patch {i}", "patch 0")
     covers = _joined(first.table, patches)
-    complete = covers is None
-    terms = table_digest(first.table) if complete else Digest()
     if len(patches) == 1:
         return first
-    base = sum((p.base for p in patches), terms)
-    result = sum((p.result for p in patches), terms)
+    terms = table_digest(first.table)
+    start = terms if covers is None else Digest()
+    base = sum((p.base - terms if p.complete else p.base for p in patches), start)
+    result = sum((p.result - terms if p.complete else p.result for p in patches), start)
     changed = sum(p.changed for p in patches)
     buckets = (p.bucket(i) for p in patches for i in range(p.buckets))
     return Patch(rewrite(first.table, buckets, base, result, changed, covers, to))

@@ -65,6 +65,7 @@ def diff(
         require_like(table, after)
     else:
         table = _require_parts(table, before, after, regions or {})
+        regions = {n: r for n, r in (regions or {}).items() if r != whole(table[table.index[n]].shape)}
     was, now = Held(table, before, regions), Held(table, after, regions)
     covers = was.places()
     complete = len(covers) == len(table) and all(r is None for _, r in covers)
@@ -189,7 +190,10 @@ def _known(
         tensor = table.index.get(name)
         if tensor is None or tensor not in numel:
             raise TensorMismatch(f"positions are given for {name!r}, which is not among the weights")
-        where = np.unique(np.asarray(given).astype(np.int64, casting="same_kind"))
+        found = np.asarray(given)
+        if found.size and found.dtype.kind not in "iu":  # a mask, say, would pass for positions 0 and 1
+            raise TensorMismatch(f"positions of {name!r} are {found.dtype}; hand over integers")
+        where = np.unique(found.astype(np.int64))
         if where.size and (where[0] < 0 or where[-1] >= numel[tensor]):
             raise TensorMismatch(f"positions of {name!r} reach outside its {numel[tensor]} elements")
         out[tensor] = where

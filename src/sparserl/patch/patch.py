@@ -9,17 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..digest import Digest
-from ..errors import LimitExceeded
+from ..files import replacing
 from ..memory import Weights
 from ..parallel import Progress, ordered
 from ..pieces import Place
-from ..region import Region, refuse_overlap, whole
+from ..region import Region, whole
 from ..table import TensorTable
-from ..wire import Head, InMemory, OnDisk, PatchReader, decode_bucket, limits
-from .assemble import Target, replacing
+from ..wire import Head, InMemory, OnDisk, PatchReader, decode_bucket, gather_heads
+from .assemble import Target
 from .decode import Decoded, decode
 
 if TYPE_CHECKING:
@@ -122,10 +120,12 @@ class Patch:
 
     @cached_property
     def heads(self) -> tuple[Head, ...]:
-        """What each bucket says about itself. Reading them checks every checksum and refuses overlapping entries."""
-        heads = tuple(self._head(i) for i in range(self.buckets))
-        self._refuse_overlap(heads)
-        return heads
+        """What each bucket says about itself.
+
+        Reading them checks every checksum, that no entries overlap, and that they are what the footer promises.
+        """
+        footer = self._reader.footer
+        return gather_heads(map(self._head, range(self.buckets)), self.table, footer.changed, footer.covers)
 
     def __iter__(self) -> Iterator[Entry]:
         """The entries, bucket by bucket, without decoding their changes."""
@@ -190,18 +190,3 @@ class Patch:
 
     def _head(self, index: int) -> Head:
         return decode_bucket(self.bucket(index), self.table, self._reader.hash, f"bucket {index}")[0]
-
-    def _refuse_overlap(self, heads: tuple[Head, ...]) -> None:
-        """Entries never overlap, not even across buckets: they would be applied twice."""
-        counts = np.zeros(len(self.table), np.int64)
-        for head in heads:
-            np.add.at(counts, head.entries.tensor, 1)
-        shared: dict[int, list[Region]] = {t: [] for t in np.flatnonzero(counts > 1).tolist()}
-        for head in heads:
-            for tensor, region in zip(head.entries.tensor.tolist(), head.entries.region, strict=True):
-                if tensor in shared:
-                    shared[tensor].append(region or whole(self.table[tensor].shape))
-        for tensor, regions in shared.items():
-            if len(regions) > limits.REGIONS_PER_TENSOR:
-                raise LimitExceeded(f"tensor {self.table[tensor].name!r} has {len(regions)} entries")
-            refuse_overlap(self.table[tensor].name, regions)

@@ -47,9 +47,11 @@ class Draft:
         return self.dense_bytes + min(self.costs().values(), default=0.0) / 8
 
     def takes(self, part: Changes) -> bool:
-        """Whether a part may join without the bucket growing past its bounds."""
+        """Whether a part may join: some profile can hold all, and the bucket stays inside its bounds."""
         if not self.parts:
             return True
+        if part.count.size and (costs := self.costs()) and not costs.keys() & part.cost.keys():
+            return False
         covered = self.covered + part.covered * part.dtype.width
         count = self.count + int(part.count.sum())
         payload = self.payload() + sum(d.bits.nbytes for d in part.dense) + min(part.cost.values(), default=0.0) / 8

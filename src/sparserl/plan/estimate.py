@@ -22,12 +22,12 @@ _AUTO = ("ulp", "gap", "raw")
 
 
 def index_bits(numel: npt.NDArray[Any], count: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Bits to say which `count` of `numel` elements changed, were all choices alike."""
+    """Bits to say which `count` of `numel` elements changed, were all choices alike; a code takes one per gap."""
     n, k = numel.astype(np.float64), count.astype(np.float64)
     p = k / n
     with np.errstate(divide="ignore", invalid="ignore"):
         h = -p * np.log2(p) - (1 - p) * np.log2(1 - p)
-    return n * np.nan_to_num(h)
+    return np.asarray(np.where(k < n, np.maximum(n * np.nan_to_num(h), k), 0.0), np.float64)
 
 
 def number_bits(values: UIntArray) -> float:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from ..bits import UIntArray
 from ..region import Region, whole
 from ..table import TensorTable
 from .changes import Changes, Dense
@@ -23,28 +24,21 @@ def route(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterato
     """Send dense what is smaller dense, cut what would overflow a bucket, and estimate the rest."""
     if changes.dense:
         yield replace_columns(changes, [], sum(d.bits.size for d in changes.dense), dense=changes.dense)
-    width = 8 * changes.dtype.width
-    heavy = changes.count * (width + 2) > _DENSE_GATE * width * changes.numel
-    large = changes.count > BUCKET_CHANGES
-    cuts = np.cumsum(changes.count) - changes.count
     keep = np.ones(changes.count.size, bool)
-    for e in np.flatnonzero(heavy | large).tolist():
-        part = slice(int(cuts[e]), int(cuts[e] + changes.count[e]))
-        sparse, dense = _compare(changes, e, part, names) if heavy[e] else (0.0, math.inf)
-        if changes.bits is not None and dense <= sparse:
-            keep[e] = False
-            yield from _as_dense(changes, e, part, table)
-        elif large[e] or sparse > 8 * BUCKET_PAYLOAD_BYTES:
-            keep[e] = False
-            for piece in _split(changes, e, part, table, max(sparse, 1.0)):
-                piece.cost = estimate(piece, names)
-                yield piece
-    rest = _select(changes, keep)
-    rest.cost = estimate(rest, names)
-    yield rest
+    if changes.bits is not None:
+        width = 8 * changes.dtype.width
+        heavy = changes.count * (width + 2) > _DENSE_GATE * width * changes.numel
+        cuts = np.cumsum(changes.count) - changes.count
+        for e in np.flatnonzero(heavy).tolist():
+            part = slice(int(cuts[e]), int(cuts[e] + changes.count[e]))
+            sparse, dense = _compare(changes, changes.bits(e), e, part, names)
+            if dense <= sparse:
+                keep[e] = False
+                yield from _as_dense(changes, e, part, table)
+    yield from _fit(_select(changes, keep), names, table)
 
 
-def _compare(changes: Changes, e: int, part: slice, names: Sequence[str]) -> tuple[float, float]:
+def _compare(changes: Changes, whole_bits: UIntArray, e: int, part: slice, names: Sequence[str]) -> tuple[float, float]:
     """Estimated bits of one entry, sparse (in its best profile) and dense."""
     count, numel = int(changes.count[e]), int(changes.numel[e])
     gaps = float(index_bits(changes.numel[e : e + 1], changes.count[e : e + 1])[0])
@@ -54,9 +48,26 @@ def _compare(changes: Changes, e: int, part: slice, names: Sequence[str]) -> tup
         if bits is not None:
             sparse = min(sparse, (32.0 * count if name == "raw" else gaps) + bits * count)
     dense = 8.0 * changes.dtype.width * numel
-    if changes.bits is not None and tuple(names) != ("raw",):
-        dense = min(dense, plane_bits(changes.bits(e)) * numel)
+    if tuple(names) != ("raw",):
+        dense = min(dense, plane_bits(whole_bits) * numel)
     return sparse, dense
+
+
+def _fit(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterator[Changes]:
+    """Sparse changes in parts that fit a bucket each, with their estimates: fewer entries, or parts of one."""
+    changes.cost = estimate(changes, names)
+    entries, count, bits = changes.count.size, int(changes.count.sum()), min(changes.cost.values(), default=0.0)
+    if (count <= BUCKET_CHANGES and bits <= 8 * BUCKET_PAYLOAD_BYTES) or int(changes.numel.sum()) == 1:
+        yield changes
+    elif entries > 1:
+        first = np.arange(entries) < entries // 2
+        rest = _select(changes, ~first)
+        rest.covered = int(rest.numel.sum())
+        for half in (_select(changes, first), rest):
+            yield from _fit(half, names, table)
+    else:
+        for piece in _split(changes, table, bits):
+            yield from _fit(piece, names, table)
 
 
 def _as_dense(changes: Changes, e: int, part: slice, table: TensorTable) -> Iterator[Changes]:
@@ -74,17 +85,16 @@ def _as_dense(changes: Changes, e: int, part: slice, table: TensorTable) -> Iter
         at += numel
 
 
-def _split(changes: Changes, e: int, part: slice, table: TensorTable, bits: float) -> Iterator[Changes]:
-    """One sparse entry as several, each small enough for a bucket."""
-    count, numel = int(changes.count[e]), int(changes.numel[e])
+def _split(changes: Changes, table: TensorTable, bits: float) -> Iterator[Changes]:
+    """A single sparse entry as several, small enough for a bucket if the changes are spread evenly."""
+    count, numel = int(changes.count[0]), int(changes.numel[0])
     parts = max(math.ceil(bits / (8 * BUCKET_PAYLOAD_BYTES)), math.ceil(count / BUCKET_CHANGES))
-    inside = changes.positions[part]
     at = 0
-    for region in _regions(changes, e, max(1, numel // parts), table):
+    for region in _regions(changes, 0, max(1, numel // parts), table):
         size = numel if region is None else region.numel
-        a, b = np.searchsorted(inside, [at, at + size]) + part.start
+        a, b = np.searchsorted(changes.positions, [at, at + size])
         if b > a:
-            column = (int(changes.tensor[e]), region, size, int(b - a))
+            column = (int(changes.tensor[0]), region, size, int(b - a))
             piece = replace_columns(changes, [column], size)
             piece.positions = changes.positions[a:b] - np.uint32(at)
             piece.after = None if changes.after is None else changes.after[a:b]

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ..digest import Digest
 from ..errors import ChainError, CheckpointError, WeightsError, WrongBase
+from ..files import sync
 from ..memory import memories, tensor_table
 from ..parallel import Progress
 from ..patch import Patch
@@ -29,7 +30,7 @@ from ..patch.apply import digest_of
 from ..pieces import Held
 from ..sources.checkpoint import Checkpoint, open_checkpoint
 from ..table import TensorTable
-from .swap import Swap, swapping, sync
+from .swap import Swap, swapping
 
 Stages = Callable[[str, int], Progress]  # called with the name of a stage and its bytes, gives what counts them
 Fingerprint = tuple[tuple[int, ...], ...]

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..files import sync
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -131,12 +132,3 @@ def exchange(a: Path, b: Path) -> bool:
     if code in _CANNOT_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), str(a), None, str(b))
-
-
-def sync(path: Path) -> None:
-    """Make the bytes of a file, or the names in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import limits
 from .bucket import Entries, Estimates, Head, decode_bucket, encode_bucket
+from .check import gather_heads
 from .patchfile import Bytes, Footer, InMemory, OnDisk, PatchReader, PatchWriter
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "PatchWriter",
     "decode_bucket",
     "encode_bucket",
+    "gather_heads",
     "limits",
 ]

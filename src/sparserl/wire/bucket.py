@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,14 +11,16 @@ import numpy.typing as npt
 from ..bits import BY_CODE, DType
 from ..codec import Coded, Coder, Layout, Profile, Reader, Stream, coder, profile_by_id
 from ..codec.coders import Buffer, squeeze
+from ..codec.index import tiles as tiles_of
 from ..errors import InvalidField, LimitExceeded, UnsupportedFormat
-from ..region import Region, whole
-from ..table import TensorTable
+from ..region import Region
+from ..table import TensorSpec, TensorTable
 from . import limits
 from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
 
 MAGIC = b"SRLB"
 Column = npt.NDArray[np.int64]
+_BOXES = 1 << 12  # read at a time
 Estimates = tuple[tuple[int, int], ...]  # (profile id, bytes), what the planner compared; empty if it was told
 
 
@@ -89,7 +91,9 @@ def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, wha
         raise LimitExceeded(f"{what}: {len(data)} bytes, the limit is {limits.BUCKET_BYTES}")
     cursor = Cursor(sealed(data, what), what)
     profile, dtype = _identify(cursor, hash)
-    entry_count = cursor.varint("entry count", limits.ENTRY_BYTES)
+    entry_count = cursor.varint("entry count", limits.ENTRIES)
+    if not entry_count:
+        raise InvalidField(f"{what}: no entries; a bucket holds at least one")
     entry_bytes = cursor.varint("entry table length", limits.ENTRY_BYTES)
     tile_log = _between(cursor, "tile size", limits.MIN_TILE_LOG, limits.MAX_TILE_LOG)
     chunk_log = _between(cursor, "chunk size", limits.MIN_CHUNK_LOG, limits.MAX_CHUNK_LOG)
@@ -98,7 +102,7 @@ def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, wha
         for _ in range(cursor.varint("estimate count", 16))
     )
     streams = _streams(cursor)
-    reader = Reader(streams)
+    reader = Reader(streams, what)
     raw_entries = reader.take(Stream.ENTRIES, entry_bytes)
     entries = _decode_entries(raw_entries, entry_count, table, dtype, what)
     dense_bytes = sum(len(c) for id, (_, chunks) in streams.items() if Stream.is_dense(id) for c in chunks)
@@ -132,6 +136,7 @@ def _between(cursor: Cursor, field: str, low: int, high: int) -> int:
 
 def _streams(cursor: Cursor) -> dict[int, tuple[Coder, list[Buffer]]]:
     directory: list[tuple[int, Coder, Column]] = []
+    room = limits.CHUNKS
     for _ in range(cursor.varint("stream count", limits.STREAMS)):
         id = cursor.byte("stream id")
         if not Stream.known(id):
@@ -139,9 +144,12 @@ def _streams(cursor: Cursor) -> dict[int, tuple[Coder, list[Buffer]]]:
         if directory and id <= directory[-1][0]:
             raise InvalidField(f"{cursor.what}: stream {id} is out of order")
         its_coder = coder(cursor.byte(f"coder of stream {id}"))
-        chunks = cursor.varint(f"chunk count of stream {id}", limits.CHUNKS)
+        chunks = cursor.varint(f"chunk count of stream {id}", room)
         lengths = cursor.varints(chunks, f"chunk lengths of stream {id}", len(cursor.data))
+        if not lengths.any():
+            raise InvalidField(f"{cursor.what}: stream {id} is empty; empty streams are left out")
         directory.append((id, its_coder, lengths))
+        room -= chunks
     out: dict[int, tuple[Coder, list[Buffer]]] = {}
     for id, its_coder, lengths in directory:
         out[id] = its_coder, [cursor.take(n, f"a chunk of stream {id}") for n in lengths.tolist()]
@@ -163,17 +171,39 @@ def decode_places(
     tensor = np.cumsum(cursor.varints(count, "tensor steps", len(table)))
     if count and tensor[-1] >= len(table):
         raise LimitExceeded(f"{cursor.what}: tensor {tensor[-1]}, the table has {len(table)}")
+    if count > limits.REGIONS_PER_TENSOR and (most_often := int(np.bincount(tensor).max())) > limits.REGIONS_PER_TENSOR:
+        raise LimitExceeded(
+            f"{cursor.what}: {most_often} regions of one tensor, the limit is {limits.REGIONS_PER_TENSOR}"
+        )
     values = cursor.varints(count, "values", most << 1 | 1)
     regions: list[Region | None] = [None] * count
-    for e in np.flatnonzero(values & 1).tolist():
-        spec = table[int(tensor[e])]
-        rank = len(spec.shape)
-        numbers = cursor.varints(2 * rank, f"box of entry {e}", limits.TENSOR_ELEMENTS).tolist()
-        region = Region(tuple(numbers[:rank]), tuple(numbers[rank:]))
-        if not region.fits(spec.shape) or region == whole(spec.shape):
-            raise InvalidField(f"{cursor.what}: region {region} is not a proper part of {spec}")
-        regions[e] = region
+    boxed = np.flatnonzero(values & 1)
+    for low in range(0, boxed.size, _BOXES):
+        some = boxed[low : low + _BOXES]
+        for e, region in zip(some.tolist(), _boxes(cursor, [table[t] for t in tensor[some].tolist()]), strict=True):
+            regions[e] = region
     return tensor, values >> 1, regions
+
+
+def _boxes(cursor: Cursor, specs: list[TensorSpec]) -> Iterator[Region]:
+    """A box for each tensor: where it starts and how far it goes, checked to be a proper part."""
+    rank = np.array([len(spec.shape) for spec in specs], np.int64)
+    shape = np.array([n for spec in specs for n in spec.shape], np.int64)
+    numbers = cursor.varints(2 * shape.size, "boxes", limits.TENSOR_ELEMENTS)
+    end = np.cumsum(rank)
+    at = np.arange(shape.size) + np.repeat(end - rank, rank)
+    start, size = numbers[at], numbers[at + np.repeat(rank, rank)]
+    owner = np.repeat(np.arange(rank.size), rank)
+    outside = np.bincount(owner, (size < 1) | (start + size > shape), rank.size) > 0
+    everything = np.bincount(owner, size != shape, rank.size) == 0
+    corner, extent = start.tolist(), size.tolist()
+    for spec, a, b, bad in zip(
+        specs, (end - rank).tolist(), end.tolist(), (outside | everything).tolist(), strict=True
+    ):
+        region = Region(tuple(corner[a:b]), tuple(extent[a:b]))
+        if bad:
+            raise InvalidField(f"{cursor.what}: region {region} is not a proper part of {spec}")
+        yield region
 
 
 def _encode_entries(entries: Entries) -> bytes:
@@ -194,9 +224,9 @@ def _decode_entries(raw: Buffer, count: int, table: TensorTable, dtype: DType, w
 
 
 def _check_entries(entries: Entries, table: TensorTable, dtype: DType, what: str) -> None:
-    for e, tensor in enumerate(entries.tensor.tolist()):
+    for tensor in np.unique(entries.tensor).tolist():
         if table[tensor].dtype is not dtype:
-            raise InvalidField(f"{what}: entry {e} is for {table[tensor]}, the bucket holds {dtype}")
+            raise InvalidField(f"{what}: an entry is for {table[tensor]}, the bucket holds {dtype}")
     wrong = (entries.count < 1) | (entries.count > entries.numel) | (entries.numel > limits.REGION_ELEMENTS)
     if wrong.any():
         e = int(wrong.argmax())
@@ -205,7 +235,7 @@ def _check_entries(entries: Entries, table: TensorTable, dtype: DType, what: str
 
 def _check_limits(head: Head, what: str) -> None:
     layout = head.layout
-    if head.profile.tiled and (tiles := int((layout.numel >> layout.tile_log).sum())) > limits.TILES:
+    if head.profile.tiled and (tiles := tiles_of(layout)) > limits.TILES:
         raise LimitExceeded(f"{what}: {tiles} tiles, the limit is {limits.TILES}")
     if (changes := layout.changes) > limits.BUCKET_CHANGES:
         raise LimitExceeded(f"{what}: {changes} changes, the limit is {limits.BUCKET_CHANGES}")

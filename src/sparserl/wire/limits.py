@@ -8,9 +8,9 @@ NAME_BYTES = 1 << 12
 RANK = 32
 TENSORS = 1 << 20
 TENSOR_ELEMENTS = 1 << 48
-TABLE_BYTES = 1 << 25
-TABLE_NAME_BYTES = 1 << 26  # of all names written out: shared prefixes make them longer than the table
-TABLE_ELEMENTS = 1 << 56  # so that sums over the table fit 64 bits
+TABLE_BYTES = 1 << 26
+TABLE_DIMENSIONS = 1 << 22  # of all tensors
+TABLE_ELEMENTS = 1 << 56  # of all tensors: sums over the table fit 64 bits
 
 REGION_ELEMENTS = 1 << 31  # a position inside a region fits 32 bits; larger tensors take several regions
 REGIONS_PER_TENSOR = 1 << 16

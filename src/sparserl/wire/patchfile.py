@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import struct
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..pieces import Place
 from ..table import TensorTable
 from . import limits
 from .bucket import decode_places, encode_places
+from .check import refuse_shared
 from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
 from .table import compress_table, decode_table, decompress_table, encode_table, table_hash
 
@@ -72,7 +73,7 @@ class InMemory:
     """A patch held as bytes."""
 
     def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
+        self._data = memoryview(data).toreadonly()  # one kind of array for the kernels, wherever the bytes come from
         self.size = len(self._data)
 
     def read(self, at: int, size: int) -> memoryview:
@@ -83,11 +84,12 @@ class OnDisk:
     """A patch in a file, read piece by piece; the file may be unlinked meanwhile."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = Path(path).open("rb")  # noqa: SIM115  # stays open as long as the patch is in use
-        self.size = os.fstat(self._file.fileno()).st_size
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)  # it stays open as long as the patch is in use
+        self.size = os.fstat(self._file).st_size
 
     def read(self, at: int, size: int) -> bytes:
-        return os.pread(self._file.fileno(), size, at)
+        return os.pread(self._file, size, at)
 
 
 class PatchWriter:
@@ -122,37 +124,37 @@ class PatchReader:
         self._source = source
         self._known = known
         self.size = source.size
-        self.table, self.hash, seal, at = self._header()
-        self.footer, end = self._footer(seal)
-        self._starts = [at]
-        for size in self.footer.sizes:
-            self._starts.append(self._starts[-1] + size)
-        if self._starts[-1] != end:
-            raise InvalidField(f"patch: buckets end at byte {self._starts[-1]}, the footer starts at {end}")
-        self.header_bytes = at
+        self.table, self.hash, seal, self.header_bytes = self._header()
+        self.footer = self._footer(seal)
+        self._starts = [self.header_bytes, *(self.header_bytes + np.cumsum(self.footer.sizes, dtype=np.int64)).tolist()]
 
     def __len__(self) -> int:
         return len(self.footer.sizes)
 
     def bucket(self, index: int) -> bytes | memoryview:
         """The bytes of a bucket: those that the footer names."""
-        data = self._source.read(self._starts[index], self.footer.sizes[index])
-        if len(data) != self.footer.sizes[index]:
-            raise Truncated(f"bucket {index}: {len(data)} of {self.footer.sizes[index]} bytes")
+        data = self._read(self._starts[index], self.footer.sizes[index], f"bucket {index}")
         if bytes(data[-CHECKSUM_BYTES:]) != self.footer.checksums[index]:
             raise InvalidField(f"bucket {index} is not the one that the footer names")
         return data
 
     def parts(self) -> Iterator[bytes | memoryview]:
         """The bytes of the patch from front to back: header, buckets, footer."""
-        yield self._source.read(0, self.header_bytes)
+        yield self._read(0, self.header_bytes, "patch header")
         for index in range(len(self)):
             yield self.bucket(index)
-        yield self._source.read(self._starts[-1], self.size - self._starts[-1])
+        yield self._read(self._starts[-1], self.size - self._starts[-1], "patch footer")
+
+    def _read(self, at: int, size: int, what: str) -> bytes | memoryview:
+        """Bytes that were there a moment ago; a file may have been cut meanwhile."""
+        data = self._source.read(at, size)
+        if len(data) != size:
+            raise Truncated(f"{what}: {len(data)} of {size} bytes")
+        return data
 
     def _header(self) -> tuple[TensorTable, bytes, bytes, int]:
         most = len(MAGIC) + 2 + 20
-        cursor = Cursor(self._source.read(0, min(most, self.size)), "patch header")
+        cursor = Cursor(self._read(0, min(most, self.size), "patch header"), "patch header")
         if bytes(cursor.take(len(MAGIC), "magic")) != MAGIC:
             raise InvalidField("patch header: not a sparserl patch")
         if (version := cursor.byte("version")) != limits.FORMAT_VERSION:
@@ -164,24 +166,25 @@ class PatchReader:
         end = cursor.at + coded_size + CHECKSUM_BYTES
         if end > self.size:
             raise Truncated(f"patch header: needs {end} bytes, the patch has {self.size}")
-        whole = self._source.read(0, end)
+        whole = self._read(0, end, "patch header")
         body = sealed(whole, "patch header")
         raw = decompress_table(body[cursor.at :], raw_size)
         table = decode_table(raw) if self._known is None else self._known
         return table, table_hash(raw), bytes(whole[-CHECKSUM_BYTES:]), end
 
-    def _footer(self, seal: bytes) -> tuple[Footer, int]:
-        if self.size < _TRAILER.size:
+    def _footer(self, seal: bytes) -> Footer:
+        room = self.size - self.header_bytes - _TRAILER.size
+        if room < 0:
             raise Truncated(f"patch: {self.size} bytes cannot hold a footer")
-        length, end = _TRAILER.unpack(self._source.read(self.size - _TRAILER.size, _TRAILER.size))
+        length, end = _TRAILER.unpack(self._read(self.size - _TRAILER.size, _TRAILER.size, "patch trailer"))
         if end != END:
             raise Truncated("patch: the end mark is missing; the patch is cut short or was altered")
-        if length > min(limits.FOOTER_BYTES, self.size - _TRAILER.size):
+        if length > min(limits.FOOTER_BYTES, room):
             raise LimitExceeded(f"patch: a footer of {length} bytes cannot stand in {self.size}")
-        start = self.size - _TRAILER.size - length
-        return self._decode_footer(sealed(self._source.read(start, length), "patch footer"), seal), start
+        body = sealed(self._read(self.header_bytes + room - length, length, "patch footer"), "patch footer")
+        return self._decode_footer(body, seal, room - length)
 
-    def _decode_footer(self, body: memoryview, seal: bytes) -> Footer:
+    def _decode_footer(self, body: memoryview, seal: bytes, room: int) -> Footer:
         cursor = Cursor(body, "patch footer")
         if bytes(cursor.take(CHECKSUM_BYTES, "header seal")) != seal:
             raise InvalidField("patch footer: belongs to another header")
@@ -191,11 +194,14 @@ class PatchReader:
         changed = cursor.varint("changed", self.table.elements)
         count = cursor.varint("bucket count", limits.BUCKETS)
         sizes = tuple(cursor.varints(count, "bucket lengths", limits.BUCKET_BYTES).tolist())
+        if sum(sizes) != room:
+            raise InvalidField(f"patch footer: {count} buckets of {sum(sizes)} bytes in all, {room} are there")
         checksums = tuple(bytes(cursor.take(CHECKSUM_BYTES, "bucket checksum")) for _ in range(count))
         covers = None
         if not flags & _COMPLETE:
-            n = cursor.varint("covered regions", len(body))
+            n = cursor.varint("covered regions", limits.REGIONS_COVERED)
             tensor, _, regions = decode_places(cursor, n, 0, self.table)
             covers = tuple(zip(tensor.tolist(), regions, strict=True))
+            refuse_shared(self.table, covers)
         cursor.finish()
         return Footer(base, result, changed, covers, sizes, checksums)

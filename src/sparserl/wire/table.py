@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
+from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
-from ..bits import BY_CODE, DType
+from ..bits import BY_CODE
 from ..codec.coders import Zstd
 from ..errors import InvalidField, LimitExceeded, UnsupportedFormat
 from ..table import TensorSpec, TensorTable
@@ -43,13 +46,18 @@ def decode_table(raw: bytes | memoryview) -> TensorTable:
     cursor = Cursor(raw, "tensor table")
     count = cursor.varint("tensor count", min(limits.TENSORS, len(raw)))
     lengths = cursor.varints(count, "name lengths", limits.NAME_BYTES)
-    names = [_text(bytes(cursor.take(n, "a name"))) for n in lengths.tolist()]
-    if any(a >= b for a, b in zip(names, names[1:], strict=False)):
+    names = _texts(bytes(cursor.take(int(lengths.sum()), "names")), lengths)
+    if any(map(operator.ge, names, islice(names, 1, None))):
         raise InvalidField("tensor table: names do not rise strictly")
-    dtypes = [_dtype(code) for code in bytes(cursor.take(count, "dtypes"))]
+    codes = bytes(cursor.take(count, "dtypes"))
+    if strangers := set(codes) - BY_CODE.keys():
+        raise UnsupportedFormat(f"tensor table: unknown dtype {min(strangers)}")
+    dtypes = [BY_CODE[code] for code in codes]
     ranks = bytes(cursor.take(count, "ranks"))
     if max(ranks, default=0) > limits.RANK:
         raise LimitExceeded(f"tensor table: {max(ranks)} dimensions, the limit is {limits.RANK}")
+    if sum(ranks) > limits.TABLE_DIMENSIONS:
+        raise LimitExceeded(f"tensor table: {sum(ranks)} dimensions in all, the limit is {limits.TABLE_DIMENSIONS}")
     sizes = cursor.varints(sum(ranks), "sizes", limits.TENSOR_ELEMENTS).tolist()
     cursor.finish()
     specs, at = [], 0
@@ -62,22 +70,26 @@ def decode_table(raw: bytes | memoryview) -> TensorTable:
 
 
 def _require_limits(table: TensorTable) -> None:
+    dimensions = elements = 0
     for spec in table.specs:
-        if len(spec.shape) > limits.RANK or math.prod(spec.shape) > limits.TENSOR_ELEMENTS:
+        numel = math.prod(spec.shape)
+        if len(spec.shape) > limits.RANK or numel > limits.TENSOR_ELEMENTS:
             raise LimitExceeded(f"tensor table: {spec} is past the limits of the format")
+        dimensions += len(spec.shape)
+        elements += numel
+    if dimensions > limits.TABLE_DIMENSIONS or elements > limits.TABLE_ELEMENTS:
+        raise LimitExceeded(
+            f"tensor table: {elements} elements and {dimensions} dimensions in all, "
+            f"the limits are {limits.TABLE_ELEMENTS} and {limits.TABLE_DIMENSIONS}"
+        )
 
 
-def _dtype(code: int) -> DType:
-    if (dtype := BY_CODE.get(code)) is None:
-        raise UnsupportedFormat(f"tensor table: unknown dtype {code}")
-    return dtype
-
-
-def _text(name: bytes) -> str:
+def _texts(names: bytes, lengths: npt.NDArray[np.int64]) -> list[str]:
+    ends = np.cumsum(lengths)
     try:
-        return name.decode()
+        return [names[a:b].decode() for a, b in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
     except UnicodeDecodeError as error:
-        raise InvalidField(f"tensor table: the name {name!r} is not UTF-8") from error
+        raise InvalidField(f"tensor table: the name {error.object!r} is not UTF-8") from error
 
 
 def table_hash(raw: bytes) -> bytes:

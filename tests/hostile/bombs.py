@@ -1,0 +1,349 @@
+"""Small files that ask for much: each is built here, and read in a process of its own that watches time and memory.
+
+Run as a program it reads every bomb and prints one line of JSON for each: how it ended, the processor time it took and
+how far the resident memory grew. An address space limit keeps a bomb that works from taking the machine with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparserl import Patch, SparserlError
+from sparserl.wire import limits
+from tests.hostile.forge import Bucket, Columns, Footer, Header, Stream, Table, number, numbers, seal, squeeze
+from tests.hostile.forge import Patch as Parts
+
+ADDRESS_SPACE = 4 << 30
+BOMBS: dict[str, Callable[[], bytes]] = {}
+RAW, GAP, ULP = 0, 1, 2
+I8, F64 = 2, 50
+
+
+def bomb(build: Callable[[], bytes]) -> Callable[[], bytes]:
+    BOMBS[build.__name__] = build
+    return build
+
+
+def varints(values: np.ndarray) -> bytes:
+    """Many numbers below 2^21 at once."""
+    v = values.astype(np.uint32)
+    size = 1 + (v > 127) + (v > 16383)
+    parts = np.stack([v & 127 | (size > 1) << 7, v >> 7 & 127 | (size > 2) << 7, v >> 14], axis=1).astype(np.uint8)
+    return parts[np.arange(3) < size[:, None]].tobytes()
+
+
+def table(*tensors: tuple[bytes, int, list[int]]) -> Table:
+    names, dtypes, shapes = zip(*tensors, strict=True)
+    return Table(list(names), list(dtypes), [len(s) for s in shapes], [n for s in shapes for n in s])
+
+
+def patch(
+    its_table: Table, *buckets: Bucket, changed: int = 1, covers: Columns | None = None, covered: int | None = None
+) -> bytes:
+    footer = Footer(bytes(16), bytes(16), int(covers is None), changed, covers, covered)
+    parts = Parts(Header(its_table), list(buckets), footer)
+    parts.rename()
+    return parts.encode()
+
+
+def bucket(
+    profile: int, dtype: int, columns: Columns, *streams: Stream, chunk_log: int = 24, tile_log: int = 31
+) -> Bucket:
+    raw = columns.encode()
+    return Bucket(
+        profile, dtype, b"", columns, tile_log, chunk_log, [], list(streams), entry_stream=Stream(0, [raw], coder=1)
+    )
+
+
+def rows(count: int) -> bytes:
+    """A counter in three characters: names that rise."""
+    i = np.arange(count)
+    return (np.stack([i >> 14, i >> 7, i], axis=1) & 127).astype(np.uint8).tobytes()
+
+
+@bomb
+def table_of_zeros() -> bytes:
+    """A frame of two kilobytes becomes a table of the largest size."""
+    return seal(b"SRLPATCH\1\0" + framed(number(limits.TENSORS) + bytes(limits.TABLE_BYTES - 3)))
+
+
+@bomb
+def table_longer_than_it_says() -> bytes:
+    """A frame of 1 GiB where 100 bytes are due."""
+    coded = repeated_frame(1 << 30)
+    return seal(b"SRLPATCH\1\0" + number(100) + number(len(coded)) + coded)
+
+
+@bomb
+def table_shorter_than_it_says() -> bytes:
+    coded = squeeze(b"\0")
+    return seal(b"SRLPATCH\1\0" + number(limits.TABLE_BYTES) + number(len(coded)) + coded)
+
+
+@bomb
+def table_of_a_million_tensors() -> bytes:
+    """As many tensors as there may be, with names as long as fit, of four dimensions each. This table is valid."""
+    n = limits.TENSORS
+    names = np.full((n, 54), ord("n"), np.uint8)
+    names[:, 51:] = np.frombuffer(rows(n), np.uint8).reshape(n, 3)
+    raw = number(n) + bytes((54,)) * n + names.tobytes() + b"\1" * n + b"\4" * n + numbers((1000, 1, 1, 1)) * n
+    header = seal(b"SRLPATCH\1\0" + framed(raw))
+    return header + Footer(bytes(16), bytes(16), 1, 0).encode(header, [])
+
+
+@bomb
+def table_of_a_million_equal_names() -> bytes:
+    n = limits.TENSORS
+    raw = number(n) + numbers([60]) * n + b"n" * 60 * n
+    return seal(b"SRLPATCH\1\0" + framed(raw))
+
+
+@bomb
+def table_frame_with_a_huge_window() -> bytes:
+    coded = bytearray(squeeze(bytes(1000)))
+    coded[1] = 0xF8  # 2^41 bytes
+    return seal(b"SRLPATCH\1\0" + number(1000) + number(len(coded)) + bytes(coded))
+
+
+@bomb
+def table_frame_with_a_huge_content_size() -> bytes:
+    coded = bytes((0b1110_0000,)) + struct.pack("<Q", 1 << 62) + b"\1\0\0"
+    return seal(b"SRLPATCH\1\0" + number(1000) + number(len(coded)) + coded)
+
+
+def framed(raw: bytes) -> bytes:
+    """Lengths and a frame of a table."""
+    coded = squeeze(raw)
+    return number(len(raw)) + number(len(coded)) + coded
+
+
+def repeated_frame(size: int) -> bytes:
+    """A frame of blocks that each repeat one byte 128 KiB times."""
+    blocks = size >> 17
+    block = struct.pack("<I", (1 << 17) << 3 | 1 << 1)[:3] + b"\0"
+    last = struct.pack("<I", (1 << 17) << 3 | 1 << 1 | 1)[:3] + b"\0"
+    return b"\0\x40" + block * (blocks - 1) + last
+
+
+@bomb
+def entries_all_alike() -> bytes:
+    """A million entries for one tensor, in a kilobyte."""
+    n = limits.ENTRIES
+    columns = Columns([bytes(n)], [b"\4" * n], [])
+    return patch(table((b"w", I8, [n])), claims(bucket(RAW, I8, columns), n), changed=n)
+
+
+@bomb
+def entries_in_many_buckets() -> bytes:
+    """A hundred times a million entries, a kilobyte each."""
+    n = limits.ENTRIES
+    one = claims(bucket(RAW, I8, Columns([bytes(n)], [b"\4" * n], [])), n)
+    return patch(table((b"w", I8, [n])), *[one] * 100, changed=n)
+
+
+@bomb
+def entries_of_many_tensors_in_many_buckets() -> bytes:
+    """The same entry for each of many tensors, in many buckets: refused before all of them are held."""
+    n = limits.ENTRIES >> 4
+    its_table = Table([rows(n)], [I8] * n, [1] * n, [b"\4" * n], n, [b"\3" * n])
+    one = claims(bucket(RAW, I8, Columns([b"\0" + b"\1" * (n - 1)], [b"\4" * n], [])), n)
+    return patch(its_table, *[one] * 100, changed=n)
+
+
+@bomb
+def entries_with_boxes() -> bytes:
+    """As many boxes as fit into an entry table, none of which overlap, and no streams."""
+    n = limits.ENTRIES
+    boxes = varints(np.stack([np.arange(n), np.ones(n)], axis=1).ravel())
+    columns = Columns([bytes(n)], [b"\5" * n], [boxes])
+    return patch(table((b"w", I8, [1 << 21])), claims(bucket(RAW, I8, columns), n), changed=n)
+
+
+@bomb
+def entries_with_boxes_of_many_dimensions() -> bytes:
+    n = limits.ENTRY_BYTES // 66
+    columns = Columns([bytes(n)], [b"\5" * n], [(bytes(32) + b"\1" * 32) * n])
+    return patch(table((b"w", I8, [1] * 31 + [1 << 20])), claims(bucket(RAW, I8, columns), n), changed=n)
+
+
+@bomb
+def entries_side_by_side() -> bytes:
+    """Boxes that all share the first dimension; comparing each pair would take minutes."""
+    n = limits.REGIONS_PER_TENSOR
+    boxes = varints(np.stack([np.zeros(n), np.arange(n), np.ones(n), np.ones(n)], axis=1).ravel())
+    columns = Columns([bytes(n)], [b"\5" * n], [boxes])
+    return patch(table((b"w", I8, [2, n])), claims(bucket(RAW, I8, columns), n), changed=n)
+
+
+@bomb
+def entries_in_pairs() -> bytes:
+    """Two boxes for each of many tensors. No two overlap, but there are no streams."""
+    n = limits.ENTRIES >> 4
+    names = rows(n)
+    its_table = Table([names], [I8] * n, [1] * n, [b"\4" * n], n, [b"\3" * n])
+    columns = Columns([bytes(2) + b"\1\0" * (n - 1)], [b"\5" * 2 * n], [b"\0\2\2\2" * n])
+    return patch(its_table, claims(bucket(RAW, I8, columns), 2 * n), changed=2 * n)
+
+
+@bomb
+def entries_entangled() -> bytes:
+    """Boxes that no dimension tells apart."""
+    corner = np.arange(1 << 16)[:, None] >> np.arange(16) & 1
+    boxes = np.concatenate([corner, np.ones_like(corner)], axis=1).astype(np.uint8).tobytes()
+    columns = Columns([bytes(1 << 16)], [b"\5" * (1 << 16)], [boxes])
+    return patch(table((b"w", I8, [2] * 16)), claims(bucket(RAW, I8, columns), 1 << 16), changed=1 << 16)
+
+
+def claims(its_bucket: Bucket, entries: int) -> Bucket:
+    its_bucket.entry_count = entries
+    return its_bucket
+
+
+@bomb
+def changes_in_no_bytes() -> bytes:
+    """Sixteen million changes in some kilobytes. This bucket is valid."""
+    n = limits.BUCKET_CHANGES
+    zeros = bytes(n)
+    streams = [Stream(6, [zeros], 1), *(Stream(16 + plane, [zeros], 1) for plane in range(8))]
+    columns = Columns([0], [n << 2], [])
+    return patch(table((b"w", F64, [n])), bucket(GAP, F64, columns, *streams), changed=n)
+
+
+@bomb
+def changes_without_streams() -> bytes:
+    n = limits.BUCKET_CHANGES
+    return patch(table((b"w", F64, [n])), bucket(ULP, F64, Columns([0], [n << 2], [])), changed=n)
+
+
+@bomb
+def changes_past_the_limit() -> bytes:
+    n = limits.BUCKET_CHANGES + 1
+    return patch(table((b"w", F64, [n])), bucket(ULP, F64, Columns([0], [n << 2], [])), changed=n)
+
+
+@bomb
+def raw_words_in_a_frame() -> bytes:
+    """Positions and words may be coded; these positions do not rise."""
+    n = limits.BUCKET_CHANGES
+    streams = [Stream(1, [bytes(4 * n)], 1), Stream(2, [bytes(8 * n)], 1)]
+    return patch(table((b"w", F64, [n])), bucket(RAW, F64, Columns([0], [n << 2], []), *streams), changed=n)
+
+
+@bomb
+def tokens_longer_than_due() -> bytes:
+    """A frame of 1 GiB where 256 tokens are due."""
+    stream = Stream(6, [b""], 1)
+    stream.coded = lambda: [repeated_frame(1 << 30)]
+    return patch(table((b"w", I8, [256])), bucket(GAP, I8, Columns([0], [256 << 2], []), stream), changed=256)
+
+
+@bomb
+def tiles_in_no_bytes() -> bytes:
+    """A million tiles with no change in any but the first."""
+    n = limits.TILES << 10
+    columns = Columns([0], [1 << 2], [])
+    streams = [Stream(4, [b"\1" + bytes(limits.TILES - 1)], 1), Stream(6, [b"\0"]), Stream(8, [b"\2"])]
+    return patch(table((b"w", I8, [n])), bucket(ULP, I8, columns, *streams, tile_log=10))
+
+
+@bomb
+def dense_of_zeros() -> bytes:
+    n = limits.BUCKET_DENSE_BYTES
+    columns = Columns([0], [1 << 2 | 2], [])
+    return patch(table((b"w", I8, [n])), bucket(GAP, I8, columns, Stream(24, [bytes(n)], 1)))
+
+
+@bomb
+def chunks_of_nothing() -> bytes:
+    """As many chunks as there may be, all but one of them empty."""
+    n = limits.CHUNKS - 1
+    streams = [Stream(6, [b"x"] + [b""] * (n - 1))]
+    return patch(table((b"w", I8, [256])), bucket(GAP, I8, Columns([0], [256 << 2], []), *streams), changed=256)
+
+
+@bomb
+def chunks_of_nothing_in_every_stream() -> bytes:
+    """More chunks than there may be, a byte each."""
+    streams = [Stream(id, [b"x"] + [b""] * 65_000) for id in range(16, 32)]
+    return patch(table((b"w", I8, [256])), bucket(GAP, I8, Columns([0], [256 << 2], []), *streams))
+
+
+@bomb
+def covers_all_alike() -> bytes:
+    """A million times the same tensor, which would be read a million times."""
+    n = limits.REGIONS_COVERED
+    return patch(table((b"w", I8, [1 << 30])), changed=0, covers=Columns([bytes(n)], [bytes(n)], []), covered=n)
+
+
+@bomb
+def covers_side_by_side() -> bytes:
+    n = limits.REGIONS_COVERED
+    boxes = varints(np.stack([np.arange(n), np.ones(n)], axis=1).ravel())
+    columns = Columns([bytes(n)], [b"\1" * n], [boxes])
+    return patch(table((b"w", I8, [1 << 30])), changed=0, covers=columns, covered=n)
+
+
+@bomb
+def footer_of_a_million_buckets() -> bytes:
+    """A million buckets of no bytes."""
+    n = limits.BUCKETS
+    header = Header(table((b"w", I8, [4]))).encode()
+    footer = Footer(bytes(16), bytes(16), 1, 0, count=n, sizes=[bytes(n)], checksums=[bytes(16 * n)])
+    return header + footer.encode(header, [])
+
+
+def read(data: bytes) -> str:
+    """How reading ends: the name of an error, or what was found."""
+    try:
+        its_patch = Patch.from_bytes(data)
+        heads = its_patch.heads
+        for index in range(its_patch.buckets):
+            its_patch.decode(index)
+    except SparserlError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"valid: {len(heads)} buckets, {len(its_patch.table)} tensors"
+
+
+def watch(name: str, data: bytes) -> dict[str, Any]:
+    """Read one bomb and say what it took."""
+    started = time.process_time()
+    before = resident()
+    ended = read(data)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    seconds = time.process_time() - started
+    return {"name": name, "size": len(data), "ended": ended, "seconds": seconds, "grown": peak - before}
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main(names: list[str]) -> None:
+    read(BOMBS["tiles_in_no_bytes"]())  # load and compile what a reader needs
+    read(BOMBS["chunks_of_nothing"]())
+    for name in names or list(BOMBS):
+        data = BOMBS[name]()
+        sys.stdout.flush()
+        if child := os.fork():
+            _, status = os.waitpid(child, 0)
+            if status:
+                print(json.dumps({"name": name, "ended": f"died with status {status}", "seconds": 0, "grown": 0}))
+            continue
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ADDRESS_SPACE,) * 2)
+        print(json.dumps(watch(name, data)), flush=True)
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

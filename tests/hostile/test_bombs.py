@@ -1,0 +1,97 @@
+"""Small files that ask for much memory or time. What the limits promise is measured, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sparserl import Patch
+from sparserl.errors import InvalidField, Truncated
+from tests.hostile.bombs import BOMBS
+from tests.hostile.samples import sample
+
+MEMORY = 768 << 20  # what docs/format.md promises for a header or a bucket
+SMALL = 8192
+SECONDS = 6.0  # of processor time, on a machine that has other things to do
+AT_THE_LIMIT = {"table_of_a_million_tensors"}  # much that is valid takes its time
+
+ENDS = {
+    "table_of_zeros": "InvalidField: tensor table: names do not rise",
+    "table_longer_than_it_says": "InvalidField: a zstd chunk does not decode to 100 bytes",
+    "table_shorter_than_it_says": "InvalidField: a zstd chunk holds 1 bytes where 67108864 are due",
+    "table_of_a_million_tensors": "valid: 0 buckets, 1048576 tensors",
+    "table_of_a_million_equal_names": "InvalidField: tensor table: names do not rise",
+    "table_frame_with_a_huge_window": "InvalidField: a zstd chunk",
+    "table_frame_with_a_huge_content_size": "InvalidField: a zstd chunk carries fields",
+    "entries_all_alike": "LimitExceeded: bucket 0: entry table: 1048576 regions of one tensor",
+    "entries_in_many_buckets": "LimitExceeded: bucket 0: entry table: 1048576 regions of one tensor",
+    "entries_of_many_tensors_in_many_buckets": "LimitExceeded: bucket 32: entry 2162688 of the patch",
+    "entries_with_boxes": "LimitExceeded: bucket 0: entry table: 1048576 regions of one tensor",
+    "entries_with_boxes_of_many_dimensions": "LimitExceeded: bucket 0: entry table: 127100 regions of one tensor",
+    "entries_side_by_side": "Truncated: bucket 0: stream 1",
+    "entries_in_pairs": "Truncated: bucket 0: stream 1",
+    "entries_entangled": "LimitExceeded: 65536 regions of a tensor are too entangled",
+    "changes_in_no_bytes": "valid: 1 buckets",
+    "changes_without_streams": "Truncated: bucket 0: stream 6",
+    "changes_past_the_limit": "LimitExceeded: bucket 0: 16777217 changes",
+    "raw_words_in_a_frame": "InvalidField: bucket 0: sparse entry 0: positions",
+    "tokens_longer_than_due": "InvalidField: bucket 0: stream 6: a zstd chunk does not decode to 256 bytes",
+    "tiles_in_no_bytes": "valid: 1 buckets",
+    "dense_of_zeros": "valid: 1 buckets",
+    "chunks_of_nothing": "InvalidField: bucket 0: stream 6",
+    "chunks_of_nothing_in_every_stream": "LimitExceeded: bucket 0: chunk count of stream 17",
+    "covers_all_alike": "LimitExceeded: patch footer: 1048576 regions of one tensor",
+    "covers_side_by_side": "LimitExceeded: patch footer: 1048576 regions of one tensor",
+    "footer_of_a_million_buckets": "InvalidField: bucket 0 is not the one that the footer names",
+}
+
+
+@pytest.fixture(scope="module")
+def watched():
+    """What reading each bomb took."""
+    environment = {**os.environ, "SPARSERL_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-m", "tests.hostile.bombs"]
+    lines = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+    return {record["name"]: record for record in map(json.loads, lines)}
+
+
+def test_every_bomb_has_an_end():
+    """No bomb goes unwatched."""
+    assert ENDS.keys() == BOMBS.keys()
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_bomb_is_bounded(watched, name):
+    """It is refused for what is wrong with it, soon, and within the memory that the format promises."""
+    record = watched[name]
+    assert record["ended"].startswith(ENDS[name])
+    assert record["grown"] < MEMORY
+    assert record["seconds"] < (4 * SECONDS if name in AT_THE_LIMIT else SECONDS)
+
+
+def test_small_files_stay_small(watched):
+    """A file of a few kilobytes cannot make the reader take more than a bucket or a table may hold."""
+    small = [record for record in watched.values() if record["size"] <= SMALL]
+    assert len(small) > 10
+    assert max(record["grown"] for record in small) < MEMORY
+
+
+def test_a_file_of_a_tebibyte_of_nothing(tmp_path):
+    """Only the two ends of a file are read before it is refused."""
+    path = tmp_path / "patch"
+    with path.open("wb") as file:
+        try:
+            file.truncate(1 << 40)
+        except OSError:
+            pytest.skip("this filesystem has no files of a tebibyte")
+    with pytest.raises(InvalidField, match="not a sparserl patch"):
+        Patch.open(path)
+    path.write_bytes(sample("gap").data)
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(Truncated, match="end mark"):
+        Patch.open(path)

@@ -1,0 +1,168 @@
+"""Bytes that were damaged on the way: cut short, flipped, put in the wrong place. None of it may get through."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparserl import Patch, SparserlError
+from sparserl.errors import FormatError, InvalidField, RegionOverlap, Truncated
+from tests.hostile import forge
+from tests.hostile.samples import PROFILES, sample
+
+ALL = (*PROFILES, "part")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_samples_are_valid(name):
+    """What is attacked here is a patch that applies, also when taken apart and put together again."""
+    it = sample(name)
+    assert it.run(it.data).already is False
+    assert it.run(forge.Patch.parse(it.data).encode()).already is False
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_truncation_at_every_offset(name):
+    """A patch that ends too early, anywhere, is refused when it is opened."""
+    it = sample(name)
+    for end in range(len(it.data)):
+        with pytest.raises(FormatError):
+            Patch.from_bytes(it.data[:end])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_single_bit_flipped(name):
+    """No flip of one bit gets through to the weights, wherever it is."""
+    it = sample(name)
+    survivors = []
+    for bit in range(8 * len(it.data)):
+        data = bytearray(it.data)
+        data[bit >> 3] ^= 1 << (bit & 7)
+        try:
+            it.run(bytes(data))
+        except FormatError:
+            continue
+        survivors.append(bit)
+    assert survivors == []
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_appended_and_prepended_bytes(name):
+    """A patch with anything before or behind it is refused."""
+    it = sample(name)
+    for extra in (b"\0", b"\n", forge.END, bytes(16), it.data):
+        with pytest.raises(FormatError):
+            it.run(it.data + extra)
+        with pytest.raises(FormatError):
+            it.run(extra + it.data)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_removed_and_repeated_bytes(name):
+    """Bytes lost from or doubled in the middle shift everything behind them, and are noticed."""
+    it = sample(name)
+    for at in range(0, len(it.data), 7):
+        for size in (1, 16):
+            with pytest.raises(FormatError):
+                it.run(it.data[:at] + it.data[at + size :])
+            with pytest.raises(FormatError):
+                it.run(it.data[: at + size] + it.data[at:])
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_swapped_buckets(name):
+    """Buckets in an order other than the footer's are refused."""
+    it = sample(name)
+    parts = forge.Patch.parse(it.data)
+    first, second, *rest = (b.encode() for b in parts.buckets)
+    parts.buckets, parts.sealed = [], [first, second, *rest]
+    assert it.run(parts.encode()).already is False
+    parts.footer.sizes = [len(b) for b in parts.sealed]
+    parts.footer.checksums = [b[-16:] for b in parts.sealed]
+    parts.sealed = [second, first, *rest]
+    with pytest.raises(FormatError):
+        it.run(parts.encode())
+
+
+def test_buckets_that_only_differ_in_place():
+    """Two buckets of one length that change places are refused by name, not by luck."""
+    it = sample("gap")
+    parts = forge.Patch.parse(it.data)
+    twin = forge.Patch.parse(it.data).buckets[1]
+    twin.estimates = [(1, 101), (2, 90)]
+    one, two = parts.buckets[1].encode(), twin.encode()
+    assert len(one) == len(two)
+    parts.buckets, parts.sealed = [], [two]
+    parts.footer.checksums = [one[-16:]]
+    with pytest.raises(InvalidField, match="bucket 0 is not the one that the footer names"):
+        it.run(parts.encode())
+
+
+@pytest.mark.parametrize(("name", "other"), [("raw", "gap"), ("gap", "ulp"), ("ulp", "raw")])
+def test_buckets_and_footers_of_another_patch(name, other):
+    """The footer holds header and buckets together: none of the three can come from elsewhere."""
+    it, that = sample(name), sample(other)
+    mine, its = forge.Patch.parse(it.data), forge.Patch.parse(that.data)
+    header, foreign = mine.header.encode(), [b.encode() for b in its.buckets]
+    own = [b.encode() for b in mine.buckets]
+    for index in range(len(own)):
+        mixed = [*own[:index], foreign[index], *own[index + 1 :]]
+        with pytest.raises(FormatError):
+            it.run(header + b"".join(mixed) + mine.footer.encode(header, own))
+    with pytest.raises(FormatError):
+        it.run(header + b"".join(own) + its.footer.encode(header, foreign))
+
+
+def test_a_footer_of_another_table():
+    """A footer written for another header is refused even where everything else would fit."""
+    it = sample("gap")
+    parts, renamed = forge.Patch.parse(it.data), forge.Patch.parse(it.data)
+    renamed.header.table.names[0] = b"attm"
+    parts.footer.seal = renamed.header.encode()[-16:]
+    with pytest.raises(InvalidField, match="belongs to another header"):
+        it.run(parts.encode())
+
+
+def test_a_bucket_sent_twice():
+    """The same entries twice would be applied twice: refused, although every checksum holds."""
+    it = sample("ulp")
+    parts = forge.Patch.parse(it.data)
+    parts.sealed = [parts.buckets[1].encode()]
+    parts.footer.changed = int(parts.footer.changed) + sum(int(v) >> 2 for v in parts.buckets[1].columns.values)
+    with pytest.raises(RegionOverlap, match="'big'"):
+        it.run(parts.encode())
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_bucket_left_out(name):
+    """A patch without one of its buckets is refused, also by a footer that does not mention it."""
+    it = sample(name)
+    for index in range(4):
+        parts = forge.Patch.parse(it.data)
+        del parts.buckets[index]
+        with pytest.raises(InvalidField, match="the footer promises"):
+            it.run(parts.encode())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_files_are_refused_like_bytes(name, tmp_path):
+    """Reading from disk meets the same checks; a refused file is closed again."""
+    it = sample(name)
+    path = tmp_path / "patch"
+    for end in range(0, len(it.data), 29):
+        path.write_bytes(it.data[:end])
+        with pytest.raises(FormatError):
+            Patch.open(path)
+
+
+def test_a_file_cut_while_it_is_open(tmp_path):
+    """A file that shrinks after it was opened ends in an error, not in a wrong result."""
+    it = sample("gap")
+    path = tmp_path / "patch"
+    path.write_bytes(it.data)
+    patch = Patch.open(path)
+    with path.open("r+b") as file:
+        file.truncate(200)
+    with pytest.raises(Truncated):
+        list(patch)
+    with pytest.raises(SparserlError):
+        patch.to_bytes()

@@ -111,7 +111,7 @@ def _speed_table(finding: Finding, speeds: list[Speed]) -> list[str]:
     out = [
         "## Speed",
         "",
-        f"{finding.bytes >> 20} MB of bf16, {finding.density:.2%} changed, magnitudes and steps drawn as in the traces.",
+        f"{finding.bytes >> 20} MB of bf16, {finding.density:.2%} changed, magnitudes and steps as in the traces.",
         "Ours includes digests and checksums, with the base's digest held as a running session holds it; the peers'",
         "formats have neither. Encode is held against reading both versions once, decode + apply against a bare",
         "scatter of the changes.",

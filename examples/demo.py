@@ -285,9 +285,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--syncs", type=positive, default=30, help="versions to publish after version 0 (default %(default)s)")
-    add("--steps-per-sync", type=positive, default=4, help="optimizer steps between them (default %(default)s)")
+    add("--steps-per-sync", type=positive, default=2, help="optimizer steps between them (default %(default)s)")
     add("--warm-up", type=positive, default=150, help="optimizer steps before version 0 (default %(default)s)")
-    add("--lr", type=rate, default=3e-6, help="learning rate after the warm-up (default %(default)s)")
+    add("--lr", type=rate, default=1e-6, help="learning rate after the warm-up (default %(default)s)")
     add("--seed", type=int, default=0, help="same seed, same patches (default %(default)s)")
     add("--folder", type=Path, default=Path("demo-run"), help="where patches go; those of an earlier run are removed")
     add("--keep", action="store_true", help="leave the patches there when all went well")

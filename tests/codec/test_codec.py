@@ -1,0 +1,272 @@
+"""Profiles, streams and coders: what goes in comes out, what is not known or does not fit is refused."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparserl import codec
+from sparserl.bits import BY_NAME, DTYPES
+from sparserl.codec import Layout, Reader, Stream, numbers, value
+from sparserl.codec.coders import CODERS, Stored, Zstd, squeeze
+from sparserl.errors import InvalidField, Truncated, UnsupportedFormat
+from sparserl.kernels import reference
+
+each_profile = pytest.mark.parametrize("profile", codec.PROFILES.values(), ids=lambda p: p.name)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Buffers that are to be filled start full of a pattern, so that whatever is forgotten shows."""
+
+    def empty(count, dtype):
+        out = np.empty(count, dtype)
+        out.view(np.uint8)[:] = 0xA5
+        return out
+
+    for module in ("profile", "index", "numbers", "value"):
+        monkeypatch.setattr(importlib.import_module(f"sparserl.codec.{module}"), "empty", empty)
+
+
+def made(seed, dtype, sizes, density, tile_log=10, chunk_log=8):
+    """Random changes in regions of the given sizes, and the layout that both sides know."""
+    rng = np.random.default_rng(seed)
+    where = [np.flatnonzero(rng.random(n) < density) for n in sizes]
+    where = [w if w.size else np.array([n - 1]) for w, n in zip(where, sizes, strict=True)]
+    positions = np.concatenate(where).astype(np.uint32)
+    words = rng.integers(0, 256, positions.size * dtype.width, np.uint8).view(dtype.uint)
+    small = rng.integers(1, 5, positions.size).astype(dtype.uint)
+    words = np.where(rng.random(positions.size) < 0.5, words, small)
+    counts = np.array([w.size for w in where], np.int64)
+    return Layout(dtype, np.array(sizes, np.int64), counts, tile_log, chunk_log), positions, words
+
+
+def there_and_back(profile, layout, positions, words):
+    coded = codec.code(profile.encode(layout, positions, words))
+    coded = {id: (c, [bytes(chunk) for chunk in chunks]) for id, (c, chunks) in coded.items()}
+    reader = Reader(coded)
+    out = profile.decode(layout, reader)
+    reader.finish()
+    return coded, *out
+
+
+@each_profile
+@each_dtype
+def test_profiles_give_back_what_they_were_given(profile, dtype):
+    """Positions and words of many regions, over several tiles and chunks, from almost none to all of the elements."""
+    sizes = (1, 5, 1023, 1024, 1025, 4000, 2, 2048)
+    for seed, density in enumerate((0.0, 0.01, 0.3, 1.0)):
+        layout, positions, words = made(seed, dtype, sizes, density)
+        _, back_positions, back_words = there_and_back(profile, layout, positions, words)
+        assert back_positions.dtype == np.uint32
+        assert back_words.dtype == dtype.uint
+        assert (back_positions == positions).all()
+        assert (back_words == words).all()
+
+
+@given(
+    st.sampled_from(list(codec.PROFILES.values())),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**32),
+    st.lists(st.integers(1, 3000), min_size=1, max_size=8),
+    st.floats(0, 1),
+    st.integers(10, 13),
+    st.integers(8, 12),
+)
+@settings(deadline=None, max_examples=100)
+def test_profiles_under_any_layout(profile, dtype, seed, sizes, density, tile_log, chunk_log):
+    """However streams are cut into tiles and chunks."""
+    layout, positions, words = made(seed, dtype, sizes, density, tile_log, chunk_log)
+    _, back_positions, back_words = there_and_back(profile, layout, positions, words)
+    assert (back_positions == positions).all()
+    assert (back_words == words).all()
+
+
+@each_profile
+def test_chunks_are_cut_where_the_layout_says(profile):
+    """Each stream is cut every 2^chunk_log things; without that the directory could not be checked."""
+    layout, positions, words = made(1, BY_NAME["uint16"], (4000, 3000), 0.2)
+    coded, _, _ = there_and_back(profile, layout, positions, words)
+    whole, rest = divmod(positions.size, 1 << 8)
+    for id, (_, chunks) in coded.items():
+        if id not in (Stream.TILE_TOKENS, Stream.TILE_LOWS):
+            assert len(chunks) == whole + bool(rest), id
+
+
+@each_profile
+def test_every_stream_is_needed(profile):
+    """Without its last chunk, with a chunk too many, or with a byte too many a stream is refused, not guessed."""
+    layout, positions, words = made(2, BY_NAME["float32"], (4000, 3000), 0.2)
+    coded, _, _ = there_and_back(profile, layout, positions, words)
+    for id, (coder, chunks) in coded.items():
+        shorter = {**coded, id: (coder, chunks[:-1])}
+        with pytest.raises((Truncated, InvalidField)):
+            profile.decode(layout, Reader(shorter))
+        longer = Reader({**coded, id: (coder, [*chunks, chunks[-1]])})
+        profile.decode(layout, longer)
+        with pytest.raises(InvalidField, match=f"stream {int(id)} holds 1 chunk"):
+            longer.finish()
+        fatter = Reader({**coded, id: (coder, [chunks[0] + b"\0", *chunks[1:]])})
+        with pytest.raises(InvalidField):
+            profile.decode(layout, fatter)
+        missing = Reader({k: v for k, v in coded.items() if k != id})
+        with pytest.raises((Truncated, InvalidField)):
+            profile.decode(layout, missing)
+
+
+def test_positions_out_of_range_are_refused():
+    """Positions that do not rise, or leave their region, name the entry at fault."""
+    layout = Layout(BY_NAME["uint8"], np.array([10, 10]), np.array([2, 2]), 10, 8)
+    words = np.arange(4, dtype=np.uint8)
+    for positions, bad in (([0, 5, 3, 10], 1), ([5, 5, 0, 1], 0), ([5, 4, 0, 1], 0), ([0, 10, 0, 1], 0)):
+        coded = codec.code(codec.profile("raw").encode(layout, np.array(positions, np.uint32), words))
+        with pytest.raises(InvalidField, match=f"entry {bad}"):
+            codec.profile("raw").decode(layout, Reader(coded))
+
+
+def test_gaps_and_counts_out_of_range_are_refused():
+    """Tile counts that do not add up to the entry's, and gaps past the end of a region, are found."""
+    layout, positions, words = made(3, BY_NAME["uint8"], (3000, 50), 0.1)
+    coded = codec.code(codec.profile("gap").encode(layout, positions, words))
+    for numel, count in (
+        (layout.numel, layout.count + np.array([1, -1])),
+        (layout.numel, layout.count + np.array([-1, 1])),
+        (np.array([int(positions[layout.count[0] - 1]), 50]), layout.count),
+    ):
+        wrong = Layout(layout.dtype, numel, count, layout.tile_log, layout.chunk_log)
+        with pytest.raises(InvalidField, match="entry"):
+            codec.profile("gap").decode(wrong, Reader(coded))
+
+
+def test_steps_wider_than_the_element_are_refused():
+    """A step must fit the width it is taken in."""
+    layout = Layout(BY_NAME["uint8"], np.array([10]), np.array([2]), 10, 8)
+    wide = numbers.write(layout, np.array([3, 256], np.uint16), Stream.STEP_TOKENS, Stream.STEP_LOWS)
+    gaps = codec.profile("ulp").encode(layout, np.array([1, 2], np.uint32), np.array([3, 4], np.uint8))
+    with pytest.raises(InvalidField, match="number 1"):
+        codec.profile("ulp").decode(layout, Reader(codec.code({**gaps, **wide})))
+
+
+@each_dtype
+def test_planes_are_those_of_the_specification(dtype):
+    """One stream per byte of a word, all lowest bytes first."""
+    words = np.arange(300, dtype=np.uint16).astype(dtype.uint) * dtype.uint.type(77)
+    layout = Layout(dtype, np.array([300]), np.array([300]), 10, 16)
+    written = value.write_planes(layout, words, Stream.WORD_PLANE)
+    planes = [b"".join(bytes(chunk) for chunk in written[Stream.WORD_PLANE + i]) for i in range(dtype.width)]
+    assert planes == [plane.tobytes() for plane in reference.planes(words)]
+    assert (value.read_planes(layout, Reader(codec.code(written)), 300, Stream.WORD_PLANE) == words).all()
+
+
+def test_ids_are_those_of_the_format():
+    """Profiles, coders and streams keep their ids for ever."""
+    assert {p.name: p.id for p in codec.PROFILES.values()} == {"raw": 0, "gap": 1, "ulp": 2}
+    assert {c.name: c.id for c in CODERS.values()} == {"stored": 0, "zstd": 1}
+    assert {s.name: int(s) for s in Stream} == {
+        "ENTRIES": 0,
+        "POSITIONS": 1,
+        "WORDS": 2,
+        "TILE_TOKENS": 4,
+        "TILE_LOWS": 5,
+        "GAP_TOKENS": 6,
+        "GAP_LOWS": 7,
+        "STEP_TOKENS": 8,
+        "STEP_LOWS": 9,
+        "DENSE": 10,
+        "WORD_PLANE": 16,
+        "DENSE_PLANE": 24,
+    }
+    assert [id for id in range(256) if Stream.known(id)] == [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, *range(16, 32)]
+    assert [id for id in range(256) if Stream.is_dense(id)] == [10, *range(24, 32)]
+
+
+@each_profile
+def test_profiles_are_found_by_name_and_id(profile):
+    """The registry gives back the one object; its repr says what it is."""
+    assert codec.profile(profile.name) is profile
+    assert codec.profile_by_id(profile.id) is profile
+    assert repr(profile) == f"{type(profile).__name__}()"
+
+
+@pytest.mark.parametrize("name", ["zip", "", "auto", "ctx", "RAW"])
+def test_unknown_profiles_are_refused_by_name(name):
+    """The error says which are known."""
+    with pytest.raises(UnsupportedFormat, match=f"'{name}'; this release knows raw, gap, ulp"):
+        codec.profile(name)
+
+
+@pytest.mark.parametrize("id", [3, 4, 255])
+def test_unknown_ids_are_refused(id):
+    """What a newer release wrote is named as such: profiles and coders alike."""
+    with pytest.raises(UnsupportedFormat, match=f"unknown profile id {id}; a newer sparserl"):
+        codec.profile_by_id(id)
+    with pytest.raises(UnsupportedFormat, match=f"unknown coder {id}; a newer sparserl"):
+        codec.coder(id)
+
+
+SAMPLES = [b"", b"\0", b"abc", bytes(1000), bytes(range(256)) * 40, np.random.default_rng(0).bytes(70_000)]
+
+
+@pytest.mark.parametrize("coder", CODERS.values(), ids=lambda c: c.name)
+@pytest.mark.parametrize("raw", SAMPLES, ids=len)
+def test_coders_give_back_exactly_the_bytes(coder, raw):
+    """Bytes and views alike; any other size than the true one is an error."""
+    for given_as in (raw, memoryview(raw)):
+        coded = bytes(coder.encode(given_as))
+        assert bytes(coder.decode(coded, len(raw))) == raw
+        assert bytes(coder.decode(memoryview(coded), len(raw))) == raw
+    for size in (len(raw) - 1, len(raw) + 1, 0, 2 * len(raw) + 7):
+        if size >= 0 and size != len(raw):
+            with pytest.raises(InvalidField):
+                coder.decode(coded, size)
+
+
+def test_zstd_takes_only_bare_frames():
+    """No size, checksum or dictionary in the frame, nothing behind it, no second one, nothing cut off."""
+    raw = b"sparse" * 500
+    coded = bytes(Zstd().encode(raw))
+    assert bytes(Zstd().decode(coded, len(raw))) == raw
+    plain = zstandard.ZstdCompressor().compress(raw)
+    for bad in (b"", plain, coded[:-1], coded + b"\0", coded + coded, b"\xff" + coded[1:]):
+        with pytest.raises(InvalidField):
+            Zstd().decode(bad, len(raw))
+
+
+def test_the_coder_is_the_one_that_makes_a_stream_smaller():
+    """Bytes that do not shrink are stored as they are."""
+    noise, zeros = np.random.default_rng(1).bytes(5000), bytes(5000)
+    assert squeeze([noise]) == (Stored(), [noise])
+    coder, chunks = squeeze([zeros, zeros])
+    assert coder == Zstd()
+    assert sum(map(len, chunks)) < 100
+    assert squeeze([b""])[0] == Stored()
+
+
+def test_code_leaves_out_empty_streams():
+    """A stream without bytes is not written, and reads as empty."""
+    coded = codec.code({Stream.TILE_TOKENS: [b"", b""], Stream.GAP_TOKENS: [b"abc"], Stream.WORDS: []})
+    assert set(coded) == {Stream.GAP_TOKENS}
+    reader = Reader(coded)
+    assert reader.take(Stream.TILE_TOKENS, 0) == b""
+    assert reader.take_stored(Stream.TILE_LOWS, 100) == b""
+    with pytest.raises(Truncated, match="stream 4"):
+        reader.take(Stream.TILE_TOKENS, 1)
+    assert bytes(reader.take(Stream.GAP_TOKENS, 3)) == b"abc"
+    with pytest.raises(Truncated, match="stream 6"):
+        reader.take(Stream.GAP_TOKENS, 3)
+    reader.finish()
+
+
+def test_low_bits_are_stored_and_bounded():
+    """A chunk of low bits speaks for its own length, so it may be neither coded nor longer than can be."""
+    reader = Reader({Stream.GAP_LOWS: (Stored(), [b"1234"]), Stream.STEP_LOWS: (Zstd(), [b"1234"])})
+    with pytest.raises(InvalidField, match="longer than 3"):
+        reader.take_stored(Stream.GAP_LOWS, 3)
+    with pytest.raises(InvalidField, match="coded"):
+        reader.take_stored(Stream.STEP_LOWS, 100)

@@ -1,0 +1,669 @@
+"""Every compiled kernel against its specification, on integer views, at awkward sizes and addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import numpy as np
+import pytest
+
+from sparserl.kernels import cpu, reference
+
+UINTS = (np.uint8, np.uint16, np.uint32, np.uint64)
+SIZES = (*range(301), 511, 512, 513, 1000, 4095, 4096, 4097, 10_007)
+POISON = 0xA5
+GUARD = 64  # elements behind every output that no kernel may touch
+
+each_width = pytest.mark.parametrize("uint", UINTS, ids=lambda u: f"u{8 * np.dtype(u).itemsize}")
+
+
+def poisoned(count, dtype):
+    """An output buffer full of a pattern, with a guard behind it."""
+    out = np.empty(count + GUARD, dtype)
+    out.view(np.uint8)[:] = POISON
+    return out
+
+
+def untouched(buffer, used):
+    """Whether everything behind the first `used` elements still holds the pattern."""
+    return bool((buffer[used:].view(np.uint8) == POISON).all())
+
+
+def random_bits(rng, size, uint):
+    return rng.integers(0, 256, size * np.dtype(uint).itemsize, np.uint8).view(uint)
+
+
+def unaligned(bits, offset):
+    """A copy of the bits `offset` bytes into a buffer: the buffer, and the address of the copy."""
+    buffer = np.full(bits.nbytes + offset + 16, POISON, np.uint8)
+    buffer[offset : offset + bits.nbytes] = bits.view(np.uint8)
+    return buffer, buffer.ctypes.data + offset
+
+
+def int64(*values):
+    return np.array(values, np.int64)
+
+
+def altered(rng, old, kind):
+    """New bits that differ from the old ones in a named way."""
+    new = old.copy()
+    if kind == 0 or not old.size:
+        return new
+    where = {
+        1: [int(rng.integers(old.size))],
+        2: [old.size - 1],
+        3: np.arange(old.size),
+        4: np.flatnonzero(rng.random(old.size) < 0.02),
+        5: np.flatnonzero(rng.random(old.size) < 0.5),
+        6: [0],
+    }[kind]
+    new[where] ^= old.dtype.type(1) << rng.integers(0, 8 * old.itemsize, len(where)).astype(old.dtype)
+    return new
+
+
+def run_diff(uint, pairs, offsets=(0,)):
+    """The kernel on one batch of segments, and what stands in its poisoned outputs."""
+    placed = [
+        (unaligned(o, offsets[i % len(offsets)]), unaligned(n, offsets[(i // 2) % len(offsets)]))
+        for i, (o, n) in enumerate(pairs)
+    ]
+    size = int64(*(o.size for o, _ in pairs))
+    room = int(size.sum())
+    positions, before, after = poisoned(room, np.uint32), poisoned(room, uint), poisoned(room, uint)
+    counts = poisoned(size.size, np.int64)
+    saved = [(o[0].copy(), n[0].copy()) for o, n in placed]
+    old, new = int64(*(o[1] for o, _ in placed)), int64(*(n[1] for _, n in placed))
+    found = cpu.diff(np.empty(0, uint), old, new, size, positions, before, after, counts)
+    for (o, n), (o_was, n_was) in zip(placed, saved, strict=True):
+        assert (o[0] == o_was).all()
+        assert (n[0] == n_was).all()
+    assert untouched(positions, found)
+    assert untouched(before, found)
+    assert untouched(after, found)
+    assert untouched(counts, size.size)
+    return positions[:found], before[:found], after[:found], counts[: size.size]
+
+
+def assert_diff(uint, pairs, offsets=(0,)):
+    positions, before, after, counts = run_diff(uint, pairs, offsets)
+    expected = [reference.diff(o, n) for o, n in pairs]
+    assert counts.tolist() == [p.size for p, _, _ in expected]
+    for got, column in ((positions, 0), (before, 1), (after, 2)):
+        assert (got == np.concatenate([e[column] for e in expected])).all()
+
+
+@each_width
+def test_diff_of_every_size_in_one_batch(uint):
+    """A batch of segments of all sizes gives, segment by segment, what the specification gives."""
+    rng = np.random.default_rng(1)
+    pairs = []
+    for i, size in enumerate(SIZES):
+        old = random_bits(rng, size, uint)
+        pairs.append((old, altered(rng, old, i % 7)))
+    assert_diff(uint, pairs)
+
+
+@each_width
+@pytest.mark.parametrize("kind", range(7))
+def test_diff_of_every_size_alone(uint, kind):
+    """Each size by itself, for each kind of change: none, one, the last, all, few, half, the first."""
+    rng = np.random.default_rng(2)
+    for size in SIZES[:301:7] + SIZES[300:]:
+        old = random_bits(rng, size, uint)
+        assert_diff(uint, [(old, altered(rng, old, kind))])
+
+
+@each_width
+def test_diff_at_any_address(uint):
+    """Segments need not be aligned, nor alike on both sides."""
+    rng = np.random.default_rng(3)
+    pairs = []
+    for i in range(400):
+        old = random_bits(rng, int(rng.integers(0, 300)), uint)
+        pairs.append((old, altered(rng, old, i % 7)))
+    assert_diff(uint, pairs, offsets=(0, 1, 2, 3, 5, 7, 8, 11, 13))
+
+
+@each_width
+def test_diff_sees_each_single_element(uint):
+    """No lane of any block, whole or partial, is blind: a change of one bit anywhere is found."""
+    rng = np.random.default_rng(4)
+    pairs = []
+    for size in (1, 63, 64, 65, 127, 128, 129, 200):
+        old = random_bits(rng, size, uint)
+        for at in range(size):
+            new = old.copy()
+            new[at] ^= uint(1) << uint(rng.integers(8 * new.itemsize))
+            pairs.append((old, new))
+    assert_diff(uint, pairs)
+
+
+@each_width
+def test_diff_of_the_same_memory_is_empty(uint):
+    """Equal addresses are equal bits."""
+    bits = np.arange(200).astype(uint)
+    counts, room = np.empty(1, np.int64), poisoned(0, uint)
+    at = int64(bits.ctypes.data)
+    found = cpu.diff(np.empty(0, uint), at, at, int64(200), poisoned(0, np.uint32), room, room, counts)
+    assert (found, counts.tolist()) == (0, [0])
+
+
+def test_diff_is_of_bits_not_of_values():
+    """A flipped zero sign and a NaN payload are changes; an unchanged NaN is none."""
+    old = np.array([0x0000, 0x8000, 0x7FC0, 0x7FC1, 0x3F80], np.uint16)
+    new = np.array([0x8000, 0x0000, 0x7FC0, 0x7FC2, 0x3F80], np.uint16)
+    positions, _, _, _ = run_diff(np.uint16, [(old, new)])
+    assert positions.tolist() == [0, 1, 3]
+
+
+def sums(uint, runs):
+    """The digest kernel over (bits address, size, start, keys) runs."""
+    address, size, start = (int64(*(r[i] for r in runs)) for i in range(3))
+    keys = np.array([r[3] for r in runs], np.uint64).reshape(-1, 2)
+    return tuple(int(x) for x in cpu.digest(np.empty(0, uint), address, size, start, keys))
+
+
+def add(parts):
+    return tuple(sum(column) & (2**64 - 1) for column in zip((0, 0), *parts, strict=True))
+
+
+@each_width
+def test_digest_of_every_size(uint):
+    """Alone and in one batch, at any address and any start, the sums are those of the specification."""
+    rng = np.random.default_rng(5)
+    runs, alive, expected = [], [], []
+    for i, size in enumerate(SIZES):
+        bits = random_bits(rng, size, uint)
+        keys = rng.integers(0, 2**64, 2, np.uint64)
+        start = (0, 1, 2**31 - 3, 2**31 + 5, 2**40 + 7, 2**47)[i % 6]
+        buffer, address = unaligned(bits, i % 9)
+        alive.append(buffer)
+        runs.append((address, size, start, keys))
+        expected.append(reference.digest(keys, start, bits))
+        assert sums(uint, runs[-1:]) == expected[-1]
+    assert sums(uint, runs) == add(expected)
+
+
+@each_width
+def test_digest_adds_up_however_it_is_cut(uint):
+    """The sums over the parts of a run are the sum of the run."""
+    rng = np.random.default_rng(6)
+    bits, keys = random_bits(rng, 3001, uint), rng.integers(0, 2**64, 2, np.uint64)
+    whole = sums(uint, [(bits.ctypes.data, bits.size, 10, keys)])
+    for parts in (1, 2, 3, 17, 500):
+        cuts = np.sort(rng.integers(0, bits.size + 1, parts))
+        cuts = [0, *cuts.tolist(), bits.size]
+        runs = [
+            (bits.ctypes.data + a * bits.itemsize, b - a, 10 + a, keys) for a, b in zip(cuts, cuts[1:], strict=False)
+        ]
+        assert sums(uint, runs) == whole
+        assert add(sums(uint, [r]) for r in rng.permutation(np.array(runs, object)).tolist()) == whole
+
+
+def test_digest_has_no_cheap_collisions():
+    """Among a few hundred thousand (key, position, bits) no two elements add the same to either sum."""
+    rng = np.random.default_rng(15)
+    first, second = [], []
+    for _ in range(4):
+        position, bits = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300, dtype=np.uint64))
+        x, y = reference.mix(rng.integers(0, 2**64, 2, np.uint64), position.ravel(), bits.ravel())
+        first.append(x)
+        second.append(y)
+    for column in (first, second):
+        values = np.concatenate(column)
+        assert np.unique(values).size == values.size
+
+
+def boxes(rng, count):
+    """Random regions of random tensors, as geometry: numel, start, size, strides inside, strides outside."""
+    rows = []
+    for _ in range(count):
+        rank = int(rng.integers(1, 5))
+        shape = rng.integers(1, 7, rank)
+        low = [int(rng.integers(0, s)) for s in shape]
+        size = [int(rng.integers(1, s - a + 1)) for s, a in zip(shape, low, strict=True)]
+        strides = [int(np.prod(shape[d + 1 :])) for d in range(rank)]
+        rows.append((low, size, strides, int(np.prod(shape))))
+    return rows
+
+
+def columns(rows, rank):
+    size, stride = np.ones((len(rows), rank), np.int64), np.ones((len(rows), rank), np.int64)
+    for e, (_, box, strides, _) in enumerate(rows):
+        size[e, : len(box)], stride[e, : len(box)] = box, strides
+    return int64(*(len(r[1]) for r in rows)), size, stride
+
+
+@pytest.mark.parametrize("far", [0, 2**31 - 1, 2**31 + 11, 2**40, 2**47])
+def test_locate(far):
+    """Positions of boxes land where unravelling says, also far past 32 bits."""
+    rng = np.random.default_rng(7)
+    rows = boxes(rng, 200)
+    dims, size, stride = columns(rows, 4)
+    start = int64(*(far + int(np.dot(low, strides)) for low, _, strides, _ in rows))
+    counts, positions, expected = [], [], []
+    for e, (_, box, strides, _) in enumerate(rows):
+        numel = int(np.prod(box))
+        where = np.flatnonzero(rng.random(numel) < 0.6)
+        counts.append(where.size)
+        positions += where.tolist()
+        expected += [reference.locate(int(p), int(start[e]), tuple(box), tuple(strides)) for p in where]
+    out = poisoned(len(positions), np.int64)
+    cpu.locate(int64(*counts), start, dims, size, stride, np.array(positions, np.uint32), out)
+    assert out[: len(positions)].tolist() == expected
+    assert untouched(out, len(positions))
+
+
+def test_locate_positions_past_two_to_the_31():
+    """A position inside a region may use all of its 32 bits, and strides may carry it far beyond them."""
+    size, strides = (3, 2**30, 1), (2**41, 2**3, 1)
+    positions = [0, 1, 2**31 - 1, 2**31, 2**31 + 2**30 - 5, 3 * 2**30 - 1]
+    out = poisoned(len(positions), np.int64)
+    box, stride, where = np.array([size], np.int64), np.array([strides], np.int64), np.array(positions, np.uint32)
+    cpu.locate(int64(len(positions)), int64(9), int64(3), box, stride, where, out)
+    expected = [9 + int(np.dot(np.unravel_index(p, size), strides)) for p in positions]
+    assert out[: len(positions)].tolist() == expected
+    assert expected[-1] > 2**42
+
+
+@each_width
+def test_gather_and_scatter(uint):
+    """Bits are read from, and written to, exactly the positions of the boxes; nothing else changes."""
+    rng = np.random.default_rng(8)
+    rows = boxes(rng, 300)
+    dims, size, stride = columns(rows, 4)
+    placed = [unaligned(random_bits(rng, numel, uint), i % 5) for i, (*_, numel) in enumerate(rows)]
+    width = np.dtype(uint).itemsize
+    first = int64(*(address + width * int(np.dot(r[0], r[2])) for (_, address), r in zip(placed, rows, strict=True)))
+    counts, positions, expected, wanted = [], [], [], []
+    for (buffer, _), (low, box, strides, numel), i in zip(placed, rows, range(len(rows)), strict=True):
+        where = np.flatnonzero(rng.random(int(np.prod(box))) < 0.5)
+        tensor = buffer[i % 5 : i % 5 + numel * width].copy().view(uint)
+        flat = [reference.locate(int(p), int(np.dot(low, strides)), tuple(box), tuple(strides)) for p in where]
+        counts.append(where.size)
+        positions.append(where)
+        expected.append(tensor[flat])
+        after = tensor.copy()
+        after[flat] = random_bits(rng, where.size, uint)
+        wanted.append((after, after[flat]))
+    where = np.concatenate(positions).astype(np.uint32)
+    out = poisoned(where.size, uint)
+    tag, counts = np.empty(0, uint), int64(*counts)
+    cpu.gather(tag, counts, first, dims, size, stride, where, out[: where.size])
+    assert (out[: where.size] == np.concatenate(expected)).all()
+    assert untouched(out, where.size)
+    bits = np.concatenate([w[1] for w in wanted])
+    cpu.scatter(tag, counts, first, dims, size, stride, where, bits)
+    for i, ((buffer, _), (after, _)) in enumerate(zip(placed, wanted, strict=True)):
+        assert (buffer[i % 5 : i % 5 + after.nbytes] == after.view(np.uint8)).all()
+        assert (buffer[: i % 5] == POISON).all()
+        assert (buffer[i % 5 + after.nbytes :] == POISON).all()
+
+
+@each_width
+def test_digest_delta(uint):
+    """The sums move by the new elements' mix minus the old ones', wherever the boxes lie in their tensors."""
+    rng = np.random.default_rng(9)
+    rows = boxes(rng, 100)
+    dims, size, stride = columns(rows, 4)
+    start = int64(*(2**40 * (i % 2) + int(np.dot(r[0], r[2])) for i, r in enumerate(rows)))
+    keys = rng.integers(0, 2**64, (len(rows), 2), np.uint64)
+    counts, positions, expected = [], [], [(0, 0)]
+    old, new = [np.empty(0, uint)], [np.empty(0, uint)]
+    for e, (_, box, strides, _) in enumerate(rows):
+        where = np.flatnonzero(rng.random(int(np.prod(box))) < 0.5)
+        a, b = random_bits(rng, where.size, uint), random_bits(rng, where.size, uint)
+        flat = [reference.locate(int(p), int(start[e]), tuple(box), tuple(strides)) for p in where]
+        at = np.array(flat, np.uint64)
+        for bits, sign in ((a, -1), (b, 1)):
+            first, second = reference.mix(keys[e], at, bits)
+            expected.append((sign * int(first.sum(dtype=np.uint64)), sign * int(second.sum(dtype=np.uint64))))
+        counts.append(where.size)
+        positions.append(where)
+        old.append(a)
+        new.append(b)
+    where = np.concatenate(positions).astype(np.uint32)
+    moved = cpu.digest_delta(
+        int64(*counts), start, dims, size, stride, keys, where, np.concatenate(old), np.concatenate(new)
+    )
+    assert tuple(int(x) for x in moved) == add(expected)
+
+
+def test_reads_stop_at_the_last_byte():
+    """Weights may end where readable memory ends: comparing, summing and gathering touch nothing behind."""
+    page = mmap.PAGESIZE
+    area = mmap.mmap(-1, 2 * page)
+    memory = np.frombuffer(area, np.uint8)
+    memory[:page] = np.arange(page) % 251
+    libc = ctypes.CDLL(None, use_errno=True)
+    wall = ctypes.c_void_p(memory.ctypes.data + page)
+    assert libc.mprotect(wall, ctypes.c_size_t(page), 0) == 0
+    try:
+        for uint in UINTS:
+            tag, width = np.empty(0, uint), np.dtype(uint).itemsize
+            for size in (1, 15, 16, 17, 63, 64, 65, 100, 129, 300):
+                address = memory.ctypes.data + page - size * width
+                other = np.frombuffer(bytes(memory[page - size * width : page]), uint).copy()
+                other[-1] ^= uint(1)
+                counts, positions = np.empty(1, np.int64), np.empty(size, np.uint32)
+                before, after = np.empty(size, uint), np.empty(size, uint)
+                args = int64(size), positions, before, after, counts
+                assert cpu.diff(tag, int64(address), int64(other.ctypes.data), *args) == 1
+                assert positions[0] == size - 1
+                other[-1] ^= uint(1)
+                keys = np.array([3, 4], np.uint64)
+                assert sums(uint, [(address, size, 0, keys)]) == reference.digest(keys, 0, other)
+                one, flat = np.ones(1, np.int64), np.ones((1, 1), np.int64)
+                everywhere = np.arange(size, dtype=np.uint32)
+                cpu.gather(tag, int64(size), int64(address), one, flat, flat, everywhere, after)
+                assert (after == other).all()
+    finally:
+        libc.mprotect(wall, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def run_steps(old, new, sign_magnitude):
+    top = old.dtype.type(1 << (8 * old.itemsize - 1))
+    step = poisoned(old.size, old.dtype)
+    cpu.steps(old, new, top, sign_magnitude, step[: old.size])
+    back = poisoned(old.size, old.dtype)
+    cpu.advance(old, step[: old.size], top, sign_magnitude, back[: old.size])
+    assert untouched(step, old.size)
+    assert untouched(back, old.size)
+    return step[: old.size], back[: old.size]
+
+
+def assert_steps(old, new, sign_magnitude):
+    """The kernel's steps are those of the specification, and both ways lead back to the new bits."""
+    step, back = run_steps(old, new, sign_magnitude)
+    assert (step == reference.steps(old, new, sign_magnitude)).all()
+    assert (back == new).all()
+    assert (reference.advance(old, step, sign_magnitude) == new).all()
+
+
+both_orders = pytest.mark.parametrize("sign_magnitude", [True, False])
+
+
+@both_orders
+def test_steps_between_all_pairs_of_bytes(sign_magnitude):
+    """Every 8-bit pattern to every other: exact, and the 256 steps from one pattern are all different."""
+    old, new = (a.ravel() for a in np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8)))
+    assert_steps(old, new, sign_magnitude)
+    table = reference.steps(old, new, sign_magnitude).reshape(256, 256)
+    assert (np.sort(table, axis=0) == np.arange(256)[:, None]).all()
+
+
+@both_orders
+def test_steps_from_all_bf16_patterns(sign_magnitude):
+    """From each of the 65536 patterns by small, large and extreme steps, across zero, infinity and the wrap."""
+    old = np.arange(1 << 16, dtype=np.uint16)
+    for step in (0, 1, 2, 3, 4, 5, 100, 101, 0x7FFE, 0x7FFF, 0x8000, 0xFFFE, 0xFFFF):
+        zigzag = np.full(old.size, step, np.uint16)
+        new = reference.advance(old, zigzag, sign_magnitude)
+        assert np.unique(new).size == old.size
+        assert_steps(old, new, sign_magnitude)
+        assert (run_steps(old, new, sign_magnitude)[0] == zigzag).all()
+
+
+@both_orders
+def test_steps_of_random_16_bit_pairs(sign_magnitude):
+    """Half a million random pairs of 16-bit patterns."""
+    rng = np.random.default_rng(10)
+    assert_steps(random_bits(rng, 1 << 19, np.uint16), random_bits(rng, 1 << 19, np.uint16), sign_magnitude)
+
+
+@both_orders
+@each_width
+def test_steps_wrap_all_the_way(uint, sign_magnitude):
+    """The extremes of every width, each to each, and random pairs."""
+    rng = np.random.default_rng(11)
+    bits = 8 * np.dtype(uint).itemsize
+    edges = {v % 2**bits for e in range(bits + 1) for v in (2**e - 1, 2**e, 2**e + 1, -(2**e))}
+    edges = np.array(sorted(edges), uint)
+    old, new = (a.ravel() for a in np.meshgrid(edges, edges))
+    assert_steps(old, new, sign_magnitude)
+    assert_steps(random_bits(rng, 5000, uint), random_bits(rng, 5000, uint), sign_magnitude)
+    assert_steps(old[:0], new[:0], sign_magnitude)
+
+
+def test_the_neighbour_in_value_is_one_step_away():
+    """In the order of floats a step of one goes to the next value; -0.0 and +0.0 are neighbours too."""
+    for uint, real in ((np.uint16, np.float16), (np.uint32, np.float32), (np.uint64, np.float64)):
+        values = np.array([1.0, -1.0, 0.5, -0.5, 3e-8, -3e-8, 60000.0], real)
+        above = np.nextafter(values, real(np.inf))
+        assert reference.steps(values.view(uint), above.view(uint), True).tolist() == [2] * values.size
+        assert reference.steps(above.view(uint), values.view(uint), True).tolist() == [1] * values.size
+        zeros = np.array([-0.0, 0.0], real).view(uint)
+        assert reference.steps(zeros[:1], zeros[1:], True).tolist() == [2]
+
+
+def run_pack(values):
+    tokens, lows = poisoned(values.size, np.uint8), poisoned(values.size + 1, np.uint64)
+    bits = cpu.pack(values, tokens[: values.size], lows[: values.size + 1])
+    assert untouched(tokens, values.size)
+    assert untouched(lows, bits // 64 + 1)
+    return tokens[: values.size].tobytes(), lows.tobytes()[: (bits + 7) // 8], int(bits)
+
+
+def run_unpack(tokens, lows, limit, dtype, bits=None):
+    words = np.zeros(len(lows) // 8 + 2, np.uint64)
+    words.view(np.uint8)[: len(lows)] = np.frombuffer(lows, np.uint8)
+    out = poisoned(len(tokens), dtype)
+    heads = np.frombuffer(tokens, np.uint8)
+    bad = cpu.unpack(heads, words, 8 * len(lows) if bits is None else bits, np.uint64(limit), out[: len(tokens)])
+    assert untouched(out, len(tokens))
+    return int(bad), out[: len(tokens)]
+
+
+NUMBERS = [0, 1, 2, 14, 15, 16, 17, 31, 32, 2**16 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pack_and_unpack_64_bit_numbers(seed):
+    """Numbers of every magnitude: the bytes of the specification, and the numbers back again."""
+    rng = np.random.default_rng(seed)
+    spread = [int(rng.integers(0, 2**64, dtype=np.uint64)) >> int(rng.integers(64)) for _ in range(2000)]
+    edges = [v % 2**64 for e in range(65) for v in (2**e - 1, 2**e, 2**e + 1)]
+    values = np.array([*NUMBERS, *edges, *spread], np.uint64)
+    values = rng.permutation(values)
+    tokens, lows, bits = run_pack(values)
+    assert (tokens, lows) == reference.pack(values)
+    assert bits == sum(reference.token(int(v))[2] for v in values)
+    bad, back = run_unpack(tokens, lows, 2**64 - 1, np.uint64)
+    assert bad == -1
+    assert (back == values).all()
+
+
+@each_width
+def test_pack_in_every_width(uint):
+    """Every length up to 300 of numbers of a width, also all of them small or all of them largest."""
+    rng = np.random.default_rng(12)
+    most = 2 ** (8 * np.dtype(uint).itemsize) - 1
+    for size in range(0, 301, 3):
+        for values in (random_bits(rng, size, uint), np.full(size, most, uint), rng.integers(0, 16, size).astype(uint)):
+            tokens, lows, _ = run_pack(values)
+            assert (tokens, lows) == reference.pack(values)
+            bad, back = run_unpack(tokens, lows, most, uint)
+            assert bad == -1
+            assert (back == values).all()
+
+
+def test_untoken_undoes_token():
+    """The specification itself: a token and its low bits are the number, and tokens fit a byte."""
+    for value in [*range(5000), *NUMBERS, *(2**e + d for e in range(5, 64) for d in (-1, 0, 1))]:
+        token, low, width = reference.token(value)
+        assert token < 256
+        assert low < 2**width
+        assert reference.untoken(token, low) == value
+
+
+@pytest.mark.parametrize("at", [0, 1, 57, 99])
+def test_unpack_names_the_first_number_past_its_limit(at):
+    """A number above the limit is found where it stands."""
+    values = np.full(100, 1000, np.uint32)
+    values[at] = 1001
+    tokens, lows, _ = run_pack(values)
+    assert run_unpack(tokens, lows, 1001, np.uint32)[0] == -1
+    assert run_unpack(tokens, lows, 1000, np.uint32)[0] == at
+
+
+def test_unpack_refuses_low_bits_that_do_not_match():
+    """Too few low bits, a byte too many, and set bits in the padding are all errors."""
+    values = np.array([5, 1000, 3, 70_000, 17], np.uint32)
+    tokens, lows, _ = run_pack(values)
+    assert run_unpack(tokens, lows, 2**32 - 1, np.uint32)[0] == -1
+    assert run_unpack(tokens, lows[:-1], 2**32 - 1, np.uint32)[0] >= 0
+    assert run_unpack(tokens, lows + b"\0", 2**32 - 1, np.uint32)[0] == values.size
+    spare = bytes([lows[-1] | 0x80])
+    assert run_unpack(tokens, lows[:-1] + spare, 2**32 - 1, np.uint32)[0] == values.size
+    assert run_unpack(b"\x03", b"", 2**32 - 1, np.uint32)[0] == -1
+    assert run_unpack(b"\x03", b"\0", 2**32 - 1, np.uint32)[0] == 1
+
+
+def regions_of(rng, log):
+    """Regions of awkward sizes around a tile, each with some changes in it."""
+    tile = 1 << log
+    sizes = [1, 2, tile - 1, tile, tile + 1, 2 * tile - 1, 2 * tile, 2 * tile + 1, 5 * tile + 3, 7]
+    rows = []
+    for numel in sizes:
+        for density in (0.0, 0.01, 0.3, 1.0):
+            where = np.flatnonzero(rng.random(numel) < density)
+            rows.append((numel, where))
+        rows.append((numel, np.array([numel - 1])))
+        rows.append((numel, np.array(sorted({0, numel - 1}))))
+    return rows
+
+
+def run_gaps(rows, log):
+    positions = np.concatenate([w for _, w in rows]).astype(np.uint32)
+    numel, counts = int64(*(n for n, _ in rows)), int64(*(w.size for _, w in rows))
+    per_entry = (numel - 1 >> log) + 1
+    n_tiles = int(per_entry[per_entry > 1].sum())
+    gaps, tiles = poisoned(positions.size, np.uint32), poisoned(n_tiles, np.uint32)
+    assert cpu.tile_gaps(counts, numel, log, positions, gaps, tiles) == n_tiles
+    assert untouched(gaps, positions.size)
+    assert untouched(tiles, n_tiles)
+    return counts, numel, tiles[:n_tiles], gaps[: positions.size], positions
+
+
+@pytest.mark.parametrize("log", [4, 6, 10])
+def test_tile_gaps_and_back(log):
+    """Gaps and tile counts are those of the specification, region by region, and lead back to the positions."""
+    rows = regions_of(np.random.default_rng(13), log)
+    counts, numel, tiles, gaps, positions = run_gaps(rows, log)
+    expected_gaps, expected_tiles = [], []
+    for n, where in rows:
+        its_tiles, its_gaps = reference.tile_gaps(where, n, 1 << log)
+        expected_gaps += its_gaps
+        expected_tiles += its_tiles if len(its_tiles) > 1 else []
+    assert gaps.tolist() == expected_gaps
+    assert tiles.tolist() == expected_tiles
+    back = poisoned(positions.size, np.uint32)
+    assert cpu.tile_positions(counts, numel, log, tiles, gaps, back) == -1
+    assert (back[: positions.size] == positions).all()
+    assert untouched(back, positions.size)
+
+
+def test_tile_positions_at_the_end_of_32_bits():
+    """Regions of 2^31 elements and tiles of 2^31 keep their last position."""
+    rows = [(2**31, np.array([0, 2**30, 2**31 - 1])), (2**31 - 1, np.array([2**31 - 2]))]
+    for log in (22, 30, 31):
+        counts, numel, tiles, gaps, positions = run_gaps(rows, log)
+        back = poisoned(positions.size, np.uint32)
+        assert cpu.tile_positions(counts, numel, log, tiles, gaps, back) == -1
+        assert back[: positions.size].tolist() == [0, 2**30, 2**31 - 1, 2**31 - 2]
+
+
+@pytest.mark.parametrize(
+    ("counts", "numel", "tiles", "gaps", "bad"),
+    [
+        ([1], [16], [], [15], -1),
+        ([1], [16], [], [16], 0),
+        ([1], [15], [], [15], 0),
+        ([2], [16], [], [15, 0], 0),
+        ([2], [20], [1, 1], [15, 3], -1),
+        ([2], [20], [1, 1], [15, 4], 0),
+        ([2], [20], [1, 1], [16, 3], 0),
+        ([2], [20], [1, 0], [15, 3], 0),
+        ([2], [20], [1, 2], [15, 1, 1], 0),
+        ([2], [20], [3, 0], [1, 1, 1], 0),
+        ([1, 1], [16, 16], [], [3, 16], 1),
+        ([1, 2], [16, 40], [1, 0, 1], [3, 4, 7], -1),
+        ([1, 2], [16, 40], [1, 0, 1], [3, 4, 8], 1),
+        ([1, 2], [16, 40], [1, 0, 0], [3, 4, 7], 1),
+    ],
+)
+def test_tile_positions_refuses_what_leaves_its_tile(counts, numel, tiles, gaps, bad):
+    """Gaps past a tile's or a region's end, and counts that do not add up, name the entry at fault."""
+    room = poisoned(len(gaps), np.uint32)
+    tiles, gaps = np.array(tiles, np.uint32), np.array(gaps, np.uint32)
+    assert cpu.tile_positions(int64(*counts), int64(*numel), 4, tiles, gaps, room) == bad
+    assert untouched(room, len(gaps))
+
+
+@pytest.mark.parametrize(
+    ("counts", "numel", "positions", "bad"),
+    [
+        ([3], [10], [0, 5, 9], -1),
+        ([3], [10], [0, 5, 10], 0),
+        ([3], [10], [0, 5, 5], 0),
+        ([3], [10], [0, 5, 4], 0),
+        ([1, 2], [1, 2**31], [0, 0, 2**31 - 1], -1),
+        ([1, 2], [1, 2**31], [0, 0, 2**31], 1),
+        ([1, 0, 1], [3, 3, 3], [2, 0], -1),
+        ([1, 0, 1], [3, 3, 3], [2, 3], 2),
+        ([1], [5], [2**32 - 1], 0),
+    ],
+)
+def test_ascending(counts, numel, positions, bad):
+    """Positions must rise strictly and stay inside their region; the entry at fault is named."""
+    assert cpu.ascending(int64(*counts), int64(*numel), np.array(positions, np.uint32)) == bad
+
+
+def leb128(value):
+    out = bytearray()
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def test_varints_and_back():
+    """Numbers of every length, written as LEB128 says, read back from any offset."""
+    rng = np.random.default_rng(14)
+    spread = [int(rng.integers(0, 2**64, dtype=np.uint64)) >> int(rng.integers(64)) for _ in range(3000)]
+    values = np.array([*NUMBERS, *(2**e - 1 for e in range(65)), *(2**e for e in range(64)), *spread], np.uint64)
+    out = poisoned(10 * values.size, np.uint8)
+    size = cpu.varints(values, out)
+    expected = b"".join(leb128(int(v)) for v in values)
+    assert out[:size].tobytes() == expected
+    assert untouched(out, size)
+    back = poisoned(values.size, np.uint64)
+    data = np.frombuffer(b"\xff\xff\xff" + expected + b"\x80", np.uint8)
+    assert cpu.read_varints(data, 3, np.uint64(2**64 - 1), back[: values.size]) == 3 + size
+    assert (back[: values.size] == values).all()
+    assert untouched(back, values.size)
+
+
+@pytest.mark.parametrize(
+    ("data", "limit", "end"),
+    [
+        (b"\x05", 5, 1),
+        (b"\x05", 4, -1),
+        (b"", 9, -1),
+        (b"\x80", 9, -1),
+        (b"\x80\x00", 9, -1),
+        (b"\x85\x80\x00", 9, -1),
+        (b"\xff" * 9 + b"\x01", 2**64 - 1, 10),
+        (b"\xff" * 9 + b"\x02", 2**64 - 1, -1),
+        (b"\xff" * 9 + b"\x81", 2**64 - 1, -1),
+        (b"\xff" * 10 + b"\x01", 2**64 - 1, -1),
+        (b"\x80" * 9 + b"\x01", 2**63, 10),
+        (b"\x80" * 9 + b"\x01", 2**63 - 1, -1),
+    ],
+)
+def test_read_varints_takes_only_canonical_numbers(data, limit, end):
+    """Cut short, padded, too long or above the limit: refused, and never read past the end."""
+    out = poisoned(1, np.uint64)
+    assert cpu.read_varints(np.frombuffer(data, np.uint8), 0, np.uint64(limit), out[:1]) == end
+    assert untouched(out, 1)

@@ -1,0 +1,395 @@
+"""Break the code in named ways, one at a time, and see that the tests notice.
+
+Each mutant is one exact replacement in one file. It is run against the tests that are there to catch it; a mutant
+that survives, or whose text is no longer found, makes this program fail. The same tests are run on the unbroken code
+first, so that red means something.
+
+    python tests/mutants/run.py [part of a mutant's name …]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKERS = 2
+SECONDS = 200  # for one run of pytest
+GREEN, RED = 0, 1  # pytest's exit codes: all passed, some failed
+
+
+@dataclass(frozen=True)
+class Tests:
+    """A test file (under tests), and which of its tests."""
+
+    file: str
+    words: str = ""
+
+    @property
+    def keywords(self) -> str:
+        stem = Path(self.file).stem
+        return f"({stem} and ({self.words}))" if self.words else stem
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A way to be wrong: in `file` (under src/sparserl), `old` becomes `new`, and the tests must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: Tests
+
+    @property
+    def compiled(self) -> bool:
+        return self.file.startswith("kernels/")
+
+
+KERNELS, CODEC, PLAN = "kernels/test_cpu.py", "codec/test_codec.py", "plan/test_plan.py"
+APPLY, REGIONS, COMPOSE = "patch/test_diff_apply.py", "patch/test_regions.py", "patch/test_compose.py"
+CHANGES = Tests(APPLY, "every_kind_of_change and (bfloat16 or float32) or zero_signs")
+REFUSED = Tests(APPLY, "wrong_base or does_not_hold or vouching")
+
+MUTANTS = (
+    Mutant(
+        "zeros compared by value: a flipped sign is lost",
+        "patch/diff.py",
+        "    return positions[:n].copy(), before[:n].copy(), after[:n].copy(), counts\n",
+        "    real = ((before[:n] | after[:n]) << 1) != 0\n"
+        "    owner = np.repeat(np.arange(size.size), counts)[real]\n"
+        "    counts = np.bincount(owner, minlength=size.size)\n"
+        "    return positions[:n][real], before[:n][real], after[:n][real], counts\n",
+        CHANGES,
+    ),
+    Mutant(
+        "the last element is not compared",
+        "patch/diff.py",
+        "_scan(tag, old, new, batch.numel)",
+        "_scan(tag, old, new, batch.numel - 1)",
+        CHANGES,
+    ),
+    Mutant(
+        "a superset of the changes is taken for the changes",
+        "patch/diff.py",
+        "        real = before != after\n",
+        "        real = before == before\n",
+        Tests(APPLY, "known or bad_positions"),
+    ),
+    Mutant(
+        "a whole region is not all of its tensor",
+        "patch/diff.py",
+        " if r != whole(table[table.index[n]].shape)}",
+        "}",
+        Tests(REGIONS, "all_of_its_tensor"),
+    ),
+    Mutant(
+        "the tail of a block is seen twice",
+        "kernels/cpu.py",
+        "mask = (differ64(tag, a + base * width, b + base * width) >> seen) << seen",
+        "mask = differ64(tag, a + base * width, b + base * width)",
+        Tests(KERNELS, "diff"),
+    ),
+    Mutant(
+        "the digest forgets positions inside a block",
+        "kernels/llvm.py",
+        "            b.add(w, constant(_LANES * GOLDEN)),\n",
+        "            w,\n",
+        Tests(KERNELS, "digest"),
+    ),
+    Mutant(
+        "the digest forgets where a box lies",
+        "digest.py",
+        "        start.append(first)\n",
+        "        start.append(first * 0)\n",
+        Tests("test_digest.py", "shards"),
+    ),
+    Mutant(
+        "the digest forgets names",
+        "table.py",
+        'return f"{self.dtype.name}{list(self.shape)}{self.name}".encode()',
+        'return f"{self.dtype.name}{list(self.shape)}".encode()',
+        Tests("test_digest.py", "tells_apart"),
+    ),
+    Mutant(
+        "the digest forgets shapes",
+        "table.py",
+        'return f"{self.dtype.name}{list(self.shape)}{self.name}".encode()',
+        'return f"{self.dtype.name}{self.name}".encode()',
+        Tests("test_digest.py", "tells_apart"),
+    ),
+    Mutant(
+        "the length of a stored chunk is not checked",
+        "codec/coders.py",
+        "        if len(coded) != size:\n",
+        "        if len(coded) < 0:\n",
+        Tests(CODEC),
+    ),
+    Mutant(
+        "counts of tiles need not add up",
+        "kernels/cpu.py",
+        "        if left:\n            return e\n",
+        "        if left < 0:\n            return e\n",
+        Tests(KERNELS, "tile"),
+    ),
+    Mutant(
+        "a tile may reach past the end of its region",
+        "kernels/cpu.py",
+        "end = min(np.int64(j + 1) << log, numel[e])",
+        "end = np.int64(j + 1) << log",
+        Tests(KERNELS, "tile"),
+    ),
+    Mutant(
+        "steps do not wrap",
+        "kernels/cpu.py",
+        "        b = out.dtype.type(a + delta)\n",
+        "        b = out.dtype.type(a + delta)\n        b = max(a, b) if not step[i] & one else b\n",
+        Tests(KERNELS, "steps"),
+    ),
+    Mutant(
+        "positions past 2^31 wrap",
+        "kernels/cpu.py",
+        "            out[k] = start[e] + _offset(np.int64(positions[k]), e, dims, size, stride)\n",
+        "            out[k] = np.int32(start[e] + _offset(np.int64(positions[k]), e, dims, size, stride))\n",
+        Tests(KERNELS, "locate"),
+    ),
+    Mutant(
+        "the base is not checked",
+        "patch/apply.py",
+        "    if current != patch.base:\n",
+        "    if current is None:\n",
+        REFUSED,
+    ),
+    Mutant(
+        "the result is not checked",
+        "patch/apply.py",
+        "    if result != patch.result:\n",
+        "    if result is None:\n",
+        REFUSED,
+    ),
+    Mutant(
+        "weights are written before the result is known",
+        "patch/apply.py",
+        "    return Staged(decoded, g, count, positions, old, new, moved)\n",
+        "    commit(held, Staged(decoded, g, count, positions, old, new, moved))\n"
+        "    return Staged(decoded, g, count, positions, old, new, moved)\n",
+        REFUSED,
+    ),
+    Mutant(
+        "tied tensors may be told to differ",
+        "patch/apply.py",
+        "    _refuse_conflicts(patch, held, memory, staged)\n",
+        "",
+        Tests(APPLY, "tied"),
+    ),
+    Mutant(
+        "read-only and folded memory is written",
+        "patch/apply.py",
+        "    require_writable((name, memory[name]) for name in touched)\n",
+        "    del touched\n",
+        Tests("test_memory.py", "cannot_take_a_patch and not read-only and not broadcast"),
+    ),
+    Mutant(
+        "tensors that share some memory pass for separate ones",
+        "memory.py",
+        "        if _share(held[name], held[group[0]]):\n",
+        "        if held is None:\n",
+        Tests("test_memory.py", "shared"),
+    ),
+    Mutant(
+        "regions may overlap",
+        "region.py",
+        "    if (pair := first_overlap(regions)) is not None:\n",
+        "    if (pair := first_overlap(regions[:1])) is not None:\n",
+        Tests(REGIONS, "overlapping"),
+    ),
+    Mutant(
+        "overlap is sought along one dimension",
+        "region.py",
+        "        hit = ((start[rivals] < stop[i]) & (start[i] < stop[rivals])).all(axis=1)\n",
+        "        hit = ((start[rivals] < stop[i]) & (start[i] < stop[rivals])).any(axis=1)\n",
+        Tests("test_region.py", "overlap"),
+    ),
+    Mutant(
+        "the checksum is not compared",
+        "wire/cursor.py",
+        "    if checksum(body) != bytes(view[-CHECKSUM_BYTES:]):\n",
+        '    if checksum(body) == b"":\n',
+        Tests(APPLY, "flipped_bit"),
+    ),
+    Mutant(
+        "base and result change places in the footer",
+        "wire/patchfile.py",
+        "footer.base.to_bytes() + footer.result.to_bytes()",
+        "footer.result.to_bytes() + footer.base.to_bytes()",
+        CHANGES,
+    ),
+    Mutant(
+        "positions of a split entry count from the old start",
+        "plan/route.py",
+        "            piece.positions = changes.positions[a:b] - np.uint32(at)\n",
+        "            piece.positions = changes.positions[a:b]\n",
+        Tests(PLAN, "cut_by"),
+    ),
+    Mutant(
+        "entries are put in order without their changes",
+        "plan/buckets.py",
+        "    return positions[take], words[take]\n",
+        "    return positions, words\n",
+        Tests(PLAN, "share_buckets"),
+    ),
+    Mutant(
+        "a bucket takes entries that no profile can hold",
+        "plan/buckets.py",
+        "        if part.count.size and (costs := self.costs()) and not costs.keys() & part.cost.keys():\n",
+        "        if part.count.size < 0:\n",
+        Tests(COMPOSE, "different_kinds"),
+    ),
+    Mutant(
+        "squashed steps survive the bits laid over them",
+        "patch/compose.py",
+        "            keep = ~np.isin(self.where[False], where, assume_unique=True)\n",
+        "            keep = np.ones(self.where[False].size, bool)\n",
+        Tests(COMPOSE, "bits_and_steps or dense_entries"),
+    ),
+    Mutant(
+        "squashed windows lose their first element",
+        "patch/compose.py",
+        "                yield where[a:b] - low, decoded.words[inside][a:b], decoded.head.profile.absolute\n",
+        "                a += int(a > 0)\n"
+        "                yield where[a:b] - low, decoded.words[inside][a:b], decoded.head.profile.absolute\n",
+        Tests(COMPOSE, "without_the_base"),
+    ),
+    Mutant(
+        "merged digests count the table twice",
+        "patch/compose.py",
+        "    base = sum((p.base - terms if p.complete else p.base for p in patches), start)\n",
+        "    base = sum((p.base for p in patches), start)\n",
+        Tests(REGIONS, "holds_everything"),
+    ),
+)
+
+
+@contextmanager
+def mutated(folder: Path, mutant: Mutant) -> Iterator[None]:
+    """The folder's code with the mutant in it; afterwards the file is as it was, to the nanosecond."""
+    path = folder / "src" / "sparserl" / mutant.file
+    before, stamp = path.read_text(), path.stat()
+    path.write_text(before.replace(mutant.old, mutant.new))
+    try:
+        yield
+    finally:
+        path.write_text(before)
+        os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+
+
+def pytest(folder: Path, tests: Iterable[Tests], cache: str = "numba") -> tuple[int, str]:
+    """Exit code and output of the tests, on the code in the folder."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder / "src"),
+        "PYTHONDONTWRITEBYTECODE": "1",  # stale bytecode would hide a mutant
+        "NUMBA_CACHE_DIR": str(folder / cache),
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    files = sorted({f"tests/{t.file}" for t in tests})
+    words = " or ".join(sorted({t.keywords for t in tests}))
+    done = subprocess.run(
+        [*command, *files, "-k", words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def judge(folder: Path, mutant: Mutant) -> str | None:
+    """None if the tests notice the mutant, else what went wrong."""
+    cache = "numba"
+    if mutant.compiled:  # what is compiled from the mutant must not be found again
+        cache = "numba-mutant"
+        shutil.rmtree(folder / cache, ignore_errors=True)
+    with mutated(folder, mutant):
+        code, output = pytest(folder, [mutant.tests], cache)
+    if code == RED:
+        return None
+    return "survived" if code == GREEN else f"pytest ended with {code}:\n{output[-2000:]}"
+
+
+def control(folder: Path, mutants: Iterable[Mutant]) -> str | None:
+    """None if the tests pass on the code as it is, else what they say."""
+    code, output = pytest(folder, [m.tests for m in mutants])
+    return None if code == GREEN else f"pytest ended with {code}:\n{output[-2000:]}"
+
+
+def report(name: str, wrong: str | None, began: float) -> bool:
+    print(f"{'ok' if wrong is None else 'FAILED':<8}{time.monotonic() - began:6.1f} s  {name}", flush=True)
+    if wrong is not None:
+        print(f"        {wrong}", flush=True)
+    return wrong is None
+
+
+def work(folder: Path, mutants: list[Mutant]) -> bool:
+    """The tests without a mutant, then each mutant in turn. True if all were noticed."""
+    skip = shutil.ignore_patterns("__pycache__", "data", ".hypothesis")
+    for part in ("src", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=skip)
+    shutil.copy2(ROOT / "pyproject.toml", folder)
+    began = time.monotonic()
+    if not report(f"no mutant in the way of {len(mutants)}", control(folder, mutants), began):
+        return False
+    good = True
+    for mutant in mutants:
+        began = time.monotonic()
+        good &= report(mutant.name, judge(folder, mutant), began)
+    return good
+
+
+def shared(mutants: Iterable[Mutant]) -> list[list[Mutant]]:
+    """Mutants for each worker: those of one test file together, since they use the same compiled kernels."""
+    by_file: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        by_file.setdefault(mutant.tests.file, []).append(mutant)
+    shares: list[list[Mutant]] = [[] for _ in range(WORKERS)]
+    for group in sorted(by_file.values(), key=len, reverse=True):
+        min(shares, key=len).extend(group)
+    return [share for share in shares if share]
+
+
+def require_texts(mutants: Iterable[Mutant]) -> None:
+    """Leave, naming them, if the text of some mutants does not stand exactly once where it should."""
+    lost = []
+    for mutant in mutants:
+        found = (ROOT / "src" / "sparserl" / mutant.file).read_text().count(mutant.old)
+        if found != 1:
+            lost.append(f"{mutant.name}: its text stands {found} times in {mutant.file}")
+    if lost:
+        raise SystemExit("\n".join(lost))
+
+
+def main(words: list[str]) -> int:
+    """0 if every mutant, or every one whose name has one of the words in it, was noticed."""
+    mutants = [m for m in MUTANTS if not words or any(w in m.name for w in words)]
+    require_texts(mutants)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sparserl-mutants-") as home, ThreadPoolExecutor(WORKERS) as pool:
+        shares = shared(mutants)
+        good = all(list(pool.map(work, [Path(home) / str(i) for i in range(len(shares))], shares)))
+    print(f"{len(mutants)} mutants, {'all noticed' if good else 'NOT all noticed'}, {time.monotonic() - began:.0f} s")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""Threads and processes: results do not depend on how many there are, and none gets in another's way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sparserl
+from sparserl import Patch
+from sparserl.errors import SparserlError
+from sparserl.parallel import default_threads, ordered
+
+PROFILES = ("auto", "raw", "gap", "ulp")
+
+
+def versions(seed=0, count=2):
+    """Some versions of weights large enough for several pieces and buckets once those are small."""
+    rng = np.random.default_rng(seed)
+    first = {
+        "a": rng.integers(0, 2**16, (300, 400), np.uint16),
+        "b": rng.integers(0, 2**32, (100, 90), np.uint32),
+        "c": rng.integers(0, 2**16, (7,), np.uint16),
+        "d": rng.integers(0, 256, (50, 50, 20), np.uint8),
+    }
+    out = [first]
+    for density in (0.02, 0.3, 0.01)[: count - 1]:
+        last = out[-1]
+        out.append({n: np.where(rng.random(b.shape) < density, b + b.dtype.type(1), b) for n, b in last.items()})
+    return out
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces so small that there is work for every thread."""
+    monkeypatch.setattr("sparserl.pieces.PIECE_BYTES", 4096)
+    monkeypatch.setattr("sparserl.plan.buckets.BUCKET_COVER_BYTES", 40_000)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_same_bytes_whatever_the_number_of_threads(profile, small):
+    """Diff, squash and invert write the same patch on one, two and four threads; apply does the same."""
+    first, second, third = versions(count=3)
+    results = []
+    for threads in (1, 2, 4):
+        a = sparserl.diff(first, second, profile=profile, threads=threads)
+        b = sparserl.diff(second, third, profile=profile, threads=threads)
+        squashed = sparserl.squash(a, b, base=first, profile=profile, threads=threads)
+        undo = squashed.invert(first, profile=profile, threads=threads)
+        weights = {n: t.copy() for n, t in first.items()}
+        squashed.apply(weights, threads=threads)
+        assert all((weights[n] == third[n]).all() for n in third)
+        undo.apply(weights, threads=threads)
+        assert all((weights[n] == first[n]).all() for n in first)
+        results.append([p.to_bytes() for p in (a, b, squashed, undo)])
+        assert a.buckets > 4
+    assert results[0] == results[1] == results[2]
+
+
+def test_many_python_threads_at_once(small, tmp_path):
+    """Diffs and applies on shared inputs and one shared patch on disk, from eight threads, all come out exact."""
+    old, new = versions()
+    expected = sparserl.diff(old, new).to_bytes()
+    shared = sparserl.diff(old, new, to=tmp_path / "shared.srl")
+    opened = Patch.open(tmp_path / "shared.srl")
+    gate = threading.Barrier(8)
+
+    def work(i):
+        gate.wait()
+        for round_ in range(3):
+            weights = {n: t.copy() for n, t in old.items()}
+            (shared, opened)[i % 2].apply(weights, threads=1 + (i + round_) % 3)
+            assert all((weights[n] == new[n]).all() for n in new)
+            assert sparserl.diff(old, new, threads=1 + i % 3).to_bytes() == expected
+            assert opened.stats().changed == shared.changed
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+FORK = """
+import os, signal, sys
+import numpy as np, sparserl
+rng = np.random.default_rng(0)
+old = {f"t{i}": rng.integers(0, 2**16, 50_000, np.uint16) for i in range(8)}
+new = {n: np.where(rng.random(b.size) < 0.01, b + np.uint16(1), b) for n, b in old.items()}
+sparserl.pieces.PIECE_BYTES = 1 << 14
+patch = sparserl.diff(old, new, threads=3)
+patch.apply({n: b.copy() for n, b in old.items()}, threads=3)
+children = []
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        try:
+            mine = {n: b.copy() for n, b in old.items()}
+            patch.apply(mine, threads=3)
+            again = sparserl.diff(old, mine, threads=3)
+            good = all((mine[n] == new[n]).all() for n in new) and again.to_bytes() == patch.to_bytes()
+            if len(children) == 1 and good:
+                inner = os.fork()
+                if inner == 0:
+                    os._exit(0 if sparserl.digest(mine, threads=3) == patch.result else 4)
+                good = os.waitpid(inner, 0)[1] == 0
+            os._exit(0 if good else 3)
+        finally:
+            os._exit(5)
+    children.append(child)
+codes = [os.waitpid(child, 0)[1] for child in children]
+print(codes, sparserl.digest(new, threads=3) == patch.result)
+"""
+
+
+def test_a_forked_child_has_its_own_threads():
+    """After use in the parent, children (and theirs) diff and apply without waiting for threads they do not have."""
+    root = Path(sparserl.__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == "[0, 0, 0] True", done.stderr
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_results_come_in_order(threads):
+    """Whoever finishes first, results come in the order of the items."""
+
+    def work(i):
+        time.sleep(0.002 * ((7 * i) % 5))
+        return i
+
+    assert list(ordered(work, range(40), threads)) == list(range(40))
+    assert list(ordered(work, [], threads)) == []
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_few_items_are_taken_ahead(threads):
+    """At most two items per thread are in flight, so memory stays bounded while the consumer is slow."""
+    taken = []
+
+    def items():
+        for i in range(100):
+            taken.append(i)
+            yield i
+
+    for done, _ in enumerate(ordered(lambda i: i, items(), threads), 1):
+        assert len(taken) - done <= 2 * threads
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_reaches_the_caller(threads):
+    """An exception in the work comes out where its result would have; what lies behind is not begun without need."""
+    begun = []
+
+    def work(i):
+        begun.append(i)
+        if i == 5:
+            raise ValueError("five")
+        return i
+
+    results = ordered(work, range(1000), threads)
+    assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="five"):
+        next(results)
+    assert len(begun) <= 5 + 2 * threads + 1
+
+
+def test_an_abandoned_loop_leaves_the_pool_usable():
+    """Breaking off early cancels what was not begun; the next use works."""
+    for result in ordered(lambda i: i, range(1000), 3):
+        if result == 3:
+            break
+    assert list(ordered(lambda i: i * i, range(10), 3)) == [i * i for i in range(10)]
+
+
+def test_the_number_of_threads_can_be_said(monkeypatch):
+    """SPARSERL_THREADS decides where the caller does not; nonsense is an error."""
+    monkeypatch.setenv("SPARSERL_THREADS", "3")
+    assert default_threads() == 3
+    monkeypatch.setenv("SPARSERL_THREADS", "0")
+    assert default_threads() == 1
+    monkeypatch.setenv("SPARSERL_THREADS", "many")
+    with pytest.raises(SparserlError, match="'many'"):
+        default_threads()
+    monkeypatch.delenv("SPARSERL_THREADS")
+    assert default_threads() == len(os.sched_getaffinity(0))

@@ -11,13 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from .kernels import cpu
 from .memory import Weights, memories, table_of
 from .parallel import Progress, ordered
-from .pieces import Batch, Held, Numbers, Place, batches
-from .region import collapse, row_major, whole
+from .pieces import Batch, Held, Numbers, Place, batches, outline
 from .table import TensorTable
 
 _ALL = (1 << 64) - 1
@@ -70,34 +68,13 @@ def table_digest(table: TensorTable) -> Digest:
 
 def sums(table: TensorTable, batch: Batch, addresses: Numbers) -> Digest:
     """The element sums of a batch whose bits lie, in row-major order, at the addresses."""
-    size, start, keys = batch.numel, np.zeros(len(batch), np.int64), table.keys[batch.tensor]
+    tag, keys = np.empty(0, batch.dtype.uint), table.keys[batch.tensor]
     if any(region is not None for region in batch.region):
-        addresses, size, start, keys = _runs(table, batch, addresses)
-    first, second = cpu.digest(np.empty(0, batch.dtype.uint), addresses, size, start, keys)
+        g = outline(table, batch.tensor, batch.region)
+        first, second = cpu.digest_boxes(tag, addresses, g.start, g.dims, g.size, g.outside, keys)
+    else:
+        first, second = cpu.digest(tag, addresses, batch.numel, np.zeros(len(batch), np.int64), keys)
     return Digest(int(first), int(second))
-
-
-def _runs(
-    table: TensorTable, batch: Batch, addresses: Numbers
-) -> tuple[Numbers, Numbers, Numbers, npt.NDArray[np.uint64]]:
-    """Every part as runs that are consecutive in their tensor: boxes become rows."""
-    address, size, start, keys = [], [], [], []
-    for tensor, box, base in zip(batch.tensor.tolist(), batch.region, addresses.tolist(), strict=True):
-        spec = table.specs[tensor]
-        region = box or whole(spec.shape)
-        strides = row_major(spec.shape)
-        dims, (steps,) = collapse(region.size, strides)
-        origin = sum(a * s for a, s in zip(region.start, strides, strict=True))
-        run = dims[-1] if dims and steps[-1] == 1 else 1
-        outer = dims[:-1] if run > 1 else dims
-        first = np.full(1, origin, np.int64)
-        for n, s in zip(outer, steps, strict=False):
-            first = (first[:, None] + np.arange(n, dtype=np.int64) * s).ravel()
-        address.append(base + np.arange(first.size, dtype=np.int64) * run * spec.dtype.width)
-        size.append(np.full(first.size, run, np.int64))
-        start.append(first)
-        keys.append(np.broadcast_to(table.keys[tensor], (first.size, 2)))
-    return np.concatenate(address), np.concatenate(size), np.concatenate(start), np.concatenate(keys)
 
 
 def element_sums(

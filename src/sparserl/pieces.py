@@ -12,7 +12,7 @@ import numpy.typing as npt
 from .bits import DType, UIntArray
 from .errors import TensorMismatch
 from .memory import Memory
-from .region import Region, collapse, row_major, whole
+from .region import Region, Shape, collapse, row_major, whole
 from .table import TensorTable
 
 PIECE_BYTES = 16 << 20  # large enough to amortize Python, small enough to balance threads
@@ -120,16 +120,8 @@ class Held:
 
     def geometry(self, tensor: Numbers, regions: Sequence[Region | None]) -> Geometry:
         """Where the elements of the entries' regions lie, in memory and in their tensors."""
-        n = len(regions)
-        geometry = Geometry(
-            keys=self.table.keys[tensor],
-            first=self._address[tensor],
-            start=np.zeros(n, np.int64),
-            dims=np.ones(n, np.int64),
-            size=self.table.numel[tensor].reshape(n, 1),
-            inside=np.ones((n, 1), np.int64),
-            outside=np.ones((n, 1), np.int64),
-        )
+        geometry = Geometry.plain(self.table, tensor)
+        geometry.first = self._address[tensor]
         for e in self._special(tensor, regions):
             self._place(geometry, e, int(tensor[e]), regions[e])
         return geometry
@@ -147,14 +139,8 @@ class Held:
         local = self._local(tensor, region) or whole(memory.shape)
         outer = row_major(shape)
         inner = row_major(memory.shape) if memory.strides is None else memory.strides
-        size, (inside, outside) = collapse(region.size, inner, outer)
-        geometry.widen(len(size))
         geometry.first[e] = memory.address + memory.dtype.width * _dot(local.start, inner)
-        geometry.start[e] = _dot(region.start, outer)
-        geometry.dims[e] = max(1, len(size))
-        geometry.size[e, : len(size)] = size
-        geometry.inside[e, : len(size)] = inside
-        geometry.outside[e, : len(size)] = outside
+        geometry.box(e, _dot(region.start, outer), *collapse(region.size, inner, outer))
 
     def _memory(self, tensor: int) -> Memory:
         memory = self.memory[tensor]
@@ -184,14 +170,37 @@ class Geometry:
     inside: Numbers  # strides in memory, in elements
     outside: Numbers  # strides in the tensor, in elements
 
-    def widen(self, dims: int) -> None:
-        """Make room for entries of more dimensions."""
-        missing = dims - self.size.shape[1]
+    @classmethod
+    def plain(cls, table: TensorTable, tensor: Numbers) -> Geometry:
+        """Of whole, contiguous tensors, wherever they lie."""
+        zeros, ones = np.zeros((2, tensor.size), np.int64), np.ones((3, tensor.size), np.int64)
+        size = table.numel[tensor].reshape(-1, 1)
+        return cls(
+            table.keys[tensor], zeros[0], zeros[1], ones[0], size, ones[1].reshape(-1, 1), ones[2].reshape(-1, 1)
+        )
+
+    def box(self, e: int, start: int, size: Shape, strides: tuple[Shape, ...]) -> None:
+        """Put a collapsed box with its strides in memory and in the tensor into row `e`."""
+        missing = len(size) - self.size.shape[1]
         if missing > 0:
             pad = ((0, 0), (0, missing))
             self.size, self.inside, self.outside = (
                 np.pad(a, pad, constant_values=1) for a in (self.size, self.inside, self.outside)
             )
+        self.start[e], self.dims[e] = start, max(1, len(size))
+        for column, values in zip((self.size, self.inside, self.outside), (size or (1,), *strides), strict=True):
+            column[e, : len(values)] = values
+
+
+def outline(table: TensorTable, tensor: Numbers, regions: Sequence[Region | None]) -> Geometry:
+    """Where the elements of regions lie in their tensors, for bits that were brought into row-major order."""
+    geometry = Geometry.plain(table, tensor)
+    for e, region in enumerate(regions):
+        if region is not None:
+            strides = row_major(table.specs[int(tensor[e])].shape)
+            size, (outside,) = collapse(region.size, strides)
+            geometry.box(e, _dot(region.start, strides), size, (outside, outside))
+    return geometry
 
 
 def _dot(a: Sequence[int], b: Sequence[int]) -> int:

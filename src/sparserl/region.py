@@ -44,6 +44,12 @@ class Region:
             a >= 0 and n >= 1 and a + n <= d for a, n, d in zip(self.start, self.size, shape, strict=True)
         )
 
+    def inside(self, other: Region) -> bool:
+        """Whether every element of this region is one of the other's."""
+        return all(
+            a >= b and a + n <= b + m for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
+        )
+
     def split(self, limit: int) -> Iterator[Region]:
         """Boxes of at most `limit` elements, in order: each is a run of consecutive positions of this one."""
         axis = 0

@@ -163,13 +163,13 @@ def covers_no_tensor(p):
     p.footer.covers.steps[1] = 6
 
 
-@cases.forged(InvalidField, "'i8' has entries, but the patch does not cover it", "part")
+@cases.forged(InvalidField, "'i8': the patch has an entry for .*, but does not cover it", "part")
 def covers_not_what_it_changes(p):
     p.footer.covers.steps.pop()
     p.footer.covers.values.pop()
 
 
-@cases.forged(WrongBase, "Nothing was touched", "part")
+@cases.forged(InvalidField, "'attn': the patch has an entry for .*, but does not cover it", "part")
 def covers_less(p):
     p.footer.covers.boxes = [0, 0, 9, 20]
 

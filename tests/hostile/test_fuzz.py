@@ -14,7 +14,7 @@ from sparserl import SparserlError
 from tests.hostile import forge
 from tests.hostile.samples import PROFILES, sample
 
-SETTINGS = settings(max_examples=7 * settings.default.max_examples)
+SETTINGS = settings(max_examples=12 * settings.default.max_examples)
 SECONDS = 5.0
 names = st.sampled_from((*PROFILES, "part"))
 interesting = st.one_of(

@@ -302,6 +302,25 @@ def test_gather_and_scatter(uint):
 
 
 @each_width
+def test_digest_of_boxes(uint):
+    """The sums over boxes, whose bits lie in row-major order, are those of their elements at their places."""
+    rng = np.random.default_rng(10)
+    rows = boxes(rng, 100)
+    dims, size, stride = columns(rows, 4)
+    start = int64(*(2**40 * (i % 2) + int(np.dot(r[0], r[2])) for i, r in enumerate(rows)))
+    keys = rng.integers(0, 2**64, (len(rows), 2), np.uint64)
+    bits = [random_bits(rng, int(np.prod(box)), uint) for _, box, _, _ in rows]
+    expected = []
+    for e, (_, box, strides, _) in enumerate(rows):
+        flat = [reference.locate(p, int(start[e]), tuple(box), tuple(strides)) for p in range(bits[e].size)]
+        first, second = reference.mix(keys[e], np.array(flat, np.uint64), bits[e])
+        expected.append((int(first.sum(dtype=np.uint64)), int(second.sum(dtype=np.uint64))))
+    address = int64(*(b.ctypes.data for b in bits))
+    found = cpu.digest_boxes(np.empty(0, uint), address, start, dims, size, stride, keys)
+    assert tuple(int(x) for x in found) == add(expected)
+
+
+@each_width
 def test_digest_delta(uint):
     """The sums move by the new elements' mix minus the old ones', wherever the boxes lie in their tensors."""
     rng = np.random.default_rng(9)
@@ -328,6 +347,32 @@ def test_digest_delta(uint):
         int64(*counts), start, dims, size, stride, keys, where, np.concatenate(old), np.concatenate(new)
     )
     assert tuple(int(x) for x in moved) == add(expected)
+
+
+@each_width
+def test_digest_of_boxes(uint):
+    """Boxes held in row-major order add what their elements add at their places in the tensor, rows long or short."""
+    rng = np.random.default_rng(16)
+    rows = [*boxes(rng, 200), ([0], [1], [1], 1), ([3], [700], [1], 999), ([1, 2], [5, 333], [400, 1], 4000)]
+    rows += [([0, 0], [50, 1], [7, 1], 350), ([0, 0], [50, 3], [90, 30], 4500)]
+    dims, size, stride = columns(rows, 4)
+    start = int64(*((0, 2**31 + 1, 2**40)[i % 3] + int(np.dot(r[0], r[2])) for i, r in enumerate(rows)))
+    keys = rng.integers(0, 2**64, (len(rows), 2), np.uint64)
+    addresses, alive, expected = [], [], []
+    for e, (_, box, strides, _) in enumerate(rows):
+        bits = random_bits(rng, int(np.prod(box)), uint)
+        at = [reference.locate(p, int(start[e]), tuple(box), tuple(strides)) for p in range(bits.size)]
+        first, second = reference.mix(keys[e], np.array(at, np.uint64), bits)
+        expected.append((int(first.sum(dtype=np.uint64)), int(second.sum(dtype=np.uint64))))
+        buffer, address = unaligned(bits, e % 9)
+        alive.append(buffer)
+        addresses.append(address)
+    tag, where = np.empty(0, uint), int64(*addresses)
+    assert tuple(map(int, cpu.digest_boxes(tag, where, start, dims, size, stride, keys))) == add(expected)
+    for e, one in enumerate(expected[-5:], len(rows) - 5):
+        it = slice(e, e + 1)
+        alone = cpu.digest_boxes(tag, where[it], start[it], dims[it], size[it], stride[it], keys[it])
+        assert tuple(map(int, alone)) == one
 
 
 def test_reads_stop_at_the_last_byte():

@@ -152,7 +152,7 @@ def test_large_and_small_tensors_share_buckets_in_order(profile, known, threads,
     """Large tensors are cut and found first, small ones batched: their entries still stand in order, each its own."""
     limit(monkeypatch, PIECE_BYTES=512)
     rng = np.random.default_rng(4)
-    old = {f"t{i:02}": rng.integers(0, 2**16, (9, 30 * (1 + 4 * (i % 5 == 3))), np.uint16) for i in range(30)}
+    old = {f"t{i:02}": rng.integers(0, 2**16, (9, 10 * (1 + 9 * (i % 5 == 3))), np.uint16) for i in range(30)}
     new = {n: np.where(rng.random(b.shape) < 0.03, b + np.uint16(1), b) for n, b in old.items()}
     new["t07"] = rng.integers(0, 2**16, old["t07"].shape, np.uint16)
     new["t08"] = rng.integers(0, 2**16, old["t08"].shape, np.uint16)

@@ -85,24 +85,30 @@ def _mix(weyl: Any, key: Any, bits: Any) -> Any:
     return _turn(_turn(_turn(weyl ^ bits) + key))
 
 
+@inline
+def _run(tag: Any, address: Any, size: Any, weyl: Any, key: Any) -> Any:
+    """Both sums over consecutive elements; `weyl` belongs to the first."""
+    width = np.int64(tag.itemsize)
+    first, second = np.uint64(0), np.uint64(0)
+    blocks = size // 16
+    if blocks:
+        first, second = digest_blocks(tag, address, blocks, weyl, key)
+    for i in range(blocks * 16, size):
+        z = _mix(weyl + np.uint64(i) * _GOLDEN, key, np.uint64(load(tag, address + i * width)))
+        first += z
+        second += _turn(z)
+    return first, second
+
+
 @kernel
 def digest(tag: Any, address: Any, size: Any, start: Any, keys: Any) -> tuple[Any, Any]:
     """Both sums over a batch of runs: `size` consecutive elements of a tensor, the first at position `start`."""
-    width = np.int64(tag.itemsize)
     first, second = np.uint64(0), np.uint64(0)
     for s in range(size.size):
-        seed, key = keys[s, 0], keys[s, 1]
-        weyl = seed + np.uint64(start[s]) * _GOLDEN
-        blocks = size[s] // 16
-        if blocks:
-            x, y = digest_blocks(tag, address[s], blocks, weyl, key)
-            first += x
-            second += y
-        for i in range(blocks * 16, size[s]):
-            bits = np.uint64(load(tag, address[s] + i * width))
-            z = _mix(weyl + np.uint64(i) * _GOLDEN, key, bits)
-            first += z
-            second += _turn(z)
+        weyl = keys[s, 0] + np.uint64(start[s]) * _GOLDEN
+        x, y = _run(tag, address[s], size[s], weyl, keys[s, 1])
+        first += x
+        second += y
     return first, second
 
 
@@ -116,6 +122,26 @@ def _offset(p: Any, e: Any, dims: Any, size: Any, stride: Any) -> Any:
         out += (p % size[e, d]) * stride[e, d]
         p //= size[e, d]
     return out
+
+
+@kernel
+def digest_boxes(tag: Any, address: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any) -> tuple[Any, Any]:
+    """Both sums over a batch of boxes whose bits lie in row-major order; `stride` is that of the tensor."""
+    width = np.int64(tag.itemsize)
+    first, second = np.uint64(0), np.uint64(0)
+    for e in range(start.size):
+        inner = size[e, dims[e] - 1]
+        rows = np.int64(1)
+        for d in range(dims[e] - 1):
+            rows *= size[e, d]
+        whole = stride[e, dims[e] - 1] == 1
+        run = inner if whole else np.int64(1)
+        for p in range(0, rows * inner, run):
+            at = start[e] + _offset(p, e, dims, size, stride)
+            x, y = _run(tag, address[e] + p * width, run, keys[e, 0] + np.uint64(at) * _GOLDEN, keys[e, 1])
+            first += x
+            second += y
+    return first, second
 
 
 @kernel

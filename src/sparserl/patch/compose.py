@@ -158,16 +158,17 @@ def _windows(patches: Sequence[Patch], held: Held | None) -> Iterator[Changes]:
     for tensor in touched:
         spec = table[tensor]
         most = PIECE_BYTES // spec.dtype.width
-        split = spec.numel > most
-        low = 0
-        for window in whole(spec.shape).split(most):
-            overlay = _Overlay(spec.dtype)
-            for load, user in zip(loaders, users, strict=True):
-                for where, words, absolute in _inside(table, tensor, user.get(tensor, ()), load, low, window.numel):
-                    overlay.add(where, words, absolute)
-            if any(w.size for w in overlay.where.values()):
-                yield _settle(table, tensor, window if split else None, window.numel, overlay, held)
-            low += window.numel
+        for cover in (region for t, region in patches[0].covers if t == tensor):
+            place = cover or whole(spec.shape)
+            low = 0
+            for window in place.split(most):
+                overlay = _Overlay(spec.dtype)
+                for load, user in zip(loaders, users, strict=True):
+                    for changes in _inside(table, (tensor, cover), user.get(tensor, ()), load, low, window.numel):
+                        overlay.add(*changes)
+                if any(w.size for w in overlay.where.values()):
+                    yield _settle(table, tensor, cover if window == place else window, window.numel, overlay, held)
+                low += window.numel
 
 
 def _users(patch: Patch) -> dict[int, list[int]]:
@@ -180,28 +181,43 @@ def _users(patch: Patch) -> dict[int, list[int]]:
 
 
 def _inside(
-    table: TensorTable, tensor: int, buckets: Sequence[int], load: Callable[[int], Decoded], low: int, numel: int
+    table: TensorTable, cover: Place, buckets: Sequence[int], load: Callable[[int], Decoded], low: int, numel: int
 ) -> Iterator[tuple[Flat, UIntArray, bool]]:
-    """One patch's changes of a tensor at flat positions from `low` on, counted from there."""
+    """One patch's changes in a window: `numel` positions of a covered region from `low` on, counted from there."""
     for bucket in buckets:
         decoded = load(bucket)
         at = 0
-        for (t, region), count in zip(decoded.sparse_places, decoded.sparse_count.tolist(), strict=True):
-            if t == tensor and _meets(table, tensor, region, low, numel):
+        for place, count in zip(decoded.sparse_places, decoded.sparse_count.tolist(), strict=True):
+            if _meets(table, cover, place, low, numel):
                 inside = slice(at, at + count)
-                where = flatten(table, (t, region), decoded.positions[inside])
+                where = _relative(table, cover, flatten(table, place, decoded.positions[inside]))
                 a, b = np.searchsorted(where, [low, low + numel])
                 yield where[a:b] - low, decoded.words[inside][a:b], decoded.head.profile.absolute
             at += count
-        for (t, region), _, bits in decoded.dense_entries():
-            if t == tensor and _meets(table, tensor, region, low, numel):
-                where = flatten(table, (t, region), np.arange(bits.size, dtype=np.uint32))
+        for place, _, bits in decoded.dense_entries():
+            if _meets(table, cover, place, low, numel):
+                where = _relative(table, cover, flatten(table, place, np.arange(bits.size, dtype=np.uint32)))
                 a, b = np.searchsorted(where, [low, low + numel])
                 yield where[a:b] - low, bits[a:b], True
 
 
-def _meets(table: TensorTable, tensor: int, region: Region | None, low: int, numel: int) -> bool:
-    """Whether a region reaches into the flat positions of a window."""
+def _relative(table: TensorTable, cover: Place, flat: Flat) -> Flat:
+    """Positions in a tensor as positions in a region of it that holds them; both orders rise together."""
+    tensor, region = cover
+    if region is None:
+        return flat
+    coordinates = np.unravel_index(flat, table[tensor].shape)
+    inside = tuple(c - a for c, a in zip(coordinates, region.start, strict=True))
+    return np.asarray(np.ravel_multi_index(inside, region.size), np.int64)
+
+
+def _meets(table: TensorTable, cover: Place, place: Place, low: int, numel: int) -> bool:
+    """Whether a place may reach into a window of a covered region."""
+    (tensor, outer), (other, region) = cover, place
+    if tensor != other:
+        return False
+    if outer is not None:
+        return (region or whole(table[tensor].shape)).inside(outer)
     if region is None:
         return True
     strides = row_major(table[tensor].shape)

@@ -12,8 +12,7 @@ from ..bits import UIntArray
 from ..codec import Reader, Stream, value
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
-from ..pieces import Place
-from ..region import collapse, row_major
+from ..pieces import Place, outline
 from ..table import TensorTable
 from ..wire import Head
 
@@ -77,17 +76,7 @@ def flatten(table: TensorTable, place: Place, positions: Positions) -> npt.NDArr
     tensor, region = place
     if region is None:
         return positions.astype(np.int64)
-    strides = row_major(table[tensor].shape)
-    size, (outside,) = collapse(region.size, strides)
-    start = sum(a * s for a, s in zip(region.start, strides, strict=True))
+    g = outline(table, np.array([tensor], np.int64), [region])
     out = np.empty(positions.size, np.int64)
-    cpu.locate(
-        np.array([positions.size], np.int64),
-        np.array([start], np.int64),
-        np.array([max(1, len(size))], np.int64),
-        np.array([size or (1,)], np.int64),
-        np.array([outside or (1,)], np.int64),
-        positions,
-        out,
-    )
+    cpu.locate(np.array([positions.size], np.int64), g.start, g.dims, g.size, g.outside, positions, out)
     return out

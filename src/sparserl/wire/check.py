@@ -35,10 +35,25 @@ def gather_heads(
     if counted != changed:
         raise InvalidField(f"the footer promises {changed} changes, the buckets hold {counted}")
     places = [p for h in out for p in zip(h.entries.tensor.tolist(), h.entries.region, strict=True)]
-    if covers is not None and (strangers := {t for t, _ in places} - {t for t, _ in covers}):
-        raise InvalidField(f"tensor {table[min(strangers)].name!r} has entries, but the patch does not cover it")
+    if covers is not None:
+        _require_covered(table, places, covers)
     refuse_shared(table, places)
     return tuple(out)
+
+
+def _require_covered(table: TensorTable, places: Sequence[Place], covers: Sequence[Place]) -> None:
+    """Every entry lies in one of the regions that the patch speaks for; the digests are over those alone."""
+    by_tensor: dict[int, list[Region]] = {}
+    for tensor, region in covers:
+        by_tensor.setdefault(tensor, []).append(region or whole(table[tensor].shape))
+    if sum(len(by_tensor.get(tensor, ())) for tensor, _ in places) > limits.COMPARISONS:
+        raise LimitExceeded("the patch has too many regions and entries to tell whether they fit together")
+    for tensor, region in places:
+        mine = region or whole(table[tensor].shape)
+        if not any(mine.inside(cover) for cover in by_tensor.get(tensor, ())):
+            raise InvalidField(
+                f"tensor {table[tensor].name!r}: the patch has an entry for {mine}, but does not cover it"
+            )
 
 
 def refuse_shared(table: TensorTable, places: Sequence[Place]) -> None:

@@ -29,3 +29,4 @@ MIN_CHUNK_LOG, MAX_CHUNK_LOG = 8, 24
 FOOTER_BYTES = 1 << 26
 BUCKETS = 1 << 20
 PATCH_ENTRIES = 1 << 21  # of all buckets
+COMPARISONS = 1 << 21  # of entries with the covered regions of their tensor

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.status import Status
 
 import sparserl
-from benchmarks import kernels, profiles, traces
+from benchmarks import kernels, memory_use, profiles, traces
 from benchmarks.kernels import Finding
 from benchmarks.profiles import Size, Speed
 
@@ -35,6 +35,8 @@ def main() -> None:
         finding = kernels.measure(old, new)
         speeds = profiles.speeds(old, new, finding.ceilings, _tick(status, "speed"))
         sizes = profiles.sizes(folder, _tick(status, "size"))
+        status.update("memory")
+        memory = memory_use.measure(options.megabytes, options.density)
     data = {
         "version": sparserl.__version__,
         "machine": {"cpu": _cpu(), "python": platform.python_version(), "system": platform.platform()},
@@ -42,6 +44,7 @@ def main() -> None:
         "finding": {**asdict(finding), "share_one": finding.share_one, "share_two": finding.share_two},
         "sizes": [{**asdict(s), "bits_per_changed": s.bits, "ratio": s.ratio} for s in sizes],
         "speeds": [asdict(s) for s in speeds],
+        "memory": memory,
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps(data, indent=1) + "\n")
@@ -74,6 +77,7 @@ def render(data: dict[str, Any], finding: Finding, sizes: list[Size], speeds: li
         *_size_table(data, sizes),
         *_speed_table(finding, speeds),
         *_finding_table(finding),
+        *_memory_table(finding.bytes, data["memory"]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -150,6 +154,22 @@ def _finding_table(f: Finding) -> list[str]:
         "| what | 1 thread | 2 threads | target |",
         "| --- | --- | --- | --- |",
         *(f"| {a} | {b} | {c_} | {d} |" for a, b, c_, d in rows),
+        "",
+    ]
+
+
+def _memory_table(dense: int, memory: dict[str, int]) -> list[str]:
+    return [
+        "## Memory beyond the inputs",
+        "",
+        f"Peak anonymous memory on {dense >> 20} MB of bf16, {memory['changed']:,} changes, two threads.",
+        "",
+        "| what | MiB |",
+        "| --- | --- |",
+        f"| the patch itself | {memory['size'] / 2**20:.1f} |",
+        f"| `diff`, streamed to a file | {memory['to_disk'] / 2**20:.1f} |",
+        f"| `diff`, kept in memory | {memory['in_memory'] / 2**20:.1f} |",
+        f"| `apply` | {memory['applied'] / 2**20:.1f} |",
         "",
     ]
 

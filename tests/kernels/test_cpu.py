@@ -302,25 +302,6 @@ def test_gather_and_scatter(uint):
 
 
 @each_width
-def test_digest_of_boxes(uint):
-    """The sums over boxes, whose bits lie in row-major order, are those of their elements at their places."""
-    rng = np.random.default_rng(10)
-    rows = boxes(rng, 100)
-    dims, size, stride = columns(rows, 4)
-    start = int64(*(2**40 * (i % 2) + int(np.dot(r[0], r[2])) for i, r in enumerate(rows)))
-    keys = rng.integers(0, 2**64, (len(rows), 2), np.uint64)
-    bits = [random_bits(rng, int(np.prod(box)), uint) for _, box, _, _ in rows]
-    expected = []
-    for e, (_, box, strides, _) in enumerate(rows):
-        flat = [reference.locate(p, int(start[e]), tuple(box), tuple(strides)) for p in range(bits[e].size)]
-        first, second = reference.mix(keys[e], np.array(flat, np.uint64), bits[e])
-        expected.append((int(first.sum(dtype=np.uint64)), int(second.sum(dtype=np.uint64))))
-    address = int64(*(b.ctypes.data for b in bits))
-    found = cpu.digest_boxes(np.empty(0, uint), address, start, dims, size, stride, keys)
-    assert tuple(int(x) for x in found) == add(expected)
-
-
-@each_width
 def test_digest_delta(uint):
     """The sums move by the new elements' mix minus the old ones', wherever the boxes lie in their tensors."""
     rng = np.random.default_rng(9)

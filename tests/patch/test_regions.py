@@ -217,25 +217,34 @@ def test_an_incomplete_merge_stays_partial():
     assert rest.result == sparserl.digest({"w": new})
 
 
-def test_partial_patches_squash_and_invert():
-    """A chain of one shard's patches is squashed and undone like any other; chains of different shards are not."""
+@each_profile
+@pytest.mark.parametrize("window", [16 << 20, 200, 30], ids=["one window", "some windows", "many windows"])
+def test_partial_patches_squash_and_invert(profile, window, monkeypatch):
+    """A chain of some shards' patches is squashed and undone inside their regions; other shards are no part of it."""
+    monkeypatch.setattr("sparserl.patch.compose.PIECE_BYTES", window)
     first, second = versions((30, 17), 0.3)
-    _, third = versions((30, 17), 0.4, seed=1)
+    third = np.where(np.random.default_rng(1).random((30, 17)) < 0.2, second + np.uint16(2), second)
     table = sparserl.tensor_table({"w": first})
-    left, right = cut((30, 17), 1, 2)
-    chain = [shard(a, b, left, table) for a, b in ((first, second), (second, third))]
-    for patch in (sparserl.squash(*chain, base={"w": first}), sparserl.squash(*chain, base=None, profile="auto")):
+    *held, other = cut((30, 17), 1, 3)
+    chain = [
+        sparserl.merge(*(shard(a, b, region, table, profile) for region in held))
+        for a, b in ((first, second), (second, third))
+    ]
+    bases = [{"w": first}] if profile == "auto" else [{"w": first}, None]
+    for base in bases:
+        patch = sparserl.squash(*chain, base=base)
         assert not patch.complete
         assert patch.covers == chain[0].covers
+        assert all(any(e.region.inside(region) for region in held) for e in patch)
         weights = {"w": first.copy()}
         patch.apply(weights)
-        assert (weights["w"][left.slices] == third[left.slices]).all()
-        assert (weights["w"][right.slices] == first[right.slices]).all()
+        for region in held:
+            assert (weights["w"][region.slices] == third[region.slices]).all()
+        assert (weights["w"][other.slices] == first[other.slices]).all()
         patch.invert({"w": first}).apply(weights)
         assert (weights["w"] == first).all()
-    other = shard(second, third, right, table)
     with pytest.raises(ChainError):
-        sparserl.squash(chain[0], other)
+        sparserl.squash(chain[0], shard(second, third, other, table))
 
 
 def test_a_chain_covers_one_set_of_regions():

@@ -128,7 +128,7 @@ def test_the_reason_where_all_is_dense():
     old, new = ({"w": rng.standard_normal((50, 50)).astype(np.float32)} for _ in range(2))
     for profile in ("auto", "raw"):
         (bucket,) = sparserl.diff(old, new, profile=profile).stats().buckets
-        assert bucket.reason == "all entries dense; 1 of 1 entries dense, where that is smaller"
+        assert bucket.reason == "the dense bits are smaller than any sparse form"
 
 
 def test_as_plain_values():

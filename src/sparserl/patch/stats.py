@@ -28,7 +28,7 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class BucketStats:
-    """One bucket: its profile, and why."""
+    """One bucket: its profile (`dense` where every entry is), and why."""
 
     profile: str
     reason: str
@@ -127,7 +127,7 @@ def _shares(head: Head, size: int) -> Any:
 def _bucket(head: Head, size: int) -> BucketStats:
     entries = head.entries
     return BucketStats(
-        head.profile.name,
+        "dense" if entries.dense.all() else head.profile.name,
         _reason(head),
         head.dtype.name,
         len(entries),
@@ -138,15 +138,15 @@ def _bucket(head: Head, size: int) -> BucketStats:
 
 
 def _reason(head: Head) -> str:
-    if entries_dense := int(head.entries.dense.sum()):
-        dense = f"; {entries_dense} of {len(head.entries)} entries dense, where that is smaller"
-    else:
-        dense = ""
+    dense, entries = int(head.entries.dense.sum()), len(head.entries)
+    if dense == entries:
+        return "the dense bits are smaller than any sparse form"
+    note = f"; {dense} of {entries} entries dense, where that is smaller" if dense else ""
     if not head.estimates:
-        return ("all entries dense" if entries_dense == len(head.entries) else "as asked") + dense
+        return "as asked" + note
     names = {p.id: p.name for p in codec.PROFILES.values()}
     ranked = sorted(head.estimates, key=lambda pair: pair[1])
-    return "smallest estimate: " + " < ".join(f"{names.get(i, f'profile {i}')} {b} B" for i, b in ranked) + dense
+    return "smallest estimate: " + " < ".join(f"{names.get(i, f'profile {i}')} {b} B" for i, b in ranked) + note
 
 
 def _ratio(a: float, b: float) -> float:

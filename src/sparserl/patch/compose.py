@@ -13,7 +13,7 @@ With the base, `squash` also drops elements that ended where they began, and may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -164,27 +164,34 @@ def _windows(patches: Sequence[Patch], held: Held | None) -> Iterator[Changes]:
             for window in place.split(most):
                 overlay = _Overlay(spec.dtype)
                 for load, user in zip(loaders, users, strict=True):
-                    for changes in _inside(table, (tensor, cover), user.get(tensor, ()), load, low, window.numel):
+                    for changes in _inside(table, (tensor, cover), user.get(tensor, {}), load, low, window.numel):
                         overlay.add(*changes)
                 if any(w.size for w in overlay.where.values()):
                     yield _settle(table, tensor, cover if window == place else window, window.numel, overlay, held)
                 low += window.numel
 
 
-def _users(patch: Patch) -> dict[int, list[int]]:
-    """The buckets that have entries of each tensor."""
-    out: dict[int, list[int]] = {}
+def _users(patch: Patch) -> dict[int, dict[int, list[Place]]]:
+    """Which buckets have entries of each tensor, and which entries those are."""
+    out: dict[int, dict[int, list[Place]]] = {}
     for bucket, head in enumerate(patch.heads):
-        for tensor in np.unique(head.entries.tensor).tolist():
-            out.setdefault(tensor, []).append(bucket)
+        for place in zip(head.entries.tensor.tolist(), head.entries.region, strict=True):
+            out.setdefault(place[0], {}).setdefault(bucket, []).append(place)
     return out
 
 
 def _inside(
-    table: TensorTable, cover: Place, buckets: Sequence[int], load: Callable[[int], Decoded], low: int, numel: int
+    table: TensorTable,
+    cover: Place,
+    buckets: Mapping[int, list[Place]],
+    load: Callable[[int], Decoded],
+    low: int,
+    numel: int,
 ) -> Iterator[tuple[Flat, UIntArray, bool]]:
     """One patch's changes in a window: `numel` positions of a covered region from `low` on, counted from there."""
-    for bucket in buckets:
+    for bucket, places in buckets.items():
+        if not any(_meets(table, cover, place, low, numel) for place in places):
+            continue
         decoded = load(bucket)
         at = 0
         for place, count in zip(decoded.sparse_places, decoded.sparse_count.tolist(), strict=True):

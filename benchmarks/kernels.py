@@ -29,7 +29,8 @@ class Finding:
     density: float
     one_thread: float
     two_threads: float
-    torch_way: float
+    torch_one: float
+    torch_two: float
     ceilings: ceiling.Ceilings
     small_kernel_ratio: float  # time of 10,000 small tensors over the time of the same bytes in one
     small_diff_ratio: float  # the same for a whole `sparserl.diff`, one thread
@@ -55,7 +56,7 @@ def best(work: Callable[[], Any], repeats: int) -> float:
     return min(times)
 
 
-def measure(old: Bits, new: Bits, rounds: int = 3) -> Finding:
+def measure(old: Bits, new: Bits, rounds: int = 4) -> Finding:
     """Ceilings and kernels take turns, so that a slow moment hits all of them; the best of each counts."""
     took: dict[str, list[float]] = {}
     ceilings: list[ceiling.Ceilings] = []
@@ -63,9 +64,9 @@ def measure(old: Bits, new: Bits, rounds: int = 3) -> Finding:
     for _ in range(rounds):
         ceilings.append(ceiling.measure(old.nbytes, repeats=3))
         for threads in (1, 2):
-            took.setdefault(f"diff {threads}", []).append(best(lambda t=threads: find(old, new, t), 4))
+            took.setdefault(f"diff {threads}", []).append(best(lambda t=threads: find(old, new, t), 6))
             took.setdefault(f"digest {threads}", []).append(best(lambda t=threads: sparserl.digest(held, threads=t), 2))
-        took.setdefault("torch", []).append(best(lambda: torch_way(old, new), 1))
+            took.setdefault(f"torch {threads}", []).append(best(lambda t=threads: torch_way(old, new, t), 1))
     seconds = {name: min(all_) for name, all_ in took.items()}
     small = many_small(old, new)
     return Finding(
@@ -73,7 +74,8 @@ def measure(old: Bits, new: Bits, rounds: int = 3) -> Finding:
         float(np.count_nonzero(old != new)) / old.size,
         old.nbytes / seconds["diff 1"],
         old.nbytes / seconds["diff 2"],
-        old.nbytes / seconds["torch"],
+        old.nbytes / seconds["torch 1"],
+        old.nbytes / seconds["torch 2"],
         ceiling.Ceilings(*(max(values) for values in zip(*map(_values, ceilings), strict=True))),
         *small,
         old.nbytes / seconds["digest 1"],
@@ -98,8 +100,9 @@ def find(old: Bits, new: Bits, threads: int) -> int:
     return sum(ordered(one, range(0, old.size, step), threads))
 
 
-def torch_way(old: Bits, new: Bits) -> Any:
+def torch_way(old: Bits, new: Bits, threads: int) -> Any:
     """`ne`, `nonzero`, gather: what the frameworks do."""
+    torch.set_num_threads(threads)
     before, after = (torch.from_numpy(a.view(np.int16)) for a in (old, new))
     where = torch.ne(before, after).nonzero().squeeze(1)
     return where.to(torch.int32), before[where], after[where]

@@ -157,6 +157,25 @@ def test_diff_is_of_bits_not_of_values():
     assert positions.tolist() == [0, 1, 3]
 
 
+@pytest.mark.parametrize("room", [0, 1, 63, 64, 65, 130, 199, 200, 300])
+def test_diff_without_room(room):
+    """More changes than there is room for are told, and nothing is written behind the room."""
+    old, new = np.zeros(200, np.uint16), np.ones(200, np.uint16)
+    positions, before, after = poisoned(room, np.uint32), poisoned(room, np.uint16), poisoned(room, np.uint16)
+    found = cpu.diff(
+        np.empty(0, np.uint16),
+        int64(old.ctypes.data),
+        int64(new.ctypes.data),
+        int64(200),
+        positions[:room],
+        before[:room],
+        after[:room],
+        int64(0),
+    )
+    assert found == (200 if room >= 200 else -1)
+    assert all(untouched(a, room) for a in (positions, before, after))
+
+
 def sums(uint, runs):
     """The digest kernel over (bits address, size, start, keys) runs."""
     address, size, start = (int64(*(r[i] for r in runs)) for i in range(3))

@@ -21,6 +21,7 @@ from .llvm import (
     kernel,
     load,
     lowest,
+    popcount,
     prefetch,
     store,
 )
@@ -35,9 +36,12 @@ _FAR = 48  # changes: how far gather and scatter prefetch
 
 @kernel
 def diff(tag: Any, old: Any, new: Any, size: Any, positions: Any, before: Any, after: Any, counts: Any) -> Any:
-    """Compact the changes of a batch of segments; positions count inside each. Returns how many there are."""
+    """Compact the changes of a batch of segments; positions count inside each.
+
+    Returns how many there are, or -1 where they are more than there is room for.
+    """
     width = np.int64(tag.itemsize)
-    k = 0
+    k, room = 0, positions.size
     for s in range(size.size):
         a, b, n = old[s], new[s], size[s]
         first = k
@@ -64,6 +68,8 @@ def diff(tag: Any, old: Any, new: Any, size: Any, positions: Any, before: Any, a
                         if load(tag, a + i * width) != load(tag, b + i * width):
                             mask |= _ONE << np.uint64(i)
                         i += 1
+                if k + 64 > room and k + popcount(mask) > room:
+                    return -1
                 while mask:
                     p = base + lowest(mask)
                     mask &= mask - _ONE

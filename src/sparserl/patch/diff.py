@@ -169,12 +169,15 @@ class _Search:
 
 
 def _scan(tag: Any, old: Any, new: Any, size: Any) -> _Found:
-    """Run the comparing kernel with room for the worst case, of which only what is used becomes real memory."""
-    room = int(size.sum())
-    positions = np.empty(room, np.uint32)
-    before, after = np.empty(room, tag.dtype), np.empty(room, tag.dtype)
+    """Run the comparing kernel with room for an eighth of the elements, and once more where more changed."""
     counts = np.empty(size.size, np.int64)
-    n = cpu.diff(tag, old, new, size, positions, before, after, counts)
+    elements = int(size.sum())
+    for room in (max(1024, elements // 8), elements):
+        positions = np.empty(room, np.uint32)
+        before, after = np.empty(room, tag.dtype), np.empty(room, tag.dtype)
+        n = cpu.diff(tag, old, new, size, positions, before, after, counts)
+        if n >= 0:
+            break
     return positions[:n].copy(), before[:n].copy(), after[:n].copy(), counts
 
 

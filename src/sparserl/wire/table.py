@@ -20,6 +20,7 @@ from .cursor import Cursor, checksum, varint, varints
 def encode_table(table: TensorTable) -> bytes:
     """Five columns: lengths of the names, the names, dtypes, ranks, and the sizes of all dimensions."""
     names = [spec.name.encode() for spec in table.specs]
+    ranks = [len(spec.shape) for spec in table.specs]
     sizes = [size for spec in table.specs for size in spec.shape]
     raw = b"".join(
         (
@@ -27,7 +28,7 @@ def encode_table(table: TensorTable) -> bytes:
             varints(np.array([len(name) for name in names], np.int64)),
             *names,
             table.codes.tobytes(),
-            bytes([min(len(spec.shape), 255) for spec in table.specs]),
+            bytes([min(rank, 255) for rank in ranks]),
             varints(np.array(sizes, np.int64)),
         )
     )
@@ -37,7 +38,12 @@ def encode_table(table: TensorTable) -> bytes:
         or max(map(len, names), default=0) > limits.NAME_BYTES
     ):
         raise LimitExceeded(f"a table of {len(table)} tensors in {len(raw)} bytes is past the limits of the format")
-    _require_limits(table)
+    if (
+        table.elements > limits.TENSOR_ELEMENTS
+        or max(ranks, default=0) > limits.RANK
+        or sum(ranks) > limits.TABLE_DIMENSIONS
+    ):
+        _require_limits(table)
     return raw
 
 

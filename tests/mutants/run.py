@@ -95,8 +95,8 @@ MUTANTS = (
     Mutant(
         "the tail of a block is seen twice",
         "kernels/cpu.py",
-        "mask = (differ64(tag, a + base * width, b + base * width) >> seen) << seen",
-        "mask = differ64(tag, a + base * width, b + base * width)",
+        "return (differ64(tag, a + last, b + last) >> seen) << seen",
+        "return differ64(tag, a + last, b + last)",
         Tests(KERNELS, "diff"),
     ),
     Mutant(

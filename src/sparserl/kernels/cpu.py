@@ -30,8 +30,24 @@ _GOLDEN = np.uint64(GOLDEN)
 _TURN, _BACK, _HALF = np.uint64(ROTATE), np.uint64(64 - ROTATE), np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
-_AHEAD = 4096  # bytes: how far the comparing loop prefetches, about the latency of memory at full speed
+_AHEAD = 2048  # bytes: how far the comparing loop prefetches
+_BLOCKS = 64  # of 64 elements that it looks at before it writes down what it found
 _FAR = 48  # changes: how far gather and scatter prefetch
+
+
+@inline
+def _tail(tag: Any, a: Any, b: Any, i: Any, n: Any) -> Any:
+    """Mask of the differences from element `i` to the end, in the block that ends there (or starts at 0)."""
+    width = np.int64(tag.itemsize)
+    if n >= 64:
+        last = (n - 64) * width
+        seen = np.uint64(i - (n - 64))
+        return (differ64(tag, a + last, b + last) >> seen) << seen
+    mask = np.uint64(0)
+    for j in range(i, n):
+        if load(tag, a + j * width) != load(tag, b + j * width):
+            mask |= _ONE << np.uint64(j)
+    return mask
 
 
 @kernel
@@ -42,33 +58,31 @@ def diff(tag: Any, old: Any, new: Any, size: Any, positions: Any, before: Any, a
     """
     width = np.int64(tag.itemsize)
     k, room = 0, positions.size
+    masks, bases = np.empty(_BLOCKS + 2, np.uint64), np.empty(_BLOCKS + 2, np.int64)
     for s in range(size.size):
         a, b, n = old[s], new[s], size[s]
         first = k
-        if a != b:
-            i = 0
-            while i < n:
-                if i + 64 <= n:
-                    at = i * width
-                    for line in range(width):
-                        prefetch(a + at + _AHEAD + line * 64)
-                        prefetch(b + at + _AHEAD + line * 64)
-                    mask = differ64(tag, a + at, b + at)
-                    base = i
-                    i += 64
-                elif n >= 64:
-                    base = n - 64
-                    seen = np.uint64(i - base)
-                    mask = (differ64(tag, a + base * width, b + base * width) >> seen) << seen
-                    i = n
-                else:
-                    base = 0
-                    mask = np.uint64(0)
-                    while i < n:
-                        if load(tag, a + i * width) != load(tag, b + i * width):
-                            mask |= _ONE << np.uint64(i)
-                        i += 1
-                if k + 64 > room and k + popcount(mask) > room:
+        i = 0 if a != b else n
+        while i < n:
+            # Blocks with changes are gathered without a branch, since whether one has any cannot be predicted.
+            m = np.int64(0)
+            stop = min(n, i + 64 * _BLOCKS)
+            while i + 64 <= stop:
+                at = i * width
+                for line in range(width):
+                    prefetch(a + at + _AHEAD + line * 64)
+                    prefetch(b + at + _AHEAD + line * 64)
+                mask = differ64(tag, a + at, b + at)
+                masks[m], bases[m] = mask, i
+                m += np.int64(mask != np.uint64(0))
+                i += 64
+            if i < stop:
+                masks[m], bases[m] = _tail(tag, a, b, i, n), max(n - 64, 0)
+                m += np.int64(masks[m] != np.uint64(0))
+                i = n
+            for t in range(m):
+                mask, base = masks[t], bases[t]
+                if k + popcount(mask) > room:
                     return -1
                 while mask:
                     p = base + lowest(mask)

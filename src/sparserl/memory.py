@@ -136,11 +136,25 @@ def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
 def memories(weights: Weights) -> dict[str, Memory]:
     """The memory of every tensor, by name."""
     torch = sys.modules.get("torch")
-    plain = None if torch is None else torch.Tensor
-    return {
-        name: _of_torch(name, tensor, torch) if type(tensor) is plain else memory_of(name, tensor)
-        for name, tensor in weights.items()
-    }
+    if torch is None:
+        return {name: memory_of(name, tensor) for name, tensor in weights.items()}
+    # Ten thousand tensors are common: what most of them are is seen with as few calls as possible.
+    kinds, strided, known = (torch.Tensor, torch.nn.Parameter), torch.strided, _TORCH_NAMES
+    out = {}
+    for name, tensor in weights.items():
+        if (
+            type(tensor) in kinds
+            and (dtype := known.get(tensor.dtype)) is not None
+            and tensor.is_cpu
+            and tensor.layout is strided
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and dtype.name not in _COMPLEX
+        ):
+            out[name] = tuple.__new__(Memory, (dtype, tensor.shape, tensor.data_ptr(), None, True, tensor))
+        else:
+            out[name] = memory_of(name, tensor)
+    return out
 
 
 def table_of(held: Mapping[str, Memory]) -> TensorTable:

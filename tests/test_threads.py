@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -191,3 +192,36 @@ def test_the_number_of_threads_can_be_said(monkeypatch):
         default_threads()
     monkeypatch.delenv("SPARSERL_THREADS")
     assert default_threads() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_interrupt_while_writing_waits(monkeypatch, threads):
+    """Ctrl-C in the middle of a commit is raised when all is written: the weights are the result, whole."""
+    rng = np.random.default_rng(3)
+    old = {f"w{i}": rng.integers(0, 255, 5000, np.uint8).astype(kind) for i, kind in enumerate(("u1", "u2", "u4"))}
+    new = {name: bits + (rng.random(5000) < 0.1) for name, bits in old.items()}
+    new = {name: new[name].astype(old[name].dtype) for name in old}
+    patch = sparserl.diff(old, new)
+    assert patch.buckets == 3
+    inner = sparserl.patch.apply.commit
+    seen = []
+
+    def interrupted(held, part):
+        if not seen:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)  # gives the main thread the time to hear of it
+        seen.append(part)
+        inner(held, part)
+
+    monkeypatch.setattr("sparserl.patch.apply.commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patch.apply(old, threads=threads)
+    assert len(seen) == 3
+    assert all((old[name] == new[name]).all() for name in new)
+    assert sparserl.digest(old) == patch.result
+
+
+def test_an_error_of_uninterrupted_work_is_the_callers():
+    """What goes wrong on the thread is raised where it was asked for."""
+    with pytest.raises(ZeroDivisionError):
+        sparserl.parallel.uninterrupted(lambda: 1 // 0)

@@ -91,7 +91,10 @@ def memory_of(name: str, tensor: Any) -> Memory:
         return _of_array(name, tensor.array, tensor.dtype)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
-        return _of_torch(name, tensor, torch)
+        try:
+            return _of_torch(name, tensor, torch)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise UnsupportedTensor(f"tensor {name!r}, a {type(tensor).__name__}: {error}") from error
     kind = type(tensor).__name__
     raise UnsupportedTensor(f"tensor {name!r}: expected a torch tensor or a NumPy array, got {kind}")
 
@@ -129,12 +132,28 @@ def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
         raise UnsupportedTensor(f"tensor {name!r} is a DTensor; hand over its local shard with its region")
     if tensor.is_neg() or (dtype.name in _COMPLEX and tensor.is_conj()):
         raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative view; resolve it first")
-    strides = None if tensor.is_contiguous() else tensor.stride()
-    return Memory(dtype, tensor.shape, tensor.data_ptr(), strides, True, tensor)
+    memory = Memory(
+        dtype, tensor.shape, tensor.data_ptr(), None if tensor.is_contiguous() else tensor.stride(), True, tensor
+    )
+    storage = tensor.untyped_storage()
+    low, high = _span(memory)
+    if tensor.numel() and not storage.data_ptr() <= low < high <= storage.data_ptr() + storage.nbytes():
+        raise _without_memory(name, tensor)
+    return memory
+
+
+def _without_memory(name: str, tensor: Any) -> UnsupportedTensor:
+    return UnsupportedTensor(
+        f"tensor {name!r}, a {type(tensor).__name__}, has no memory for its {tensor.numel()} elements: "
+        "its storage was freed, or never was there"
+    )
 
 
 def memories(weights: Weights) -> dict[str, Memory]:
     """The memory of every tensor, by name."""
+    if not isinstance(weights, Mapping):
+        kind = type(weights).__name__
+        raise UnsupportedTensor(f"weights are a mapping from names to tensors, not a {kind}; take its state_dict()")
     torch = sys.modules.get("torch")
     if torch is None:
         return {name: memory_of(name, tensor) for name, tensor in weights.items()}
@@ -152,6 +171,8 @@ def memories(weights: Weights) -> dict[str, Memory]:
             and dtype.name not in _COMPLEX
         ):
             out[name] = tuple.__new__(Memory, (dtype, tensor.shape, tensor.data_ptr(), None, True, tensor))
+            if not out[name].address and tensor.numel():
+                raise _without_memory(name, tensor)
         else:
             out[name] = memory_of(name, tensor)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,3 +52,36 @@ def ordered(work: Callable[[T], R], items: Iterable[T], threads: int | None = No
     finally:
         for future in flight:
             future.cancel()
+
+
+def uninterrupted(work: Callable[[], object]) -> None:
+    """Run `work` on a thread of its own: an interrupt comes before it or after it, never in between."""
+    go, done, called_off = threading.Event(), threading.Event(), False
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        go.wait()
+        try:
+            if not called_off:
+                work()
+        except BaseException as error:  # noqa: BLE001  # is raised again below, on the caller's thread
+            raised.append(error)
+        finally:
+            done.set()
+
+    try:
+        threading.Thread(target=run, name="sparserl-commit").start()
+        go.set()
+    except BaseException as error:
+        if not go.is_set():
+            called_off = True  # the thread may be there or not; either way it does nothing
+            go.set()
+            raise
+        raised.append(error)
+    while not done.is_set():  # not `join`: a thread whose join was interrupted passes for dead
+        try:
+            done.wait()
+        except BaseException as error:  # noqa: BLE001  # is raised again below
+            raised.append(error)
+    if raised:
+        raise raised[0]

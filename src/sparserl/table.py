@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from .bits import DType
-from .errors import TensorMismatch
+from .errors import TensorMismatch, UnsupportedTensor
 from .region import Shape
 
 
@@ -39,7 +39,11 @@ class TensorTable:
     """Specs sorted by name. Tensors are known by their index in it."""
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
-        self.specs: tuple[TensorSpec, ...] = tuple(sorted(specs, key=lambda s: s.name))
+        try:
+            self.specs: tuple[TensorSpec, ...] = tuple(sorted(specs, key=lambda s: s.name))
+            "".join([s.name for s in self.specs]).encode()
+        except (TypeError, UnicodeEncodeError) as error:
+            raise UnsupportedTensor(f"tensor names are text that UTF-8 can hold: {error}") from error
         self.index: dict[str, int] = {s.name: i for i, s in enumerate(self.specs)}
         if len(self.index) != len(self.specs):
             raise TensorMismatch("a tensor name stands twice in the table")
@@ -100,9 +104,6 @@ class TensorTable:
     def get(self, name: str) -> TensorSpec | None:
         index = self.index.get(name)
         return None if index is None else self.specs[index]
-
-    def as_dict(self) -> Mapping[str, Any]:
-        return {s.name: {"dtype": s.dtype.name, "shape": list(s.shape)} for s in self.specs}
 
 
 def _kind(spec: TensorSpec) -> str:

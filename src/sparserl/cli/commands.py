@@ -320,6 +320,8 @@ def _refuse_to_replace(output: Path) -> None:
     if output.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; a patch is a file", str(output))
     if output.exists():
+        if not output.is_file():
+            raise FileExistsError(errno.EEXIST, "exists and is not a regular file", str(output))
         with output.open("rb") as file:
             if file.read(len(MAGIC)) not in (b"", MAGIC):
                 raise FileExistsError(errno.EEXIST, "exists and is not a patch; choose another name", str(output))

@@ -24,13 +24,14 @@ _ALL = (1 << 64) - 1
 
 
 def kernel(function: F) -> F:
-    """Compile for the CPU without the GIL, cached on disk."""
-    return cast("F", njit(nogil=True, cache=True)(function))
+    """Compile for the CPU without the GIL, cached on disk where a folder for it can be written."""
+    try:
+        return cast("F", njit(nogil=True, cache=True)(function))
+    except RuntimeError:
+        return cast("F", njit(nogil=True)(function))
 
 
-def inline(function: F) -> F:
-    """Compile a small function that kernels call; LLVM puts it in line."""
-    return cast("F", njit(nogil=True, cache=True)(function))
+inline = kernel  # for small functions that kernels call: LLVM puts them in line
 
 
 def machine(function: Callable[..., Any]) -> Any:

@@ -4,11 +4,13 @@
                      └ result: nothing to do    (weights untouched so far)
 
 Nothing is written before everything has been decoded and the tracked digest equals the patch's result, so a patch
-is applied whole or not at all.
+is applied whole or not at all. An interrupt (Ctrl-C) comes before the first bit is written or after the last one;
+only the end of the process can stop it in between.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,7 +23,7 @@ from ..digest import Digest, element_sums, sums, table_digest
 from ..errors import InvalidField, TiedConflict, WrongBase
 from ..kernels import cpu
 from ..memory import Memory, Weights, memories, require_like, require_writable, tied_groups
-from ..parallel import Progress, ordered
+from ..parallel import Progress, ordered, uninterrupted
 from ..pieces import Batch, Geometry, Held
 from ..plan import advance
 from ..region import whole
@@ -65,6 +67,8 @@ def apply(
     Weights that are the result already are left alone. With `digest`, the caller vouches for the digest of the
     weights and no full read is needed; without it, the weights are read once (`progress` counts those bytes).
 
+    The weights must be memory that can be written: torch does not say so of tensors over a read-only file mapping.
+
     Memory: the decoded changes are held until the result is known to be right: four bytes and one element for each
     change, and the old bits beside the new ones.
     """
@@ -90,8 +94,7 @@ def apply(
             f"the changes lead to digest {result}, the patch promises {patch.result}; nothing was touched"
         )
     _refuse_conflicts(patch, held, memory, staged)
-    for _ in ordered(lambda part: commit(held, part), staged, threads):
-        pass
+    uninterrupted(lambda: deque(ordered(lambda part: commit(held, part), staged, threads), maxlen=0))
     return Applied(patch.result, patch.changed, already=False)
 
 

@@ -13,8 +13,9 @@ With the base, `squash` also drops elements that ended where they began, and may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +54,7 @@ def squash(
     the weights the first patch applies to (`digest` vouches for them and saves a read).
     """
     patches = (first, *others)
-    _require_chain(patches)
+    require_chain(patches)
     held = _base(first, base, digest, threads)
     names = plan.candidates(profile)
     table = first.table
@@ -69,10 +70,12 @@ def squash(
     return Patch(assemble(table, parts(), profile, lambda: ends, covers, to, threads))
 
 
-def _require_chain(patches: Sequence[Patch]) -> None:
-    first = patches[0]
-    for i, (a, b) in enumerate(zip(patches, patches[1:], strict=False)):
-        b.table.require(first.table, f"patch {i + 1}", "patch 0")
+def require_chain(patches: Sequence[Patch]) -> None:
+    """Refuse patches that do not follow one another, counted from 1 in the message."""
+    if not patches:
+        raise ChainError("no patch was given")
+    for i, (a, b) in enumerate(zip(patches, patches[1:], strict=False), 1):
+        b.table.require(a.table, f"patch {i + 1}", f"patch {i}")
         if a.result != b.base:
             raise ChainError(f"patch {i} leads to {a.result}, but patch {i + 1} starts from {b.base}")
         if set(a.covers) != set(b.covers):
@@ -135,7 +138,7 @@ def add_steps(a: UIntArray, b: UIntArray) -> UIntArray:
 
 def negate_steps(steps: UIntArray) -> UIntArray:
     """The zigzag form of the opposite steps."""
-    return _fold(-_unfold(steps).view(steps.dtype.str.replace("u", "i")).view(steps.dtype))
+    return _fold(-_unfold(steps))
 
 
 def _unfold(zigzag: UIntArray) -> UIntArray:
@@ -155,57 +158,63 @@ def _windows(patches: Sequence[Patch], held: Held | None) -> Iterator[Changes]:
     loaders = [lru_cache(maxsize=4)(p.decode) for p in patches]
     users = [_users(p) for p in patches]
     touched = sorted({t for u in users for t in u}, key=lambda t: (table[t].dtype.code, t))
+    covers: dict[int, list[Region | None]] = {}
+    for tensor, region in patches[0].covers:
+        covers.setdefault(tensor, []).append(region)
     for tensor in touched:
         spec = table[tensor]
         most = PIECE_BYTES // spec.dtype.width
-        for cover in (region for t, region in patches[0].covers if t == tensor):
+        for cover in covers[tensor]:
             place = cover or whole(spec.shape)
             low = 0
             for window in place.split(most):
                 overlay = _Overlay(spec.dtype)
                 for load, user in zip(loaders, users, strict=True):
-                    for changes in _inside(table, (tensor, cover), user.get(tensor, {}), load, low, window.numel):
+                    for changes in _inside(table, (tensor, cover), user.get(tensor, ()), load, low, window.numel):
                         overlay.add(*changes)
                 if any(w.size for w in overlay.where.values()):
                     yield _settle(table, tensor, cover if window == place else window, window.numel, overlay, held)
                 low += window.numel
 
 
-def _users(patch: Patch) -> dict[int, dict[int, list[Place]]]:
-    """Which buckets have entries of each tensor, and which entries those are."""
-    out: dict[int, dict[int, list[Place]]] = {}
+class _Use(NamedTuple):
+    """An entry, and where its words stand in its decoded bucket."""
+
+    bucket: int
+    place: Place
+    dense: bool
+    words: slice
+
+
+def _users(patch: Patch) -> dict[int, list[_Use]]:
+    """The entries of each tensor."""
+    out: dict[int, list[_Use]] = {}
     for bucket, head in enumerate(patch.heads):
-        for place in zip(head.entries.tensor.tolist(), head.entries.region, strict=True):
-            out.setdefault(place[0], {}).setdefault(bucket, []).append(place)
+        at = {True: 0, False: 0}
+        e = head.entries
+        rows = zip(e.tensor.tolist(), e.region, e.dense.tolist(), e.count.tolist(), e.numel.tolist(), strict=True)
+        for tensor, region, dense, count, numel in rows:
+            end = at[dense] + (numel if dense else count)
+            out.setdefault(tensor, []).append(_Use(bucket, (tensor, region), dense, slice(at[dense], end)))
+            at[dense] = end
     return out
 
 
 def _inside(
-    table: TensorTable,
-    cover: Place,
-    buckets: Mapping[int, list[Place]],
-    load: Callable[[int], Decoded],
-    low: int,
-    numel: int,
+    table: TensorTable, cover: Place, uses: Sequence[_Use], load: Callable[[int], Decoded], low: int, numel: int
 ) -> Iterator[tuple[Flat, UIntArray, bool]]:
     """One patch's changes in a window: `numel` positions of a covered region from `low` on, counted from there."""
-    for bucket, places in buckets.items():
-        if not any(_meets(table, cover, place, low, numel) for place in places):
+    for use in uses:
+        if not _meets(table, cover, use.place, low, numel):
             continue
-        decoded = load(bucket)
-        at = 0
-        for place, count in zip(decoded.sparse_places, decoded.sparse_count.tolist(), strict=True):
-            if _meets(table, cover, place, low, numel):
-                inside = slice(at, at + count)
-                where = _relative(table, cover, flatten(table, place, decoded.positions[inside]))
-                a, b = np.searchsorted(where, [low, low + numel])
-                yield where[a:b] - low, decoded.words[inside][a:b], decoded.head.profile.absolute
-            at += count
-        for place, _, bits in decoded.dense_entries():
-            if _meets(table, cover, place, low, numel):
-                where = _relative(table, cover, flatten(table, place, np.arange(bits.size, dtype=np.uint32)))
-                a, b = np.searchsorted(where, [low, low + numel])
-                yield where[a:b] - low, bits[a:b], True
+        decoded = load(use.bucket)
+        if use.dense:
+            positions, words = np.arange(use.words.stop - use.words.start, dtype=np.uint32), decoded.dense[use.words]
+        else:
+            positions, words = decoded.positions[use.words], decoded.words[use.words]
+        where = _relative(table, cover, flatten(table, use.place, positions))
+        a, b = np.searchsorted(where, [low, low + numel])
+        yield where[a:b] - low, words[a:b], use.dense or decoded.head.profile.absolute
 
 
 def _relative(table: TensorTable, cover: Place, flat: Flat) -> Flat:
@@ -220,9 +229,7 @@ def _relative(table: TensorTable, cover: Place, flat: Flat) -> Flat:
 
 def _meets(table: TensorTable, cover: Place, place: Place, low: int, numel: int) -> bool:
     """Whether a place may reach into a window of a covered region."""
-    (tensor, outer), (other, region) = cover, place
-    if tensor != other:
-        return False
+    (tensor, outer), (_, region) = cover, place
     if outer is not None:
         return (region or whole(table[tensor].shape)).inside(outer)
     if region is None:
@@ -352,15 +359,15 @@ def merge(first: Patch, *others: Patch, to: Target = None) -> Patch:
     for i, patch in enumerate(others, 1):
         patch.table.require(first.table, f"patch {i}", "patch 0")
     covers = _joined(first.table, patches)
-    if len(patches) == 1:
-        return first
     terms = table_digest(first.table)
     start = terms if covers is None else Digest()
     base = sum((p.base - terms if p.complete else p.base for p in patches), start)
     result = sum((p.result - terms if p.complete else p.result for p in patches), start)
     changed = sum(p.changed for p in patches)
     buckets = (p.bucket(i) for p in patches for i in range(p.buckets))
-    return Patch(rewrite(first.table, buckets, base, result, changed, covers, to))
+    merged = Patch(rewrite(first.table, buckets, base, result, changed, covers, to))
+    len(merged.heads)  # what cannot be read back must not be handed out
+    return merged
 
 
 def _joined(table: TensorTable, patches: Sequence[Patch]) -> list[Place] | None:

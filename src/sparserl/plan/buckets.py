@@ -30,27 +30,25 @@ class Draft:
         self.covered = 0
         self.count = 0
         self.dense_bytes = 0
+        self.costs: dict[str, float] = {}  # estimated bits, of the profiles that every part can be written in
 
     def add(self, part: Changes) -> None:
+        if part.count.size:
+            shared = part.cost.keys() & self.costs.keys() if self.count else part.cost.keys()
+            self.costs = {n: self.costs.get(n, 0.0) + part.cost[n] for n in shared}
         self.parts.append(part)
         self.covered += part.covered * part.dtype.width
         self.count += int(part.count.sum())
         self.dense_bytes += sum(d.bits.nbytes for d in part.dense)
 
-    def costs(self) -> dict[str, float]:
-        """Estimated bits by profile; only profiles that every part can be written in."""
-        tables = [p.cost for p in self.parts if p.count.size]
-        names = set.intersection(*(set(t) for t in tables)) if tables else set()
-        return {n: sum(t[n] for t in tables) for n in names}
-
     def payload(self) -> float:
-        return self.dense_bytes + min(self.costs().values(), default=0.0) / 8
+        return self.dense_bytes + min(self.costs.values(), default=0.0) / 8
 
     def takes(self, part: Changes) -> bool:
         """Whether a part may join: some profile can hold all, and the bucket stays inside its bounds."""
         if not self.parts:
             return True
-        if part.count.size and (costs := self.costs()) and not costs.keys() & part.cost.keys():
+        if part.count.size and self.costs and not self.costs.keys() & part.cost.keys():
             return False
         covered = self.covered + part.covered * part.dtype.width
         count = self.count + int(part.count.sum())
@@ -73,7 +71,7 @@ def cut(parts: Iterable[Changes]) -> Iterator[Draft]:
 def write(draft: Draft, names: Sequence[str], hash: bytes) -> tuple[bytes, int] | None:
     """The bytes of a bucket and its number of changes, or None where nothing changed."""
     parts = draft.parts
-    costs = draft.costs()
+    costs = draft.costs
     dense = [d for p in parts for d in p.dense]
     if not draft.count and not dense:
         return None

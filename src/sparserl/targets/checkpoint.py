@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..digest import Digest
-from ..errors import ChainError, CheckpointError, WeightsError, WrongBase
+from ..errors import CheckpointError, WeightsError, WrongBase
 from ..files import sync
 from ..memory import memories, tensor_table
 from ..parallel import Progress
 from ..patch import Patch
 from ..patch.apply import digest_of
+from ..patch.compose import require_chain
 from ..pieces import Held
 from ..sources.checkpoint import Checkpoint, open_checkpoint
 from ..table import TensorTable
@@ -74,7 +75,8 @@ def apply_to_checkpoint(
     """
     base, out = Path(base), _absolute(Path(out))
     stages = progress or (lambda _name, _total: lambda _done: None)
-    _require_chain(patches)
+    require_chain(patches)
+    tuple(patch.heads for patch in patches)  # reading them checks every checksum
     with swapping(out) as swap:
         files = _files(base)
         before = _fingerprint(files)
@@ -106,19 +108,6 @@ def _absolute(out: Path) -> Path:
     if not out.name or not out.parent.is_dir():
         raise CheckpointError(f"{out} cannot be written: {out.parent} is not a folder, make it first")
     return out
-
-
-def _require_chain(patches: Sequence[Patch]) -> None:
-    """Patches that are whole and follow one another."""
-    if not patches:
-        raise ChainError("no patch was given")
-    for i, (a, b) in enumerate(zip(patches, patches[1:], strict=False), 1):
-        b.table.require(a.table, f"patch {i + 1}", f"patch {i}")
-        if a.result != b.base:
-            raise ChainError(f"patch {i} leads to {a.result}, but patch {i + 1} starts from {b.base}")
-        if set(a.covers) != set(b.covers):
-            raise ChainError(f"patches {i} and {i + 1} cover different regions; merge the shards first")
-    tuple(patch.heads for patch in patches)  # reading them checks every checksum
 
 
 def _refuse_unrelated(base: Checkpoint, out: Path, table: TensorTable) -> None:

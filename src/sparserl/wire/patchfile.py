@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import weakref
 from collections.abc import Iterator, Sequence
@@ -84,9 +85,12 @@ class OnDisk:
     """A patch in a file, read piece by piece; the file may be unlinked meanwhile."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make us wait
         weakref.finalize(self, os.close, self._file)  # it stays open as long as the patch is in use
-        self.size = os.fstat(self._file).st_size
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidField(f"{os.fspath(path)} is not a regular file, and a patch is one")
+        self.size = status.st_size
 
     def read(self, at: int, size: int) -> bytes:
         return os.pread(self._file, size, at)

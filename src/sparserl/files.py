@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import BinaryIO
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the name `path` when all of it is on disk, and leaves nothing behind otherwise."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(path.parent))
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

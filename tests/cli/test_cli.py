@@ -165,8 +165,18 @@ def test_squash_and_invert(files: Path) -> None:
     sparserl_("squash", "01.ulp", "12.ulp", "-o", "02.ulp")
     sparserl_("invert", "02.ulp", "-o", "20.ulp")
     assert Patch.open("20.ulp").result == sparserl.digest(W[0])
-    assert "patch 0 leads to" in failed("squash", "12.patch", "01.patch", "-o", "x.patch")
+    assert "patch 1 leads to" in failed("squash", "12.patch", "01.patch", "-o", "x.patch")
     assert "the patch starts from" in failed("squash", "01.patch", "--base", "1", "-o", "x.patch")
+
+
+def test_outputs_that_are_no_files(files: Path) -> None:
+    """A pipe, a device or a missing folder is refused at once, and nothing is made of it."""
+    os.mkfifo("pipe")
+    assert "not a regular file" in failed("diff", "0", "1", "-o", "pipe")
+    assert (files / "pipe").is_fifo()
+    assert "no such folder" in failed("diff", "0", "1", "-o", "nowhere/x.patch")
+    assert not (files / "nowhere").exists()
+    assert "not a regular file" in failed("inspect", "pipe")
 
 
 def test_inspect_for_people(files: Path) -> None:

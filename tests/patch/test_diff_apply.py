@@ -287,9 +287,9 @@ def test_on_disk_and_in_memory_alike(profile, tmp_path):
     patch = sparserl.diff(before, after, profile=profile)
     data = patch.to_bytes()
     assert len(data) == patch.nbytes
-    written = sparserl.diff(before, after, profile=profile, to=tmp_path / "deep" / "written.srl")
+    written = sparserl.diff(before, after, profile=profile, to=tmp_path / "written.srl")
     patch.save(tmp_path / "saved.srl")
-    assert (tmp_path / "deep" / "written.srl").read_bytes() == data
+    assert (tmp_path / "written.srl").read_bytes() == data
     assert (tmp_path / "saved.srl").read_bytes() == data
     for same in (
         written,

@@ -382,3 +382,11 @@ def test_a_merge_can_be_written_to_disk(tmp_path):
     merged = sparserl.merge(*shards, to=tmp_path / "merged.srl")
     assert (tmp_path / "merged.srl").read_bytes() == sparserl.merge(*shards).to_bytes() == merged.to_bytes()
     assert sparserl.merge(merged).to_bytes() == merged.to_bytes()
+
+
+def test_merging_one_patch_to_disk(tmp_path):
+    """A patch alone is merged too: the same patch, where it was asked for."""
+    old, new = {"w": np.zeros(9, np.float32)}, {"w": np.ones(9, np.float32)}
+    patch = sparserl.diff(old, new)
+    merged = sparserl.merge(patch, to=tmp_path / "one.patch")
+    assert merged.to_bytes() == patch.to_bytes() == (tmp_path / "one.patch").read_bytes()

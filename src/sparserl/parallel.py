@@ -18,15 +18,18 @@ Progress = Callable[[int], None]  # called with the dense bytes just finished
 
 
 def default_threads() -> int:
-    """As many as the cores this process may use, or what SPARSERL_THREADS says."""
+    """As many as the cores this process may use, up to 16, or what SPARSERL_THREADS says.
+
+    Memory is the limit of this work: more threads than saturate it only hold more pieces in flight.
+    """
     if said := os.environ.get("SPARSERL_THREADS"):
         if not said.isdecimal():
             raise SparserlError(f"SPARSERL_THREADS is {said!r}, not a number of threads")
         return max(1, int(said))
     try:
-        return len(os.sched_getaffinity(0))
+        return min(16, len(os.sched_getaffinity(0)))
     except AttributeError:  # not on Linux
-        return os.cpu_count() or 1
+        return min(16, os.cpu_count() or 1)
 
 
 @lru_cache(maxsize=8)

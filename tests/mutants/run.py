@@ -187,7 +187,7 @@ MUTANTS = (
     Mutant(
         "tied tensors may be told to differ",
         "patch/apply.py",
-        "    _refuse_conflicts(patch, held, memory, staged)\n",
+        "    _refuse_conflicts(patch, held, tied, [part for part in staged if isinstance(part, Staged)])\n",
         "",
         Tests(APPLY, "tied"),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -639,3 +640,27 @@ def test_a_shard_of_a_tensor_of_two_to_the_44_elements():
         at = (region.start[0] + r) * shape[1] + region.start[1] + c
         sums += Digest(*reference.digest(table.keys[0], at, new[r : r + 1, c]))
     assert patch.result == sums
+
+
+@pytest.mark.parametrize("profile", ["raw", "gap", "ulp"])
+@pytest.mark.parametrize("keep", [0, 3000, 1 << 30])
+def test_what_is_not_kept_is_decoded_again(monkeypatch, profile, keep):
+    """However few decoded changes may be held, the result is the same; a refused patch still touches nothing."""
+    monkeypatch.setattr("sparserl.patch.apply.KEEP_BYTES", keep)
+    for module in ("route", "buckets"):
+        monkeypatch.setattr(sys.modules[f"sparserl.plan.{module}"], "BUCKET_CHANGES", 100)
+    rng = np.random.default_rng(11)
+    old = {"a": rng.standard_normal(4000).astype(np.float32), "b": rng.standard_normal((30, 40)).astype(np.float16)}
+    new = {name: np.where(rng.random(w.shape) < 0.2, w * w.dtype.type(1.25), w) for name, w in old.items()}
+    patch = sparserl.diff(old, new, profile=profile)
+    assert patch.buckets > 5
+    weights = {name: w.copy() for name, w in old.items()}
+    assert patch.apply(weights).changed == patch.changed
+    for name, w in new.items():
+        assert weights[name].tobytes() == w.tobytes()
+    before = {name: w.copy() for name, w in old.items()}
+    before["a"][0] += 1
+    data = {name: w.tobytes() for name, w in before.items()}
+    with pytest.raises(WrongBase):
+        patch.apply(before)
+    assert data == {name: w.tobytes() for name, w in before.items()}

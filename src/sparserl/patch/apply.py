@@ -11,8 +11,7 @@ only the end of the process can stop it in between.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +21,15 @@ from ..codec.profile import Counts, Positions
 from ..digest import Digest, element_sums, sums, table_digest
 from ..errors import InvalidField, TiedConflict, WrongBase
 from ..kernels import cpu
-from ..memory import Memory, Weights, memories, require_like, require_writable, tied_groups
+from ..memory import Weights, memories, require_like, require_writable, tied_groups
 from ..parallel import Progress, ordered, uninterrupted
 from ..pieces import Batch, Geometry, Held
 from ..plan import advance
 from ..region import whole
 from .decode import Decoded, flatten
 from .patch import Patch
+
+KEEP_BYTES = 256 << 20  # of decoded changes, while the result is not known yet
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,14 @@ class Staged:
     new: UIntArray
     moved: Digest
 
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in (self.positions, self.old, self.new, self.decoded.words, self.decoded.dense))
+
+    def slim(self) -> Staged:
+        """What is needed to write it: without the old bits, and without the steps that led to the new ones."""
+        return replace(self, old=self.old[:0], decoded=replace(self.decoded, words=self.decoded.words[:0]))
+
 
 def apply(
     patch: Patch,
@@ -69,8 +78,8 @@ def apply(
 
     The weights must be memory that can be written: torch does not say so of tensors over a read-only file mapping.
 
-    Memory: the decoded changes are held until the result is known to be right: four bytes and one element for each
-    change, and the old bits beside the new ones.
+    Memory: the decoded changes are held until the result is known to be right, four bytes and one element for each, up
+    to 256 MiB. Of what is beyond that the buckets' own bytes are held, and decoded a second time to be written.
     """
     memory = memories(weights)
     require_like(patch.table, memory, "the patch", "the weights")
@@ -85,17 +94,31 @@ def apply(
         )
     touched = {patch.table[t].name for head in patch.heads for t in np.unique(head.entries.tensor).tolist()}
     require_writable((name, memory[name]) for name in touched)
-    staged = list(ordered(lambda i: stage(held, patch.decode(i)), range(patch.buckets), threads))
+    tied = tied_groups(memory)
     result = current
-    for part in staged:
+    staged: list[Staged | tuple[int, bytes]] = []
+    room = KEEP_BYTES
+    for index, data, part in ordered(lambda i: _staged(patch, held, i), range(patch.buckets), threads):
         result += part.moved
+        slim = part if tied else part.slim()
+        room -= slim.nbytes
+        staged.append(slim if tied or room >= 0 else (index, bytes(data)))
     if result != patch.result:
         raise InvalidField(
             f"the changes lead to digest {result}, the patch promises {patch.result}; nothing was touched"
         )
-    _refuse_conflicts(patch, held, memory, staged)
-    uninterrupted(lambda: deque(ordered(lambda part: commit(held, part), staged, threads), maxlen=0))
+    _refuse_conflicts(patch, held, tied, [part for part in staged if isinstance(part, Staged)])
+
+    def land(part: Staged | tuple[int, bytes]) -> None:
+        commit(held, part if isinstance(part, Staged) else stage(held, patch.parse(*part)))
+
+    uninterrupted(lambda: deque(ordered(land, staged, threads), maxlen=0))
     return Applied(patch.result, patch.changed, already=False)
+
+
+def _staged(patch: Patch, held: Held, index: int) -> tuple[int, bytes | memoryview, Staged]:
+    data = patch.bucket(index)
+    return index, data, stage(held, patch.parse(index, data))
 
 
 def digest_of(patch: Patch, held: Held, threads: int | None = None, progress: Progress | None = None) -> Digest:
@@ -136,9 +159,9 @@ def commit(held: Held, part: Staged) -> None:
         memory.view()[region.slices] = bits.reshape(region.size)
 
 
-def _refuse_conflicts(patch: Patch, held: Held, memory: Mapping[str, Memory], staged: list[Staged]) -> None:
+def _refuse_conflicts(patch: Patch, held: Held, tied: list[list[str]], staged: list[Staged]) -> None:
     """Names that share memory must change alike, or writing one would silently change the other."""
-    for group in tied_groups(memory):
+    for group in tied:
         first, *others = group
         expected = _flat(patch, held, first, staged)
         for other in others:

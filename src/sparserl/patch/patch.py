@@ -145,8 +145,11 @@ class Patch:
 
     def decode(self, index: int) -> Decoded:
         """One bucket, decoded: positions and words of its sparse entries, bits of its dense ones."""
-        head, reader = decode_bucket(self.bucket(index), self.table, self._reader.hash, f"bucket {index}")
-        return decode(head, reader)
+        return self.parse(index, self.bucket(index))
+
+    def parse(self, index: int, data: bytes | memoryview) -> Decoded:
+        """The bytes of a bucket, decoded."""
+        return decode(*decode_bucket(data, self.table, self._reader.hash, f"bucket {index}"))
 
     def decoded(self, threads: int | None = None) -> Iterator[Decoded]:
         """All buckets, decoded on threads, in order, a few at a time."""

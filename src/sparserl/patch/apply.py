@@ -5,7 +5,8 @@
 
 Nothing is written before everything has been decoded and the tracked digest equals the patch's result, so a patch
 is applied whole or not at all. An interrupt (Ctrl-C) comes before the first bit is written or after the last one;
-only the end of the process can stop it in between.
+only the end of the process can stop it in between, or memory that runs out while changes beyond 256 MiB are decoded
+for the second time.
 """
 
 from __future__ import annotations

@@ -13,9 +13,7 @@ from .streams import Chunks, Reader, Stream
 
 def write_positions(layout: Layout, positions: Positions) -> Chunks:
     """Each position as four bytes."""
-    view = positions.astype("<u4", copy=False).view(np.uint8).data
-    cuts = np.cumsum([0, *layout.chunk_sizes(positions.size)]) * 4
-    return {Stream.POSITIONS: [view[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]}
+    return {Stream.POSITIONS: layout.cut(positions.astype("<u4", copy=False))}
 
 
 def read_positions(layout: Layout, reader: Reader) -> Positions:

@@ -30,9 +30,7 @@ def write(layout: Layout, values: npt.NDArray[Any], tokens: int, lows: int) -> C
         bits = cpu.pack(values[at : at + size], heads[at : at + size], words)
         tails.append(words.tobytes()[: (bits + 7) // 8])
         at += size
-    view = heads.data
-    cuts = np.cumsum([0, *layout.chunk_sizes(values.size)])
-    return {tokens: [view[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)], lows: list(tails)}
+    return {tokens: layout.cut(heads), lows: list(tails)}
 
 
 def read(

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..bits import DType, UIntArray
+from .coders import Buffer
 from .streams import Chunks, Reader
 
 Positions = npt.NDArray[np.uint32]
@@ -33,6 +34,12 @@ class Layout:
         """Lengths of the chunks that `total` things are cut into."""
         chunk = 1 << self.chunk_log
         return [min(chunk, total - i) for i in range(0, total, chunk)]
+
+    def cut(self, items: npt.NDArray[Any]) -> list[Buffer]:
+        """The bytes of contiguous items, cut into chunks."""
+        view = items.view(np.uint8).data
+        step = items.itemsize << self.chunk_log
+        return [view[i : i + step] for i in range(0, len(view), step)]
 
 
 class Profile(Protocol):

@@ -14,10 +14,7 @@ from .streams import Chunks, Reader, Stream
 
 def write_words(layout: Layout, words: UIntArray, stream: int) -> Chunks:
     """Each word in its own width, little-endian."""
-    width = layout.dtype.width
-    view = np.ascontiguousarray(words).view(np.uint8).data
-    cuts = np.cumsum([0, *layout.chunk_sizes(words.size)]) * width
-    return {stream: [view[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]}
+    return {stream: layout.cut(np.ascontiguousarray(words))}
 
 
 def read_words(layout: Layout, reader: Reader, count: int, stream: int) -> UIntArray:
@@ -33,13 +30,8 @@ def read_words(layout: Layout, reader: Reader, count: int, stream: int) -> UIntA
 
 def write_planes(layout: Layout, words: UIntArray, stream: int) -> Chunks:
     """Byte planes, a stream each, from `stream` on: the high bytes of floats repeat, the low ones do not."""
-    out: Chunks = {}
-    cuts = np.cumsum([0, *layout.chunk_sizes(words.size)])
     table = words.view(np.uint8).reshape(-1, layout.dtype.width)
-    for plane in range(layout.dtype.width):
-        view = np.ascontiguousarray(table[:, plane]).data
-        out[stream + plane] = [view[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
-    return out
+    return {stream + plane: layout.cut(np.ascontiguousarray(table[:, plane])) for plane in range(layout.dtype.width)}
 
 
 def read_planes(layout: Layout, reader: Reader, count: int, stream: int) -> UIntArray:

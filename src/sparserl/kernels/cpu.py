@@ -30,8 +30,8 @@ _GOLDEN = np.uint64(GOLDEN)
 _TURN, _BACK, _HALF = np.uint64(ROTATE), np.uint64(64 - ROTATE), np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
-_AHEAD = 2048  # bytes: how far the comparing loop prefetches
-_BLOCKS = 64  # of 64 elements that it looks at before it writes down what it found
+_WALKERS = 4  # places at which the comparing loop reads in turn
+_STRIDE = 1 << 13  # bytes between them
 _FAR = 48  # changes: how far gather and scatter prefetch
 
 
@@ -57,40 +57,50 @@ def diff(tag: Any, old: Any, new: Any, size: Any, positions: Any, before: Any, a
     Returns how many there are, or -1 where they are more than there is room for.
     """
     width = np.int64(tag.itemsize)
+    most = _STRIDE // width // 64  # blocks that a walker looks at before what it found is written down
+    masks, bases = np.empty(_WALKERS * most + 1, np.uint64), np.empty(_WALKERS * most + 1, np.int64)
+    found = np.empty(_WALKERS, np.int64)
     k, room = 0, positions.size
-    masks, bases = np.empty(_BLOCKS + 2, np.uint64), np.empty(_BLOCKS + 2, np.int64)
     for s in range(size.size):
         a, b, n = old[s], new[s], size[s]
         first = k
         i = 0 if a != b else n
         while i < n:
             # Blocks with changes are gathered without a branch, since whether one has any cannot be predicted.
-            m = np.int64(0)
-            stop = min(n, i + 64 * _BLOCKS)
-            while i + 64 <= stop:
-                at = i * width
-                for line in range(width):
-                    prefetch(a + at + _AHEAD + line * 64)
-                    prefetch(b + at + _AHEAD + line * 64)
-                mask = differ64(tag, a + at, b + at)
-                masks[m], bases[m] = mask, i
-                m += np.int64(mask != np.uint64(0))
-                i += 64
-            if i < stop:
-                masks[m], bases[m] = _tail(tag, a, b, i, n), max(n - 64, 0)
-                m += np.int64(masks[m] != np.uint64(0))
-                i = n
-            for t in range(m):
-                mask, base = masks[t], bases[t]
-                if k + popcount(mask) > room:
-                    return -1
-                while mask:
-                    p = base + lowest(mask)
-                    mask &= mask - _ONE
-                    positions[k] = p
-                    before[k] = load(tag, a + p * width)
-                    after[k] = load(tag, b + p * width)
-                    k += 1
+            found[:] = 0
+            if n - i >= _WALKERS * most * 64:
+                for j in range(i, i + most * 64, 64):
+                    for w in range(_WALKERS):
+                        base, m = j + w * most * 64, w * most + found[w]
+                        mask = differ64(tag, a + base * width, b + base * width)
+                        masks[m], bases[m] = mask, base
+                        found[w] += np.int64(mask != np.uint64(0))
+                i += _WALKERS * most * 64
+            else:
+                m = np.int64(0)
+                while i < n:
+                    whole = i + 64 <= n
+                    mask = differ64(tag, a + i * width, b + i * width) if whole else _tail(tag, a, b, i, n)
+                    masks[m], bases[m] = mask, i if whole else max(n - 64, 0)
+                    m += np.int64(mask != np.uint64(0))
+                    i += 64
+                found[0] = m
+            for w in range(_WALKERS):
+                ahead = (i + w * most * 64) * width
+                for m in range(w * most, w * most + found[w]):
+                    mask, base = masks[m], bases[m]
+                    prefetch(a + ahead)  # so that memory is not idle meanwhile
+                    prefetch(b + ahead)
+                    ahead += 64
+                    if k + popcount(mask) > room:
+                        return -1
+                    while mask:
+                        p = base + lowest(mask)
+                        mask &= mask - _ONE
+                        positions[k] = p
+                        before[k] = load(tag, a + p * width)
+                        after[k] = load(tag, b + p * width)
+                        k += 1
         counts[s] = k - first
     return k
 

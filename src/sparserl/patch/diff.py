@@ -22,6 +22,7 @@ from ..table import TensorTable
 from .assemble import Target, assemble
 from .patch import Patch
 
+_HUGE = 1 << 22  # bytes: arrays as large as this are asked to lie in huge pages
 _Found = tuple[npt.NDArray[np.uint32], UIntArray, UIntArray, npt.NDArray[np.int64]]
 
 
@@ -169,16 +170,19 @@ class _Search:
 
 
 def _scan(tag: Any, old: Any, new: Any, size: Any) -> _Found:
-    """Run the comparing kernel with room for an eighth of the elements, and once more where more changed."""
+    """Run the comparing kernel with room for few changes, and once more where there are many.
+
+    Room that is not written to costs no memory, as long as NumPy does not ask for huge pages, which come zeroed.
+    """
     counts = np.empty(size.size, np.int64)
     elements = int(size.sum())
-    for room in (max(1024, elements // 8), elements):
+    for room in (min(max(1024, elements // 16), _HUGE // max(4, tag.itemsize) - 1), elements):
         positions = np.empty(room, np.uint32)
         before, after = np.empty(room, tag.dtype), np.empty(room, tag.dtype)
         n = cpu.diff(tag, old, new, size, positions, before, after, counts)
         if n >= 0:
             break
-    return positions[:n].copy(), before[:n].copy(), after[:n].copy(), counts
+    return positions[:n], before[:n], after[:n], counts
 
 
 def _known(

@@ -38,6 +38,11 @@ class DType:
         """The unsigned integer dtype of the same width."""
         return _UINT[self.width]
 
+    @property
+    def signed(self) -> bool:
+        """Whether it is an integer in two's complement."""
+        return self.name.startswith("int")
+
     def __repr__(self) -> str:
         return self.name
 

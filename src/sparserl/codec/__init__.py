@@ -3,7 +3,7 @@
     changes ──► index coder ──► streams ──► byte coder ──► bytes of a bucket
             └─► value coder ──►
 
-A profile is one file: it picks an index coder and a value coder. `ctx` (id 3) is reserved.
+A profile is one file: it picks an index coder and a value coder; `ctx` has its own index coder.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 from ..errors import UnsupportedFormat
 from . import value
 from .coders import Coder, coder
+from .ctx import Ctx
 from .gap import Gap
-from .profile import Layout, Profile
+from .profile import Classes, Found, Layout, Profile
 from .raw import Raw
 from .streams import Chunks, Coded, Reader, Stream, code
 from .ulp import Ulp
 
-PROFILES: dict[str, Profile] = {p.name: p for p in (Raw(), Gap(), Ulp())}
+PROFILES: dict[str, Profile] = {p.name: p for p in (Raw(), Gap(), Ulp(), Ctx())}
 _BY_ID = {p.id: p for p in PROFILES.values()}
 
 
@@ -38,8 +39,10 @@ def profile_by_id(id: int) -> Profile:
 __all__ = [
     "PROFILES",
     "Chunks",
+    "Classes",
     "Coded",
     "Coder",
+    "Found",
     "Layout",
     "Profile",
     "Reader",

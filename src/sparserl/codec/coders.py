@@ -6,9 +6,11 @@ import threading
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import numpy as np
 import zstandard
 
 from ..errors import InvalidField, UnsupportedFormat
+from ..kernels import rans
 
 Buffer = bytes | memoryview
 
@@ -80,7 +82,38 @@ class Zstd:
         return raw
 
 
-CODERS: dict[int, Coder] = {c.id: c for c in (Stored(), Zstd())}
+@dataclass(frozen=True)
+class Rans:
+    """Order-0 entropy coding: near the entropy for the small alphabets of tokens, also below a bit a symbol."""
+
+    name: ClassVar[str] = "rans"
+    id: ClassVar[int] = 2
+
+    def encode(self, raw: Buffer) -> Buffer:
+        symbols = np.frombuffer(raw, np.uint8)
+        freq, table = np.empty(256, np.uint32), np.empty(rans.MOST_TABLE, np.uint8)
+        size = rans.write_table(freq, rans.frequencies(symbols, freq), table)
+        states, words = np.empty(rans.lanes(symbols.size), np.uint32), np.empty(symbols.size + 1, np.uint16)
+        start = rans.encode(symbols, freq, states, words)
+        return table[:size].tobytes() + states.tobytes() + words[start:].tobytes()
+
+    def decode(self, coded: Buffer, size: int) -> Buffer:
+        data, freq = np.frombuffer(coded, np.uint8), np.empty(256, np.uint32)
+        begin = rans.read_table(data, freq)
+        end = begin + 4 * rans.lanes(size)
+        if begin < 0 or end > data.size or (data.size - end) % 2:
+            raise InvalidField("a rans chunk has no table that adds up, or ends inside it or its states")
+        states = data[begin:end].copy().view("<u4")
+        words = np.zeros((data.size - end) // 2 + 1, "<u2")
+        words.view(np.uint8)[: data.size - end] = data[end:]
+        symbols = np.empty(size, np.uint8)
+        if not rans.decode(states, words, freq, symbols):
+            raise InvalidField("a rans chunk does not come out even")
+        return symbols.data
+
+
+CODERS: dict[int, Coder] = {c.id: c for c in (Stored(), Zstd(), Rans())}
+_TRIED = 1 << 14  # bytes of a stream on which coders are compared
 
 
 def coder(id: int) -> Coder:
@@ -91,8 +124,12 @@ def coder(id: int) -> Coder:
 
 
 def squeeze(chunks: list[Buffer]) -> tuple[Coder, list[Buffer]]:
-    """The coder that makes the chunks of a stream smallest, and what it makes of them."""
-    coded = [CODERS[Zstd.id].encode(chunk) for chunk in chunks]
+    """The coder that makes the chunks of a stream smallest, judged by its beginning, and what it makes of them."""
+    first = chunks[0][:_TRIED]
+    tried = {id: CODERS[id].encode(first) for id in (Rans.id, Zstd.id)} if len(first) else {Zstd.id: b""}
+    best = CODERS[min(tried, key=lambda name: len(tried[name]))]
+    alone = len(chunks) == 1 and len(chunks[0]) <= _TRIED
+    coded = [tried[best.id]] if alone else [best.encode(chunk) for chunk in chunks]
     if sum(map(len, coded)) < sum(map(len, chunks)):
-        return CODERS[Zstd.id], coded
+        return best, coded
     return CODERS[Stored.id], chunks

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..bits import UIntArray
 from . import index, value
-from .profile import Layout, Positions
+from .profile import Found, Layout, Positions
 from .streams import Chunks, Reader, Stream
 
 
@@ -18,6 +18,7 @@ class Gap:
     absolute: ClassVar[bool] = True
     tiled: ClassVar[bool] = True
     planar: ClassVar[bool] = True
+    conditional: ClassVar[bool] = False
 
     def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks:
         return {
@@ -25,6 +26,6 @@ class Gap:
             **value.write_planes(layout, words, Stream.WORD_PLANE),
         }
 
-    def decode(self, layout: Layout, reader: Reader) -> tuple[Positions, UIntArray]:
+    def decode(self, layout: Layout, reader: Reader) -> Found:
         positions = index.read_gaps(layout, reader)
-        return positions, value.read_planes(layout, reader, layout.changes, Stream.WORD_PLANE)
+        return Found(positions, value.read_planes(layout, reader, layout.changes, Stream.WORD_PLANE))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,21 @@ Positions = npt.NDArray[np.uint32]
 Counts = npt.NDArray[np.int64]
 
 
+class Classes(NamedTuple):
+    """How elements are told apart by the magnitude of their old bits, shifted right: by the thresholds it reaches."""
+
+    shift: int
+    thresholds: tuple[int, ...]
+
+
+class Found(NamedTuple):
+    """What a profile read: positions that rise in each entry, words, and the old bits where it saw them."""
+
+    positions: Positions
+    words: UIntArray
+    old: UIntArray | None = None
+
+
 @dataclass(frozen=True)
 class Layout:
     """What both sides know before the streams: the sparse entries of a bucket and how the streams are cut."""
@@ -25,6 +40,8 @@ class Layout:
     count: Counts  # changes of each entry
     tile_log: int
     chunk_log: int
+    old: Counts | None = None  # addresses of the entries' old bits, in row-major order, where they are at hand
+    classes: Classes | None = None  # of a writer; a reader finds them in a stream
 
     @property
     def changes(self) -> int:
@@ -43,17 +60,21 @@ class Layout:
 
 
 class Profile(Protocol):
-    """How a bucket is encoded. `words` are the new bits where `absolute`, else zigzag steps from the old ones."""
+    """How a bucket is encoded. `words` are the new bits where `absolute`, else zigzag steps from the old ones.
+
+    `conditional` profiles look at the old bits, and cannot do without.
+    """
 
     name: ClassVar[str]
     id: ClassVar[int]
     absolute: ClassVar[bool]
     tiled: ClassVar[bool]
     planar: ClassVar[bool]
+    conditional: ClassVar[bool]
 
     def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks: ...
 
-    def decode(self, layout: Layout, reader: Reader) -> tuple[Positions, UIntArray]: ...
+    def decode(self, layout: Layout, reader: Reader) -> Found: ...
 
 
 def empty(count: int, dtype: Any) -> npt.NDArray[Any]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..bits import UIntArray
 from . import index, value
-from .profile import Layout, Positions
+from .profile import Found, Layout, Positions
 from .streams import Chunks, Reader, Stream
 
 
@@ -18,6 +18,7 @@ class Raw:
     absolute: ClassVar[bool] = True
     tiled: ClassVar[bool] = False
     planar: ClassVar[bool] = False
+    conditional: ClassVar[bool] = False
 
     def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks:
         return {
@@ -25,6 +26,6 @@ class Raw:
             **value.write_words(layout, words, Stream.WORDS),
         }
 
-    def decode(self, layout: Layout, reader: Reader) -> tuple[Positions, UIntArray]:
+    def decode(self, layout: Layout, reader: Reader) -> Found:
         positions = index.read_positions(layout, reader)
-        return positions, value.read_words(layout, reader, layout.changes, Stream.WORDS)
+        return Found(positions, value.read_words(layout, reader, layout.changes, Stream.WORDS))

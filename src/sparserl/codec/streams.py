@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from enum import IntEnum
 
 from ..errors import FormatError, InvalidField, Truncated
+from ..kernels.classes import MOST
 from .coders import Buffer, Coder, Stored, squeeze
 
 
 class Stream(IntEnum):
-    """What a stream holds. Ids are part of the format; 64 and above are left to later profiles."""
+    """What a stream holds. Ids are part of the format."""
 
     ENTRIES = 0
     POSITIONS = 1
     WORDS = 2
+    CLASSES = 3
     TILE_TOKENS = 4
     TILE_LOWS = 5
     GAP_TOKENS = 6
@@ -24,10 +26,11 @@ class Stream(IntEnum):
     DENSE = 10
     WORD_PLANE = 16  # to 23: one stream per byte of a word
     DENSE_PLANE = 24  # to 31
+    CLASS = 64  # to 95: gap tokens, gap lows, step tokens and step lows of each class
 
     @staticmethod
     def known(id: int) -> bool:
-        return id in _NAMED or Stream.WORD_PLANE <= id < Stream.DENSE_PLANE + 8
+        return id in _NAMED or Stream.WORD_PLANE <= id < Stream.DENSE_PLANE + 8 or 0 <= id - Stream.CLASS < 4 * MOST
 
     @staticmethod
     def is_dense(id: int) -> bool:
@@ -36,7 +39,11 @@ class Stream(IntEnum):
 
 _NAMED = frozenset(int(s) for s in Stream)
 _NOT_WORTH_CODING = frozenset(
-    (Stream.POSITIONS, Stream.WORDS, Stream.DENSE, Stream.TILE_LOWS, Stream.GAP_LOWS, Stream.STEP_LOWS)
+    (
+        *(Stream.POSITIONS, Stream.WORDS, Stream.CLASSES, Stream.DENSE),
+        *(Stream.TILE_LOWS, Stream.GAP_LOWS, Stream.STEP_LOWS),
+        *range(Stream.CLASS + 1, Stream.CLASS + 4 * MOST, 2),
+    )
 )
 Chunks = dict[int, list[Buffer]]
 Coded = dict[int, tuple[Coder, list[Buffer]]]

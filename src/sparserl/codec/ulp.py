@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..bits import UIntArray
 from . import index, value
-from .profile import Layout, Positions
+from .profile import Found, Layout, Positions
 from .streams import Chunks, Reader
 
 
@@ -18,10 +18,11 @@ class Ulp:
     absolute: ClassVar[bool] = False
     tiled: ClassVar[bool] = True
     planar: ClassVar[bool] = True
+    conditional: ClassVar[bool] = False
 
     def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks:
         return {**index.write_gaps(layout, positions), **value.write_steps(layout, words)}
 
-    def decode(self, layout: Layout, reader: Reader) -> tuple[Positions, UIntArray]:
+    def decode(self, layout: Layout, reader: Reader) -> Found:
         positions = index.read_gaps(layout, reader)
-        return positions, value.read_steps(layout, reader)
+        return Found(positions, value.read_steps(layout, reader))

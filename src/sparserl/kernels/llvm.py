@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -116,6 +116,93 @@ def highest(_: Any, value: Any) -> Any:
 def popcount(_: Any, mask: Any) -> Any:
     """Number of set bits."""
     return types.int64(types.uint64), lambda ctx, b, sig, args: b.ctpop(args[0])
+
+
+@machine
+def classify64(_: Any, kind: Any, address: Any, keep: Any, limits: Any, masks: Any, ranks: Any, row: Any) -> Any:
+    """For each limit, the mask of the 64 elements at an address whose magnitude is below it, and how many there are.
+
+    Where `kind` is unsigned, the magnitude is the bits in `keep`; where it is signed, the absolute value. Masks and
+    int32 ranks have a row of so many items for each limit, and `masks` and `ranks` are addresses in the first row: the
+    mask is stored there, and the rank that is there plus the number of elements goes behind it.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        element = _element(ctx, sig.args[0])
+        vector = ir.VectorType(element, 64)
+
+        def splat(value: Any) -> Any:
+            value = value if element.width == 64 else b.trunc(value, element)
+            empty = ir.Constant(vector, ir.Undefined)
+            zeros = ir.Constant(ir.VectorType(_I32, 64), [0] * 64)
+            return b.shuffle_vector(b.insert_element(empty, value, _I32(0)), empty, zeros)
+
+        x = b.load(_pointer(b, args[1], vector))
+        x.align = 1
+        if sig.args[0].dtype.signed:
+            sign = b.ashr(x, ir.Constant(vector, [element.width - 1] * 64))
+            size = b.sub(b.xor(x, sign), sign)
+        else:
+            size = b.and_(x, splat(args[2]))
+        for k in range(sig.args[3].count):
+            limit = splat(b.extract_value(args[3], k))
+            mask = b.bitcast(b.icmp_unsigned("<", size, limit), _I64)
+            over = b.mul(args[6], _I64(k))
+            b.store(mask, _pointer(b, b.add(args[4], b.mul(over, _I64(8))), _I64))
+            at = b.add(args[5], b.mul(over, _I64(4)))
+            count = b.add(b.load(_pointer(b, at, _I32)), b.trunc(b.ctpop(mask), _I32))
+            b.store(count, _pointer(b, b.add(at, _I64(4)), _I32))
+        return ctx.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(kind, i64, types.uint64, limits, i64, i64, i64), codegen
+
+
+def _at_most(lanes: int) -> Any:
+    @machine
+    def at_most(_: Any, address: Any, value: Any) -> Any:
+        """How many of the int32 numbers at an address are not above a value."""
+
+        def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            vector = ir.VectorType(_I32, lanes)
+            x = b.load(_pointer(b, args[0], vector))
+            x.align = 4
+            empty, zeros = ir.Constant(vector, ir.Undefined), ir.Constant(vector, [0] * lanes)
+            limit = b.shuffle_vector(b.insert_element(empty, b.trunc(args[1], _I32), _I32(0)), empty, zeros)
+            mask = b.bitcast(b.icmp_signed("<=", x, limit), ir.IntType(lanes))
+            return b.zext(b.ctpop(mask), _I64)
+
+        return types.int64(types.int64, types.int64), codegen
+
+    return at_most
+
+
+at_most8, at_most16 = _at_most(8), _at_most(16)
+
+
+_HAS_PDEP = bool(binding.get_host_cpu_features().get("bmi2"))
+
+
+@machine
+def select(_: Any, mask: Any, rank: Any) -> Any:
+    """Index of the set bit of a mask that has `rank` set bits below it; there must be one."""
+
+    def deposit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I64, [_I64, _I64])
+        function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.bmi.pdep.64")
+        return b.cttz(b.call(function, [b.shl(_I64(1), args[1]), args[0]]), _I1(1))
+
+    def halve(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        mask, rank, index = args[0], args[1], _I64(0)
+        for width in (32, 16, 8, 4, 2, 1):
+            low = b.ctpop(b.and_(mask, _I64((1 << width) - 1)))
+            above = b.icmp_unsigned(">=", rank, low)
+            rank = b.select(above, b.sub(rank, low), rank)
+            mask = b.select(above, b.lshr(mask, _I64(width)), mask)
+            index = b.select(above, b.add(index, _I64(width)), index)
+        return index
+
+    return types.int64(types.uint64, types.int64), deposit if _HAS_PDEP else halve
 
 
 @machine

@@ -117,3 +117,79 @@ def locate(position: int, start: int, size: tuple[int, ...], strides: tuple[int,
 def planes(words: UInts) -> UInts:
     """Bytes of the words, plane by plane: all lowest bytes first."""
     return words.view(np.uint8).reshape(-1, words.dtype.itemsize).T.copy()
+
+
+RANS_BITS = 12  # frequencies add up to 2^12
+RANS_LOW = 1 << 16  # states lie between this and 2^32
+
+
+def lanes(size: int) -> int:
+    """How many states share the symbols of a chunk: a power of two, one for every 2048 symbols, at most 32."""
+    return min(32, 1 << max(0, (size >> 11).bit_length() - 1))
+
+
+def rans_encode(symbols: bytes, freq: dict[int, int]) -> tuple[list[int], list[int]]:
+    """Final states and 16-bit words. Symbol i belongs to lane i mod lanes; all lanes share one string of words."""
+    start, total = {}, 0
+    for symbol, f in sorted(freq.items()):
+        start[symbol] = total
+        total += f
+    states, words = [RANS_LOW] * lanes(len(symbols)), []
+    for i in range(len(symbols) - 1, -1, -1):
+        f, lane = freq[symbols[i]], i % len(states)
+        if states[lane] >= f << (32 - RANS_BITS):
+            words.append(states[lane] & 0xFFFF)
+            states[lane] >>= 16
+        quotient, rest = divmod(states[lane], f)
+        states[lane] = (quotient << RANS_BITS) + start[symbols[i]] + rest
+    return states, words[::-1]
+
+
+def rans_decode(states: list[int], words: list[int], size: int, freq: dict[int, int]) -> bytes:
+    """The symbols, from the first on; afterwards every state is as it began and no word is left."""
+    table = [(s, f, i) for s, f in sorted(freq.items()) for i in range(f)]
+    states, out, at = list(states), bytearray(), 0
+    for i in range(size):
+        x = states[i % len(states)]
+        symbol, f, rest = table[x & ((1 << RANS_BITS) - 1)]
+        x = f * (x >> RANS_BITS) + rest
+        if x < RANS_LOW:
+            x = x << 16 | words[at]
+            at += 1
+        states[i % len(states)] = x
+        out.append(symbol)
+    if at != len(words) or any(x != RANS_LOW for x in states):
+        raise ValueError("the states do not end where they began")
+    return bytes(out)
+
+
+def magnitude(bits: UInts, kind: str) -> UInts:
+    """What classes are made of: floats without their sign, signed integers by absolute value, others as they are."""
+    top = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
+    if kind == "float":
+        return np.asarray(bits & ~top)
+    if kind == "signed":
+        return np.asarray(np.where(bits & top, ~bits + bits.dtype.type(1), bits))
+    return bits
+
+
+def class_gaps(
+    sizes: UInts, positions: UInts, thresholds: UInts, tile: int
+) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    """For magnitudes of one region: changes by tile and class, gaps by class, and the class of each change.
+
+    The class of an element is the number of thresholds that its magnitude reaches. A gap counts the members of the
+    same class, in the same tile, between a change and the one before it.
+    """
+    classes = np.searchsorted(thresholds, sizes, side="right")
+    counts: list[list[int]] = []
+    gaps: list[list[int]] = [[] for _ in range(len(thresholds) + 1)]
+    changed = np.zeros(sizes.size, bool)
+    changed[positions] = True
+    for low in range(0, sizes.size, tile):
+        inside = slice(low, low + tile)
+        counts.append([int((changed[inside] & (classes[inside] == c)).sum()) for c in range(len(gaps))])
+        for c in range(len(gaps)):
+            ranks = np.flatnonzero(changed[inside][classes[inside] == c]).tolist()
+            gaps[c] += [r - q - 1 for r, q in zip(ranks, [-1, *ranks], strict=False)]
+    return counts, gaps, classes[positions].tolist()

@@ -60,7 +60,7 @@ class Staged:
 
     def slim(self) -> Staged:
         """What is needed to write it: without the old bits, and without the steps that led to the new ones."""
-        return replace(self, old=self.old[:0], decoded=replace(self.decoded, words=self.decoded.words[:0]))
+        return replace(self, old=self.old[:0], decoded=replace(self.decoded, words=self.decoded.words[:0], old=None))
 
 
 def apply(
@@ -111,7 +111,7 @@ def apply(
     _refuse_conflicts(patch, held, tied, [part for part in staged if isinstance(part, Staged)])
 
     def land(part: Staged | tuple[int, bytes]) -> None:
-        commit(held, part if isinstance(part, Staged) else stage(held, patch.parse(*part)))
+        commit(held, part if isinstance(part, Staged) else stage(held, patch.parse(*part, held)))
 
     uninterrupted(lambda: deque(ordered(land, staged, threads), maxlen=0))
     return Applied(patch.result, patch.changed, already=False)
@@ -119,7 +119,7 @@ def apply(
 
 def _staged(patch: Patch, held: Held, index: int) -> tuple[int, bytes | memoryview, Staged]:
     data = patch.bucket(index)
-    return index, data, stage(held, patch.parse(index, data))
+    return index, data, stage(held, patch.parse(index, data, held))
 
 
 def digest_of(patch: Patch, held: Held, threads: int | None = None, progress: Progress | None = None) -> Digest:
@@ -134,8 +134,11 @@ def stage(held: Held, decoded: Decoded) -> Staged:
     tag = np.empty(0, dtype.uint)
     count, positions = decoded.sparse_count, decoded.positions
     g = held.geometry(decoded.sparse_tensor, [r for _, r in decoded.sparse_places])
-    old = np.empty(positions.size, dtype.uint)
-    cpu.gather(tag, count, g.first, g.dims, g.size, g.inside, positions, old)
+    if decoded.old is None:
+        old = np.empty(positions.size, dtype.uint)
+        cpu.gather(tag, count, g.first, g.dims, g.size, g.inside, positions, old)
+    else:
+        old = decoded.old
     new = decoded.words if decoded.head.profile.absolute else advance(dtype, old, decoded.words)
     first, second = cpu.digest_delta(count, g.start, g.dims, g.size, g.outside, g.keys, positions, old, new)
     moved = Digest(int(first), int(second))

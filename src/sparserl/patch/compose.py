@@ -2,26 +2,28 @@
 
 Which profiles need the base weights:
 
-| operation | raw, gap, dense entries | ulp | a tensor with both |
-| --- | --- | --- | --- |
-| `squash` | no: the last bits win | no: steps add up | yes, unless the bits cover the steps |
-| `invert` | yes: the old bits are in the base alone | no: the steps turn round | yes |
-| `merge` | no | no | no |
+| operation | raw, gap, dense entries | ulp | ctx | a tensor with bits and steps |
+| --- | --- | --- | --- | --- |
+| `squash` | no: the last bits win | no: steps add up | yes | yes, unless the bits cover the steps |
+| `invert` | yes: the old bits are in the base alone | no: the steps turn round | yes | yes |
+| `merge` | no | no | no | no |
 
-With the base, `squash` also drops elements that ended where they began, and may choose any profile.
+With the base, `squash` also drops elements that ended where they began, and may choose any profile. A chain with `ctx`
+in it is squashed by applying it to a copy of the tensors it touches. `invert` writes no `ctx`: the bits that it would
+be conditioned on are those of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import plan
-from ..bits import DType, UIntArray
+from ..bits import Bits, DType, UIntArray
 from ..digest import Digest, table_digest
 from ..errors import ChainError, InvalidField, NeedsBase, WrongBase
 from ..memory import Weights, memories, require_like
@@ -36,6 +38,7 @@ from .decode import Decoded, flatten
 from .patch import Patch
 
 Flat = npt.NDArray[np.int64]
+_STEPS = frozenset(("ulp", "ctx"))  # profiles that are written from steps
 
 
 def squash(
@@ -50,8 +53,9 @@ def squash(
     """One patch that does what the given ones do in turn: from the base of the first to the result of the last.
 
     Without `base` the result keeps the kind of its inputs: `raw` and `gap` patches give bits (`gap`, unless `raw` is
-    asked for), `ulp` patches give steps. Where one tensor has both, or another profile is asked for, `base` is needed:
-    the weights the first patch applies to (`digest` vouches for them and saves a read).
+    asked for), `ulp` patches give steps. Where one tensor has both, where a patch has `ctx` buckets, or where another
+    profile is asked for, `base` is needed: the weights the first patch applies to (`digest` vouches for them and saves
+    a read). With `ctx` buckets the touched tensors are copied.
     """
     patches = (first, *others)
     require_chain(patches)
@@ -60,8 +64,9 @@ def squash(
     table = first.table
 
     def parts() -> Iterator[Changes]:
-        for changes in _windows(patches, held):
-            if not any(changes.steps is not None if n == "ulp" else changes.after is not None for n in names):
+        conditional = held is not None and any(h.profile.conditional for p in patches for h in p.heads)
+        for changes in _replayed(patches, held) if conditional and held else _windows(patches, held):
+            if not any((changes.steps if n in _STEPS else changes.after) is not None for n in names):
                 raise NeedsBase(f"squashing these patches to {profile!r} needs the base weights")
             yield from plan.route(changes, names, table)
 
@@ -157,24 +162,46 @@ def _windows(patches: Sequence[Patch], held: Held | None) -> Iterator[Changes]:
     table = patches[0].table
     loaders = [lru_cache(maxsize=4)(p.decode) for p in patches]
     users = [_users(p) for p in patches]
-    touched = sorted({t for u in users for t in u}, key=lambda t: (table[t].dtype.code, t))
+    for tensor, cover, window, low in _covered(patches):
+        overlay = _Overlay(table[tensor].dtype)
+        for load, user in zip(loaders, users, strict=True):
+            for changes in _inside(table, (tensor, cover), user.get(tensor, ()), load, low, window.numel):
+                overlay.add(*changes)
+        if any(w.size for w in overlay.where.values()):
+            region = None if window == whole(table[tensor].shape) else window
+            yield _settle(table, tensor, region, window.numel, overlay, held)
+
+
+def _covered(patches: Sequence[Patch]) -> Iterator[tuple[int, Region | None, Region, int]]:
+    """Tensors that any patch touches, in windows: tensor, covered region, window, and where in the region it starts."""
+    table = patches[0].table
+    touched = {t for p in patches for head in p.heads for t in np.unique(head.entries.tensor).tolist()}
     covers: dict[int, list[Region | None]] = {}
     for tensor, region in patches[0].covers:
         covers.setdefault(tensor, []).append(region)
-    for tensor in touched:
+    for tensor in sorted(touched, key=lambda t: (table[t].dtype.code, t)):
         spec = table[tensor]
-        most = PIECE_BYTES // spec.dtype.width
         for cover in covers[tensor]:
-            place = cover or whole(spec.shape)
             low = 0
-            for window in place.split(most):
-                overlay = _Overlay(spec.dtype)
-                for load, user in zip(loaders, users, strict=True):
-                    for changes in _inside(table, (tensor, cover), user.get(tensor, ()), load, low, window.numel):
-                        overlay.add(*changes)
-                if any(w.size for w in overlay.where.values()):
-                    yield _settle(table, tensor, cover if window == place else window, window.numel, overlay, held)
+            for window in (cover or whole(spec.shape)).split(PIECE_BYTES // spec.dtype.width):
+                yield tensor, cover, window, low
                 low += window.numel
+
+
+def _replayed(patches: Sequence[Patch], held: Held) -> Iterator[Changes]:
+    """The combined changes, found by applying the patches to a copy."""
+    table = held.table
+    touched = {tensor for tensor, *_ in _covered(patches)}
+    weights = {}
+    for t, (spec, memory) in enumerate(zip(table.specs, held.memory, strict=True)):
+        assert memory is not None
+        weights[spec.name] = Bits(memory.view().copy() if t in touched else memory.view(), spec.dtype)
+    for patch in patches:
+        patch.apply(weights, digest=patch.base)
+    result = Held(table, memories(weights))
+    for tensor, _, window, _ in _covered(patches):
+        region = None if window == whole(table[tensor].shape) else window
+        yield _compared(held, tensor, region, result.bits(tensor, region))
 
 
 class _Use(NamedTuple):
@@ -245,24 +272,37 @@ def _settle(
 ) -> Changes:
     """An overlay as changes: with the base exactly those elements that differ, else what can be said without it."""
     dtype = overlay.dtype
-    after: UIntArray | None
-    steps: UIntArray | None
-    full: UIntArray | None = None
     if held is not None:
         memory = held.bits(tensor, region)
         full = memory.copy()
         full[overlay.where[True]] = overlay.words[True]
         full[overlay.where[False]] = advance(dtype, memory[overlay.where[False]], overlay.words[False])
-        where = np.flatnonzero(full != memory)
-        after, steps = full[where], steps_between(dtype, memory[where], full[where])
-    elif not overlay.where[False].size:
-        where, after, steps = overlay.where[True], overlay.words[True], None
-        full = after if where.size == numel else None
-    elif not overlay.where[True].size:
+        return _compared(held, tensor, region, full)
+    if not overlay.where[False].size:
+        where, after = overlay.where[True], overlay.words[True]
+        bits = (lambda _: after) if where.size == numel else None
+        return _one_entry(dtype, tensor, region, numel, where, after=after, steps=None, bits=bits)
+    if not overlay.where[True].size:
         moved = overlay.words[False] != 0
-        where, after, steps = overlay.where[False][moved], None, overlay.words[False][moved]
-    else:
-        raise NeedsBase(f"tensor {table[tensor].name!r} has both bits and steps; squash needs the base weights")
+        steps = overlay.words[False][moved]
+        return _one_entry(dtype, tensor, region, numel, overlay.where[False][moved], after=None, steps=steps)
+    raise NeedsBase(f"tensor {table[tensor].name!r} has both bits and steps; squash needs the base weights")
+
+
+def _compared(held: Held, tensor: int, region: Region | None, full: UIntArray) -> Changes:
+    """The changes from the base to the bits that a region has in the end."""
+    dtype, memory = held.table[tensor].dtype, held.bits(tensor, region)
+    where = np.flatnonzero(full != memory)
+    before, after = memory[where], full[where]
+    steps = steps_between(dtype, before, after)
+    columns = {"after": after, "steps": steps, "before": before, "base": held, "bits": lambda _: full}
+    return _one_entry(dtype, tensor, region, full.size, where, **columns)
+
+
+def _one_entry(
+    dtype: DType, tensor: int, region: Region | None, numel: int, where: Flat, *, after: Any, steps: Any, **columns: Any
+) -> Changes:
+    """Changes of one region, or of none where nothing changes."""
     some = 1 if where.size else 0
     return Changes(
         dtype,
@@ -274,7 +314,7 @@ def _settle(
         after,
         steps,
         numel,
-        None if full is None else lambda _: full,
+        **columns,
     )
 
 
@@ -294,12 +334,12 @@ def invert(
     """
     held = _base(patch, base, digest, threads)
     names = plan.candidates(profile)
-    if held is None and patch.buckets and "ulp" not in names:
+    if held is None and patch.buckets and not _STEPS & set(names):
         raise NeedsBase(f"inverting this patch to {profile!r} needs the base weights")
     moved = Digest()
 
     def one(index: int) -> tuple[list[Changes], Digest]:
-        decoded = patch.decode(index)
+        decoded = patch.decode(index, held)
         changes, delta = _turned(decoded) if held is None else _undo(held, decoded)
         return list(plan.route(changes, names, patch.table)), delta
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ..bits import UIntArray
-from ..codec import Reader, Stream, value
+from ..codec import Found, Reader, Stream, value
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
-from ..pieces import Place, outline
+from ..pieces import Batch, Held, Place, outline
 from ..table import TensorTable
 from ..wire import Head
 
@@ -25,6 +25,7 @@ class Decoded:
     positions: Positions
     words: UIntArray
     dense: UIntArray
+    old: UIntArray | None  # at the changed positions, where decoding had to look
 
     @property
     def sparse_tensor(self) -> Counts:
@@ -56,19 +57,32 @@ class Decoded:
         ]
 
 
-def decode(head: Head, reader: Reader) -> Decoded:
-    """Decode all streams of a bucket; every position is inside its region afterwards, or an error was raised."""
+def decode(head: Head, reader: Reader, base: Held | None = None) -> Decoded:
+    """Decode all streams of a bucket; every position is inside its region afterwards, or an error was raised.
+
+    `base` has the weights that the patch applies to; profiles that are `conditional` cannot do without.
+    """
     layout = head.layout
+    found = Found(np.empty(0, np.uint32), np.empty(0, head.dtype.uint))
     if layout.changes:
-        positions, words = head.profile.decode(layout, reader)
-    else:
-        positions, words = np.empty(0, np.uint32), np.empty(0, head.dtype.uint)
+        old, alive = (None, None) if base is None else _old(head, base)
+        found = head.profile.decode(replace(layout, old=old), reader)
+        del alive  # copies of old bits may go only now
     if head.profile.planar:
         dense = value.read_planes(layout, reader, head.dense_elements, Stream.DENSE_PLANE)
     else:
         dense = value.read_words(layout, reader, head.dense_elements, Stream.DENSE)
     reader.finish()
-    return Decoded(head, positions, words, dense)
+    return Decoded(head, found.positions, found.words, dense, found.old)
+
+
+def _old(head: Head, base: Held) -> tuple[Counts | None, list[object]]:
+    """Addresses of the old bits of the sparse entries, where they are needed, and what must be kept alive meanwhile."""
+    if not head.profile.conditional:
+        return None, []
+    entries, sparse = head.entries, head.entries.sparse
+    regions = [r for r, there in zip(entries.region, sparse.tolist(), strict=True) if there]
+    return base.read(Batch(head.dtype, entries.tensor[sparse], regions, entries.numel[sparse]))
 
 
 def flatten(table: TensorTable, place: Place, positions: Positions) -> npt.NDArray[np.int64]:

@@ -44,7 +44,8 @@ def diff(
     Weights are mappings from names to torch tensors or NumPy arrays. Both sides must hold the same names, dtypes
     and shapes; anything else raises `TensorMismatch`.
 
-    profile: `raw`, `gap`, `ulp`, or `auto`, which takes the smallest for each bucket.
+    profile: `raw`, `gap`, `ulp`, `ctx`, or `auto`, which takes the smallest for each bucket. Where telling elements
+        apart by magnitude does not pay, `ctx` becomes `ulp`.
     base_digest: the digest of `old`, where it is known already; saves one read of `old`.
     table, regions: for shards. `old` and `new` hold only parts; `table` is the tensor table of the whole and
         `regions` says which box of its tensor each part is (tensors not named are whole). The patch then covers
@@ -159,6 +160,8 @@ class _Search:
             plan.steps_between(batch.dtype, before, after),
             batch.elements,
             lambda entry: self.now.bits(int(tensor[entry]), region[entry]),
+            before=before,
+            base=self.was,
         )
 
     def _moved(self, changes: Changes, before: UIntArray) -> Digest:

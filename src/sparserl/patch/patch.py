@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ..digest import Digest
 from ..files import replacing
 from ..memory import Weights
-from ..parallel import Progress, ordered
-from ..pieces import Place
+from ..parallel import Progress
+from ..pieces import Held, Place
 from ..region import Region, whole
 from ..table import TensorTable
 from ..wire import Head, InMemory, OnDisk, PatchReader, decode_bucket, gather_heads
@@ -143,17 +143,16 @@ class Patch:
                     index,
                 )
 
-    def decode(self, index: int) -> Decoded:
-        """One bucket, decoded: positions and words of its sparse entries, bits of its dense ones."""
-        return self.parse(index, self.bucket(index))
+    def decode(self, index: int, base: Held | None = None) -> Decoded:
+        """One bucket, decoded: positions and words of its sparse entries, bits of its dense ones.
 
-    def parse(self, index: int, data: bytes | memoryview) -> Decoded:
+        `ctx` buckets need the weights that the patch applies to.
+        """
+        return self.parse(index, self.bucket(index), base)
+
+    def parse(self, index: int, data: bytes | memoryview, base: Held | None = None) -> Decoded:
         """The bytes of a bucket, decoded."""
-        return decode(*decode_bucket(data, self.table, self._reader.hash, f"bucket {index}"))
-
-    def decoded(self, threads: int | None = None) -> Iterator[Decoded]:
-        """All buckets, decoded on threads, in order, a few at a time."""
-        return ordered(self.decode, range(self.buckets), threads)
+        return decode(*decode_bucket(data, self.table, self._reader.hash, f"bucket {index}"), base)
 
     def apply(
         self,

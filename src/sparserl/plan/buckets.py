@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +12,12 @@ import numpy.typing as npt
 from .. import codec
 from ..bits import UIntArray
 from ..codec import value
-from ..codec.profile import Positions
-from ..pieces import Place
+from ..codec.ctx import tiles
+from ..codec.profile import Counts, Positions
+from ..pieces import Batch, Place
 from ..wire import Entries, Head, encode_bucket
 from .changes import Changes, Dense
+from .classes import choose
 from .route import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
 
 BUCKET_COVER_BYTES = 256 << 20
@@ -75,30 +78,43 @@ def write(draft: Draft, names: Sequence[str], hash: bytes) -> tuple[bytes, int] 
     dense = [d for p in parts for d in p.dense]
     if not draft.count and not dense:
         return None
-    name = min(costs, key=lambda n: costs[n]) if costs else names[0]
-    profile = codec.profile(name)
+    name = min(costs, key=lambda n: (costs[n], n)) if costs else names[0]
     entries, order = _entries(parts, dense)
-    head = Head(
-        profile,
-        parts[0].dtype,
-        _tile_log(entries),
-        CHUNK_LOG,
-        tuple((codec.profile(n).id, round(b / 8)) for n, b in sorted(costs.items())) if len(names) > 1 else (),
-        entries,
-    )
-    layout = head.layout
+    head = Head(codec.profile(name), parts[0].dtype, _tile_log(entries), CHUNK_LOG, (), entries)
     live = [p for p in parts if p.count.size]
     streams: codec.Chunks = {}
+    old, alive, classes = None, None, None
+    if head.profile.conditional and live and all(p.base is not None for p in live):
+        old, alive = _old(live, order)
+        classes, costs["ctx"] = choose(head.dtype, old, head.layout.numel, live, tiles(head.layout))
+    if head.profile.conditional and classes is None:
+        head = replace(head, profile=codec.profile("ulp"))
+    if len(names) > 1:
+        estimates = tuple((codec.profile(n).id, round(b / 8)) for n, b in sorted(costs.items()))
+        head = replace(head, estimates=estimates)
+    profile, layout = head.profile, replace(head.layout, old=old, classes=classes)
     if live:
         positions = np.concatenate([p.positions for p in live])
         words = np.concatenate([p.words(profile) for p in live])
         streams = profile.encode(layout, *_reorder(positions, words, live, order))
+    del alive  # copies of old bits may go only now
     if dense:
         bits = np.concatenate([dense[i].bits for i in _dense_order(dense)])
         writer = value.write_planes if profile.planar else value.write_words
         streams |= writer(layout, bits, codec.Stream.DENSE_PLANE if profile.planar else codec.Stream.DENSE)
     bucket = encode_bucket(head, codec.code(streams), hash)
     return bucket, draft.count + sum(d.count for d in dense)
+
+
+def _old(parts: list[Changes], order: npt.NDArray[np.int64]) -> tuple[Counts, list[object]]:
+    """Addresses of the old bits of the sparse entries in their order, and what must be kept alive meanwhile."""
+    found, alive = [], []
+    for p in parts:
+        assert p.base is not None
+        addresses, owners = p.base.read(Batch(p.dtype, p.tensor, p.region, p.numel))
+        found.append(addresses)
+        alive += owners
+    return np.concatenate(found)[order], alive
 
 
 def _sort_key(place: Place) -> tuple[int, tuple[int, ...]]:

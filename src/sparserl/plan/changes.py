@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..bits import DType, UIntArray
 from ..codec import Profile
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
-from ..pieces import Place
+from ..pieces import Held, Place
 from ..region import Region
 
 
@@ -29,7 +31,8 @@ class Changes:
     """The changes of some regions of one dtype, column by column.
 
     `after` holds new bits, `steps` zigzag steps; at least one of them is there. `covered` counts the elements
-    looked at, changed or not. `bits` reads the dense bits of an entry, where that is possible.
+    looked at, changed or not. `bits` reads the dense bits of an entry, where that is possible. Where the weights before
+    the changes are at hand, `base` has them all and `before` the old bits of the changed elements.
     """
 
     dtype: DType
@@ -44,6 +47,13 @@ class Changes:
     bits: Callable[[int], UIntArray] | None = None
     dense: list[Dense] = field(default_factory=list)
     cost: dict[str, float] = field(default_factory=dict)  # estimated bits of the sparse part, by profile
+    before: UIntArray | None = None
+    base: Held | None = None
+
+    def some(self, which: slice | npt.NDArray[np.bool_]) -> dict[str, Any]:
+        """Positions and words of some changes, by the names of their columns."""
+        columns = {name: getattr(self, name) for name in ("positions", "after", "steps", "before")}
+        return {name: None if column is None else column[which] for name, column in columns.items()}
 
     def words(self, profile: Profile) -> UIntArray:
         words = self.after if profile.absolute else self.steps

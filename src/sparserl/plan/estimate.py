@@ -18,7 +18,7 @@ from ..kernels import cpu
 from .changes import Changes
 
 _SAMPLE = 1 << 14
-_AUTO = ("ulp", "gap", "raw")
+_AUTO = ("ctx", "ulp", "gap", "raw")
 
 
 def index_bits(numel: npt.NDArray[Any], count: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -68,14 +68,21 @@ def word_bits(changes: Changes, name: str, part: slice = slice(None)) -> float |
 
 
 def estimate(changes: Changes, names: Sequence[str]) -> dict[str, float]:
-    """Bits of the sparse part in each profile that can hold it."""
+    """Bits of the sparse part in each profile that can hold it.
+
+    Of `ctx` only a bound is known here, that of `ulp`; what it takes shows when its bucket is full.
+    """
     total = int(changes.count.sum())
     gaps = float(index_bits(changes.numel, changes.count).sum())
     out = {}
     for name in names:
+        if name == "ctx" and "ulp" in names:
+            continue
         bits = word_bits(changes, name)
         if bits is not None:
             out[name] = (32.0 * total if name == "raw" else gaps) + bits * total
+    if "ctx" in names and "ulp" in out and changes.base is not None:
+        out["ctx"] = out["ulp"]
     return out
 
 

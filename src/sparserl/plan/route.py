@@ -17,13 +17,14 @@ from .estimate import estimate, index_bits, plane_bits, word_bits
 
 BUCKET_PAYLOAD_BYTES = 4 << 20
 BUCKET_CHANGES = 1 << 22
+_NONE = slice(0)
 _DENSE_GATE = 0.25  # dense bits seldom shrink below this share, so sparser regions need no estimate
 
 
 def route(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterator[Changes]:
     """Send dense what is smaller dense, cut what would overflow a bucket, and estimate the rest."""
     if changes.dense:
-        yield replace_columns(changes, [], sum(d.bits.size for d in changes.dense), dense=changes.dense)
+        yield replace(_columns(changes, [], sum(d.bits.size for d in changes.dense)), dense=changes.dense)
     keep = np.ones(changes.count.size, bool)
     if changes.bits is not None:
         width = 8 * changes.dtype.width
@@ -81,7 +82,7 @@ def _as_dense(changes: Changes, e: int, part: slice, table: TensorTable) -> Iter
         count = int(np.searchsorted(inside, at + numel) - np.searchsorted(inside, at))
         if count:
             dense = Dense((int(changes.tensor[e]), region), count, bits[at : at + numel])
-            yield replace_columns(changes, [], numel, dense=[dense])
+            yield replace(_columns(changes, [], numel), dense=[dense])
         at += numel
 
 
@@ -94,11 +95,8 @@ def _split(changes: Changes, table: TensorTable, bits: float) -> Iterator[Change
         size = numel if region is None else region.numel
         a, b = np.searchsorted(changes.positions, [at, at + size])
         if b > a:
-            column = (int(changes.tensor[0]), region, size, int(b - a))
-            piece = replace_columns(changes, [column], size)
-            piece.positions = changes.positions[a:b] - np.uint32(at)
-            piece.after = None if changes.after is None else changes.after[a:b]
-            piece.steps = None if changes.steps is None else changes.steps[a:b]
+            piece = _columns(changes, [(int(changes.tensor[0]), region, size, int(b - a))], size, slice(a, b))
+            piece.positions = piece.positions - np.uint32(at)
             yield piece
         at += size
 
@@ -112,24 +110,20 @@ def _regions(changes: Changes, e: int, most: int, table: TensorTable) -> Iterato
     yield from (region or whole(table[int(changes.tensor[e])].shape)).split(most)
 
 
-def replace_columns(
-    changes: Changes,
-    columns: list[tuple[int, Region | None, int, int]],
-    covered: int,
-    dense: list[Dense] | None = None,
+def _columns(
+    changes: Changes, entries: list[tuple[int, Region | None, int, int]], covered: int, which: slice = _NONE
 ) -> Changes:
-    """Changes of the same dtype with other entries and no positions yet."""
+    """Changes with other entries (tensor, region, elements, changes) and some of the positions and words."""
+    tensor, region, numel, count = zip(*entries, strict=True) if entries else ((), (), (), ())
     return Changes(
         changes.dtype,
-        np.array([c[0] for c in columns], np.int64),
-        [c[1] for c in columns],
-        np.array([c[2] for c in columns], np.int64),
-        np.array([c[3] for c in columns], np.int64),
-        changes.positions[:0],
-        None if changes.after is None else changes.after[:0],
-        None if changes.steps is None else changes.steps[:0],
-        covered,
-        dense=dense or [],
+        np.array(tensor, np.int64),
+        list(region),
+        np.array(numel, np.int64),
+        np.array(count, np.int64),
+        covered=covered,
+        base=changes.base,
+        **changes.some(which),
     )
 
 
@@ -137,15 +131,13 @@ def _select(changes: Changes, keep: npt.NDArray[np.bool_]) -> Changes:
     """The sparse changes without some of their entries."""
     if keep.all():
         return replace(changes, dense=[])
-    kept = np.repeat(keep, changes.count)
     return Changes(
         changes.dtype,
         changes.tensor[keep],
         [r for r, k in zip(changes.region, keep.tolist(), strict=True) if k],
         changes.numel[keep],
         changes.count[keep],
-        changes.positions[kept],
-        None if changes.after is None else changes.after[kept],
-        None if changes.steps is None else changes.steps[kept],
-        int(changes.covered - changes.numel[~keep].sum()),
+        covered=int(changes.covered - changes.numel[~keep].sum()),
+        base=changes.base,
+        **changes.some(np.repeat(keep, changes.count)),
     )

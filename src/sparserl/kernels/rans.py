@@ -1,0 +1,209 @@
+"""An order-0 entropy coder for bytes, in Numba: interleaved rANS with static tables.
+
+    chunk = table, states, words        (docs/format.md; `reference.py` has the coder itself in plain Python)
+
+A decoder checks everything it reads: a table that does not add up, states or words that do not come out even are
+an error, and no index leaves its array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .llvm import highest, inline, kernel
+
+BITS = 12
+_TOTAL = 1 << BITS
+_LOW = np.uint64(1 << 16)
+_SLOT = np.uint64(_TOTAL - 1)
+_BITS, _WORD, _ONE = np.uint64(BITS), np.uint64(16), np.uint64(1)
+_FIRST = 8  # the exponent that the first frequency is told from
+_MANTISSA = 4  # bits of a frequency below its highest
+MOST_TABLE = 1024  # bytes: no table is longer
+MOST_LANES = 32
+
+
+@inline
+def lanes(size: Any) -> Any:
+    """One for every 2048 symbols, a power of two, at most 32."""
+    n = np.int64(1)
+    while n < MOST_LANES and size >= 4096 * n:
+        n *= 2
+    return n
+
+
+@inline
+def _rounded(f: Any) -> Any:
+    """The nearest frequency that the table can say, at least 1."""
+    if f < np.uint64(1 << (_MANTISSA + 1)):
+        return max(f, np.uint64(1))
+    shift = np.uint64(highest(f) - _MANTISSA)
+    return ((f + (np.uint64(1) << (shift - np.uint64(1)))) >> shift) << shift
+
+
+@kernel
+def frequencies(symbols: Any, freq: Any) -> Any:
+    """Frequencies that add up to 4096, near the counts of the symbols. Returns the symbol that takes the rest."""
+    counts = np.zeros((4, 256), np.uint32)  # several at once: a symbol often follows itself
+    quads = symbols.size // 4 * 4
+    for i in range(0, quads, 4):
+        for j in range(4):
+            counts[j, symbols[i + j]] += np.uint32(1)
+    for i in range(quads, symbols.size):
+        counts[0, symbols[i]] += np.uint32(1)
+    most = 0
+    for s in range(256):
+        counts[0, s] += counts[1, s] + counts[2, s] + counts[3, s]
+        if counts[0, s] > counts[0, most]:
+            most = s
+    n = np.uint64(symbols.size)
+    scale = np.uint64(_TOTAL)
+    while True:
+        left = np.int64(_TOTAL)
+        for s in range(256):
+            freq[s] = 0
+            if s != most and counts[0, s]:
+                freq[s] = _rounded((np.uint64(counts[0, s]) * scale + n // np.uint64(2)) // n)
+                left -= np.int64(freq[s])
+        if left >= 1:
+            break
+        scale -= np.uint64(64)
+    freq[most] = left
+    return most
+
+
+@inline
+def _put(out: Any, at: Any, value: Any, width: Any) -> Any:
+    for i in range(width):
+        if (value >> i) & 1:
+            out[at >> 3] |= np.uint8(1 << (at & 7))
+        at += 1
+    return at
+
+
+@kernel
+def write_table(freq: Any, most: Any, out: Any) -> Any:
+    """The frequencies of a chunk as bytes. Returns how many."""
+    low, high = 0, 255
+    while not freq[low]:
+        low += 1
+    while not freq[high]:
+        high -= 1
+    out[:] = 0
+    out[0], out[1], out[2] = low, high - low, most - low
+    at, before = 24, _FIRST
+    for s in range(low, high + 1):
+        if s == most:
+            continue
+        e = highest(np.uint64(freq[s])) + 1 if freq[s] else 0
+        step = 2 * (e - before) if e >= before else 2 * (before - e) - 1
+        for _ in range(step):
+            at = _put(out, at, 1, 1)
+        at += 1
+        if e > 1:
+            width = min(e - 1, _MANTISSA)
+            at = _put(out, at, (np.int64(freq[s]) >> (e - 1 - width)) & ((1 << width) - 1), width)
+        before = e
+    return (at + 7) >> 3
+
+
+@kernel
+def read_table(data: Any, freq: Any) -> Any:
+    """Frequencies from the start of a chunk. Returns the bytes they take, or -1 where they are no table."""
+    freq[:] = 0
+    if data.size < 3 or np.int64(data[0]) + data[1] > 255 or data[2] > data[1]:
+        return -1
+    low, high, most = np.int64(data[0]), np.int64(data[0]) + data[1], np.int64(data[0]) + data[2]
+    at, end, e = 24, 8 * min(data.size, MOST_TABLE), _FIRST
+    left = np.int64(_TOTAL)
+    for s in range(low, high + 1):
+        if s == most:
+            continue
+        step = 0
+        while True:
+            if at >= end:
+                return -1
+            bit = (data[at >> 3] >> (at & 7)) & 1
+            at += 1
+            if not bit:
+                break
+            step += 1
+        e += step >> 1 if step & 1 == 0 else -((step + 1) >> 1)
+        if e < 0 or e > BITS:
+            return -1
+        if e:
+            width = min(e - 1, _MANTISSA)
+            if at + width > end:
+                return -1
+            f = np.int64(1) << width
+            for i in range(width):
+                f |= np.int64((data[at >> 3] >> (at & 7)) & 1) << i
+                at += 1
+            f <<= e - 1 - width
+            freq[s] = f
+            left -= f
+    if left < 1 or (at & 7 and data[at >> 3] >> (at & 7)):
+        return -1
+    freq[most] = left
+    return (at + 7) >> 3
+
+
+@kernel
+def encode(symbols: Any, freq: Any, states: Any, words: Any) -> Any:
+    """Fill states, and words from the end. Returns where the words begin; there is room for one per symbol."""
+    table, inverse = np.empty((256, 2), np.uint64), np.empty(256, np.float64)
+    total = np.uint64(0)
+    for s in range(256):
+        table[s, 0], table[s, 1] = freq[s], total
+        inverse[s] = 1.0 / max(1, freq[s])
+        total += np.uint64(freq[s])
+    n, at = states.size, words.size
+    x = np.full(MOST_LANES, _LOW, np.uint64)
+    lane = (symbols.size - 1) & (n - 1)
+    for i in range(symbols.size - 1, -1, -1):
+        symbol = np.uint64(symbols[i])
+        z, f, begin = x[np.uint64(lane)], table[symbol, 0], table[symbol, 1]
+        words[np.uint64(at - 1)] = z & np.uint64(0xFFFF)
+        full = z >= f << np.uint64(32 - BITS)
+        z >>= np.uint64(full) << np.uint64(4)
+        at -= np.int64(full)
+        q = np.uint64(np.int64((np.float64(np.int64(z)) + 0.5) * inverse[symbol]))  # exact: z < 2^32 and f <= 2^12
+        x[np.uint64(lane)] = (q << _BITS) + begin + (z - q * f)
+        lane = (lane - 1) & (n - 1)
+    for lane in range(n):
+        states[lane] = x[lane]
+    return at
+
+
+@kernel
+def decode(states: Any, words: Any, freq: Any, out: Any) -> Any:
+    """Symbols from states and words (with a spare word behind the last). True if all comes out even."""
+    table = np.empty(_TOTAL, np.uint32)
+    slot = 0
+    for s in range(256):
+        f = np.int64(freq[s])
+        for i in range(f):
+            table[slot] = np.uint32((s << 24) | ((f - 1) << 12) | i)
+            slot += 1
+    n = np.uint64(states.size)
+    x = np.empty(MOST_LANES, np.uint64)
+    for lane in range(states.size):
+        x[lane] = states[lane]
+    at, end = np.uint64(0), np.uint64(words.size - 1)
+    for i in range(np.uint64(0), np.uint64(out.size), n):
+        for lane in range(np.uint64(0), min(n, np.uint64(out.size) - i)):
+            # Nothing here may branch on the data: whether a word is due cannot be predicted.
+            z = x[lane]
+            e = np.uint64(table[z & _SLOT])
+            z = ((e >> _BITS & _SLOT) + _ONE) * (z >> _BITS) + (e & _SLOT)
+            longer = z << _WORD | np.uint64(words[at])
+            due = z < _LOW
+            x[lane] = longer if due else z
+            at = min(at + np.uint64(due), end)
+            out[i + lane] = e >> np.uint64(24)
+    for lane in range(states.size):
+        if x[lane] != _LOW:
+            return False
+    return at == end

@@ -1,0 +1,104 @@
+"""Choosing magnitude classes: where to cut so that gaps and steps cost least, and whether it pays at all.
+
+One histogram of the old magnitudes (of a sample) and one of the changed elements by step give the cost of any
+partition: the entropy of which members of a class change, plus the entropy of their steps. The best cuts are found by
+dynamic programming over at most 64 candidates. Nothing here is fitted to any data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..bits import DType
+from ..codec.ctx import KEYS, magnitude
+from ..codec.profile import Classes, Counts
+from ..kernels import classes as kernel
+from .changes import Changes
+
+MOST_CLASSES = 5  # more would save a percent or two and cost more time than that
+_SAMPLE = 1 << 18  # elements
+_CANDIDATES = 64
+_TABLE_BITS = 500  # of one more class: tables and states of its streams, and their place in the directory
+_COUNT_BITS = 6  # of one more number per tile
+_WORTH = 0.004  # one more class must save this share of the whole
+
+Array = npt.NDArray[Any]
+
+
+def choose(
+    dtype: DType, old: Counts, numel: Counts, parts: Sequence[Changes], tiles: int
+) -> tuple[Classes | None, float]:
+    """The classes to use and their estimated bits; None where telling elements apart does not pay."""
+    kind, keep = magnitude(dtype)
+    members = np.zeros(KEYS, np.int64)
+    every = max(1, int(numel.sum()) // _SAMPLE)
+    shift = _shift(dtype, parts, kind, keep)
+    seen = kernel.key_histogram(kind, old, numel, keep, np.uint64(shift), every, members)
+    changed = np.zeros((KEYS, 4), np.int64)
+    for part in parts:
+        kernel.change_histogram(kind, keep, np.uint64(shift), part.before, part.steps, changed)
+    whole = members * (int(numel.sum()) / max(1, int(seen)))
+    thresholds, bits = _partition(np.maximum(whole, changed.sum(1)), changed, tiles)
+    return (Classes(shift, thresholds) if thresholds else None), bits
+
+
+def _shift(dtype: DType, parts: Sequence[Changes], kind: Any, keep: Any) -> int:
+    """Keys are the highest nine bits of a magnitude: of any in floats, of the largest that changed in integers."""
+    if dtype.sign_magnitude:
+        bits = 8 * dtype.width - 1
+    else:
+        bits = max((int(kernel.largest(kind, keep, part.before)) for part in parts), default=0).bit_length()
+    return max(0, bits - (KEYS.bit_length() - 1))
+
+
+def _partition(members: Array, changed: Array, tiles: int) -> tuple[tuple[int, ...], float]:
+    """Thresholds with the least estimated bits, and those bits."""
+    edges = _candidates(changed.sum(1))
+    cost = _costs(members, changed, edges) + (_TABLE_BITS + _COUNT_BITS * tiles)
+    total, back = cost[0], []
+    best = float(total[-1])
+    thresholds: tuple[int, ...] = ()
+    for classes in range(2, MOST_CLASSES + 1):
+        sums = total[:, None] + cost
+        back.append(sums.argmin(0))
+        total = sums.min(0)
+        if float(total[-1]) < best - _WORTH * best * (classes - 1 - len(thresholds)):
+            best, at, cuts = float(total[-1]), len(edges) - 1, []
+            for row in reversed(back):
+                at = int(row[at])
+                cuts.append(int(edges[at]))
+            thresholds = tuple(reversed(cuts))
+    return thresholds, best
+
+
+def _candidates(changed: Array) -> Array:
+    """Edges between keys where a cut can make a difference: about equally many changes between any two."""
+    live = np.flatnonzero(changed)
+    if not live.size:
+        return np.array([0, KEYS])
+    edges = np.unique(np.concatenate((live, live + 1)))
+    if edges.size > _CANDIDATES:
+        share = np.cumsum(changed)[live] / changed.sum() * _CANDIDATES
+        edges = np.concatenate((live[np.diff(share.astype(np.int64), prepend=-1) > 0], [live[-1] + 1]))
+    return np.unique(np.concatenate(([0], edges[(edges > 0) & (edges < KEYS)], [KEYS])))
+
+
+def _costs(members: Array, changed: Array, edges: Array) -> Array:
+    """Bits of a class from any edge to any later one."""
+
+    def between(column: Array) -> Array:
+        sums = np.concatenate(([0.0], np.cumsum(column)))[edges]
+        return sums[None, :] - sums[:, None]
+
+    size, count = between(members), between(changed.sum(1))
+    index = _xlogx(size) - _xlogx(count) - _xlogx(size - count)
+    steps = _xlogx(count) - sum(_xlogx(between(changed[:, column])) for column in range(changed.shape[1]))
+    return np.where(size >= 0, np.maximum(index, 0) + steps, np.inf) + np.where(np.tri(edges.size), np.inf, 0.0)
+
+
+def _xlogx(x: Array) -> Array:
+    return np.where(x > 0, x * np.log2(np.maximum(x, 1e-9)), 0.0)

@@ -51,6 +51,7 @@ class Speed:
     decode: float
     encode_share: float  # of the two-stream ceiling
     decode_share: float  # of the scatter ceiling
+    decode_read_share: float  # of the one-stream ceiling
 
 
 Encode = Callable[[], Any]
@@ -93,7 +94,7 @@ def sizes(folder: Path, tick: Callable[[str], None]) -> list[Size]:
     return out
 
 
-def speeds(old: Bits, new: Bits, ceilings: Ceilings, tick: Callable[[str], None], repeats: int = 3) -> list[Speed]:
+def speeds(old: Bits, new: Bits, ceilings: Ceilings, tick: Callable[[str], None], repeats: int = 6) -> list[Speed]:
     """Encode and decode + apply. Ours with digests and checksums, the base's digest held as in a running session."""
     changes = int(np.count_nonzero(old != new))
     weights = {"w": old}, {"w": new}
@@ -151,6 +152,7 @@ def _speed(
 ) -> Speed:
     read = ceilings.two_stream_1 if threads == 1 else ceilings.two_stream_2
     scatter = ceilings.scatter_1 if threads == 1 else ceilings.scatter_2
+    one = ceilings.one_stream_1 if threads == 1 else ceilings.one_stream_2
     return Speed(
         name,
         threads,
@@ -158,4 +160,5 @@ def _speed(
         nbytes / decoding,
         nbytes / encoding / read,
         changes / decoding / scatter,
+        nbytes / decoding / one,
     )

@@ -133,7 +133,7 @@ def test_any_strided_layout_is_patched_in_place(layout):
     old, target = layouts()["contiguous"], layouts()[layout]
     new = old.copy()
     new[[0, 1, 3], [5, 0, 5]] += np.uint16(9)
-    for profile in ("raw", "gap", "ulp", "auto"):
+    for profile in ("raw", "gap", "ulp", "ctx", "auto"):
         sparserl.diff({NAME: old}, {NAME: new}, profile=profile).apply({NAME: target})
         assert (memory_of(NAME, target).view() == new).all()
         sparserl.diff({NAME: new}, {NAME: old}, profile=profile).apply({NAME: target})

@@ -18,8 +18,9 @@ import sparserl
 from sparserl import Patch
 from sparserl.errors import SparserlError
 from sparserl.parallel import default_threads, ordered
+from tests.classes import always
 
-PROFILES = ("auto", "raw", "gap", "ulp")
+PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 
 
 def versions(seed=0, count=2):
@@ -43,6 +44,7 @@ def small(monkeypatch):
     """Pieces so small that there is work for every thread."""
     monkeypatch.setattr("sparserl.pieces.PIECE_BYTES", 4096)
     monkeypatch.setattr("sparserl.plan.buckets.BUCKET_COVER_BYTES", 40_000)
+    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
 
 
 @pytest.mark.parametrize("profile", PROFILES)

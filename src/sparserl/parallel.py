@@ -48,7 +48,7 @@ def ordered(work: Callable[[T], R], items: Iterable[T], threads: int | None = No
     try:
         for item in items:
             flight.append(pool.submit(work, item))
-            if len(flight) >= 2 * threads:
+            while flight and (len(flight) >= 2 * threads or flight[0].done()):
                 yield flight.popleft().result()
         while flight:
             yield flight.popleft().result()

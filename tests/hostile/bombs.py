@@ -18,14 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from sparserl import Patch, SparserlError
-from sparserl.wire import limits
+from sparserl import Bits, Patch, SparserlError
+from sparserl.memory import memories
+from sparserl.pieces import Held
+from sparserl.wire import Head, limits
 from tests.hostile.forge import Bucket, Columns, Footer, Header, Stream, Table, number, numbers, seal, squeeze
 from tests.hostile.forge import Patch as Parts
 
 ADDRESS_SPACE = 4 << 30
 BOMBS: dict[str, Callable[[], bytes]] = {}
-RAW, GAP, ULP = 0, 1, 2
+RAW, GAP, ULP, CTX = 0, 1, 2, 3
 I8, F64 = 2, 50
 
 
@@ -256,6 +258,74 @@ def tiles_in_no_bytes() -> bytes:
     return patch(table((b"w", I8, [n])), bucket(ULP, I8, columns, *streams, tile_log=10))
 
 
+def zeros_in_rans(count: int) -> bytes:
+    """A chunk in which zero is the only symbol: any number of them in a few bytes."""
+    lanes = min(32, 1 << max(0, (count >> 11).bit_length() - 1))
+    return bytes(3) + struct.pack("<I", 1 << 16) * lanes
+
+
+def coded(id: int, *chunks: bytes) -> Stream:
+    return Stream(id, list(chunks), coder=2, as_it_is=True)
+
+
+CLASSES = Stream(3, [struct.pack("<B7H", 0, *range(1, 8))])  # eight classes; all the old bits are in the first
+
+
+@bomb
+def classes_in_no_bytes() -> bytes:
+    """Sixteen million changes in some hundred bytes. This bucket is valid."""
+    n = limits.BUCKET_CHANGES
+    tiles = [Stream(4, [bytes((16 + 4 * 20,)) + bytes(7)]), Stream(5, [bytes(3)])]  # 2^24, then zeros
+    streams = [CLASSES, *tiles, coded(64, zeros_in_rans(n)), coded(66, zeros_in_rans(n))]
+    return patch(table((b"w", F64, [n])), bucket(CTX, F64, Columns([0], [n << 2], []), *streams), changed=n)
+
+
+@bomb
+def classes_in_many_tiles() -> bytes:
+    """As many tiles as there may be, of eight classes each, with one change in the first."""
+    n = limits.TILES
+    counts = Stream(4, [b"\1" + bytes(8 * n - 1)], 1)
+    streams = [CLASSES, counts, Stream(64, [b"\0"]), Stream(66, [b"\2"])]
+    return patch(table((b"w", I8, [n << 10])), bucket(CTX, I8, Columns([0], [4], []), *streams, tile_log=10))
+
+
+@bomb
+def classes_past_the_tiles() -> bytes:
+    n = limits.TILES + 1
+    streams = [CLASSES, Stream(64, [b"\0"]), Stream(66, [b"\2"])]
+    return patch(table((b"w", I8, [n << 10])), bucket(CTX, I8, Columns([0], [4], []), *streams, tile_log=10))
+
+
+@bomb
+def classes_without_streams() -> bytes:
+    n = limits.BUCKET_CHANGES
+    return patch(table((b"w", F64, [n])), bucket(CTX, F64, Columns([0], [n << 2], []), CLASSES), changed=n)
+
+
+@bomb
+def classes_of_many_entries() -> bytes:
+    """A tile for each of many entries, none of which has its counts."""
+    n = limits.REGIONS_PER_TENSOR
+    boxes = varints(np.stack([2 * np.arange(n), np.ones(n)], axis=1).ravel())
+    streams = [CLASSES, coded(4, zeros_in_rans(8 * n))]
+    columns = Columns([bytes(n)], [b"\5" * n], [boxes])
+    return patch(table((b"w", I8, [1 << 21])), claims(bucket(CTX, I8, columns, *streams), n), changed=n)
+
+
+@bomb
+def symbols_that_end_too_early() -> bytes:
+    """Sixteen million symbols are due; their chunk has a table, states, and no words."""
+    n = limits.BUCKET_CHANGES
+    chunk = b"\0\1\0\x3f\0" + struct.pack("<I", (1 << 32) - 1) * 32
+    return patch(table((b"w", I8, [n])), bucket(GAP, I8, Columns([0], [n << 2], []), coded(6, chunk)), changed=n)
+
+
+@bomb
+def symbols_of_a_table_without_end() -> bytes:
+    chunk = b"\0\xff\0" + b"\xff" * (1 << 20)
+    return patch(table((b"w", I8, [256])), bucket(GAP, I8, Columns([0], [256 << 2], []), coded(6, chunk)), changed=256)
+
+
 @bomb
 def dense_of_zeros() -> bytes:
     n = limits.BUCKET_DENSE_BYTES
@@ -307,11 +377,20 @@ def read(data: bytes) -> str:
     try:
         its_patch = Patch.from_bytes(data)
         heads = its_patch.heads
+        base = zeros(its_patch, heads)
         for index in range(its_patch.buckets):
-            its_patch.decode(index)
+            its_patch.decode(index, base)
     except SparserlError as error:
         return f"{type(error).__name__}: {error}"
     return f"valid: {len(heads)} buckets, {len(its_patch.table)} tensors"
+
+
+def zeros(its_patch: Patch, heads: tuple[Head, ...]) -> Held | None:
+    """Weights to read `ctx` with; memory that no one writes to takes no room."""
+    if not any(head.profile.conditional for head in heads):
+        return None
+    specs = its_patch.table.specs
+    return Held(its_patch.table, memories({s.name: Bits(np.zeros(s.shape, s.dtype.uint), s.dtype) for s in specs}))
 
 
 def watch(name: str, data: bytes) -> dict[str, Any]:
@@ -331,6 +410,8 @@ def resident() -> int:
 def main(names: list[str]) -> None:
     read(BOMBS["tiles_in_no_bytes"]())  # load and compile what a reader needs
     read(BOMBS["chunks_of_nothing"]())
+    read(BOMBS["classes_of_many_entries"]())
+    read(BOMBS["symbols_of_a_table_without_end"]())
     for name in names or list(BOMBS):
         data = BOMBS[name]()
         sys.stdout.flush()

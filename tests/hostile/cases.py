@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sparserl import SparserlError
+from sparserl.kernels import reference
 from tests.hostile.forge import Patch, Stream
 from tests.hostile.samples import PROFILES, sample
 
@@ -69,3 +71,21 @@ def replace_stream(bucket: Any, id: int, chunk: bytes) -> None:
     if chunk:
         bucket.streams.append(Stream(id, [chunk]))
     bucket.streams.sort(key=lambda s: s.id)
+
+
+def numbers_of(bucket: Any, id: int) -> list[int]:
+    """The numbers of a pair of streams, token bytes and low bits, of one chunk."""
+    lows = b"".join(c for s in bucket.streams if s.id == id + 1 for c in s.chunks)
+    string, out = int.from_bytes(lows, "little"), []
+    for token in bucket.stream(id).chunks[0]:
+        width = max(0, (token - 16) // 4 + 2) if token >= 16 else 0
+        out.append(reference.untoken(token, string & ((1 << width) - 1)))
+        string >>= width
+    return out
+
+
+def replace_numbers(bucket: Any, id: int, values: list[int]) -> None:
+    """Other numbers for such a pair."""
+    tokens, lows = reference.pack(np.array(values, np.uint64))
+    replace_stream(bucket, id, tokens)
+    replace_stream(bucket, id + 1, lows)

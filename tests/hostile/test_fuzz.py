@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from sparserl import SparserlError
 from tests.hostile import forge
-from tests.hostile.samples import PROFILES, sample
+from tests.hostile.samples import ALL, sample
 
 SETTINGS = settings(max_examples=12 * settings.default.max_examples)
 SECONDS = 5.0
-names = st.sampled_from((*PROFILES, "part"))
+names = st.sampled_from(ALL)
 interesting = st.one_of(
     st.integers(0, 40),
     st.integers(0, (1 << 64) - 1),
@@ -160,9 +160,9 @@ def change_a_stream(draw: st.DrawFn, bucket: forge.Bucket) -> None:
     elif kind == "chunks":
         stream.chunks.append(draw(st.binary(max_size=20)))
     elif kind == "coder":
-        stream.coder = draw(st.integers(0, 3))
+        stream.coder, stream.as_it_is = draw(st.integers(0, 3)), True
     elif kind == "id":
-        stream.id = draw(st.integers(0, 70))
+        stream.id = draw(st.integers(0, 97))
         if draw(st.booleans()):
             bucket.streams.sort(key=lambda s: s.id)
     elif kind == "drop":

@@ -56,6 +56,7 @@ class Mutant:
 
 
 KERNELS, CODEC, PLAN = "kernels/test_cpu.py", "codec/test_codec.py", "plan/test_plan.py"
+CLASSES, RANS, CTX = "kernels/test_classes.py", "kernels/test_rans.py", "patch/test_ctx.py"
 APPLY, REGIONS, COMPOSE = "patch/test_diff_apply.py", "patch/test_regions.py", "patch/test_compose.py"
 CHANGES = Tests(APPLY, "every_kind_of_change and (bfloat16 or float32) or zero_signs")
 REFUSED = Tests(APPLY, "wrong_base or does_not_hold or vouching")
@@ -64,11 +65,13 @@ MUTANTS = (
     Mutant(
         "zeros compared by value: a flipped sign is lost",
         "patch/diff.py",
-        "    return positions[:n].copy(), before[:n].copy(), after[:n].copy(), counts\n",
-        "    real = ((before[:n] | after[:n]) << 1) != 0\n"
-        "    owner = np.repeat(np.arange(size.size), counts)[real]\n"
-        "    counts = np.bincount(owner, minlength=size.size)\n"
-        "    return positions[:n][real], before[:n][real], after[:n][real], counts\n",
+        "        if n >= 0:\n            break\n",
+        "        if n >= 0:\n"
+        "            real = ((before[:n] | after[:n]) << 1) != 0\n"
+        "            counts = np.bincount(np.repeat(np.arange(size.size), counts)[real], minlength=size.size)\n"
+        "            positions, before, after = (column[:n][real] for column in (positions, before, after))\n"
+        "            n = int(real.sum())\n"
+        "            break\n",
         CHANGES,
     ),
     Mutant(
@@ -102,8 +105,8 @@ MUTANTS = (
     Mutant(
         "the digest forgets positions inside a block",
         "kernels/llvm.py",
-        "            b.add(w, constant(_LANES * GOLDEN)),\n",
-        "            w,\n",
+        "            weyl = b.add(first, mix.splat(b, b.mul(i, _I64(_LANES * GOLDEN & _ALL))))\n",
+        "            weyl = first\n",
         Tests(KERNELS, "digest"),
     ),
     Mutant(
@@ -236,8 +239,8 @@ MUTANTS = (
     Mutant(
         "positions of a split entry count from the old start",
         "plan/route.py",
-        "            piece.positions = changes.positions[a:b] - np.uint32(at)\n",
-        "            piece.positions = changes.positions[a:b]\n",
+        "            piece.positions = piece.positions - np.uint32(at)\n",
+        "",
         Tests(PLAN, "cut_by"),
     ),
     Mutant(
@@ -275,6 +278,118 @@ MUTANTS = (
         "    base = sum((p.base - terms if p.complete else p.base for p in patches), start)\n",
         "    base = sum((p.base for p in patches), start)\n",
         Tests(REGIONS, "holds_everything"),
+    ),
+    Mutant(
+        "a class begins one above its threshold",
+        "kernels/classes.py",
+        "c += np.int64(size >= limits[j])",
+        "c += np.int64(size > limits[j])",
+        Tests(CLASSES, "every_size and 2-float-3"),
+    ),
+    Mutant(
+        "masks of a class take in its threshold",
+        "kernels/llvm.py",
+        'mask = b.bitcast(b.icmp_unsigned("<", size, limit), _I64)',
+        'mask = b.bitcast(b.icmp_unsigned("<=", size, limit), _I64)',
+        Tests(CLASSES, "every_size and 2-float-3"),
+    ),
+    Mutant(
+        "magnitudes keep their sign",
+        "codec/ctx.py",
+        "(1 << (width - dtype.sign_magnitude)) - 1",
+        "(1 << width) - 1",
+        Tests(CODEC, "class_streams and bfloat16"),
+    ),
+    Mutant(
+        "ranks in a class run on from tile to tile",
+        "kernels/classes.py",
+        "            seen[:] = 0\n            last[:] = -1\n",
+        "            if tile == 0:\n                seen[:] = 0\n                last[:] = -1\n",
+        Tests(CLASSES, "stretches_and_tiles and 2-float"),
+    ),
+    Mutant(
+        "elements of a class in the last, partial block are not seen",
+        "kernels/classes.py",
+        "        if rest:\n",
+        "        if rest < 0:\n",
+        Tests(CLASSES, "every_size and 2-float-3"),
+    ),
+    Mutant(
+        "a stretch behind a partial one is not whole",
+        "kernels/classes.py",
+        "    if masks[last, _BLOCKS - 1] != _ALL:",
+        "    if masks[last, 0] != _ALL:",
+        Tests(CLASSES, "behind_partial and 2"),
+    ),
+    Mutant(
+        "gaps in a class may lead out of their tile",
+        "kernels/classes.py",
+        "            if here:\n                return e\n",
+        "            if here < 0:\n                return e\n",
+        Tests(CLASSES, "does_not_fit or next_tile or at_fault"),
+    ),
+    Mutant(
+        "an entry may have fewer changes in its classes than it says",
+        "kernels/classes.py",
+        "        if due:\n            return e\n",
+        "        if due < 0:\n            return e\n",
+        Tests(CLASSES, "does_not_fit or at_fault"),
+    ),
+    Mutant(
+        "counts by class need not add up to those of the entries",
+        "codec/ctx.py",
+        "        if int(totals.sum()) != layout.changes:\n",
+        "        if int(totals.sum()) < 0:\n",
+        Tests(CODEC, "counts_of_classes"),
+    ),
+    Mutant(
+        "thresholds of classes need not rise",
+        "codec/ctx.py",
+        "    if not rising or thresholds[-1] >= KEYS",
+        "    if thresholds[-1] >= KEYS",
+        Tests(CODEC, "no_sense"),
+    ),
+    Mutant(
+        "changes found class by class are taken to be in order",
+        "patch/compose.py",
+        "stage(held, decoded.in_order())",
+        "stage(held, decoded)",
+        Tests(CTX, "undone"),
+    ),
+    Mutant(
+        "halving finds the bit before the one that is sought in a class",
+        "kernels/llvm.py",
+        'above = b.icmp_unsigned(">=", rank, low)',
+        'above = b.icmp_unsigned(">", rank, low)',
+        Tests(CLASSES, "select"),
+    ),
+    Mutant(
+        "rans states may end anywhere",
+        "kernels/rans.py",
+        "        if np.uint64(x[lane]) != _LOW:\n",
+        "        if np.uint64(x[lane]) < _ONE:\n",
+        Tests(RANS, "any_states or flipped"),
+    ),
+    Mutant(
+        "rans words may be left over",
+        "kernels/rans.py",
+        "    return at == end\n",
+        "    return at <= end\n",
+        Tests(RANS, "behind_them"),
+    ),
+    Mutant(
+        "rans words that are missing pass for zeros",
+        "kernels/rans.py",
+        "    return at == end\n",
+        "    return at >= end\n",
+        Tests(RANS, "truncated or missing"),
+    ),
+    Mutant(
+        "rans frequencies need not add up",
+        "kernels/rans.py",
+        "    if left < 1 or (at & 7",
+        "    if left < -(1 << 30) or (at & 7",
+        Tests(RANS, "do_not_add_up"),
     ),
 )
 

@@ -20,14 +20,21 @@ from sparserl.kernels import reference
 from sparserl.memory import memories
 from sparserl.patch.assemble import rewrite
 from sparserl.patch.decode import flatten
+from tests.classes import always
 
-PROFILES = ("auto", "raw", "gap", "ulp")
+PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 CHANGES = ("nothing", "one", "first", "last", "all", "few", "half", "signs", "payloads", "infinities", "tiny", "steps")
 LAYOUTS = ("contiguous", "strided", "transposed", "reversed", "unaligned")
 SHAPES = ((), (0,), (1,), (63,), (64,), (65,), (3, 0, 2), (7, 11), (2, 3, 5, 7), (1, 300), (257, 1))
 
 each_profile = pytest.mark.parametrize("profile", PROFILES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+
+
+@pytest.fixture(autouse=True)
+def classes(monkeypatch):
+    """Small data, too, is told apart by magnitude where `ctx` is asked for."""
+    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
 
 
 def top(dtype):
@@ -339,7 +346,7 @@ def test_what_a_patch_prints_as():
 
 def test_an_unknown_profile_is_refused():
     """The error names the profiles there are."""
-    with pytest.raises(UnsupportedFormat, match=r"'zip'.*raw, gap, ulp"):
+    with pytest.raises(UnsupportedFormat, match=r"'zip'.*raw, gap, ulp, ctx"):
         sparserl.diff({}, {}, profile="zip")
 
 
@@ -628,10 +635,10 @@ def test_a_shard_of_a_tensor_of_two_to_the_44_elements():
     region = Region((1 << 19, (1 << 23) + 5), (3, 100))
     old, new = np.zeros(region.size, np.uint16), np.zeros(region.size, np.uint16)
     new[[0, 1, 2, 2], [0, 50, 3, 99]] = [1, 2, 3, 4]
-    patch = sparserl.diff({"w": old}, {"w": new}, table=table, regions={"w": region})
+    patch = sparserl.diff({"w": old}, {"w": new}, table=table, regions={"w": region}, profile="gap")
     assert [(e.region, e.changed) for e in patch] == [(region, 4)]
-    ((place, positions),) = [(d.sparse_places[0], d.positions) for d in patch.decoded() if d.sparse_places]
-    flat = flatten(table, place, positions)
+    decoded = patch.decode(0)
+    flat = flatten(table, decoded.sparse_places[0], decoded.positions)
     expected = [(region.start[0] + r) * shape[1] + region.start[1] + c for r, c in ((0, 0), (1, 50), (2, 3), (2, 99))]
     assert flat.tolist() == expected
     assert min(expected) > 2**42
@@ -642,7 +649,7 @@ def test_a_shard_of_a_tensor_of_two_to_the_44_elements():
     assert patch.result == sums
 
 
-@pytest.mark.parametrize("profile", ["raw", "gap", "ulp"])
+@pytest.mark.parametrize("profile", ["raw", "gap", "ulp", "ctx"])
 @pytest.mark.parametrize("keep", [0, 3000, 1 << 30])
 def test_what_is_not_kept_is_decoded_again(monkeypatch, profile, keep):
     """However few decoded changes may be held, the result is the same; a refused patch still touches nothing."""

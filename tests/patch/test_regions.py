@@ -14,9 +14,16 @@ from sparserl.bits import DTYPES
 from sparserl.errors import ChainError, RegionOverlap, TensorMismatch, WrongBase
 from sparserl.patch.assemble import rewrite
 from sparserl.region import whole
+from tests.classes import always
 
-PROFILES = ("auto", "raw", "gap", "ulp")
+PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 each_profile = pytest.mark.parametrize("profile", PROFILES)
+
+
+@pytest.fixture(autouse=True)
+def classes(monkeypatch):
+    """Small data, too, is told apart by magnitude where `ctx` is asked for."""
+    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
 
 
 def cut(shape, *counts):
@@ -230,7 +237,7 @@ def test_partial_patches_squash_and_invert(profile, window, monkeypatch):
         sparserl.merge(*(shard(a, b, region, table, profile) for region in held))
         for a, b in ((first, second), (second, third))
     ]
-    bases = [{"w": first}] if profile == "auto" else [{"w": first}, None]
+    bases = [{"w": first}] if profile in ("auto", "ctx") else [{"w": first}, None]
     for base in bases:
         patch = sparserl.squash(*chain, base=base)
         assert not patch.complete

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,9 @@ from sparserl import Region, TensorSpec, TensorTable, codec
 from sparserl.bits import BY_NAME
 from sparserl.codec import Stream, value
 from sparserl.errors import ChecksumMismatch, InvalidField, LimitExceeded, UnsupportedFormat
+from sparserl.memory import memories
 from sparserl.patch.decode import decode
+from sparserl.pieces import Held
 from sparserl.wire import Entries, Head, decode_bucket, encode_bucket, limits
 from sparserl.wire.cursor import checksum
 from sparserl.wire.table import encode_table, table_hash
@@ -19,6 +23,8 @@ from sparserl.wire.table import encode_table, table_hash
 U8 = BY_NAME["uint8"]
 TABLE = TensorTable([TensorSpec("a", U8, (4, 5)), TensorSpec("b", U8, (3000,)), TensorSpec("c", U8, ())])
 HASH = table_hash(encode_table(TABLE))
+WEIGHTS = {s.name: np.random.default_rng(1).integers(0, 256, s.shape, np.uint8) for s in TABLE.specs}
+BASE = Held(TABLE, memories({name: np.asarray(bits, np.uint8) for name, bits in WEIGHTS.items()}))
 
 LITERAL = (
     b"SRLB\x01\x00\x01\x00"
@@ -53,7 +59,11 @@ def entries(*rows):
 def bucket(profile, rows, positions, words, dense, tile_log=16, chunk_log=16, estimates=()):
     """A bucket of uint8 changes, as bytes."""
     head = Head(codec.profile(profile), U8, tile_log, chunk_log, estimates, entries(*rows))
-    streams = head.profile.encode(head.layout, positions, words) if len(positions) else {}
+    sparse = [(tensor, region) for tensor, region, _, dense in rows if not dense]
+    bits = [BASE.bits(*place).copy() for place in sparse]
+    old = np.array([b.ctypes.data for b in bits], np.int64)
+    layout = replace(head.layout, old=old, classes=codec.Classes(2, (9, 40)))
+    streams = head.profile.encode(layout, positions, words) if len(positions) else {}
     if len(dense):
         writer = value.write_planes if head.profile.planar else value.write_words
         streams |= writer(head.layout, dense, Stream.DENSE_PLANE if head.profile.planar else Stream.DENSE)
@@ -137,7 +147,7 @@ def test_buckets_round_trip(content, profile, tile_log, chunk_log, estimates):
     found = head.entries
     columns = (found.tensor.tolist(), found.region, found.count.tolist(), found.dense.tolist())
     assert list(zip(*columns, strict=True)) == rows
-    decoded = decode(head, reader)
+    decoded = decode(head, reader, BASE).in_order()
     assert decoded.positions.tolist() == positions.tolist()
     assert decoded.words.tolist() == words.tolist()
     assert decoded.dense.tolist() == dense.tolist()
@@ -156,7 +166,7 @@ def whole_of_b(**changes):
     [
         ({"_0": 0}, InvalidField, "bucket 3: not a bucket"),
         ({"_4": 2}, UnsupportedFormat, "bucket 3: format version 2; this release reads 1"),
-        ({"_5": 3}, UnsupportedFormat, "unknown profile id 3"),
+        ({"_5": 4}, UnsupportedFormat, "unknown profile id 4"),
         ({"_6": 99}, UnsupportedFormat, "bucket 3: unknown dtype 99"),
         ({"_7": 4}, UnsupportedFormat, "bucket 3: unknown required features 0b00000100"),
         ({"_8": 0}, InvalidField, "bucket 3: belongs to another tensor table"),

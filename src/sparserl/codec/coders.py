@@ -7,12 +7,20 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from ..errors import InvalidField, UnsupportedFormat
 from ..kernels import rans
 
 Buffer = bytes | memoryview
+
+
+def as_bytes(buffer: Buffer) -> npt.NDArray[np.uint8]:
+    """A buffer as an array for kernels, read-only wherever it came from: each kind would be compiled on its own."""
+    array = np.frombuffer(buffer, np.uint8)
+    array.flags.writeable = False
+    return array
 
 
 class Coder(Protocol):
@@ -90,7 +98,7 @@ class Rans:
     id: ClassVar[int] = 2
 
     def encode(self, raw: Buffer) -> Buffer:
-        symbols = np.frombuffer(raw, np.uint8)
+        symbols = as_bytes(raw)
         freq, table = np.empty(256, np.uint32), np.empty(rans.MOST_TABLE, np.uint8)
         size = rans.write_table(freq, rans.frequencies(symbols, freq), table)
         states, words = np.empty(rans.lanes(symbols.size), np.uint32), np.empty(symbols.size + 1, np.uint16)
@@ -98,13 +106,13 @@ class Rans:
         return table[:size].tobytes() + states.tobytes() + words[start:].tobytes()
 
     def decode(self, coded: Buffer, size: int) -> Buffer:
-        data, freq = np.frombuffer(coded, np.uint8), np.empty(256, np.uint32)
+        data, freq = as_bytes(coded), np.empty(256, np.uint32)
         begin = rans.read_table(data, freq)
         end = begin + 4 * rans.lanes(size)
         if begin < 0 or end > data.size or (data.size - end) % 2:
             raise InvalidField("a rans chunk has no table that adds up, or ends inside it or its states")
         states = data[begin:end].copy().view("<u4")
-        words = np.zeros((data.size - end) // 2 + 1, "<u2")
+        words = np.zeros((data.size - end) // 2 + rans.SPARE, "<u2")
         words.view(np.uint8)[: data.size - end] = data[end:]
         symbols = np.empty(size, np.uint8)
         if not rans.decode(states, words, freq, symbols):
@@ -113,7 +121,7 @@ class Rans:
 
 
 CODERS: dict[int, Coder] = {c.id: c for c in (Stored(), Zstd(), Rans())}
-_TRIED = 1 << 14  # bytes of a stream on which coders are compared
+_TRIED = 1 << 12  # bytes of a stream on which coders are compared
 
 
 def coder(id: int) -> Coder:

@@ -55,20 +55,18 @@ class Ctx:
         kind, keep = magnitude(layout.dtype)
         spare, limits = _limits(layout.classes)
         counts = empty(tiles(layout) * (len(limits) + 1), np.uint32)
-        gaps, owner = empty(positions.size, np.uint32), empty(positions.size, np.uint8)
+        # A row has room for all changes; what is not written to takes no memory.
+        gaps = empty((len(limits) + 1, positions.size), np.uint32)
+        sorted_words = empty((len(limits) + 1, positions.size), words.dtype)
         args = kind, keep, layout.old, layout.numel, layout.count, layout.tile_log, limits
-        kernel.class_gaps(*args, positions, gaps, owner, counts)
-        counts = counts.reshape(-1, len(limits) + 1)
-        ends = np.cumsum(counts.sum(0, np.int64))
-        at = np.concatenate(([0], ends[:-1]))
-        sorted_gaps, sorted_words = np.empty_like(gaps), np.empty_like(words)
-        kernel.by_class(owner, gaps, words, at, sorted_gaps, sorted_words)
+        kernel.class_gaps(*args, positions, words, counts, gaps, sorted_words)
+        counts = counts.reshape(-1, len(limits) + 1)[:, spare:]
         streams: Chunks = {Stream.CLASSES: [_write_classes(layout.classes)]}
-        streams |= numbers.write(layout, counts[:, spare:].ravel(), Stream.TILE_TOKENS, Stream.TILE_LOWS)
-        for c, end in enumerate(ends[spare:].tolist()):
-            stream, mine = Stream.CLASS + 4 * c, slice(0 if c == 0 else int(ends[spare + c - 1]), end)
-            streams |= numbers.write(layout, sorted_gaps[mine], stream, stream + 1)
-            streams |= numbers.write(layout, sorted_words[mine], stream + 2, stream + 3)
+        streams |= numbers.write(layout, counts.ravel(), Stream.TILE_TOKENS, Stream.TILE_LOWS)
+        for c, size in enumerate(counts.sum(0, np.int64).tolist()):
+            stream, row = Stream.CLASS + 4 * c, c + spare
+            streams |= numbers.write(layout, gaps[row, :size], stream, stream + 1)
+            streams |= numbers.write(layout, sorted_words[row, :size], stream + 2, stream + 3)
         return streams
 
     def decode(self, layout: Layout, reader: Reader) -> Found:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..errors import InvalidField
 from ..kernels import cpu
+from .coders import as_bytes
 from .profile import Layout, empty
 from .streams import Chunks, Reader
 
@@ -23,12 +24,12 @@ _MOST_LOW_BITS = 61
 def write(layout: Layout, values: npt.NDArray[Any], tokens: int, lows: int) -> Chunks:
     """Chunks for the two streams named `tokens` and `lows`."""
     heads = empty(values.size, np.uint8)
+    words = empty(min(values.size, 1 << layout.chunk_log) + 1, np.uint64)  # for one chunk after the other
     tails = []
     at = 0
     for size in layout.chunk_sizes(values.size):
-        words = empty(size + 1, np.uint64)
         bits = cpu.pack(values[at : at + size], heads[at : at + size], words)
-        tails.append(words.tobytes()[: (bits + 7) // 8])
+        tails.append(words.view(np.uint8)[: (bits + 7) // 8].tobytes())
         at += size
     return {tokens: layout.cut(heads), lows: list(tails)}
 
@@ -40,9 +41,9 @@ def read(
     values = empty(count, dtype)
     at = 0
     for size in layout.chunk_sizes(count):
-        heads = np.frombuffer(reader.take(tokens, size), np.uint8)
+        heads = as_bytes(reader.take(tokens, size))
         tail = reader.take_stored(lows, (size * _MOST_LOW_BITS + 7) // 8)
-        words = np.zeros(len(tail) // 8 + 2, np.uint64)
+        words = np.zeros(len(tail) // 8 + 3, np.uint64)
         words.view(np.uint8)[: len(tail)] = np.frombuffer(tail, np.uint8)
         bad = cpu.unpack(heads, words, 8 * len(tail), np.uint64(limit), values[at : at + size])
         if bad >= 0:

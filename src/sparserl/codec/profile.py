@@ -24,7 +24,10 @@ class Classes(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a profile read: positions that rise in each entry, words, and the old bits where it saw them."""
+    """What a profile read: positions, words, and the old bits where it saw them.
+
+    The positions of an entry rise, but for `conditional` profiles, which find them class by class, stretch by stretch.
+    """
 
     positions: Positions
     words: UIntArray
@@ -77,6 +80,6 @@ class Profile(Protocol):
     def decode(self, layout: Layout, reader: Reader) -> Found: ...
 
 
-def empty(count: int, dtype: Any) -> npt.NDArray[Any]:
+def empty(count: int | tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
     """An array to be filled; one name for it, so that tests can poison every buffer."""
     return np.empty(count, dtype)

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .llvm import at_most8, at_most16, classify64, inline, kernel, load, lowest, popcount, prefetch, select, store
+from .llvm import at_most8, at_most16, classify64, inline, kernel, load, popcount, prefetch, select, store
+from .llvm import width as width_of
 
 MOST = 8  # classes
 _BLOCKS = 128  # of 64 elements: a stretch
@@ -28,7 +29,7 @@ def magnitude(kind: Any, keep: Any, bits: Any) -> Any:
     """The size of one element's value; `bits` are unsigned, whatever the kind."""
     wide = np.uint64(bits)
     if kind.dtype.type(-1) < kind.dtype.type(0):
-        top = np.uint64(1) << np.uint64(8 * kind.itemsize - 1)
+        top = np.uint64(1) << np.uint64(8 * width_of(kind) - 1)
         return (~wide + _ONE) & (top | (top - _ONE)) if wide & top else wide
     return wide & keep
 
@@ -36,13 +37,13 @@ def magnitude(kind: Any, keep: Any, bits: Any) -> Any:
 @kernel
 def key_histogram(kind: Any, address: Any, numel: Any, keep: Any, shift: Any, every: Any, keys: Any) -> Any:
     """Count keys (magnitude >> shift, at most 511) of one block of 64 in `every`. Returns the elements looked at."""
-    width = np.int64(kind.itemsize)
+    width = width_of(kind)
     seen = np.int64(0)
     for e in range(numel.size):
         for low in range(0, numel[e], 64 * every):
             for i in range(low, min(low + 64, numel[e])):
                 size = magnitude(kind, keep, load(kind, address[e] + i * width))
-                keys[min(np.int64(size >> shift), 511)] += 1
+                keys[min(size >> shift, np.uint64(511))] += 1
                 seen += 1
     return seen
 
@@ -57,12 +58,16 @@ def largest(kind: Any, keep: Any, old: Any) -> Any:
 
 
 @kernel
-def change_histogram(kind: Any, keep: Any, shift: Any, old: Any, steps: Any, keys: Any) -> None:
-    """Count keys of changed elements by step: +1, -1, one or two more, any other."""
-    for i in range(old.size):
-        key = min(np.int64(magnitude(kind, keep, old[i]) >> shift), 511)
+def change_histogram(kind: Any, keep: Any, shift: Any, every: Any, old: Any, steps: Any, keys: Any) -> None:
+    """Count keys of every so many changed elements by step: +1, -1, one or two more, any other."""
+    for i in range(0, old.size, every):
+        key = min(magnitude(kind, keep, old[i]) >> shift, np.uint64(511))
         step = np.uint64(steps[i])
-        column = 0 if step == np.uint64(2) else 1 if step == _ONE else 2 if step < np.uint64(7) else 3
+        column = (
+            np.int64(step != np.uint64(2))
+            + np.int64(step != _ONE and step != np.uint64(2))
+            + np.int64(step > np.uint64(6))
+        )
         keys[key, column] += 1
 
 
@@ -90,7 +95,7 @@ def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ran
     limit for all. ranks[k, b]: how many of those lie before the block; inside[c, b]: how many of class c do. Blocks
     that are not there are empty.
     """
-    line = 64 * np.int64(kind.itemsize)
+    line = 64 * width_of(kind)
     full, rest, last = n >> 6, n & 63, len(limits) + 1
     mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW, np.int64(ranks.ctypes.data) + 4 * _ROW
     quarter = line * (_BLOCKS // _WALKERS)
@@ -106,7 +111,7 @@ def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ran
         if rest:
             edge = np.zeros(64, kind.dtype)
             for i in range(rest):
-                edge[i] = load(kind, a + full * line + i * kind.itemsize)
+                edge[i] = load(kind, a + full * line + i * width_of(kind))
             classify64(kind, np.int64(edge.ctypes.data), keep, limits, mask_at + 8 * full, rank_at + 4 * full, _ROW)
             there = (_ONE << np.uint64(rest)) - _ONE
             for k in range(1, last + 1):
@@ -132,103 +137,82 @@ def class_gaps(
     log: Any,
     limits: Any,
     positions: Any,
-    gaps: Any,
-    owner: Any,
+    words: Any,
     tiles: Any,
+    gaps: Any,
+    sorted_words: Any,
 ) -> None:
-    """Gap and class of every change, and the changes per tile and class."""
-    width = np.int64(kind.itemsize)
+    """Gaps and words of all changes, a row for each class, and the changes per tile and class."""
+    width, word = width_of(kind), width_of(words)
     classes = len(limits) + 1
     masks, ranks, inside = _grid(classes)
-    seen, last = np.empty(MOST, np.int64), np.empty(MOST, np.int64)
-    k, t = 0, np.int64(0)
+    seen, last, tile_counts = np.empty(MOST, np.int64), np.empty(MOST, np.int64), np.empty(MOST, np.int64)
+    ends = np.zeros(MOST, np.int64)
+    mask_at, rank_at = np.int64(masks.ctypes.data), np.int64(inside.ctypes.data)
+    gap_at, word_at, row = np.int64(gaps.ctypes.data), np.int64(sorted_words.ctypes.data), np.int64(gaps.shape[1])
+    k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
         for tile in range(0, numel[e], np.int64(1) << log):
             stop = min(tile + (np.int64(1) << log), numel[e])
             seen[:] = 0
             last[:] = -1
-            for c in range(classes):
-                tiles[t + c] = 0
-            low = tile
+            tile_counts[:] = 0
+            low = np.int64(tile)
             while low < stop and k < end and np.int64(positions[k]) < stop:
                 n = min(stop - low, np.int64(64 * _BLOCKS))
                 a = address[e] + low * width
                 _classify(kind, keep, a, n, limits, masks, ranks, inside)
                 while k < end and np.int64(positions[k]) < low + n:
-                    p = np.int64(positions[k]) - low
-                    b, bit = p >> 6, np.uint64(p & 63)
+                    p = np.int64(positions[np.uint64(k)]) - low
                     size = magnitude(kind, keep, load(kind, a + p * width))
-                    c = 0
+                    c = np.int64(0)
                     for j in range(classes - 1):
-                        c += int(size >= limits[j])
-                    members = masks[c + 1, b] & ~masks[c, b]
-                    rank = seen[c] + inside[c, b] + popcount(members & ((_ONE << bit) - _ONE))
-                    gaps[k], owner[k] = rank - last[c] - 1, c
-                    last[c] = rank
-                    tiles[t + c] += np.uint32(1)
+                        c += np.int64(size >= limits[j])
+                    b, bit, column = p >> 6, np.uint64(p & 63), np.uint64(c)
+                    at = mask_at + 8 * (_ROW * c + b)
+                    members = load(masks, at + 8 * _ROW) & ~load(masks, at) & ((_ONE << bit) - _ONE)
+                    rank = seen[column] + np.int64(load(inside, rank_at + 4 * (_ROW * c + b))) + popcount(members)
+                    here = row * c + ends[column]
+                    store(gaps, gap_at + 4 * here, np.uint32(rank - last[column] - 1))
+                    store(words, word_at + word * here, words[np.uint64(k)])
+                    last[column] = rank
+                    tile_counts[column] += 1
+                    ends[column] += 1
                     k += 1
-                for c in range(classes):
-                    seen[c] += inside[c, _BLOCKS]
+                for j in range(classes):
+                    seen[j] += inside[j, _BLOCKS]
                 low += n
+            for j in range(classes):
+                tiles[t + j] = tile_counts[j]
             t += classes
 
 
-@kernel
-def by_class(owner: Any, gaps: Any, words: Any, at: Any, sorted_gaps: Any, sorted_words: Any) -> None:
-    """Gaps and words class by class, in order; `at[c]` says where class c begins, and afterwards where it ends."""
-    for i in range(owner.size):
-        c = np.uint64(owner[i])
-        q = np.uint64(at[c])
-        sorted_gaps[q], sorted_words[q] = gaps[i], words[i]
-        at[c] += 1
-
-
 @inline
-def _mark(c: Any, rank: Any, q: Any, end: Any, masks: Any, inside: Any, gaps: Any, words: Any, found: Any) -> Any:
-    """Mark the elements of class c in a stretch that gaps from `q` on lead to, the first of them to `rank`.
+def _emit(
+    tag: Any, a: Any, low: Any, c: Any, rank: Any, q: Any, end: Any, grid: Any, gaps: Any, words: Any, k: Any, out: Any
+) -> Any:
+    """Write down the changes of class c in a stretch that gaps from `q` on lead to, the first of them to `rank`.
 
-    Returns the next rank and gap. `found` is (marks, words by place, ranks of every eighth block).
+    The stretch lies at address `a`, position `low`. Returns the next rank, counted from the next stretch, and gap.
     """
-    marks, places, coarse = found
+    masks, inside, coarse = grid
+    positions, out_words, old = out
+    width = width_of(tag)
     mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW * c, np.int64(inside.ctypes.data) + 4 * _ROW * c
-    mark_at, place_at = np.int64(marks.ctypes.data), np.int64(places.ctypes.data)
-    coarse_at, width = np.int64(coarse.ctypes.data), np.int64(places.itemsize)
-    for j in range(16):
-        coarse[j] = inside[c, 8 * j]
-    members = np.int64(inside[c, _BLOCKS])
+    coarse_at, members = np.int64(coarse.ctypes.data) + 64 * c, np.int64(inside[c, _BLOCKS])
     while rank < members and q < end:
         b = 8 * at_most16(coarse_at, rank) - 8
         b += at_most8(rank_at + 4 * b, rank) - 1
         mask = load(masks, mask_at + 8 * _ROW + 8 * b) & ~load(masks, mask_at + 8 * b)
-        bit = select(mask, rank - np.int64(load(inside, rank_at + 4 * b)))
-        store(marks, mark_at + 8 * b, load(marks, mark_at + 8 * b) | (_ONE << np.uint64(bit)))
-        store(places, place_at + (b * 64 + bit) * width, words[np.uint64(q)])
+        p = b * 64 + select(mask, rank - np.int64(load(inside, rank_at + 4 * b)))
+        positions[np.uint64(k)] = low + p
+        old[np.uint64(k)] = load(tag, a + p * width)
+        out_words[np.uint64(k)] = words[np.uint64(q)]
+        k += 1
         q += 1
         rank += 1 + np.int64(gaps[np.uint64(q)])
     return rank - members, q
-
-
-@inline
-def _collect(tag: Any, a: Any, low: Any, k: Any, found: Any, positions: Any, words: Any, old: Any) -> Any:
-    """Write down the marked elements of a stretch, from place `k` on, and wipe the marks. Returns the next place."""
-    marks, places, _ = found
-    hit, m = np.empty(_BLOCKS + 1, np.uint8), np.int64(0)
-    for b in range(_BLOCKS):
-        hit[m] = b
-        m += np.int64(marks[b] != np.uint64(0))
-    for j in range(m):
-        block = np.int64(hit[j])
-        mask = marks[block]
-        marks[block] = np.uint64(0)
-        while mask:
-            p = block * 64 + lowest(mask)
-            mask &= mask - _ONE
-            positions[k] = low + p
-            words[k] = places[p]
-            old[k] = load(tag, a + p * np.int64(tag.itemsize))
-            k += 1
-    return k
 
 
 @kernel
@@ -249,15 +233,16 @@ def class_positions(
     words: Any,
     old: Any,
 ) -> Any:
-    """Positions in order, with their words and old bits, from gaps (and one to spare) and words by class.
+    """Positions with their words and old bits, from gaps (and one to spare) and words by class.
 
+    Inside an entry they come stretch by stretch of 8192 elements, and in a stretch class by class.
     -1, or the first entry whose counts do not add up or whose gaps leave their tile.
     """
-    width = np.int64(kind.itemsize)
+    width = width_of(kind)
     classes = len(limits) + 1
     masks, ranks, inside = _grid(classes)
-    marks, places = np.zeros(_BLOCKS, np.uint64), np.empty(64 * _BLOCKS, words.dtype)
-    found = (marks, places, np.empty(16, np.int32))
+    coarse = np.empty((classes, 16), np.int32)
+    grid, out = (masks, inside, coarse), (positions, words, old)
     want, left = np.empty(MOST, np.int64), np.empty(MOST, np.int64)
     k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
@@ -279,11 +264,14 @@ def class_positions(
                 a = address[e] + low * width
                 _classify(kind, keep, a, n, limits, masks, ranks, inside)
                 for c in range(classes):
-                    want[c], q = _mark(c, want[c], at[c], at[c] + left[c], masks, inside, gaps, sorted_words, found)
-                    here -= q - at[c]
-                    left[c] -= q - at[c]
-                    at[c] = q
-                k = _collect(tag, a, low, k, found, positions, words, old)
+                    for j in range(16):
+                        coarse[c, j] = inside[c, 8 * j]
+                for c in range(classes):
+                    q, end = at[c], at[c] + left[c]
+                    want[c], at[c] = _emit(tag, a, low, c, want[c], q, end, grid, gaps, sorted_words, k, out)
+                    k += at[c] - q
+                    left[c] = end - at[c]
+                    here -= at[c] - q
                 low += n
             if here:
                 return e

@@ -16,6 +16,7 @@ from .llvm import (
     ROTATE,
     differ64,
     digest_blocks,
+    digest_moves,
     highest,
     inline,
     kernel,
@@ -25,6 +26,7 @@ from .llvm import (
     prefetch,
     store,
 )
+from .llvm import width as width_of
 
 _GOLDEN = np.uint64(GOLDEN)
 _TURN, _BACK, _HALF = np.uint64(ROTATE), np.uint64(64 - ROTATE), np.uint64(32)
@@ -38,7 +40,7 @@ _FAR = 48  # changes: how far gather and scatter prefetch
 @inline
 def _tail(tag: Any, a: Any, b: Any, i: Any, n: Any) -> Any:
     """Mask of the differences from element `i` to the end, in the block that ends there (or starts at 0)."""
-    width = np.int64(tag.itemsize)
+    width = width_of(tag)
     if n >= 64:
         last = (n - 64) * width
         seen = np.uint64(i - (n - 64))
@@ -56,7 +58,7 @@ def diff(tag: Any, old: Any, new: Any, size: Any, positions: Any, before: Any, a
 
     Returns how many there are, or -1 where they are more than there is room for.
     """
-    width = np.int64(tag.itemsize)
+    width = width_of(tag)
     most = _STRIDE // width // 64  # blocks that a walker looks at before what it found is written down
     masks, bases = np.empty(_WALKERS * most + 1, np.uint64), np.empty(_WALKERS * most + 1, np.int64)
     found = np.empty(_WALKERS, np.int64)
@@ -118,7 +120,7 @@ def _mix(weyl: Any, key: Any, bits: Any) -> Any:
 @inline
 def _run(tag: Any, address: Any, size: Any, weyl: Any, key: Any) -> Any:
     """Both sums over consecutive elements; `weyl` belongs to the first."""
-    width = np.int64(tag.itemsize)
+    width = width_of(tag)
     first, second = np.uint64(0), np.uint64(0)
     blocks = size // 16
     if blocks:
@@ -157,7 +159,7 @@ def _offset(p: Any, e: Any, dims: Any, size: Any, stride: Any) -> Any:
 @kernel
 def digest_boxes(tag: Any, address: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any) -> tuple[Any, Any]:
     """Both sums over a batch of boxes whose bits lie in row-major order; `stride` is that of the tensor."""
-    width = np.int64(tag.itemsize)
+    width = width_of(tag)
     first, second = np.uint64(0), np.uint64(0)
     for e in range(start.size):
         inner = size[e, dims[e] - 1]
@@ -187,7 +189,7 @@ def locate(counts: Any, start: Any, dims: Any, size: Any, stride: Any, positions
 @kernel
 def gather(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any, positions: Any, out: Any) -> None:
     """The bits at the changed positions. `first` is the address of each region's first element."""
-    width = np.int64(tag.itemsize)
+    width = width_of(tag)
     k, n = 0, positions.size
     for e in range(counts.size):
         end = k + counts[e]
@@ -205,7 +207,7 @@ def gather(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any,
 @kernel
 def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any, positions: Any, bits: Any) -> None:
     """Write bits to the changed positions, in place."""
-    width = np.int64(tag.itemsize)
+    width = width_of(tag)
     k, n = 0, positions.size
     for e in range(counts.size):
         end = k + counts[e]
@@ -230,23 +232,25 @@ def digest_delta(
     for e in range(counts.size):
         key = keys[e, 1]
         end = k + counts[e]
-        if dims[e] == 1:  # no branch and no call inside: this loop becomes vector code
-            origin = keys[e, 0] + np.uint64(start[e]) * _GOLDEN
-            step = np.uint64(stride[e, 0]) * _GOLDEN
-            for i in range(k, end):
-                weyl = origin + np.uint64(positions[i]) * step
-                was = _mix(weyl, key, np.uint64(old[i]))
-                now = _mix(weyl, key, np.uint64(new[i]))
-                first += now - was
-                second += _turn(now) - _turn(was)
-        else:
-            for i in range(k, end):
-                at = start[e] + _offset(np.int64(positions[i]), e, dims, size, stride)
-                weyl = keys[e, 0] + np.uint64(at) * _GOLDEN
-                was = _mix(weyl, key, np.uint64(old[i]))
-                now = _mix(weyl, key, np.uint64(new[i]))
-                first += now - was
-                second += _turn(now) - _turn(was)
+        line = dims[e] == 1
+        origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(stride[e, 0]) * _GOLDEN
+        blocks = (end - k) // 16 if line else 0
+        if blocks:
+            at, width = np.int64(positions.ctypes.data) + 4 * k, width_of(old) * k
+            x, y = digest_moves(
+                old, at, np.int64(old.ctypes.data) + width, np.int64(new.ctypes.data) + width, blocks, origin, step, key
+            )
+            first += x
+            second += y
+        for i in range(k + 16 * blocks, end):
+            p = np.int64(positions[i])
+            if line:
+                weyl = origin + np.uint64(p) * step
+            else:
+                weyl = origin + np.uint64(_offset(p, e, dims, size, stride)) * _GOLDEN
+            was, now = _mix(weyl, key, np.uint64(old[i])), _mix(weyl, key, np.uint64(new[i]))
+            first += now - was
+            second += _turn(now) - _turn(was)
         k = end
     return first, second
 
@@ -282,55 +286,80 @@ def advance(old: Any, step: Any, top: Any, sign_magnitude: Any, out: Any) -> Non
         out[i] = b
 
 
+@inline
+def _small(values: Any, i: Any, tokens: Any) -> Any:
+    """Copy 16 values, and tell whether all of them are below 16, so that they are their own tokens."""
+    seen = values[i] | values[i]
+    for j in range(16):
+        seen |= values[np.uint64(i + j)]
+        tokens[np.uint64(i + j)] = values[np.uint64(i + j)]
+    return np.uint64(seen) < np.uint64(16)
+
+
 @kernel
 def pack(values: Any, tokens: Any, lows: Any) -> Any:
     """Token bytes and low bits (uint64 words, room for one per value and one more). Returns the number of bits."""
-    word, fill, at = np.uint64(0), np.int64(0), 0
-    for i in range(values.size):
-        v = np.uint64(values[i])
-        if v < np.uint64(16):
-            tokens[i] = v
+    word, fill, at = np.uint64(0), np.uint64(0), np.uint64(0)
+    i, n = np.int64(0), values.size
+    while i < n:
+        if i + 16 <= n and _small(values, i, tokens):
+            i += 16
             continue
-        e = highest(v)
-        width = e - 2
-        tokens[i] = 16 + 4 * (e - 4) + np.int64((v >> np.uint64(width)) & np.uint64(3))
-        low = v & ((_ONE << np.uint64(width)) - _ONE)
-        word |= low << np.uint64(fill)
-        fill += width
-        if fill >= 64:
+        stop = min(i + 16, n)
+        while i < stop:
+            # Nothing here may branch on the data, which cannot be predicted.
+            v = np.uint64(values[np.uint64(i)])
+            large = v >= np.uint64(16)
+            e = np.uint64(highest(v | np.uint64(16)))
+            width = e - np.uint64(2) if large else np.uint64(0)
+            head = np.uint64(4) * e + ((v >> width) & np.uint64(3))
+            tokens[np.uint64(i)] = head if large else v
+            low = v & ((_ONE << width) - _ONE)
+            word |= low << fill
             lows[at] = word
-            at += 1
-            fill -= 64
-            word = low >> np.uint64(width - fill) if fill else np.uint64(0)
+            over = (low >> _ONE) >> (np.uint64(63) - fill)
+            fill += width
+            full = fill >= np.uint64(64)
+            word = over if full else word
+            at += np.uint64(full)
+            fill &= np.uint64(63)
+            i += 1
     lows[at] = word
-    return at * 64 + fill
+    return at * np.uint64(64) + fill
 
 
 @kernel
 def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
-    """Numbers from tokens and low bits (uint64 words, one spare at the end). -1, or the first index at fault."""
-    at = np.int64(0)
-    for i in range(tokens.size):
-        t = np.int64(tokens[i])
-        if t < 16:
-            v = np.uint64(t)
-        else:
-            width = (t - 16) // 4 + 2
-            if at + width > bits:
-                return i
-            w, shift = at >> 6, np.uint64(at & 63)
-            low = lows[w] >> shift
-            if shift:
-                low |= lows[w + 1] << (np.uint64(64) - shift)
-            low &= (_ONE << np.uint64(width)) - _ONE
-            v = (np.uint64(4 + (t - 16) % 4) << np.uint64(width)) | low
+    """Numbers from tokens and low bits (uint64 words, two to spare). -1, or the first index at fault."""
+    widths, heads = np.zeros(256, np.uint64), np.empty(256, np.uint64)
+    for t in range(256):
+        heads[t] = t
+        if t >= 16:
+            widths[t] = (t - 16) // 4 + 2
+            heads[t] = np.uint64(4 + t % 4) << (widths[t] & np.uint64(63))
+    base = np.int64(lows.ctypes.data)
+    at, end = np.uint64(0), np.uint64(bits)
+    i, n = np.int64(0), tokens.size
+    while i < n:
+        if limit >= np.uint64(15) and i + 16 <= n and _small(tokens, i, out):
+            i += 16
+            continue
+        stop = min(i + 16, n)
+        while i < stop:
+            token = np.uint64(tokens[np.uint64(i)])
+            width, byte, shift = widths[token], base + np.int64(at >> np.uint64(3)), at & np.uint64(7)
+            low = load(lows, byte) >> shift
+            if width > np.uint64(56):  # only in numbers of 59 bits and more
+                low |= (load(lows, byte + 8) << _ONE) << (np.uint64(63) - shift)
+            v = heads[token] | (low & ((_ONE << width) - _ONE))
             at += width
-        if v > limit:
-            return i
-        out[i] = v
-    if (at + 7) // 8 != (bits + 7) // 8:
+            if v > limit or at > end:
+                return i
+            out[np.uint64(i)] = v
+            i += 1
+    if (at + np.uint64(7)) >> np.uint64(3) != (end + np.uint64(7)) >> np.uint64(3):
         return tokens.size
-    if at & 63 and lows[at >> 6] >> np.uint64(at & 63):
+    if at & np.uint64(63) and lows[at >> np.uint64(6)] >> (at & np.uint64(63)):
         return tokens.size
     return -1
 
@@ -338,26 +367,21 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
 @kernel
 def tile_gaps(counts: Any, numel: Any, log: Any, positions: Any, gaps: Any, tiles: Any) -> Any:
     """Gaps of all changes, and the changes per tile of every region of two tiles or more. Returns their number."""
-    k, t = 0, 0
+    k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
+        end = k + counts[e]
         n_tiles = ((numel[e] - 1) >> log) + 1
-        current, last = np.int64(0), np.int64(-1)
-        if n_tiles > 1:
-            for j in range(n_tiles):
-                tiles[t + j] = 0
-        for _ in range(counts[e]):
-            p = np.int64(positions[k])
-            tile = p >> log
-            if tile != current:
-                current = tile
-                last = (tile << log) - 1
+        for tile in range(n_tiles):
+            stop = np.int64(tile + 1) << log
+            first, last = k, (np.int64(tile) << log) - 1
+            while k < end and np.int64(positions[k]) < stop:
+                p = np.int64(positions[k])
+                gaps[k] = p - last - 1
+                last = p
+                k += 1
             if n_tiles > 1:
-                tiles[t + tile] += np.uint32(1)
-            gaps[k] = p - last - 1
-            last = p
-            k += 1
-        if n_tiles > 1:
-            t += n_tiles
+                tiles[t] = k - first
+                t += 1
     return t
 
 

@@ -6,16 +6,18 @@ width of the elements behind the address. LLVM lowers the vectors to AVX-512, AV
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from llvmlite import binding, ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config, event
 from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_LOG = logging.getLogger("sparserl")
 _I1, _I8, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 32, 64))
 _LANES = 16  # of the digest: two AVX-512 registers in flight hide the latency of the multiplications
 GOLDEN = 0x9E3779B97F4A7C15
@@ -31,6 +33,25 @@ def kernel(function: F) -> F:
         return cast("F", njit(nogil=True)(function))
 
 
+class _Notice(event.Listener):  # type: ignore[misc]  # Numba has no types
+    """Says once that kernels are being compiled, so that nobody takes the first call for a hang."""
+
+    said = False
+
+    def on_start(self, event: Any) -> None:
+        if not self.said and event.data["dispatcher"].py_func.__module__.startswith(__package__):
+            self.said = True
+            _LOG.warning(
+                "compiling kernels for this processor: once for every dtype, up to half a minute for the first; "
+                "later runs find them in Numba's cache"
+            )
+
+    def on_end(self, event: Any) -> None:
+        """Nothing to say."""
+
+
+event.register("numba:compile", _Notice())
+
 inline = kernel  # for small functions that kernels call: LLVM puts them in line
 
 
@@ -45,6 +66,12 @@ def _pointer(b: Any, address: Any, kind: Any) -> Any:
 
 def _element(ctx: Any, tag: Any) -> Any:
     return ctx.get_data_type(tag.dtype)
+
+
+@machine
+def width(_: Any, tag: Any) -> Any:
+    """Bytes of an element, known to the compiler, which the `itemsize` of an array is not."""
+    return types.int64(tag), lambda ctx, b, sig, args: _I64(sig.args[0].dtype.bitwidth // 8)
 
 
 @machine
@@ -180,7 +207,15 @@ def _at_most(lanes: int) -> Any:
 at_most8, at_most16 = _at_most(8), _at_most(16)
 
 
-_HAS_PDEP = bool(binding.get_host_cpu_features().get("bmi2"))
+def _has(feature: str) -> bool:
+    """Whether the processor that Numba compiles for has a feature: this one, or the one that NUMBA_CPU_NAME names."""
+    if config.CPU_NAME is not None:
+        return f"+{feature}" in (config.CPU_FEATURES or "").split(",")
+    return bool(binding.get_host_cpu_features().get(feature))
+
+
+_HAS_PDEP = _has("bmi2")
+HAS_EXPAND = _has("avx512vbmi2")  # words are spread over lanes in one instruction
 
 
 @machine
@@ -206,56 +241,146 @@ def select(_: Any, mask: Any, rank: Any) -> Any:
 
 
 @machine
-def digest_blocks(_: Any, tag: Any, address: Any, blocks: Any, weyl: Any, key: Any) -> Any:
-    """Both digest sums over `blocks` (at least one) blocks of 16 elements; `weyl` belongs to the first element."""
-    vector = ir.VectorType(_I64, _LANES)
+def rans16(_: Any, table: Any, states: Any, words: Any, out: Any) -> Any:
+    """Decode one symbol from each of 16 states; all arguments are addresses. Returns how many words were taken.
+
+    An item of the table is symbol << 24 | (frequency - 1) << 12 | rest. See `rans.decode` for the same, one by one.
+    """
+    v1, v8, v16, v32, v64 = (ir.VectorType(k, 16) for k in (_I1, _I8, ir.IntType(16), _I32, _I64))
 
     def constant(value: int) -> Any:
-        return ir.Constant(vector, [value & _ALL] * _LANES)
+        return ir.Constant(v32, [value] * 16)
 
-    def splat(b: Any, value: Any) -> Any:
-        empty = ir.Constant(vector, ir.Undefined)
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        def call(name: str, kind: Any, *values: Any) -> Any:
+            signature = ir.FunctionType(kind, [v.type for v in values])
+            return b.call(cgutils.get_or_insert_function(b.module, signature, name), values)
+
+        home = _pointer(b, args[1], v32)
+        x = b.load(home)
+        x.align = 4
+        first = b.insert_element(ir.Constant(v64, ir.Undefined), args[0], _I32(0))
+        base = b.shuffle_vector(first, ir.Constant(v64, ir.Undefined), constant(0))
+        slot = b.shl(b.and_(x, constant(0xFFF)), constant(2))
+        places = b.inttoptr(b.add(base, b.zext(slot, v64)), ir.VectorType(_I32.as_pointer(), 16))
+        everywhere = ir.Constant(v1, [1] * 16)
+        e = call("llvm.masked.gather.v16i32.v16p0", v32, places, _I32(4), everywhere, ir.Constant(v32, ir.Undefined))
+        frequency = b.add(b.and_(b.lshr(e, constant(12)), constant(0xFFF)), constant(1))
+        x = b.add(b.mul(frequency, b.lshr(x, constant(12))), b.and_(e, constant(0xFFF)))
+        due = b.icmp_unsigned("<", x, constant(1 << 16))
+        source = _pointer(b, args[2], ir.IntType(16))
+        word = call("llvm.masked.expandload.v16i16", v16, source, due, ir.Constant(v16, [0] * 16))
+        longer = b.or_(b.shl(x, constant(16)), b.zext(word, v32))
+        b.store(b.select(due, longer, x), home).align = 4
+        b.store(b.trunc(b.lshr(e, constant(24)), v8), _pointer(b, args[3], v8)).align = 1
+        return b.zext(b.ctpop(b.bitcast(due, ir.IntType(16))), _I64)
+
+    i64 = types.int64
+    return i64(i64, i64, i64, i64), codegen
+
+
+class _Mix:
+    """The mix of the digest, for 16 elements at a time."""
+
+    vector = ir.VectorType(_I64, _LANES)
+
+    def __init__(self, b: Any, key: Any) -> None:
+        self.b, self.key = b, self.splat(b, key)
+
+    @classmethod
+    def constant(cls, *values: int) -> Any:
+        return ir.Constant(cls.vector, [v & _ALL for v in (values * _LANES if len(values) == 1 else values)])
+
+    @classmethod
+    def splat(cls, b: Any, value: Any) -> Any:
+        empty = ir.Constant(cls.vector, ir.Undefined)
         zeros = ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES)
         return b.shuffle_vector(b.insert_element(empty, value, _I32(0)), empty, zeros)
 
-    def round_(b: Any, z: Any) -> Any:
-        product = b.mul(b.and_(z, constant(0xFFFFFFFF)), b.lshr(z, constant(32)))
-        turned = b.or_(b.shl(z, constant(ROTATE)), b.lshr(z, constant(64 - ROTATE)))
+    def wide(self, element: Any, pointer: Any, index: Any) -> Any:
+        """16 elements from an index on, as 64-bit numbers."""
+        at = self.b.bitcast(self.b.gep(pointer, [index]), ir.VectorType(element, _LANES).as_pointer())
+        bits = self.b.load(at)
+        bits.align = 1
+        return bits if element.width == 64 else self.b.zext(bits, self.vector)
+
+    def turn(self, z: Any) -> Any:
+        b = self.b
+        product = b.mul(b.and_(z, self.constant(0xFFFFFFFF)), b.lshr(z, self.constant(32)))
+        turned = b.or_(b.shl(z, self.constant(ROTATE)), b.lshr(z, self.constant(64 - ROTATE)))
         return b.add(product, turned)
 
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        element = _element(ctx, sig.args[0])
-        base = _pointer(b, args[1], element)
-        offsets = ir.Constant(vector, [i * GOLDEN & _ALL for i in range(_LANES)])
-        first, tensor_key = b.add(splat(b, args[3]), offsets), splat(b, args[4])
+    def both(self, weyl: Any, bits: Any) -> tuple[Any, Any]:
+        """What the elements add to the first sum and to the second."""
+        z = self.b.add(self.turn(self.b.xor(weyl, bits)), self.key)
+        z = self.turn(self.turn(z))
+        return z, self.turn(z)
+
+    def sums(self, blocks: Any, step: Any) -> list[Any]:
+        """Run `step(index of the block, [two sums]) -> [two sums]` over the blocks and add up the lanes."""
+        b = self.b
         before, loop, done = b.block, b.append_basic_block("blocks"), b.append_basic_block("done")
         b.branch(loop)
         b.position_at_end(loop)
-        i, w, s, t = (b.phi(k) for k in (_I64, vector, vector, vector))
-        at = b.bitcast(b.gep(base, [b.mul(i, _I64(_LANES))]), ir.VectorType(element, _LANES).as_pointer())
-        bits = b.load(at)
-        bits.align = 1
-        z = b.xor(w, bits if element.width == 64 else b.zext(bits, vector))
-        z = b.add(round_(b, z), tensor_key)
-        z = round_(b, round_(b, z))
-        after = (
-            b.add(i, _I64(1)),
-            b.add(w, constant(_LANES * GOLDEN)),
-            b.add(s, z),
-            b.add(t, round_(b, z)),
-        )
-        for phi, start, value in zip((i, w, s, t), (_I64(0), first, constant(0), constant(0)), after, strict=True):
+        i, s, t = b.phi(_I64), b.phi(self.vector), b.phi(self.vector)
+        after = (b.add(i, _I64(1)), *step(i, s, t))
+        for phi, start, value in zip((i, s, t), (_I64(0), self.constant(0), self.constant(0)), after, strict=True):
             phi.add_incoming(start, before)
             phi.add_incoming(value, loop)
-        b.cbranch(b.icmp_unsigned("<", after[0], args[2]), loop, done)
+        b.cbranch(b.icmp_unsigned("<", after[0], blocks), loop, done)
         b.position_at_end(done)
-        sums = []
-        for total in after[2:]:
+        out = []
+        for total in after[1:]:
             lanes = [b.extract_element(total, _I32(k)) for k in range(_LANES)]
             while len(lanes) > 1:
                 lanes = [b.add(x, y) for x, y in zip(lanes[::2], lanes[1::2], strict=True)]
-            sums.append(lanes[0])
-        return ctx.make_tuple(b, sig.return_type, sums)
+            out.append(lanes[0])
+        return out
 
-    signature = types.UniTuple(types.uint64, 2)(tag, types.int64, types.int64, types.uint64, types.uint64)
-    return signature, codegen
+
+_SUMS = types.UniTuple(types.uint64, 2)
+
+
+@machine
+def digest_blocks(_: Any, tag: Any, address: Any, blocks: Any, weyl: Any, key: Any) -> Any:
+    """Both digest sums over `blocks` (at least one) blocks of 16 elements; `weyl` belongs to the first element."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        element, mix = _element(ctx, sig.args[0]), _Mix(b, args[4])
+        base = _pointer(b, args[1], element)
+        first = b.add(mix.splat(b, args[3]), mix.constant(*(i * GOLDEN for i in range(_LANES))))
+
+        def step(i: Any, s: Any, t: Any) -> list[Any]:
+            weyl = b.add(first, mix.splat(b, b.mul(i, _I64(_LANES * GOLDEN & _ALL))))
+            x, y = mix.both(weyl, mix.wide(element, base, b.mul(i, _I64(_LANES))))
+            return [b.add(s, x), b.add(t, y)]
+
+        return ctx.make_tuple(b, sig.return_type, mix.sums(args[2], step))
+
+    return _SUMS(tag, types.int64, types.int64, types.uint64, types.uint64), codegen
+
+
+@machine
+def digest_moves(
+    _: Any, tag: Any, positions: Any, old: Any, new: Any, blocks: Any, origin: Any, stride: Any, key: Any
+) -> Any:
+    """How both sums move over `blocks` (at least one) blocks of 16 changes; `positions`, `old` and `new` are addresses.
+
+    The Weyl number of an element is `origin` plus its position times `stride`.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        element, mix = _element(ctx, sig.args[0]), _Mix(b, args[7])
+        at, was, now = (_pointer(b, a, k) for a, k in zip(args[1:4], (_I32, element, element), strict=True))
+        origin, stride = mix.splat(b, args[5]), mix.splat(b, args[6])
+
+        def step(i: Any, s: Any, t: Any) -> list[Any]:
+            index = b.mul(i, _I64(_LANES))
+            weyl = b.add(origin, b.mul(mix.wide(_I32, at, index), stride))
+            before, after = mix.both(weyl, mix.wide(element, was, index)), mix.both(weyl, mix.wide(element, now, index))
+            return [b.add(total, b.sub(y, x)) for total, x, y in zip((s, t), before, after, strict=True)]
+
+        return ctx.make_tuple(b, sig.return_type, mix.sums(args[4], step))
+
+    i64, u64 = types.int64, types.uint64
+    return _SUMS(tag, i64, i64, i64, i64, u64, u64, u64), codegen

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .llvm import highest, inline, kernel
+from .llvm import HAS_EXPAND, highest, inline, kernel, rans16
 
 BITS = 12
 _TOTAL = 1 << BITS
@@ -23,6 +23,7 @@ _FIRST = 8  # the exponent that the first frequency is told from
 _MANTISSA = 4  # bits of a frequency below its highest
 MOST_TABLE = 1024  # bytes: no table is longer
 MOST_LANES = 32
+SPARE = 32  # words behind the last that a decoder may read
 
 
 @inline
@@ -179,31 +180,35 @@ def encode(symbols: Any, freq: Any, states: Any, words: Any) -> Any:
 
 @kernel
 def decode(states: Any, words: Any, freq: Any, out: Any) -> Any:
-    """Symbols from states and words (with a spare word behind the last). True if all comes out even."""
+    """Symbols from states and words (with 32 spare behind the last). True if all comes out even."""
     table = np.empty(_TOTAL, np.uint32)
     slot = 0
     for s in range(256):
         f = np.int64(freq[s])
-        for i in range(f):
-            table[slot] = np.uint32((s << 24) | ((f - 1) << 12) | i)
+        for rest in range(f):
+            table[slot] = np.uint32((s << 24) | ((f - 1) << 12) | rest)
             slot += 1
-    n = np.uint64(states.size)
-    x = np.empty(MOST_LANES, np.uint64)
-    for lane in range(states.size):
-        x[lane] = states[lane]
-    at, end = np.uint64(0), np.uint64(words.size - 1)
-    for i in range(np.uint64(0), np.uint64(out.size), n):
-        for lane in range(np.uint64(0), min(n, np.uint64(out.size) - i)):
-            # Nothing here may branch on the data: whether a word is due cannot be predicted.
-            z = x[lane]
+    x, n = states.copy(), states.size
+    at, end, i = np.int64(0), words.size - SPARE, np.int64(0)
+    if HAS_EXPAND and n >= 16:
+        slots, first, word = np.int64(table.ctypes.data), np.int64(x.ctypes.data), np.int64(words.ctypes.data)
+        there, whole = np.int64(out.ctypes.data), out.size // n * n
+        while i < whole and at <= end:
+            at += rans16(slots, first + 4 * (i & (n - 1)), word + 2 * at, there + i)
+            i += np.int64(16)
+    while i < out.size and at <= end:
+        # Nothing here may branch on the data: whether a word is due cannot be predicted.
+        for lane in range(i & (n - 1), min(n, out.size - (i & -n))):
+            z = np.uint64(x[np.uint64(lane)])
             e = np.uint64(table[z & _SLOT])
             z = ((e >> _BITS & _SLOT) + _ONE) * (z >> _BITS) + (e & _SLOT)
-            longer = z << _WORD | np.uint64(words[at])
+            longer = z << _WORD | np.uint64(words[np.uint64(at)])
             due = z < _LOW
-            x[lane] = longer if due else z
-            at = min(at + np.uint64(due), end)
-            out[i + lane] = e >> np.uint64(24)
-    for lane in range(states.size):
-        if x[lane] != _LOW:
+            x[np.uint64(lane)] = longer if due else z
+            at += np.int64(due)
+            out[np.uint64(i)] = e >> np.uint64(24)
+            i += 1
+    for lane in range(n):
+        if np.uint64(x[lane]) != _LOW:
             return False
     return at == end

@@ -11,7 +11,8 @@ from __future__ import annotations
 from .apply import Applied
 from .compose import merge, squash
 from .diff import diff
+from .measure import measure
 from .patch import Entry, Patch
 from .stats import BucketStats, Stats, TensorStats
 
-__all__ = ["Applied", "BucketStats", "Entry", "Patch", "Stats", "TensorStats", "diff", "merge", "squash"]
+__all__ = ["Applied", "BucketStats", "Entry", "Patch", "Stats", "TensorStats", "diff", "measure", "merge", "squash"]

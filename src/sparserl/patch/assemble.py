@@ -12,7 +12,7 @@ from ..digest import Digest
 from ..files import replacing
 from ..parallel import ordered
 from ..pieces import Place
-from ..plan import Changes
+from ..plan import Changes, Chooser
 from ..table import TensorTable
 from ..wire import InMemory, OnDisk, PatchReader, PatchWriter
 
@@ -27,17 +27,18 @@ def assemble(
     covers: Sequence[Place] | None,
     to: Target = None,
     threads: int | None = None,
+    chooser: Chooser | None = None,
 ) -> PatchReader:
     """Cut routed changes into buckets, encode them on threads, and write them in order as they come.
 
     `digests` is called when all changes went through: only then are base and result known. Without `to` the patch
-    stays in memory; with it, the file gets its name when it is whole.
+    stays in memory; with it, the file gets its name when it is whole. `chooser` picks profiles for a link.
     """
     names = plan.candidates(profile)
 
     def write(writer: PatchWriter) -> None:
         changed = 0
-        for written in ordered(lambda draft: plan.write(draft, names, writer.hash), plan.cut(parts), threads):
+        for written in ordered(lambda draft: plan.write(draft, names, writer.hash, chooser), plan.cut(parts), threads):
             if written is not None:
                 bucket, count = written
                 writer.add(bucket)

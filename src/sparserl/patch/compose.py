@@ -367,8 +367,8 @@ def _turned(decoded: Decoded) -> tuple[Changes, Digest]:
 
 def _undo(held: Held, decoded: Decoded) -> tuple[Changes, Digest]:
     """The bits of the base, put back."""
-    staged = stage(held, decoded)
-    dtype = decoded.head.dtype
+    staged = stage(held, decoded.in_order())
+    dtype, decoded = decoded.head.dtype, staged.decoded
     dense = [Dense(place, count, held.bits(*place).copy()) for place, count, _ in decoded.dense_entries()]
     return _columns(decoded, staged.old, steps_between(dtype, staged.new, staged.old), dense), staged.moved
 

@@ -39,6 +39,15 @@ class Decoded:
     def sparse_places(self) -> list[Place]:
         return self._places(dense=False)
 
+    def in_order(self) -> Decoded:
+        """The same with the positions of each entry rising, which `conditional` profiles do not promise."""
+        if not self.head.profile.conditional:
+            return self
+        entry = np.repeat(np.arange(self.sparse_count.size), self.sparse_count)
+        order = np.lexsort((self.positions, entry))
+        old = None if self.old is None else self.old[order]
+        return replace(self, positions=self.positions[order], words=self.words[order], old=old)
+
     def dense_entries(self) -> Iterator[tuple[Place, int, UIntArray]]:
         """Place, count and bits of every dense entry."""
         counts = self.head.entries.count[self.head.entries.dense].tolist()

@@ -14,9 +14,9 @@ from ..digest import Digest, sums, table_digest
 from ..errors import TensorMismatch
 from ..kernels import cpu
 from ..memory import Memory, Weights, memories, require_like, table_of
-from ..parallel import Progress, ordered
+from ..parallel import Progress, default_threads, ordered
 from ..pieces import Batch, Held, Place, batches
-from ..plan import Changes
+from ..plan import Changes, Chooser, Link, Speeds
 from ..region import Region, whole
 from ..table import TensorTable
 from .assemble import Target, assemble
@@ -31,6 +31,7 @@ def diff(
     new: Weights,
     *,
     profile: str = "auto",
+    link: Link | str | None = None,
     base_digest: Digest | None = None,
     table: TensorTable | None = None,
     regions: Mapping[str, Region] | None = None,
@@ -46,6 +47,8 @@ def diff(
 
     profile: `raw`, `gap`, `ulp`, `ctx`, or `auto`, which takes the smallest for each bucket. Where telling elements
         apart by magnitude does not pay, `ctx` becomes `ulp`.
+    link: the way to the receiver, as in "25Gbit" or "3GB/s". `auto` then takes for each bucket the profile that is
+        coded, sent and landed soonest, by the speeds that `sparserl plan` measured here, else by built-in ones.
     base_digest: the digest of `old`, where it is known already; saves one read of `old`.
     table, regions: for shards. `old` and `new` hold only parts; `table` is the tensor table of the whole and
         `regions` says which box of its tensor each part is (tensors not named are whole). The patch then covers
@@ -72,6 +75,7 @@ def diff(
     covers = was.places()
     complete = len(covers) == len(table) and all(r is None for _, r in covers)
     known = _known(table, covers, positions or {})
+    chooser = None if link is None else _chooser(link, threads)
     search = _Search(was, now, known, plan.candidates(profile), base_digest is None)
     base = base_digest or Digest()
     delta = Digest()
@@ -89,7 +93,13 @@ def diff(
         start = base + table_digest(table) if complete and base_digest is None else base
         return start, start + delta
 
-    return Patch(assemble(table, parts(), profile, digests, None if complete else covers, to, threads))
+    return Patch(assemble(table, parts(), profile, digests, None if complete else covers, to, threads, chooser))
+
+
+def _chooser(link: Link | str, threads: int | None) -> Chooser:
+    """What picks profiles for a link, by what is known of this machine."""
+    there = Link.parse(link) if isinstance(link, str) else link
+    return Chooser(there, Speeds.known(threads or default_threads()))
 
 
 class _Search:
@@ -175,7 +185,7 @@ class _Search:
 def _scan(tag: Any, old: Any, new: Any, size: Any) -> _Found:
     """Run the comparing kernel with room for few changes, and once more where there are many.
 
-    Room that is not written to costs no memory, as long as NumPy does not ask for huge pages, which come zeroed.
+    Room that is not written to costs nothing, as long as NumPy does not ask for huge pages, which come zeroed.
     """
     counts = np.empty(size.size, np.int64)
     elements = int(size.sum())
@@ -185,7 +195,7 @@ def _scan(tag: Any, old: Any, new: Any, size: Any) -> _Found:
         n = cpu.diff(tag, old, new, size, positions, before, after, counts)
         if n >= 0:
             break
-    return positions[:n], before[:n], after[:n], counts
+    return positions[:n].copy(), before[:n].copy(), after[:n].copy(), counts
 
 
 def _known(

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from .. import codec
-from ..wire import Head
+from ..plan.cost import bandwidth
+from ..wire import LINK, Head
 from .patch import Patch
 
 
@@ -145,8 +146,12 @@ def _reason(head: Head) -> str:
     if not head.estimates:
         return "as asked" + note
     names = {p.id: p.name for p in codec.PROFILES.values()}
-    ranked = sorted(head.estimates, key=lambda pair: pair[1])
-    return "smallest estimate: " + " < ".join(f"{names.get(i, f'profile {i}')} {b} B" for i, b in ranked) + note
+    ranked = sorted((pair for pair in head.estimates if pair[0] != LINK), key=lambda pair: pair[1])
+    sizes = " < ".join(f"{names.get(i, f'profile {i}')} {b} B" for i, b in ranked)
+    link = dict(head.estimates).get(LINK)
+    if link is not None:
+        return f"least predicted time at {bandwidth(link)}: {head.profile.name}, of {sizes}{note}"
+    return f"smallest estimate: {sizes}{note}"
 
 
 def _ratio(a: float, b: float) -> float:

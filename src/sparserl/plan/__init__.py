@@ -1,10 +1,28 @@
-"""From changes to buckets: what goes dense, which profile suits, where a bucket ends."""
+"""From changes to buckets: what goes dense, which profile suits, where a bucket ends, how long a sync takes."""
 
 from __future__ import annotations
 
 from .buckets import cut, write
 from .changes import Changes, Dense, advance, steps_between
+from .cost import Chooser, Estimate, Link, Speed, Speeds, Work, best, predict
 from .estimate import candidates
 from .route import route
 
-__all__ = ["Changes", "Dense", "advance", "candidates", "cut", "route", "steps_between", "write"]
+__all__ = [
+    "Changes",
+    "Chooser",
+    "Dense",
+    "Estimate",
+    "Link",
+    "Speed",
+    "Speeds",
+    "Work",
+    "advance",
+    "best",
+    "candidates",
+    "cut",
+    "predict",
+    "route",
+    "steps_between",
+    "write",
+]

@@ -15,12 +15,14 @@ from ..codec import value
 from ..codec.ctx import tiles
 from ..codec.profile import Counts, Positions
 from ..pieces import Batch, Place
-from ..wire import Entries, Head, encode_bucket
+from ..wire import LINK, Entries, Head, encode_bucket
 from .changes import Changes, Dense
 from .classes import choose
+from .cost import Chooser
 from .route import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
 
 BUCKET_COVER_BYTES = 256 << 20
+_ENOUGH_COVER, _ENOUGH_CHANGES = 64 << 20, 1 << 17  # with both, a bucket costs little more than half of a larger one
 CHUNK_LOG = 16
 _TILE_CHANGES = 2048  # a tile holds about this many changes, enough to keep the directory small
 
@@ -56,7 +58,8 @@ class Draft:
         covered = self.covered + part.covered * part.dtype.width
         count = self.count + int(part.count.sum())
         payload = self.payload() + sum(d.bits.nbytes for d in part.dense) + min(part.cost.values(), default=0.0) / 8
-        return covered <= BUCKET_COVER_BYTES and count <= BUCKET_CHANGES and payload <= BUCKET_PAYLOAD_BYTES
+        most = _ENOUGH_COVER if count > _ENOUGH_CHANGES else BUCKET_COVER_BYTES
+        return covered <= most and count <= BUCKET_CHANGES and payload <= BUCKET_PAYLOAD_BYTES
 
 
 def cut(parts: Iterable[Changes]) -> Iterator[Draft]:
@@ -71,14 +74,17 @@ def cut(parts: Iterable[Changes]) -> Iterator[Draft]:
     yield from drafts.values()
 
 
-def write(draft: Draft, names: Sequence[str], hash: bytes) -> tuple[bytes, int] | None:
-    """The bytes of a bucket and its number of changes, or None where nothing changed."""
+def write(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | None = None) -> tuple[bytes, int] | None:
+    """The bytes of a bucket and its number of changes, or None where nothing changed.
+
+    It takes the profile with the fewest estimated bits, or the one that the chooser picks for a link.
+    """
     parts = draft.parts
     costs = draft.costs
     dense = [d for p in parts for d in p.dense]
     if not draft.count and not dense:
         return None
-    name = min(costs, key=lambda n: (costs[n], n)) if costs else names[0]
+    name = _pick(draft, names, chooser)
     entries, order = _entries(parts, dense)
     head = Head(codec.profile(name), parts[0].dtype, _tile_log(entries), CHUNK_LOG, (), entries)
     live = [p for p in parts if p.count.size]
@@ -89,9 +95,12 @@ def write(draft: Draft, names: Sequence[str], hash: bytes) -> tuple[bytes, int] 
         classes, costs["ctx"] = choose(head.dtype, old, head.layout.numel, live, tiles(head.layout))
     if head.profile.conditional and classes is None:
         head = replace(head, profile=codec.profile("ulp"))
+        costs.pop("ctx", None)
     if len(names) > 1:
-        estimates = tuple((codec.profile(n).id, round(b / 8)) for n, b in sorted(costs.items()))
-        head = replace(head, estimates=estimates)
+        estimates = [(codec.profile(n).id, round(b / 8)) for n, b in sorted(costs.items())]
+        if chooser is not None:
+            estimates.append((LINK, min(round(chooser.link.bits_per_second), 1 << 62)))
+        head = replace(head, estimates=tuple(estimates))
     profile, layout = head.profile, replace(head.layout, old=old, classes=classes)
     if live:
         positions = np.concatenate([p.positions for p in live])
@@ -104,6 +113,17 @@ def write(draft: Draft, names: Sequence[str], hash: bytes) -> tuple[bytes, int] 
         streams |= writer(layout, bits, codec.Stream.DENSE_PLANE if profile.planar else codec.Stream.DENSE)
     bucket = encode_bucket(head, codec.code(streams), hash)
     return bucket, draft.count + sum(d.count for d in dense)
+
+
+def _pick(draft: Draft, names: Sequence[str], chooser: Chooser | None) -> str:
+    """The profile a bucket takes."""
+    costs = draft.costs
+    if len(costs) < 2:
+        return next(iter(costs), names[0])
+    if chooser is None:
+        return min(costs, key=lambda n: (costs[n], n))
+    chooser.expect(costs, draft.count / (draft.covered // draft.parts[0].dtype.width))
+    return chooser.pick(costs, draft.covered, draft.count)
 
 
 def _old(parts: list[Changes], order: npt.NDArray[np.int64]) -> tuple[Counts, list[object]]:

@@ -17,10 +17,12 @@ from ..bits import DType
 from ..codec.ctx import KEYS, magnitude
 from ..codec.profile import Classes, Counts
 from ..kernels import classes as kernel
+from ..wire import limits
 from .changes import Changes
+from .estimate import number_bits
 
 MOST_CLASSES = 5  # more would save a percent or two and cost more time than that
-_SAMPLE = 1 << 18  # elements
+_MEMBERS, _CHANGES = 1 << 16, 1 << 14  # how many of a bucket are looked at
 _CANDIDATES = 64
 _TABLE_BITS = 500  # of one more class: tables and states of its streams, and their place in the directory
 _COUNT_BITS = 6  # of one more number per tile
@@ -35,15 +37,19 @@ def choose(
     """The classes to use and their estimated bits; None where telling elements apart does not pay."""
     kind, keep = magnitude(dtype)
     members = np.zeros(KEYS, np.int64)
-    every = max(1, int(numel.sum()) // _SAMPLE)
+    every = max(1, int(numel.sum()) // _MEMBERS)
     shift = _shift(dtype, parts, kind, keep)
     seen = kernel.key_histogram(kind, old, numel, keep, np.uint64(shift), every, members)
-    changed = np.zeros((KEYS, 4), np.int64)
-    for part in parts:
-        kernel.change_histogram(kind, keep, np.uint64(shift), part.before, part.steps, changed)
     whole = members * (int(numel.sum()) / max(1, int(seen)))
+    counted = np.zeros((KEYS, 4), np.int64)
+    total = sum(part.positions.size for part in parts)
+    every = max(1, total // _CHANGES)
+    for part in parts:
+        kernel.change_histogram(kind, keep, np.uint64(shift), every, part.before, part.steps, counted)
+    changed = counted * (total / max(1, int(counted.sum())))
     thresholds, bits = _partition(np.maximum(whole, changed.sum(1)), changed, tiles)
-    return (Classes(shift, thresholds) if thresholds else None), bits
+    bits += _inside_columns(parts, changed)
+    return (Classes(shift, thresholds) if thresholds and tiles <= limits.TILES else None), bits
 
 
 def _shift(dtype: DType, parts: Sequence[Changes], kind: Any, keep: Any) -> int:
@@ -53,6 +59,13 @@ def _shift(dtype: DType, parts: Sequence[Changes], kind: Any, keep: Any) -> int:
     else:
         bits = max((int(kernel.largest(kind, keep, part.before)) for part in parts), default=0).bit_length()
     return max(0, bits - (KEYS.bit_length() - 1))
+
+
+def _inside_columns(parts: Sequence[Changes], changed: Array) -> float:
+    """Bits of steps that their histogram leaves out, since a column holds many; the same for any partition."""
+    count = changed.sum(0)
+    fine = sum(number_bits(part.steps) * part.steps.size for part in parts if part.steps is not None)
+    return max(0.0, fine - float(_xlogx(count.sum()) - _xlogx(count).sum()))
 
 
 def _partition(members: Array, changed: Array, tiles: int) -> tuple[tuple[int, ...], float]:

@@ -17,7 +17,7 @@ from ..bits import UIntArray
 from ..kernels import cpu
 from .changes import Changes
 
-_SAMPLE = 1 << 14
+_SAMPLE = 1 << 12
 _AUTO = ("ctx", "ulp", "gap", "raw")
 
 

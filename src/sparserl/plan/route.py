@@ -79,7 +79,7 @@ def _as_dense(changes: Changes, e: int, part: slice, table: TensorTable) -> Iter
     for region in _regions(changes, e, BUCKET_PAYLOAD_BYTES // changes.dtype.width, table):
         numel = bits.size if region is None else region.numel
         inside = changes.positions[part]
-        count = int(np.searchsorted(inside, at + numel) - np.searchsorted(inside, at))
+        count = int(np.diff(np.searchsorted(inside, np.array([at, at + numel], np.uint32)))[0])
         if count:
             dense = Dense((int(changes.tensor[e]), region), count, bits[at : at + numel])
             yield replace(_columns(changes, [], numel), dense=[dense])
@@ -93,7 +93,7 @@ def _split(changes: Changes, table: TensorTable, bits: float) -> Iterator[Change
     at = 0
     for region in _regions(changes, 0, max(1, numel // parts), table):
         size = numel if region is None else region.numel
-        a, b = np.searchsorted(changes.positions, [at, at + size])
+        a, b = np.searchsorted(changes.positions, np.array([at, at + size], np.uint32))
         if b > a:
             piece = _columns(changes, [(int(changes.tensor[0]), region, size, int(b - a))], size, slice(a, b))
             piece.positions = piece.positions - np.uint32(at)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from . import limits
-from .bucket import Entries, Estimates, Head, decode_bucket, encode_bucket
+from .bucket import LINK, Entries, Estimates, Head, decode_bucket, encode_bucket
 from .check import gather_heads
 from .patchfile import Bytes, Footer, InMemory, OnDisk, PatchReader, PatchWriter
 
 __all__ = [
+    "LINK",
     "Bytes",
     "Entries",
     "Estimates",

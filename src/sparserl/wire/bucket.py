@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..bits import BY_CODE, DType
-from ..codec import Coded, Coder, Layout, Profile, Reader, Stream, coder, profile_by_id
+from ..codec import Coded, Coder, Layout, Profile, Reader, Stream, coder, ctx, index, profile_by_id
 from ..codec.coders import Buffer, squeeze
-from ..codec.index import tiles as tiles_of
 from ..errors import InvalidField, LimitExceeded, UnsupportedFormat
 from ..region import Region
 from ..table import TensorSpec, TensorTable
@@ -21,6 +20,7 @@ from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
 MAGIC = b"SRLB"
 Column = npt.NDArray[np.int64]
 _BOXES = 1 << 12  # read at a time
+LINK = 255  # stands for no profile: its estimate is the speed of the link that the writer chose for, in bits per second
 Estimates = tuple[tuple[int, int], ...]  # (profile id, bytes), what the planner compared; empty if it was told
 
 
@@ -78,11 +78,8 @@ def encode_bucket(head: Head, streams: Coded, hash: bytes) -> bytes:
     for stream, (its_coder, chunks) in sorted(streams.items()):
         out += bytes((stream, its_coder.id)) + varint(len(chunks))
         out += varints(np.array([len(c) for c in chunks], np.int64))
-    for _, (_, chunks) in sorted(streams.items()):
-        for chunk in chunks:
-            out += chunk
-    out += checksum(out)
-    return bytes(out)
+    parts = [out, *(chunk for _, (_, chunks) in sorted(streams.items()) for chunk in chunks)]
+    return b"".join((*parts, checksum(*parts)))
 
 
 def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, what: str) -> tuple[Head, Reader]:
@@ -235,7 +232,8 @@ def _check_entries(entries: Entries, table: TensorTable, dtype: DType, what: str
 
 def _check_limits(head: Head, what: str) -> None:
     layout = head.layout
-    if head.profile.tiled and (tiles := tiles_of(layout)) > limits.TILES:
+    tiles = ctx.tiles(layout) if head.profile.conditional else index.tiles(layout) if head.profile.tiled else 0
+    if tiles > limits.TILES:
         raise LimitExceeded(f"{what}: {tiles} tiles, the limit is {limits.TILES}")
     if (changes := layout.changes) > limits.BUCKET_CHANGES:
         raise LimitExceeded(f"{what}: {changes} changes, the limit is {limits.BUCKET_CHANGES}")

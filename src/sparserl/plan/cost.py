@@ -1,0 +1,245 @@
+"""The cost model: how long a sync takes in each profile and dense, given speeds and a link.
+
+    total = find + encode  +  send  +  decode + apply
+            S, changes        X        S, changes
+
+S is the dense bytes, X the bytes sent. Working takes so many seconds for each dense byte and for each change; sending
+takes the latency and X over the bandwidth. The stages add up: nothing is assumed to overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import SparserlError
+from ..files import replacing
+
+_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
+_NUMBER = r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*"
+_BANDWIDTH = re.compile(_NUMBER + r"(?:([kKmMgGtT]i?)?(b|bits?|B|[bB]ytes?)(?:/s|ps)?)?\s*")
+_DURATION = re.compile(_NUMBER + r"(us|µs|ms|s)?\s*")
+_SECONDS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_SHAPE = 1  # of the file that holds speeds
+
+
+def seconds(text: str) -> float:
+    """A duration: "20ms", "150us", "0.5s"; a bare number counts seconds."""
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise SparserlError(f"{text!r} is not a duration; write it as 20ms, 150us or 0.5s")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What lies between sender and receiver: bits per second, and the seconds until the first bit arrives."""
+
+    bits_per_second: float
+    latency_s: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str, latency: float | str = 0.0) -> Link:
+        """A link from text: bits ("25Gbit", "100Mbit/s", "10Gbps"), bytes ("3GB/s"), or bare bits per second ("1e9").
+
+        >>> Link.parse("3GB/s", "20ms")
+        Link(bits_per_second=24000000000.0, latency_s=0.02)
+        """
+        found = _BANDWIDTH.fullmatch(text)
+        if found is None:
+            raise SparserlError(
+                f"{text!r} is not a bandwidth; write bits per second as 25Gbit, 100Mbit or 1e9, and bytes as 3GB/s"
+            )
+        number, prefix, unit = found.groups()
+        byte = unit is not None and (unit == "B" or unit.lower().startswith("byte"))
+        speed = float(number) * _PREFIX[(prefix or "").lower()] * (8 if byte else 1)
+        if not 0 < speed < math.inf:
+            raise SparserlError(f"{text!r} is not a bandwidth: nothing would ever arrive, or everything at once")
+        return cls(speed, seconds(latency) if isinstance(latency, str) else latency)
+
+    def seconds(self, nbytes: float) -> float:
+        """How long bytes take to arrive."""
+        return self.latency_s + 8 * nbytes / self.bits_per_second
+
+    def __str__(self) -> str:
+        delay = f" + {1000 * self.latency_s:g} ms" if self.latency_s else ""
+        return bandwidth(self.bits_per_second) + delay
+
+
+def bandwidth(bits_per_second: float) -> str:
+    """Bits per second for people."""
+    for unit in ("bit/s", "kbit/s", "Mbit/s"):
+        if bits_per_second < 1000:
+            return f"{bits_per_second:.3g} {unit}"
+        bits_per_second /= 1000
+    return f"{bits_per_second:,.3g} Gbit/s" if bits_per_second < 1000 else f"{bits_per_second:,.0f} Gbit/s"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds that a stage takes for each dense byte it covers and for each change."""
+
+    per_byte: float
+    per_change: float
+
+    @classmethod
+    def fit(cls, nbytes: int, few: tuple[int, float], many: tuple[int, float]) -> Work:
+        """From (changes, seconds) of two measurements over as many bytes; noise must not make either part negative."""
+        (k, t), (more, longer) = few, many
+        per_change = max(0.0, (longer - t) / (more - k))
+        return cls(max(0.0, t - per_change * k) / nbytes, per_change)
+
+    def seconds(self, nbytes: float, changes: float) -> float:
+        return self.per_byte * nbytes + self.per_change * changes
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One profile: the work on both sides, and its bits per change, which fall as density grows."""
+
+    encode: Work
+    decode: Work
+    bits_at_percent: float  # bits per change where one element in a hundred changed
+    bits_per_halving: float  # how many more where half as many did: gaps are twice as long, a bit or less each
+
+    def bits(self, density: float) -> float:
+        return max(1.0, self.bits_at_percent + self.bits_per_halving * math.log2(0.01 / density))
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What one machine does with a number of threads: `patch.measure` finds out, `save` and `load` remember."""
+
+    threads: int
+    copy: float  # seconds per byte of copying dense weights to where they live
+    profiles: Mapping[str, Speed]
+    origin: str  # where the figures come from, for people
+
+    def save(self) -> Path:
+        """Keep them for this user and number of threads."""
+        path = _home(self.threads)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(json.dumps({"shape": _SHAPE, **asdict(self)}, indent=1).encode())
+        return path
+
+    @classmethod
+    def load(cls, threads: int) -> Speeds | None:
+        """Those kept for so many threads, or None: where there are none, or a file of another release."""
+        try:
+            values: dict[str, Any] = json.loads(_home(threads).read_text())
+            if values.pop("shape") != _SHAPE:
+                return None
+            profiles = {name: _speed(**speed) for name, speed in values.pop("profiles").items()}
+            return cls(profiles=profiles, **values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    @classmethod
+    def known(cls, threads: int) -> Speeds:
+        """Those kept, else the built-in ones: a training run is no place to measure unasked."""
+        return cls.load(threads) or BUILT_IN
+
+
+def _speed(encode: dict[str, float], decode: dict[str, float], **bits: float) -> Speed:
+    return Speed(Work(**encode), Work(**decode), **bits)
+
+
+def _home(threads: int) -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "sparserl" / f"speeds-{threads}.json"
+
+
+# One thread of a server core, times doubled, for whoever never measured. Work is taken to be slow, so that `auto` leans
+# to the profiles that work least unless the link is slow, too.
+BUILT_IN = Speeds(
+    threads=1,
+    copy=0.25e-9,
+    profiles={
+        "raw": Speed(Work(0.5e-9, 40e-9), Work(0.1e-9, 40e-9), 48.0, 0.0),
+        "gap": Speed(Work(0.5e-9, 70e-9), Work(0.1e-9, 60e-9), 19.0, 1.1),
+        "ulp": Speed(Work(0.5e-9, 70e-9), Work(0.1e-9, 60e-9), 10.5, 1.1),
+        "ctx": Speed(Work(0.8e-9, 120e-9), Work(0.4e-9, 100e-9), 6.5, 0.5),
+    },
+    origin="built in, not measured here",
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One way to sync, predicted. `break_even` is the bits per second above which dense is faster; None of dense."""
+
+    name: str
+    bits_per_change: float
+    bytes: float
+    encode_s: float
+    send_s: float
+    decode_s: float
+    break_even: float | None = None
+
+    @property
+    def total_s(self) -> float:
+        return self.encode_s + self.send_s + self.decode_s
+
+    @property
+    def sparse(self) -> bool:
+        return self.break_even is not None
+
+
+def predict(
+    elements: float,
+    width: float,
+    density: float,
+    link: Link,
+    speeds: Speeds,
+    bits: Mapping[str, float] | None = None,
+) -> list[Estimate]:
+    """Dense first, then every profile: `elements` of `width` bytes, of which a share `density` changed.
+
+    bits: bits per change where they are known better, by profile.
+    """
+    whole, changes = elements * width, elements * density
+    out = [Estimate("dense", 8 * whole / changes, whole, 0.0, link.seconds(whole), speeds.copy * whole)]
+    for name, speed in speeds.profiles.items():
+        per_change = (bits or {}).get(name) or (8.0 * (4 + width) if name == "raw" else speed.bits(density))
+        sent = min(per_change * changes / 8, whole)
+        encode, decode = speed.encode.seconds(whole, changes), speed.decode.seconds(whole, changes)
+        more_work = encode + decode - out[0].decode_s
+        break_even = 8 * (whole - sent) / more_work if more_work > 0 else math.inf
+        out.append(Estimate(name, 8 * sent / changes, sent, encode, link.seconds(sent), decode, break_even))
+    return out
+
+
+def best(estimates: list[Estimate]) -> Estimate:
+    """The fastest; of equals the first."""
+    return min(estimates, key=lambda e: e.total_s)
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Which profile a bucket takes on a link: the one that is coded, sent and landed soonest."""
+
+    link: Link
+    speeds: Speeds
+
+    def expect(self, costs: dict[str, float], density: float) -> None:
+        """Put a figure on `ctx`, of which only a bound is known before its classes are: its usual share of `ulp`."""
+        if {"ctx", "ulp"} <= costs.keys():
+            ctx, ulp = (self.speeds.profiles[name].bits(density) for name in ("ctx", "ulp"))
+            costs["ctx"] = costs["ulp"] * min(1.0, ctx / ulp)
+
+    def pick(self, costs: Mapping[str, float], nbytes: int, changes: int) -> str:
+        """The profile with the least predicted time for a bucket; `costs` are its bits in each."""
+
+        def time(name: str) -> float:
+            speed = self.speeds.profiles[name]
+            work = speed.encode.seconds(nbytes, changes) + speed.decode.seconds(nbytes, changes)
+            return work + costs[name] / self.link.bits_per_second
+
+        return min(costs, key=lambda name: (time(name), name))

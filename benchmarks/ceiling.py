@@ -86,10 +86,10 @@ def _whole(nbytes: int) -> int:
 
 
 def _positions(size: int, density: float, rng: np.random.Generator) -> NDArray[Any]:
-    """Sorted distinct positions below `size`, each taken with probability `density`; int32 where they fit."""
+    """Sorted distinct positions below `size`, each taken with probability `density`; uint32 where they fit."""
     draws = int(size * density * 1.1) + 16
     positions = np.cumsum(rng.geometric(density, draws)) - 1
-    return positions[positions < size].astype(np.int32 if size <= 1 << 31 else np.int64)
+    return positions[positions < size].astype(np.uint32 if size <= 1 << 32 else np.int64)
 
 
 def _check(old: NDArray[np.uint64], new: NDArray[np.uint64]) -> None:
@@ -208,9 +208,9 @@ def _scatter(
     weights: NDArray[np.uint16], positions: NDArray[Any], values: NDArray[np.uint16], start: int, stop: int
 ) -> None:
     hinted = max(start, stop - _AHEAD)
-    for i in range(start, hinted):
-        _prefetch_element(weights, positions[i + _AHEAD])
-        weights[positions[i]] = values[i]
+    for i in range(start, hinted):  # unsigned indices: Numba looks for negative ones among the others
+        _prefetch_element(weights, np.int64(positions[np.uint64(i + _AHEAD)]))
+        weights[np.uint64(positions[np.uint64(i)])] = values[np.uint64(i)]
     for i in range(hinted, stop):
         weights[positions[i]] = values[i]
 

@@ -111,7 +111,8 @@ def run_gaps(view, entries, addresses, limits, log, words):
     gaps, sorted_words = (poisoned(rows * positions.size, t) for t in (np.uint32, words.dtype))
     room = [column[: rows * positions.size].reshape(rows, -1) for column in (gaps, sorted_words)]
     args = int64(*addresses), numel, count, log, limits, positions, words
-    classes.class_gaps(kind, keep, *args, counts[: tiles * rows], *room)
+    places = (int64(*(row.ctypes.data for row in column)) for column in room)
+    classes.class_gaps(kind, keep, *args, counts[: tiles * rows], *places)
     assert untouched(counts, tiles * rows)
     counts = counts[: tiles * rows].reshape(-1, rows)
     for column, used in ((gaps, room[0]), (sorted_words, room[1])):

@@ -121,7 +121,7 @@ class Rans:
 
 
 CODERS: dict[int, Coder] = {c.id: c for c in (Stored(), Zstd(), Rans())}
-_TRIED = 1 << 12  # bytes of a stream on which coders are compared
+_TRIED = 1 << 11  # bytes of a stream on which coders are compared
 
 
 def coder(id: int) -> Coder:

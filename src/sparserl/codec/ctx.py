@@ -55,18 +55,19 @@ class Ctx:
         kind, keep = magnitude(layout.dtype)
         spare, limits = _limits(layout.classes)
         counts = empty(tiles(layout) * (len(limits) + 1), np.uint32)
-        # A row has room for all changes; what is not written to takes no memory.
-        gaps = empty((len(limits) + 1, positions.size), np.uint32)
-        sorted_words = empty((len(limits) + 1, positions.size), words.dtype)
+        # Each class has room for all changes; what is not written to takes no memory.
+        gaps = [empty(positions.size, np.uint32) for _ in range(len(limits) + 1)]
+        sorted_words = [empty(positions.size, words.dtype) for _ in gaps]
+        rows = (np.array([a.ctypes.data for a in arrays], np.int64) for arrays in (gaps, sorted_words))
         args = kind, keep, layout.old, layout.numel, layout.count, layout.tile_log, limits
-        kernel.class_gaps(*args, positions, words, counts, gaps, sorted_words)
+        kernel.class_gaps(*args, positions, words, counts, *rows)
         counts = counts.reshape(-1, len(limits) + 1)[:, spare:]
         streams: Chunks = {Stream.CLASSES: [_write_classes(layout.classes)]}
         streams |= numbers.write(layout, counts.ravel(), Stream.TILE_TOKENS, Stream.TILE_LOWS)
         for c, size in enumerate(counts.sum(0, np.int64).tolist()):
             stream, row = Stream.CLASS + 4 * c, c + spare
-            streams |= numbers.write(layout, gaps[row, :size], stream, stream + 1)
-            streams |= numbers.write(layout, sorted_words[row, :size], stream + 2, stream + 3)
+            streams |= numbers.write(layout, gaps[row][:size], stream, stream + 1)
+            streams |= numbers.write(layout, sorted_words[row][:size], stream + 2, stream + 3)
         return streams
 
     def decode(self, layout: Layout, reader: Reader) -> Found:

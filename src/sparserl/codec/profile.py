@@ -80,6 +80,6 @@ class Profile(Protocol):
     def decode(self, layout: Layout, reader: Reader) -> Found: ...
 
 
-def empty(count: int | tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+def empty(count: int, dtype: Any) -> npt.NDArray[Any]:
     """An array to be filled; one name for it, so that tests can poison every buffer."""
     return np.empty(count, dtype)

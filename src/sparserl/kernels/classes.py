@@ -139,17 +139,18 @@ def class_gaps(
     positions: Any,
     words: Any,
     tiles: Any,
-    gaps: Any,
-    sorted_words: Any,
+    gap_at: Any,
+    word_at: Any,
 ) -> None:
-    """Gaps and words of all changes, a row for each class, and the changes per tile and class."""
+    """Gaps and words of all changes, class by class, and the changes per tile and class.
+
+    `gap_at` and `word_at` are the addresses where the uint32 gaps and the words of each class go, and where they end.
+    """
     width, word = width_of(kind), width_of(words)
     classes = len(limits) + 1
     masks, ranks, inside = _grid(classes)
-    seen, last, tile_counts = np.empty(MOST, np.int64), np.empty(MOST, np.int64), np.empty(MOST, np.int64)
-    ends = np.zeros(MOST, np.int64)
+    seen, last, before = np.empty(MOST, np.int64), np.empty(MOST, np.int64), np.empty(MOST, np.int64)
     mask_at, rank_at = np.int64(masks.ctypes.data), np.int64(inside.ctypes.data)
-    gap_at, word_at, row = np.int64(gaps.ctypes.data), np.int64(sorted_words.ctypes.data), np.int64(gaps.shape[1])
     k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
@@ -157,7 +158,8 @@ def class_gaps(
             stop = min(tile + (np.int64(1) << log), numel[e])
             seen[:] = 0
             last[:] = -1
-            tile_counts[:] = 0
+            for j in range(classes):
+                before[j] = gap_at[j]
             low = np.int64(tile)
             while low < stop and k < end and np.int64(positions[k]) < stop:
                 n = min(stop - low, np.int64(64 * _BLOCKS))
@@ -173,18 +175,18 @@ def class_gaps(
                     at = mask_at + 8 * (_ROW * c + b)
                     members = load(masks, at + 8 * _ROW) & ~load(masks, at) & ((_ONE << bit) - _ONE)
                     rank = seen[column] + np.int64(load(inside, rank_at + 4 * (_ROW * c + b))) + popcount(members)
-                    here = row * c + ends[column]
-                    store(gaps, gap_at + 4 * here, np.uint32(rank - last[column] - 1))
-                    store(words, word_at + word * here, words[np.uint64(k)])
+                    store(inside, gap_at[column], np.int32(rank - last[column] - 1))
+                    store(words, word_at[column], words[np.uint64(k)])
+                    gap_at[column] += 4
+                    word_at[column] += word
                     last[column] = rank
-                    tile_counts[column] += 1
-                    ends[column] += 1
+                    prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))
                     k += 1
                 for j in range(classes):
                     seen[j] += inside[j, _BLOCKS]
                 low += n
             for j in range(classes):
-                tiles[t + j] = tile_counts[j]
+                tiles[t + j] = (gap_at[j] - before[j]) >> 2
             t += classes
 
 
@@ -209,6 +211,7 @@ def _emit(
         positions[np.uint64(k)] = low + p
         old[np.uint64(k)] = load(tag, a + p * width)
         out_words[np.uint64(k)] = words[np.uint64(q)]
+        prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))  # while memory is idle: of the stretch after the next
         k += 1
         q += 1
         rank += 1 + np.int64(gaps[np.uint64(q)])

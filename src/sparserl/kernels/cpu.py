@@ -186,40 +186,48 @@ def locate(counts: Any, start: Any, dims: Any, size: Any, stride: Any, positions
             k += 1
 
 
+@inline
+def _spot(tag: Any, base: Any, positions: Any, k: Any) -> Any:
+    """The address of change `k` in elements that lie side by side."""
+    return base + np.int64(positions[np.uint64(k)]) * width_of(tag)
+
+
 @kernel
 def gather(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any, positions: Any, out: Any) -> None:
     """The bits at the changed positions. `first` is the address of each region's first element."""
-    width = width_of(tag)
-    k, n = 0, positions.size
+    k = np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
-        if dims[e] == 1:
-            base, step = first[e], stride[e, 0] * width
-            while k < end:
-                prefetch(base + np.int64(positions[min(k + _FAR, n - 1)]) * step)
-                out[k] = load(tag, base + np.int64(positions[k]) * step)
-                k += 1
-        while k < end:
-            out[k] = load(tag, first[e] + _offset(np.int64(positions[k]), e, dims, size, stride) * width)
-            k += 1
+        if dims[e] == 1 and stride[e, 0] == 1:
+            for i in range(k, end - _FAR):
+                prefetch(_spot(tag, first[e], positions, i + _FAR))
+                out[np.uint64(i)] = load(tag, _spot(tag, first[e], positions, i))
+            for i in range(max(k, end - _FAR), end):
+                out[i] = load(tag, _spot(tag, first[e], positions, i))
+        else:
+            for i in range(k, end):
+                offset = _offset(np.int64(positions[i]), e, dims, size, stride)
+                out[i] = load(tag, first[e] + offset * width_of(tag))
+        k = end
 
 
 @kernel
 def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any, positions: Any, bits: Any) -> None:
     """Write bits to the changed positions, in place."""
-    width = width_of(tag)
-    k, n = 0, positions.size
+    k = np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
-        if dims[e] == 1:
-            base, step = first[e], stride[e, 0] * width
-            while k < end:
-                prefetch(base + np.int64(positions[min(k + _FAR, n - 1)]) * step)
-                store(tag, base + np.int64(positions[k]) * step, bits[k])
-                k += 1
-        while k < end:
-            store(tag, first[e] + _offset(np.int64(positions[k]), e, dims, size, stride) * width, bits[k])
-            k += 1
+        if dims[e] == 1 and stride[e, 0] == 1:
+            for i in range(k, end - _FAR):
+                prefetch(_spot(tag, first[e], positions, i + _FAR))
+                store(tag, _spot(tag, first[e], positions, i), bits[np.uint64(i)])
+            for i in range(max(k, end - _FAR), end):
+                store(tag, _spot(tag, first[e], positions, i), bits[i])
+        else:
+            for i in range(k, end):
+                offset = _offset(np.int64(positions[i]), e, dims, size, stride)
+                store(tag, first[e] + offset * width_of(tag), bits[i])
+        k = end
 
 
 @kernel

@@ -7,6 +7,7 @@ width of the elements behind the address. LLVM lowers the vectors to AVX-512, AV
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -34,16 +35,20 @@ def kernel(function: F) -> F:
 
 
 class _Notice(event.Listener):  # type: ignore[misc]  # Numba has no types
-    """Says once that kernels are being compiled, so that nobody takes the first call for a hang."""
+    """Says once that kernels are being compiled, so that nobody takes the first call for a hang.
+
+    It is for people: it goes to a terminal, or to the handlers of a program that logs, and into nobody's pipe.
+    """
 
     said = False
 
     def on_start(self, event: Any) -> None:
-        if not self.said and event.data["dispatcher"].py_func.__module__.startswith(__package__):
+        ours = event.data["dispatcher"].py_func.__module__.startswith(__package__)
+        if ours and not self.said and (_LOG.hasHandlers() or sys.stderr.isatty()):
             self.said = True
             _LOG.warning(
-                "compiling kernels for this processor: once for every dtype, up to half a minute for the first; "
-                "later runs find them in Numba's cache"
+                "sparserl compiles its kernels for this processor: once for every dtype, up to half a minute for the "
+                "first; later runs find them in Numba's cache"
             )
 
     def on_end(self, event: Any) -> None:

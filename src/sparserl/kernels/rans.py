@@ -154,11 +154,12 @@ def read_table(data: Any, freq: Any) -> Any:
 @kernel
 def encode(symbols: Any, freq: Any, states: Any, words: Any) -> Any:
     """Fill states, and words from the end. Returns where the words begin; there is room for one per symbol."""
-    table, inverse = np.empty((256, 2), np.uint64), np.empty(256, np.float64)
+    table = np.zeros((256, 4), np.uint64)  # frequency, start, and the inverse of the frequency times 2^44
     total = np.uint64(0)
     for s in range(256):
         table[s, 0], table[s, 1] = freq[s], total
-        inverse[s] = 1.0 / max(1, freq[s])
+        if freq[s]:
+            table[s, 2] = (np.uint64(1 << 44) - _ONE) // np.uint64(freq[s]) + _ONE
         total += np.uint64(freq[s])
     n, at = states.size, words.size
     x = np.full(MOST_LANES, _LOW, np.uint64)
@@ -170,7 +171,7 @@ def encode(symbols: Any, freq: Any, states: Any, words: Any) -> Any:
         full = z >= f << np.uint64(32 - BITS)
         z >>= np.uint64(full) << np.uint64(4)
         at -= np.int64(full)
-        q = np.uint64(np.int64((np.float64(np.int64(z)) + 0.5) * inverse[symbol]))  # exact: z < 2^32 and f <= 2^12
+        q = (z * table[symbol, 2]) >> np.uint64(44)  # exact, and no overflow: z < f * 2^20 and f <= 2^12
         x[np.uint64(lane)] = (q << _BITS) + begin + (z - q * f)
         lane = (lane - 1) & (n - 1)
     for lane in range(n):

@@ -27,8 +27,8 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	rm -f .coverage .coverage.*
-	$(BIN)/coverage run -m pytest
-	$(BIN)/coverage combine --quiet
+	$(BIN)/python -m pytest -n 2 -m 'not alone' --cov --cov-report=
+	$(BIN)/python -m pytest -m alone --cov --cov-append --cov-report=
 	$(BIN)/coverage report --skip-covered --show-missing
 
 mutants: $(STAMP)  ## break the code in named ways; the tests must notice each

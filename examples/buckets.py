@@ -27,7 +27,7 @@ from sparserl.codec import PROFILES, Stream, ctx
 from sparserl.codec.coders import CODERS
 from sparserl.kernels import reference
 from sparserl.pieces import PIECE_BYTES, batches
-from sparserl.plan.buckets import BUCKET_COVER_BYTES
+from sparserl.plan.buckets import BUCKET_COVER_BYTES, ENOUGH_CHANGES, ENOUGH_COVER_BYTES
 from sparserl.plan.route import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
 from sparserl.region import Region
 from sparserl.wire import Head
@@ -304,11 +304,12 @@ def _pieces(table: sparserl.TensorTable) -> Iterator[str]:
 def _buckets(patch: sparserl.Patch) -> Iterator[str]:
     yield from ("## Filled to be sent: buckets", "")
     yield from prose(
-        f"""Changes are gathered by dtype, in order, until a bucket would cover more than {size(BUCKET_COVER_BYTES)} of
-        weights, hold more than {BUCKET_CHANGES:,} changes, or have a payload of more than {size(BUCKET_PAYLOAD_BYTES)}
-        by the estimates. Where dense bits are smaller than any sparse form, a region goes dense, in boxes that fit a
-        bucket. A bucket takes the profile with the smallest estimate; tiles hold about 2048 changes each, and never
-        cross the end of a region."""
+        f"""Changes are gathered by dtype, in order, until a bucket would cover more than {size(ENOUGH_COVER_BYTES)} of
+        weights with more than {ENOUGH_CHANGES:,} changes ({size(BUCKET_COVER_BYTES)} with fewer), hold more than
+        {BUCKET_CHANGES:,} changes, or have a payload of more than {size(BUCKET_PAYLOAD_BYTES)} by the estimates.
+        Where dense bits are smaller than any sparse form, a region goes dense, in boxes that fit a bucket. A bucket
+        takes the profile with the smallest estimate; tiles hold about 2048 changes each, and never cross the end of a
+        region."""
     )
     reasons = [b.reason for b in patch.stats().buckets]
 

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import memory_use
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 
 

@@ -14,6 +14,8 @@ from sparserl.errors import InvalidField, Truncated
 from tests.hostile.bombs import BOMBS
 from tests.hostile.samples import sample
 
+pytestmark = pytest.mark.alone
+
 MEMORY = 768 << 20  # what docs/format.md promises for a header or a bucket
 SMALL = 8192
 SECONDS = 6.0  # of processor time, on a machine that has other things to do

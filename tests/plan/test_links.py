@@ -11,6 +11,8 @@ from benchmarks.links import compare, pair
 from sparserl.patch import measure
 from sparserl.plan import Link
 
+pytestmark = pytest.mark.alone
+
 TRACE = Path(__file__).resolve().parents[1] / "data" / "trace"
 
 

@@ -22,7 +22,7 @@ from .cost import Chooser
 from .route import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
 
 BUCKET_COVER_BYTES = 256 << 20
-_ENOUGH_COVER, _ENOUGH_CHANGES = 64 << 20, 1 << 17  # with both, a bucket costs little more than half of a larger one
+ENOUGH_COVER_BYTES, ENOUGH_CHANGES = 64 << 20, 1 << 17  # with both, a larger bucket would save less than 1%
 CHUNK_LOG = 16
 _TILE_CHANGES = 2048  # a tile holds about this many changes, enough to keep the directory small
 
@@ -58,7 +58,7 @@ class Draft:
         covered = self.covered + part.covered * part.dtype.width
         count = self.count + int(part.count.sum())
         payload = self.payload() + sum(d.bits.nbytes for d in part.dense) + min(part.cost.values(), default=0.0) / 8
-        most = _ENOUGH_COVER if count > _ENOUGH_CHANGES else BUCKET_COVER_BYTES
+        most = ENOUGH_COVER_BYTES if count > ENOUGH_CHANGES else BUCKET_COVER_BYTES
         return covered <= most and count <= BUCKET_CHANGES and payload <= BUCKET_PAYLOAD_BYTES
 
 

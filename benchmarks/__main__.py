@@ -40,7 +40,7 @@ def main() -> None:
         old, new = traces.synthetic(options.megabytes << 20, options.density, seed=0)
         status.update("finding changes")
         finding = kernels.measure(old, new)
-        speeds = profiles.speeds(old, new, finding.ceilings, _tick(status, "speed"))
+        speeds, ceilings = profiles.speeds(old, new, _tick(status, "speed"))
         sizes = profiles.sizes(folder, _tick(status, "size"))
         bounds = bound.measure(folder, _tick(status, "bound"))
         status.update("memory")
@@ -52,6 +52,7 @@ def main() -> None:
         "finding": {**asdict(finding), "share_one": finding.share_one, "share_two": finding.share_two},
         "sizes": [{**asdict(s), "bits_per_changed": s.bits, "ratio": s.ratio} for s in sizes],
         "speeds": [asdict(s) for s in speeds],
+        "speed_ceilings": asdict(ceilings),
         "memory": memory,
     }
     options.out.mkdir(parents=True, exist_ok=True)

@@ -76,15 +76,11 @@ def measure(old: Bits, new: Bits, rounds: int = 4) -> Finding:
         old.nbytes / seconds["diff 2"],
         old.nbytes / seconds["torch 1"],
         old.nbytes / seconds["torch 2"],
-        ceiling.Ceilings(*(max(values) for values in zip(*map(_values, ceilings), strict=True))),
+        ceiling.best(ceilings),
         *small,
         old.nbytes / seconds["digest 1"],
         old.nbytes / seconds["digest 2"],
     )
-
-
-def _values(ceilings: ceiling.Ceilings) -> list[float]:
-    return list(vars(ceilings).values())
 
 
 def find(old: Bits, new: Bits, threads: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +13,9 @@ from typing import Any
 import numpy as np
 
 import sparserl
-from benchmarks import traces
+from benchmarks import ceiling, traces
 from benchmarks.ceiling import Ceilings
-from benchmarks.kernels import best
-from benchmarks.peers import PEERS, Payload, size
+from benchmarks.peers import PEERS, size
 from benchmarks.traces import Bits, Weights
 from sparserl.bits import BY_NAME
 from sparserl.codec import PROFILES
@@ -54,9 +55,6 @@ class Speed:
     decode_read_share: float  # of the one-stream ceiling
 
 
-Encode = Callable[[], Any]
-
-
 def _ours(weights: Weights) -> dict[str, sparserl.Bits]:
     return {name: sparserl.Bits(bits, _BF16) for name, bits in weights.items()}
 
@@ -94,71 +92,72 @@ def sizes(folder: Path, tick: Callable[[str], None]) -> list[Size]:
     return out
 
 
-def speeds(old: Bits, new: Bits, ceilings: Ceilings, tick: Callable[[str], None], repeats: int = 6) -> list[Speed]:
-    """Encode and decode + apply. Ours with digests and checksums, the base's digest held as in a running session."""
-    changes = int(np.count_nonzero(old != new))
-    weights = {"w": old}, {"w": new}
-    digest = sparserl.digest(_ours(weights[0]))
-    out = []
+@dataclass
+class _Job:
+    """A format with so many threads, and the best times seen."""
+
+    name: str
+    threads: int
+    encode: Callable[[], Any]
+    decode: Callable[[Any, Weights], None]
+    encoding: float = float("inf")
+    decoding: float = float("inf")
+
+
+def speeds(old: Bits, new: Bits, tick: Callable[[str], None], rounds: int = 6) -> tuple[list[Speed], Ceilings]:
+    """Encode and decode + apply. Ours with digests and checksums, the base's digest held as in a running session.
+
+    Ceilings and formats take turns, so that a slow moment of the machine hits all of them; the best of each counts.
+    """
+    where = np.flatnonzero(old != new).astype(np.uint32)
+    values = new[where]
+    landing = {"w": old.copy()}
+    words = old.view(np.uint64), new.view(np.uint64), landing["w"].view(np.uint64)
+    jobs = _jobs({"w": old}, {"w": new})
+    turns = []
+    for turn in range(rounds):
+        tick(f"turn {turn + 1} of {rounds}, ceilings")
+        turns.append(ceiling.turn(words[2], words[1], where, values))
+        for job in jobs:
+            tick(f"turn {turn + 1} of {rounds}, {job.name}, {job.threads} thread(s)")
+            gc.collect()
+            started = time.perf_counter()
+            payload = job.encode()
+            job.encoding = min(job.encoding, time.perf_counter() - started)
+            landing["w"][:] = old
+            ceiling.read(words[1])  # pushes them out of the caches
+            started = time.perf_counter()
+            job.decode(payload, landing)
+            job.decoding = min(job.decoding, time.perf_counter() - started)
+            _require_equal(job.name, landing, {"w": new})
+    ceilings = ceiling.best(turns)
+    return [_speed(job, old.nbytes, where.size, ceilings) for job in jobs], ceilings
+
+
+def _jobs(old: Weights, new: Weights) -> list[_Job]:
+    digest = sparserl.digest(_ours(old))
+    jobs = []
     for name in ("auto", *PROFILES):
         for threads in (1, 2):
-            tick(f"{name}, {threads} thread(s)")
-            encode = lambda p=name, t=threads: sparserl.diff(  # noqa: E731  # two lines are clearer than a def
-                *map(_ours, weights), profile=p, base_digest=digest, threads=t
-            )
-            patch = encode()
-            landing = {"w": old.copy()}
-            undo = patch.invert(_ours(weights[0]), digest=digest)
 
-            def decode(patch: sparserl.Patch = patch, threads: int = threads, landing: Weights = landing) -> None:
+            def encode(name: str = name, threads: int = threads) -> sparserl.Patch:
+                return sparserl.diff(_ours(old), _ours(new), profile=name, base_digest=digest, threads=threads)
+
+            def decode(patch: sparserl.Patch, landing: Weights, threads: int = threads) -> None:
                 patch.apply(_ours(landing), digest=patch.base, threads=threads)
 
-            seconds = _turns(encode, decode, lambda u=undo, w=landing: u.apply(_ours(w), digest=u.base), repeats)
-            _require_equal(name, landing, weights[1])
-            out.append(_speed(name, threads, old.nbytes, changes, *seconds, ceilings))
-    for peer in PEERS:
-        tick(peer.name)
-        payload: Payload = peer.encode(*weights)
-        landing = {"w": old.copy()}
-
-        def restore(landing: Weights = landing) -> None:
-            landing["w"][:] = old
-
-        seconds = _turns(
-            lambda p=peer: p.encode(*weights),
-            lambda p=peer, b=payload, w=landing: p.decode_apply(b, w),
-            restore,
-            repeats,
-        )
-        _require_equal(peer.name, landing, weights[1])
-        out.append(_speed(peer.name, 1, old.nbytes, changes, *seconds, ceilings))
-    return out
+            jobs.append(_Job(name, threads, encode, decode))
+    return jobs + [_Job(p.name, 1, functools.partial(p.encode, old, new), p.decode_apply) for p in PEERS]
 
 
-def _turns(encode: Encode, decode: Encode, restore: Encode, repeats: int) -> tuple[float, float]:
-    """Best times; the weights are put back between two decodings, outside the clock, and end decoded."""
-    gc.collect()
-    encoding = best(encode, repeats)
-    decoding = []
-    for i in range(repeats + 1):
-        if i:
-            restore()
-        decoding.append(best(decode, 1))
-    return encoding, min(decoding)
-
-
-def _speed(
-    name: str, threads: int, nbytes: int, changes: int, encoding: float, decoding: float, ceilings: Ceilings
-) -> Speed:
-    read = ceilings.two_stream_1 if threads == 1 else ceilings.two_stream_2
-    scatter = ceilings.scatter_1 if threads == 1 else ceilings.scatter_2
-    one = ceilings.one_stream_1 if threads == 1 else ceilings.one_stream_2
+def _speed(job: _Job, nbytes: int, changes: int, ceilings: Ceilings) -> Speed:
+    one = job.threads == 1
     return Speed(
-        name,
-        threads,
-        nbytes / encoding,
-        nbytes / decoding,
-        nbytes / encoding / read,
-        changes / decoding / scatter,
-        nbytes / decoding / one,
+        job.name,
+        job.threads,
+        nbytes / job.encoding,
+        nbytes / job.decoding,
+        nbytes / job.encoding / (ceilings.two_stream_1 if one else ceilings.two_stream_2),
+        changes / job.decoding / (ceilings.scatter_1 if one else ceilings.scatter_2),
+        nbytes / job.decoding / (ceilings.one_stream_1 if one else ceilings.one_stream_2),
     )

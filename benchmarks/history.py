@@ -41,6 +41,7 @@ from sparserl.kernels.llvm import (
     popcount,
     prefetch,
     select,
+    splat,
     store,
 )
 from sparserl.memory import memories
@@ -142,7 +143,7 @@ def syncs(folder: Path, run: str) -> Iterator[Sync]:
     state: dict[str, NDArray[np.uint8]] = {}
     for now, (old, new) in enumerate(traces.syncs(folder, run), _FIRST):
         if not state:
-            base = traces._load(folder / "base.safetensors")  # noqa: SLF001  # only history looks behind the warm-up
+            base = traces.load(folder / "base.safetensors")  # only history looks behind the warm-up
             state = {name: np.zeros(bits.shape, np.uint8) for name, bits in old.items()}
             _remember(state, base, old, _WARM)
         yield _sync(old, new, state, now)
@@ -151,7 +152,7 @@ def syncs(folder: Path, run: str) -> Iterator[Sync]:
 
 def _remember(state: dict[str, NDArray[np.uint8]], old: Weights, new: Weights, now: int) -> None:
     for name, bits in state.items():
-        up = traces._order(new[name]) > traces._order(old[name])  # noqa: SLF001
+        up = traces.order(new[name]) > traces.order(old[name])
         np.copyto(bits, (now << 1 | up).astype(np.uint8), where=old[name] != new[name])
 
 
@@ -214,7 +215,7 @@ def _steps(sync: Sync, way: Way, changed: Array) -> Array:
     """Folded steps, counted in the direction of the last one where there was one."""
     if not way.direction:
         return reference.steps(sync.old[changed], sync.new[changed], _BF16.sign_magnitude)
-    signed = traces._order(sync.new[changed]) - traces._order(sync.old[changed])  # noqa: SLF001
+    signed = traces.order(sync.new[changed]) - traces.order(sync.old[changed])
     state = sync.state[changed]
     signed = np.where((state != 0) & (state & 1 == 0), -signed, signed)
     return np.where(signed >= 0, 2 * signed, -2 * signed - 1).astype(np.uint16)
@@ -341,11 +342,6 @@ class Time:
         return 1 + (self.decode_history - self.decode_look + self.remember) / self.decode
 
 
-def _splat(b: Any, value: Any, vector: Any) -> Any:
-    empty, zeros = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count)
-    return b.shuffle_vector(b.insert_element(empty, value, _I32(0)), empty, zeros)
-
-
 def _vector(b: Any, address: Any, vector: Any) -> Any:
     value = b.load(b.inttoptr(address, vector.as_pointer()))
     value.align = 1
@@ -359,9 +355,9 @@ def below64(_: Any, kind: Any, address: Any, keep: Any, limits: Any, masks: Any)
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         element = ctx.get_data_type(sig.args[0].dtype)
         vector = ir.VectorType(element, 64)
-        size = b.and_(_vector(b, args[1], vector), _splat(b, b.trunc(args[2], element), vector))
+        size = b.and_(_vector(b, args[1], vector), splat(b, b.trunc(args[2], element), vector))
         for k in range(sig.args[3].count):
-            limit = _splat(b, b.trunc(b.extract_value(args[3], k), element), vector)
+            limit = splat(b, b.trunc(b.extract_value(args[3], k), element), vector)
             at = b.inttoptr(b.add(args[4], _I64(8 * _ROW * k)), _I64.as_pointer())
             b.store(b.bitcast(b.icmp_unsigned("<", size, limit), _I64), at)
         return ctx.get_dummy_value()
@@ -384,7 +380,7 @@ def members16(_: Any, below: Any, above: Any, younger: Any, older: Any, mine: An
         for shift in (1, 2, 4, 8):
             moved = ir.Constant(ir.VectorType(_I32, 16), [16 if i < shift else i - shift for i in range(16)])
             total = b.add(total, b.shuffle_vector(total, zeros, moved))
-        total = b.add(total, _splat(b, args[6], narrow))
+        total = b.add(total, splat(b, args[6], narrow))
         b.store(b.sub(total, count), b.inttoptr(args[5], narrow.as_pointer())).align = 1
         return b.extract_element(total, _I32(15))
 

@@ -46,10 +46,10 @@ def describe(folder: Path, run: str) -> dict[str, Any]:
 
 def syncs(folder: Path, run: str) -> Iterator[tuple[Weights, Weights]]:
     """Yield (old, new) for each sync after the warm-up; the arrays of a pair are the caller's own."""
-    base = _load(folder / "base.safetensors")
-    old = _patched(base, _load(folder / f"{run}-warm.safetensors"))
+    base = load(folder / "base.safetensors")
+    old = _patched(base, load(folder / f"{run}-warm.safetensors"))
     for sync in describe(folder, run)["syncs"]:
-        new = _patched(old, _load(folder / f"{run}-{sync['sync']:03d}.safetensors"))
+        new = _patched(old, load(folder / f"{run}-{sync['sync']:03d}.safetensors"))
         yield _copied(old), _copied(new)
         old = new
 
@@ -64,7 +64,7 @@ def synthetic(nbytes: int, density: float, seed: int) -> tuple[Bits, Bits]:
     folder = find_traces()
     profile = min((_measure(folder, run) for run in runs(folder)), key=lambda p: abs(np.log(p.density / density)))
     rng = np.random.default_rng(seed)
-    pool = np.concatenate([bits.ravel() for bits in _load(folder / "base.safetensors").values()])
+    pool = np.concatenate([bits.ravel() for bits in load(folder / "base.safetensors").values()])
     old = np.resize(np.roll(pool, -int(rng.integers(pool.size))), nbytes // 2)
     chance = _scaled(profile.chance, _tiled_population(old, pool.size), density)
     new = old.copy()
@@ -92,7 +92,7 @@ class _Profile:
     count: NDArray[np.int64]
 
 
-def _load(path: Path) -> dict[str, NDArray[Any]]:
+def load(path: Path) -> dict[str, NDArray[Any]]:
     """Tensors of a safetensors file; bf16 ones as uint16 bits."""
     return {name: _as_numpy(tensor) for name, tensor in load_file(path).items()}
 
@@ -121,7 +121,7 @@ def _exponent(bits: Bits) -> Bits:
     return (bits >> np.uint16(7)) & np.uint16(0xFF)
 
 
-def _order(bits: Bits) -> NDArray[np.int32]:
+def order(bits: Bits) -> NDArray[np.int32]:
     """The monotonic integer order of bf16 patterns, zero at +0.0 and -1 at -0.0."""
     wide = bits.astype(np.int32)
     return np.where(wide >= 0x8000, 0x7FFF - wide, wide)
@@ -144,7 +144,7 @@ def _measure(folder: Path, run: str) -> _Profile:
             seen += np.bincount(_exponent(before).ravel(), minlength=_EXPONENTS)
             at = before != new[name]
             exponents.append(_exponent(before[at]))
-            steps.append((_order(new[name][at]) - _order(before[at])) * _away_from_zero(before[at]))
+            steps.append((order(new[name][at]) - order(before[at])) * _away_from_zero(before[at]))
     exponent = np.concatenate(exponents)
     count = np.bincount(exponent, minlength=_EXPONENTS)
     outward = np.concatenate(steps)[np.argsort(exponent, kind="stable")]
@@ -177,4 +177,4 @@ def _scaled(chance: NDArray[np.float64], population: NDArray[np.int64], density:
 def _stepped(bits: Bits, profile: _Profile, rng: np.random.Generator) -> Bits:
     exponent = _exponent(bits)
     drawn = profile.first[exponent] + (rng.random(bits.size) * profile.count[exponent]).astype(np.int64)
-    return _pattern(_order(bits) + profile.outward[drawn] * _away_from_zero(bits))
+    return _pattern(order(bits) + profile.outward[drawn] * _away_from_zero(bits))

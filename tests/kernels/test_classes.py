@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-
 import numba
 import numpy as np
 import pytest
@@ -305,35 +302,26 @@ def test_the_entry_at_fault_is_named():
     assert run_positions(*args, counts, late, words) == 2
 
 
-def test_reads_stop_at_the_last_byte():
+def test_reads_stop_at_the_last_byte(last_page):
     """Old bits may end where readable memory ends."""
-    page = mmap.PAGESIZE
-    area = mmap.mmap(-1, 2 * page)
-    memory = np.frombuffer(area, np.uint8)
-    memory[:page] = np.arange(page) % 251
-    libc = ctypes.CDLL(None, use_errno=True)
-    wall = ctypes.c_void_p(memory.ctypes.data + page)
-    assert libc.mprotect(wall, ctypes.c_size_t(page), 0) == 0
-    try:
-        for width in WIDTHS:
-            for size in (1, 63, 64, 65, 127, 129, 300, page // width):
-                address = memory.ctypes.data + page - size * width
-                bits = np.frombuffer(bytes(memory[page - size * width : page]), f"u{width}")
-                view, entries = seen_as(width, "plain"), [(bits, np.array([size - 1], np.uint32))]
-                words = np.zeros(1, f"u{width}")
-                for number in (4, 7):
-                    thresholds = [1 << k for k in range(number)]
-                    args = view, entries, [address], padded(thresholds)[1], 31
-                    gaps, _, counts = run_gaps(*args, words)
-                    expected = specified(entries, thresholds, "plain", 1 << 31)
-                    assert gaps.tolist() == expected[1][expected[2][0]]
-                    found = run_positions(*args, counts, gaps, words)
-                    assert (found[0].tolist(), found[2].tolist()) == ([size - 1], [bits[-1]])
-                keys = np.zeros(512, np.int64)
-                shift = np.uint64(8 * width - 8)
-                assert classes.key_histogram(view[0], int64(address), int64(size), view[1], shift, 1, keys) == size
-    finally:
-        libc.mprotect(wall, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
+    page = last_page.size
+    for width in WIDTHS:
+        for size in (1, 63, 64, 65, 127, 129, 300, page // width):
+            address = last_page.ctypes.data + page - size * width
+            bits = np.frombuffer(bytes(last_page[page - size * width :]), f"u{width}")
+            view, entries = seen_as(width, "plain"), [(bits, np.array([size - 1], np.uint32))]
+            words = np.zeros(1, f"u{width}")
+            for number in (4, 7):
+                thresholds = [1 << k for k in range(number)]
+                args = view, entries, [address], padded(thresholds)[1], 31
+                gaps, _, counts = run_gaps(*args, words)
+                expected = specified(entries, thresholds, "plain", 1 << 31)
+                assert gaps.tolist() == expected[1][expected[2][0]]
+                found = run_positions(*args, counts, gaps, words)
+                assert (found[0].tolist(), found[2].tolist()) == ([size - 1], [bits[-1]])
+            keys = np.zeros(512, np.int64)
+            shift = np.uint64(8 * width - 8)
+            assert classes.key_histogram(view[0], int64(address), int64(size), view[1], shift, 1, keys) == size
 
 
 def keys_of(bits, magnitude, shift):

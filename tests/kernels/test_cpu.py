@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import subprocess
 import sys
@@ -378,36 +376,27 @@ def test_digest_of_boxes(uint):
         assert tuple(map(int, alone)) == one
 
 
-def test_reads_stop_at_the_last_byte():
+def test_reads_stop_at_the_last_byte(last_page):
     """Weights may end where readable memory ends: comparing, summing and gathering touch nothing behind."""
-    page = mmap.PAGESIZE
-    area = mmap.mmap(-1, 2 * page)
-    memory = np.frombuffer(area, np.uint8)
-    memory[:page] = np.arange(page) % 251
-    libc = ctypes.CDLL(None, use_errno=True)
-    wall = ctypes.c_void_p(memory.ctypes.data + page)
-    assert libc.mprotect(wall, ctypes.c_size_t(page), 0) == 0
-    try:
-        for uint in UINTS:
-            tag, width = np.empty(0, uint), np.dtype(uint).itemsize
-            for size in (1, 15, 16, 17, 63, 64, 65, 100, 129, 300):
-                address = memory.ctypes.data + page - size * width
-                other = np.frombuffer(bytes(memory[page - size * width : page]), uint).copy()
-                other[-1] ^= uint(1)
-                counts, positions = np.empty(1, np.int64), np.empty(size, np.uint32)
-                before, after = np.empty(size, uint), np.empty(size, uint)
-                args = int64(size), positions, before, after, counts
-                assert cpu.diff(tag, int64(address), int64(other.ctypes.data), *args) == 1
-                assert positions[0] == size - 1
-                other[-1] ^= uint(1)
-                keys = np.array([3, 4], np.uint64)
-                assert sums(uint, [(address, size, 0, keys)]) == reference.digest(keys, 0, other)
-                one, flat = np.ones(1, np.int64), np.ones((1, 1), np.int64)
-                everywhere = np.arange(size, dtype=np.uint32)
-                cpu.gather(tag, int64(size), int64(address), one, flat, flat, everywhere, after)
-                assert (after == other).all()
-    finally:
-        libc.mprotect(wall, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
+    page = last_page.size
+    for uint in UINTS:
+        tag, width = np.empty(0, uint), np.dtype(uint).itemsize
+        for size in (1, 15, 16, 17, 63, 64, 65, 100, 129, 300):
+            address = last_page.ctypes.data + page - size * width
+            other = np.frombuffer(bytes(last_page[page - size * width :]), uint).copy()
+            other[-1] ^= uint(1)
+            counts, positions = np.empty(1, np.int64), np.empty(size, np.uint32)
+            before, after = np.empty(size, uint), np.empty(size, uint)
+            args = int64(size), positions, before, after, counts
+            assert cpu.diff(tag, int64(address), int64(other.ctypes.data), *args) == 1
+            assert positions[0] == size - 1
+            other[-1] ^= uint(1)
+            keys = np.array([3, 4], np.uint64)
+            assert sums(uint, [(address, size, 0, keys)]) == reference.digest(keys, 0, other)
+            one, flat = np.ones(1, np.int64), np.ones((1, 1), np.int64)
+            everywhere = np.arange(size, dtype=np.uint32)
+            cpu.gather(tag, int64(size), int64(address), one, flat, flat, everywhere, after)
+            assert (after == other).all()
 
 
 def run_steps(old, new, sign_magnitude):

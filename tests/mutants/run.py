@@ -105,7 +105,7 @@ MUTANTS = (
     Mutant(
         "the digest forgets positions inside a block",
         "kernels/llvm.py",
-        "            weyl = b.add(first, mix.splat(b, b.mul(i, _I64(_LANES * GOLDEN & _ALL))))\n",
+        "            weyl = b.add(first, splat(b, b.mul(i, _I64(_LANES * GOLDEN & _ALL)), mix.vector))\n",
         "            weyl = first\n",
         Tests(KERNELS, "digest"),
     ),

@@ -166,7 +166,7 @@ def apply(
     """
     from ..targets import apply_to_checkpoint
 
-    chain = [_open_patch(path) for path in patches]
+    chain = [open_patch(path) for path in patches]
     with show.progress() as stage:
         landed = apply_to_checkpoint(base, chain, output, stage, threads=threads)
     for name in landed.unreached:
@@ -193,7 +193,7 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show what a patch holds: digests, sizes, how each bucket is encoded and why."""
-    stats = _open_patch(patch).stats()
+    stats = open_patch(patch).stats()
     if json:
         show.result(True, stats.as_dict(), "")
     else:
@@ -211,7 +211,7 @@ def verify(
     """Say whether WEIGHTS are the patch's base, its result, or neither (exit code 1)."""
     from ..sources import open_checkpoint
 
-    opened, checkpoint = _open_patch(patch), open_checkpoint(weights)
+    opened, checkpoint = open_patch(patch), open_checkpoint(weights)
     try:
         digest = _digest(opened, checkpoint, threads)
     except TensorMismatch as error:
@@ -247,7 +247,7 @@ def squash(
     from ..patch import squash as join
 
     _refuse_to_replace(output)
-    chain = [_open_patch(path) for path in patches]
+    chain = [open_patch(path) for path in patches]
     weights, digest = _base(chain[0], base, threads)
     show.written(json, output, join(*chain, base=weights, digest=digest, profile=profile, to=output, threads=threads))
 
@@ -266,7 +266,7 @@ def invert(
     Without --base this works for patches of profile ulp alone: other patches do not say what they overwrite.
     """
     _refuse_to_replace(output)
-    opened = _open_patch(patch)
+    opened = open_patch(patch)
     weights, digest = _base(opened, base, threads)
     show.written(json, output, opened.invert(weights, digest=digest, to=output, threads=threads))
 
@@ -297,7 +297,7 @@ def digest(
     show.result(json, values, found.hex)
 
 
-def _open_patch(path: Path) -> Patch:
+def open_patch(path: Path) -> Patch:
     """A patch file with every checksum verified; what is wrong with it is said with its name."""
     from ..patch import Patch
 

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import SparserlError
 from . import show
-from .commands import Json, Threads, _open_patch, app, reporting
+from .commands import Json, Threads, app, open_patch, reporting
 
 if TYPE_CHECKING:
     from ..plan import Estimate, Link, Speeds
@@ -91,7 +91,7 @@ def _question(
     bits = dict(_bits(text) for text in given)
     width: float = BY_NAME[dtype].width
     if patch is not None:
-        stats = _open_patch(patch).stats()
+        stats = open_patch(patch).stats()
         params, density = params or stats.elements, density or stats.density
         width = stats.dense_bytes / max(1, stats.elements)
         bits = {stats.profile: stats.bits_per_changed} | bits  # a mix of profiles matches none, and says nothing

@@ -297,11 +297,11 @@ def advance(old: Any, step: Any, top: Any, sign_magnitude: Any, out: Any) -> Non
 @inline
 def _small(values: Any, i: Any, tokens: Any) -> Any:
     """Copy 16 values, and tell whether all of them are below 16, so that they are their own tokens."""
-    seen = values[i] | values[i]
+    seen = np.uint64(0)
     for j in range(16):
-        seen |= values[np.uint64(i + j)]
+        seen |= np.uint64(values[np.uint64(i + j)])
         tokens[np.uint64(i + j)] = values[np.uint64(i + j)]
-    return np.uint64(seen) < np.uint64(16)
+    return seen < np.uint64(16)
 
 
 @kernel

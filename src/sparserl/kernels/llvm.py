@@ -73,6 +73,13 @@ def _element(ctx: Any, tag: Any) -> Any:
     return ctx.get_data_type(tag.dtype)
 
 
+def splat(b: Any, value: Any, vector: Any) -> Any:
+    """A vector with the value in every lane."""
+    empty = ir.Constant(vector, ir.Undefined)
+    zeros = ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count)
+    return b.shuffle_vector(b.insert_element(empty, value, _I32(0)), empty, zeros)
+
+
 @machine
 def width(_: Any, tag: Any) -> Any:
     """Bytes of an element, known to the compiler, which the `itemsize` of an array is not."""
@@ -163,11 +170,8 @@ def classify64(_: Any, kind: Any, address: Any, keep: Any, limits: Any, masks: A
         element = _element(ctx, sig.args[0])
         vector = ir.VectorType(element, 64)
 
-        def splat(value: Any) -> Any:
-            value = value if element.width == 64 else b.trunc(value, element)
-            empty = ir.Constant(vector, ir.Undefined)
-            zeros = ir.Constant(ir.VectorType(_I32, 64), [0] * 64)
-            return b.shuffle_vector(b.insert_element(empty, value, _I32(0)), empty, zeros)
+        def everywhere(value: Any) -> Any:
+            return splat(b, value if element.width == 64 else b.trunc(value, element), vector)
 
         x = b.load(_pointer(b, args[1], vector))
         x.align = 1
@@ -175,9 +179,9 @@ def classify64(_: Any, kind: Any, address: Any, keep: Any, limits: Any, masks: A
             sign = b.ashr(x, ir.Constant(vector, [element.width - 1] * 64))
             size = b.sub(b.xor(x, sign), sign)
         else:
-            size = b.and_(x, splat(args[2]))
+            size = b.and_(x, everywhere(args[2]))
         for k in range(sig.args[3].count):
-            limit = splat(b.extract_value(args[3], k))
+            limit = everywhere(b.extract_value(args[3], k))
             mask = b.bitcast(b.icmp_unsigned("<", size, limit), _I64)
             over = b.mul(args[6], _I64(k))
             b.store(mask, _pointer(b, b.add(args[4], b.mul(over, _I64(8))), _I64))
@@ -199,8 +203,7 @@ def _at_most(lanes: int) -> Any:
             vector = ir.VectorType(_I32, lanes)
             x = b.load(_pointer(b, args[0], vector))
             x.align = 4
-            empty, zeros = ir.Constant(vector, ir.Undefined), ir.Constant(vector, [0] * lanes)
-            limit = b.shuffle_vector(b.insert_element(empty, b.trunc(args[1], _I32), _I32(0)), empty, zeros)
+            limit = splat(b, b.trunc(args[1], _I32), vector)
             mask = b.bitcast(b.icmp_signed("<=", x, limit), ir.IntType(lanes))
             return b.zext(b.ctpop(mask), _I64)
 
@@ -264,8 +267,7 @@ def rans16(_: Any, table: Any, states: Any, words: Any, out: Any) -> Any:
         home = _pointer(b, args[1], v32)
         x = b.load(home)
         x.align = 4
-        first = b.insert_element(ir.Constant(v64, ir.Undefined), args[0], _I32(0))
-        base = b.shuffle_vector(first, ir.Constant(v64, ir.Undefined), constant(0))
+        base = splat(b, args[0], v64)
         slot = b.shl(b.and_(x, constant(0xFFF)), constant(2))
         places = b.inttoptr(b.add(base, b.zext(slot, v64)), ir.VectorType(_I32.as_pointer(), 16))
         everywhere = ir.Constant(v1, [1] * 16)
@@ -290,17 +292,11 @@ class _Mix:
     vector = ir.VectorType(_I64, _LANES)
 
     def __init__(self, b: Any, key: Any) -> None:
-        self.b, self.key = b, self.splat(b, key)
+        self.b, self.key = b, splat(b, key, self.vector)
 
     @classmethod
     def constant(cls, *values: int) -> Any:
         return ir.Constant(cls.vector, [v & _ALL for v in (values * _LANES if len(values) == 1 else values)])
-
-    @classmethod
-    def splat(cls, b: Any, value: Any) -> Any:
-        empty = ir.Constant(cls.vector, ir.Undefined)
-        zeros = ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES)
-        return b.shuffle_vector(b.insert_element(empty, value, _I32(0)), empty, zeros)
 
     def wide(self, element: Any, pointer: Any, index: Any) -> Any:
         """16 elements from an index on, as 64-bit numbers."""
@@ -353,10 +349,10 @@ def digest_blocks(_: Any, tag: Any, address: Any, blocks: Any, weyl: Any, key: A
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         element, mix = _element(ctx, sig.args[0]), _Mix(b, args[4])
         base = _pointer(b, args[1], element)
-        first = b.add(mix.splat(b, args[3]), mix.constant(*(i * GOLDEN for i in range(_LANES))))
+        first = b.add(splat(b, args[3], mix.vector), mix.constant(*(i * GOLDEN for i in range(_LANES))))
 
         def step(i: Any, s: Any, t: Any) -> list[Any]:
-            weyl = b.add(first, mix.splat(b, b.mul(i, _I64(_LANES * GOLDEN & _ALL))))
+            weyl = b.add(first, splat(b, b.mul(i, _I64(_LANES * GOLDEN & _ALL)), mix.vector))
             x, y = mix.both(weyl, mix.wide(element, base, b.mul(i, _I64(_LANES))))
             return [b.add(s, x), b.add(t, y)]
 
@@ -377,7 +373,7 @@ def digest_moves(
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         element, mix = _element(ctx, sig.args[0]), _Mix(b, args[7])
         at, was, now = (_pointer(b, a, k) for a, k in zip(args[1:4], (_I32, element, element), strict=True))
-        origin, stride = mix.splat(b, args[5]), mix.splat(b, args[6])
+        origin, stride = splat(b, args[5], mix.vector), splat(b, args[6], mix.vector)
 
         def step(i: Any, s: Any, t: Any) -> list[Any]:
             index = b.mul(i, _I64(_LANES))

@@ -64,8 +64,8 @@ def squash(
     table = first.table
 
     def parts() -> Iterator[Changes]:
-        conditional = held is not None and any(h.profile.conditional for p in patches for h in p.heads)
-        for changes in _replayed(patches, held) if conditional and held else _windows(patches, held):
+        conditional = any(h.profile.conditional for p in patches for h in p.heads)
+        for changes in _windows(patches, held) if held is None or not conditional else _replayed(patches, held):
             if not any((changes.steps if n in _STEPS else changes.after) is not None for n in names):
                 raise NeedsBase(f"squashing these patches to {profile!r} needs the base weights")
             yield from plan.route(changes, names, table)

@@ -136,7 +136,7 @@ def _prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
     """A read hint for the line at `pointer`, which may lie past the end: hints do not fault."""
     kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
     hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(hint, [builder.bitcast(pointer, _I8.as_pointer()), _I32(0), _I32(0), _I32(1)])
+    builder.call(hint, [builder.bitcast(pointer, _I8.as_pointer()), _I32(0), _I32(3), _I32(1)])
 
 
 def _data(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value) -> ir.Value:

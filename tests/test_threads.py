@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import subprocess
@@ -197,7 +198,8 @@ def test_the_number_of_threads_can_be_said(monkeypatch):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_an_interrupt_while_writing_waits(monkeypatch, threads):
+@pytest.mark.parametrize(("keep", "writes"), [(1 << 28, "exchange"), (-1, "Overlay.write")])
+def test_an_interrupt_while_writing_waits(monkeypatch, threads, keep, writes):
     """Ctrl-C in the middle of a commit is raised when all is written: the weights are the result, whole."""
     rng = np.random.default_rng(3)
     old = {f"w{i}": rng.integers(0, 255, 5000, np.uint8).astype(kind) for i, kind in enumerate(("u1", "u2", "u4"))}
@@ -205,17 +207,18 @@ def test_an_interrupt_while_writing_waits(monkeypatch, threads):
     new = {name: new[name].astype(old[name].dtype) for name in old}
     patch = sparserl.diff(old, new)
     assert patch.buckets == 3
-    inner = sparserl.patch.apply.commit
+    inner = operator.attrgetter(writes)(sparserl.patch.apply)
     seen = []
 
-    def interrupted(held, part):
+    def interrupted(*args):
         if not seen:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.2)  # gives the main thread the time to hear of it
-        seen.append(part)
-        inner(held, part)
+        seen.append(args)
+        return inner(*args)
 
-    monkeypatch.setattr("sparserl.patch.apply.commit", interrupted)
+    monkeypatch.setattr("sparserl.patch.apply.KEEP_BYTES", keep)
+    monkeypatch.setattr(f"sparserl.patch.apply.{writes}", interrupted)
     with pytest.raises(KeyboardInterrupt):
         patch.apply(old, threads=threads)
     assert len(seen) == 3
@@ -227,3 +230,19 @@ def test_an_error_of_uninterrupted_work_is_the_callers():
     """What goes wrong on the thread is raised where it was asked for."""
     with pytest.raises(ZeroDivisionError):
         sparserl.parallel.uninterrupted(lambda: 1 // 0)
+
+
+def test_nothing_goes_on_behind_the_callers_back():
+    """When one piece of work fails, those that run beside it have ended before the caller hears of it."""
+    ended = []
+
+    def work(item):
+        if item == 0:
+            time.sleep(0.05)
+            raise ValueError(item)
+        time.sleep(0.3)
+        ended.append(item)
+
+    with pytest.raises(ValueError, match="0"):
+        list(ordered(work, range(2), threads=2))
+    assert ended == [1]

@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import TypeVar
 
@@ -53,8 +53,7 @@ def ordered(work: Callable[[T], R], items: Iterable[T], threads: int | None = No
         while flight:
             yield flight.popleft().result()
     finally:
-        for future in flight:
-            future.cancel()
+        wait([future for future in flight if not future.cancel()])  # nothing goes on behind the caller's back
 
 
 def uninterrupted(work: Callable[[], object]) -> None:

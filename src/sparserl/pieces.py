@@ -95,6 +95,7 @@ class Held:
         self._address = np.array([0 if m is None else m.address for m in self.memory], np.int64)
         plain = [m is not None and m.strides is None for m in self.memory]
         self._plain = np.array(plain, bool)  # contiguous: a whole part can be read where it lies
+        self._all_plain = all(plain)
 
     def places(self) -> list[Place]:
         """What is at hand, in table order."""
@@ -128,9 +129,10 @@ class Held:
 
     def _special(self, tensor: Numbers, regions: Sequence[Region | None]) -> list[int]:
         """Entries that are not simply all of a contiguous tensor."""
-        special = ~self._plain[tensor]
-        special[[e for e, region in enumerate(regions) if region is not None]] = True
-        return [int(e) for e in np.flatnonzero(special)]
+        if self._all_plain:
+            return [e for e, region in enumerate(regions) if region is not None]
+        plain = self._plain[tensor].tolist()
+        return [e for e, region in enumerate(regions) if region is not None or not plain[e]]
 
     def _place(self, geometry: Geometry, e: int, tensor: int, region: Region | None) -> None:
         """Geometry of a box, or of a tensor that is not contiguous."""

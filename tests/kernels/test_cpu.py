@@ -288,8 +288,12 @@ def test_locate_positions_past_two_to_the_31():
 
 
 @each_width
-def test_gather_and_scatter(uint):
-    """Bits are read from, and written to, exactly the positions of the boxes; nothing else changes."""
+@pytest.mark.parametrize("way", ["scatter", "words", "integers", "floats"])
+def test_gather_and_scatter(uint, way):
+    """Bits are read from, and written to, exactly the positions of the boxes; nothing else changes.
+
+    They are scattered, or exchanged for those that are there: as words, or as steps in either order.
+    """
     rng = np.random.default_rng(8)
     rows = boxes(rng, 300)
     dims, size, stride = columns(rows, 4)
@@ -313,8 +317,18 @@ def test_gather_and_scatter(uint):
     cpu.gather(tag, counts, first, dims, size, stride, where, out[: where.size])
     assert (out[: where.size] == np.concatenate(expected)).all()
     assert untouched(out, where.size)
-    bits = np.concatenate([w[1] for w in wanted])
-    cpu.scatter(tag, counts, first, dims, size, stride, where, bits)
+    before, bits = np.concatenate(expected), np.concatenate([w[1] for w in wanted])
+    if way == "scatter":
+        cpu.scatter(tag, counts, first, dims, size, stride, where, bits)
+    else:
+        top = uint(1 << (8 * width - 1))
+        words = bits.copy() if way == "words" else reference.steps(before, bits, way == "floats")
+        out = poisoned(where.size, uint)
+        given = where, words, way == "words", top, way == "floats", out[: where.size]
+        cpu.exchange(tag, counts, first, dims, size, stride, *given)
+        assert (out[: where.size] == before).all()
+        assert (words == bits).all()
+        assert untouched(out, where.size)
     for i, ((buffer, _), (after, _)) in enumerate(zip(placed, wanted, strict=True)):
         assert (buffer[i % 5 : i % 5 + after.nbytes] == after.view(np.uint8)).all()
         assert (buffer[: i % 5] == POISON).all()

@@ -154,8 +154,9 @@ MUTANTS = (
     Mutant(
         "steps do not wrap",
         "kernels/cpu.py",
-        "        b = out.dtype.type(a + delta)\n",
-        "        b = out.dtype.type(a + delta)\n        b = max(a, b) if not step[i] & one else b\n",
+        "    word += (np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))\n",
+        "    word += (np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))\n"
+        "    word = min(word, high | (high - _ONE))\n",
         Tests(KERNELS, "steps"),
     ),
     Mutant(
@@ -182,15 +183,35 @@ MUTANTS = (
     Mutant(
         "weights are written before the result is known",
         "patch/apply.py",
-        "    return Staged(decoded, g, count, positions, old, new, moved)\n",
-        "    commit(held, Staged(decoded, g, count, positions, old, new, moved))\n"
-        "    return Staged(decoded, g, count, positions, old, new, moved)\n",
+        "    return Staged(decoded, replace(",
+        "    replace(old, bits=new, dense=decoded.dense_bits).write(held)\n    return Staged(decoded, replace(",
         REFUSED,
+    ),
+    Mutant(
+        "old bits are not put back",
+        "patch/apply.py",
+        "            for old, _ in log:\n                old.write(held)\n",
+        "",
+        REFUSED,
+    ),
+    Mutant(
+        "a bucket that fails half-way stays as it is",
+        "patch/apply.py",
+        "    except BaseException:\n        old.write(held)\n        raise\n",
+        "    except BaseException:\n        raise\n",
+        Tests(APPLY, "before_an_error"),
+    ),
+    Mutant(
+        "buckets go on landing while others are put back",
+        "parallel.py",
+        "        wait([future for future in flight if not future.cancel()])",
+        "        [future for future in flight if not future.cancel()]",
+        Tests("test_threads.py", "behind"),
     ),
     Mutant(
         "tied tensors may be told to differ",
         "patch/apply.py",
-        "    _refuse_conflicts(patch, held, tied, [part for part in staged if isinstance(part, Staged)])\n",
+        "    _refuse_conflicts(patch, held, tied, kept)\n",
         "",
         Tests(APPLY, "tied"),
     ),
@@ -289,8 +310,8 @@ MUTANTS = (
     Mutant(
         "masks of a class take in its threshold",
         "kernels/llvm.py",
-        'mask = b.bitcast(b.icmp_unsigned("<", size, limit), _I64)',
-        'mask = b.bitcast(b.icmp_unsigned("<=", size, limit), _I64)',
+        'mask = b.bitcast(b.icmp_unsigned("<", x, limit), part)',
+        'mask = b.bitcast(b.icmp_unsigned("<=", x, limit), part)',
         Tests(CLASSES, "every_size and 2-float-3"),
     ),
     Mutant(

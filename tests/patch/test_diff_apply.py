@@ -225,8 +225,16 @@ def test_a_wrong_base_is_refused_untouched(pair, profile, data):
     assert_same(wrong, weights)
 
 
+@pytest.fixture(params=["exchange", "stage"])
+def landing(request, monkeypatch):
+    """Both ways a patch lands: old bits swapped for new ones, or everything staged first."""
+    if request.param == "stage":
+        monkeypatch.setattr("sparserl.patch.apply.KEEP_BYTES", -1)
+    return request.param
+
+
 @each_profile
-def test_vouching_saves_the_read_but_not_the_check(profile):
+def test_vouching_saves_the_read_but_not_the_check(profile, landing):
     """With `digest` the weights are not read in full, yet bits that do not lead to the result are not written."""
     dtype = BY_NAME["bfloat16"]
     old, new, dtypes = family(3, dtype, "few", ((40, 50),))
@@ -239,7 +247,7 @@ def test_vouching_saves_the_read_but_not_the_check(profile):
     wrong = {n: b.copy() for n, b in old.items()}
     wrong["t0"].reshape(-1)[np.flatnonzero(old["t0"] != new["t0"])[0]] ^= np.uint16(4)
     weights = hold(wrong, dtypes)
-    with pytest.raises(InvalidField, match=r"nothing was touched"):
+    with pytest.raises(InvalidField, match=r"the weights are as they were"):
         patch.apply(weights, digest=patch.base)
     assert_same(wrong, weights)
     with pytest.raises(WrongBase):
@@ -249,7 +257,7 @@ def test_vouching_saves_the_read_but_not_the_check(profile):
 
 
 @each_profile
-def test_a_result_that_does_not_hold_is_refused_untouched(profile):
+def test_a_result_that_does_not_hold_is_refused_untouched(profile, landing):
     """Buckets that lead elsewhere than the footer says are not written, sparse or dense."""
     dtype = BY_NAME["float32"]
     for kind in ("few", "all"):
@@ -261,9 +269,45 @@ def test_a_result_that_does_not_hold_is_refused_untouched(profile):
             with pytest.raises(InvalidField, match=r"the changes lead to"):
                 lie.invert(hold(old, dtypes))
             weights = hold(old, dtypes)
-            with pytest.raises(InvalidField, match=r"nothing was touched"):
+            with pytest.raises(InvalidField, match=r"the weights are as they were"):
                 lie.apply(weights)
             assert_same(old, weights)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_landed_before_an_error_is_put_back(monkeypatch, threads):
+    """A bucket that fails, in whatever way, takes those back that were written before it, sparse and dense."""
+    dtype = BY_NAME["float32"]
+    old, new, dtypes = family(6, dtype, "few", ((300, 10), (70,), (90, 5)))
+    new["t1"] = new["t1"] ^ np.uint32(1)
+    monkeypatch.setattr("sparserl.pieces.PIECE_BYTES", 2000)
+    monkeypatch.setattr("sparserl.plan.buckets.BUCKET_CHANGES", 10)
+    patch = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw")
+    assert patch.buckets > 3
+    assert any(entry.dense for entry in patch)
+    inner = {name: getattr(sparserl.patch.apply, name) for name in ("exchange", "_moved")}
+
+    def third(name):
+        seen = []
+
+        def fail(*args):
+            seen.append(name)
+            if len(seen) == 3:
+                raise MemoryError
+            return inner[name](*args)
+
+        return fail
+
+    for name, function in inner.items():
+        weights = hold(old, dtypes)
+        monkeypatch.setattr(f"sparserl.patch.apply.{name}", third(name))
+        with pytest.raises(MemoryError):
+            patch.apply(weights, threads=threads)
+        monkeypatch.setattr(f"sparserl.patch.apply.{name}", function)
+        assert_same(old, weights)
+    weights = hold(old, dtypes)
+    patch.apply(weights, threads=threads)
+    assert_same(new, weights)
 
 
 @each_profile

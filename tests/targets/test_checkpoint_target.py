@@ -445,7 +445,7 @@ def counted(function):
 
 sys.addaudithook(lambda event, args: count() if event in EVENTS else None)
 os.fsync, os.copy_file_range = counted(os.fsync), counted(os.copy_file_range)
-sys.modules["sparserl.patch.apply"].commit = counted(sys.modules["sparserl.patch.apply"].commit)
+sys.modules["sparserl.patch.apply"].exchange = counted(sys.modules["sparserl.patch.apply"].exchange)
 swap.exchange = counted(swap.exchange if exchanges else lambda a, b: False)
 
 

@@ -137,7 +137,14 @@ def squeeze(chunks: list[Buffer]) -> tuple[Coder, list[Buffer]]:
     tried = {id: CODERS[id].encode(first) for id in (Rans.id, Zstd.id)} if len(first) else {Zstd.id: b""}
     best = CODERS[min(tried, key=lambda name: len(tried[name]))]
     alone = len(chunks) == 1 and len(chunks[0]) <= _TRIED
-    coded = [tried[best.id]] if alone else [best.encode(chunk) for chunk in chunks]
-    if sum(map(len, coded)) < sum(map(len, chunks)):
-        return best, coded
-    return CODERS[Stored.id], chunks
+    return _smaller(best, chunks, [tried[best.id]] if alone else [best.encode(chunk) for chunk in chunks])
+
+
+def by_entropy(chunks: list[Buffer]) -> tuple[Coder, list[Buffer]]:
+    """Chunks of a stream in which nothing repeats but by chance."""
+    return _smaller(CODERS[Rans.id], chunks, [CODERS[Rans.id].encode(chunk) for chunk in chunks])
+
+
+def _smaller(coder: Coder, chunks: list[Buffer], coded: list[Buffer]) -> tuple[Coder, list[Buffer]]:
+    """What a coder made of the chunks, or the chunks as they are."""
+    return (coder, coded) if sum(map(len, coded)) < sum(map(len, chunks)) else (CODERS[Stored.id], chunks)

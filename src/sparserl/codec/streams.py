@@ -7,7 +7,7 @@ from enum import IntEnum
 
 from ..errors import FormatError, InvalidField, Truncated
 from ..kernels.classes import MOST
-from .coders import Buffer, Coder, Stored, squeeze
+from .coders import Buffer, Coder, Stored, by_entropy, squeeze
 
 
 class Stream(IntEnum):
@@ -52,7 +52,7 @@ Coded = dict[int, tuple[Coder, list[Buffer]]]
 def code(streams: Chunks) -> Coded:
     """Every stream through the coder that suits it; empty streams are left out."""
     return {
-        id: (Stored(), chunks) if id in _NOT_WORTH_CODING else squeeze(chunks)
+        id: (Stored(), chunks) if id in _NOT_WORTH_CODING else (by_entropy if id >= Stream.CLASS else squeeze)(chunks)
         for id, chunks in streams.items()
         if any(map(len, chunks))
     }

@@ -230,6 +230,59 @@ def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any
         k = end
 
 
+@inline
+def _advanced(bits: Any, step: Any, top: Any, sign_magnitude: Any) -> Any:
+    """Bits a zigzag step further in the integer order of the format. Nothing here branches on the data."""
+    zero, high, word = np.uint64(0), np.uint64(top), np.uint64(bits)
+    mirrors = zero - np.uint64(sign_magnitude)  # where negative numbers run backwards
+    word ^= (high | (zero - np.uint64((word & high) != zero))) & mirrors
+    word += (np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))
+    return word ^ ((high | (zero - np.uint64((word & high) == zero))) & mirrors)
+
+
+@inline
+def _swap(tag: Any, at: Any, i: Any, words: Any, absolute: Any, top: Any, sign_magnitude: Any, old: Any) -> None:
+    was, word = load(tag, at), words[np.uint64(i)]
+    new = word if absolute else tag.dtype.type(_advanced(was, word, top, sign_magnitude))
+    old[np.uint64(i)], words[np.uint64(i)] = was, new
+    store(tag, at, new)
+
+
+@kernel
+def exchange(
+    tag: Any,
+    counts: Any,
+    first: Any,
+    dims: Any,
+    size: Any,
+    stride: Any,
+    positions: Any,
+    words: Any,
+    absolute: Any,
+    top: Any,
+    sign_magnitude: Any,
+    old: Any,
+) -> None:
+    """Write new bits to the changed positions, in place: the words, or a step of so much from what is there.
+
+    Afterwards `words` are the new bits and `old` those that were there. Every line of memory is fetched once.
+    """
+    k = np.int64(0)
+    for e in range(counts.size):
+        end = k + counts[e]
+        if dims[e] == 1 and stride[e, 0] == 1:
+            for i in range(k, end - _FAR):
+                prefetch(_spot(tag, first[e], positions, i + _FAR))
+                _swap(tag, _spot(tag, first[e], positions, i), i, words, absolute, top, sign_magnitude, old)
+            for i in range(max(k, end - _FAR), end):
+                _swap(tag, _spot(tag, first[e], positions, i), i, words, absolute, top, sign_magnitude, old)
+        else:
+            for i in range(k, end):
+                at = first[e] + _offset(np.int64(positions[i]), e, dims, size, stride) * width_of(tag)
+                _swap(tag, at, i, words, absolute, top, sign_magnitude, old)
+        k = end
+
+
 @kernel
 def digest_delta(
     counts: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, positions: Any, old: Any, new: Any
@@ -280,18 +333,8 @@ def steps(old: Any, new: Any, top: Any, sign_magnitude: Any, out: Any) -> None:
 @kernel
 def advance(old: Any, step: Any, top: Any, sign_magnitude: Any, out: Any) -> None:
     """The new bits: `steps` undone."""
-    one = top // top
     for i in range(old.size):
-        delta = out.dtype.type(step[i] >> one)
-        if step[i] & one:
-            delta = ~delta
-        a = old[i]
-        if sign_magnitude:
-            a = ~a if a & top else a | top
-        b = out.dtype.type(a + delta)
-        if sign_magnitude:
-            b = b ^ top if b & top else ~b
-        out[i] = b
+        out[i] = _advanced(old[i], step[i], top, sign_magnitude)
 
 
 @inline
@@ -304,34 +347,54 @@ def _small(values: Any, i: Any, tokens: Any) -> Any:
     return seen < np.uint64(16)
 
 
+@inline
+def tokenize(v: Any) -> Any:
+    """Token, low bits and how many those are. Nothing here may branch on the data, which cannot be predicted."""
+    large = np.uint64(0) - np.uint64(v >= np.uint64(16))
+    e = np.uint64(highest(v | np.uint64(16)))
+    width = (e - np.uint64(2)) & large
+    head = np.uint64(4) * e + ((v >> width) & np.uint64(3))
+    return (head & large) | (v & ~large), v & ((_ONE << width) - _ONE), width
+
+
+@inline
+def _add(low: Any, width: Any, lows: Any, state: Any) -> Any:
+    """Append bits to a string of them; the state is the word being filled, its bits, and where it goes."""
+    word, fill, at = state
+    word |= low << fill
+    lows[at] = word
+    over = (low >> _ONE) >> (np.uint64(63) - fill)
+    fill += width
+    full = fill >> np.uint64(6)
+    word = (over & (np.uint64(0) - full)) | (word & (full - _ONE))
+    return word, fill & np.uint64(63), at + full
+
+
 @kernel
 def pack(values: Any, tokens: Any, lows: Any) -> Any:
     """Token bytes and low bits (uint64 words, room for one per value and one more). Returns the number of bits."""
-    word, fill, at = np.uint64(0), np.uint64(0), np.uint64(0)
-    i, n = np.int64(0), values.size
-    while i < n:
-        if i + 16 <= n and _small(values, i, tokens):
-            i += 16
+    state = np.uint64(0), np.uint64(0), np.uint64(0)
+    whole = values.size & -16
+    for i in range(0, whole, 16):
+        if _small(values, i, tokens):
             continue
-        stop = min(i + 16, n)
-        while i < stop:
-            # Nothing here may branch on the data, which cannot be predicted.
-            v = np.uint64(values[np.uint64(i)])
-            large = v >= np.uint64(16)
-            e = np.uint64(highest(v | np.uint64(16)))
-            width = e - np.uint64(2) if large else np.uint64(0)
-            head = np.uint64(4) * e + ((v >> width) & np.uint64(3))
-            tokens[np.uint64(i)] = head if large else v
-            low = v & ((_ONE << width) - _ONE)
-            word |= low << fill
-            lows[at] = word
-            over = (low >> _ONE) >> (np.uint64(63) - fill)
-            fill += width
-            full = fill >= np.uint64(64)
-            word = over if full else word
-            at += np.uint64(full)
-            fill &= np.uint64(63)
-            i += 1
+        if width_of(values) <= 4:  # the low bits of two fit a word
+            for j in range(i, i + 16, 2):
+                token, low, width = tokenize(np.uint64(values[np.uint64(j)]))
+                tokens[np.uint64(j)] = token
+                token, high, more = tokenize(np.uint64(values[np.uint64(j + 1)]))
+                tokens[np.uint64(j + 1)] = token
+                state = _add(low | high << width, width + more, lows, state)
+        else:
+            for j in range(i, i + 16):
+                token, low, width = tokenize(np.uint64(values[np.uint64(j)]))
+                tokens[np.uint64(j)] = token
+                state = _add(low, width, lows, state)
+    for i in range(whole, values.size):
+        token, low, width = tokenize(np.uint64(values[i]))
+        tokens[i] = token
+        state = _add(low, width, lows, state)
+    word, fill, at = state
     lows[at] = word
     return at * np.uint64(64) + fill
 

@@ -168,26 +168,32 @@ def classify64(_: Any, kind: Any, address: Any, keep: Any, limits: Any, masks: A
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         element = _element(ctx, sig.args[0])
-        vector = ir.VectorType(element, 64)
+        lanes = min(64, 512 // element.width)  # of a register: longer masks would have to be put together
+        vector, part = ir.VectorType(element, lanes), ir.IntType(lanes)
 
         def everywhere(value: Any) -> Any:
             return splat(b, value if element.width == 64 else b.trunc(value, element), vector)
 
-        x = b.load(_pointer(b, args[1], vector))
-        x.align = 1
-        if sig.args[0].dtype.signed:
-            sign = b.ashr(x, ir.Constant(vector, [element.width - 1] * 64))
-            size = b.sub(b.xor(x, sign), sign)
-        else:
-            size = b.and_(x, everywhere(args[2]))
+        def size(i: int) -> Any:
+            x = b.load(_pointer(b, b.add(args[1], _I64(i * element.width // 8)), vector))
+            x.align = 1
+            if sig.args[0].dtype.signed:
+                sign = b.ashr(x, ir.Constant(vector, [element.width - 1] * lanes))
+                return b.sub(b.xor(x, sign), sign)
+            return b.and_(x, everywhere(args[2]))
+
+        sizes = [size(i) for i in range(0, 64, lanes)]
         for k in range(sig.args[3].count):
             limit = everywhere(b.extract_value(args[3], k))
-            mask = b.bitcast(b.icmp_unsigned("<", size, limit), _I64)
             over = b.mul(args[6], _I64(k))
-            b.store(mask, _pointer(b, b.add(args[4], b.mul(over, _I64(8))), _I64))
-            at = b.add(args[5], b.mul(over, _I64(4)))
-            count = b.add(b.load(_pointer(b, at, _I32)), b.trunc(b.ctpop(mask), _I32))
-            b.store(count, _pointer(b, b.add(at, _I64(4)), _I32))
+            mask_at, rank_at = b.add(args[4], b.mul(over, _I64(8))), b.add(args[5], b.mul(over, _I64(4)))
+            count = b.load(_pointer(b, rank_at, _I32))
+            for i, x in enumerate(sizes):
+                mask = b.bitcast(b.icmp_unsigned("<", x, limit), part)
+                b.store(mask, _pointer(b, b.add(mask_at, _I64(i * lanes // 8)), part)).align = 1
+                bits = b.ctpop(mask)
+                count = b.add(count, b.trunc(bits, _I32) if lanes > 32 else b.zext(bits, _I32) if lanes < 32 else bits)
+            b.store(count, _pointer(b, b.add(rank_at, _I64(4)), _I32))
         return ctx.get_dummy_value()
 
     i64 = types.int64
@@ -248,42 +254,90 @@ def select(_: Any, mask: Any, rank: Any) -> Any:
     return types.int64(types.uint64, types.int64), deposit if _HAS_PDEP else halve
 
 
+class _Rans:
+    """What the steps of 16 rANS states have in common."""
+
+    v1, v8, v16, v32, v64 = (ir.VectorType(k, 16) for k in (_I1, _I8, ir.IntType(16), _I32, _I64))
+
+    def __init__(self, b: Any, states: Any) -> None:
+        self.b, self.home = b, _pointer(b, states, self.v32)
+        self.x = b.load(self.home)
+        self.x.align = 4
+
+    @classmethod
+    def constant(cls, value: int) -> Any:
+        return ir.Constant(cls.v32, [value] * 16)
+
+    def call(self, name: str, kind: Any, *values: Any) -> Any:
+        signature = ir.FunctionType(kind, [v.type for v in values])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), values)
+
+    def gather(self, base: Any, index: Any, kind: Any) -> Any:
+        """Items of a table of 32- or 64-bit numbers, one for each lane."""
+        b, element = self.b, kind.element
+        offset = b.zext(b.mul(index, self.constant(element.width // 8)), self.v64)
+        places = b.inttoptr(b.add(splat(b, base, self.v64), offset), ir.VectorType(element.as_pointer(), 16))
+        everywhere, nothing = ir.Constant(self.v1, [1] * 16), ir.Constant(kind, ir.Undefined)
+        name = f"llvm.masked.gather.v16i{element.width}.v16p0"
+        return self.call(name, kind, places, _I32(element.width // 8), everywhere, nothing)
+
+    def keep(self, x: Any, due: Any) -> Any:
+        """Store the states; how many words they took or gave."""
+        self.b.store(x, self.home).align = 4
+        return self.b.zext(self.b.ctpop(self.b.bitcast(due, ir.IntType(16))), _I64)
+
+
 @machine
 def rans16(_: Any, table: Any, states: Any, words: Any, out: Any) -> Any:
     """Decode one symbol from each of 16 states; all arguments are addresses. Returns how many words were taken.
 
     An item of the table is symbol << 24 | (frequency - 1) << 12 | rest. See `rans.decode` for the same, one by one.
     """
-    v1, v8, v16, v32, v64 = (ir.VectorType(k, 16) for k in (_I1, _I8, ir.IntType(16), _I32, _I64))
-
-    def constant(value: int) -> Any:
-        return ir.Constant(v32, [value] * 16)
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        def call(name: str, kind: Any, *values: Any) -> Any:
-            signature = ir.FunctionType(kind, [v.type for v in values])
-            return b.call(cgutils.get_or_insert_function(b.module, signature, name), values)
-
-        home = _pointer(b, args[1], v32)
-        x = b.load(home)
-        x.align = 4
-        base = splat(b, args[0], v64)
-        slot = b.shl(b.and_(x, constant(0xFFF)), constant(2))
-        places = b.inttoptr(b.add(base, b.zext(slot, v64)), ir.VectorType(_I32.as_pointer(), 16))
-        everywhere = ir.Constant(v1, [1] * 16)
-        e = call("llvm.masked.gather.v16i32.v16p0", v32, places, _I32(4), everywhere, ir.Constant(v32, ir.Undefined))
-        frequency = b.add(b.and_(b.lshr(e, constant(12)), constant(0xFFF)), constant(1))
-        x = b.add(b.mul(frequency, b.lshr(x, constant(12))), b.and_(e, constant(0xFFF)))
-        due = b.icmp_unsigned("<", x, constant(1 << 16))
+        r = _Rans(b, args[1])
+        twelve = r.constant(0xFFF)
+        e = r.gather(args[0], b.and_(r.x, twelve), r.v32)
+        frequency = b.add(b.and_(b.lshr(e, r.constant(12)), twelve), r.constant(1))
+        x = b.add(b.mul(frequency, b.lshr(r.x, r.constant(12))), b.and_(e, twelve))
+        due = b.icmp_unsigned("<", x, r.constant(1 << 16))
         source = _pointer(b, args[2], ir.IntType(16))
-        word = call("llvm.masked.expandload.v16i16", v16, source, due, ir.Constant(v16, [0] * 16))
-        longer = b.or_(b.shl(x, constant(16)), b.zext(word, v32))
-        b.store(b.select(due, longer, x), home).align = 4
-        b.store(b.trunc(b.lshr(e, constant(24)), v8), _pointer(b, args[3], v8)).align = 1
-        return b.zext(b.ctpop(b.bitcast(due, ir.IntType(16))), _I64)
+        word = r.call("llvm.masked.expandload.v16i16", r.v16, source, due, ir.Constant(r.v16, [0] * 16))
+        longer = b.or_(b.shl(x, r.constant(16)), b.zext(word, r.v32))
+        b.store(b.trunc(b.lshr(e, r.constant(24)), r.v8), _pointer(b, args[3], r.v8)).align = 1
+        return r.keep(b.select(due, longer, x), due)
 
     i64 = types.int64
     return i64(i64, i64, i64, i64), codegen
+
+
+@machine
+def rans16_encode(_: Any, shares: Any, inverses: Any, states: Any, symbols: Any, words: Any) -> Any:
+    """Encode one symbol into each of 16 states; all arguments are addresses. Returns how many words were given.
+
+    They lie just before `words`. `shares` has frequency << 16 | start of each symbol, `inverses` what to multiply by
+    instead of dividing by the frequency. See `rans.encode` for the same, one by one.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        r = _Rans(b, args[2])
+        symbol = b.load(_pointer(b, args[3], r.v8))
+        symbol.align = 1
+        symbol = b.zext(symbol, r.v32)
+        share, inverse = r.gather(args[0], symbol, r.v32), r.gather(args[1], symbol, r.v64)
+        frequency, start = b.lshr(share, r.constant(16)), b.and_(share, r.constant(0xFFFF))
+        due = b.icmp_unsigned(">=", b.lshr(r.x, r.constant(20)), frequency)
+        given = b.zext(b.ctpop(b.bitcast(due, ir.IntType(16))), _I64)
+        target = _pointer(b, b.sub(args[4], b.shl(given, _I64(1))), ir.IntType(16))
+        r.call("llvm.masked.compressstore.v16i16", ir.VoidType(), b.trunc(r.x, r.v16), target, due)
+        x = b.select(due, b.lshr(r.x, r.constant(16)), r.x)
+        quotient = b.lshr(b.mul(b.zext(x, r.v64), inverse), ir.Constant(r.v64, [44] * 16))
+        quotient = b.trunc(quotient, r.v32)
+        rest = b.sub(x, b.mul(quotient, frequency))
+        return r.keep(b.add(b.add(b.shl(quotient, r.constant(12)), start), rest), due)
+
+    i64 = types.int64
+    return i64(i64, i64, i64, i64, i64), codegen
 
 
 class _Mix:

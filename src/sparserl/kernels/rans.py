@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .llvm import HAS_EXPAND, highest, inline, kernel, rans16
+from .llvm import HAS_EXPAND, highest, inline, kernel, rans16, rans16_encode
 
 BITS = 12
 _TOTAL = 1 << BITS
@@ -154,28 +154,33 @@ def read_table(data: Any, freq: Any) -> Any:
 @kernel
 def encode(symbols: Any, freq: Any, states: Any, words: Any) -> Any:
     """Fill states, and words from the end. Returns where the words begin; there is room for one per symbol."""
-    table = np.zeros((256, 4), np.uint64)  # frequency, start, and the inverse of the frequency times 2^44
-    total = np.uint64(0)
+    shares, inverses = np.empty(256, np.uint32), np.zeros(256, np.uint64)  # inverses times 2^44
+    total = np.uint32(0)
     for s in range(256):
-        table[s, 0], table[s, 1] = freq[s], total
+        shares[s] = freq[s] << np.uint32(16) | total
         if freq[s]:
-            table[s, 2] = (np.uint64(1 << 44) - _ONE) // np.uint64(freq[s]) + _ONE
-        total += np.uint64(freq[s])
-    n, at = states.size, words.size
-    x = np.full(MOST_LANES, _LOW, np.uint64)
-    lane = (symbols.size - 1) & (n - 1)
-    for i in range(symbols.size - 1, -1, -1):
-        symbol = np.uint64(symbols[i])
-        z, f, begin = x[np.uint64(lane)], table[symbol, 0], table[symbol, 1]
+            inverses[s] = (np.uint64(1 << 44) - _ONE) // np.uint64(freq[s]) + _ONE
+        total += freq[s]
+    n, at, i = states.size, words.size, symbols.size - 1
+    states[:] = _LOW
+    rows = symbols.size & -n if HAS_EXPAND and n >= 16 else np.int64(0)
+    while i >= rows:
+        lane, symbol = np.uint64(i & (n - 1)), np.uint64(symbols[i])
+        z, share = np.uint64(states[lane]), np.uint64(shares[symbol])
+        f, begin = share >> _WORD, share & np.uint64(0xFFFF)
         words[np.uint64(at - 1)] = z & np.uint64(0xFFFF)
         full = z >= f << np.uint64(32 - BITS)
         z >>= np.uint64(full) << np.uint64(4)
         at -= np.int64(full)
-        q = (z * table[symbol, 2]) >> np.uint64(44)  # exact, and no overflow: z < f * 2^20 and f <= 2^12
-        x[np.uint64(lane)] = (q << _BITS) + begin + (z - q * f)
-        lane = (lane - 1) & (n - 1)
-    for lane in range(n):
-        states[lane] = x[lane]
+        q = (z * inverses[symbol]) >> np.uint64(44)  # exact, and no overflow: z < f * 2^20 and f <= 2^12
+        states[lane] = (q << _BITS) + begin + (z - q * f)
+        i -= 1
+    if rows:
+        share_at, inverse_at = np.int64(shares.ctypes.data), np.int64(inverses.ctypes.data)
+        state_at, word_at = np.int64(states.ctypes.data), np.int64(words.ctypes.data)
+        first = np.int64(symbols.ctypes.data)
+        for i in range(rows - 16, -16, -16):
+            at -= rans16_encode(share_at, inverse_at, state_at + 4 * (i & (n - 1)), first + i, word_at + 2 * at)
     return at
 
 

@@ -1,12 +1,13 @@
-"""Landing a patch: check the base, stage every change, check the result, then write.
+"""Landing a patch: check the base, write every change, check the result; all of it or nothing.
 
-    weights ──► digest = base? ──► decode, read old bits, sum up ──► digest = result? ──► scatter
-                     └ result: nothing to do    (weights untouched so far)
+    weights ──► digest = base? ──► decode, swap old bits for new, sum up ──► digest = result? ──► done
+                     └ result: nothing to do                                      └ no: put the old bits back
 
-Nothing is written before everything has been decoded and the tracked digest equals the patch's result, so a patch
-is applied whole or not at all. An interrupt (Ctrl-C) comes before the first bit is written or after the last one;
-only the end of the process can stop it in between, or memory that runs out while changes beyond 256 MiB are decoded
-for the second time.
+Each touched line of memory is fetched once, and the old bits are held until the tracked digest equals the patch's
+result. Where they would take more than 256 MiB, or tensors share memory, everything is decoded and summed up before the
+first bit is written, and what does not fit is decoded twice. Either way a patch is applied whole or not at all, and an
+interrupt (Ctrl-C) comes before the first bit is written or after the last one; only the end of the process can stop it
+in between, or memory that runs out while changes are decoded for the second time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..errors import InvalidField, TiedConflict, WrongBase
 from ..kernels import cpu
 from ..memory import Weights, memories, require_like, require_writable, tied_groups
 from ..parallel import Progress, ordered, uninterrupted
-from ..pieces import Batch, Geometry, Held
+from ..pieces import Batch, Geometry, Held, Place
 from ..plan import advance
 from ..region import whole
 from .decode import Decoded, flatten
@@ -43,24 +44,42 @@ class Applied:
 
 
 @dataclass(frozen=True)
+class Overlay:
+    """Bits and where they go: positions in regions of some tensors, and regions as a whole."""
+
+    tag: UIntArray
+    geometry: Geometry
+    count: Counts
+    positions: Positions
+    bits: UIntArray
+    dense: list[tuple[Place, UIntArray]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.positions.nbytes + self.bits.nbytes + sum(bits.nbytes for _, bits in self.dense)
+
+    def write(self, held: Held) -> None:
+        """Write these bits, and nothing but them."""
+        g = self.geometry
+        cpu.scatter(self.tag, self.count, g.first, g.dims, g.size, g.inside, self.positions, self.bits)
+        self.write_dense(held)
+
+    def write_dense(self, held: Held) -> None:
+        for (tensor, region), bits in self.dense:
+            memory = held.memory[tensor]
+            assert memory is not None
+            region = region or whole(memory.shape)
+            memory.view()[region.slices] = bits.reshape(region.size)
+
+
+@dataclass(frozen=True)
 class Staged:
     """The changes of one bucket, located in the weights at hand and ready to be written."""
 
     decoded: Decoded
-    geometry: Geometry
-    count: Counts
-    positions: Positions
+    new: Overlay
     old: UIntArray
-    new: UIntArray
     moved: Digest
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in (self.positions, self.old, self.new, self.decoded.words, self.decoded.dense))
-
-    def slim(self) -> Staged:
-        """What is needed to write it: without the old bits, and without the steps that led to the new ones."""
-        return replace(self, old=self.old[:0], decoded=replace(self.decoded, words=self.decoded.words[:0], old=None))
 
 
 def apply(
@@ -79,8 +98,9 @@ def apply(
 
     The weights must be memory that can be written: torch does not say so of tensors over a read-only file mapping.
 
-    Memory: the decoded changes are held until the result is known to be right, four bytes and one element for each, up
-    to 256 MiB. Of what is beyond that the buckets' own bytes are held, and decoded a second time to be written.
+    Memory: positions and old bits of the changes are held until the result is known to be right, up to 256 MiB. Beyond
+    that, and where tensors share memory, nothing is written before the result is known: decoded changes are held up to
+    256 MiB, of the others the buckets' own bytes.
     """
     memory = memories(weights)
     require_like(patch.table, memory, "the patch", "the weights")
@@ -96,25 +116,61 @@ def apply(
     touched = {patch.table[t].name for head in patch.heads for t in np.unique(head.entries.tensor).tolist()}
     require_writable((name, memory[name]) for name in touched)
     tied = tied_groups(memory)
-    result = current
-    staged: list[Staged | tuple[int, bytes]] = []
-    room = KEEP_BYTES
+    if tied or _undo_bytes(patch) > KEEP_BYTES:
+        _stage_then_commit(patch, held, current, tied, threads)
+    else:
+        _exchange_or_undo(patch, held, current, threads)
+    return Applied(patch.result, patch.changed, already=False)
+
+
+def _undo_bytes(patch: Patch) -> int:
+    """What it takes to remember where changes were and what was there."""
+    heads = patch.heads
+    return sum(h.layout.changes * (4 + h.dtype.width) + h.dense_elements * h.dtype.width for h in heads)
+
+
+def _exchange_or_undo(patch: Patch, held: Held, base: Digest, threads: int | None) -> None:
+    log: list[tuple[Overlay, Digest]] = []
+
+    def land(index: int) -> None:
+        log.append(exchange(held, patch.parse(index, patch.bucket(index), held)))
+
+    def work() -> None:
+        try:
+            deque(ordered(land, range(patch.buckets), threads), maxlen=0)
+            _require_result(patch, sum((moved for _, moved in log), base))
+        except BaseException:
+            for old, _ in log:
+                old.write(held)
+            raise
+
+    uninterrupted(work)
+
+
+def _stage_then_commit(patch: Patch, held: Held, base: Digest, tied: list[list[str]], threads: int | None) -> None:
+    result, room = base, KEEP_BYTES
+    kept: list[Staged] = []
+    landing: list[Overlay | tuple[int, bytes]] = []
     for index, data, part in ordered(lambda i: _staged(patch, held, i), range(patch.buckets), threads):
         result += part.moved
-        slim = part if tied else part.slim()
-        room -= slim.nbytes
-        staged.append(slim if tied or room >= 0 else (index, bytes(data)))
+        room -= part.new.nbytes
+        landing.append(part.new if tied or room >= 0 else (index, bytes(data)))
+        if tied:
+            kept.append(part)
+    _require_result(patch, result)
+    _refuse_conflicts(patch, held, tied, kept)
+
+    def land(part: Overlay | tuple[int, bytes]) -> None:
+        (part if isinstance(part, Overlay) else stage(held, patch.parse(*part, held)).new).write(held)
+
+    uninterrupted(lambda: deque(ordered(land, landing, threads), maxlen=0))
+
+
+def _require_result(patch: Patch, result: Digest) -> None:
     if result != patch.result:
         raise InvalidField(
-            f"the changes lead to digest {result}, the patch promises {patch.result}; nothing was touched"
+            f"the changes lead to digest {result}, the patch promises {patch.result}; the weights are as they were"
         )
-    _refuse_conflicts(patch, held, tied, [part for part in staged if isinstance(part, Staged)])
-
-    def land(part: Staged | tuple[int, bytes]) -> None:
-        commit(held, part if isinstance(part, Staged) else stage(held, patch.parse(*part, held)))
-
-    uninterrupted(lambda: deque(ordered(land, staged, threads), maxlen=0))
-    return Applied(patch.result, patch.changed, already=False)
 
 
 def _staged(patch: Patch, held: Held, index: int) -> tuple[int, bytes | memoryview, Staged]:
@@ -128,39 +184,55 @@ def digest_of(patch: Patch, held: Held, threads: int | None = None, progress: Pr
     return read + table_digest(patch.table) if patch.complete else read
 
 
+def exchange(held: Held, decoded: Decoded) -> tuple[Overlay, Digest]:
+    """Write the new bits of a bucket, and return what was there before and how the digest moved."""
+    dtype, new = decoded.head.dtype, decoded.words
+    order = decoded.head.profile.absolute, dtype.uint.type(1 << (8 * dtype.width - 1)), dtype.sign_magnitude
+    dense = [(place, held.bits(*place).copy()) for place, _ in decoded.dense_bits]
+    old = _overlay(held, decoded, np.empty_like(new), dense)
+    g = old.geometry
+    cpu.exchange(old.tag, old.count, g.first, g.dims, g.size, g.inside, old.positions, new, *order, old.bits)
+    try:
+        moved = _moved(held, old, new, decoded)
+        replace(old, dense=decoded.dense_bits).write_dense(held)
+    except BaseException:
+        old.write(held)
+        raise
+    return old, moved
+
+
 def stage(held: Held, decoded: Decoded) -> Staged:
     """Read the old bits, compute the new ones, and see how the digest moves. Writes nothing."""
-    dtype = decoded.head.dtype
-    tag = np.empty(0, dtype.uint)
-    count, positions = decoded.sparse_count, decoded.positions
-    g = held.geometry(decoded.sparse_tensor, [r for _, r in decoded.sparse_places])
+    dense = [(place, held.bits(*place)) for place, _ in decoded.dense_bits]
+    old = _overlay(held, decoded, np.empty_like(decoded.words) if decoded.old is None else decoded.old, dense)
+    g = old.geometry
     if decoded.old is None:
-        old = np.empty(positions.size, dtype.uint)
-        cpu.gather(tag, count, g.first, g.dims, g.size, g.inside, positions, old)
-    else:
-        old = decoded.old
-    new = decoded.words if decoded.head.profile.absolute else advance(dtype, old, decoded.words)
-    first, second = cpu.digest_delta(count, g.start, g.dims, g.size, g.outside, g.keys, positions, old, new)
+        cpu.gather(old.tag, old.count, g.first, g.dims, g.size, g.inside, old.positions, old.bits)
+    absolute = decoded.head.profile.absolute
+    new = decoded.words if absolute else advance(decoded.head.dtype, old.bits, decoded.words)
+    moved = _moved(held, old, new, decoded)
+    return Staged(decoded, replace(old, bits=new, dense=decoded.dense_bits), old.bits, moved)
+
+
+def _overlay(held: Held, decoded: Decoded, bits: UIntArray, dense: list[tuple[Place, UIntArray]]) -> Overlay:
+    geometry = held.geometry(decoded.sparse_tensor, [r for _, r in decoded.sparse_places])
+    tag = np.empty(0, decoded.head.dtype.uint)
+    return Overlay(tag, geometry, decoded.sparse_count, decoded.positions, bits, dense)
+
+
+def _moved(held: Held, old: Overlay, new: UIntArray, decoded: Decoded) -> Digest:
+    """How the digest moves when old bits become new ones."""
+    g = old.geometry
+    first, second = cpu.digest_delta(
+        old.count, g.start, g.dims, g.size, g.outside, g.keys, old.positions, old.bits, new
+    )
     moved = Digest(int(first), int(second))
-    for (tensor, region), _, bits in decoded.dense_entries():
-        batch = Batch.of(held.table, tensor, region)
-        address, alive = held.read(batch)
-        was = sums(held.table, batch, address)
-        moved += sums(held.table, batch, np.array([bits.ctypes.data], np.int64)) - was
-        del alive  # copies may go only now
-    return Staged(decoded, g, count, positions, old, new, moved)
-
-
-def commit(held: Held, part: Staged) -> None:
-    """Write the new bits, and nothing but them."""
-    g = part.geometry
-    tag = np.empty(0, part.decoded.head.dtype.uint)
-    cpu.scatter(tag, part.count, g.first, g.dims, g.size, g.inside, part.positions, part.new)
-    for (tensor, region), _, bits in part.decoded.dense_entries():
-        memory = held.memory[tensor]
-        assert memory is not None
-        region = region or whole(memory.shape)
-        memory.view()[region.slices] = bits.reshape(region.size)
+    for (place, was), (_, now) in zip(old.dense, decoded.dense_bits, strict=True):
+        batch = Batch.of(held.table, *place)
+        at = (np.array([bits.ctypes.data], np.int64) for bits in (was, now))
+        before, after = (sums(held.table, batch, address) for address in at)
+        moved += after - before
+    return moved
 
 
 def _refuse_conflicts(patch: Patch, held: Held, tied: list[list[str]], staged: list[Staged]) -> None:
@@ -182,14 +254,14 @@ def _flat(patch: Patch, held: Held, name: str, staged: list[Staged]) -> tuple[np
     where, bits = [np.empty(0, np.int64)], [np.empty(0, patch.table[tensor].dtype.uint)]
     for part in staged:
         at = 0
-        for (t, region), count in zip(part.decoded.sparse_places, part.count.tolist(), strict=True):
+        for (t, region), count in zip(part.decoded.sparse_places, part.new.count.tolist(), strict=True):
             if t == tensor:
                 inside = slice(at, at + count)
-                real = part.old[inside] != part.new[inside]
-                where.append(flatten(patch.table, (t, region), part.positions[inside][real]))
-                bits.append(part.new[inside][real])
+                real = part.old[inside] != part.new.bits[inside]
+                where.append(flatten(patch.table, (t, region), part.new.positions[inside][real]))
+                bits.append(part.new.bits[inside][real])
             at += count
-        for (t, region), _, dense in part.decoded.dense_entries():
+        for (t, region), dense in part.new.dense:
             if t == tensor:
                 real = held.bits(t, region) != dense
                 where.append(flatten(patch.table, (t, region), np.flatnonzero(real).astype(np.uint32)))

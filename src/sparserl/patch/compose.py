@@ -370,7 +370,7 @@ def _undo(held: Held, decoded: Decoded) -> tuple[Changes, Digest]:
     staged = stage(held, decoded.in_order())
     dtype, decoded = decoded.head.dtype, staged.decoded
     dense = [Dense(place, count, held.bits(*place).copy()) for place, count, _ in decoded.dense_entries()]
-    return _columns(decoded, staged.old, steps_between(dtype, staged.new, staged.old), dense), staged.moved
+    return _columns(decoded, staged.old, steps_between(dtype, staged.new.bits, staged.old), dense), staged.moved
 
 
 def _columns(decoded: Decoded, after: UIntArray | None, steps: UIntArray | None, dense: list[Dense]) -> Changes:

@@ -57,6 +57,11 @@ class Decoded:
             yield place, count, self.dense[at : at + size]
             at += size
 
+    @property
+    def dense_bits(self) -> list[tuple[Place, UIntArray]]:
+        """Place and bits of every dense entry."""
+        return [(place, bits) for place, _, bits in self.dense_entries()]
+
     def _places(self, dense: bool) -> list[Place]:
         entries = self.head.entries
         return [

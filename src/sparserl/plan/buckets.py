@@ -43,7 +43,7 @@ class Draft:
             self.costs = {n: self.costs.get(n, 0.0) + part.cost[n] for n in shared}
         self.parts.append(part)
         self.covered += part.covered * part.dtype.width
-        self.count += int(part.count.sum())
+        self.count += part.total
         self.dense_bytes += sum(d.bits.nbytes for d in part.dense)
 
     def payload(self) -> float:
@@ -56,7 +56,7 @@ class Draft:
         if part.count.size and self.costs and not self.costs.keys() & part.cost.keys():
             return False
         covered = self.covered + part.covered * part.dtype.width
-        count = self.count + int(part.count.sum())
+        count = self.count + part.total
         payload = self.payload() + sum(d.bits.nbytes for d in part.dense) + min(part.cost.values(), default=0.0) / 8
         most = ENOUGH_COVER_BYTES if count > ENOUGH_CHANGES else BUCKET_COVER_BYTES
         return covered <= most and count <= BUCKET_CHANGES and payload <= BUCKET_PAYLOAD_BYTES

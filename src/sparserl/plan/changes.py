@@ -50,6 +50,11 @@ class Changes:
     before: UIntArray | None = None
     base: Held | None = None
 
+    @property
+    def total(self) -> int:
+        """Changes that are not in dense entries."""
+        return int(self.positions.size)
+
     def some(self, which: slice | npt.NDArray[np.bool_]) -> dict[str, Any]:
         """Positions and words of some changes, by the names of their columns."""
         columns = {name: getattr(self, name) for name in ("positions", "after", "steps", "before")}

@@ -17,6 +17,7 @@ from ..bits import DType
 from ..codec.ctx import KEYS, magnitude
 from ..codec.profile import Classes, Counts
 from ..kernels import classes as kernel
+from ..kernels import entropy
 from ..wire import limits
 from .changes import Changes
 from .estimate import number_bits
@@ -70,22 +71,10 @@ def _inside_columns(parts: Sequence[Changes], changed: Array) -> float:
 
 def _partition(members: Array, changed: Array, tiles: int) -> tuple[tuple[int, ...], float]:
     """Thresholds with the least estimated bits, and those bits."""
-    edges = _candidates(changed.sum(1))
-    cost = _costs(members, changed, edges) + (_TABLE_BITS + _COUNT_BITS * tiles)
-    total, back = cost[0], []
-    best = float(total[-1])
-    thresholds: tuple[int, ...] = ()
-    for classes in range(2, MOST_CLASSES + 1):
-        sums = total[:, None] + cost
-        back.append(sums.argmin(0))
-        total = sums.min(0)
-        if float(total[-1]) < best - _WORTH * best * (classes - 1 - len(thresholds)):
-            best, at, cuts = float(total[-1]), len(edges) - 1, []
-            for row in reversed(back):
-                at = int(row[at])
-                cuts.append(int(edges[at]))
-            thresholds = tuple(reversed(cuts))
-    return thresholds, best
+    bits, thresholds = entropy.cuts(
+        members, changed, _candidates(changed.sum(1)), float(_TABLE_BITS + _COUNT_BITS * tiles), _WORTH, MOST_CLASSES
+    )
+    return tuple(thresholds.tolist()), float(bits)
 
 
 def _candidates(changed: Array) -> Array:
@@ -98,19 +87,6 @@ def _candidates(changed: Array) -> Array:
         share = np.cumsum(changed)[live] / changed.sum() * _CANDIDATES
         edges = np.concatenate((live[np.diff(share.astype(np.int64), prepend=-1) > 0], [live[-1] + 1]))
     return np.unique(np.concatenate(([0], edges[(edges > 0) & (edges < KEYS)], [KEYS])))
-
-
-def _costs(members: Array, changed: Array, edges: Array) -> Array:
-    """Bits of a class from any edge to any later one."""
-
-    def between(column: Array) -> Array:
-        sums = np.concatenate(([0.0], np.cumsum(column)))[edges]
-        return sums[None, :] - sums[:, None]
-
-    size, count = between(members), between(changed.sum(1))
-    index = _xlogx(size) - _xlogx(count) - _xlogx(size - count)
-    steps = _xlogx(count) - sum(_xlogx(between(changed[:, column])) for column in range(changed.shape[1]))
-    return np.where(size >= 0, np.maximum(index, 0) + steps, np.inf) + np.where(np.tri(edges.size), np.inf, 0.0)
 
 
 def _xlogx(x: Array) -> Array:

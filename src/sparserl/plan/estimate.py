@@ -7,37 +7,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import codec
 from ..bits import UIntArray
-from ..kernels import cpu
+from ..codec.profile import Counts
+from ..kernels import entropy
 from .changes import Changes
 
 _SAMPLE = 1 << 12
 _AUTO = ("ctx", "ulp", "gap", "raw")
 
 
-def index_bits(numel: npt.NDArray[Any], count: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def index_bits(numel: Counts, count: Counts) -> npt.NDArray[np.float64]:
     """Bits to say which `count` of `numel` elements changed, were all choices alike; a code takes one per gap."""
-    n, k = numel.astype(np.float64), count.astype(np.float64)
-    p = k / n
-    with np.errstate(divide="ignore", invalid="ignore"):
-        h = -p * np.log2(p) - (1 - p) * np.log2(1 - p)
-    return np.asarray(np.where(k < n, np.maximum(n * np.nan_to_num(h), k), 0.0), np.float64)
+    out = np.empty(numel.size, np.float64)
+    entropy.index_bits(numel, count, out)
+    return out
 
 
 def number_bits(values: UIntArray) -> float:
-    """Bits per number in token form: entropy of the tokens, plus the low bits."""
-    sample = np.ascontiguousarray(values[:: max(1, values.size // _SAMPLE)])
-    if not sample.size:
-        return 0.0
-    tokens = np.empty(sample.size, np.uint8)
-    lows = cpu.pack(sample, tokens, np.empty(sample.size + 1, np.uint64))
-    return _entropy(tokens) + int(lows) / sample.size
+    """Bits per number in token form, judged by a sample."""
+    return float(entropy.number_bits(values, max(1, values.size // _SAMPLE)))
 
 
 def plane_bits(words: UIntArray) -> float:
@@ -72,7 +65,7 @@ def estimate(changes: Changes, names: Sequence[str]) -> dict[str, float]:
 
     Of `ctx` only a bound is known here, that of `ulp`; what it takes shows when its bucket is full.
     """
-    total = int(changes.count.sum())
+    total = changes.total
     gaps = float(index_bits(changes.numel, changes.count).sum())
     out = {}
     for name in names:

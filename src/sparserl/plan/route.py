@@ -57,7 +57,7 @@ def _compare(changes: Changes, whole_bits: UIntArray, e: int, part: slice, names
 def _fit(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterator[Changes]:
     """Sparse changes in parts that fit a bucket each, with their estimates: fewer entries, or parts of one."""
     changes.cost = estimate(changes, names)
-    entries, count, bits = changes.count.size, int(changes.count.sum()), min(changes.cost.values(), default=0.0)
+    entries, count, bits = changes.count.size, changes.total, min(changes.cost.values(), default=0.0)
     if (count <= BUCKET_CHANGES and bits <= 8 * BUCKET_PAYLOAD_BYTES) or int(changes.numel.sum()) == 1:
         yield changes
     elif entries > 1:
@@ -130,7 +130,7 @@ def _columns(
 def _select(changes: Changes, keep: npt.NDArray[np.bool_]) -> Changes:
     """The sparse changes without some of their entries."""
     if keep.all():
-        return replace(changes, dense=[])
+        return replace(changes, dense=[]) if changes.dense else changes
     return Changes(
         changes.dtype,
         changes.tensor[keep],

@@ -52,6 +52,7 @@ from sparserl.wire import Head
 ENOUGH = 0.12  # of the bytes, which history must save to be worth it
 MOST_TIME = 2.0  # times that of ctx, which it may take
 _BF16 = BY_NAME["bfloat16"]
+_LOOK = False, _BF16.top, _BF16.sign_magnitude  # what `class_positions` is told: nothing is to land
 _SHIFT = 8 * _BF16.width - KEYS.bit_length()  # keys are the highest nine bits of the magnitude, as ctx has them
 _WARM = 1  # the stamp of a change in the warm-up: one event, older than any sync that follows
 _FIRST = 2 + _WARM  # the stamp of the first sync
@@ -702,7 +703,7 @@ class _Part:
         layout, tag = self.layout, np.empty(0, np.uint16)
         gaps, words, at = self.ready[0]
         args = *magnitude(_BF16), self.address, layout.numel, layout.count, layout.tile_log, self.limits
-        classes.class_positions(tag, *args, self.tiles[0].ravel(), at.copy(), gaps, words, *self.found[0])
+        classes.class_positions(tag, *args, self.tiles[0].ravel(), at.copy(), gaps, words, *_LOOK, *self.found[0])
 
     def decode_history(self) -> None:
         layout, tag = self.layout, np.empty(0, np.uint16)

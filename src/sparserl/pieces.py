@@ -111,6 +111,11 @@ class Held:
             alive.append(owner)
         return addresses, alive
 
+    def in_place(self, batch: Batch, addresses: Numbers) -> bool:
+        """Whether what `read` gave is the parts' own memory, not copies."""
+        g = self.geometry(batch.tensor, batch.region)
+        return bool((g.dims == 1).all() and (g.inside[:, 0] == 1).all() and (g.first == addresses).all())
+
     def bits(self, tensor: int, region: Region | None) -> UIntArray:
         """The bits of one part in row-major order: a view of its memory where that is possible."""
         memory = self._memory(tensor)

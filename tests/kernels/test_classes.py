@@ -119,7 +119,7 @@ def run_gaps(view, entries, addresses, limits, log, words):
     return np.concatenate(mine[0]), np.concatenate(mine[1]), counts
 
 
-def run_positions(view, entries, addresses, limits, log, counts, gaps, words):
+def run_positions(view, entries, addresses, limits, log, counts, gaps, words, land=False, mirrored=False):
     """What the kernel finds, sorted in each entry, or the entry it finds at fault."""
     kind, keep = view
     uint = np.dtype(f"u{kind.itemsize}")
@@ -129,7 +129,8 @@ def run_positions(view, entries, addresses, limits, log, counts, gaps, words):
     tallies = counts.sum(0, np.int64)
     at = np.cumsum(tallies) - tallies
     args = kind, keep, int64(*addresses), numel, count, log, limits, counts.astype(np.uint32).ravel(), at
-    bad = classes.class_positions(np.empty(0, uint), *args, np.append(gaps, np.uint32(0)), words, *found)
+    order = land, uint.type(1 << (8 * uint.itemsize - 1)), mirrored
+    bad = classes.class_positions(np.empty(0, uint), *args, np.append(gaps, np.uint32(0)), words, *order, *found)
     assert all(untouched(column, total) for column in found)
     if bad >= 0:
         return int(bad)
@@ -156,6 +157,17 @@ def assert_classes(rng, width, magnitude, thresholds, entries, log):
     assert (found[1] == words).all()
     assert (found[2] == np.concatenate([bits[where] for bits, where in entries])).all()
     assert all((buffer == was).all() for (buffer, _), was in zip(held, saved, strict=True))
+    mirrored = magnitude == "float"
+    landed = run_positions(view, entries, addresses, limits, log, counts, gaps, sorted_words, True, mirrored)
+    new = reference.advance(found[2], words, mirrored)
+    assert all((a == b).all() for a, b in zip(landed, (positions, new, found[2]), strict=True))
+    at = 0
+    for i, ((buffer, _), was, (bits, where)) in enumerate(zip(held, saved, entries, strict=True)):
+        after = bits.copy()
+        after[where] = new[at : at + where.size]
+        was[i % 5 : i % 5 + after.nbytes] = after.view(np.uint8)
+        assert (buffer == was).all()
+        at += where.size
 
 
 HOW = ("none", "few", "half", "all", "first", "last")
@@ -253,7 +265,6 @@ def test_what_does_not_fit_its_tile_is_refused(lie):
     """Gaps that leave the members of their class in the tile, and counts that are not the entry's, name the entry."""
     counts, gaps, bad = LIES[lie]
     bits = np.tile(np.array([1, 9], np.uint16), 50)
-    entries = [(bits, np.array([0, 2, 5], np.uint32))]
     counts = np.pad(np.array(counts, np.uint32), ((0, 0), (3, 0)))
     at = np.array([0, 0, 0, 0, min(3, int(counts[0, 3]))], np.int64)
     kind, keep = seen_as(2, "plain")
@@ -261,10 +272,13 @@ def test_what_does_not_fit_its_tile_is_refused(lie):
     room = np.zeros(5, np.uint32)
     room[: len(gaps)] = gaps
     args = int64(bits.ctypes.data), int64(100), int64(3), 10, padded([5])[1], counts.ravel(), at, room
-    words = np.zeros(5, np.uint16)
-    assert classes.class_positions(np.empty(0, np.uint16), kind, keep, *args, words, *found) == bad
-    assert all(untouched(column, 3) for column in found)
-    assert entries[0][0] is bits
+    words = np.full(5, 2, np.uint16)
+    for land in (False, True):
+        again = (a.copy() if a is at else a for a in args)
+        order = land, np.uint16(1 << 15), True
+        assert classes.class_positions(np.empty(0, np.uint16), kind, keep, *again, words, *order, *found) == bad
+        assert all(untouched(column, 3) for column in found)
+        assert (bits == np.tile(np.array([1, 9], np.uint16), 50)).all()
 
 
 def test_a_gap_does_not_reach_into_the_next_tile():

@@ -88,13 +88,15 @@ class Ctx:
         widest = (1 << (8 * layout.dtype.width)) - 1
         for c, (low, size) in enumerate(zip(at.tolist(), totals.tolist(), strict=True)):
             stream, mine = Stream.CLASS + 4 * c, slice(low, low + size)
-            gaps[mine] = numbers.read(layout, reader, size, most - 1, np.uint32, stream, stream + 1)
-            words[mine] = numbers.read(layout, reader, size, widest, layout.dtype.uint, stream + 2, stream + 3)
+            numbers.read_into(layout, reader, gaps[mine], most - 1, stream, stream + 1)
+            numbers.read_into(layout, reader, words[mine], widest, stream + 2, stream + 3)
+        reader.finish()  # for what is landed below must not be followed by an error
         padded = np.pad(counts, ((0, 0), (spare, 0)))
         found = Found(empty(layout.changes, np.uint32), np.empty_like(words), np.empty_like(words))
         args = kind, keep, layout.old, layout.numel, layout.count, layout.tile_log, limits
-        at = np.pad(at, (spare, 0))
-        bad = kernel.class_positions(np.empty(0, layout.dtype.uint), *args, padded.ravel(), at, gaps, words, *found)
+        at, tag = np.pad(at, (spare, 0)), np.empty(0, layout.dtype.uint)
+        order = layout.land, layout.dtype.top, layout.dtype.sign_magnitude
+        bad = kernel.class_positions(tag, *args, padded.ravel(), at, gaps, words, *order, *found)
         if bad >= 0:
             raise InvalidField(
                 f"{reader.what}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile "

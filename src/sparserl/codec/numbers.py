@@ -39,8 +39,14 @@ def read(
 ) -> npt.NDArray[Any]:
     """`count` numbers, none above `limit`; anything else in the streams is an error."""
     values = empty(count, dtype)
+    read_into(layout, reader, values, limit, tokens, lows)
+    return values
+
+
+def read_into(layout: Layout, reader: Reader, values: npt.NDArray[Any], limit: int, tokens: int, lows: int) -> None:
+    """As many numbers as there is room for."""
     at = 0
-    for size in layout.chunk_sizes(count):
+    for size in layout.chunk_sizes(values.size):
         heads = as_bytes(reader.take(tokens, size))
         tail = reader.take_stored(lows, (size * _MOST_LOW_BITS + 7) // 8)
         words = np.zeros(len(tail) // 8 + 3, np.uint64)
@@ -51,4 +57,3 @@ def read(
                 f"{reader.what}: stream {tokens}: number {at + bad} is past its limit or its low bits do not match"
             )
         at += size
-    return values

@@ -27,6 +27,7 @@ class Found(NamedTuple):
     """What a profile read: positions, words, and the old bits where it saw them.
 
     The positions of an entry rise, but for `conditional` profiles, which find them class by class, stretch by stretch.
+    Where such a profile was told to `land` the changes, the words are the new bits, which are in place.
     """
 
     positions: Positions
@@ -45,6 +46,7 @@ class Layout:
     chunk_log: int
     old: Counts | None = None  # addresses of the entries' old bits, in row-major order, where they are at hand
     classes: Classes | None = None  # of a writer; a reader finds them in a stream
+    land: bool = False  # whether a reader that sees the old bits writes the new ones over them
 
     @property
     def changes(self) -> int:

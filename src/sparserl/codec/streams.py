@@ -66,6 +66,12 @@ class Reader:
         self._coded = coded
         self._taken = dict.fromkeys(coded, 0)
 
+    def copy(self) -> Reader:
+        """A reader of what is left."""
+        other = Reader(self._coded, self.what)
+        other._taken |= self._taken
+        return other
+
     def take(self, stream: int, size: int) -> Buffer:
         """The next chunk of a stream, which must decode to exactly `size` bytes; absent streams are empty."""
         if size == 0 and stream not in self._coded:

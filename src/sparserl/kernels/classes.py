@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .cpu import advanced
 from .llvm import at_most8, at_most16, classify64, inline, kernel, load, popcount, prefetch, select, store
 from .llvm import width as width_of
 
@@ -199,7 +200,7 @@ def _emit(
     The stretch lies at address `a`, position `low`. Returns the next rank, counted from the next stretch, and gap.
     """
     masks, inside, coarse = grid
-    positions, out_words, old = out
+    positions, out_words, old, land, top, sign_magnitude = out
     width = width_of(tag)
     mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW * c, np.int64(inside.ctypes.data) + 4 * _ROW * c
     coarse_at, members = np.int64(coarse.ctypes.data) + 64 * c, np.int64(inside[c, _BLOCKS])
@@ -208,9 +209,13 @@ def _emit(
         b += at_most8(rank_at + 4 * b, rank) - 1
         mask = load(masks, mask_at + 8 * _ROW + 8 * b) & ~load(masks, mask_at + 8 * b)
         p = b * 64 + select(mask, rank - np.int64(load(inside, rank_at + 4 * b)))
+        bits, word = load(tag, a + p * width), words[np.uint64(q)]
+        if land:
+            word = advanced(tag, bits, word, top, sign_magnitude)
+            store(tag, a + p * width, word)
         positions[np.uint64(k)] = low + p
-        old[np.uint64(k)] = load(tag, a + p * width)
-        out_words[np.uint64(k)] = words[np.uint64(q)]
+        old[np.uint64(k)] = bits
+        out_words[np.uint64(k)] = word
         prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))  # while memory is idle: of the stretch after the next
         k += 1
         q += 1
@@ -232,6 +237,9 @@ def class_positions(
     at: Any,
     gaps: Any,
     sorted_words: Any,
+    land: Any,
+    top: Any,
+    sign_magnitude: Any,
     positions: Any,
     words: Any,
     old: Any,
@@ -240,12 +248,49 @@ def class_positions(
 
     Inside an entry they come stretch by stretch of 8192 elements, and in a stretch class by class.
     -1, or the first entry whose counts do not add up or whose gaps leave their tile.
+
+    Where they are to `land`, the words become the new bits, and are written over the old ones. Nothing is written
+    where an entry is at fault.
     """
+    out = positions, words, old, land, top, sign_magnitude
+    k, bad = _positions(tag, kind, keep, address, numel, counts, log, limits, tiles, at, gaps, sorted_words, out)
+    if land and bad >= 0:
+        _put_back(tag, address, counts, positions, old, k)
+    return bad
+
+
+@inline
+def _put_back(tag: Any, address: Any, counts: Any, positions: Any, old: Any, end: Any) -> None:
+    """Write the old bits of the first changes."""
+    k = np.int64(0)
+    for e in range(counts.size):
+        for _ in range(min(counts[e], end - k)):
+            store(tag, address[e] + np.int64(positions[k]) * width_of(tag), old[k])
+            k += 1
+
+
+@inline
+def _positions(
+    tag: Any,
+    kind: Any,
+    keep: Any,
+    address: Any,
+    numel: Any,
+    counts: Any,
+    log: Any,
+    limits: Any,
+    tiles: Any,
+    at: Any,
+    gaps: Any,
+    sorted_words: Any,
+    out: Any,
+) -> Any:
+    """How many changes were found, and the first entry at fault or -1."""
     width = width_of(kind)
     classes = len(limits) + 1
     masks, ranks, inside = _grid(classes)
     coarse = np.empty((classes, 16), np.int32)
-    grid, out = (masks, inside, coarse), (positions, words, old)
+    grid = masks, inside, coarse
     want, left = np.empty(MOST, np.int64), np.empty(MOST, np.int64)
     k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
@@ -260,7 +305,7 @@ def class_positions(
             t += classes
             due -= here
             if due < 0:
-                return e
+                return k, e
             low = np.int64(tile)
             while here and low < stop:
                 n = min(stop - low, np.int64(64 * _BLOCKS))
@@ -277,7 +322,7 @@ def class_positions(
                     here -= at[c] - q
                 low += n
             if here:
-                return e
+                return k, e
         if due:
-            return e
-    return -1
+            return k, e
+    return k, -1

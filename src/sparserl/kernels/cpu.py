@@ -231,19 +231,23 @@ def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any
 
 
 @inline
-def _advanced(bits: Any, step: Any, top: Any, sign_magnitude: Any) -> Any:
-    """Bits a zigzag step further in the integer order of the format. Nothing here branches on the data."""
+def advanced(tag: Any, bits: Any, step: Any, top: Any, sign_magnitude: Any) -> Any:
+    """Bits a zigzag step further in the integer order of the format.
+
+    Shifts instead of comparisons: compilers make branches of those, on signs that cannot be predicted.
+    """
     zero, high, word = np.uint64(0), np.uint64(top), np.uint64(bits)
+    sign = np.uint64(8 * width_of(tag) - 1)
     mirrors = zero - np.uint64(sign_magnitude)  # where negative numbers run backwards
-    word ^= (high | (zero - np.uint64((word & high) != zero))) & mirrors
+    word ^= (high | (zero - (word >> sign & _ONE))) & mirrors
     word += (np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))
-    return word ^ ((high | (zero - np.uint64((word & high) == zero))) & mirrors)
+    return tag.dtype.type(word ^ ((high | ((word >> sign & _ONE) - _ONE)) & mirrors))
 
 
 @inline
 def _swap(tag: Any, at: Any, i: Any, words: Any, absolute: Any, top: Any, sign_magnitude: Any, old: Any) -> None:
     was, word = load(tag, at), words[np.uint64(i)]
-    new = word if absolute else tag.dtype.type(_advanced(was, word, top, sign_magnitude))
+    new = word if absolute else advanced(tag, was, word, top, sign_magnitude)
     old[np.uint64(i)], words[np.uint64(i)] = was, new
     store(tag, at, new)
 
@@ -334,7 +338,7 @@ def steps(old: Any, new: Any, top: Any, sign_magnitude: Any, out: Any) -> None:
 def advance(old: Any, step: Any, top: Any, sign_magnitude: Any, out: Any) -> None:
     """The new bits: `steps` undone."""
     for i in range(old.size):
-        out[i] = _advanced(old[i], step[i], top, sign_magnitude)
+        out[i] = advanced(old, old[i], step[i], top, sign_magnitude)
 
 
 @inline
@@ -399,15 +403,22 @@ def pack(values: Any, tokens: Any, lows: Any) -> Any:
     return at * np.uint64(64) + fill
 
 
-@kernel
-def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
-    """Numbers from tokens and low bits (uint64 words, two to spare). -1, or the first index at fault."""
+@inline
+def _token_tables() -> Any:
+    """For each token, how many low bits follow, and the number without them."""
     widths, heads = np.zeros(256, np.uint64), np.empty(256, np.uint64)
     for t in range(256):
         heads[t] = t
         if t >= 16:
             widths[t] = (t - 16) // 4 + 2
             heads[t] = np.uint64(4 + t % 4) << (widths[t] & np.uint64(63))
+    return widths, heads
+
+
+@kernel
+def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
+    """Numbers from tokens and low bits (uint64 words, two to spare). -1, or the first index at fault."""
+    widths, heads = _token_tables()
     base = np.int64(lows.ctypes.data)
     at, end = np.uint64(0), np.uint64(bits)
     i, n = np.int64(0), tokens.size
@@ -416,6 +427,19 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
             i += 16
             continue
         stop = min(i + 16, n)
+        while width_of(out) <= 4 and i + 2 <= stop:  # two at a time, if their low bits come with one load
+            one, two = np.uint64(tokens[np.uint64(i)]), np.uint64(tokens[np.uint64(i + 1)])
+            width = widths[one] + widths[two]
+            if width > np.uint64(56):
+                break
+            low = load(lows, base + np.int64(at >> np.uint64(3))) >> (at & np.uint64(7))
+            v = heads[one] | (low & ((_ONE << widths[one]) - _ONE))
+            u = heads[two] | ((low >> widths[one]) & ((_ONE << widths[two]) - _ONE))
+            at += width
+            if max(u, v) > limit or at > end:
+                return i if v > limit or at - widths[two] > end else i + 1
+            out[np.uint64(i)], out[np.uint64(i + 1)] = v, u
+            i += 2
         while i < stop:
             token = np.uint64(tokens[np.uint64(i)])
             width, byte, shift = widths[token], base + np.int64(at >> np.uint64(3)), at & np.uint64(7)
@@ -445,9 +469,9 @@ def tile_gaps(counts: Any, numel: Any, log: Any, positions: Any, gaps: Any, tile
         for tile in range(n_tiles):
             stop = np.int64(tile + 1) << log
             first, last = k, (np.int64(tile) << log) - 1
-            while k < end and np.int64(positions[k]) < stop:
-                p = np.int64(positions[k])
-                gaps[k] = p - last - 1
+            while k < end and np.int64(positions[np.uint64(k)]) < stop:
+                p = np.int64(positions[np.uint64(k)])
+                gaps[np.uint64(k)] = p - last - 1
                 last = p
                 k += 1
             if n_tiles > 1:
@@ -459,7 +483,7 @@ def tile_gaps(counts: Any, numel: Any, log: Any, positions: Any, gaps: Any, tile
 @kernel
 def tile_positions(counts: Any, numel: Any, log: Any, tiles: Any, gaps: Any, positions: Any) -> Any:
     """Positions from gaps and tile counts. -1, or the first entry whose counts or gaps leave its tiles."""
-    k, t = 0, 0
+    k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
         n_tiles = ((numel[e] - 1) >> log) + 1
         left = counts[e]
@@ -470,12 +494,12 @@ def tile_positions(counts: Any, numel: Any, log: Any, tiles: Any, gaps: Any, pos
             left -= inside
             last = (np.int64(j) << log) - 1
             end = min(np.int64(j + 1) << log, numel[e])
-            for _ in range(inside):
-                last += np.int64(gaps[k]) + 1
-                if last >= end:
-                    return e
-                positions[k] = last
-                k += 1
+            for i in range(k, k + inside):
+                last += np.int64(gaps[np.uint64(i)]) + 1
+                positions[np.uint64(i)] = last
+            k += inside
+            if last >= end:  # they rise, so the last one speaks for all
+                return e
         if left:
             return e
         if n_tiles > 1:

@@ -28,7 +28,8 @@ from ..parallel import Progress, ordered, uninterrupted
 from ..pieces import Batch, Geometry, Held, Place
 from ..plan import advance
 from ..region import whole
-from .decode import Decoded, flatten
+from ..wire import Head
+from .decode import Decoded, flatten, sparse
 from .patch import Patch
 
 KEEP_BYTES = 256 << 20  # of decoded changes, while the result is not known yet
@@ -133,7 +134,7 @@ def _exchange_or_undo(patch: Patch, held: Held, base: Digest, threads: int | Non
     log: list[tuple[Overlay, Digest]] = []
 
     def land(index: int) -> None:
-        log.append(exchange(held, patch.parse(index, patch.bucket(index), held)))
+        log.append(exchange(held, patch, index))
 
     def work() -> None:
         try:
@@ -184,15 +185,18 @@ def digest_of(patch: Patch, held: Held, threads: int | None = None, progress: Pr
     return read + table_digest(patch.table) if patch.complete else read
 
 
-def exchange(held: Held, decoded: Decoded) -> tuple[Overlay, Digest]:
+def exchange(held: Held, patch: Patch, index: int) -> tuple[Overlay, Digest]:
     """Write the new bits of a bucket, and return what was there before and how the digest moved."""
+    geometry = _geometry(held, patch.heads[index])  # from here on nothing may fail before it is known what was where
+    decoded = patch.decode(index, held, land=True)
     dtype, new = decoded.head.dtype, decoded.words
-    order = decoded.head.profile.absolute, dtype.uint.type(1 << (8 * dtype.width - 1)), dtype.sign_magnitude
-    dense = [(place, held.bits(*place).copy()) for place, _ in decoded.dense_bits]
-    old = _overlay(held, decoded, np.empty_like(new), dense)
+    old = _overlay(geometry, decoded, decoded.old if decoded.landed else np.empty_like(new))
     g = old.geometry
-    cpu.exchange(old.tag, old.count, g.first, g.dims, g.size, g.inside, old.positions, new, *order, old.bits)
+    if not decoded.landed:
+        order = decoded.head.profile.absolute, dtype.top, dtype.sign_magnitude
+        cpu.exchange(old.tag, old.count, g.first, g.dims, g.size, g.inside, old.positions, new, *order, old.bits)
     try:
+        old = replace(old, dense=[(place, held.bits(*place).copy()) for place, _ in decoded.dense_bits])
         moved = _moved(held, old, new, decoded)
         replace(old, dense=decoded.dense_bits).write_dense(held)
     except BaseException:
@@ -203,8 +207,9 @@ def exchange(held: Held, decoded: Decoded) -> tuple[Overlay, Digest]:
 
 def stage(held: Held, decoded: Decoded) -> Staged:
     """Read the old bits, compute the new ones, and see how the digest moves. Writes nothing."""
-    dense = [(place, held.bits(*place)) for place, _ in decoded.dense_bits]
-    old = _overlay(held, decoded, np.empty_like(decoded.words) if decoded.old is None else decoded.old, dense)
+    geometry = _geometry(held, decoded.head)
+    old = _overlay(geometry, decoded, np.empty_like(decoded.words) if decoded.old is None else decoded.old)
+    old = replace(old, dense=[(place, held.bits(*place)) for place, _ in decoded.dense_bits])
     g = old.geometry
     if decoded.old is None:
         cpu.gather(old.tag, old.count, g.first, g.dims, g.size, g.inside, old.positions, old.bits)
@@ -214,10 +219,15 @@ def stage(held: Held, decoded: Decoded) -> Staged:
     return Staged(decoded, replace(old, bits=new, dense=decoded.dense_bits), old.bits, moved)
 
 
-def _overlay(held: Held, decoded: Decoded, bits: UIntArray, dense: list[tuple[Place, UIntArray]]) -> Overlay:
-    geometry = held.geometry(decoded.sparse_tensor, [r for _, r in decoded.sparse_places])
+def _geometry(held: Held, head: Head) -> Geometry:
+    entries = sparse(head)
+    return held.geometry(entries.tensor, entries.region)
+
+
+def _overlay(geometry: Geometry, decoded: Decoded, bits: UIntArray | None) -> Overlay:
+    assert bits is not None
     tag = np.empty(0, decoded.head.dtype.uint)
-    return Overlay(tag, geometry, decoded.sparse_count, decoded.positions, bits, dense)
+    return Overlay(tag, geometry, decoded.sparse_count, decoded.positions, bits, [])
 
 
 def _moved(held: Held, old: Overlay, new: UIntArray, decoded: Decoded) -> Digest:

@@ -26,6 +26,7 @@ class Decoded:
     words: UIntArray
     dense: UIntArray
     old: UIntArray | None  # at the changed positions, where decoding had to look
+    landed: bool = False  # sparse changes are in place already: `words` are the new bits, `old` what was there
 
     @property
     def sparse_tensor(self) -> Counts:
@@ -71,32 +72,34 @@ class Decoded:
         ]
 
 
-def decode(head: Head, reader: Reader, base: Held | None = None) -> Decoded:
+def decode(head: Head, reader: Reader, base: Held | None = None, *, land: bool = False) -> Decoded:
     """Decode all streams of a bucket; every position is inside its region afterwards, or an error was raised.
 
-    `base` has the weights that the patch applies to; profiles that are `conditional` cannot do without.
+    `base` has the weights that the patch applies to; profiles that are `conditional` cannot do without. Where `land` is
+    said, such a profile writes its changes over the old bits while it has them at hand, or raises and leaves them be.
     """
     layout = head.layout
-    found = Found(np.empty(0, np.uint32), np.empty(0, head.dtype.uint))
-    if layout.changes:
-        old, alive = (None, None) if base is None else _old(head, base)
-        found = head.profile.decode(replace(layout, old=old), reader)
-        del alive  # copies of old bits may go only now
     if head.profile.planar:
         dense = value.read_planes(layout, reader, head.dense_elements, Stream.DENSE_PLANE)
     else:
         dense = value.read_words(layout, reader, head.dense_elements, Stream.DENSE)
+    found = Found(np.empty(0, np.uint32), np.empty(0, head.dtype.uint))
+    if layout.changes:
+        alive: list[object] = []
+        if base is not None and head.profile.conditional:
+            old, alive = base.read(sparse(head))
+            layout = replace(layout, old=old, land=land and base.in_place(sparse(head), old))
+        found = head.profile.decode(layout, reader)
+        del alive  # copies of old bits may go only now
     reader.finish()
-    return Decoded(head, found.positions, found.words, dense, found.old)
+    return Decoded(head, found.positions, found.words, dense, found.old, layout.land)
 
 
-def _old(head: Head, base: Held) -> tuple[Counts | None, list[object]]:
-    """Addresses of the old bits of the sparse entries, where they are needed, and what must be kept alive meanwhile."""
-    if not head.profile.conditional:
-        return None, []
+def sparse(head: Head) -> Batch:
+    """The sparse entries."""
     entries, sparse = head.entries, head.entries.sparse
     regions = [r for r, there in zip(entries.region, sparse.tolist(), strict=True) if there]
-    return base.read(Batch(head.dtype, entries.tensor[sparse], regions, entries.numel[sparse]))
+    return Batch(head.dtype, entries.tensor[sparse], regions, entries.numel[sparse])
 
 
 def flatten(table: TensorTable, place: Place, positions: Positions) -> npt.NDArray[np.int64]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..codec import Reader
 from ..digest import Digest
 from ..files import replacing
 from ..memory import Weights
@@ -47,6 +48,7 @@ class Patch:
 
     def __init__(self, reader: PatchReader) -> None:
         self._reader = reader
+        self._opened: dict[int, tuple[Head, Reader]] = {}  # of a patch in memory, whose buckets are parsed once
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Patch:
@@ -143,16 +145,19 @@ class Patch:
                     index,
                 )
 
-    def decode(self, index: int, base: Held | None = None) -> Decoded:
+    def decode(self, index: int, base: Held | None = None, *, land: bool = False) -> Decoded:
         """One bucket, decoded: positions and words of its sparse entries, bits of its dense ones.
 
-        `ctx` buckets need the weights that the patch applies to.
+        `ctx` buckets need the weights that the patch applies to. With `land`, the new bits may be written to them at
+        once: see `Decoded.landed`.
         """
-        return self.parse(index, self.bucket(index), base)
+        if (opened := self._opened.get(index)) is not None:
+            return decode(opened[0], opened[1].copy(), base, land=land)
+        return decode(*self._open(index, self.bucket(index)), base, land=land)
 
     def parse(self, index: int, data: bytes | memoryview, base: Held | None = None) -> Decoded:
         """The bytes of a bucket, decoded."""
-        return decode(*decode_bucket(data, self.table, self._reader.hash, f"bucket {index}"), base)
+        return decode(*self._open(index, data), base)
 
     def apply(
         self,
@@ -190,5 +195,11 @@ class Patch:
     def __repr__(self) -> str:
         return f"<Patch {self.base.hex[:8]}→{self.result.hex[:8]}: {self.changed} changed, {self.nbytes} bytes>"
 
+    def _open(self, index: int, data: bytes | memoryview) -> tuple[Head, Reader]:
+        return decode_bucket(data, self.table, self._reader.hash, f"bucket {index}")
+
     def _head(self, index: int) -> Head:
-        return decode_bucket(self.bucket(index), self.table, self._reader.hash, f"bucket {index}")[0]
+        opened = self._open(index, self.bucket(index))
+        if self._reader.in_memory:
+            self._opened[index] = opened
+        return opened[0]

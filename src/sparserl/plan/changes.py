@@ -70,12 +70,12 @@ class Changes:
 def steps_between(dtype: DType, before: UIntArray, after: UIntArray) -> UIntArray:
     """Zigzag steps from old to new bits."""
     out = np.empty_like(after)
-    cpu.steps(before, after, dtype.uint.type(1 << (8 * dtype.width - 1)), dtype.sign_magnitude, out)
+    cpu.steps(before, after, dtype.top, dtype.sign_magnitude, out)
     return out
 
 
 def advance(dtype: DType, before: UIntArray, steps: UIntArray) -> UIntArray:
     """New bits from old ones and zigzag steps."""
     out = np.empty_like(before)
-    cpu.advance(before, steps, dtype.uint.type(1 << (8 * dtype.width - 1)), dtype.sign_magnitude, out)
+    cpu.advance(before, steps, dtype.top, dtype.sign_magnitude, out)
     return out

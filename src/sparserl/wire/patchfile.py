@@ -135,6 +135,10 @@ class PatchReader:
     def __len__(self) -> int:
         return len(self.footer.sizes)
 
+    @property
+    def in_memory(self) -> bool:
+        return isinstance(self._source, InMemory)
+
     def bucket(self, index: int) -> bytes | memoryview:
         """The bytes of a bucket: those that the footer names."""
         data = self._read(self._starts[index], self.footer.sizes[index], f"bucket {index}")

@@ -12,13 +12,14 @@ True
 
 from __future__ import annotations
 
-from . import errors
+from . import errors, sources, targets
 from .bits import Bits, DType
 from .digest import Digest, digest
 from .errors import SparserlError
 from .memory import tensor_table
 from .patch import Applied, Entry, Patch, Stats, diff, merge, squash
 from .region import Region
+from .session import Publisher, Subscriber, SyncReport
 from .table import TensorSpec, TensorTable
 
 __version__ = "0.1.0"
@@ -30,15 +31,20 @@ __all__ = [
     "Digest",
     "Entry",
     "Patch",
+    "Publisher",
     "Region",
     "SparserlError",
     "Stats",
+    "Subscriber",
+    "SyncReport",
     "TensorSpec",
     "TensorTable",
     "diff",
     "digest",
     "errors",
     "merge",
+    "sources",
     "squash",
+    "targets",
     "tensor_table",
 ]

@@ -10,6 +10,15 @@ SparserlError
 ├── NeedsBase               this operation on this profile needs the base weights
 ├── ChainError              patches that do not follow one another, or do not fit together
 │   └── RegionOverlap       two entries claim the same elements
+├── StoreError              a store cannot do what is asked of it
+│   ├── NotFound            there is no object of that name
+│   ├── Refused             the condition of a write does not hold: another writer was first
+│   └── Unavailable         transient trouble that outlasted all retries
+├── SessionError            a publisher or subscriber cannot go on as it is
+│   ├── Fenced              another publisher has taken over
+│   ├── NotRetained         a version that the store does not have, or has no more
+│   ├── CommitFailed        a commit was undone; the weights are as they were
+│   └── Untrusted           unsigned, foreign, replayed or rolled back
 └── FormatError             bytes that are not a valid patch
     ├── Truncated           the bytes end too early
     ├── ChecksumMismatch    the bytes were altered
@@ -59,6 +68,42 @@ class ChainError(SparserlError):
 
 class RegionOverlap(ChainError):
     """Two entries claim the same elements of a tensor."""
+
+
+class StoreError(SparserlError):
+    """A store cannot do what is asked of it."""
+
+
+class NotFound(StoreError):
+    """There is no object of that name."""
+
+
+class Refused(StoreError):
+    """The condition of a write does not hold: another writer was first."""
+
+
+class Unavailable(StoreError):
+    """Transient trouble that outlasted all retries."""
+
+
+class SessionError(SparserlError):
+    """A publisher or subscriber cannot go on as it is."""
+
+
+class Fenced(SessionError):
+    """Another publisher has taken over; this one must not go on."""
+
+
+class NotRetained(SessionError):
+    """A version that the store does not have, or has no more."""
+
+
+class CommitFailed(SessionError):
+    """A commit was undone; the weights are as they were before it."""
+
+
+class Untrusted(SessionError):
+    """With a key pinned: something unsigned, signed by another, from another run, or older than what is held."""
 
 
 class FormatError(SparserlError):

@@ -345,16 +345,23 @@ MUTANTS = (
     Mutant(
         "gaps in a class may lead out of their tile",
         "kernels/classes.py",
-        "            if here:\n                return e\n",
-        "            if here < 0:\n                return e\n",
+        "            if here:\n                return k, e\n",
+        "            if here < 0:\n                return k, e\n",
         Tests(CLASSES, "does_not_fit or next_tile or at_fault"),
     ),
     Mutant(
         "an entry may have fewer changes in its classes than it says",
         "kernels/classes.py",
-        "        if due:\n            return e\n",
-        "        if due < 0:\n            return e\n",
+        "        if due:\n            return k, e\n",
+        "        if due < 0:\n            return k, e\n",
         Tests(CLASSES, "does_not_fit or at_fault"),
+    ),
+    Mutant(
+        "what landed before a gap was at fault stays",
+        "kernels/classes.py",
+        "    if land and bad >= 0:\n",
+        "    if land and bad >= 1 << 30:\n",
+        Tests(CLASSES, "does_not_fit"),
     ),
     Mutant(
         "counts by class need not add up to those of the entries",

@@ -8,11 +8,26 @@ diff ──► plan (route, cut, estimate) ──► assemble ──► Patch �
 
 from __future__ import annotations
 
-from .apply import Applied
+from .apply import Applied, Landing, stage_all
 from .compose import merge, squash
-from .diff import diff
+from .diff import Captured, capture, diff
 from .measure import measure
 from .patch import Entry, Patch
 from .stats import BucketStats, Stats, TensorStats
 
-__all__ = ["Applied", "BucketStats", "Entry", "Patch", "Stats", "TensorStats", "diff", "measure", "merge", "squash"]
+__all__ = [
+    "Applied",
+    "BucketStats",
+    "Captured",
+    "Entry",
+    "Landing",
+    "Patch",
+    "Stats",
+    "TensorStats",
+    "capture",
+    "diff",
+    "measure",
+    "merge",
+    "squash",
+    "stage_all",
+]

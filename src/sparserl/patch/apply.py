@@ -13,6 +13,7 @@ in between, or memory that runs out while changes are decoded for the second tim
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -243,6 +244,95 @@ def _moved(held: Held, old: Overlay, new: UIntArray, decoded: Decoded) -> Digest
         before, after = (sums(held.table, batch, address) for address in at)
         moved += after - before
     return moved
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A patch staged on weights: everything is decoded and summed up, and nothing is written yet."""
+
+    held: Held
+    base: Digest
+    result: Digest
+    parts: tuple[Staged, ...]
+    tied: bool  # whether some tensors share memory: what one name writes, the other finds written
+    changed: int
+
+    def commit(self, threads: int | None = None) -> Callable[[], None]:
+        """Write the new bits, in O(changed), and return what takes them back.
+
+        The bits that are there must still be those that were staged on: the digest is tracked while they are swapped.
+        If it does not come out right, or anything else fails, everything is put back.
+        """
+        log: list[tuple[Overlay, Digest]] = []
+
+        def undo() -> None:
+            for old, _ in reversed(log):  # so that where names share memory, what was there first remains
+                old.write(self.held)
+
+        def work() -> None:
+            try:
+                for part in self.parts if self.tied else ():
+                    _require_old(part)
+                deque(ordered(lambda part: log.append(_swap(self.held, part)), self.parts, threads), maxlen=0)
+                if not self.tied:
+                    self._require_tracked(sum((moved for _, moved in log), self.base))
+            except BaseException:
+                undo()
+                raise
+
+        uninterrupted(work)
+        return lambda: uninterrupted(undo)
+
+    def _require_tracked(self, found: Digest) -> None:
+        if found != self.result:
+            raise WrongBase(
+                f"the weights were changed after the patch was staged on them: they lead to {found}, not to "
+                f"{self.result}. They are as they were before the commit"
+            )
+
+
+def stage_all(patch: Patch, weights: Weights, *, digest: Digest | None = None, threads: int | None = None) -> Landing:
+    """Decode a patch on the weights it shall land on, while they are in use, and see that it leads where it should.
+
+    Memory: all decoded changes with their old bits, until the commit.
+    """
+    memory = memories(weights)
+    require_like(patch.table, memory, "the patch", "the weights")
+    held = Held(patch.table, memory)
+    current = digest_of(patch, held, threads) if digest is None else digest
+    if current != patch.base:
+        raise WrongBase(f"the weights have digest {current}; the patch turns {patch.base} into {patch.result}")
+    require_writable(memory.items())
+    found = ordered(lambda i: stage(held, patch.decode(i, held)), range(patch.buckets), threads)
+    parts = tuple(found)
+    _require_result(patch, sum((part.moved for part in parts), current))
+    tied = tied_groups(memory)
+    _refuse_conflicts(patch, held, tied, list(parts))
+    return Landing(held, patch.base, patch.result, parts, bool(tied), patch.changed)
+
+
+def _require_old(part: Staged) -> None:
+    """See that the old bits are still those that were staged on."""
+    g, found = part.new.geometry, np.empty_like(part.old)
+    cpu.gather(part.new.tag, part.new.count, g.first, g.dims, g.size, g.inside, part.new.positions, found)
+    if not np.array_equal(found, part.old):
+        raise WrongBase("the weights were changed after the patch was staged on them; nothing was written")
+
+
+def _swap(held: Held, part: Staged) -> tuple[Overlay, Digest]:
+    """Write the new bits of a staged bucket, and return what was there and how the digest moved."""
+    dtype, new = part.decoded.head.dtype, part.new
+    old = replace(new, bits=np.empty_like(new.bits), dense=[])
+    g, order = new.geometry, (True, dtype.top, dtype.sign_magnitude)
+    cpu.exchange(new.tag, new.count, g.first, g.dims, g.size, g.inside, new.positions, new.bits, *order, old.bits)
+    try:
+        old = replace(old, dense=[(place, held.bits(*place).copy()) for place, _ in new.dense])
+        moved = _moved(held, old, new.bits, part.decoded)
+        new.write_dense(held)
+    except BaseException:
+        old.write(held)
+        raise
+    return old, moved
 
 
 def _refuse_conflicts(patch: Patch, held: Held, tied: list[list[str]], staged: list[Staged]) -> None:

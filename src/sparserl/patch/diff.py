@@ -64,36 +64,84 @@ def diff(
     >>> patch.changed
     1
     """
-    before, after = memories(old), memories(new)
-    if regions is None and table is None:
-        table = table_of(before)
-        require_like(table, after)
-    else:
-        table = _require_parts(table, before, after, regions or {})
-        regions = {n: r for n, r in (regions or {}).items() if r != whole(table[table.index[n]].shape)}
-    was, now = Held(table, before, regions), Held(table, after, regions)
-    covers = was.places()
-    complete = len(covers) == len(table) and all(r is None for _, r in covers)
-    known = _known(table, covers, positions or {})
-    chooser = None if link is None else _chooser(link, threads)
-    search = _Search(was, now, known, plan.candidates(profile), base_digest is None)
-    base = base_digest or Digest()
-    delta = Digest()
+    found = _Difference(old, new, profile, base_digest, table, regions, positions)
+    return found.encode(found.parts(threads, progress), profile, link, to, threads)
 
-    def parts() -> Iterator[Changes]:
-        nonlocal base, delta
-        for routed, read, moved, done in ordered(search.run, search.batches(covers), threads):
-            base += read
-            delta += moved
+
+class Captured:
+    """All changes between two versions, found but not encoded: `new` is not looked at any more, `old` still is.
+
+    Made by `capture`, for a trainer that goes on with its weights while they are encoded and sent.
+    """
+
+    def __init__(self, difference: _Difference, parts: list[Changes], profile: str) -> None:
+        self._difference, self._parts, self._profile = difference, parts, profile
+
+    def encode(self, *, link: Link | str | None = None, to: Target = None, threads: int | None = None) -> Patch:
+        """The patch."""
+        return self._difference.encode(iter(self._parts), self._profile, link, to, threads)
+
+
+def capture(
+    old: Weights,
+    new: Weights,
+    *,
+    profile: str = "auto",
+    base_digest: Digest | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Captured:
+    """The first half of `diff`: read both versions and keep what changed."""
+    found = _Difference(old, new, profile, base_digest)
+    return Captured(found, list(found.parts(threads, progress)), profile)
+
+
+class _Difference:
+    """Two versions being compared: finds the changes, then knows both digests."""
+
+    def __init__(
+        self,
+        old: Weights,
+        new: Weights,
+        profile: str,
+        base_digest: Digest | None = None,
+        table: TensorTable | None = None,
+        regions: Mapping[str, Region] | None = None,
+        positions: Mapping[str, Any] | None = None,
+    ) -> None:
+        before, after = memories(old), memories(new)
+        if regions is None and table is None:
+            table = table_of(before)
+            require_like(table, after)
+        else:
+            table = _require_parts(table, before, after, regions or {})
+            regions = {n: r for n, r in (regions or {}).items() if r != whole(table[table.index[n]].shape)}
+        self.table = table
+        was, now = Held(table, before, regions), Held(table, after, regions)
+        self.covers = was.places()
+        self.complete = len(self.covers) == len(table) and all(r is None for _, r in self.covers)
+        known = _known(table, self.covers, positions or {})
+        self.search = _Search(was, now, known, plan.candidates(profile), base_digest is None)
+        self.base = base_digest or Digest()
+        if base_digest is None and self.complete:
+            self.base += table_digest(table)
+        self.delta = Digest()
+
+    def parts(self, threads: int | None, progress: Progress | None) -> Iterator[Changes]:
+        for routed, read, moved, done in ordered(self.search.run, self.search.batches(self.covers), threads):
+            self.base += read
+            self.delta += moved
             yield from routed
             if progress is not None:
                 progress(done)
 
-    def digests() -> tuple[Digest, Digest]:
-        start = base + table_digest(table) if complete and base_digest is None else base
-        return start, start + delta
-
-    return Patch(assemble(table, parts(), profile, digests, None if complete else covers, to, threads, chooser))
+    def encode(
+        self, parts: Iterator[Changes], profile: str, link: Link | str | None, to: Target, threads: int | None
+    ) -> Patch:
+        chooser = None if link is None else _chooser(link, threads)
+        covers = None if self.complete else self.covers
+        ends = lambda: (self.base, self.base + self.delta)  # noqa: E731  # known when all parts went through
+        return Patch(assemble(self.table, parts, profile, ends, covers, to, threads, chooser))
 
 
 def _chooser(link: Link | str, threads: int | None) -> Chooser:

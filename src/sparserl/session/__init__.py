@@ -1,0 +1,9 @@
+"""Sessions: a publisher and any number of subscribers over a store."""
+
+from __future__ import annotations
+
+from .publisher import Publisher
+from .report import SyncReport
+from .subscriber import Subscriber
+
+__all__ = ["Publisher", "Subscriber", "SyncReport"]

@@ -1,0 +1,106 @@
+"""Patches in a store: writing one as buckets and a manifest, and reading it back, checked."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..bits import Bits
+from ..digest import Digest, digest
+from ..errors import InvalidField
+from ..memory import Weights
+from ..parallel import Progress
+from ..patch import Patch, diff
+from ..patch.assemble import rewrite
+from ..table import TensorTable
+from ..transport.store import Store, fetch
+from .records import Blob, Manifest, Step, get_named, path, require_hash, sha256
+
+AT_ONCE = 8  # transfers
+
+
+def zeros(table: TensorTable) -> dict[str, Bits]:
+    """Weights in which every bit is zero: what an anchor is a patch of. Pages not written to take no memory."""
+    return {spec.name: Bits(np.zeros(spec.shape, spec.dtype.uint), spec.dtype) for spec in table.specs}
+
+
+def nothing(table: TensorTable) -> Digest:
+    """The digest that anchors start from."""
+    return digest(zeros(table))
+
+
+def anchor_of(weights: Weights, table: TensorTable, threads: int | None = None) -> Patch:
+    """All weights, as the patch that makes them of nothing."""
+    return diff(zeros(table), weights, threads=threads)
+
+
+def send(store: Store, run: str, patch: Patch, progress: Progress | None = None) -> tuple[str, int]:
+    """Write buckets, then the manifest. Returns its hash, and the bytes written."""
+    manifest = Manifest(run, secrets.token_hex(8), patch.base, patch.result, patch.changed, ())
+
+    def put(index: int) -> Blob:
+        data = patch.bucket(index)
+        blob = Blob(sha256(data), len(data))
+        store.put(manifest.bucket(blob), data)
+        return blob
+
+    blobs = []
+    for blob in _ahead(put, range(patch.buckets)):
+        blobs.append(blob)
+        if progress is not None:
+            progress(blob.size)
+    record = replace(manifest, buckets=tuple(blobs)).to_bytes()
+    hash = sha256(record)
+    store.put(path(run, "manifests", hash), record)
+    return hash, len(record) + sum(blob.size for blob in blobs)
+
+
+def receive(
+    store: Store,
+    run: str,
+    table: TensorTable,
+    step: Step,
+    progress: Progress | None = None,
+    to: str | os.PathLike[str] | None = None,
+) -> Patch:
+    """The patch of a step, kept in memory or in a file: every byte is the one that manifest and index promise."""
+    what = path(run, "manifests", step.manifest)
+    manifest = Manifest.parse(get_named(store, run, "manifests", step.manifest), what)
+    starts = manifest.base if step.base_digest is None else step.base_digest
+    if manifest.run != run or manifest.base != starts or manifest.result != step.digest:
+        raise InvalidField(f"{what} is not the manifest of {step.name} in run {run}")
+
+    def get(blob: Blob) -> bytes:
+        name = manifest.bucket(blob)
+        data = fetch(store, name, blob.size, ranges)
+        require_hash(data, blob.hash, name)
+        if progress is not None:
+            progress(blob.size)
+        return data
+
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges:
+        buckets = _ahead(get, manifest.buckets)
+        patch = Patch(rewrite(table, buckets, manifest.base, manifest.result, manifest.changed, None, to))
+    patch.heads  # noqa: B018  # reading them checks every bucket
+    return patch
+
+
+def _ahead(work: Any, items: Iterable[Any]) -> Iterator[Any]:
+    """`map` on a few threads of its own, in order, with a bounded number in flight."""
+    pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-transfer")
+    flight: list[Any] = []
+    try:
+        for item in items:
+            flight.append(pool.submit(work, item))
+            while len(flight) > 2 * AT_ONCE:
+                yield flight.pop(0).result()
+        while flight:
+            yield flight.pop(0).result()
+    finally:
+        pool.shutdown(cancel_futures=True)

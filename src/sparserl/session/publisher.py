@@ -1,0 +1,416 @@
+"""The trainer's side: every publish makes one more version, which is seen when the head moves and not before.
+
+    find changes ──► encode ──► buckets ──► manifest ──► index ──► head, if it is still ours ──► baseline
+    └─ captured: the trainer may go on                              └─ committed
+
+A publish that fails anywhere before the head moved has changed nothing: the baseline is still the committed one, and
+the next publish finds the changes against it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ..bits import Bits
+from ..digest import Digest
+from ..errors import (
+    ChecksumMismatch,
+    Fenced,
+    FormatError,
+    NotFound,
+    NotRetained,
+    Refused,
+    SessionError,
+    StoreError,
+    Unavailable,
+)
+from ..files import replacing
+from ..memory import Weights, memories, require_like, table_of
+from ..parallel import Progress
+from ..patch import Captured, Patch, capture
+from ..sources import Source
+from ..transport.store import Store, open_store
+from . import chain, parcel, signing
+from .records import HEAD, MOST_HEAD, Blob, Head, Index, Lease, Run, Step, path, run_path, sha256
+from .report import SyncReport, Watch
+from .upkeep import collect, read_head, read_index, read_run
+
+Steps = tuple[Step, ...]
+
+_SWAPS = 8  # attempts at a head whose replies are lost
+
+
+@dataclass(frozen=True)
+class _Committed:
+    """Where the run stands: what receivers can have, and its bits here."""
+
+    run: Run
+    head: Head
+    index: Index
+    baseline: dict[str, Bits]
+
+
+class Publisher:
+    """Publishes the versions of one run. One at a time may write to a store: a second one fences the first off.
+
+    >>> import numpy as np, sparserl, tempfile
+    >>> weights = {"w": np.zeros(1000, np.float32)}
+    >>> publisher = sparserl.Publisher(f"file://{tempfile.mkdtemp()}", weights)
+    >>> publisher.publish().kind
+    'anchor'
+    >>> weights["w"][7] = 1
+    >>> report = publisher.publish()
+    >>> (report.version, report.changed)
+    (1, 1)
+
+    url: where to publish to; see `sparserl.transport.store`. Or a store that is open already.
+    source: the weights, which may change between calls: a mapping from names to tensors or arrays, or what
+        `sparserl.sources.module` makes of a torch module.
+    key: a secret Ed25519 key (see `sparserl keygen`); heads are signed with it.
+    files: what travels with the weights (config, tokenizer): names and contents, or a folder.
+    state: a folder on this machine that survives a restart. With it, a publisher that was killed goes on with its run:
+        its baseline is the anchor it keeps there and the patches since. Without it, or when it does not fit what the
+        store has, a new run begins.
+    anchor_after: an anchor is written when the patches since the last one add up to this many times its bytes.
+    keep_anchors: how many of them stay.
+    grace: seconds that objects stay after nothing refers to them any more.
+    """
+
+    def __init__(
+        self,
+        url: str | Store,
+        source: Source | Weights,
+        *,
+        key: str | None = None,
+        files: Mapping[str, bytes] | str | Path | None = None,
+        state: str | Path | None = None,
+        profile: str = "auto",
+        link: str | None = None,
+        anchor_after: float = 1.0,
+        keep_anchors: int = 2,
+        grace: float = 600.0,
+        lease: float = 120.0,
+        threads: int | None = None,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = open_store(url) if isinstance(url, str) else url
+        if not self.store.writable:
+            raise SessionError(f"{self.store.url} can only be read; publish to a folder or an object store")
+        self._source, self._key, self._clock = source, key, clock
+        self._profile, self._link, self._threads, self._progress = profile, link, threads, progress
+        self._anchor_after, self._keep, self._grace, self._lease = anchor_after, keep_anchors, grace, lease
+        self._files = _contents(files)
+        self._state = None if state is None else Path(state)
+        self._flight: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._report: SyncReport | None = None
+        self._now: _Committed | None = None
+        found = self._there(0)
+        self._tag = None if found is None else found[1]
+        if self._state is not None and found is not None:
+            self._now = self._resumed(self._state, found[0])
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run; None before its first version."""
+        return None if self._now is None else self._now.run.run
+
+    @property
+    def version(self) -> int | None:
+        """The newest committed version; None before the first."""
+        return None if self._now is None else self._now.head.version
+
+    def publish(self, wait: bool = True) -> SyncReport | None:
+        """Publish the weights as they are now, as the next version.
+
+        With `wait=False`, returns None as soon as the changes are captured: the trainer may go on while they are
+        encoded and sent. The next call, or `settle`, waits for that and raises what went wrong with it.
+        """
+        self.settle()
+        weights = self._source.weights() if isinstance(self._source, Source) else self._source
+        watch = Watch()
+        work: Callable[[], SyncReport]
+        if (now := self._now) is None:
+            with watch.stage("capture"):
+                copy = _copy(weights)
+            work = functools.partial(self._first, copy, watch)
+        else:
+            require_like(now.run.table, memories(weights), "the run", "the weights")
+            with watch.stage("find"):
+                found = capture(
+                    now.baseline,
+                    weights,
+                    profile=self._profile,
+                    base_digest=now.head.digest,
+                    threads=self._threads,
+                    progress=self._progress,
+                )
+            work = functools.partial(self._next, now, found, watch)
+        if wait:
+            return work()
+        self._report = None
+        self._flight = threading.Thread(target=self._in_flight, args=(work,), name="sparserl-publish", daemon=True)
+        self._flight.start()
+        return None
+
+    def settle(self) -> SyncReport | None:
+        """Wait for a publish that is in flight; returns its report, or raises what went wrong with it."""
+        if self._flight is not None:
+            self._flight.join()
+            self._flight = None
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
+        report, self._report = self._report, None
+        return report
+
+    def wait(self, version: int, subscribers: int, timeout: float = 600.0) -> int:
+        """Wait until so many subscribers hold a version or a later one, or time is up; returns how many do."""
+        end = time.monotonic() + timeout
+        while True:
+            holders = sum(lease.version >= version for lease in self._leases())
+            if holders >= subscribers or time.monotonic() >= end:
+                return holders
+            time.sleep(min(0.1, max(0.0, end - time.monotonic())))
+
+    def close(self) -> None:
+        """Wait for what is in flight."""
+        self.settle()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _in_flight(self, work: Callable[[], SyncReport]) -> None:
+        try:
+            self._report = work()
+        except BaseException as error:  # noqa: BLE001  # raised again by `settle`
+            self._failure = error
+
+    # -- versions ------------------------------------------------------------------------------------------------------
+
+    def _first(self, weights: dict[str, Bits], watch: Watch) -> SyncReport:
+        """The first version of a new run: an anchor."""
+        run = Run(secrets.token_hex(8), self._clock(), table_of(memories(weights)))
+        with watch.stage("encode"):
+            patch = parcel.anchor_of(weights, run.table, self._threads)
+        with watch.stage("upload"):
+            run = replace(run, files=self._put_files(run.run))
+            self.store.put(run_path(run.run), run.to_bytes())
+            hash, sent = parcel.send(self.store, run.run, patch, self._progress)
+        step = _step(None, 0, patch, hash, self._clock())
+        with watch.stage("commit"):
+            self._now = self._commit(run, 0, patch.result, lambda _steps: (step,), weights)
+        self._save_anchor(self._now, patch)
+        return _reported(self._now, "anchor", patch, sent, watch)
+
+    def _next(self, now: _Committed, found: Captured, watch: Watch) -> SyncReport:
+        with watch.stage("encode"):
+            patch = found.encode(link=self._link, threads=self._threads)
+        with watch.stage("upload"):
+            hash, sent = parcel.send(self.store, now.run.run, patch, self._progress)
+        step = _step(now.head.version, now.head.version + 1, patch, hash, self._clock())
+        with watch.stage("commit"):
+            done = self._commit(now.run, step.version, patch.result, lambda steps: (*steps, step), now.baseline)
+        with watch.stage("baseline"):
+            patch.apply(now.baseline, digest=patch.base, threads=self._threads)
+        self._now = done
+        notes = self._maintain(done, watch)
+        return _reported(done, "patch", patch, sent, watch, notes)
+
+    def _put_files(self, run: str) -> dict[str, Blob]:
+        out = {}
+        for name, data in self._files.items():
+            blob = out[name] = Blob(sha256(data), len(data))
+            self.store.put(path(run, "files", blob.hash), data)
+        return out
+
+    # -- the head ------------------------------------------------------------------------------------------------------
+
+    def _commit(
+        self, run: Run, version: int, digest: Digest, steps: Callable[[Steps], Steps], baseline: dict[str, Bits]
+    ) -> _Committed:
+        """Make a version visible: the index, then the head under the condition that nobody else has moved it.
+
+        `steps` makes the new steps of the old ones, perhaps twice: tools may have added to the index meanwhile.
+        """
+        known = () if self._now is None else self._now.index.steps
+        for _ in range(_SWAPS):
+            index = Index(run.run, steps(known))
+            data = index.to_bytes()
+            hash = sha256(data)
+            self.store.put(path(run.run, "index", hash), data)
+            ends = version, digest, hash, sha256(run.to_bytes()), run.created
+            head = Head(run.run, *ends, self._clock(), secrets.token_hex(8))
+            moved = self._swap(signing.seal(head.body(), self._key), head.nonce)
+            if moved is None:
+                return _Committed(run, head, index, baseline)
+            known = read_index(self.store, moved).steps
+        raise Unavailable(f"{self.store.url}: the head could not be moved in {_SWAPS} attempts")
+
+    def _swap(self, data: bytes, nonce: str) -> Head | None:
+        """Swap the head. Returns None when it is done, or a head with another index to start from again.
+
+        A reply may be lost: then the nonce that is there tells whose swap worked.
+        """
+        for attempt in range(_SWAPS):
+            try:
+                self._tag = self.store.swap(HEAD, data, self._tag)
+            except (Refused, Unavailable) as error:
+                there = self._there(attempt)
+                if there is not None and there[1] == self._tag:
+                    continue  # it did not get through
+                if there is not None and (there[0].nonce == nonce or self._same_version(there[0])):
+                    self._tag = there[1]
+                    return None if there[0].nonce == nonce else there[0]
+                raise Fenced(f"{self.store.url}: another publisher has moved the head; this one must stop") from error
+            return None
+        raise Unavailable(f"{self.store.url}: the head could not be moved in {_SWAPS} attempts")
+
+    def _same_version(self, head: Head) -> bool:
+        """Whether a head only has another index than ours: a tool has squashed patches, say."""
+        ours = None if self._now is None else self._now.head
+        return ours is not None and (head.run, head.version, head.digest) == (ours.run, ours.version, ours.digest)
+
+    def _there(self, attempt: int) -> tuple[Head, str] | None:
+        """The head that is there, and its tag."""
+        if attempt:
+            time.sleep(min(2.0, 0.1 * 2**attempt))
+        try:
+            return read_head(self.store)
+        except NotFound:
+            return None
+
+    # -- restarts ------------------------------------------------------------------------------------------------------
+
+    def _save_anchor(self, now: _Committed, anchor: Patch) -> None:
+        """Keep the anchor here, so that a restart need not fetch it."""
+        if self._state is None:
+            return
+        self._state.mkdir(parents=True, exist_ok=True)
+        (self._state / "run.txt").unlink(missing_ok=True)
+        anchor.save(self._state / "anchor.srl")
+        with replacing(self._state / "run.txt") as file:
+            file.write(f"{now.run.run} {now.head.version}\n".encode())
+
+    def _resumed(self, state: Path, head: Head) -> _Committed | None:
+        """The run whose anchor is kept here, if it is the one of the store's head; else a new run begins."""
+        try:
+            name, version = (state / "run.txt").read_text().split()
+            anchor = Patch.open(state / "anchor.srl")
+        except (OSError, ValueError, FormatError):
+            return None
+        if head.run != name:
+            return None
+        run, index = read_run(self.store, head), read_index(self.store, head)
+        anchor.table.require(run.table, "the kept anchor", "the run")
+        try:
+            steps = chain.route(index.steps, (int(version), anchor.result), head.version)
+        except NotRetained:
+            return None
+        baseline = parcel.zeros(run.table)
+        patches = [anchor] if not steps or steps[0].base is not None else []
+        patches += [parcel.receive(self.store, name, run.table, step) for step in steps]
+        at = parcel.nothing(run.table)
+        for patch in patches:
+            patch.apply(baseline, digest=at, threads=self._threads)
+            at = patch.result
+        if at != head.digest:
+            raise ChecksumMismatch("what the kept anchor and the patches since lead to is not the committed version")
+        return _Committed(run, head, index, baseline)
+
+    # -- upkeep --------------------------------------------------------------------------------------------------------
+
+    def _leases(self) -> list[Lease]:
+        out: list[Lease] = []
+        for item in self.store.list(path(self.run, "leases", "")) if self.run is not None else ():
+            try:
+                out.append(Lease.parse(self.store.get(item.name, MOST_HEAD).data, item.name))
+            except (NotFound, FormatError):
+                continue
+        return out
+
+    def _maintain(self, now: _Committed, watch: Watch) -> tuple[str, ...]:
+        """Anchors and retention: a failure here is told, and tried again with the next version."""
+        try:
+            with watch.stage("upkeep"):
+                self._anchor_if_due(now)
+        except (StoreError, FormatError, OSError) as error:
+            return (f"upkeep failed, and will be tried again: {error}",)
+        return ()
+
+    def _anchor_if_due(self, now: _Committed) -> None:
+        """An anchor when the patches since the last one have become as large; what is too old then goes."""
+        steps = now.index.steps
+        last = max((s for s in steps if s.base is None), key=lambda s: s.version)
+        since = sum(s.bytes for s in steps if s.base is not None and last.version <= s.base == s.version - 1)
+        if since < self._anchor_after * last.bytes:
+            return
+        anchor = parcel.anchor_of(now.baseline, now.run.table, self._threads)
+        hash, _ = parcel.send(self.store, now.run.run, anchor, self._progress)
+        step = _step(None, now.head.version, anchor, hash, self._clock())
+        live = [lease.version for lease in self._leases() if self._clock() - lease.time < self._lease]
+
+        def kept(known: Steps) -> Steps:
+            return chain.retained((*known, step), self._keep, live)
+
+        self._now = self._commit(now.run, now.head.version, now.head.digest, kept, now.baseline)
+        self._save_anchor(self._now, anchor)
+        collect(self.store, self._now.head, self._grace, self._clock)
+
+
+def _reported(
+    now: _Committed, kind: str, patch: Patch, sent: int, watch: Watch, notes: tuple[str, ...] = ()
+) -> SyncReport:
+    table = now.run.table
+    ends = now.run.run, now.head.version, now.head.digest.hex
+    return SyncReport(*ends, kind, patch.changed, table.elements, sent, table.dense_bytes, watch.seconds, notes)
+
+
+def _step(base: int | None, version: int, patch: Patch, hash: str, now: float) -> Step:
+    profiles = tuple(sorted({head.profile.name for head in patch.heads}))
+    size = sum(len(patch.bucket(i)) for i in range(patch.buckets))
+    return Step(
+        base,
+        version,
+        None if base is None else patch.base,
+        patch.result,
+        size,
+        patch.changed,
+        profiles,
+        hash,
+        now,
+    )
+
+
+def _copy(weights: Weights) -> dict[str, Bits]:
+    """Bits of our own, which nobody else writes to."""
+    held = memories(weights).items()
+    return {name: Bits(np.array(memory.view(), copy=True, order="C"), memory.dtype) for name, memory in held}
+
+
+def _contents(files: Mapping[str, bytes] | str | Path | None) -> dict[str, bytes]:
+    """Names and contents; of a folder, all but the weights."""
+    if files is None:
+        return {}
+    if isinstance(files, Mapping):
+        return dict(files)
+    root = Path(files)
+    found = (
+        p
+        for p in sorted(root.rglob("*"))
+        if p.is_file() and not any(x.startswith(".") for x in p.parts[len(root.parts) :])
+    )
+    weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in found if not p.name.endswith(weights)}

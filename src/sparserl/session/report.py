@@ -1,0 +1,48 @@
+"""What a publish or a commit did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One version, published or committed: how much changed, what it took in bytes, and seconds per stage."""
+
+    run: str
+    version: int
+    digest: str
+    kind: str  # "patch", "anchor", or "none" where nothing was to be done
+    changed: int
+    elements: int
+    bytes: int
+    dense_bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what went wrong beside it, and will be tried again
+
+    @property
+    def density(self) -> float:
+        return self.changed / max(1, self.elements)
+
+    def __str__(self) -> str:
+        took = ", ".join(f"{stage} {seconds * 1e3:.1f} ms" for stage, seconds in self.seconds.items())
+        share = f"{self.changed:,} changed ({self.density:.3%})"
+        return f"version {self.version}: {self.kind}, {share}, {self.bytes:,} bytes of {self.dense_bytes:,}; {took}"
+
+
+class Watch:
+    """Adds up seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

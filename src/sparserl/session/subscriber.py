@@ -1,0 +1,398 @@
+"""The rollout's side: follow a run, and hold one of its versions, bit for bit.
+
+head ──► route (patches, squashed patches, anchor + patches) ──► fetch ──► verify ──► decode ──► staged
+staged ──► commit, all targets or none
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..digest import Digest, digest
+from ..errors import (
+    ChecksumMismatch,
+    CommitFailed,
+    NotFound,
+    NotRetained,
+    SessionError,
+    SparserlError,
+    StoreError,
+    Untrusted,
+)
+from ..memory import Weights
+from ..parallel import Progress
+from ..patch import Patch
+from ..table import TensorTable
+from ..targets import Change, ModuleTarget, Prepared, Target
+from ..transport.store import Store, open_store
+from . import chain, parcel, signing
+from .records import HEAD, MOST_FILE, MOST_HEAD, Head, Index, Lease, Run, Step, get_named, lease_name, path
+from .report import SyncReport, Watch
+from .upkeep import read_index, read_run
+
+_REPLANS = 4  # times that a route is planned anew because objects of it went away
+
+
+@dataclass(frozen=True)
+class Held:
+    """A version of a run."""
+
+    run: str
+    created: float
+    version: int
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class View:
+    """What the store has: the head, and what it leads to."""
+
+    head: Head
+    tag: str
+    run: Run
+    index: Index
+
+
+@dataclass
+class Staged:
+    """A version that is ready to be committed."""
+
+    held: Held
+    prepared: list[Prepared]
+    report: SyncReport
+
+
+class Subscriber:
+    """Holds weights of a run and moves them from version to version, exactly.
+
+    >>> import numpy as np, sparserl, tempfile
+    >>> url = f"file://{tempfile.mkdtemp()}"
+    >>> publisher = sparserl.Publisher(url, {"w": np.arange(5, dtype=np.float32)})
+    >>> _ = publisher.publish()
+    >>> mine = {"w": np.zeros(5, np.float32)}
+    >>> subscriber = sparserl.Subscriber(url, mine)
+    >>> subscriber.sync().version
+    0
+    >>> mine["w"].tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0]
+
+    url: the store of the run; see `sparserl.transport.store`. Or a store that is open already.
+    target: a torch module's parameters (`sparserl.targets.module`), a checkpoint folder (`sparserl.targets.folder`), a
+        mapping from names to tensors, or several of them: those change together or not at all.
+    key: the publisher's public key. With it, anything that this key has not signed is refused, and so is anything
+        older than what is held.
+    run: the id of a run; any other is refused.
+    name: under which this subscriber tells the store what it holds, so that publishers can wait for it and retention
+        spares what it needs. False to tell nothing; over http(s) nothing can be told.
+    before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
+        worked, if `before` did.
+    audit_every: after so many commits all bits of the targets are read and compared with the digest.
+    """
+
+    def __init__(
+        self,
+        url: str | Store,
+        target: Target | Weights | Sequence[Target | Weights],
+        *,
+        key: str | None = None,
+        run: str | None = None,
+        name: str | bool = True,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        audit_every: int | None = None,
+        token: str | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = open_store(url, token=token) if isinstance(url, str) else url
+        several = target if isinstance(target, Sequence) else [target]
+        self.targets = [_as_target(t, threads) for t in several]
+        self._key, self._pinned, self._threads, self._progress = key, run, threads, progress
+        self._before, self._after, self._clock = before, after, clock
+        self._audit_every, self._commits = audit_every, 0
+        own = f"{socket.gethostname()}-{os.getpid()}-{id(self):x}" if name is True else name
+        self._name = None if own is False or not self.store.writable else lease_name(str(own))
+        self._held: Held | None = None
+        self._staged: Staged | None = None
+        self._view: View | None = None
+        self._newest: Head | None = None  # of all heads seen: nothing older is believed
+
+    @property
+    def version(self) -> int | None:
+        """The version that is held; None before the first commit."""
+        return None if self._held is None else self._held.version
+
+    @property
+    def run(self) -> str | None:
+        """The run it belongs to."""
+        return None if self._held is None else self._held.run
+
+    def stage(self, version: int | None = None) -> SyncReport | None:
+        """Get the newest version (or a given one) ready while the weights are in use; None if it is held already.
+
+        Everything is fetched, verified and decoded. Nothing of it can be seen before `commit`.
+        """
+        self.discard()
+        watch = Watch()
+        for attempt in range(_REPLANS):
+            with watch.stage("plan"):
+                view = self._look()
+                wanted = view.head.version if version is None else version
+                digests = chain.versions(view.index.steps)
+                if wanted not in digests:
+                    raise NotRetained(f"version {wanted} is not in the store; it has {_span(digests)}")
+                held = Held(view.head.run, view.head.created, wanted, digests[wanted])
+                if held == self._held:
+                    return None
+                steps = self._route(view, held)
+            try:
+                return self._stage(view, held, steps, watch)
+            except NotFound:  # what was planned with went away meanwhile: plan anew
+                if attempt + 1 == _REPLANS:
+                    raise
+                self._view = None
+        raise AssertionError("unreachable")
+
+    def commit(self) -> SyncReport:
+        """Make the staged version the one that is held: in O(changed), all targets or none.
+
+        If a target fails, those before it are taken back, and `CommitFailed` says what happened.
+        """
+        if self._staged is None:
+            raise SessionError("nothing is staged; call stage() first")
+        staged, self._staged = self._staged, None
+        started = time.perf_counter()
+        if self._before is not None:
+            self._before()
+        try:
+            self._commit(staged)
+        finally:
+            if self._after is not None:
+                self._after()
+        staged.report.seconds["commit"] = time.perf_counter() - started
+        self._held = staged.held
+        for prepared in staged.prepared:
+            prepared.finish()
+        self._commits += 1
+        self._tell()
+        if self._audit_every and self._commits % self._audit_every == 0:
+            self.audit()
+        return staged.report
+
+    def sync(self, version: int | None = None) -> SyncReport | None:
+        """Stage and commit; None if the version is held already."""
+        return None if self.stage(version) is None else self.commit()
+
+    def goto(self, version: int) -> SyncReport | None:
+        """Hold a given version, older or newer, as long as the store has it."""
+        return self.sync(version)
+
+    def follow(
+        self,
+        *,
+        once: bool = False,
+        timeout: float | None = None,
+        stop: Callable[[], bool] | None = None,
+        on_commit: Callable[[SyncReport], None] | None = None,
+    ) -> None:
+        """Commit every version as it comes, until `timeout` seconds have passed or `stop()` is true.
+
+        once: to the newest version, and no further. Trouble with the store is waited out; anything else is raised.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while stop is None or not stop():
+            try:
+                report = self.sync()
+            except (NotFound, StoreError):
+                if once:
+                    raise
+                report = None
+            if report is not None and on_commit is not None:
+                on_commit(report)
+            if once or (end is not None and time.monotonic() >= end):
+                return
+            left = 30.0 if end is None else min(30.0, end - time.monotonic())
+            self._await(max(0.0, min(left, 1.0 if stop is not None else left)))
+
+    def audit(self) -> None:
+        """Read all bits of every target and compare them with the digest of the version that is held."""
+        if self._held is None or self._view is None:
+            raise SessionError("nothing is held yet")
+        for target in self.targets:
+            weights = target.attach(self._view.run.table)
+            found = None if weights is None else digest(weights, threads=self._threads)
+            if found != self._held.digest:
+                version, self._held = self._held.version, None
+                raise ChecksumMismatch(
+                    f"a target should hold version {version}, but its bits are others: something else wrote to it. "
+                    "The next sync starts from an anchor"
+                )
+
+    def discard(self) -> None:
+        """Forget what is staged."""
+        if self._staged is not None:
+            staged, self._staged = self._staged, None
+            for prepared in staged.prepared:
+                prepared.discard()
+
+    async def stage_async(self, version: int | None = None) -> SyncReport | None:
+        """`stage` on a thread."""
+        return await asyncio.to_thread(self.stage, version)
+
+    async def commit_async(self) -> SyncReport:
+        """`commit` on a thread."""
+        return await asyncio.to_thread(self.commit)
+
+    async def sync_async(self, version: int | None = None) -> SyncReport | None:
+        """`sync` on a thread."""
+        return await asyncio.to_thread(self.sync, version)
+
+    async def follow_async(self, **options: Any) -> None:
+        """`follow` on a thread; when the task is cancelled it ends with the version it is at."""
+        ended = False
+        theirs = options.pop("stop", None)
+
+        def stop() -> bool:
+            return ended or (theirs is not None and theirs())
+
+        try:
+            await asyncio.to_thread(self.follow, stop=stop, **options)
+        finally:
+            ended = True
+
+    # -- what the store says -------------------------------------------------------------------------------------------
+
+    def _look(self) -> View:
+        """Read the head, and what it leads to if it moved."""
+        found = self.store.get(HEAD, MOST_HEAD)
+        head = Head.parse(signing.unseal(found.data, self._key, HEAD))
+        before = self._view
+        if before is not None and head == before.head:
+            return before
+        self._require_newer(head)
+        run = before.run if before is not None and before.run.run == head.run else read_run(self.store, head)
+        if run.run != head.run or run.created != head.created:
+            raise Untrusted(f"the head is of run {head.run}, what it points to of run {run.run}")
+        view = View(head, found.tag, run, read_index(self.store, head))
+        if self._newest is None or self._newest.run != head.run:
+            self._attach(view)
+        self._view, self._newest = view, head
+        return view
+
+    def _require_newer(self, head: Head) -> None:
+        if self._pinned is not None and head.run != self._pinned:
+            raise Untrusted(f"the store has run {head.run}, this subscriber only follows run {self._pinned}")
+        last = self._newest
+        if last is None:
+            return
+        if head.run == last.run and head.version < last.version:
+            raise Untrusted(f"the store was rolled back: version {last.version} was seen, now it says {head.version}")
+        if head.run != last.run and head.created <= last.created:
+            raise Untrusted(f"the store was rolled back: run {head.run} is older than run {last.run}, which was seen")
+
+    def _attach(self, view: View) -> None:
+        """Find out which version of this run the targets hold, by their bits."""
+        found = set()
+        for target in self.targets:
+            weights = target.attach(view.run.table)
+            found.add(None if weights is None else digest(weights, threads=self._threads))
+        self._held = None
+        if len(found) == 1 and (bits := found.pop()) is not None:
+            at = [v for v, d in chain.versions(view.index.steps).items() if d == bits]
+            if at:
+                self._held = Held(view.run.run, view.run.created, max(at), bits)
+
+    def _route(self, view: View, wanted: Held) -> list[Step]:
+        held = self._held
+        have = (held.version, held.digest) if held is not None and held.run == wanted.run else None
+        limits = [target.profiles for target in self.targets if target.profiles is not None]
+        return chain.route(view.index.steps, have, wanted.version, frozenset.intersection(*limits) if limits else None)
+
+    # -- staging and committing ----------------------------------------------------------------------------------------
+
+    def _stage(self, view: View, held: Held, steps: list[Step], watch: Watch) -> SyncReport:
+        run, table = view.run, view.run.table
+        with watch.stage("fetch"):
+            patches = [parcel.receive(self.store, run.run, table, step, self._progress) for step in steps]
+        fresh = None
+        files: dict[str, bytes] | None = None
+        if steps and steps[0].base is None:
+            with watch.stage("build"):
+                fresh = self._build(table, patches, held.digest)
+            names = run.files.items()
+            files = {n: get_named(self.store, run.run, "files", b.hash, MOST_FILE) for n, b in names}
+            patches = []
+        change = Change(run.run, held.version, held.digest, patches, fresh, files)
+        prepared: list[Prepared] = []
+        try:
+            with watch.stage("stage"):
+                prepared.extend(target.prepare(change) for target in self.targets)
+        except BaseException:
+            for one in prepared:
+                one.discard()
+            raise
+        size = sum(step.bytes for step in steps)
+        kind = "anchor" if fresh is not None else "patch" if steps else "none"
+        changed = max((p.changed for p in prepared), default=0)
+        ends = run.run, held.version, held.digest.hex
+        report = SyncReport(*ends, kind, changed, table.elements, size, table.dense_bytes, watch.seconds)
+        self._staged = Staged(held, prepared, report)
+        return report
+
+    def _build(self, table: TensorTable, patches: Sequence[Patch], wanted: Digest) -> Weights:
+        """Weights from an anchor and the patches behind it."""
+        fresh = parcel.zeros(table)
+        at = parcel.nothing(table)
+        for patch in patches:
+            patch.apply(fresh, digest=at, threads=self._threads)
+            at = patch.result
+        if at != wanted:
+            raise ChecksumMismatch(f"the anchor and its patches lead to {at}, not to {wanted}")
+        return fresh
+
+    def _commit(self, staged: Staged) -> None:
+        done: list[Callable[[], None]] = []
+        try:
+            done.extend(prepared.commit() for prepared in staged.prepared)
+        except BaseException as error:
+            for undo in reversed(done):
+                undo()
+            for prepared in staged.prepared[len(done) :]:
+                prepared.discard()
+            if isinstance(error, SparserlError | OSError | MemoryError):
+                raise CommitFailed(
+                    f"version {staged.held.version} was not committed, and nothing has changed: {error}"
+                ) from error
+            raise
+
+    def _tell(self) -> None:
+        """Leave a note in the store of what is held; that it could not be left is no reason to fail."""
+        if self._name is None or self._held is None:
+            return
+        lease = Lease(self._name, self._held.version, self._clock())
+        try:
+            self.store.put(path(self._held.run, "leases", self._name), lease.to_bytes())
+        except StoreError:
+            return
+
+    def _await(self, seconds: float) -> None:
+        """Wait for another head."""
+        try:
+            self.store.changed(HEAD, None if self._view is None else self._view.tag, seconds)
+        except StoreError:
+            time.sleep(min(seconds, 1.0))
+
+
+def _as_target(target: Target | Weights, threads: int | None) -> Target:
+    return ModuleTarget(target, threads) if isinstance(target, Mapping) else target
+
+
+def _span(digests: dict[int, Digest]) -> str:
+    return f"versions {min(digests)} to {max(digests)}" if digests else "none"

@@ -1,0 +1,114 @@
+"""Looking after a store: which objects are needed, which can go, and whether all are what they should be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from ..errors import FormatError, NotRetained, StoreError
+from ..transport.store import Store
+from . import chain, signing
+from .records import (
+    HEAD,
+    MOST_HEAD,
+    MOST_RECORD,
+    Head,
+    Index,
+    Manifest,
+    Run,
+    get_named,
+    path,
+    require_hash,
+    run_path,
+    sha256,
+)
+
+
+def read_head(store: Store, key: str | None = None) -> tuple[Head, str]:
+    """The head and its tag."""
+    found = store.get(HEAD, MOST_HEAD)
+    return Head.parse(signing.unseal(found.data, key, HEAD)), found.tag
+
+
+def read_run(store: Store, head: Head) -> Run:
+    name = run_path(head.run)
+    data = store.get(name, MOST_RECORD).data
+    require_hash(data, head.run_hash, name)
+    return Run.parse(data, name)
+
+
+def read_index(store: Store, head: Head) -> Index:
+    index = Index.parse(get_named(store, head.run, "index", head.index), path(head.run, "index", head.index))
+    if index.run != head.run:
+        raise FormatError(f"the index of run {head.run} is that of run {index.run}")
+    return index
+
+
+def needed(store: Store, head: Head) -> set[str]:
+    """Every object that the head leads to."""
+    index = read_index(store, head)
+    names = {HEAD, run_path(head.run), path(head.run, "index", head.index)}
+    names |= {path(head.run, "files", blob.hash) for blob in read_run(store, head).files.values()}
+    for step in index.steps:
+        names.add(path(head.run, "manifests", step.manifest))
+        manifest = Manifest.parse(get_named(store, head.run, "manifests", step.manifest), step.name)
+        names |= {manifest.bucket(blob) for blob in manifest.buckets}
+    return names
+
+
+def collect(
+    store: Store, head: Head, grace: float, clock: Callable[[], float] = time.time, dry: bool = False
+) -> list[str]:
+    """Delete what nothing refers to and is older than the grace period; returns the names.
+
+    Leases go when they have not been renewed for that long. What nothing refers to is never referred to again, but for
+    what a publisher is just sending: the grace period must be longer than a publish takes.
+    """
+    keep = needed(store, head)
+    now = clock()
+    gone = [item.name for item in store.list("runs/") if item.name not in keep and now - item.time > grace]
+    if gone and not dry:
+        store.delete(gone)
+    return gone
+
+
+def faults(store: Store, key: str | None = None) -> Iterator[str]:
+    """Everything that is wrong with a store, object by object: `sparserl fsck`."""
+    try:
+        head, _ = read_head(store, key)
+        run, index = read_run(store, head), read_index(store, head)
+    except (StoreError, FormatError) as error:
+        yield str(error)
+        return
+    for name, blob in run.files.items():
+        yield from _blob_fault(store, path(head.run, "files", blob.hash), blob.hash, blob.size, f"file {name}")
+    for step in index.steps:
+        try:
+            manifest = Manifest.parse(get_named(store, head.run, "manifests", step.manifest), step.name)
+        except (StoreError, FormatError) as error:
+            yield f"{step.name}: {error}"
+            continue
+        if manifest.run != head.run or manifest.result != step.digest or step.base_digest not in (None, manifest.base):
+            yield f"{step.name}: its manifest is that of something else"
+        if sum(blob.size for blob in manifest.buckets) != step.bytes:
+            yield f"{step.name}: the index promises {step.bytes} bytes, its buckets have another size"
+        for blob in manifest.buckets:
+            yield from _blob_fault(store, manifest.bucket(blob), blob.hash, blob.size, step.name)
+    known = chain.versions(index.steps)
+    if known.get(head.version) != head.digest:
+        yield f"no step leads to version {head.version} with digest {head.digest}"
+    for version in known:
+        try:
+            chain.route(index.steps, None, version)
+        except NotRetained as error:
+            yield str(error)
+
+
+def _blob_fault(store: Store, name: str, hash: str, size: int, what: str) -> Iterator[str]:
+    try:
+        data = store.get(name, size).data
+    except (StoreError, FormatError) as error:
+        yield f"{what}: {error}"
+        return
+    if len(data) != size or sha256(data) != hash:
+        yield f"{what}: {name} holds other bytes than its name promises"

@@ -266,16 +266,17 @@ class Landing:
         log: list[tuple[Overlay, Digest]] = []
 
         def undo() -> None:
-            for old, _ in reversed(log):  # so that where names share memory, what was there first remains
+            for old, _ in log:
                 old.write(self.held)
 
         def work() -> None:
             try:
-                for part in self.parts if self.tied else ():
-                    _require_old(part)
-                deque(ordered(lambda part: log.append(_swap(self.held, part)), self.parts, threads), maxlen=0)
-                if not self.tied:
-                    self._require_tracked(sum((moved for _, moved in log), self.base))
+                if self.tied:
+                    log.extend((_require_old(self.held, part), part.moved) for part in self.parts)
+                    deque(ordered(lambda part: part.new.write(self.held), self.parts, threads), maxlen=0)
+                else:
+                    deque(ordered(lambda part: log.append(_swap(self.held, part)), self.parts, threads), maxlen=0)
+                self._require_tracked(sum((moved for _, moved in log), self.base))
             except BaseException:
                 undo()
                 raise
@@ -311,12 +312,13 @@ def stage_all(patch: Patch, weights: Weights, *, digest: Digest | None = None, t
     return Landing(held, patch.base, patch.result, parts, bool(tied), patch.changed)
 
 
-def _require_old(part: Staged) -> None:
-    """See that the old bits are still those that were staged on."""
+def _require_old(held: Held, part: Staged) -> Overlay:
+    """The old bits, if they are still those that were staged on. For names that share memory."""
     g, found = part.new.geometry, np.empty_like(part.old)
     cpu.gather(part.new.tag, part.new.count, g.first, g.dims, g.size, g.inside, part.new.positions, found)
     if not np.array_equal(found, part.old):
         raise WrongBase("the weights were changed after the patch was staged on them; nothing was written")
+    return replace(part.new, bits=found, dense=[(place, held.bits(*place).copy()) for place, _ in part.new.dense])
 
 
 def _swap(held: Held, part: Staged) -> tuple[Overlay, Digest]:

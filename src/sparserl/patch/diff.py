@@ -77,7 +77,13 @@ class Captured:
     def __init__(self, difference: _Difference, parts: list[Changes], profile: str) -> None:
         self._difference, self._parts, self._profile = difference, parts, profile
 
-    def encode(self, *, link: Link | str | None = None, to: Target = None, threads: int | None = None) -> Patch:
+    def encode(
+        self,
+        *,
+        link: Link | str | None = None,
+        to: Target = None,
+        threads: int | None = None,
+    ) -> Patch:
         """The patch."""
         return self._difference.encode(iter(self._parts), self._profile, link, to, threads)
 

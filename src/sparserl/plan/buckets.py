@@ -117,7 +117,7 @@ def write(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | No
 
 def _pick(draft: Draft, names: Sequence[str], chooser: Chooser | None) -> str:
     """The profile a bucket takes."""
-    costs = draft.costs
+    costs = {name: bits for name, bits in draft.costs.items() if name in names}
     if len(costs) < 2:
         return next(iter(costs), names[0])
     if chooser is None:

@@ -39,6 +39,7 @@ from ..patch import Captured, Patch, capture
 from ..sources import Source
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
+from .ladder import Ladder
 from .records import HEAD, MOST_HEAD, Blob, Head, Index, Lease, Run, Step, path, run_path, sha256
 from .report import SyncReport, Watch
 from .upkeep import collect, read_head, read_index, read_run
@@ -46,6 +47,7 @@ from .upkeep import collect, read_head, read_index, read_run
 Steps = tuple[Step, ...]
 
 _SWAPS = 8  # attempts at a head whose replies are lost
+_WORTH = 0.9  # a squashed patch is kept if it takes less than this share of the patches it stands for
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Publisher:
         store has, a new run begins.
     anchor_after: an anchor is written when the patches since the last one add up to this many times its bytes.
     keep_anchors: how many of them stay.
+    ladder: squashed patches are written over so many versions, twice as many and so on, from the first number up to the
+        second, where they take less than the patches they stand for. Late subscribers take them. None for none.
     grace: seconds that objects stay after nothing refers to them any more.
     """
 
@@ -96,6 +100,7 @@ class Publisher:
         link: str | None = None,
         anchor_after: float = 1.0,
         keep_anchors: int = 2,
+        ladder: tuple[int, int] | None = (8, 64),
         grace: float = 600.0,
         lease: float = 120.0,
         threads: int | None = None,
@@ -114,6 +119,7 @@ class Publisher:
         self._failure: BaseException | None = None
         self._report: SyncReport | None = None
         self._now: _Committed | None = None
+        self._ladder = None if ladder is None else Ladder(*ladder)
         found = self._there(0)
         self._tag = None if found is None else found[1]
         if self._state is not None and found is not None:
@@ -223,7 +229,10 @@ class Publisher:
         step = _step(now.head.version, now.head.version + 1, patch, hash, self._clock())
         with watch.stage("commit"):
             done = self._commit(now.run, step.version, patch.result, lambda steps: (*steps, step), now.baseline)
+        self._now = None  # were the baseline lost now, a new run would begin
         with watch.stage("baseline"):
+            if self._ladder is not None:
+                self._ladder.add(step.version, patch, now.baseline, self._threads)
             patch.apply(now.baseline, digest=patch.base, threads=self._threads)
         self._now = done
         notes = self._maintain(done, watch)
@@ -269,7 +278,7 @@ class Publisher:
                 self._tag = self.store.swap(HEAD, data, self._tag)
             except (Refused, Unavailable) as error:
                 there = self._there(attempt)
-                if there is not None and there[1] == self._tag:
+                if (None if there is None else there[1]) == self._tag:
                     continue  # it did not get through
                 if there is not None and (there[0].nonce == nonce or self._same_version(there[0])):
                     self._tag = there[1]
@@ -345,10 +354,23 @@ class Publisher:
         """Anchors and retention: a failure here is told, and tried again with the next version."""
         try:
             with watch.stage("upkeep"):
-                self._anchor_if_due(now)
+                self._squash_if_due(now)
+                self._anchor_if_due(self._now or now)
         except (StoreError, FormatError, OSError) as error:
             return (f"upkeep failed, and will be tried again: {error}",)
         return ()
+
+    def _squash_if_due(self, now: _Committed) -> None:
+        """A squashed patch for each rung of the ladder that ends here, where it takes less than what it stands for."""
+        for base, patch in () if self._ladder is None else self._ladder.rungs(now.baseline, self._threads):
+            size = sum(len(patch.bucket(i)) for i in range(patch.buckets))
+            here = chain.route(now.index.steps, (base, patch.base), now.head.version)
+            if any(step.base is None for step in here) or size > _WORTH * sum(step.bytes for step in here):
+                continue
+            hash, _ = parcel.send(self.store, now.run.run, patch, self._progress)
+            step = _step(base, now.head.version, patch, hash, self._clock())
+            add = functools.partial(_with, step)
+            now = self._now = self._commit(now.run, now.head.version, now.head.digest, add, now.baseline)
 
     def _anchor_if_due(self, now: _Committed) -> None:
         """An anchor when the patches since the last one have become as large; what is too old then goes."""
@@ -376,6 +398,10 @@ def _reported(
     table = now.run.table
     ends = now.run.run, now.head.version, now.head.digest.hex
     return SyncReport(*ends, kind, patch.changed, table.elements, sent, table.dense_bytes, watch.seconds, notes)
+
+
+def _with(step: Step, steps: Steps) -> Steps:
+    return (*steps, step)
 
 
 def _step(base: int | None, version: int, patch: Patch, hash: str, now: float) -> Step:

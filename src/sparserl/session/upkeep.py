@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from ..errors import FormatError, NotRetained, StoreError
+from ..errors import FormatError, NotRetained, SessionError, StoreError
 from ..transport.store import Store
 from . import chain, signing
 from .records import (
@@ -22,6 +22,8 @@ from .records import (
     run_path,
     sha256,
 )
+
+_LEASE = 86_400.0  # seconds that a lease stays which nobody renews
 
 
 def read_head(store: Store, key: str | None = None) -> tuple[Head, str]:
@@ -61,12 +63,16 @@ def collect(
 ) -> list[str]:
     """Delete what nothing refers to and is older than the grace period; returns the names.
 
-    Leases go when they have not been renewed for that long. What nothing refers to is never referred to again, but for
+    Leases go when they have not been renewed for a day. What nothing refers to is never referred to again, but for
     what a publisher is just sending: the grace period must be longer than a publish takes.
     """
     keep = needed(store, head)
     now = clock()
-    gone = [item.name for item in store.list("runs/") if item.name not in keep and now - item.time > grace]
+    gone = [
+        item.name
+        for item in store.list("runs/")
+        if item.name not in keep and now - item.time > (max(grace, _LEASE) if "/leases/" in item.name else grace)
+    ]
     if gone and not dry:
         store.delete(gone)
     return gone
@@ -77,7 +83,7 @@ def faults(store: Store, key: str | None = None) -> Iterator[str]:
     try:
         head, _ = read_head(store, key)
         run, index = read_run(store, head), read_index(store, head)
-    except (StoreError, FormatError) as error:
+    except (StoreError, FormatError, SessionError) as error:
         yield str(error)
         return
     for name, blob in run.files.items():

@@ -1,0 +1,188 @@
+"""With a key pinned, a subscriber believes nothing but what that key has signed, and nothing older than it has seen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sparserl import Publisher, Subscriber
+from sparserl.errors import FormatError, SessionError, SparserlError, Untrusted
+from sparserl.session import signing
+from sparserl.session.records import HEAD, Head, Index, canonical, path, sha256
+from sparserl.session.upkeep import faults, read_head
+from sparserl.transport import open_store
+from tests.session.test_session import Policy, bits
+
+SECRET, PUBLIC = signing.keygen()
+OTHER, OTHERS = signing.keygen()
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"file://{tmp_path}/store"
+
+
+class Scene:
+    """A signed run of two versions, and a subscriber that holds the newer one."""
+
+    def __init__(self, url, key=SECRET, pinned=PUBLIC):
+        self.policy = Policy()
+        self.publisher = Publisher(url, self.policy.weights, key=key)
+        self.store = self.publisher.store
+        self.publisher.publish()
+        self.first = self.store.get(HEAD, 1 << 16)
+        self.policy.step()
+        self.publisher.publish()
+        self.mine = self.policy.empty()
+        self.subscriber = Subscriber(url, self.mine, key=pinned)
+
+    def replace_head(self, data):
+        self.store.swap(HEAD, data, self.store.get(HEAD, 1 << 16).tag)
+
+    def refused(self, match, kind=Untrusted):
+        before = bits(self.mine)
+        with pytest.raises(kind, match=match):
+            self.subscriber.sync()
+        assert bits(self.mine) == before
+
+
+def test_what_the_key_signed_is_taken(url):
+    """And a subscriber without a key takes it, too."""
+    scene = Scene(url)
+    scene.subscriber.sync()
+    assert bits(scene.mine) == bits(scene.policy.weights)
+    assert Subscriber(url, scene.policy.empty()).sync().version == 1
+    assert list(faults(scene.store, PUBLIC)) == []
+    assert list(faults(scene.store, OTHERS)) != []
+
+
+def test_unsigned_and_foreign_heads(url, tmp_path):
+    """Without a signature, or with another's, nothing is fetched."""
+    Scene(url, key=None).refused("not signed")
+    Scene(f"{url}-2", key=OTHER).refused("another key")
+
+
+def test_a_signature_belongs_to_its_body(url):
+    """Any change to the signed body, or a signature from another head, is refused."""
+    scene = Scene(url)
+    sealed = json.loads(scene.store.get(HEAD, 1 << 16).data)
+    body = json.loads(sealed["body"])
+    for name, value in body.items():
+        if name == "format":
+            continue
+        forged = dict(body)
+        forged[name] = value + 1 if isinstance(value, (int, float)) else ("0" if value[0] != "0" else "1") + value[1:]
+        scene.replace_head(canonical({**sealed, "body": canonical(forged).decode()}))
+        scene.refused("does not hold")
+    first = json.loads(scene.first.data)
+    scene.replace_head(canonical({**sealed, "signature": first["signature"]}))
+    scene.refused("does not hold")
+    for junk in ("", "00", "zz" * 64, sealed["signature"][:-2]):
+        scene.replace_head(canonical({**sealed, "signature": junk}))
+        scene.refused("does not hold")
+    scene.replace_head(canonical({**sealed, "key": None}))
+    scene.refused("not signed")
+
+
+def test_a_rolled_back_store(url):
+    """An older head that the key did sign is refused once a newer one was seen."""
+    scene = Scene(url)
+    scene.subscriber.sync()
+    scene.replace_head(scene.first.data)
+    scene.refused("rolled back")
+    assert scene.subscriber.version == 1
+
+
+def test_an_older_run_is_not_newer(url):
+    """The head of a run that began earlier, replayed, is refused; one that began later is a new run."""
+    scene = Scene(url)
+    older = scene.store.get(HEAD, 1 << 16).data
+    scene.subscriber.sync()
+    second = Policy(5)
+    newer = Publisher(url, second.weights, key=SECRET)
+    newer.publish()
+    assert scene.subscriber.sync().run == newer.run
+    assert bits(scene.mine) == bits(second.weights)
+    scene.replace_head(older)
+    scene.refused("older than run")
+
+
+def test_only_the_run_that_was_asked_for(url):
+    """With a run pinned, another one is refused, whoever signed it."""
+    scene = Scene(url)
+    mine = scene.policy.empty()
+    pinned = Subscriber(url, mine, key=PUBLIC, run=scene.publisher.run)
+    pinned.sync()
+    Publisher(url, Policy(5).weights, key=SECRET).publish()
+    with pytest.raises(Untrusted, match="only follows run"):
+        pinned.sync()
+
+
+def tampered(store, name, change):
+    data = store.get(name, 1 << 30).data
+    store.put(name, change(data))
+
+
+def flip(data):
+    return bytes((data[0] ^ 1,)) + data[1:]
+
+
+def test_everything_below_the_head_is_bound_by_hash(url):
+    """Run, index, manifest and bucket of the signed head cannot be exchanged, cut or lengthened."""
+    scene = Scene(url)
+    head, _ = read_head(scene.store)
+    names = [item.name for item in scene.store.list("runs/") if "/leases/" not in item.name]
+    wanted = {n.split("/")[2] for n in names}
+    assert wanted == {"run.json", "index", "manifests", "buckets"}
+    refused = set()
+    for name in names:
+        data = scene.store.get(name, 1 << 30).data
+        for change in (flip, lambda d: d[:-1], lambda d: d + b" "):
+            scene.store.put(name, change(data))
+            subscriber = Subscriber(url, scene.policy.empty(), key=PUBLIC)
+            try:
+                subscriber.sync()
+            except FormatError:
+                refused.add(name.split("/")[2])
+            else:  # an object that this head no longer leads to
+                assert "index" in name
+                assert head.index not in name
+            scene.store.put(name, data)
+    assert refused == wanted
+
+
+def test_an_index_of_another_run(url):
+    """Even a signed head must lead to an index of its own run."""
+    scene = Scene(url)
+    head, _ = read_head(scene.store)
+    index = Index("0" * 16, scene.publisher._now.index.steps).to_bytes()
+    scene.store.put(path(head.run, "index", sha256(index)), index)
+    body = Head(**{**vars(head), "index": sha256(index)}).body()
+    scene.replace_head(signing.seal(body, SECRET))
+    scene.refused("that of run 0000", FormatError)
+
+
+def test_keys_that_are_none(url):
+    """What is not a key is said to be none, before anything is fetched or written."""
+    policy = Policy()
+    with pytest.raises(SessionError, match="secret key"):
+        Publisher(url, policy.weights, key=PUBLIC).publish()
+    assert not list(open_store(url).list("head.json"))
+    Publisher(url, policy.weights, key=SECRET).publish()
+    with pytest.raises(SessionError, match="public key"):
+        Subscriber(url, policy.empty(), key=SECRET).sync()
+    assert signing.public_key(SECRET) == PUBLIC
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"{", b'{"format":1}', b'{"format":2,"body":"{}"}', b'{"format":1,"body":"{}","body":"{}"}', b"\xff"],
+)
+def test_heads_that_are_none(url, data):
+    """Bytes that are no head are refused by name, with and without a key."""
+    scene = Scene(url)
+    scene.replace_head(data or b" ")
+    for key in (None, PUBLIC):
+        with pytest.raises(SparserlError, match=r"head\.json"):
+            Subscriber(url, scene.policy.empty(), key=key).sync()

@@ -140,6 +140,9 @@ class Breaks:
     def attach(self, table):
         return self.inner.attach(table)
 
+    def held(self):
+        return self.inner.held()
+
     def prepare(self, change):
         if self.where == "prepare":
             raise OSError("no room")
@@ -290,6 +293,15 @@ def test_a_new_run_is_not_taken_for_the_old_one(url):
     report = subscriber.sync()
     assert (report.version, report.kind, report.run) == (0, "anchor", other.run)
     assert bits(mine) == bits(second.weights)
+
+
+def test_a_clock_that_was_set_back(url):
+    """A new run is later than the one before it, whatever the clock says."""
+    first, second = Policy(1), Policy(2)
+    Publisher(url, first.weights, clock=lambda: 2e9).publish()
+    old = read_head(open_store(url))[0]
+    Publisher(url, second.weights, clock=lambda: 1e9).publish()
+    assert read_head(open_store(url))[0].created > old.created
 
 
 def test_a_joining_target_that_holds_a_version_is_recognized(url):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sparserl import Publisher, Subscriber
+from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import FormatError, SessionError, SparserlError, Untrusted
 from sparserl.session import signing
 from sparserl.session.records import HEAD, Head, Index, canonical, path, sha256
@@ -92,6 +92,19 @@ def test_a_rolled_back_store(url):
     scene.replace_head(scene.first.data)
     scene.refused("rolled back")
     assert scene.subscriber.version == 1
+
+
+def test_a_rolled_back_store_after_a_restart(url, tmp_path):
+    """A checkpoint folder remembers what it held: an older head is refused by the next process, too."""
+    scene = Scene(url)
+    folder = targets.folder(tmp_path / "out")
+    Subscriber(url, folder, key=PUBLIC).sync()
+    folder.close()
+    scene.replace_head(scene.first.data)
+    again = targets.folder(tmp_path / "out")
+    with pytest.raises(Untrusted, match="rolled back"):
+        Subscriber(url, again, key=PUBLIC).sync()
+    assert again.current.readlink().name.endswith("-000000000001")
 
 
 def test_an_older_run_is_not_newer(url):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from ..transport.store import Store, fetch
 from .records import Blob, Manifest, Step, get_named, path, require_hash, sha256
 
 AT_ONCE = 8  # transfers
+SPOOL_BYTES = 256 << 20  # patches that may be larger than this lie on disk
 
 
 def zeros(table: TensorTable) -> dict[str, Bits]:
@@ -37,7 +40,18 @@ def nothing(table: TensorTable) -> Digest:
 
 def anchor_of(weights: Weights, table: TensorTable, threads: int | None = None) -> Patch:
     """All weights, as the patch that makes them of nothing."""
-    return diff(zeros(table), weights, threads=threads)
+    with spool(table.dense_bytes) as to:
+        return diff(zeros(table), weights, to=to, threads=threads)
+
+
+@contextmanager
+def spool(size: int) -> Iterator[Path | None]:
+    """A file for a patch of that size, which is gone when nobody has it open any more; None where memory will do."""
+    if size <= SPOOL_BYTES:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="sparserl-") as folder:
+        yield Path(folder) / "patch"
 
 
 def send(store: Store, run: str, patch: Patch, progress: Progress | None = None) -> tuple[str, int]:
@@ -67,9 +81,8 @@ def receive(
     table: TensorTable,
     step: Step,
     progress: Progress | None = None,
-    to: str | os.PathLike[str] | None = None,
 ) -> Patch:
-    """The patch of a step, kept in memory or in a file: every byte is the one that manifest and index promise."""
+    """The patch of a step: every byte is the one that manifest and index promise."""
     what = path(run, "manifests", step.manifest)
     manifest = Manifest.parse(get_named(store, run, "manifests", step.manifest), what)
     starts = manifest.base if step.base_digest is None else step.base_digest
@@ -84,7 +97,8 @@ def receive(
             progress(blob.size)
         return data
 
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges:
+    size = sum(blob.size for blob in manifest.buckets)
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges, spool(size) as to:
         buckets = _ahead(get, manifest.buckets)
         patch = Patch(rewrite(table, buckets, manifest.base, manifest.result, manifest.changed, None, to))
     patch.heads  # noqa: B018  # reading them checks every bucket

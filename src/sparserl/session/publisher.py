@@ -122,6 +122,7 @@ class Publisher:
         self._ladder = None if ladder is None else Ladder(*ladder)
         found = self._there(0)
         self._tag = None if found is None else found[1]
+        self._after = 0.0 if found is None else found[0].created + 0.001  # a later run says so, whatever the clock
         if self._state is not None and found is not None:
             self._now = self._resumed(self._state, found[0])
 
@@ -208,7 +209,7 @@ class Publisher:
 
     def _first(self, weights: dict[str, Bits], watch: Watch) -> SyncReport:
         """The first version of a new run: an anchor."""
-        run = Run(secrets.token_hex(8), self._clock(), table_of(memories(weights)))
+        run = Run(secrets.token_hex(8), max(self._clock(), self._after), table_of(memories(weights)))
         with watch.stage("encode"):
             patch = parcel.anchor_of(weights, run.table, self._threads)
         with watch.stage("upload"):

@@ -289,13 +289,14 @@ class Subscriber:
     def _require_newer(self, head: Head) -> None:
         if self._pinned is not None and head.run != self._pinned:
             raise Untrusted(f"the store has run {head.run}, this subscriber only follows run {self._pinned}")
-        last = self._newest
-        if last is None:
-            return
-        if head.run == last.run and head.version < last.version:
-            raise Untrusted(f"the store was rolled back: version {last.version} was seen, now it says {head.version}")
-        if head.run != last.run and head.created <= last.created:
-            raise Untrusted(f"the store was rolled back: run {head.run} is older than run {last.run}, which was seen")
+        seen = [found for target in self.targets if (found := target.held()) is not None]
+        if (last := self._newest) is not None:
+            seen.append((last.run, last.created, last.version))
+        for run, created, version in seen:
+            if head.run == run and head.version < version:
+                raise Untrusted(f"the store was rolled back: version {version} was seen, now it says {head.version}")
+            if self._key is not None and head.run != run and head.created <= created:
+                raise Untrusted(f"the store was rolled back: run {head.run} is older than run {run}, which was seen")
 
     def _attach(self, view: View) -> None:
         """Find out which version of this run the targets hold, by their bits."""
@@ -329,7 +330,7 @@ class Subscriber:
             names = run.files.items()
             files = {n: get_named(self.store, run.run, "files", b.hash, MOST_FILE) for n, b in names}
             patches = []
-        change = Change(run.run, held.version, held.digest, patches, fresh, files)
+        change = Change(run.run, run.created, held.version, held.digest, patches, fresh, files)
         prepared: list[Prepared] = []
         try:
             with watch.stage("stage"):

@@ -2,6 +2,7 @@
 
     FOLDER/current            a link to the version that was committed last
     FOLDER/versions/RUN-000000000042/   model.safetensors, config.json, tokenizer.json …
+    FOLDER/held.json          which version that is, so that no older one is taken for newer after a restart
     FOLDER/.sparserl/         what is being built; cleared when a process attaches
 
 A version's folder is complete and on disk before it has its name, and the link is replaced in one step: a kill at any
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from ..bits import Bits
 from ..errors import CheckpointError, WeightsError
-from ..files import sync
+from ..files import replacing, sync
 from ..memory import Weights, memories, require_like, table_of
 from ..sources import open_checkpoint
 from ..table import TensorTable
@@ -73,15 +74,15 @@ class FolderTarget:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-        return PreparedFolder(self, draft, f"{change.run}-{change.version:012d}", changed)
+        return PreparedFolder(self, draft, change, changed)
 
-    def held(self) -> tuple[str, int] | None:
-        """Run and version that `current` says it is."""
+    def held(self) -> tuple[str, float, int] | None:
+        """What was committed here last."""
         try:
-            found = _VERSION.fullmatch(self.current.readlink().name)
-        except OSError:
+            found = json.loads((self.root / "held.json").read_bytes())
+            return str(found["run"]), float(found["created"]), int(found["version"])
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        return None if found is None else (found[1], int(found[2]))
 
     def close(self) -> None:
         """Let another process follow into this folder."""
@@ -131,8 +132,9 @@ class FolderTarget:
 class PreparedFolder:
     """A checkpoint that is whole and on disk, and not yet the current one."""
 
-    def __init__(self, target: FolderTarget, draft: Path, name: str, changed: int) -> None:
-        self._target, self._draft, self._name = target, draft, name
+    def __init__(self, target: FolderTarget, draft: Path, change: Change, changed: int) -> None:
+        self._target, self._draft, self._change = target, draft, change
+        self._name = f"{change.run}-{change.version:012d}"
         self.changed = changed
 
     def commit(self) -> Undo:
@@ -147,6 +149,10 @@ class PreparedFolder:
         return lambda: target.point(before if before != self._name else None)
 
     def finish(self) -> None:
+        change = self._change
+        with replacing(self._target.root / "held.json") as file:
+            held = {"run": change.run, "created": change.created, "version": change.version}
+            file.write(json.dumps(held | {"digest": change.digest.hex}).encode())
         self._target.prune()
 
     def discard(self) -> None:

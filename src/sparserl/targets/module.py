@@ -26,6 +26,9 @@ class ModuleTarget:
         require_writable(memory.items())
         return self._weights
 
+    def held(self) -> None:
+        """Memory does not outlive its process."""
+
     def prepare(self, change: Change) -> PreparedModule:
         """Decode everything, and see that it leads to the version's digest; nothing is written."""
         if change.fresh is not None:

@@ -22,6 +22,7 @@ class Change:
     """
 
     run: str
+    created: float  # when the run began
     version: int
     digest: Digest
     patches: Sequence[Patch]
@@ -55,6 +56,10 @@ class Target(Protocol):
 
     def attach(self, table: TensorTable) -> Weights | None:
         """Accept the tensors of a run, or raise `TensorMismatch`. Returns the bits it holds; None if it holds none."""
+        ...
+
+    def held(self) -> tuple[str, float, int] | None:
+        """Run, its beginning and version that it remembers to hold, also over a restart; None if it remembers none."""
         ...
 
     def prepare(self, change: Change) -> Prepared:

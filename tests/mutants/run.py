@@ -57,6 +57,7 @@ class Mutant:
 
 KERNELS, CODEC, PLAN = "kernels/test_cpu.py", "codec/test_codec.py", "plan/test_plan.py"
 CLASSES, RANS, CTX = "kernels/test_classes.py", "kernels/test_rans.py", "patch/test_ctx.py"
+SESSION, SIGNING = "session/test_session.py", "session/test_signing.py"
 APPLY, REGIONS, COMPOSE = "patch/test_diff_apply.py", "patch/test_regions.py", "patch/test_compose.py"
 CHANGES = Tests(APPLY, "every_kind_of_change and (bfloat16 or float32) or zero_signs")
 REFUSED = Tests(APPLY, "wrong_base or does_not_hold or vouching")
@@ -418,6 +419,119 @@ MUTANTS = (
         "    if left < 1 or (at & 7",
         "    if left < -(1 << 30) or (at & 7",
         Tests(RANS, "do_not_add_up"),
+    ),
+    Mutant(
+        "the baseline advances before the head moved",
+        "session/publisher.py",
+        '        with watch.stage("commit"):\n            done = self._commit(now.run',
+        "        patch.apply(now.baseline, digest=patch.base)\n"
+        '        with watch.stage("commit"):\n            done = self._commit(now.run',
+        Tests(SESSION, "failed_publish or bit_for_bit"),
+    ),
+    Mutant(
+        "the head is moved without a condition",
+        "session/publisher.py",
+        "                self._tag = self.store.swap(HEAD, data, self._tag)\n",
+        "                self.store.put(HEAD, data)\n",
+        Tests(SESSION, "two_publishers or racing"),
+    ),
+    Mutant(
+        "a lost reply is taken for a failure",
+        "session/publisher.py",
+        "(there[0].nonce == nonce or self._same_version(there[0]))",
+        "self._same_version(there[0])",
+        Tests(SESSION, "reply_that_was_lost"),
+    ),
+    Mutant(
+        "a restarted publisher does not fetch the patches since its anchor",
+        "session/publisher.py",
+        "        patches += [parcel.receive(self.store, name, run.table, step) for step in steps]\n",
+        "",
+        Tests(SESSION, "restarted"),
+    ),
+    Mutant(
+        "captured weights are the trainer's own",
+        "session/publisher.py",
+        'Bits(np.array(memory.view(), copy=True, order="C"), memory.dtype)',
+        "Bits(memory.view(), memory.dtype)",
+        Tests(SESSION, "training_goes_on or bit_for_bit"),
+    ),
+    Mutant(
+        "targets that committed before one failed stay as they are",
+        "session/subscriber.py",
+        "            for undo in reversed(done):\n                undo()\n",
+        "",
+        Tests(SESSION, "all_targets"),
+    ),
+    Mutant(
+        "an older head is believed",
+        "session/subscriber.py",
+        "            if head.run == run and head.version < version:\n",
+        "            if head.version < 0:\n",
+        Tests(SIGNING, "rolled_back"),
+    ),
+    Mutant(
+        "an older run is believed",
+        "session/subscriber.py",
+        "head.run != run and head.created <= created:",
+        "head.run == run and head.created < created:",
+        Tests(SIGNING, "older_run"),
+    ),
+    Mutant(
+        "a head without a signature is believed",
+        "session/signing.py",
+        '        raise Untrusted(f"{what} is not signed, and a key is pinned")\n',
+        "        return body.encode()\n",
+        Tests(SIGNING, "unsigned or belongs"),
+    ),
+    Mutant(
+        "any key will do",
+        "session/signing.py",
+        "    if key != _public(pinned):\n",
+        "    if not _public(pinned):\n",
+        Tests(SIGNING, "foreign"),
+    ),
+    Mutant(
+        "objects need not be what their names promise",
+        "session/records.py",
+        "    if sha256(data) != hash:\n",
+        "    if not hash:\n",
+        Tests(SIGNING, "bound_by_hash"),
+    ),
+    Mutant(
+        "a commit does not look at what it writes over",
+        "patch/apply.py",
+        "                self._require_tracked(sum((moved for _, moved in log), self.base))\n",
+        "",
+        Tests(SESSION, "others_wrote"),
+    ),
+    Mutant(
+        "names that share memory are not looked at before a commit",
+        "patch/apply.py",
+        "    if not np.array_equal(found, part.old):\n",
+        "    if found is None:\n",
+        Tests(SESSION, "tied"),
+    ),
+    Mutant(
+        "retention forgets live subscribers",
+        "session/chain.py",
+        "    oldest = min([*kept[:1], *needed], default=0)\n",
+        "    oldest = min(kept[:1], default=0)\n",
+        Tests(SESSION, "retention"),
+    ),
+    Mutant(
+        "routes do not care about digests",
+        "session/chain.py",
+        "            if step.base_digest == digest:\n",
+        "            if True:\n",
+        Tests(SESSION, "cheapest"),
+    ),
+    Mutant(
+        "the condition of a swap in a folder is not looked at",
+        "transport/folder.py",
+        "            if there != tag:\n",
+        '            if there is not None and tag == "":\n',
+        Tests(SESSION, "two_publishers or racing"),
     ),
 )
 

@@ -110,11 +110,7 @@ def apply(
     current = digest_of(patch, held, threads, progress) if digest is None else digest
     if current == patch.result:
         return Applied(patch.result, 0, already=True)
-    if current != patch.base:
-        raise WrongBase(
-            f"the weights have digest {current}; the patch turns {patch.base} into {patch.result}. "
-            "Nothing was touched: fetch the patch that starts from these weights, or a full copy"
-        )
+    _require_base(patch, current)
     touched = {patch.table[t].name for head in patch.heads for t in np.unique(head.entries.tensor).tolist()}
     require_writable((name, memory[name]) for name in touched)
     tied = tied_groups(memory)
@@ -168,6 +164,14 @@ def _stage_then_commit(patch: Patch, held: Held, base: Digest, tied: list[list[s
     uninterrupted(lambda: deque(ordered(land, landing, threads), maxlen=0))
 
 
+def _require_base(patch: Patch, current: Digest) -> None:
+    if current != patch.base:
+        raise WrongBase(
+            f"the weights have digest {current}; the patch turns {patch.base} into {patch.result}. "
+            "Nothing was touched: fetch the patch that starts from these weights, or a full copy"
+        )
+
+
 def _require_result(patch: Patch, result: Digest) -> None:
     if result != patch.result:
         raise InvalidField(
@@ -196,6 +200,11 @@ def exchange(held: Held, patch: Patch, index: int) -> tuple[Overlay, Digest]:
     if not decoded.landed:
         order = decoded.head.profile.absolute, dtype.top, dtype.sign_magnitude
         cpu.exchange(old.tag, old.count, g.first, g.dims, g.size, g.inside, old.positions, new, *order, old.bits)
+    return _with_dense(held, old, new, decoded)
+
+
+def _with_dense(held: Held, old: Overlay, new: UIntArray, decoded: Decoded) -> tuple[Overlay, Digest]:
+    """Write the dense entries behind the sparse ones. Returns what was there before, and how the digest moved."""
     try:
         old = replace(old, dense=[(place, held.bits(*place).copy()) for place, _ in decoded.dense_bits])
         moved = _moved(held, old, new, decoded)
@@ -301,8 +310,7 @@ def stage_all(patch: Patch, weights: Weights, *, digest: Digest | None = None, t
     require_like(patch.table, memory, "the patch", "the weights")
     held = Held(patch.table, memory)
     current = digest_of(patch, held, threads) if digest is None else digest
-    if current != patch.base:
-        raise WrongBase(f"the weights have digest {current}; the patch turns {patch.base} into {patch.result}")
+    _require_base(patch, current)
     require_writable(memory.items())
     found = ordered(lambda i: stage(held, patch.decode(i, held)), range(patch.buckets), threads)
     parts = tuple(found)
@@ -327,14 +335,7 @@ def _swap(held: Held, part: Staged) -> tuple[Overlay, Digest]:
     old = replace(new, bits=np.empty_like(new.bits), dense=[])
     g, order = new.geometry, (True, dtype.top, dtype.sign_magnitude)
     cpu.exchange(new.tag, new.count, g.first, g.dims, g.size, g.inside, new.positions, new.bits, *order, old.bits)
-    try:
-        old = replace(old, dense=[(place, held.bits(*place).copy()) for place, _ in new.dense])
-        moved = _moved(held, old, new.bits, part.decoded)
-        new.write_dense(held)
-    except BaseException:
-        old.write(held)
-        raise
-    return old, moved
+    return _with_dense(held, old, new.bits, part.decoded)
 
 
 def _refuse_conflicts(patch: Patch, held: Held, tied: list[list[str]], staged: list[Staged]) -> None:

@@ -422,6 +422,66 @@ def test_a_reply_that_was_lost(tmp_path, how):
         policy.step()
 
 
+class Outage(FolderStore):
+    """A folder store that goes away in the middle of a swap, for a while."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.works, self.late = None, None
+
+    def get(self, name, most):
+        if self.works is not None:
+            raise Unavailable("the store is away")
+        return super().get(name, most)
+
+    def swap(self, name, data, tag):
+        if self.late is not None:  # the request before this one arrives only now
+            earlier, self.late = self.late, None
+            super().swap(name, earlier, tag)
+        if self.works is not None:
+            how, self.works = self.works, None
+            if how == "at once":
+                super().swap(name, data, tag)
+            elif how == "late":
+                self.late = data
+            self.works = how
+            raise Unavailable("the store is away")
+        return super().swap(name, data, tag)
+
+
+@pytest.mark.parametrize("works", ["at once", "late", "never"])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_outage_in_the_middle_of_a_swap(tmp_path, works, first):
+    """Whether the swap had worked cannot be found out then; the next publish does, and nothing is lost or doubled."""
+    store, policy = Outage(tmp_path), Policy()
+    publisher = Publisher(store, policy.weights)
+    if not first:
+        publisher.publish()
+    policy.step()
+    store.works = works
+    with pytest.raises(Unavailable, match="away"):
+        publisher.publish()
+    captured = bits(policy.weights)
+    store.works = None
+    mine = policy.empty()
+    subscriber = Subscriber(FolderStore(tmp_path), mine)
+    policy.step()
+    if works == "late":
+        with pytest.raises(Unavailable, match="publish again"):
+            publisher.publish()
+    if works in ("at once", "late"):
+        assert subscriber.sync().version == 1 - first
+        assert bits(mine) == captured
+    report = publisher.publish()
+    assert report.version == (0 if first else 1) + (works != "never")
+    subscriber.sync()
+    assert bits(mine) == bits(policy.weights)
+    policy.step()
+    publisher.publish()
+    assert subscriber.sync().kind == "patch"
+    assert bits(mine) == bits(policy.weights)
+
+
 def test_two_publishers(url):
     """The second one fences the first off, whoever began earlier."""
     policy, other = Policy(1), Policy(2)

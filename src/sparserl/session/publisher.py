@@ -50,6 +50,10 @@ _SWAPS = 8  # attempts at a head whose replies are lost
 _WORTH = 0.9  # a squashed patch is kept if it takes less than this share of the patches it stands for
 
 
+class _Late(Unavailable):
+    """A swap of ours that was given up worked after all."""
+
+
 @dataclass(frozen=True)
 class _Committed:
     """Where the run stands: what receivers can have, and its bits here."""
@@ -119,6 +123,7 @@ class Publisher:
         self._failure: BaseException | None = None
         self._report: SyncReport | None = None
         self._now: _Committed | None = None
+        self._unsure: tuple[str, Callable[[], None]] | None = None  # a swap that nobody answered, and what it is to do
         self._ladder = None if ladder is None else Ladder(*ladder)
         found = self._there(0)
         self._tag = None if found is None else found[1]
@@ -143,6 +148,7 @@ class Publisher:
         encoded and sent. The next call, or `settle`, waits for that and raises what went wrong with it.
         """
         self.settle()
+        self._resolve()
         weights = self._source.weights() if isinstance(self._source, Source) else self._source
         watch = Watch()
         work: Callable[[], SyncReport]
@@ -217,10 +223,14 @@ class Publisher:
             self.store.put(run_path(run.run), run.to_bytes())
             hash, sent = parcel.send(self.store, run.run, patch, self._progress)
         step = _step(None, 0, patch, hash, self._clock())
+
+        def land(done: _Committed) -> None:
+            self._now = done
+            self._save_anchor(done, patch)
+
         with watch.stage("commit"):
-            self._now = self._commit(run, 0, patch.result, lambda _steps: (step,), weights)
-        self._save_anchor(self._now, patch)
-        return _reported(self._now, "anchor", patch, sent, watch)
+            done = self._commit(run, 0, patch.result, lambda _steps: (step,), weights, land)
+        return _reported(done, "anchor", patch, sent, watch)
 
     def _next(self, now: _Committed, found: Captured, watch: Watch) -> SyncReport:
         with watch.stage("encode"):
@@ -228,14 +238,17 @@ class Publisher:
         with watch.stage("upload"):
             hash, sent = parcel.send(self.store, now.run.run, patch, self._progress)
         step = _step(now.head.version, now.head.version + 1, patch, hash, self._clock())
+
+        def land(done: _Committed) -> None:
+            self._now = None  # were the baseline lost now, a new run would begin
+            with watch.stage("baseline"):
+                if self._ladder is not None:
+                    self._ladder.add(step.version, patch, now.baseline, self._threads)
+                patch.apply(now.baseline, digest=patch.base, threads=self._threads)
+            self._now = done
+
         with watch.stage("commit"):
-            done = self._commit(now.run, step.version, patch.result, lambda steps: (*steps, step), now.baseline)
-        self._now = None  # were the baseline lost now, a new run would begin
-        with watch.stage("baseline"):
-            if self._ladder is not None:
-                self._ladder.add(step.version, patch, now.baseline, self._threads)
-            patch.apply(now.baseline, digest=patch.base, threads=self._threads)
-        self._now = done
+            done = self._commit(now.run, step.version, patch.result, lambda steps: (*steps, step), now.baseline, land)
         notes = self._maintain(done, watch)
         return _reported(done, "patch", patch, sent, watch, notes)
 
@@ -249,11 +262,18 @@ class Publisher:
     # -- the head ------------------------------------------------------------------------------------------------------
 
     def _commit(
-        self, run: Run, version: int, digest: Digest, steps: Callable[[Steps], Steps], baseline: dict[str, Bits]
+        self,
+        run: Run,
+        version: int,
+        digest: Digest,
+        steps: Callable[[Steps], Steps],
+        baseline: dict[str, Bits],
+        land: Callable[[_Committed], None],
     ) -> _Committed:
         """Make a version visible: the index, then the head under the condition that nobody else has moved it.
 
-        `steps` makes the new steps of the old ones, perhaps twice: tools may have added to the index meanwhile.
+        `steps` makes the new steps of the old ones, perhaps twice: tools may have added to the index meanwhile. `land`
+        is called when the head has moved; where that cannot be found out now, before the next publish.
         """
         known = () if self._now is None else self._now.index.steps
         for _ in range(_SWAPS):
@@ -263,13 +283,29 @@ class Publisher:
             self.store.put(path(run.run, "index", hash), data)
             ends = version, digest, hash, sha256(run.to_bytes()), run.created
             head = Head(run.run, *ends, self._clock(), secrets.token_hex(8))
-            moved = self._swap(signing.seal(head.body(), self._key), head.nonce)
+            done = _Committed(run, head, index, baseline)
+            sealed, before = signing.seal(head.body(), self._key), self._unsure
+            self._unsure = head.nonce, functools.partial(land, done)
+            try:
+                moved = self._swap(sealed, head.nonce, None if before is None else before[0])
+            except _Late:
+                self._unsure = before
+                raise
+            self._unsure = None
             if moved is None:
-                return _Committed(run, head, index, baseline)
+                land(done)
+                return done
             known = read_index(self.store, moved).steps
         raise Unavailable(f"{self.store.url}: the head could not be moved in {_SWAPS} attempts")
 
-    def _swap(self, data: bytes, nonce: str) -> Head | None:
+    def _resolve(self) -> None:
+        """Find out what became of a swap whose reply was lost in an outage."""
+        if self._unsure is not None and (there := self._there(0)) is not None and there[0].nonce == self._unsure[0]:
+            self._tag = there[1]
+            land, self._unsure = self._unsure[1], None
+            land()
+
+    def _swap(self, data: bytes, nonce: str, earlier: str | None) -> Head | None:
         """Swap the head. Returns None when it is done, or a head with another index to start from again.
 
         A reply may be lost: then the nonce that is there tells whose swap worked.
@@ -284,6 +320,10 @@ class Publisher:
                 if there is not None and (there[0].nonce == nonce or self._same_version(there[0])):
                     self._tag = there[1]
                     return None if there[0].nonce == nonce else there[0]
+                if there is not None and there[0].nonce == earlier:
+                    raise _Late(
+                        f"{self.store.url}: a publish that seemed to fail got through; publish again"
+                    ) from error
                 raise Fenced(f"{self.store.url}: another publisher has moved the head; this one must stop") from error
             return None
         raise Unavailable(f"{self.store.url}: the head could not be moved in {_SWAPS} attempts")
@@ -371,7 +411,10 @@ class Publisher:
             hash, _ = parcel.send(self.store, now.run.run, patch, self._progress)
             step = _step(base, now.head.version, patch, hash, self._clock())
             add = functools.partial(_with, step)
-            now = self._now = self._commit(now.run, now.head.version, now.head.digest, add, now.baseline)
+            now = self._commit(now.run, now.head.version, now.head.digest, add, now.baseline, self._set)
+
+    def _set(self, done: _Committed) -> None:
+        self._now = done
 
     def _anchor_if_due(self, now: _Committed) -> None:
         """An anchor when the patches since the last one have become as large; what is too old then goes."""
@@ -388,9 +431,12 @@ class Publisher:
         def kept(known: Steps) -> Steps:
             return chain.retained((*known, step), self._keep, live)
 
-        self._now = self._commit(now.run, now.head.version, now.head.digest, kept, now.baseline)
-        self._save_anchor(self._now, anchor)
-        collect(self.store, self._now.head, self._grace, self._clock)
+        def land(done: _Committed) -> None:
+            self._now = done
+            self._save_anchor(done, anchor)
+
+        done = self._commit(now.run, now.head.version, now.head.digest, kept, now.baseline, land)
+        collect(self.store, done.head, self._grace, self._clock)
 
 
 def _reported(

@@ -14,7 +14,24 @@ import pytest
 import sparserl
 
 ROOT = Path(sparserl.__file__).parent
-FOREIGN = ("torch", "matplotlib", "typer", "rich", "vllm", "sglang", "transformers", "ray", "safetensors", "ml_dtypes", "obstore", "cryptography", "starlette", "uvicorn")
+FOREIGN = (
+    ,
+)
+    "torch",
+    "matplotlib",
+    "typer",
+    "rich",
+    "vllm",
+    "sglang",
+    "transformers",
+    "ray",
+    "safetensors",
+    "ml_dtypes",
+    "obstore",
+    "cryptography",
+    "starlette",
+    "uvicorn",
+)
 
 # A room imports from rows above its own, and from itself. A new room takes a row here.
 ROWS: tuple[tuple[str, ...], ...] = (

@@ -438,8 +438,8 @@ MUTANTS = (
     Mutant(
         "a lost reply is taken for a failure",
         "session/publisher.py",
-        "(there[0].nonce == nonce or self._same_version(there[0]))",
-        "self._same_version(there[0])",
+        "(head.nonce == nonce or self._same_version(head))",
+        "self._same_version(head)",
         Tests(SESSION, "reply_that_was_lost"),
     ),
     Mutant(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import threading
 import time
 
@@ -20,6 +22,7 @@ from sparserl.errors import (
     Fenced,
     NotRetained,
     SessionError,
+    SparserlError,
     StoreError,
     TensorMismatch,
     Unavailable,
@@ -181,6 +184,53 @@ def test_all_targets_or_none(url, tmp_path, where):
     assert calls == ["pause", "resume"] * (1 if where == "prepare" else 2)
     last.where = None
     assert subscriber.sync().version == 1
+    assert bits(one) == bits(two) == bits(policy.weights)
+
+
+@pytest.mark.parametrize("how", ["after", "interrupt"])
+def test_a_commit_that_ends_with_an_exception(url, monkeypatch, how):
+    """What is held is known then, too: the next sync goes on from it."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights)
+    publisher.publish()
+    one, two = policy.empty(), policy.empty()
+    fails = []
+
+    def after():
+        if fails:
+            raise RuntimeError(fails.pop())
+
+    subscriber = Subscriber(url, [one, two], after=after)
+    subscriber.sync()
+    policy.step()
+    publisher.publish()
+    subscriber.stage()
+    before = bits(one)
+    if how == "after":
+        fails.append("cannot resume")
+        with pytest.raises(RuntimeError, match="cannot resume"):
+            subscriber.commit()
+        assert subscriber.version == 1
+        assert bits(one) == bits(two) == bits(policy.weights)
+    else:
+        inner, seen = sparserl.patch.apply._swap, []
+
+        def interrupted(*args):
+            seen.append(args)
+            if len(seen) == 4:  # while the second target is written
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.2)
+            return inner(*args)
+
+        monkeypatch.setattr("sparserl.patch.apply._swap", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            subscriber.commit()
+        assert subscriber.version == 0
+        assert bits(one) == bits(two) == before
+    monkeypatch.undo()
+    policy.step()
+    publisher.publish()
+    assert subscriber.sync().kind == "patch"
     assert bits(one) == bits(two) == bits(policy.weights)
 
 
@@ -570,7 +620,7 @@ def test_retention_and_leases(url):
     with pytest.raises(NotRetained):
         slow.goto(oldest - 1)
     head = read_head(publisher.store)[0]
-    collect(publisher.store, head, -1e12)
+    collect(publisher.store, -1e12)
     lease = f"runs/{publisher.run}/leases/slow"
     assert {item.name for item in publisher.store.list("")} == {*needed(publisher.store, head), lease}
 
@@ -681,6 +731,13 @@ def test_files_travel_with_the_anchor(url, tmp_path):
         publisher.publish()
     assert len(list((tmp_path / "out" / "versions").iterdir())) == 2
     assert list(folder.building.iterdir()) == []
+
+
+def test_files_that_would_lie_elsewhere(url):
+    """Names that lead out of a checkpoint are refused before anything is published."""
+    for name in ("../x", "/etc/passwd", "a//b", "a/../b", ""):
+        with pytest.raises(SparserlError, match="name of a file"):
+            Publisher(url, Policy().weights, files={name: b""})
 
 
 def test_the_cheapest_way():

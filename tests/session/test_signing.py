@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sparserl import Publisher, Subscriber, targets
-from sparserl.errors import FormatError, SessionError, SparserlError, Untrusted
+from sparserl.errors import Fenced, FormatError, SessionError, SparserlError, Untrusted
 from sparserl.session import signing
 from sparserl.session.records import HEAD, Head, Index, canonical, path, sha256
 from sparserl.session.upkeep import faults, read_head
@@ -174,6 +174,18 @@ def test_an_index_of_another_run(url):
     body = Head(**{**vars(head), "index": sha256(index)}).body()
     scene.replace_head(signing.seal(body, SECRET))
     scene.refused("that of run 0000", FormatError)
+
+
+def test_a_publisher_does_not_sign_what_another_wrote(url):
+    """A head without our signature is not taken for a tool's: the publisher stops instead of signing a forged index."""
+    scene = Scene(url)
+    head, _ = read_head(scene.store)
+    index = Index(head.run, scene.publisher._now.index.steps[:1]).to_bytes()
+    scene.store.put(path(head.run, "index", sha256(index)), index)
+    scene.replace_head(signing.seal(Head(**{**vars(head), "index": sha256(index), "nonce": "0" * 16}).body(), None))
+    scene.policy.step()
+    with pytest.raises(Fenced):
+        scene.publisher.publish()
 
 
 def test_keys_that_are_none(url):

@@ -275,8 +275,8 @@ class Landing:
         log: list[tuple[Overlay, Digest]] = []
 
         def undo() -> None:
-            for old, _ in log:
-                old.write(self.held)
+            while log:
+                log.pop()[0].write(self.held)
 
         def work() -> None:
             try:
@@ -290,7 +290,11 @@ class Landing:
                 undo()
                 raise
 
-        uninterrupted(work)
+        try:
+            uninterrupted(work)
+        except BaseException:
+            uninterrupted(undo)  # where an interrupt came while all was written; else there is nothing to undo
+            raise
         return lambda: uninterrupted(undo)
 
     def _require_tracked(self, found: Digest) -> None:

@@ -31,6 +31,7 @@ from ..errors import (
     SessionError,
     StoreError,
     Unavailable,
+    Untrusted,
 )
 from ..files import replacing
 from ..memory import Weights, memories, require_like, table_of
@@ -40,9 +41,9 @@ from ..sources import Source
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
 from .ladder import Ladder
-from .records import HEAD, MOST_HEAD, Blob, Head, Index, Lease, Run, Step, path, run_path, sha256
+from .records import HEAD, MOST_HEAD, Blob, Head, Index, Lease, Run, Step, file_name, path, run_path, sha256
 from .report import SyncReport, Watch
-from .upkeep import collect, read_head, read_index, read_run
+from .upkeep import collect, read_index, read_run
 
 Steps = tuple[Step, ...]
 
@@ -125,11 +126,10 @@ class Publisher:
         self._now: _Committed | None = None
         self._unsure: tuple[str, Callable[[], None]] | None = None  # a swap that nobody answered, and what it is to do
         self._ladder = None if ladder is None else Ladder(*ladder)
-        found = self._there(0)
-        self._tag = None if found is None else found[1]
-        self._after = 0.0 if found is None else found[0].created + 0.001  # a later run says so, whatever the clock
-        if self._state is not None and found is not None:
-            self._now = self._resumed(self._state, found[0])
+        head, self._tag = self._there(0)
+        self._after = 0.0 if head is None else head.created + 0.001  # a later run says so, whatever the clock
+        if self._state is not None and head is not None:
+            self._now = self._resumed(self._state, head)
 
     @property
     def run(self) -> str | None:
@@ -240,7 +240,6 @@ class Publisher:
         step = _step(now.head.version, now.head.version + 1, patch, hash, self._clock())
 
         def land(done: _Committed) -> None:
-            self._now = None  # were the baseline lost now, a new run would begin
             with watch.stage("baseline"):
                 if self._ladder is not None:
                     self._ladder.add(step.version, patch, now.baseline, self._threads)
@@ -285,25 +284,33 @@ class Publisher:
             head = Head(run.run, *ends, self._clock(), secrets.token_hex(8))
             done = _Committed(run, head, index, baseline)
             sealed, before = signing.seal(head.body(), self._key), self._unsure
-            self._unsure = head.nonce, functools.partial(land, done)
+            self._unsure = head.nonce, functools.partial(self._land, land, done)
             try:
                 moved = self._swap(sealed, head.nonce, None if before is None else before[0])
             except _Late:
                 self._unsure = before
                 raise
-            self._unsure = None
             if moved is None:
-                land(done)
+                self._unsure[1]()
                 return done
+            self._unsure = None
             known = read_index(self.store, moved).steps
         raise Unavailable(f"{self.store.url}: the head could not be moved in {_SWAPS} attempts")
 
+    def _land(self, land: Callable[[_Committed], None], done: _Committed) -> None:
+        """The head has moved. Were this interrupted, a new run would begin: no version is ever published twice."""
+        self._now = None
+        self._unsure = None
+        self._after = done.run.created + 0.001
+        land(done)
+
     def _resolve(self) -> None:
-        """Find out what became of a swap whose reply was lost in an outage."""
-        if self._unsure is not None and (there := self._there(0)) is not None and there[0].nonce == self._unsure[0]:
-            self._tag = there[1]
-            land, self._unsure = self._unsure[1], None
-            land()
+        """Find out what became of a swap that was not answered, or interrupted."""
+        if self._unsure is not None:
+            head, tag = self._there(0)
+            if head is not None and head.nonce == self._unsure[0]:
+                self._tag = tag
+                self._unsure[1]()
 
     def _swap(self, data: bytes, nonce: str, earlier: str | None) -> Head | None:
         """Swap the head. Returns None when it is done, or a head with another index to start from again.
@@ -314,13 +321,13 @@ class Publisher:
             try:
                 self._tag = self.store.swap(HEAD, data, self._tag)
             except (Refused, Unavailable) as error:
-                there = self._there(attempt)
-                if (None if there is None else there[1]) == self._tag:
+                head, tag = self._there(attempt)
+                if tag == self._tag:
                     continue  # it did not get through
-                if there is not None and (there[0].nonce == nonce or self._same_version(there[0])):
-                    self._tag = there[1]
-                    return None if there[0].nonce == nonce else there[0]
-                if there is not None and there[0].nonce == earlier:
+                if head is not None and (head.nonce == nonce or self._same_version(head)):
+                    self._tag = tag
+                    return None if head.nonce == nonce else head
+                if head is not None and head.nonce == earlier:
                     raise _Late(
                         f"{self.store.url}: a publish that seemed to fail got through; publish again"
                     ) from error
@@ -333,14 +340,19 @@ class Publisher:
         ours = None if self._now is None else self._now.head
         return ours is not None and (head.run, head.version, head.digest) == (ours.run, ours.version, ours.digest)
 
-    def _there(self, attempt: int) -> tuple[Head, str] | None:
-        """The head that is there, and its tag."""
+    def _there(self, attempt: int) -> tuple[Head | None, str | None]:
+        """The head that is there, and its tag. With a key of our own, a head that it did not sign is none of ours."""
         if attempt:
             time.sleep(min(2.0, 0.1 * 2**attempt))
         try:
-            return read_head(self.store)
+            found = self.store.get(HEAD, MOST_HEAD)
         except NotFound:
-            return None
+            return None, None
+        try:
+            pinned = None if self._key is None else signing.public_key(self._key)
+            return Head.parse(signing.unseal(found.data, pinned, HEAD)), found.tag
+        except Untrusted:
+            return None, found.tag
 
     # -- restarts ------------------------------------------------------------------------------------------------------
 
@@ -349,6 +361,8 @@ class Publisher:
         if self._state is None:
             return
         self._state.mkdir(parents=True, exist_ok=True)
+        for left in (*self._state.glob(".anchor.srl.*"), *self._state.glob(".run.txt.*")):
+            left.unlink(missing_ok=True)  # of a publisher that was killed here
         (self._state / "run.txt").unlink(missing_ok=True)
         anchor.save(self._state / "anchor.srl")
         with replacing(self._state / "run.txt") as file:
@@ -435,8 +449,8 @@ class Publisher:
             self._now = done
             self._save_anchor(done, anchor)
 
-        done = self._commit(now.run, now.head.version, now.head.digest, kept, now.baseline, land)
-        collect(self.store, done.head, self._grace, self._clock)
+        self._commit(now.run, now.head.version, now.head.digest, kept, now.baseline, land)
+        collect(self.store, self._grace, self._clock)
 
 
 def _reported(
@@ -478,7 +492,7 @@ def _contents(files: Mapping[str, bytes] | str | Path | None) -> dict[str, bytes
     if files is None:
         return {}
     if isinstance(files, Mapping):
-        return dict(files)
+        return {file_name(name): data for name, data in files.items()}
     root = Path(files)
     found = (
         p
@@ -486,4 +500,4 @@ def _contents(files: Mapping[str, bytes] | str | Path | None) -> dict[str, bytes
         if p.is_file() and not any(x.startswith(".") for x in p.parts[len(root.parts) :])
     )
     weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
-    return {p.relative_to(root).as_posix(): p.read_bytes() for p in found if not p.name.endswith(weights)}
+    return {file_name(p.relative_to(root).as_posix()): p.read_bytes() for p in found if not p.name.endswith(weights)}

@@ -344,6 +344,14 @@ class Lease:
         return lease
 
 
+def file_name(name: str) -> str:
+    """A name under which a file can travel: a path below the checkpoint, and nowhere else."""
+    try:
+        return _file(name)
+    except (ValueError, TypeError) as error:
+        raise InvalidField(f"{name!r} is not the name of a file below a checkpoint") from error
+
+
 def lease_name(name: str) -> str:
     """A name under which a subscriber can be known."""
     return _match(_LEASE, name)

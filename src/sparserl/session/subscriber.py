@@ -23,6 +23,7 @@ from ..errors import (
     SessionError,
     SparserlError,
     StoreError,
+    Unavailable,
     Untrusted,
 )
 from ..memory import Weights
@@ -174,10 +175,9 @@ class Subscriber:
         try:
             self._commit(staged)
         finally:
+            staged.report.seconds["commit"] = time.perf_counter() - started
             if self._after is not None:
                 self._after()
-        staged.report.seconds["commit"] = time.perf_counter() - started
-        self._held = staged.held
         for prepared in staged.prepared:
             prepared.finish()
         self._commits += 1
@@ -204,13 +204,14 @@ class Subscriber:
     ) -> None:
         """Commit every version as it comes, until `timeout` seconds have passed or `stop()` is true.
 
-        once: to the newest version, and no further. Trouble with the store is waited out; anything else is raised.
+        once: to the newest version, and no further. A store that is away, or has no head yet, is waited for; anything
+        else is raised.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while stop is None or not stop():
             try:
                 report = self.sync()
-            except (NotFound, StoreError):
+            except (NotFound, Unavailable):
                 if once:
                     raise
                 report = None
@@ -359,14 +360,19 @@ class Subscriber:
         return fresh
 
     def _commit(self, staged: Staged) -> None:
+        """Commit every target, or take back those that were; in between, nothing is said to be held."""
         done: list[Callable[[], None]] = []
+        before, self._held = self._held, None
         try:
-            done.extend(prepared.commit() for prepared in staged.prepared)
+            for prepared in staged.prepared:
+                done.append(prepared.commit())  # noqa: PERF401  # what was done must be known when the next one fails
+            self._held = staged.held
         except BaseException as error:
             for undo in reversed(done):
                 undo()
             for prepared in staged.prepared[len(done) :]:
                 prepared.discard()
+            self._held = before
             if isinstance(error, SparserlError | OSError | MemoryError):
                 raise CommitFailed(
                     f"version {staged.held.version} was not committed, and nothing has changed: {error}"

@@ -58,19 +58,17 @@ def needed(store: Store, head: Head) -> set[str]:
     return names
 
 
-def collect(
-    store: Store, head: Head, grace: float, clock: Callable[[], float] = time.time, dry: bool = False
-) -> list[str]:
+def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, dry: bool = False) -> list[str]:
     """Delete what nothing refers to and is older than the grace period; returns the names.
 
     Leases go when they have not been renewed for a day. What nothing refers to is never referred to again, but for
     what a publisher is just sending: the grace period must be longer than a publish takes.
     """
-    keep = needed(store, head)
-    now = clock()
+    listed = list(store.list("runs/"))  # before the head is read: what is committed in between is younger than this
+    keep, now = needed(store, read_head(store)[0]), clock()
     gone = [
         item.name
-        for item in store.list("runs/")
+        for item in listed
         if item.name not in keep and now - item.time > (max(grace, _LEASE) if "/leases/" in item.name else grace)
     ]
     if gone and not dry:
@@ -103,7 +101,8 @@ def faults(store: Store, key: str | None = None) -> Iterator[str]:
     known = chain.versions(index.steps)
     if known.get(head.version) != head.digest:
         yield f"no step leads to version {head.version} with digest {head.digest}"
-    for version in known:
+    oldest = min((step.version for step in index.steps if step.base is None), default=0)
+    for version in (v for v in known if v >= oldest):  # older ones are for those who hold a version
         try:
             chain.route(index.steps, None, version)
         except NotRetained as error:

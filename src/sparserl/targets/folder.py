@@ -22,14 +22,14 @@ from pathlib import Path
 
 from ..bits import Bits
 from ..errors import CheckpointError, WeightsError
-from ..files import replacing, sync
+from ..files import sync
 from ..memory import Weights, memories, require_like, table_of
 from ..sources import open_checkpoint
 from ..table import TensorTable
 from .checkpoint import apply_to_checkpoint
 from .target import Change, Undo
 
-_VERSION = re.compile(r"([0-9a-f]{16})-(\d{12,})")
+_VERSION = re.compile(r"[0-9a-f]{16}-\d{12,}(\.[0-9a-f]{8})?")
 _SHARD_BYTES = 5 << 30
 
 
@@ -111,7 +111,7 @@ class FolderTarget:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _hold(self) -> None:
-        """One process at a time; clears what a killed one left."""
+        """One process at a time; clears what a killed one left, versions too many among it."""
         if self._lock is not None:
             return
         if self.current.exists() and not self.current.is_symlink():
@@ -127,6 +127,7 @@ class FolderTarget:
         self._lock = handle
         for path in self.building.iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        self.prune()
 
 
 class PreparedFolder:
@@ -140,19 +141,22 @@ class PreparedFolder:
     def commit(self) -> Undo:
         target, versions = self._target, self._target.root / "versions"
         before = target.current.readlink().name if target.current.is_symlink() else None
-        place = versions / self._name
-        if place.exists():  # of an earlier life, and not to be trusted
-            place.replace(target.building / f"old-{uuid.uuid4().hex}")
-        self._draft.replace(place)
+        name = self._name
+        while (versions / name).exists():  # the same version once more: the one that is there may be in use
+            name = f"{self._name}.{uuid.uuid4().hex[:8]}"
+        self._draft.replace(versions / name)
         sync(versions)
-        target.point(self._name)
-        return lambda: target.point(before if before != self._name else None)
+        target.point(name)
+        return lambda: target.point(before)
 
     def finish(self) -> None:
         change = self._change
-        with replacing(self._target.root / "held.json") as file:
-            held = {"run": change.run, "created": change.created, "version": change.version}
-            file.write(json.dumps(held | {"digest": change.digest.hex}).encode())
+        held = {"run": change.run, "created": change.created, "version": change.version, "digest": change.digest.hex}
+        draft = self._target.building / "held.json"
+        draft.write_text(json.dumps(held))
+        sync(draft)
+        draft.replace(self._target.root / "held.json")
+        sync(self._target.root)
         self._target.prune()
 
     def discard(self) -> None:

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import threading
 import time
 import uuid
@@ -50,11 +51,10 @@ class FolderStore:
             return _read(handle, start, size, name)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        path = self._path(name)
-        self._write(path, data)
+        self._write(self._path(name), data, self._place())
 
     def swap(self, name: str, data: bytes, tag: str | None) -> str:
-        path = self._path(name)
+        path, place = self._path(name), self._place()  # which takes the lock, so it comes first
         with self._locked():
             try:
                 there = self.get(name, 1 << 30).tag
@@ -62,7 +62,7 @@ class FolderStore:
                 there = None
             if there != tag:
                 raise Refused(f"{name} is not what it was; another writer was first")
-            self._write(path, data)
+            self._write(path, data, place)
         return _tag(data)
 
     def changed(self, name: str, tag: str | None, timeout: float) -> Found | None:
@@ -100,7 +100,12 @@ class FolderStore:
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
             path = self._path(name)
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except NotADirectoryError:
+                continue
+            except OSError as error:
+                raise StoreError(f"{self.url}: {name} cannot be deleted: {error}") from error
             for folder in path.relative_to(self.root).parents:
                 try:
                     (self.root / folder).rmdir() if folder.name else None
@@ -127,13 +132,15 @@ class FolderStore:
         except OSError as error:
             raise StoreError(f"{self.url}: {name} cannot be read: {error}") from error
         try:
+            if stat.S_ISDIR(os.fstat(handle).st_mode):
+                raise NotFound(f"{self.url}: there is no {name}, but names that begin with it")
             yield handle
         finally:
             os.close(handle)
 
-    def _write(self, path: Path, data: bytes | memoryview) -> None:
+    def _write(self, path: Path, data: bytes | memoryview, place: Path) -> None:
         """All of the bytes on disk, then the name, then the name on disk."""
-        draft = self._place() / uuid.uuid4().hex
+        draft = place / uuid.uuid4().hex
         try:
             handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
@@ -149,9 +156,9 @@ class FolderStore:
             raise StoreError(f"{self.url}: {path.name} cannot be written: {error}") from error
 
     def _name(self, draft: Path, path: Path) -> None:
-        for _ in range(10):
-            _make(path.parent, self.root)
+        for _ in range(100):
             try:
+                _make(path.parent)
                 draft.replace(path)
             except FileNotFoundError:
                 continue  # the folder was empty, and swept meanwhile
@@ -163,15 +170,21 @@ class FolderStore:
         """A folder for drafts, ours as long as this process lives."""
         with self._guard:
             if self._scratch is None or not self._scratch.is_dir():
-                _make(self.root / ".tmp", self.root.parent)
-                with self._locked():
-                    self._sweep()
-                    scratch = self.root / ".tmp" / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-                    scratch.mkdir()
-                    self._lock = os.open(scratch, os.O_RDONLY | os.O_CLOEXEC)
-                    fcntl.flock(self._lock, fcntl.LOCK_EX)
-                    self._scratch = scratch
+                try:
+                    self._scratch = self._claim()
+                except OSError as error:
+                    raise StoreError(f"{self.url} cannot be written to: {error}") from error
             return self._scratch
+
+    def _claim(self) -> Path:
+        _make(self.root / ".tmp")
+        with self._locked():
+            self._sweep()
+            scratch = self.root / ".tmp" / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+            scratch.mkdir()
+            self._lock = os.open(scratch, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            return scratch
 
     def _sweep(self) -> None:
         """Drafts of writers that are gone."""
@@ -190,7 +203,6 @@ class FolderStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        _make(self.root / ".tmp", self.root.parent)
         handle = os.open(self.root / ".tmp" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -199,11 +211,11 @@ class FolderStore:
             os.close(handle)
 
 
-def _make(folder: Path, top: Path) -> None:
+def _make(folder: Path) -> None:
     """A folder with all its parents, each of which survives a power cut."""
     if folder.is_dir():
         return
-    _make(folder.parent, top)
+    _make(folder.parent)
     try:
         folder.mkdir()
     except FileExistsError:

@@ -7,18 +7,19 @@ write is never sent twice: whether it had worked is for the caller to find out.
 from __future__ import annotations
 
 import functools
+import hashlib
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from ..errors import LimitExceeded, NotFound, Refused, StoreError, Unavailable
+from ..errors import LimitExceeded, NotFound, Refused, StoreError, Truncated, Unavailable
 from .store import Found, Listed, Retry, require_name
 
 _POLL = 0.2  # seconds between looks at a head where the store cannot tell when it changes
-_TIMEOUT = timedelta(seconds=30)
+_TIMEOUT = timedelta(seconds=120)  # of a whole request: 8 MiB at 1 Mbit/s take half of it
 _CONNECT = timedelta(seconds=5)
-_HOLD = 20.0  # seconds that a server is asked to hold a request for the head
+_HOLDS = (20, 5, 1)  # seconds that a server is asked to hold a request for the head: the most that there is time for
 _KEYS = 1000  # deleted at a time
 
 
@@ -48,14 +49,16 @@ class ObjectStore:
         try:
             if self._is_http:
                 self._store: Any = HTTPStore(url, client_options=client | _with(headers), retry_config=retries)
-                held: Any = client | _with(headers | {"Prefer": f"wait={_HOLD:g}"})
-                held["timeout"] = _TIMEOUT + timedelta(seconds=_HOLD)
-                self._waiting: Any = HTTPStore(url, client_options=held, retry_config=retries)
+                self._waiting: dict[int, Any] = {}
+                for hold in _HOLDS:
+                    held: Any = client | _with(headers | {"Prefer": f"wait={hold}"})
+                    held["timeout"] = _TIMEOUT + timedelta(seconds=hold)
+                    self._waiting[hold] = HTTPStore(url, client_options=held, retry_config=retries)
             else:
                 opened: Any = from_url
                 self._store = opened(url, client_options=client | _with(headers), retry_config=retries, **options)
         except (exceptions.BaseError, ValueError, TypeError) as error:
-            raise StoreError(f"{url}: {error}") from error
+            raise StoreError(f"{url}: {_short(error)}") from error
 
     def get(self, name: str, most: int) -> Found:
         return self.retry.run(f"{self.url}: {name}", lambda: self._get(self._store, name, most, None))
@@ -63,7 +66,10 @@ class ObjectStore:
     def read(self, name: str, start: int, size: int) -> bytes:
         def once() -> bytes:
             with _translated(self, name):
-                return bytes(self._obstore.get_range(self._store, require_name(name), start=start, length=size))
+                data = bytes(self._obstore.get_range(self._store, require_name(name), start=start, length=size))
+            if len(data) != size:
+                raise Truncated(f"{name} ends {size - len(data)} bytes too early")
+            return data
 
         return self.retry.run(f"{self.url}: {name}", once)
 
@@ -78,7 +84,7 @@ class ObjectStore:
 
     def swap(self, name: str, data: bytes, tag: str | None) -> str:
         self._require_writable()
-        mode: Any = "create" if tag is None else {"e_tag": tag, "version": None}
+        mode: Any = "create" if tag is None else {"e_tag": tag}
         with _translated(self, name):
             result = self._obstore.put(self._store, require_name(name), data, mode=mode, use_multipart=False)
         if result["e_tag"] is None:
@@ -88,10 +94,13 @@ class ObjectStore:
     def changed(self, name: str, tag: str | None, timeout: float) -> Found | None:
         end = time.monotonic() + timeout
         while True:
-            hold = self._is_http and end - time.monotonic() >= _HOLD
-            store = self._waiting if hold else self._store
+            asked = time.monotonic()
+            hold = next((h for h in _HOLDS if self._is_http and h <= end - asked + _POLL), 0)
+            store = self._waiting[hold] if hold else self._store
             try:
-                return self.retry.run(f"{self.url}: {name}", functools.partial(self._get, store, name, 1 << 30, tag))
+                found = self.retry.run(f"{self.url}: {name}", functools.partial(self._get, store, name, 1 << 30, tag))
+                if found.tag != tag:
+                    return found
             except self._errors.NotModifiedError:
                 pass
             except NotFound:
@@ -100,16 +109,19 @@ class ObjectStore:
             left = end - time.monotonic()
             if left <= 0:
                 return None
-            if not hold:
+            if time.monotonic() - asked < hold or not hold:  # it does not hold requests, or there is no head yet
                 time.sleep(min(_POLL, left))
 
     def list(self, prefix: str) -> Iterator[Listed]:
         self._require_writable()
-        with _translated(self, prefix):
-            for page in self._obstore.list(self._store, prefix=prefix.rstrip("/") or None):
-                for item in page:
-                    if item["path"].startswith(prefix):
-                        yield Listed(item["path"], item["size"], item["last_modified"].timestamp())
+
+        def once() -> list[Listed]:
+            with _translated(self, prefix):
+                pages = self._obstore.list(self._store, prefix=prefix.rpartition("/")[0] or None)
+                items = (item for page in pages for item in page if item["path"].startswith(prefix))
+                return [Listed(item["path"], item["size"], item["last_modified"].timestamp()) for item in items]
+
+        return iter(self.retry.run(f"{self.url}: {prefix}", once))
 
     def delete(self, names: Iterable[str]) -> None:
         self._require_writable()
@@ -136,7 +148,7 @@ class ObjectStore:
             if result.meta["size"] > most:
                 raise LimitExceeded(f"{name}: {result.meta['size']} bytes, at most {most} were expected")
             data = bytes(result.bytes())
-        return Found(data, str(result.meta["e_tag"] or ""))
+        return Found(data, str(result.meta["e_tag"] or hashlib.sha256(data).hexdigest()))
 
     def _require_writable(self) -> None:
         if not self.writable:
@@ -170,8 +182,10 @@ class _translated:  # noqa: N801  # reads as a statement
         final = (known.PermissionDeniedError, known.UnauthenticatedError, known.InvalidPathError)
         if isinstance(error, (*final, known.NotSupportedError, known.UnknownConfigurationKeyError)):
             raise StoreError(f"{what}: {_short(error)}") from error
+        if "416 Range Not Satisfiable" in str(error):
+            raise Truncated(f"{what} ends before the part that is asked for") from error
         raise Unavailable(f"{what}: {_short(error)}") from error
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error).partition("Debug source:")[0].split())[:300]

@@ -1,0 +1,727 @@
+"""The protocol of sessions as a machine of states, explored completely: every interleaving, every crash, within bounds.
+
+One store, one or two publishers, one subscriber with one or two targets, a collector of garbage. Bits are numbers, a
+patch is a pair of them, and a hash is what it names. What `Protocol` says is what sessions go by; each of its switches,
+turned, is a known way to get it wrong. Exploration is breadth-first, so the trace to a violation is a shortest one.
+
+A step is what another process can see happening at once: a put, a get, a swap, the write to one target. Crashes end a
+process between any two steps. Faults do not: a reply is lost, a request arrives late, an exception ends a publish.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+JUNK = -1  # bits that nobody meant
+OTHER = 50  # what a subscriber holds that was never seeded
+TORN = 100  # bits from here on are halves of two versions
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The decisions. As they stand here they are the right ones."""
+
+    baseline_after_head: bool = True  # the baseline follows the head, not the other way round
+    head_last: bool = True  # buckets, manifest and index are there before the head moves
+    conditional: bool = True  # the head is swapped under a condition
+    nonces: bool = True  # after a lost reply, the nonce in the head tells whose swap worked
+    content_names: bool = True  # objects are named by content, not by version
+    new_run: bool = True  # a start that knows no baseline begins a run with an id of its own
+    created_rises: bool = True  # a new run is newer than the one it takes over from, whatever the clock says
+    baseline_forgotten: bool = True  # once the head has moved, a baseline that could not follow is not believed
+    places: bool = True  # every patch that is sent has a place of its own
+    list_then_head: bool = True  # garbage is listed first; the head that is there then says what stays
+    capture_first: bool = True  # publish returns to the trainer when everything is captured
+    whole_identity: bool = True  # a version is known by run, number and digest
+    verified: bool = True  # the bits that come out are compared with the digest before anything is written
+    attached: bool = True  # what targets hold is found out by their bits
+    held_with_bits: bool = True  # what is reported changes with the bits
+    only_if_applied: bool = True  # a version that could not be applied is not reported
+    undo: bool = True  # a target that has committed is taken back when a later one fails
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far to go: numbers of things that happen at most, and what takes part."""
+
+    publishers: int = 1
+    targets: tuple[str, ...] = ("module",)  # a module forgets its bits with the process, a folder keeps them
+    changes: int = 2
+    publishes: int = 2
+    anchors: int = 0
+    crashes: int = 1
+    faults: int = 1
+    collects: int = 0
+
+
+class Step(NamedTuple):
+    base: int | None
+    version: int
+    base_bits: int | None
+    bits: int
+    manifest: tuple
+
+
+class Head(NamedTuple):
+    run: int
+    version: int
+    bits: int
+    index: tuple
+    created: int
+    nonce: int
+
+
+class Entry(NamedTuple):
+    """A head that was written: what its writer meant by it."""
+
+    run: int
+    version: int
+    base: int | None
+    bits: int
+    meant: int
+
+
+class Now(NamedTuple):
+    """What a publisher takes for committed."""
+
+    run: int
+    created: int
+    version: int
+    bits: int
+    steps: tuple[Step, ...]
+
+
+class Work(NamedTuple):
+    """A publish in progress; its serial stands for place, nonce and, in the first of a run, the run's id."""
+
+    kind: str
+    run: int
+    created: int
+    version: int
+    base: int | None
+    bits: int
+    meant: int
+    serial: int
+    known: tuple[Step, ...]
+
+
+class Publisher(NamedTuple):
+    at: str = "down"
+    tag: int | None = None
+    now: Now | None = None
+    work: Work | None = None
+    unsure: Work | None = None  # a publish that was given up while it was open whether the head had moved
+
+
+class Held(NamedTuple):
+    run: int
+    version: int
+    bits: int
+
+
+class Subscriber(NamedTuple):
+    at: str = "idle"
+    bits: tuple[int, ...] = ()
+    held: Held | None = None
+    newest: tuple[int, int, int] | None = None  # run, version, created
+    head: Head | None = None
+    route: tuple[Step, ...] = ()
+    staged: tuple[Held, tuple[int, ...], tuple[int, ...]] | None = None  # what, new bits, bits before
+
+
+class Left(NamedTuple):
+    changes: int
+    publishes: int
+    anchors: int
+    crashes: int
+    faults: int
+    collects: int
+
+
+class State(NamedTuple):
+    left: Left
+    weights: int
+    objects: frozenset  # of (name, content, serial of the publish that wrote it)
+    head: Head | None
+    late: tuple[int | None, Head, Entry] | None  # a swap that is still on its way
+    disk: tuple[int, int, int] | None  # run, version and bits of the anchor that the trainer's machine keeps
+    log: tuple[Entry, ...]  # what has become visible, in order
+    serial: int
+    publishers: tuple[Publisher, ...]
+    subscriber: Subscriber
+    collector: tuple[str, frozenset] = ("idle", frozenset())  # where it is, and the names it knows so far
+
+
+Move = tuple[str, State, bool]  # what happened, what came of it, whether the subscriber did it unforced
+
+
+class Missing(Exception):
+    """An object that is not there."""
+
+
+def spend(state: State, what: str) -> State:
+    return state._replace(left=state.left._replace(**{what: getattr(state.left, what) - 1}))
+
+
+def get(state: State, name: tuple) -> Any:
+    for other, content, _ in state.objects:
+        if other == name:
+            return content
+    raise Missing(name)
+
+
+def route(steps: tuple[Step, ...], have: tuple[int, int] | None, want: int) -> tuple[Step, ...] | None:
+    """The shortest way to a version, from what is held or from an anchor."""
+    queue: deque = deque([(have, ())] if have is not None else [])
+    queue.append((None, ()))
+    seen = set()
+    while queue:
+        at, path = queue.popleft()
+        if at is not None and at[0] == want:
+            return path
+        if at in seen:
+            continue
+        seen.add(at)
+        for step in steps:
+            if (None if step.base is None else (step.base, step.base_bits)) == at:
+                queue.append(((step.version, step.bits), (*path, step)))
+    return None
+
+
+def fetch(state: State, step: Step) -> tuple[int | None, int]:
+    """The patch of a step: what it starts from and leads to."""
+    bucket, _, _ = get(state, step.manifest)
+    return get(state, bucket)
+
+
+def needed(state: State, head: Head) -> set[tuple]:
+    names = {head.index}
+    for step in get(state, head.index):
+        names |= {step.manifest, get(state, step.manifest)[0]}
+    return names
+
+
+def _old(state: State) -> frozenset:
+    busy = {p.work.serial for p in state.publishers if p.work is not None}
+    return frozenset(name for name, _, serial in state.objects if serial not in busy)
+
+
+class Machine:
+    """All moves of a protocol within bounds."""
+
+    def __init__(self, protocol: Protocol, bounds: Bounds) -> None:
+        self.protocol, self.bounds = protocol, bounds
+
+    def start(self) -> State:
+        b = self.bounds
+        left = Left(b.changes, b.publishes, b.anchors, b.crashes, b.faults, b.collects)
+        subscriber = Subscriber(bits=tuple(OTHER for _ in b.targets))
+        return State(left, 0, frozenset(), None, None, None, (), 1, (Publisher(),) * b.publishers, subscriber)
+
+    def moves(self, state: State) -> Iterator[Move]:
+        yield from self._trainer(state)
+        yield from self._late(state)
+        yield from self._collector(state)
+        for index, publisher in enumerate(state.publishers):
+            name = "P" if len(state.publishers) == 1 else f"P{index + 1}"
+            for label, after in self._publisher(state, publisher, index):
+                yield f"{name}: {label}", after, False
+        for label, after, free in self._subscriber(state):
+            yield f"S: {label}", after, free
+
+    # -- the trainer ---------------------------------------------------------------------------------------------------
+
+    def _trainer(self, state: State) -> Iterator[Move]:
+        if state.left.changes:
+            for bits in {state.weights + 1, 0} - {state.weights}:
+                yield f"trainer: weights become {bits}", spend(state, "changes")._replace(weights=bits), False
+
+    # -- publishers ----------------------------------------------------------------------------------------------------
+
+    def _publisher(self, state: State, p: Publisher, index: int) -> Iterator[tuple[str, State]]:
+        def become(after: State, **fields: Any) -> State:
+            publishers = list(after.publishers)
+            publishers[index] = publishers[index]._replace(**fields)
+            return after._replace(publishers=tuple(publishers))
+
+        if p.at == "down":
+            yield from self._starts(state, become)
+            return
+        if state.left.crashes:
+            yield "killed", become(spend(state, "crashes"), **Publisher()._asdict())
+        if p.work is not None and p.at not in ("saving", "saved") and state.left.faults:
+            yield "publish fails", become(spend(state, "faults"), at="idle", work=None, **self._after_failure(p))
+        if p.at == "idle":
+            yield from self._begin(state, p, become)
+        elif p.at in ("saving", "saved"):
+            yield from self._save(state, p, become)
+        elif p.at != "fenced":
+            yield from self._publish(state, p, become)
+
+    def _after_failure(self, p: Publisher) -> dict[str, Any]:
+        """What a publish that failed has changed: nothing, unless the head has moved. Then a new run is next."""
+        assert p.work is not None
+        if p.at == "unsure" and p.work.kind == "patch":
+            return {"unsure": p.work}
+        if p.at != "moved" or p.work.kind == "anchor":
+            return {}
+        known = {"now": None} if self.protocol.baseline_forgotten else {}
+        return {"tag": p.work.serial, **known}
+
+    def _starts(self, state: State, become: Any) -> Iterator[tuple[str, State]]:
+        tag = None if state.head is None else state.head.nonce
+        yield "starts without state", become(state, at="idle", tag=tag)
+        if state.disk is not None and state.head is not None:
+            now = None
+            run, version, bits = state.disk
+            if run == state.head.run:
+                try:
+                    steps = get(state, state.head.index)
+                    way = route(steps, (version, bits), state.head.version)
+                    at = bits
+                    for step in way or ():
+                        base, result = fetch(state, step)
+                        at = result if base in (None, at) else JUNK
+                except Missing:
+                    return  # the start fails
+                if way is not None and at == state.head.bits:
+                    now = Now(run, state.head.created, state.head.version, at, steps)
+            yield "starts with state", become(state, at="idle", tag=tag, now=now)
+
+    def _begin(self, state: State, p: Publisher, become: Any) -> Iterator[tuple[str, State]]:
+        if p.unsure is not None and state.head is not None and state.head.nonce == p.unsure.serial:
+            earlier = p.unsure
+            now = Now(earlier.run, earlier.created, earlier.version, earlier.bits, self._steps(earlier))
+            fields = {"now": now, "tag": earlier.serial, "unsure": None}
+            yield "reads head: what it gave up had worked; baseline follows", become(state, **fields)
+        elif state.left.publishes:
+            after = spend(state, "publishes")
+            after = after._replace(serial=state.serial + 1)
+            work = self._work(state, p)
+            fields: dict[str, Any] = {"work": work, "at": "captured" if self.protocol.capture_first else "half"}
+            if not self.protocol.baseline_after_head and p.now is not None:
+                fields["now"] = p.now._replace(bits=work.bits)
+            yield f"publish: captures {work.bits} as run {work.run} version {work.version}", become(after, **fields)
+
+    def _work(self, state: State, p: Publisher) -> Work:
+        bits, serial = state.weights, state.serial
+        if p.now is not None:
+            now = p.now
+            return Work("patch", now.run, now.created, now.version + 1, now.bits, bits, bits, serial, now.steps)
+        known = 0
+        if state.head is not None and state.head.nonce == p.tag:
+            known = state.head.created
+        created = known + 1 if self.protocol.created_rises else -serial
+        run = serial if self.protocol.new_run else 1
+        return Work("first", run, created, 0, None, bits, bits, serial, ())
+
+    def _names(self, work: Work) -> tuple[tuple, tuple]:
+        if not self.protocol.content_names:
+            ends = work.run, "anchor" if work.base is None else "patch", work.version
+            return ("bucket", *ends), ("manifest", *ends)
+        if not self.protocol.places:
+            ends = work.run, work.base, work.bits
+            return ("bucket", *ends), ("manifest", *ends)
+        return ("bucket", work.serial), ("manifest", work.serial)
+
+    def _index(self, work: Work) -> tuple:
+        if not self.protocol.content_names:
+            return "index", work.run, work.version
+        return "index", self._steps(work)
+
+    def _put(self, state: State, name: tuple, content: Any, serial: int) -> State:
+        there = {o for o in state.objects if o[0] == name}
+        if there and not self.protocol.places:
+            return state  # it has been sent before
+        return state._replace(objects=state.objects - there | {(name, content, serial)})
+
+    def _publish(self, state: State, p: Publisher, become: Any) -> Iterator[tuple[str, State]]:
+        work = p.work
+        assert work is not None
+        bucket, manifest = self._names(work)
+        if p.at == "half":
+            torn = work.bits if state.weights == work.bits else TORN + 10 * work.bits + state.weights
+            yield "captures the other half", become(state, at="captured", work=work._replace(bits=torn))
+            return
+        order = ["captured", "bucket", "manifest", "index"]
+        if not self.protocol.head_last:
+            order = ["captured", "manifest", "index"]
+        if p.at == "unsure":
+            yield from self._reread(state, p, become)
+        elif p.at == "moved":
+            yield from self._advance(state, p, become)
+        elif p.at == order[-1]:
+            yield from self._swap(state, p, become)
+        else:
+            puts = {
+                "bucket": (bucket, (work.base, work.bits)),
+                "manifest": (manifest, (bucket, work.base, work.bits)),
+                "index": (self._index(work), self._steps(work)),
+            }
+            what = order[order.index(p.at) + 1]
+            yield f"puts {what}", become(self._put(state, *puts[what], work.serial), at=what)
+
+    def _steps(self, work: Work) -> tuple[Step, ...]:
+        manifest = self._names(work)[1]
+        base = None if work.base is None else work.version - 1
+        step = Step(base, work.version, work.base, work.bits, manifest)
+        return (*work.known, step) if work.kind == "patch" else (step,)
+
+    def _swap(self, state: State, p: Publisher, become: Any) -> Iterator[tuple[str, State]]:
+        work = p.work
+        assert work is not None
+        head = Head(work.run, work.version, work.bits, self._index(work), work.created, work.serial)
+        entry = Entry(work.run, work.version, work.base, work.bits, work.meant)
+        tag = p.tag if self.protocol.conditional else None if state.head is None else state.head.nonce
+        done = _written(state, tag, head, entry)
+        if done is None:
+            yield "swap is refused", become(state, at="unsure")
+        else:
+            yield f"head moves to run {work.run} version {work.version}", become(done, at="moved")
+        if not state.left.faults:
+            return
+        spent = spend(state, "faults")
+        yield "swap is lost", become(spent, at="unsure")
+        if done is not None:
+            yield "head moves, the reply is lost", become(spend(done, "faults"), at="unsure")
+        if state.late is None:
+            yield "swap is delayed", become(spent._replace(late=(tag, head, entry)), at="unsure")
+
+    def _late(self, state: State) -> Iterator[Move]:
+        if state.late is not None:
+            after = _written(state, *state.late)
+            if after is not None:
+                yield "store: a delayed swap arrives", after._replace(late=None), False
+            else:
+                yield "store: a delayed swap is refused", state._replace(late=None), False
+
+    def _reread(self, state: State, p: Publisher, become: Any) -> Iterator[tuple[str, State]]:
+        work = p.work
+        assert work is not None
+        there = None if state.head is None else state.head.nonce
+        if there == p.tag:
+            yield "reads head: the swap did not get through", become(state, at="index")
+        elif not self.protocol.nonces:
+            yield "takes the publish for failed", become(state, at="idle", work=None, tag=there)
+        elif there == work.serial:
+            yield "reads head: its own nonce", become(state, at="moved", unsure=None)
+        elif p.unsure is not None and there == p.unsure.serial:
+            yield "reads head: what it gave up earlier has worked, gives this up", become(state, at="idle", work=None)
+        elif p.now is not None and state.head is not None and state.head[:3] == (p.now.run, p.now.version, p.now.bits):
+            try:
+                steps = get(state, state.head.index)
+            except Missing:
+                return
+            fields = {"at": "manifest", "tag": there, "now": p.now._replace(steps=steps)}
+            yield (
+                "reads head: the same version, another index",
+                become(state, work=work._replace(known=steps), **fields),
+            )
+        else:
+            yield "reads head: another's nonce, fenced", become(state, at="fenced", work=None)
+
+    def _advance(self, state: State, p: Publisher, become: Any) -> Iterator[tuple[str, State]]:
+        work = p.work
+        assert work is not None
+        if not self.protocol.head_last:
+            bucket = self._names(work)[0]
+            if not any(o[0] == bucket for o in state.objects):
+                yield "puts bucket", become(self._put(state, bucket, (work.base, work.bits), work.serial))
+                return
+        now = Now(work.run, work.created, work.version, work.bits, self._steps(work))
+        fields: dict[str, Any] = {"now": now, "tag": work.serial, "unsure": None}
+        if work.kind != "patch":
+            yield "baseline follows", become(state, at="saving", **fields)
+            return
+        yield "baseline follows", become(state, at="idle", work=None, **fields)
+        if state.left.anchors:
+            anchor = Work(
+                "anchor", work.run, work.created, work.version, None, work.bits, work.bits, state.serial, now.steps
+            )
+            after = spend(state, "anchors")._replace(serial=state.serial + 1)
+            yield "baseline follows; an anchor is due", become(after, at="captured", work=anchor, **fields)
+
+    def _save(self, state: State, p: Publisher, become: Any) -> Iterator[tuple[str, State]]:
+        work = p.work
+        assert work is not None
+        if p.at == "saving":
+            yield "saves the anchor", become(state._replace(disk=None), at="saved")
+        else:
+            disk = (work.run, work.version, work.bits)
+            yield "saves what it is the anchor of", become(state._replace(disk=disk), at="idle", work=None)
+
+    # -- the garbage collector -----------------------------------------------------------------------------------------
+
+    def _collector(self, state: State) -> Iterator[Move]:
+        """Three steps, between which anything may happen. Old is what no publish in progress has written."""
+        at, names = state.collector
+        if at == "idle":
+            if state.left.collects and state.head is not None:
+                state = spend(state, "collects")
+                if self.protocol.list_then_head:
+                    yield "collector: lists what is old", state._replace(collector=("begun", _old(state))), False
+                else:
+                    keep = frozenset(needed(state, state.head))
+                    yield "collector: reads head and what it needs", state._replace(collector=("begun", keep)), False
+        elif at == "deleting":
+            objects = frozenset(o for o in state.objects if o[0] not in names)
+            yield "collector: deletes", state._replace(objects=objects, collector=("idle", frozenset())), False
+        elif self.protocol.list_then_head:
+            assert state.head is not None
+            gone = names - needed(state, state.head)
+            yield "collector: reads head and what it needs", state._replace(collector=("deleting", gone)), False
+        else:
+            gone = _old(state) - names
+            yield "collector: lists what is old", state._replace(collector=("deleting", gone)), False
+
+    # -- the subscriber ------------------------------------------------------------------------------------------------
+
+    def _subscriber(self, state: State) -> Iterator[Move]:
+        s = state.subscriber
+
+        def become(after: State, **fields: Any) -> State:
+            return after._replace(subscriber=after.subscriber._replace(**fields))
+
+        if s.at == "down":
+            yield "starts", become(state, at="idle"), True
+            return
+        if state.left.crashes:
+            kept = tuple(b if t == "folder" else OTHER for b, t in zip(s.bits, self.bounds.targets, strict=True))
+            dead = Subscriber(at="down", bits=kept)
+            yield "killed", spend(state, "crashes")._replace(subscriber=dead), False
+        if s.at == "idle":
+            if state.head is not None and s.head != state.head:
+                yield "reads head", become(state, at="looked", head=state.head), True
+        elif s.at == "looked":
+            label, fields = self._plan(state, s)
+            yield label, become(state, **fields), True
+        elif s.at == "planned":
+            label, fields = self._stage(state, s)
+            yield label, become(state, **fields), True
+        else:
+            for label, fields, fault in self._commit(s):
+                if not fault:
+                    yield label, become(state, **fields), True
+                elif state.left.faults:
+                    yield label, become(spend(state, "faults"), **fields), False
+
+    def _plan(self, state: State, s: Subscriber) -> tuple[str, dict[str, Any]]:
+        head = s.head
+        assert head is not None
+        again = {"at": "idle", "head": None, "route": (), "staged": None}
+        if s.newest is not None:
+            run, version, created = s.newest
+            if head.version < version if head.run == run else head.created <= created:
+                return "refuses a head that is older than one it has seen", {**again, "head": head}
+        try:
+            steps = get(state, head.index)
+        except Missing:
+            return "finds no index", again
+        held = s.held
+        if s.newest is None or s.newest[0] != head.run:
+            held = self._attach(s, head, steps)
+        newest = (head.run, head.version, head.created)
+        wanted = Held(head.run, head.version, head.bits)
+        if not self.protocol.whole_identity and s.held is not None and s.held.version == head.version:
+            held = wanted
+        known = {"held": held, "newest": newest}
+        if held == wanted:
+            return "holds that already", {**again, **known, "head": head}
+        have = None if held is None or held.run != head.run else (held.version, held.bits)
+        if not self.protocol.attached and have is None and steps[-1].base is not None:
+            have = (steps[-1].base, steps[-1].base_bits)
+        way = route(steps, have, head.version)
+        if not way:
+            return "finds no way", {**again, **known, "head": head}
+        return "plans", {**known, "at": "planned", "route": way}
+
+    def _attach(self, s: Subscriber, head: Head, steps: tuple[Step, ...]) -> Held | None:
+        found = set(s.bits)
+        at = [step.version for step in steps if {step.bits} == found]
+        return Held(head.run, max(at), s.bits[0]) if at else None
+
+    def _stage(self, state: State, s: Subscriber) -> tuple[str, dict[str, Any]]:
+        head = s.head
+        assert head is not None
+        again = {"at": "idle", "head": None, "route": (), "staged": None}
+        try:
+            patches = [fetch(state, step) for step in s.route]
+        except Missing:
+            return "finds objects gone, plans anew", again
+        new = []
+        for bits in s.bits:
+            for base, result in patches:
+                bits = result if base is None or base == bits else JUNK
+            new.append(bits)
+        wanted = Held(head.run, head.version, head.bits)
+        if self.protocol.verified and any(bits != head.bits for bits in new):
+            held = s.held if self.protocol.only_if_applied else wanted
+            return "refuses bits that are not the promised ones", {**again, "head": head, "held": held}
+        return "stages", {"at": "commit 0", "staged": (wanted, tuple(new), s.bits)}
+
+    def _commit(self, s: Subscriber) -> Iterator[tuple[str, dict[str, Any], bool]]:
+        assert s.staged is not None
+        wanted, new, before = s.staged
+        done = {"at": "idle", "route": (), "staged": None}
+        if s.at == "written":
+            yield "reports the version", {**done, "held": wanted}, False
+            yield "commit ends with an error", {**done, "head": None}, True
+            return
+        target = int(s.at.split()[1])
+        bits = (*s.bits[:target], new[target], *s.bits[target + 1 :])
+        if target + 1 < len(new):
+            yield f"writes target {target + 1}", {"at": f"commit {target + 1}", "bits": bits}, False
+        elif self.protocol.held_with_bits:
+            yield f"writes target {target + 1}, and holds it", {**done, "bits": bits, "held": wanted}, False
+        else:
+            yield f"writes target {target + 1}", {"at": "written", "bits": bits}, False
+        bits = before if self.protocol.undo else s.bits
+        held = s.held if self.protocol.only_if_applied else wanted
+        head = None if self.protocol.only_if_applied else s.head
+        yield f"target {target + 1} fails", {**done, "head": head, "bits": bits, "held": held}, True
+
+
+def _written(state: State, tag: int | None, head: Head, entry: Entry) -> State | None:
+    """The store with a new head, or None if the condition does not hold."""
+    if tag != (None if state.head is None else state.head.nonce):
+        return None
+    return state._replace(head=head, log=(*state.log, entry))
+
+
+# -- what must hold ----------------------------------------------------------------------------------------------------
+
+EXACT = "a subscriber reports a version and holds other bits"
+WHOLE = "the head leads to objects that are not there, or not those"
+MEANING = "a version has changed its meaning"
+TRUE = "a version is not what the trainer had when it published"
+FOLLOWS = "a version does not follow from the committed one"
+FENCED = "a publisher that was fenced off has moved the head"
+AGREE = "the subscriber never comes to agree with the head"
+
+
+def violation(state: State) -> str | None:
+    """What is wrong with a state."""
+    return _wrong_log(state.log) or _wrong_head(state) or _wrong_report(state)
+
+
+def _wrong_log(log: tuple[Entry, ...]) -> str | None:
+    if not log:
+        return None
+    *before, last = log
+    if last.bits != last.meant:
+        return TRUE
+    if any((e.run, e.version) == (last.run, last.version) and e.bits != last.bits for e in before):
+        return MEANING
+    if not before:
+        return None
+    prior = before[-1]
+    if prior.run != last.run:
+        return FENCED if any(e.run == last.run for e in before) or last.version else None
+    if last.version == prior.version:
+        return None  # another index
+    return None if (last.version, last.base) == (prior.version + 1, prior.bits) else FOLLOWS
+
+
+def _wrong_head(state: State) -> str | None:
+    head = state.head
+    if head is None:
+        return None
+    try:
+        steps = get(state, head.index)
+        for step in steps:
+            bucket, base, bits = get(state, step.manifest)
+            if (base, bits) != (step.base_bits, step.bits) or get(state, bucket) != (base, bits):
+                return WHOLE
+    except Missing:
+        return WHOLE
+    way = route(steps, None, head.version)
+    return None if way and way[-1].bits == head.bits else FOLLOWS
+
+
+def _wrong_report(state: State) -> str | None:
+    s = state.subscriber
+    if s.held is None or s.at == "down" or (s.at.startswith("commit ") and s.at != "commit 0"):
+        return None
+    if s.at == "written":
+        return None  # inside the commit
+    meant = [e.bits for e in state.log if (e.run, e.version) == (s.held.run, s.held.version)]
+    return None if meant and all(bits == meant[0] for bits in s.bits) else EXACT
+
+
+def agrees(state: State) -> bool:
+    s, head = state.subscriber, state.head
+    if s.at != "idle":
+        return False
+    if head is None:
+        return s.held is None
+    return s.held == (head.run, head.version, head.bits) and set(s.bits) == {head.bits}
+
+
+@dataclass(frozen=True)
+class Explored:
+    """What came of an exploration: how many states there are, and the first that is wrong, with the way to it."""
+
+    states: int
+    moves: int
+    wrong: str | None
+    trace: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.wrong is None:
+            return f"{self.states:,} states, {self.moves:,} moves, nothing wrong"
+        steps = "\n".join(f"  {i:2}. {label}" for i, label in enumerate(self.trace, 1))
+        return f"{self.wrong}, after {len(self.trace)} steps:\n{steps}"
+
+
+def explore(protocol: Protocol, bounds: Bounds) -> Explored:
+    """Go everywhere; stop at the first state in which something is wrong.
+
+    That subscriber and head come to agree is asked of every state: the steps of the subscriber alone, without crash or
+    fault and with everything else at rest, must lead there.
+    """
+    machine = Machine(protocol, bounds)
+    start = machine.start()
+    number = {start: 0}
+    parents: list[tuple[int, str]] = [(-1, "")]
+    back: list[list[int]] = [[]]  # by whose unforced steps of the subscriber a state is reached
+    goals, moves = [], 0
+    queue = deque([start])
+    while queue:
+        state = queue.popleft()
+        here = number[state]
+        if (wrong := violation(state)) is not None:
+            return Explored(len(number), moves, wrong, _trace(parents, here))
+        if agrees(state):
+            goals.append(here)
+        for label, after, free in machine.moves(state):
+            moves += 1
+            there = number.get(after)
+            if there is None:
+                there = number[after] = len(parents)
+                parents.append((here, label))
+                back.append([])
+                queue.append(after)
+            if free:
+                back[there].append(here)
+    fine = bytearray(len(parents))
+    todo = goals
+    while todo:
+        here = todo.pop()
+        if not fine[here]:
+            fine[here] = 1
+            todo.extend(back[here])
+    stuck = fine.find(0)
+    if stuck >= 0:
+        return Explored(len(number), moves, AGREE, _trace(parents, stuck))
+    return Explored(len(number), moves, None, ())
+
+
+def _trace(parents: list[tuple[int, str]], at: int) -> tuple[str, ...]:
+    labels = []
+    while parents[at][0] >= 0:
+        at, label = parents[at]
+        labels.append(label)
+    return tuple(reversed(labels))

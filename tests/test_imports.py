@@ -15,22 +15,8 @@ import sparserl
 
 ROOT = Path(sparserl.__file__).parent
 FOREIGN = (
-    ,
-)
-    "torch",
-    "matplotlib",
-    "typer",
-    "rich",
-    "vllm",
-    "sglang",
-    "transformers",
-    "ray",
-    "safetensors",
-    "ml_dtypes",
-    "obstore",
-    "cryptography",
-    "starlette",
-    "uvicorn",
+    *("torch", "matplotlib", "typer", "rich", "vllm", "sglang", "transformers", "ray"),
+    *("safetensors", "ml_dtypes", "obstore", "cryptography", "starlette", "uvicorn"),
 )
 
 # A room imports from rows above its own, and from itself. A new room takes a row here.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..kernels import cpu
 from ..memory import Memory, Weights, memories, require_like, table_of
 from ..parallel import Progress, default_threads, ordered
 from ..pieces import Batch, Held, Place, batches
-from ..plan import Changes, Chooser, Link, Speeds
+from ..plan import Changes, Chooser, Dense, Link, Speeds, estimate
 from ..region import Region, whole
 from ..table import TensorTable
 from .assemble import Target, assemble
@@ -87,6 +88,10 @@ class Captured:
         """The patch."""
         return self._difference.encode(iter(self._parts), self._profile, link, to, threads)
 
+    def back(self, *, to: Target = None, threads: int | None = None) -> Patch:
+        """The patch that undoes it, in `gap`; `old` must not have been written to yet."""
+        return self._difference.back(self._parts, to, threads)
+
 
 def capture(
     old: Weights,
@@ -148,6 +153,16 @@ class _Difference:
         covers = None if self.complete else self.covers
         ends = lambda: (self.base, self.base + self.delta)  # noqa: E731  # known when all parts went through
         return Patch(assemble(self.table, parts, profile, ends, covers, to, threads, chooser))
+
+    def back(self, parts: list[Changes], to: Target, threads: int | None) -> Patch:
+        def turned(part: Changes) -> Changes:
+            dense = [Dense(d.place, d.count, self.search.was.bits(*d.place).copy()) for d in part.dense]
+            cost = estimate(replace(part, after=part.before), ("gap",)) if part.count.size else {}
+            return replace(part, after=part.before, steps=None, before=None, base=None, dense=dense, cost=cost)
+
+        covers = None if self.complete else self.covers
+        ends = self.base + self.delta, self.base
+        return Patch(assemble(self.table, map(turned, parts), "gap", lambda: ends, covers, to, threads))
 
 
 def _chooser(link: Link | str, threads: int | None) -> Chooser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .buckets import cut, write
 from .changes import Changes, Dense, advance, steps_between
 from .cost import Chooser, Estimate, Link, Speed, Speeds, Work, best, predict
-from .estimate import candidates
+from .estimate import candidates, estimate
 from .route import route
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "best",
     "candidates",
     "cut",
+    "estimate",
     "predict",
     "route",
     "steps_between",

@@ -1,56 +1,52 @@
-"""Squashed patches on a doubling ladder: 8 versions in one, 16, 32 …, each made of two of the size below.
+"""Squashed patches on a doubling ladder: over 8 versions, 16, 32 … for subscribers that are far behind.
 
-What the ladder holds leads back: the inverse of every patch, which can be squashed without weights. One of each size
-waits for its neighbour, as the digits of a binary counter do. When a rung is complete, it leads a copy of the newest
-weights back to where the rung starts, and what lies between the two is encoded as any patch is, in the best profile.
+What the ladder keeps are ways back, the inverse of each of the last patches, on disk. When a rung is complete, they
+lead a copy of the newest weights back to where it starts, and what lies between the two is encoded as any patch is.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
 
 from ..bits import Bits
 from ..errors import SessionError
-from ..patch import Patch, diff, squash
-
-
-class _Rung(NamedTuple):
-    base: int
-    version: int
-    back: Patch
+from ..patch import Captured, Patch, diff
 
 
 class Ladder:
-    """Takes the way back from every version, and gives a squashed patch whenever a rung is complete."""
+    """Keeps the ways back from the last versions, and makes a squashed patch for every rung that is complete."""
 
     def __init__(self, first: int, last: int) -> None:
         if not 2 <= first <= last:
             raise SessionError(f"a ladder from {first} to {last} versions makes no sense")
-        self._first, self._last = first, last
-        self._waiting: dict[int, _Rung] = {}  # by the number of versions
-        self._complete: list[_Rung] = []
+        self._spans = [first]
+        while self._spans[-1] * 2 <= last:
+            self._spans.append(self._spans[-1] * 2)
+        self._back: dict[int, Patch] = {}  # from each version to the one before it
 
-    def add(self, version: int, patch: Patch, base: dict[str, Bits], threads: int | None = None) -> None:
-        """The patch that leads to a version, and the weights that it starts from."""
-        self._complete = []
-        back = patch.invert(base, digest=patch.base, profile="gap", threads=threads)  # bits, which need no base
-        rung = _Rung(version - 1, version, back)
-        while (span := rung.version - rung.base) < self._last:
-            below = self._waiting.pop(span, None)
-            if below is None or below.version != rung.base:
-                self._waiting[span] = rung
-                return
-            rung = _Rung(below.base, version, squash(rung.back, below.back, profile="gap", threads=threads))
-            if rung.version - rung.base >= self._first:
-                self._complete.append(rung)
+    def add(self, version: int, found: Captured, threads: int | None = None) -> None:
+        """The changes that lead to a version, before the weights they start from are written to."""
+        with tempfile.TemporaryDirectory(prefix="sparserl-") as folder:  # an open file outlives its name
+            self._back[version] = found.back(to=Path(folder) / "back", threads=threads)
+        self._back.pop(version - self._spans[-1], None)
 
-    def rungs(self, weights: dict[str, Bits], threads: int | None = None) -> Iterator[tuple[int, Patch]]:
-        """Squashed patches that end at the version added last, whose weights these are, and where each starts."""
-        rungs, self._complete = self._complete, []
-        for rung in rungs:
-            old = {name: Bits(np.array(bits.array, copy=True), bits.dtype) for name, bits in weights.items()}
-            rung.back.apply(old, digest=rung.back.base, threads=threads)
-            yield rung.base, diff(old, weights, base_digest=rung.back.result, threads=threads)
+    def rungs(self, version: int, weights: dict[str, Bits], threads: int | None = None) -> Iterator[tuple[int, Patch]]:
+        """Squashed patches to a version, whose weights these are, and where each of them starts; the shortest first."""
+        due = [span for span in self._spans if version % span == 0 and version - span + 1 in self._back]
+        if not due:
+            return
+        old = {name: Bits(np.array(bits.array, copy=True), bits.dtype) for name, bits in weights.items()}
+        at = version
+        for span in due:
+            while at > version - span:
+                back = self._back.get(at)
+                if back is None:
+                    return
+                back.apply(old, digest=back.base, threads=threads)
+                at -= 1
+            start = self._back[at + 1].result
+            yield at, diff(old, weights, base_digest=start, threads=threads)

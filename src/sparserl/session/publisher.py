@@ -242,7 +242,7 @@ class Publisher:
         def land(done: _Committed) -> None:
             with watch.stage("baseline"):
                 if self._ladder is not None:
-                    self._ladder.add(step.version, patch, now.baseline, self._threads)
+                    self._ladder.add(step.version, found, self._threads)
                 patch.apply(now.baseline, digest=patch.base, threads=self._threads)
             self._now = done
 
@@ -417,7 +417,9 @@ class Publisher:
 
     def _squash_if_due(self, now: _Committed) -> None:
         """A squashed patch for each rung of the ladder that ends here, where it takes less than what it stands for."""
-        for base, patch in () if self._ladder is None else self._ladder.rungs(now.baseline, self._threads):
+        for base, patch in (
+            () if self._ladder is None else self._ladder.rungs(now.head.version, now.baseline, self._threads)
+        ):
             size = sum(len(patch.bucket(i)) for i in range(patch.buckets))
             here = chain.route(now.index.steps, (base, patch.base), now.head.version)
             if any(step.base is None for step in here) or size > _WORTH * sum(step.bytes for step in here):

@@ -34,15 +34,19 @@ class SyncReport:
 
 
 class Watch:
-    """Adds up seconds by stage."""
+    """Adds up seconds by stage; those of a stage inside another one count only there."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._inside = [0.0]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
+        self._inside.append(0.0)
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            took = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + took - self._inside.pop()
+            self._inside[-1] += took

@@ -230,7 +230,13 @@ class Publisher:
 
         with watch.stage("commit"):
             done = self._commit(run, 0, patch.result, lambda _steps: (step,), weights, land)
-        return _reported(done, "anchor", patch, sent, watch)
+        notes: tuple[str, ...] = ()
+        try:
+            with watch.stage("upkeep"):
+                collect(self.store, self._grace, self._clock)  # what earlier runs left
+        except (StoreError, FormatError) as error:
+            notes = (f"upkeep failed, and will be tried again: {error}",)
+        return _reported(done, "anchor", patch, sent, watch, notes)
 
     def _next(self, now: _Committed, found: Captured, watch: Watch) -> SyncReport:
         with watch.stage("encode"):

@@ -18,6 +18,7 @@ from ..digest import Digest, digest
 from ..errors import (
     ChecksumMismatch,
     CommitFailed,
+    InvalidField,
     NotFound,
     NotRetained,
     SessionError,
@@ -282,6 +283,8 @@ class Subscriber:
         if run.run != head.run or run.created != head.created:
             raise Untrusted(f"the head is of run {head.run}, what it points to of run {run.run}")
         view = View(head, found.tag, run, read_index(self.store, head))
+        if chain.versions(view.index.steps).get(head.version) != head.digest:
+            raise InvalidField(f"the head says version {head.version}, {head.digest}; no step of its index leads there")
         if self._newest is None or self._newest.run != head.run:
             self._attach(view)
         self._view, self._newest = view, head

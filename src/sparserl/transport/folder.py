@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import LimitExceeded, NotFound, Refused, StoreError, Truncated
@@ -162,7 +162,8 @@ class FolderStore:
                 draft.replace(path)
             except FileNotFoundError:
                 continue  # the folder was empty, and swept meanwhile
-            sync(path.parent)
+            with suppress(FileNotFoundError):  # deleted again, and its folder with it
+                sync(path.parent)
             return
         raise OSError(errno.ENOENT, "its folder keeps vanishing")
 

@@ -522,7 +522,7 @@ MUTANTS = (
     Mutant(
         "routes do not care about digests",
         "session/chain.py",
-        "            if step.base_digest == digest:\n",
+        "            if way.base_digest == node[1]:\n",
         "            if True:\n",
         Tests(SESSION, "cheapest"),
     ),

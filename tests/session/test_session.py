@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -136,12 +137,16 @@ class Breaks:
     """A target that fails where it is told to."""
 
     profiles = None
+    keeps_files = False
 
     def __init__(self, inner, where):
         self.inner, self.where = inner, where
 
     def attach(self, table):
         return self.inner.attach(table)
+
+    def close(self):
+        self.inner.close()
 
     def held(self):
         return self.inner.held()
@@ -255,6 +260,7 @@ def test_weights_that_others_wrote_to_are_not_committed_to(url):
     assert bits(mine) == before
     with pytest.raises(ChecksumMismatch, match="something else wrote to it"):
         subscriber.audit()
+    assert subscriber.version is None
     assert subscriber.sync().kind == "anchor"
     assert bits(mine) == bits(policy.weights)
 
@@ -738,6 +744,130 @@ def test_files_that_would_lie_elsewhere(url):
     for name in ("../x", "/etc/passwd", "a//b", "a/../b", ""):
         with pytest.raises(SparserlError, match="name of a file"):
             Publisher(url, Policy().weights, files={name: b""})
+
+
+def test_a_module_whose_parameters_were_replaced(url):
+    """They are looked up anew; if it happens between stage and commit, nothing is written."""
+    torch = pytest.importorskip("torch")
+    mine = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
+    theirs = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
+    publisher = Publisher(url, sparserl.sources.module(theirs))
+    publisher.publish()
+    subscriber = Subscriber(url, mine)
+    subscriber.sync()
+
+    def same():
+        return all(
+            torch.equal(a, b) for a, b in zip(mine.state_dict().values(), theirs.state_dict().values(), strict=True)
+        )
+
+    def train():
+        with torch.no_grad():
+            theirs[0].weight += 0.1
+            theirs[1].running_mean += 1
+        publisher.publish()
+
+    assert same()
+    mine[0].weight.data = mine[0].weight.data.clone()
+    train()
+    subscriber.sync()
+    assert same()
+    train()
+    subscriber.stage()
+    mine[0].weight = torch.nn.Parameter(mine[0].weight.detach().clone())
+    with pytest.raises(CommitFailed, match="lie elsewhere"):
+        subscriber.commit()
+    subscriber.sync()
+    assert same()
+
+
+def test_what_was_needed_a_moment_ago_stays_for_the_grace_period(url):
+    """A subscriber that has just planned with an index still finds what it leads to; garbage goes when that is over."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, anchor_after=0.01, keep_anchors=1, grace=600, ladder=None)
+    publisher.publish()
+    old = read_head(publisher.store)[0]
+    for _ in range(3):
+        policy.step()
+        publisher.publish()
+    assert 0 not in {s.version for s in publisher._now.index.steps}
+    there = {item.name for item in publisher.store.list("")}
+    assert needed(publisher.store, old) <= there
+    later = collect(publisher.store, 600, clock=lambda: time.time() + 601)
+    assert later
+    assert {i.name for i in publisher.store.list("")} == needed(publisher.store, read_head(publisher.store)[0])
+
+
+def test_upkeep_that_fails_is_told_and_tried_again(url, tmp_path, monkeypatch):
+    """A disk that is full takes the ladder and the kept anchor, not the version; later they come back."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, state=tmp_path / "state", ladder=(2, 4))
+    full = lambda *_, **__: (_ for _ in ()).throw(OSError("no space"))  # noqa: E731
+    monkeypatch.setattr(sparserl.Patch, "save", full)
+    monkeypatch.setattr(sparserl.patch.Captured, "back", full)
+    assert any("no space" in note for note in publisher.publish().notes)
+    policy.step()
+    report = publisher.publish()
+    assert (report.version, len(report.notes)) == (1, 2)
+    monkeypatch.undo()
+    policy.step()
+    assert publisher.publish().notes == ()
+    again = Publisher(url, policy.weights, state=tmp_path / "state")
+    assert (again.run, again.version) == (publisher.run, 2)
+
+
+def test_an_index_does_not_grow_for_ever(url, monkeypatch):
+    """Patches that are tiny lead to an anchor in the end, too, and to a collection."""
+    monkeypatch.setattr("sparserl.session.publisher._STEPS", 10)
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, grace=-1e12, keep_anchors=1, ladder=None)
+    for _ in range(40):
+        publisher.publish()
+    assert len(publisher._now.index.steps) <= 10
+    assert len(list(publisher.store.list("runs/"))) < 60
+
+
+def test_those_who_hold_it_already_say_so(url):
+    """A subscriber that finds itself at the newest version counts."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights)
+    publisher.publish()
+    mine = policy.empty()
+    Subscriber(url, mine, name=False).sync()
+    assert publisher.wait(0, 1, timeout=0.05) == 0
+    assert Subscriber(url, mine, name="joined").sync() is None
+    assert publisher.wait(0, 1, timeout=0.05) == 1
+
+
+def test_other_writers_are_found_out(url):
+    """Bits that something else wrote make one sync fail; the next one reads them and starts from an anchor."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights)
+    publisher.publish()
+    mine = policy.empty()
+    subscriber = Subscriber(url, mine)
+    subscriber.sync()
+    mine["half"][:] = 7
+    mine["embed"].array[:] = 7
+    policy.step(0.5)
+    publisher.publish()
+    with pytest.raises(SparserlError):
+        subscriber.sync()
+    assert subscriber.sync().kind == "anchor"
+    assert bits(mine) == bits(policy.weights)
+
+
+def test_nothing_is_left_open(url, tmp_path):
+    """Closed sessions hold no files and no threads."""
+    policy = Policy()
+    before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    for i in range(20):
+        with Publisher(url, policy.weights) as publisher:
+            publisher.publish()
+        with Subscriber(url, [policy.empty(), targets.folder(tmp_path / str(i))]) as subscriber:
+            subscriber.sync()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before[0] + 4
+    assert threading.active_count() <= before[1] + 4
 
 
 def test_the_cheapest_way():

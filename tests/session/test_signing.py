@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -192,17 +193,49 @@ def test_keys_that_are_none(url):
     """What is not a key is said to be none, before anything is fetched or written."""
     policy = Policy()
     with pytest.raises(SessionError, match="secret key"):
-        Publisher(url, policy.weights, key=PUBLIC).publish()
+        Publisher(url, policy.weights, key=PUBLIC)
     assert not list(open_store(url).list("head.json"))
     Publisher(url, policy.weights, key=SECRET).publish()
     with pytest.raises(SessionError, match="public key"):
-        Subscriber(url, policy.empty(), key=SECRET).sync()
+        Subscriber(url, policy.empty(), key=SECRET)
     assert signing.public_key(SECRET) == PUBLIC
+
+
+def test_an_index_that_contradicts_itself(url):
+    """Two digests for one version are refused, whoever signed them."""
+    scene = Scene(url)
+    head, _ = read_head(scene.store)
+    steps = scene.publisher._now.index.steps
+    for liar in (replace(steps[0], version=1), replace(steps[1], base_digest=steps[1].digest)):
+        index = Index(head.run, (*steps, liar)).to_bytes()
+        scene.store.put(path(head.run, "index", sha256(index)), index)
+        scene.replace_head(signing.seal(Head(**{**vars(head), "index": sha256(index)}).body(), SECRET))
+        scene.refused("do not agree", FormatError)
+
+
+def test_a_step_that_takes_more_than_it_says(url):
+    """What a patch takes is known before it is fetched."""
+    scene = Scene(url)
+    head, _ = read_head(scene.store)
+    first, second = scene.publisher._now.index.steps
+    index = Index(head.run, (replace(first, bytes=3), second)).to_bytes()
+    scene.store.put(path(head.run, "index", sha256(index)), index)
+    scene.replace_head(signing.seal(Head(**{**vars(head), "index": sha256(index)}).body(), SECRET))
+    scene.refused("promises 3", FormatError)
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"[]", b"{", b'{"format":1}', b'{"format":2,"body":"{}"}', b'{"format":1,"body":"{}","body":"{}"}', b"\xff"],
+    [
+        b'{"format":1,"body":"\\ud800"}',
+        b"",
+        b"[]",
+        b"{",
+        b'{"format":1}',
+        b'{"format":2,"body":"{}"}',
+        b'{"format":1,"body":"{}","body":"{}"}',
+        b"\xff",
+    ],
 )
 def test_heads_that_are_none(url, data):
     """Bytes that are no head are refused by name, with and without a key."""

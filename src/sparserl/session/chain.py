@@ -10,6 +10,7 @@ from ..errors import NotRetained
 from .records import Step
 
 _NOTHING = -1  # where anchors start from
+_Node = tuple[int, Digest | None]
 
 
 def route(
@@ -20,29 +21,38 @@ def route(
     have: version and digest that are held already; None for neither. An anchor can always be started from.
     profiles: those that the receiver can take; None for all.
     """
+    steps = tuple(steps)
+    goal: _Node = want, versions(steps).get(want)
     ways: dict[int, list[Step]] = {}
     for step in steps:
         if profiles is not None and not set(step.profiles) <= set(profiles):
             continue
         ways.setdefault(_NOTHING if step.base is None else step.base, []).append(step)
-    start = [(0, _NOTHING, None)] if have is None else [(0, have[0], have[1]), (0, _NOTHING, None)]
-    queue: list[tuple[int, int, int, Digest | None, tuple[Step, ...]]] = []
-    for order, (cost, version, digest) in enumerate(start):
-        heapq.heappush(queue, (cost, order, version, digest, ()))
-    seen: set[tuple[int, Digest | None]] = set()
-    order = len(start)
+    starts: list[_Node] = ([] if have is None else [have]) + [(_NOTHING, None)]
+    queue: list[tuple[int, int, _Node, Step | None, _Node]] = [(0, i, n, None, n) for i, n in enumerate(starts)]
+    came: dict[_Node, tuple[Step | None, _Node]] = {}
+    pushed = len(queue)
     while queue:
-        cost, _, version, digest, path = heapq.heappop(queue)
-        if version == want:
-            return list(path)
-        if (version, digest) in seen:
+        cost, _, node, led, before = heapq.heappop(queue)
+        if node in came:
             continue
-        seen.add((version, digest))
-        for step in ways.get(version, ()):
-            if step.base_digest == digest:
-                order += 1
-                heapq.heappush(queue, (cost + step.bytes, order, step.version, step.digest, (*path, step)))
+        came[node] = led, before
+        if node == goal:
+            return _walked(came, node)
+        for way in ways.get(node[0], ()):
+            if way.base_digest == node[1]:
+                pushed += 1
+                heapq.heappush(queue, (cost + way.bytes, pushed, (way.version, way.digest), way, node))
     raise NotRetained(f"version {want} cannot be reached with what the store has")
+
+
+def _walked(came: dict[_Node, tuple[Step | None, _Node]], node: _Node) -> list[Step]:
+    """The steps that led to a node, from the first on."""
+    out: list[Step] = []
+    while (step := came[node][0]) is not None:
+        out.append(step)
+        node = came[node][1]
+    return out[::-1]
 
 
 def versions(steps: Iterable[Step]) -> dict[int, Digest]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..bits import Bits
 from ..digest import Digest, digest
-from ..errors import InvalidField
+from ..errors import InvalidField, LimitExceeded
 from ..memory import Weights
 from ..parallel import Progress
 from ..patch import Patch, diff
@@ -30,7 +30,10 @@ SPOOL_BYTES = 256 << 20  # patches that may be larger than this lie on disk
 
 def zeros(table: TensorTable) -> dict[str, Bits]:
     """Weights in which every bit is zero: what an anchor is a patch of. Pages not written to take no memory."""
-    return {spec.name: Bits(np.zeros(spec.shape, spec.dtype.uint), spec.dtype) for spec in table.specs}
+    try:
+        return {spec.name: Bits(np.zeros(spec.shape, spec.dtype.uint), spec.dtype) for spec in table.specs}
+    except (MemoryError, ValueError) as error:
+        raise LimitExceeded(f"there is no room for {table.dense_bytes} bytes of weights: {error}") from error
 
 
 def nothing(table: TensorTable) -> Digest:
@@ -98,6 +101,8 @@ def receive(
         return data
 
     size = sum(blob.size for blob in manifest.buckets)
+    if size != step.bytes:
+        raise InvalidField(f"{what}: buckets of {size} bytes, the index promises {step.bytes}")
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges, spool(size) as to:
         buckets = _ahead(get, manifest.buckets)
         patch = Patch(rewrite(table, buckets, manifest.base, manifest.result, manifest.changed, None, to))

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import plan
 from ..bits import Bits
 from ..digest import Digest
 from ..errors import (
@@ -29,6 +30,7 @@ from ..errors import (
     NotRetained,
     Refused,
     SessionError,
+    SparserlError,
     StoreError,
     Unavailable,
     Untrusted,
@@ -41,13 +43,28 @@ from ..sources import Source
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
 from .ladder import Ladder
-from .records import HEAD, MOST_HEAD, Blob, Head, Index, Lease, Run, Step, file_name, path, run_path, sha256
+from .records import (
+    HEAD,
+    MOST_HEAD,
+    Blob,
+    Head,
+    Index,
+    Lease,
+    Run,
+    Step,
+    file_name,
+    path,
+    require_files,
+    run_path,
+    sha256,
+)
 from .report import SyncReport, Watch
 from .upkeep import collect, read_index, read_run
 
 Steps = tuple[Step, ...]
 
 _SWAPS = 8  # attempts at a head whose replies are lost
+_STEPS = 256  # an index does not grow past so many steps before an anchor is written
 _WORTH = 0.9  # a squashed patch is kept if it takes less than this share of the patches it stands for
 
 
@@ -115,9 +132,12 @@ class Publisher:
         self.store = open_store(url) if isinstance(url, str) else url
         if not self.store.writable:
             raise SessionError(f"{self.store.url} can only be read; publish to a folder or an object store")
+        plan.candidates(profile)  # raises here, not in the middle of a publish
+        if key is not None:
+            signing.public_key(key)
         self._source, self._key, self._clock = source, key, clock
         self._profile, self._link, self._threads, self._progress = profile, link, threads, progress
-        self._anchor_after, self._keep, self._grace, self._lease = anchor_after, keep_anchors, grace, lease
+        self._anchor_after, self._keep, self._grace, self._lease = anchor_after, max(1, keep_anchors), grace, lease
         self._files = _contents(files)
         self._state = None if state is None else Path(state)
         self._flight: threading.Thread | None = None
@@ -126,6 +146,8 @@ class Publisher:
         self._now: _Committed | None = None
         self._unsure: tuple[str, Callable[[], None]] | None = None  # a swap that nobody answered, and what it is to do
         self._ladder = None if ladder is None else Ladder(*ladder)
+        self._notes: list[str] = []
+        self._kept: str | None = None  # the run of the anchor that is kept here
         head, self._tag = self._there(0)
         self._after = 0.0 if head is None else head.created + 0.001  # a later run says so, whatever the clock
         if self._state is not None and head is not None:
@@ -196,8 +218,11 @@ class Publisher:
             time.sleep(min(0.1, max(0.0, end - time.monotonic())))
 
     def close(self) -> None:
-        """Wait for what is in flight."""
-        self.settle()
+        """Wait for what is in flight, and let go of the store."""
+        try:
+            self.settle()
+        finally:
+            self.store.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -224,18 +249,10 @@ class Publisher:
             hash, sent = parcel.send(self.store, run.run, patch, self._progress)
         step = _step(None, 0, patch, hash, self._clock())
 
-        def land(done: _Committed) -> None:
-            self._now = done
-            self._save_anchor(done, patch)
-
         with watch.stage("commit"):
-            done = self._commit(run, 0, patch.result, lambda _steps: (step,), weights, land)
-        notes: tuple[str, ...] = ()
-        try:
-            with watch.stage("upkeep"):
-                collect(self.store, self._grace, self._clock)  # what earlier runs left
-        except (StoreError, FormatError) as error:
-            notes = (f"upkeep failed, and will be tried again: {error}",)
+            done = self._commit(run, 0, patch.result, lambda _steps: (step,), weights, self._set)
+        self._kept = None
+        notes = self._maintain(done, watch, patch)
         return _reported(done, "anchor", patch, sent, watch, notes)
 
     def _next(self, now: _Committed, found: Captured, watch: Watch) -> SyncReport:
@@ -247,8 +264,7 @@ class Publisher:
 
         def land(done: _Committed) -> None:
             with watch.stage("baseline"):
-                if self._ladder is not None:
-                    self._ladder.add(step.version, found, self._threads)
+                self._climb(step.version, found)
                 patch.apply(now.baseline, digest=patch.base, threads=self._threads)
             self._now = done
 
@@ -362,23 +378,25 @@ class Publisher:
 
     # -- restarts ------------------------------------------------------------------------------------------------------
 
-    def _save_anchor(self, now: _Committed, anchor: Patch) -> None:
-        """Keep the anchor here, so that a restart need not fetch it."""
-        if self._state is None:
+    def _keep_anchor(self, anchor: Patch | None, now: _Committed, anew: bool = False) -> None:
+        """Keep an anchor here, so that a restart need not fetch one. One is enough; a later one saves patches."""
+        if self._state is None or (self._kept == now.run.run and not anew):
             return
+        anchor = anchor or parcel.anchor_of(now.baseline, now.run.table, self._threads)
         self._state.mkdir(parents=True, exist_ok=True)
-        for left in (*self._state.glob(".anchor.srl.*"), *self._state.glob(".run.txt.*")):
-            left.unlink(missing_ok=True)  # of a publisher that was killed here
-        (self._state / "run.txt").unlink(missing_ok=True)
-        anchor.save(self._state / "anchor.srl")
+        name = f"anchor-{now.run.run}-{now.head.version}.srl"
+        anchor.save(self._state / name)
         with replacing(self._state / "run.txt") as file:
             file.write(f"{now.run.run} {now.head.version}\n".encode())
+        self._kept = now.run.run
+        _sweep(self._state, name)
 
     def _resumed(self, state: Path, head: Head) -> _Committed | None:
         """The run whose anchor is kept here, if it is the one of the store's head; else a new run begins."""
         try:
             name, version = (state / "run.txt").read_text().split()
-            anchor = Patch.open(state / "anchor.srl")
+            held = int(version)
+            anchor = Patch.open(state / f"anchor-{name}-{held}.srl")
         except (OSError, ValueError, FormatError):
             return None
         if head.run != name:
@@ -386,7 +404,7 @@ class Publisher:
         run, index = read_run(self.store, head), read_index(self.store, head)
         anchor.table.require(run.table, "the kept anchor", "the run")
         try:
-            steps = chain.route(index.steps, (int(version), anchor.result), head.version)
+            steps = chain.route(index.steps, (held, anchor.result), head.version)
         except NotRetained:
             return None
         baseline = parcel.zeros(run.table)
@@ -398,6 +416,8 @@ class Publisher:
             at = patch.result
         if at != head.digest:
             raise ChecksumMismatch("what the kept anchor and the patches since lead to is not the committed version")
+        self._kept = name
+        _sweep(state, f"anchor-{name}-{held}.srl")
         return _Committed(run, head, index, baseline)
 
     # -- upkeep --------------------------------------------------------------------------------------------------------
@@ -411,15 +431,25 @@ class Publisher:
                 continue
         return out
 
-    def _maintain(self, now: _Committed, watch: Watch) -> tuple[str, ...]:
-        """Anchors and retention: a failure here is told, and tried again with the next version."""
+    def _maintain(self, now: _Committed, watch: Watch, anchor: Patch | None = None) -> tuple[str, ...]:
+        """Squashed patches, anchors, retention, the anchor kept here: a failure is told, and tried again next time."""
+        notes, self._notes = self._notes, []
+        with watch.stage("upkeep"):
+            for work in (self._squash_if_due, self._anchor_if_due, functools.partial(self._keep_anchor, anchor)):
+                try:
+                    work(self._now or now)
+                except (StoreError, FormatError, OSError) as error:
+                    notes.append(f"upkeep failed, and will be tried again: {error}")
+        return tuple(notes)
+
+    def _climb(self, version: int, found: Captured) -> None:
+        """One more version for the ladder; where that fails, late subscribers take longer, and nothing else."""
+        if self._ladder is None:
+            return
         try:
-            with watch.stage("upkeep"):
-                self._squash_if_due(now)
-                self._anchor_if_due(self._now or now)
-        except (StoreError, FormatError, OSError) as error:
-            return (f"upkeep failed, and will be tried again: {error}",)
-        return ()
+            self._ladder.add(version, found, self._threads)
+        except (OSError, SparserlError) as error:
+            self._notes.append(f"no squashed patches for a while: {error}")
 
     def _squash_if_due(self, now: _Committed) -> None:
         """A squashed patch for each rung of the ladder that ends here, where it takes less than what it stands for."""
@@ -443,7 +473,9 @@ class Publisher:
         steps = now.index.steps
         last = max((s for s in steps if s.base is None), key=lambda s: s.version)
         since = sum(s.bytes for s in steps if s.base is not None and last.version <= s.base == s.version - 1)
-        if since < self._anchor_after * last.bytes:
+        if since < self._anchor_after * last.bytes and len(steps) < _STEPS:
+            if len(steps) == 1:
+                collect(self.store, self._grace, self._clock)  # what earlier runs left
             return
         anchor = parcel.anchor_of(now.baseline, now.run.table, self._threads)
         hash, _ = parcel.send(self.store, now.run.run, anchor, self._progress)
@@ -453,11 +485,8 @@ class Publisher:
         def kept(known: Steps) -> Steps:
             return chain.retained((*known, step), self._keep, live)
 
-        def land(done: _Committed) -> None:
-            self._now = done
-            self._save_anchor(done, anchor)
-
-        self._commit(now.run, now.head.version, now.head.digest, kept, now.baseline, land)
+        done = self._commit(now.run, now.head.version, now.head.digest, kept, now.baseline, self._set)
+        self._keep_anchor(anchor, done, anew=True)
         collect(self.store, self._grace, self._clock)
 
 
@@ -467,6 +496,13 @@ def _reported(
     table = now.run.table
     ends = now.run.run, now.head.version, now.head.digest.hex
     return SyncReport(*ends, kind, patch.changed, table.elements, sent, table.dense_bytes, watch.seconds, notes)
+
+
+def _sweep(state: Path, name: str) -> None:
+    """Remove other anchors, and what a publisher that was killed here was writing."""
+    for left in (*state.glob("anchor-*.srl"), *state.glob(".anchor-*"), *state.glob(".run.txt.*")):
+        if left.name != name:
+            left.unlink(missing_ok=True)
 
 
 def _with(step: Step, steps: Steps) -> Steps:
@@ -500,7 +536,8 @@ def _contents(files: Mapping[str, bytes] | str | Path | None) -> dict[str, bytes
     if files is None:
         return {}
     if isinstance(files, Mapping):
-        return {file_name(name): data for name, data in files.items()}
+        require_files({file_name(name): len(data) for name, data in files.items()}, "files")
+        return dict(files)
     root = Path(files)
     found = (
         p

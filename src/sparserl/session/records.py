@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from ..digest import Digest
-from ..errors import ChecksumMismatch, InvalidField, LimitExceeded, UnsupportedFormat
+from ..errors import ChecksumMismatch, InvalidField, LimitExceeded, SessionError, UnsupportedFormat
 from ..table import TensorTable
 from ..transport.store import Store
 from ..wire import limits
@@ -92,7 +92,7 @@ class _Fields:
         value = self.left.pop(name)
         try:
             return read(value)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidField(f"{self.what}: {name} is {str(value)[:80]!r}") from error
 
     def text(self, name: str, pattern: re.Pattern[str]) -> str:
@@ -208,16 +208,27 @@ class Run:
         coded = fields.take("table", lambda v: base64.b64decode(v, validate=True))
         files = fields.take("files", lambda v: {_file(n): _blob(b, MOST_FILE) for n, b in v.items()})
         fields.finish()
-        if len(files) > MOST_FILES:
-            raise LimitExceeded(f"{what}: {len(files)} files, the limit is {MOST_FILES}")
+        require_files({name: blob.size for name, blob in files.items()}, what)
         return cls(run, created, decode_table(decompress_table(coded, size)), files)
 
 
 def _file(name: Any) -> str:
     parts = _match(_FILE, name).split("/")
-    if any(part in (".", "..") for part in parts) or len(name.encode()) > 1000:
+    if any(part in (".", "..") or len(part.encode()) > 255 for part in parts) or len(name.encode()) > 1000:
+        raise ValueError(name)
+    if parts[0].endswith((".safetensors", ".safetensors.index.json")):  # where the weights go
         raise ValueError(name)
     return str(name)
+
+
+def require_files(sizes: Mapping[str, int], what: str) -> None:
+    """Refuse files that are too many or too large, or of which one would lie inside another."""
+    if len(sizes) > MOST_FILES or sum(sizes.values()) > MOST_FILE:
+        raise LimitExceeded(f"{what}: {len(sizes)} files of {sum(sizes.values())} bytes in all are past the limits")
+    for name in sizes:
+        for at, letter in enumerate(name):
+            if letter == "/" and name[:at] in sizes:
+                raise InvalidField(f"{what}: file {name!r} would lie inside the file {name[:at]!r}")
 
 
 def _blob(value: Any, most: int) -> Blob:
@@ -282,6 +293,11 @@ class Index:
         fields = _Fields(parse(data, what), what)
         index = cls(fields.text("run", _RUN), fields.take("steps", _list(Step.read)))
         fields.finish()
+        known = {step.version: step.digest for step in index.steps}
+        for step in index.steps:
+            ends = [(step.version, step.digest)] + ([] if step.base is None else [(step.base, step.base_digest)])
+            if any(known.get(version, digest) != digest for version, digest in ends):
+                raise InvalidField(f"{what}: {step.name} and others do not agree on what a version is")
         return index
 
 
@@ -354,7 +370,10 @@ def file_name(name: str) -> str:
 
 def lease_name(name: str) -> str:
     """A name under which a subscriber can be known."""
-    return _match(_LEASE, name)
+    try:
+        return _match(_LEASE, name)
+    except ValueError as error:
+        raise SessionError(f"{name!r} cannot be a subscriber's name: letters, digits, '.', '_' and '-' can") from error
 
 
 def path(run: str, kind: str, name: str) -> str:

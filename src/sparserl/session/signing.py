@@ -50,6 +50,11 @@ def _public(text: str) -> str:
     return found[1]
 
 
+def require_public(text: str) -> None:
+    """Raise `SessionError` unless this is a public key."""
+    _public(text)
+
+
 def seal(body: bytes, secret: str | None) -> bytes:
     """A body with its signature, or with none."""
     if secret is None:
@@ -64,8 +69,8 @@ def unseal(data: bytes, pinned: str | None, what: str) -> bytes:
     """The body; with a key pinned, only if that key signed it."""
     record = parse(data, what)
     body = record.get("body")
-    if not isinstance(body, str):
-        raise InvalidField(f"{what} has no body")
+    if not isinstance(body, str) or not body.isascii():
+        raise InvalidField(f"{what} has no body, or one that is not plain text")
     if pinned is None:
         return body.encode()
     key, signature = record.get("key"), record.get("signature")

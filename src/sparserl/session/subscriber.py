@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,20 @@ from ..errors import (
     StoreError,
     Unavailable,
     Untrusted,
+    WrongBase,
 )
 from ..memory import Weights
 from ..parallel import Progress
 from ..patch import Patch
 from ..table import TensorTable
-from ..targets import Change, ModuleTarget, Prepared, Target
+from ..targets import Change, Prepared, Target, module
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
 from .records import HEAD, MOST_FILE, MOST_HEAD, Head, Index, Lease, Run, Step, get_named, lease_name, path
 from .report import SyncReport, Watch
 from .upkeep import read_index, read_run
 
+_RENEW = 30.0  # seconds after which a lease is written again
 _REPLANS = 4  # times that a route is planned anew because objects of it went away
 
 
@@ -85,8 +87,8 @@ class Subscriber:
     [0.0, 1.0, 2.0, 3.0, 4.0]
 
     url: the store of the run; see `sparserl.transport.store`. Or a store that is open already.
-    target: a torch module's parameters (`sparserl.targets.module`), a checkpoint folder (`sparserl.targets.folder`), a
-        mapping from names to tensors, or several of them: those change together or not at all.
+    target: a torch module or a mapping from names to tensors (on the CPU), whose weights are written in place; a
+        checkpoint folder (`sparserl.targets.folder`); or several of them: those change together or not at all.
     key: the publisher's public key. With it, anything that this key has not signed is refused, and so is anything
         older than what is held.
     run: the id of a run; any other is refused.
@@ -116,6 +118,8 @@ class Subscriber:
         self.store = open_store(url, token=token) if isinstance(url, str) else url
         several = target if isinstance(target, Sequence) else [target]
         self.targets = [_as_target(t, threads) for t in several]
+        if key is not None:
+            signing.require_public(key)
         self._key, self._pinned, self._threads, self._progress = key, run, threads, progress
         self._before, self._after, self._clock = before, after, clock
         self._audit_every, self._commits = audit_every, 0
@@ -124,6 +128,9 @@ class Subscriber:
         self._held: Held | None = None
         self._staged: Staged | None = None
         self._view: View | None = None
+        self._doubt = False  # whether the targets may hold other bits than those of the version held
+        self._told: Held | None = None
+        self._told_at = 0.0
         self._newest: Head | None = None  # of all heads seen: nothing older is believed
 
     @property
@@ -152,10 +159,14 @@ class Subscriber:
                     raise NotRetained(f"version {wanted} is not in the store; it has {_span(digests)}")
                 held = Held(view.head.run, view.head.created, wanted, digests[wanted])
                 if held == self._held:
+                    self._tell()
                     return None
                 steps = self._route(view, held)
             try:
                 return self._stage(view, held, steps, watch)
+            except (WrongBase, InvalidField):  # where something else wrote to a target, its bits tell
+                self._doubt = True
+                raise
             except NotFound:  # what was planned with went away meanwhile: plan anew
                 if attempt + 1 == _REPLANS:
                     raise
@@ -169,20 +180,20 @@ class Subscriber:
         """
         if self._staged is None:
             raise SessionError("nothing is staged; call stage() first")
-        staged, self._staged = self._staged, None
         started = time.perf_counter()
         if self._before is not None:
-            self._before()
+            self._before()  # what is staged stays so if this raises
+        staged, self._staged = self._staged, None
         try:
             self._commit(staged)
         finally:
             staged.report.seconds["commit"] = time.perf_counter() - started
-            if self._after is not None:
-                self._after()
-        for prepared in staged.prepared:
-            prepared.finish()
-        self._commits += 1
-        self._tell()
+            try:
+                if self._after is not None:
+                    self._after()
+            finally:
+                if self._held == staged.held:
+                    self._settle(staged)
         if self._audit_every and self._commits % self._audit_every == 0:
             self.audit()
         return staged.report
@@ -244,6 +255,19 @@ class Subscriber:
             for prepared in staged.prepared:
                 prepared.discard()
 
+    def close(self) -> None:
+        """Forget what is staged, and let go of targets and store."""
+        self.discard()
+        for target in self.targets:
+            target.close()
+        self.store.close()
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     async def stage_async(self, version: int | None = None) -> SyncReport | None:
         """`stage` on a thread."""
         return await asyncio.to_thread(self.stage, version)
@@ -277,6 +301,8 @@ class Subscriber:
         head = Head.parse(signing.unseal(found.data, self._key, HEAD))
         before = self._view
         if before is not None and head == before.head:
+            if self._doubt:
+                self._attach(before)
             return before
         self._require_newer(head)
         run = before.run if before is not None and before.run.run == head.run else read_run(self.store, head)
@@ -285,7 +311,7 @@ class Subscriber:
         view = View(head, found.tag, run, read_index(self.store, head))
         if chain.versions(view.index.steps).get(head.version) != head.digest:
             raise InvalidField(f"the head says version {head.version}, {head.digest}; no step of its index leads there")
-        if self._newest is None or self._newest.run != head.run:
+        if self._newest is None or self._newest.run != head.run or self._doubt:
             self._attach(view)
         self._view, self._newest = view, head
         return view
@@ -308,7 +334,7 @@ class Subscriber:
         for target in self.targets:
             weights = target.attach(view.run.table)
             found.add(None if weights is None else digest(weights, threads=self._threads))
-        self._held = None
+        self._held, self._doubt = None, False
         if len(found) == 1 and (bits := found.pop()) is not None:
             at = [v for v, d in chain.versions(view.index.steps).items() if d == bits]
             if at:
@@ -331,8 +357,9 @@ class Subscriber:
         if steps and steps[0].base is None:
             with watch.stage("build"):
                 fresh = self._build(table, patches, held.digest)
-            names = run.files.items()
-            files = {n: get_named(self.store, run.run, "files", b.hash, MOST_FILE) for n, b in names}
+            if any(target.keeps_files for target in self.targets):
+                names = run.files.items()
+                files = {n: get_named(self.store, run.run, "files", b.hash, MOST_FILE) for n, b in names}
             patches = []
         change = Change(run.run, run.created, held.version, held.digest, patches, fresh, files)
         prepared: list[Prepared] = []
@@ -375,17 +402,26 @@ class Subscriber:
                 undo()
             for prepared in staged.prepared[len(done) :]:
                 prepared.discard()
-            self._held = before
+            self._held, self._doubt = before, True
             if isinstance(error, SparserlError | OSError | MemoryError):
                 raise CommitFailed(
                     f"version {staged.held.version} was not committed, and nothing has changed: {error}"
                 ) from error
             raise
 
+    def _settle(self, staged: Staged) -> None:
+        for prepared in staged.prepared:
+            prepared.finish()
+        self._commits += 1
+        self._tell()
+
     def _tell(self) -> None:
         """Leave a note in the store of what is held; that it could not be left is no reason to fail."""
         if self._name is None or self._held is None:
             return
+        if self._told == self._held and time.monotonic() - self._told_at < _RENEW:
+            return
+        self._told, self._told_at = self._held, time.monotonic()
         lease = Lease(self._name, self._held.version, self._clock())
         try:
             self.store.put(path(self._held.run, "leases", self._name), lease.to_bytes())
@@ -400,8 +436,10 @@ class Subscriber:
             time.sleep(min(seconds, 1.0))
 
 
-def _as_target(target: Target | Weights, threads: int | None) -> Target:
-    return ModuleTarget(target, threads) if isinstance(target, Mapping) else target
+def _as_target(target: Any, threads: int | None) -> Target:
+    """A target as it is; a torch module or a mapping as live weights."""
+    found: Target = target if callable(getattr(target, "prepare", None)) else module(target, threads)
+    return found
 
 
 def _span(digests: dict[int, Digest]) -> str:

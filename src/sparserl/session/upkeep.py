@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import FormatError, NotRetained, SessionError, StoreError
-from ..transport.store import Store
+from ..transport.store import Listed, Store
 from . import chain, signing
 from .records import (
     HEAD,
@@ -46,26 +46,41 @@ def read_index(store: Store, head: Head) -> Index:
     return index
 
 
-def needed(store: Store, head: Head) -> set[str]:
-    """Every object that the head leads to."""
-    index = read_index(store, head)
-    names = {HEAD, run_path(head.run), path(head.run, "index", head.index)}
+def needed(store: Store, head: Head, indices: Iterable[str] = ()) -> set[str]:
+    """Every object that the head leads to, and those that other indices of its run lead to."""
+    names = {HEAD, run_path(head.run)}
     names |= {path(head.run, "files", blob.hash) for blob in read_run(store, head).files.values()}
-    for step in index.steps:
-        names.add(path(head.run, "manifests", step.manifest))
-        manifest = Manifest.parse(get_named(store, head.run, "manifests", step.manifest), step.name)
-        names |= {manifest.bucket(blob) for blob in manifest.buckets}
+    manifests: set[str] = set()
+    for hash in {head.index, *indices}:
+        names.add(path(head.run, "index", hash))
+        steps = Index.parse(get_named(store, head.run, "index", hash), path(head.run, "index", hash)).steps
+        manifests |= {step.manifest for step in steps}
+    for hash in manifests:
+        name = path(head.run, "manifests", hash)
+        manifest = Manifest.parse(get_named(store, head.run, "manifests", hash), name)
+        names |= {name, *(manifest.bucket(blob) for blob in manifest.buckets)}
     return names
 
 
+def _recent(listed: list[Listed], head: Head, since: float) -> set[str]:
+    """The indices that the head has led to since then: those written since, and the one before them."""
+    prefix = path(head.run, "index", "")
+    found = sorted((item.time, item.name[len(prefix) :]) for item in listed if item.name.startswith(prefix))
+    if any(name == head.index and written <= since for written, name in found):
+        return set()
+    older = [name for written, name in found if written <= since]
+    return {name for written, name in found if written > since} | set(older[-1:])
+
+
 def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, dry: bool = False) -> list[str]:
-    """Delete what nothing refers to and is older than the grace period; returns the names.
+    """Delete what nothing has referred to for the grace period, and what is that old and never was; returns the names.
 
     Leases go when they have not been renewed for a day. What nothing refers to is never referred to again, but for
     what a publisher is just sending: the grace period must be longer than a publish takes.
     """
     listed = list(store.list("runs/"))  # before the head is read: what is committed in between is younger than this
-    keep, now = needed(store, read_head(store)[0]), clock()
+    now, head = clock(), read_head(store)[0]
+    keep = needed(store, head, _recent(listed, head, now - grace))
     gone = [
         item.name
         for item in listed

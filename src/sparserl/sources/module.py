@@ -24,7 +24,8 @@ class ModuleSource:
         self._module = module
 
     def weights(self) -> Weights:
-        return {name: tensor.detach() for name, tensor in self._module.state_dict(keep_vars=True).items()}
+        found = self._module.state_dict(keep_vars=True).items()
+        return {name: tensor.detach() if hasattr(tensor, "detach") else tensor for name, tensor in found}
 
 
 def module(module: Any) -> ModuleSource:

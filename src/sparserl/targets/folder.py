@@ -11,6 +11,7 @@ moment leaves the old checkpoint or the new one. Older versions go when a newer 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -37,6 +38,7 @@ class FolderTarget:
     """A checkpoint folder that follows a run."""
 
     profiles: frozenset[str] | None = None
+    keeps_files = True
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, threads: int | None = None) -> None:
         self.root = Path(folder).absolute()
@@ -146,7 +148,12 @@ class PreparedFolder:
             name = f"{self._name}.{uuid.uuid4().hex[:8]}"
         self._draft.replace(versions / name)
         sync(versions)
-        target.point(name)
+        try:
+            target.point(name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                target.point(before)
+            raise
         return lambda: target.point(before)
 
     def finish(self) -> None:

@@ -54,12 +54,19 @@ class Target(Protocol):
     profiles: frozenset[str] | None
     """Profiles that it can take; None for all. `ctx` needs all old bits, `ulp` those that change."""
 
+    keeps_files: bool
+    """Whether it wants the files that travel with the weights."""
+
     def attach(self, table: TensorTable) -> Weights | None:
         """Accept the tensors of a run, or raise `TensorMismatch`. Returns the bits it holds; None if it holds none."""
         ...
 
     def held(self) -> tuple[str, float, int] | None:
         """Run, its beginning and version that it remembers to hold, also over a restart; None if it remembers none."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is held open."""
         ...
 
     def prepare(self, change: Change) -> Prepared:

@@ -126,14 +126,14 @@ class FolderStore:
     @contextmanager
     def _open(self, name: str) -> Iterator[int]:
         try:
-            handle = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+            handle = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFound(f"{self.url}: there is no {name}") from error
         except OSError as error:
             raise StoreError(f"{self.url}: {name} cannot be read: {error}") from error
         try:
-            if stat.S_ISDIR(os.fstat(handle).st_mode):
-                raise NotFound(f"{self.url}: there is no {name}, but names that begin with it")
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise NotFound(f"{self.url}: {name} is not a file")
             yield handle
         finally:
             os.close(handle)

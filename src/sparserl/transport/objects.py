@@ -84,12 +84,12 @@ class ObjectStore:
 
     def swap(self, name: str, data: bytes, tag: str | None) -> str:
         self._require_writable()
-        mode: Any = "create" if tag is None else {"e_tag": tag}
+        mode: Any = "create" if tag is None else _version(tag)
         with _translated(self, name):
             result = self._obstore.put(self._store, require_name(name), data, mode=mode, use_multipart=False)
         if result["e_tag"] is None:
             raise StoreError(f"{self.url}: the store gives no tags; it cannot hold the head of a session")
-        return str(result["e_tag"])
+        return _tag(result["e_tag"], result["version"])
 
     def changed(self, name: str, tag: str | None, timeout: float) -> Found | None:
         end = time.monotonic() + timeout
@@ -143,16 +143,26 @@ class ObjectStore:
 
     def _get(self, store: Any, name: str, most: int, tag: str | None) -> Found:
         with _translated(self, name):
-            options: Any = None if tag is None else {"if_none_match": tag}
+            options: Any = None if tag is None else {"if_none_match": _version(tag)["e_tag"]}
             result = self._obstore.get(store, require_name(name), options=options)
             if result.meta["size"] > most:
                 raise LimitExceeded(f"{name}: {result.meta['size']} bytes, at most {most} were expected")
             data = bytes(result.bytes())
-        return Found(data, str(result.meta["e_tag"] or hashlib.sha256(data).hexdigest()))
+        return Found(data, _tag(result.meta["e_tag"] or hashlib.sha256(data).hexdigest(), result.meta["version"]))
 
     def _require_writable(self) -> None:
         if not self.writable:
             raise StoreError(f"{self.url} can only be read")
+
+
+def _tag(e_tag: str, version: str | None) -> str:
+    """Some stores compare ETags, some versions of an object: a tag is both."""
+    return e_tag if version is None else f"{e_tag}\n{version}"
+
+
+def _version(tag: str) -> dict[str, str]:
+    e_tag, _, version = tag.partition("\n")
+    return {"e_tag": e_tag, "version": version} if version else {"e_tag": e_tag}
 
 
 def _with(headers: dict[str, str]) -> dict[str, Any]:

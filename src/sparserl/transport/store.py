@@ -77,6 +77,10 @@ class Store(Protocol):
         """Objects that need not be there any more."""
         ...
 
+    def close(self) -> None:
+        """Give back what is held open. The store can still be used."""
+        ...
+
 
 def open_store(url: str, *, token: str | None = None, retry: Retry | None = None, **options: Any) -> Store:
     """The store at a URL. Options are those of obstore's stores: `endpoint`, `region`, `client_options` and so on.

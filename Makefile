@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types unit mutants fuzz soak bench clean
+.PHONY: demo test lint types unit mutants fuzz soak load bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,7 +38,13 @@ fuzz: $(STAMP)  ## the long form of the reader's fuzz test
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/hostile -k fuzz --timeout 7200
 
 soak: $(STAMP)  ## 500 kills of publisher and subscribers on each of a folder, SeaweedFS's S3 and moto
-	for store in file seaweedfs moto; do $(BIN)/python -m tests.session.soak --kills 500 --store $$store --seed 1 || exit 1; done
+	rm -f docs/soak.jsonl
+	for store in file seaweedfs moto; do \
+	  $(BIN)/python -m tests.session.soak --kills 500 --store $$store --seed 1 >> docs/soak.jsonl || exit 1; \
+	done
+
+load: $(STAMP)  ## 64 subscribers that come and go, 200 versions
+	$(BIN)/python -m benchmarks.load --out docs/load.json
 
 bench: $(STAMP)  ## size and speed of every profile beside the peers' formats
 	$(BIN)/python -m benchmarks

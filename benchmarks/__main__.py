@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.status import Status
 
 import sparserl
-from benchmarks import bound, kernels, memory_use, profiles, traces
+from benchmarks import bound, kernels, memory_use, profiles, session_tables, traces
 from benchmarks.bound import Bound
 from benchmarks.kernels import Finding
 from benchmarks.profiles import Size, Speed
@@ -88,6 +88,7 @@ def render(data: dict[str, Any], finding: Finding, sizes: list[Size], speeds: li
         *_speed_table(finding, speeds),
         *_finding_table(finding),
         *_memory_table(finding.bytes, data["memory"]),
+        *session_tables.tables(_HOME),
     ]
     return "\n".join(lines) + "\n"
 

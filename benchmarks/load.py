@@ -143,7 +143,8 @@ def run(args: Any, url: str, folder: Path, console: Console, stack: contextlib.E
     crowd.back(60)
     arrived = publisher.wait(args.versions - 1, args.subscribers, timeout=300)
     failed = crowd.end()
-    return summary(crowd.logs, published, arrived, crowd.left, crowd.joined, failed)
+    figures = summary(crowd.logs, published, arrived, crowd.left, crowd.joined, failed)
+    return {"elements": bits.size, "density": args.density, **figures}
 
 
 def summary(

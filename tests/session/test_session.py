@@ -337,6 +337,31 @@ def test_far_behind_is_cheaper_than_every_patch(url):
     assert bits(mine) == bits(policy.weights)
 
 
+def test_a_publisher_that_lost_its_baseline_begins_anew(url, monkeypatch):
+    """A commit whose baseline could not follow is seen; the next version is the first of a new run."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, ladder=(2, 4))
+    mine = policy.empty()
+    subscriber = Subscriber(url, mine)
+    for _ in range(4):
+        publisher.publish()
+        policy.step()
+    with monkeypatch.context() as context:
+        context.setattr(sparserl.Patch, "apply", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            publisher.publish()
+    subscriber.sync()
+    assert (subscriber.version, bits(mine)) == (4, bits(policy.weights))
+    first = subscriber.run
+    for version in range(6):
+        policy.step()
+        report = publisher.publish()
+        assert (report.version, report.notes) == (version, ())
+        subscriber.sync()
+        assert bits(mine) == bits(policy.weights)
+    assert subscriber.run != first
+
+
 def test_a_new_run_is_not_taken_for_the_old_one(url):
     """A publisher that starts fresh has a new run; equal version numbers are not equal weights."""
     first, second = Policy(1), Policy(2)

@@ -28,6 +28,10 @@ class Ladder:
             self._spans.append(self._spans[-1] * 2)
         self._back: dict[int, Patch] = {}  # from each version to the one before it
 
+    def clear(self) -> None:
+        """Forget the versions of another run."""
+        self._back.clear()
+
     def add(self, version: int, found: Captured, threads: int | None = None) -> None:
         """The changes that lead to a version, before the weights they start from are written to."""
         with tempfile.TemporaryDirectory(prefix="sparserl-") as folder:  # an open file outlives its name

@@ -248,10 +248,11 @@ class Publisher:
             self.store.put(run_path(run.run), run.to_bytes())
             hash, sent = parcel.send(self.store, run.run, patch, self._progress)
         step = _step(None, 0, patch, hash, self._clock())
-
+        self._kept = None
+        if self._ladder is not None:
+            self._ladder.clear()
         with watch.stage("commit"):
             done = self._commit(run, 0, patch.result, lambda _steps: (step,), weights, self._set)
-        self._kept = None
         notes = self._maintain(done, watch, patch)
         return _reported(done, "anchor", patch, sent, watch, notes)
 

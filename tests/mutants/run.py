@@ -549,14 +549,16 @@ def mutated(folder: Path, mutant: Mutant) -> Iterator[None]:
         os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
 
 
-def pytest(folder: Path, tests: Iterable[Tests], cache: str = "numba") -> tuple[int, str]:
-    """Exit code and output of the tests, on the code in the folder."""
+def pytest(folder: Path, tests: Iterable[Tests], cache: str | None = None) -> tuple[int, str]:
+    """Exit code and output of the tests, on the code in the folder. Kernels are cached beside it, or elsewhere."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(folder / "src"),
         "PYTHONDONTWRITEBYTECODE": "1",  # stale bytecode would hide a mutant
-        "NUMBA_CACHE_DIR": str(folder / cache),
     }
+    environment.pop("NUMBA_CACHE_DIR", None)
+    if cache is not None:
+        environment["NUMBA_CACHE_DIR"] = str(folder / cache)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     files = sorted({f"tests/{t.file}" for t in tests})
     words = " or ".join(sorted({t.keywords for t in tests}))
@@ -574,7 +576,7 @@ def pytest(folder: Path, tests: Iterable[Tests], cache: str = "numba") -> tuple[
 
 def judge(folder: Path, mutant: Mutant) -> str | None:
     """None if the tests notice the mutant, else what went wrong."""
-    cache = "numba"
+    cache = None
     if mutant.compiled:  # what is compiled from the mutant must not be found again
         cache = "numba-mutant"
         shutil.rmtree(folder / cache, ignore_errors=True)
@@ -600,7 +602,7 @@ def report(name: str, wrong: str | None, began: float) -> bool:
 
 def work(folder: Path, mutants: list[Mutant]) -> bool:
     """The tests without a mutant, then each mutant in turn. True if all were noticed."""
-    skip = shutil.ignore_patterns("__pycache__", "data", ".hypothesis")
+    skip = shutil.ignore_patterns("*.pyc", "data", ".hypothesis")  # what is compiled for the kernels comes along
     for part in ("src", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=skip)
     shutil.copy2(ROOT / "pyproject.toml", folder)

@@ -48,9 +48,15 @@ def ask(
 
 
 @contextmanager
-def serving(folder: Path, *options: object, listen: str = "127.0.0.1:0") -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The URL of a server of its own, and its process; it must end cleanly and without a word."""
-    command = [sys.executable, "-m", "sparserl.cli", "serve", str(folder), "--listen", listen, *map(str, options)]
+def serving(
+    folder: Path, *options: object, listen: str = "127.0.0.1:0", first: str = ""
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The URL of a server of its own, and its process; it must end cleanly and without a word.
+
+    first: what it runs before it starts.
+    """
+    code = f"{first}\nfrom sparserl.cli import main\nmain()"
+    command = [sys.executable, "-c", code, "serve", str(folder), "--listen", listen, *map(str, options)]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stderr is not None
         try:

@@ -724,3 +724,18 @@ def test_help_teaches() -> None:
     assert "where the store has a run already, this must be meant (--new-run)" in " ".join(
         said("publish", "--help").split()
     )
+
+
+def test_squash_in_a_store(here: Path) -> None:
+    """One more way between two versions, which `log` shows and receivers take; what cannot be done is said."""
+    args = "squash", URL, "--key", "key", "--from", 0, "--to"
+    assert "patch 0 → 2" in said(*args, 2)
+    assert "squashed" in said("log", URL)
+    assert "already" in failed(*args, 2)
+    assert "no way" in failed(*args, 9)
+    assert "secret key is needed" in failed("squash", URL, "--from", 0, "--to", 1)
+    assert invoke("squash", URL).exit_code == 2
+    assert invoke("squash", "a.patch", "b.patch").exit_code == 2
+    said("fsck", URL, "--key", "key.pub")
+    said("follow", URL, "-o", "out", "--once", "--key", "key.pub")
+    assert same(here / "out", W[2])

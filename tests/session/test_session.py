@@ -28,7 +28,8 @@ from sparserl.errors import (
     TensorMismatch,
     Unavailable,
 )
-from sparserl.session import chain
+from sparserl.session import chain, signing
+from sparserl.session.squashing import squash_versions
 from sparserl.session.upkeep import collect, faults, needed, read_head
 from sparserl.transport import open_store
 from sparserl.transport.folder import FolderStore
@@ -762,6 +763,38 @@ def test_files_travel_with_the_anchor(url, tmp_path):
         publisher.publish()
     assert len(list((tmp_path / "out" / "versions").iterdir())) == 2
     assert list(folder.building.iterdir()) == []
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_squashed_after_the_fact(url, signed):
+    """A tool adds a patch over several versions; subscribers take it, and the publisher goes on with the new index."""
+    policy = Policy()
+    secret, public = signing.keygen() if signed else (None, None)
+    publisher = Publisher(url, policy.weights, key=secret, ladder=None)
+    publisher.publish()
+    mine = policy.empty()
+    subscriber = Subscriber(url, mine, key=public)
+    subscriber.sync()
+    for _ in range(6):
+        policy.step()
+        publisher.publish()
+    if signed:
+        with pytest.raises(SessionError, match="secret key is needed"):
+            squash_versions(publisher.store, 0, 6)
+    step = squash_versions(publisher.store, 0, 6, key=secret)
+    assert (step.base, step.version) == (0, 6)
+    with pytest.raises(SessionError, match="already"):
+        squash_versions(publisher.store, 0, 6, key=secret)
+    with pytest.raises(NotRetained):
+        squash_versions(publisher.store, 3, 9, key=secret)
+    assert subscriber.sync().bytes == step.bytes
+    assert bits(mine) == bits(policy.weights)
+    policy.step()
+    assert publisher.publish().version == 7
+    assert step in publisher._now.index.steps
+    subscriber.sync()
+    assert bits(mine) == bits(policy.weights)
+    assert list(faults(publisher.store)) == []
 
 
 def test_files_that_would_lie_elsewhere(url):

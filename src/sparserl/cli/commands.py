@@ -229,13 +229,29 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example:  sparserl squash 101.patch 102.patch 103.patch -o 101-103.patch")
+@app.command(
+    epilog="""Examples:
+
+    sparserl squash 101.patch 102.patch 103.patch -o 101-103.patch
+
+    sparserl squash s3://bucket/run --from 100 --to 200
+"""
+)
 @reporting
 def squash(
-    patches: Annotated[list[Path], typer.Argument(metavar="PATCH", help="Patches that follow one another.")],
-    output: PatchOut,
+    patches: Annotated[
+        list[str], typer.Argument(metavar="PATCH|URL", help="Patches that follow one another, or one store.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PATCH", help="The patch file to write.")
+    ] = None,
     base: Base = None,
     profile: Profile = "auto",
+    first: Annotated[int | None, typer.Option("--from", metavar="VERSION", help="In a store: where to start.")] = None,
+    last: Annotated[int | None, typer.Option("--to", metavar="VERSION", help="In a store: where to end.")] = None,
+    key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="In a store whose heads are signed: the secret key.")
+    ] = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -243,11 +259,21 @@ def squash(
 
     Patches that hold new bits and patches that hold steps can be mixed only with --base, which also drops what ended
     where it began.
+
+    In a store, subscribers that hold the version it starts from, or an earlier one, take the squashed patch where that
+    is shorter. Publishers write such patches by themselves, over 8 to 64 versions.
     """
     from ..patch import squash as join
 
+    if "://" in patches[0]:
+        from .session import squash_store
+
+        squash_store(patches, first, last, key, threads, json)
+        return
+    if output is None:
+        raise typer.BadParameter("say where the patch goes: --output")
     _refuse_to_replace(output)
-    chain = [open_patch(path) for path in patches]
+    chain = [open_patch(Path(path)) for path in patches]
     weights, digest = _base(chain[0], base, threads)
     show.written(json, output, join(*chain, base=weights, digest=digest, profile=profile, to=output, threads=threads))
 

@@ -459,6 +459,20 @@ def gc(
     show.result(json, values, "\n".join(lines))
 
 
+def squash_store(
+    urls: list[str], first: int | None, last: int | None, key: Path | None, threads: int | None, json: bool
+) -> None:
+    """`sparserl squash URL`: one more way between two versions."""
+    from ..session.squashing import squash_versions
+
+    if len(urls) != 1 or first is None or last is None:
+        raise typer.BadParameter("in a store: squash URL --from VERSION --to VERSION")
+    with _store(urls[0], None, None) as store:
+        step = squash_versions(store, first, last, key=None if key is None else _secret(key), threads=threads)
+    values = {"url": urls[0], "from": first, "to": last, "bytes": step.bytes, "changed": step.changed}
+    show.result(json, values, f"{step.name}: {step.changed:,} changed, {show.size(step.bytes)}")
+
+
 @app.command(epilog="Example:  sparserl keygen trainer.key > trainer.pub")
 @reporting
 def keygen(

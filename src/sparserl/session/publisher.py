@@ -59,6 +59,7 @@ from .records import (
     sha256,
 )
 from .report import SyncReport, Watch
+from .squashing import step_of
 from .upkeep import collect, read_index, read_run
 
 Steps = tuple[Step, ...]
@@ -247,7 +248,7 @@ class Publisher:
             run = replace(run, files=self._put_files(run.run))
             self.store.put(run_path(run.run), run.to_bytes())
             hash, sent = parcel.send(self.store, run.run, patch, self._progress)
-        step = _step(None, 0, patch, hash, self._clock())
+        step = step_of(None, 0, patch, hash, self._clock())
         self._kept = None
         if self._ladder is not None:
             self._ladder.clear()
@@ -261,7 +262,7 @@ class Publisher:
             patch = found.encode(link=self._link, threads=self._threads)
         with watch.stage("upload"):
             hash, sent = parcel.send(self.store, now.run.run, patch, self._progress)
-        step = _step(now.head.version, now.head.version + 1, patch, hash, self._clock())
+        step = step_of(now.head.version, now.head.version + 1, patch, hash, self._clock())
 
         def land(done: _Committed) -> None:
             with watch.stage("baseline"):
@@ -462,7 +463,7 @@ class Publisher:
             if any(step.base is None for step in here) or size > _WORTH * sum(step.bytes for step in here):
                 continue
             hash, _ = parcel.send(self.store, now.run.run, patch, self._progress)
-            step = _step(base, now.head.version, patch, hash, self._clock())
+            step = step_of(base, now.head.version, patch, hash, self._clock())
             add = functools.partial(_with, step)
             now = self._commit(now.run, now.head.version, now.head.digest, add, now.baseline, self._set)
 
@@ -480,7 +481,7 @@ class Publisher:
             return
         anchor = parcel.anchor_of(now.baseline, now.run.table, self._threads)
         hash, _ = parcel.send(self.store, now.run.run, anchor, self._progress)
-        step = _step(None, now.head.version, anchor, hash, self._clock())
+        step = step_of(None, now.head.version, anchor, hash, self._clock())
         live = [lease.version for lease in self._leases() if self._clock() - lease.time < self._lease]
 
         def kept(known: Steps) -> Steps:
@@ -508,22 +509,6 @@ def _sweep(state: Path, name: str) -> None:
 
 def _with(step: Step, steps: Steps) -> Steps:
     return (*steps, step)
-
-
-def _step(base: int | None, version: int, patch: Patch, hash: str, now: float) -> Step:
-    profiles = tuple(sorted({head.profile.name for head in patch.heads}))
-    size = sum(len(patch.bucket(i)) for i in range(patch.buckets))
-    return Step(
-        base,
-        version,
-        None if base is None else patch.base,
-        patch.result,
-        size,
-        patch.changed,
-        profiles,
-        hash,
-        now,
-    )
 
 
 def _copy(weights: Weights) -> dict[str, Bits]:

@@ -1,0 +1,91 @@
+"""Squashed patches after the fact: one more way between two versions that a store has."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ..bits import Bits
+from ..errors import ChecksumMismatch, NotRetained, Refused, SessionError, Unavailable
+from ..patch import Patch, diff
+from ..transport.store import Store
+from . import chain, parcel, signing
+from .records import HEAD, MOST_HEAD, Head, Index, Run, Step, parse, path, sha256
+from .upkeep import read_index, read_run
+
+_SWAPS = 8  # attempts at a head that others move meanwhile
+
+
+def step_of(base: int | None, version: int, patch: Patch, hash: str, now: float) -> Step:
+    """How a patch that was sent stands in the index."""
+    profiles = tuple(sorted({head.profile.name for head in patch.heads}))
+    size = sum(len(patch.bucket(i)) for i in range(patch.buckets))
+    start = None if base is None else patch.base
+    return Step(base, version, start, patch.result, size, patch.changed, profiles, hash, now)
+
+
+def squash_versions(
+    store: Store,
+    base: int,
+    version: int,
+    *,
+    key: str | None = None,
+    threads: int | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Step:
+    """Write the patch from one version straight to a later one, and put it into the index.
+
+    Weights of both versions are built from what the store has. A publisher that is at work takes the new index over
+    with its next version. Where heads are signed, `key` is the publisher's secret key.
+    """
+    head, _ = _head(store, key)
+    run, index = read_run(store, head), read_index(store, head)
+    digests = chain.versions(index.steps)
+    if base not in digests or version not in digests or not base < version:
+        raise NotRetained(f"there is no way from version {base} to {version}: the store has {sorted(digests)[:20]}")
+    if any((step.base, step.version) == (base, version) for step in index.steps):
+        raise SessionError(f"there is a patch from version {base} to {version} already")
+    old = _built(store, run, chain.route(index.steps, None, base), {}, threads)
+    new = {name: Bits(np.array(bits.array, copy=True), bits.dtype) for name, bits in old.items()}
+    _built(store, run, chain.route(index.steps, (base, digests[base]), version), new, threads)
+    patch = diff(old, new, base_digest=digests[base], threads=threads)
+    if patch.result != digests[version]:
+        raise ChecksumMismatch(f"what lies between versions {base} and {version} leads to {patch.result}")
+    hash, _ = parcel.send(store, run.run, patch)
+    step = step_of(base, version, patch, hash, clock())
+    for _ in range(_SWAPS):
+        head, tag = _head(store, key)
+        if head.run != run.run:
+            raise SessionError(f"run {run.run} has ended meanwhile; the store has run {head.run}")
+        data = Index(run.run, (*read_index(store, head).steps, step)).to_bytes()
+        store.put(path(run.run, "index", sha256(data)), data)
+        moved = replace(head, index=sha256(data), time=clock(), nonce=secrets.token_hex(8))
+        try:
+            store.swap(HEAD, signing.seal(moved.body(), key), tag)
+        except Refused:
+            continue
+        return step
+    raise Unavailable(f"{store.url}: the head moves all the time; try again")
+
+
+def _head(store: Store, key: str | None) -> tuple[Head, str]:
+    """The head, which must be one that we can sign again."""
+    found = store.get(HEAD, MOST_HEAD)
+    if key is None and parse(found.data, HEAD).get("key") is not None:
+        raise SessionError("the heads of this store are signed: the publisher's secret key is needed")
+    pinned = None if key is None else signing.public_key(key)
+    return Head.parse(signing.unseal(found.data, pinned, HEAD)), found.tag
+
+
+def _built(store: Store, run: Run, steps: list[Step], weights: dict[str, Bits], threads: int | None) -> dict[str, Bits]:
+    """Weights that the steps lead to, from those given, or from nothing where the first step is an anchor."""
+    for step in steps:
+        if step.base is None:
+            weights = parcel.zeros(run.table)
+        patch = parcel.receive(store, run.run, run.table, step)
+        patch.apply(weights, digest=patch.base, threads=threads)
+    return weights

@@ -144,7 +144,9 @@ def run(args: Any, url: str, folder: Path, console: Console, stack: contextlib.E
     arrived = publisher.wait(args.versions - 1, args.subscribers, timeout=300)
     failed = crowd.end()
     figures = summary(crowd.logs, published, arrived, crowd.left, crowd.joined, failed)
-    return {"elements": bits.size, "density": args.density, **figures}
+    command = f"python -m benchmarks.load --subscribers {args.subscribers} --versions {args.versions}"
+    command += f" --elements {args.elements} --every {args.every:g}"
+    return {"command": command, "elements": bits.size, "density": args.density, **figures}
 
 
 def summary(

@@ -41,7 +41,8 @@ def _load(r: dict[str, Any]) -> list[str]:
     return [
         "## Many subscribers",
         "",
-        f"`make load`: one publisher, {crowd}, one a second,",
+        f"`{r['command']}`:",
+        f"one publisher, {crowd}",
         f"of {change}; {moves} meanwhile. All of it on one machine, whose cores",
         "they share: each commit waits for those of the others.",
         "",

@@ -1,14 +1,29 @@
-"""What all tests share: how long Hypothesis may take, and that Ctrl-C is heard."""
+"""What all tests share: how long Hypothesis may take, that Ctrl-C is heard, and real S3 servers."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.servers import NoServer, Server, running
 
 _CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("short", max_examples=100, **_CALM)
 settings.register_profile("long", max_examples=20_000, **_CALM)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background may have it ignored
+
+
+@pytest.fixture(scope="module", params=["moto", "seaweedfs"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with contextlib.ExitStack() as stack:
+        try:
+            found = stack.enter_context(running(request.param, tmp_path_factory.mktemp(request.param)))
+        except NoServer as error:
+            pytest.skip(str(error))
+        yield found

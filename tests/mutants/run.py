@@ -451,7 +451,7 @@ MUTANTS = (
     ),
     Mutant(
         "captured weights are the trainer's own",
-        "session/publisher.py",
+        "session/parcel.py",
         'Bits(np.array(memory.view(), copy=True, order="C"), memory.dtype)',
         "Bits(memory.view(), memory.dtype)",
         Tests(SESSION, "training_goes_on or bit_for_bit"),

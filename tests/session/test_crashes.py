@@ -5,7 +5,6 @@ The long form is `python -m tests.session.soak`; with `SPARSERL_KILLS=all` the k
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -13,7 +12,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from sparserl.errors import Fenced, SparserlError, StoreError, Unavailable
 from sparserl.session import signing
 from sparserl.session.upkeep import collect, faults
 from sparserl.transport.folder import FolderStore
-from tests.servers import NoServer, Proxy, Server, running
+from tests.servers import Proxy, Server
 from tests.session.drivers import settled, sha, weights_at
 
 HERE = Path(__file__).resolve().parents[2]
@@ -179,16 +177,6 @@ def test_publishers_at_once(tmp_path: Path) -> None:
 
 
 # -- the way to the store ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["moto", "seaweedfs"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with contextlib.ExitStack() as stack:
-        try:
-            found = stack.enter_context(running(request.param, tmp_path_factory.mktemp(request.param)))
-        except NoServer as error:
-            pytest.skip(str(error))
-        yield found
 
 
 @pytest.fixture

@@ -29,16 +29,6 @@ HERE = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE / 'src'}"}
 
 
-@pytest.fixture(scope="module", params=["moto", "seaweedfs"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with contextlib.ExitStack() as stack:
-        try:
-            found = stack.enter_context(running(request.param, tmp_path_factory.mktemp(request.param)))
-        except NoServer as error:
-            pytest.skip(str(error))
-        yield found
-
-
 @pytest.fixture(scope="module", params=["folder", "moto", "seaweedfs"])
 def opens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Store]]:
     """Opens the store at a path, as often as it is asked to."""

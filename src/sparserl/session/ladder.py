@@ -10,11 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from ..bits import Bits
 from ..errors import SessionError
 from ..patch import Captured, Patch, diff
+from .parcel import copied
 
 
 class Ladder:
@@ -43,7 +42,7 @@ class Ladder:
         due = [span for span in self._spans if version % span == 0 and version - span + 1 in self._back]
         if not due:
             return
-        old = {name: Bits(np.array(bits.array, copy=True), bits.dtype) for name, bits in weights.items()}
+        old = copied(weights)
         at = version
         for span in due:
             while at > version - span:

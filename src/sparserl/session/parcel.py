@@ -15,8 +15,8 @@ import numpy as np
 
 from ..bits import Bits
 from ..digest import Digest, digest
-from ..errors import InvalidField, LimitExceeded
-from ..memory import Weights
+from ..errors import ChecksumMismatch, InvalidField, LimitExceeded
+from ..memory import Weights, memories
 from ..parallel import Progress
 from ..patch import Patch, diff
 from ..patch.assemble import rewrite
@@ -36,9 +36,27 @@ def zeros(table: TensorTable) -> dict[str, Bits]:
         raise LimitExceeded(f"there is no room for {table.dense_bytes} bytes of weights: {error}") from error
 
 
-def nothing(table: TensorTable) -> Digest:
-    """The digest that anchors start from."""
-    return digest(zeros(table))
+def copied(weights: Weights) -> dict[str, Bits]:
+    """Bits of our own, which nobody else writes to."""
+    held = memories(weights).items()
+    return {name: Bits(np.array(memory.view(), copy=True, order="C"), memory.dtype) for name, memory in held}
+
+
+def built(
+    table: TensorTable,
+    patches: Iterable[Patch],
+    wanted: Digest,
+    threads: int | None = None,
+    start: tuple[dict[str, Bits], Digest] | None = None,
+) -> dict[str, Bits]:
+    """Weights that patches lead to, which must have a digest: from a start that is written to, or from nothing."""
+    weights, at = start or ((blank := zeros(table)), digest(blank, threads=threads))
+    for patch in patches:
+        patch.apply(weights, digest=at, threads=threads)
+        at = patch.result
+    if at != wanted:
+        raise ChecksumMismatch(f"the patches lead to {at}, not to {wanted}")
+    return weights
 
 
 def anchor_of(weights: Weights, table: TensorTable, threads: int | None = None) -> Patch:

@@ -17,13 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from .. import plan
 from ..bits import Bits
 from ..digest import Digest
 from ..errors import (
-    ChecksumMismatch,
     Fenced,
     FormatError,
     NotFound,
@@ -177,7 +174,7 @@ class Publisher:
         work: Callable[[], SyncReport]
         if (now := self._now) is None:
             with watch.stage("capture"):
-                copy = _copy(weights)
+                copy = parcel.copied(weights)
             work = functools.partial(self._first, copy, watch)
         else:
             require_like(now.run.table, memories(weights), "the run", "the weights")
@@ -409,15 +406,9 @@ class Publisher:
             steps = chain.route(index.steps, (held, anchor.result), head.version)
         except NotRetained:
             return None
-        baseline = parcel.zeros(run.table)
         patches = [anchor] if not steps or steps[0].base is not None else []
         patches += [parcel.receive(self.store, name, run.table, step) for step in steps]
-        at = parcel.nothing(run.table)
-        for patch in patches:
-            patch.apply(baseline, digest=at, threads=self._threads)
-            at = patch.result
-        if at != head.digest:
-            raise ChecksumMismatch("what the kept anchor and the patches since lead to is not the committed version")
+        baseline = parcel.built(run.table, patches, head.digest, self._threads)
         self._kept = name
         _sweep(state, f"anchor-{name}-{held}.srl")
         return _Committed(run, head, index, baseline)
@@ -509,12 +500,6 @@ def _sweep(state: Path, name: str) -> None:
 
 def _with(step: Step, steps: Steps) -> Steps:
     return (*steps, step)
-
-
-def _copy(weights: Weights) -> dict[str, Bits]:
-    """Bits of our own, which nobody else writes to."""
-    held = memories(weights).items()
-    return {name: Bits(np.array(memory.view(), copy=True, order="C"), memory.dtype) for name, memory in held}
 
 
 def _contents(files: Mapping[str, bytes] | str | Path | None) -> dict[str, bytes]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import numpy as np
-
-from ..bits import Bits
-from ..errors import ChecksumMismatch, NotRetained, Refused, SessionError, Unavailable
+from ..errors import NotRetained, Refused, SessionError, Unavailable
 from ..patch import Patch, diff
 from ..transport.store import Store
 from . import chain, parcel, signing
@@ -49,12 +46,11 @@ def squash_versions(
         raise NotRetained(f"there is no way from version {base} to {version}: the store has {sorted(digests)[:20]}")
     if any((step.base, step.version) == (base, version) for step in index.steps):
         raise SessionError(f"there is a patch from version {base} to {version} already")
-    old = _built(store, run, chain.route(index.steps, None, base), {}, threads)
-    new = {name: Bits(np.array(bits.array, copy=True), bits.dtype) for name, bits in old.items()}
-    _built(store, run, chain.route(index.steps, (base, digests[base]), version), new, threads)
+    there, on = chain.route(index.steps, None, base), chain.route(index.steps, (base, digests[base]), version)
+    old = parcel.built(run.table, _fetched(store, run, there), digests[base], threads)
+    start = None if on[0].base is None else (parcel.copied(old), digests[base])
+    new = parcel.built(run.table, _fetched(store, run, on), digests[version], threads, start)
     patch = diff(old, new, base_digest=digests[base], threads=threads)
-    if patch.result != digests[version]:
-        raise ChecksumMismatch(f"what lies between versions {base} and {version} leads to {patch.result}")
     hash, _ = parcel.send(store, run.run, patch)
     step = step_of(base, version, patch, hash, clock())
     for _ in range(_SWAPS):
@@ -81,11 +77,5 @@ def _head(store: Store, key: str | None) -> tuple[Head, str]:
     return Head.parse(signing.unseal(found.data, pinned, HEAD)), found.tag
 
 
-def _built(store: Store, run: Run, steps: list[Step], weights: dict[str, Bits], threads: int | None) -> dict[str, Bits]:
-    """Weights that the steps lead to, from those given, or from nothing where the first step is an anchor."""
-    for step in steps:
-        if step.base is None:
-            weights = parcel.zeros(run.table)
-        patch = parcel.receive(store, run.run, run.table, step)
-        patch.apply(weights, digest=patch.base, threads=threads)
-    return weights
+def _fetched(store: Store, run: Run, steps: list[Step]) -> Iterator[Patch]:
+    return (parcel.receive(store, run.run, run.table, step) for step in steps)

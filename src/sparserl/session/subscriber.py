@@ -30,14 +30,12 @@ from ..errors import (
 )
 from ..memory import Weights
 from ..parallel import Progress
-from ..patch import Patch
-from ..table import TensorTable
 from ..targets import Change, Prepared, Target, module
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
-from .records import HEAD, MOST_FILE, MOST_HEAD, Head, Index, Lease, Run, Step, get_named, lease_name, path
+from .records import HEAD, MOST_FILE, Head, Index, Lease, Run, Step, get_named, lease_name, path
 from .report import SyncReport, Watch
-from .upkeep import read_index, read_run
+from .upkeep import read_head, read_index, read_run
 
 _RENEW = 30.0  # seconds after which a lease is written again
 _REPLANS = 4  # times that a route is planned anew because objects of it went away
@@ -297,8 +295,7 @@ class Subscriber:
 
     def _look(self) -> View:
         """Read the head, and what it leads to if it moved."""
-        found = self.store.get(HEAD, MOST_HEAD)
-        head = Head.parse(signing.unseal(found.data, self._key, HEAD))
+        head, tag = read_head(self.store, self._key)
         before = self._view
         if before is not None and head == before.head:
             if self._doubt:
@@ -308,7 +305,7 @@ class Subscriber:
         run = before.run if before is not None and before.run.run == head.run else read_run(self.store, head)
         if run.run != head.run or run.created != head.created:
             raise Untrusted(f"the head is of run {head.run}, what it points to of run {run.run}")
-        view = View(head, found.tag, run, read_index(self.store, head))
+        view = View(head, tag, run, read_index(self.store, head))
         if chain.versions(view.index.steps).get(head.version) != head.digest:
             raise InvalidField(f"the head says version {head.version}, {head.digest}; no step of its index leads there")
         if self._newest is None or self._newest.run != head.run or self._doubt:
@@ -356,7 +353,7 @@ class Subscriber:
         files: dict[str, bytes] | None = None
         if steps and steps[0].base is None:
             with watch.stage("build"):
-                fresh = self._build(table, patches, held.digest)
+                fresh = parcel.built(table, patches, held.digest, self._threads)
             if any(target.keeps_files for target in self.targets):
                 names = run.files.items()
                 files = {n: get_named(self.store, run.run, "files", b.hash, MOST_FILE) for n, b in names}
@@ -377,17 +374,6 @@ class Subscriber:
         report = SyncReport(*ends, kind, changed, table.elements, size, table.dense_bytes, watch.seconds)
         self._staged = Staged(held, prepared, report)
         return report
-
-    def _build(self, table: TensorTable, patches: Sequence[Patch], wanted: Digest) -> Weights:
-        """Weights from an anchor and the patches behind it."""
-        fresh = parcel.zeros(table)
-        at = parcel.nothing(table)
-        for patch in patches:
-            patch.apply(fresh, digest=at, threads=self._threads)
-            at = patch.result
-        if at != wanted:
-            raise ChecksumMismatch(f"the anchor and its patches lead to {at}, not to {wanted}")
-        return fresh
 
     def _commit(self, staged: Staged) -> None:
         """Commit every target, or take back those that were; in between, nothing is said to be held."""

@@ -44,7 +44,6 @@ from sparserl.kernels.llvm import (
     splat,
     store,
 )
-from sparserl.memory import memories
 from sparserl.pieces import Batch, Held
 from sparserl.plan.classes import _partition  # the rule by which `ctx` places thresholds
 from sparserl.wire import Head
@@ -626,7 +625,7 @@ class _Part:
 
     def __init__(self, sync: Sync, patch: sparserl.Patch, index: int, sides: tuple[Bits, Bits, Array]) -> None:
         old, new, state = sides
-        held = Held(patch.table, memories(_held({"w": old})))
+        held = Held.of(_held({"w": old}), patch.table)
         self.layout, entries = patch.heads[index].layout, patch.heads[index].entries
         if (self.layout.numel % (64 * _BLOCKS)).any():
             raise AssertionError("the kernels here read whole stretches only")

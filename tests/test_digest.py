@@ -19,6 +19,7 @@ from sparserl.kernels import reference
 from sparserl.memory import memories, table_of
 from sparserl.pieces import Held
 from sparserl.region import Region, whole
+from sparserl.shards import Shards
 
 BF16 = BY_NAME["bfloat16"]
 
@@ -195,11 +196,11 @@ def test_shards_add_up(data, shape, dtype):
     parts = data.draw(partitions(whole(shape)))
     total = table_digest(table)
     for part in parts:
-        shard = memories({"w": Bits(bits[part.slices].copy(), dtype)})
-        held = Held(table, shard, {"w": part})
-        total += element_sums(held, held.places())
+        shard = {"w": Bits(bits[part.slices].copy(), dtype)}
+        held = Held.of(Shards.of(table, shard, {"w": part}))
+        total += element_sums(held, held.places)
     assert total == digest(every)
-    held = Held(table, memories(every))
+    held = Held.of(every, table)
     assert table_digest(table) + element_sums(held, [(0, part) for part in parts]) == digest(every)
 
 

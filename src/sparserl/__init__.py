@@ -20,6 +20,7 @@ from .memory import tensor_table
 from .patch import Applied, Entry, Patch, Stats, diff, merge, squash
 from .region import Region
 from .session import Publisher, Subscriber, SyncReport
+from .shards import Part, Shards
 from .table import TensorSpec, TensorTable
 
 __version__ = "0.1.0"
@@ -30,9 +31,11 @@ __all__ = [
     "DType",
     "Digest",
     "Entry",
+    "Part",
     "Patch",
     "Publisher",
     "Region",
+    "Shards",
     "SparserlError",
     "Stats",
     "Subscriber",

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .kernels import cpu
-from .memory import Weights, memories, table_of
+from .memory import Weights
 from .parallel import Progress, ordered
-from .pieces import Batch, Held, Numbers, Place, batches, outline
+from .pieces import Batch, Held, Numbers, batches, outline
+from .shards import Place, Shards
 from .table import TensorTable
 
 _ALL = (1 << 64) - 1
@@ -96,13 +97,14 @@ def element_sums(
     return total
 
 
-def digest(weights: Weights, *, threads: int | None = None, progress: Progress | None = None) -> Digest:
+def digest(weights: Weights | Shards, *, threads: int | None = None, progress: Progress | None = None) -> Digest:
     """The digest of weights: one read of every element.
+
+    The digests of shards add up: those of all, and `table_digest` once for the names, are the digest of the whole.
 
     >>> digest({"w": np.zeros(2, np.float32)}) == digest({"w": np.array([0.0, -0.0], np.float32)})
     False
     """
-    memory = memories(weights)
-    table = table_of(memory)
-    every = ((i, None) for i in range(len(table)))
-    return table_digest(table) + element_sums(Held(table, memory), every, threads, progress)
+    held = Held.of(weights)
+    read = element_sums(held, held.places, threads, progress)
+    return read + table_digest(held.table) if held.complete else read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from .bits import DType, UIntArray
 from .errors import TensorMismatch
-from .memory import Memory
+from .memory import Memory, Weights, memories, require_like, table_of
 from .region import Region, Shape, collapse, row_major, whole
+from .shards import Place, Shards
 from .table import TensorTable
 
 PIECE_BYTES = 16 << 20  # large enough to amortize Python, small enough to balance threads
-Place = tuple[int, Region | None]  # a tensor by its index in the table, and a region of it or all of it
 Numbers = npt.NDArray[np.int64]
 
 
@@ -84,22 +84,60 @@ def _batch(dtype: DType, tensors: list[int], regions: list[Region | None], sizes
 
 
 class Held:
-    """Weights at hand, by table index: whole tensors, or one region of each (`origin`) where they are shards."""
+    """Weights at hand: whole tensors, or boxes of them where they are shards."""
 
-    def __init__(
-        self, table: TensorTable, memory: Mapping[str, Memory], origin: Mapping[str, Region] | None = None
-    ) -> None:
+    def __init__(self, table: TensorTable, parts: Iterable[tuple[Place, Memory]]) -> None:
         self.table = table
-        self.memory = [memory.get(s.name) for s in table.specs]
-        self.origin = [None if origin is None else origin.get(s.name) for s in table.specs]
-        self._address = np.array([0 if m is None else m.address for m in self.memory], np.int64)
-        plain = [m is not None and m.strides is None for m in self.memory]
-        self._plain = np.array(plain, bool)  # contiguous: a whole part can be read where it lies
+        self.parts = sorted(parts, key=lambda part: part[0][0])
+        self._of: list[list[int]] = [[] for _ in table.specs]
+        address, plain = [0] * len(table), [False] * len(table)
+        for i, ((tensor, region), memory) in enumerate(self.parts):
+            self._of[tensor].append(i)
+            if region is None:
+                address[tensor], plain[tensor] = memory.address, memory.strides is None
+        self._address = np.array(address, np.int64)
+        self._plain = np.array(plain, bool)  # whole and contiguous: it can be read where it lies
         self._all_plain = all(plain)
 
+    @classmethod
+    def of(
+        cls, weights: Weights | Shards, table: TensorTable | None = None, ours: str = "old", theirs: str = "new"
+    ) -> Held:
+        """Weights or shards, which must be of just the tensors of `table` where one is given."""
+        if isinstance(weights, Shards):
+            if table is not None:
+                table.require(weights.table, ours, theirs)
+            return cls(weights.table, weights.located())
+        memory = memories(weights)
+        if table is None:
+            table = table_of(memory)
+        else:
+            require_like(table, memory, ours, theirs)
+        return cls(table, [((i, None), memory[spec.name]) for i, spec in enumerate(table.specs)])
+
+    @property
     def places(self) -> list[Place]:
         """What is at hand, in table order."""
-        return [(i, self.origin[i]) for i, m in enumerate(self.memory) if m is not None]
+        return [place for place, _ in self.parts]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor is there as a whole."""
+        return len(self.parts) == len(self.table) and all(region is None for (_, region), _ in self.parts)
+
+    def named(self) -> dict[str, Memory]:
+        """Every part, under a name of its own: the tensor's, with the region if it is not all of it."""
+        specs = self.table.specs
+        return {specs[t].name + ("" if region is None else str(region)): memory for (t, region), memory in self.parts}
+
+    def part(self, tensor: int, region: Region | None) -> int:
+        """The part that has a region of a tensor in it, by its number."""
+        for i in self._of[tensor]:
+            origin = self.parts[i][0][1]
+            if origin is None or (region is not None and region.inside(origin)):
+                return i
+        where = "" if region is None else f", region {region},"
+        raise TensorMismatch(f"tensor {self.table.specs[tensor].name!r}{where} is not among the weights at hand")
 
     def read(self, batch: Batch) -> tuple[Numbers, list[object]]:
         """Numbers of the parts' bits in row-major order, and what must be kept alive while they are in use."""
@@ -107,7 +145,8 @@ class Held:
         alive: list[object] = []
         for i in self._special(batch.tensor, batch.region):
             tensor = int(batch.tensor[i])
-            addresses[i], owner = self._memory(tensor).read(self._local(tensor, batch.region[i]))
+            memory, local = self._local(tensor, batch.region[i])
+            addresses[i], owner = memory.read(local)
             alive.append(owner)
         return addresses, alive
 
@@ -118,11 +157,15 @@ class Held:
 
     def bits(self, tensor: int, region: Region | None) -> UIntArray:
         """The bits of one part in row-major order: a view of its memory where that is possible."""
-        memory = self._memory(tensor)
-        local = self._local(tensor, region)
+        memory, local = self._local(tensor, region)
         address, owner = memory.read(local)
         numel = math.prod(memory.shape) if local is None else local.numel
         return Memory(memory.dtype, (numel,), address, None, False, owner).view()
+
+    def view(self, tensor: int, region: Region | None) -> UIntArray:
+        """The bits of one part where they lie, in its shape."""
+        memory, local = self._local(tensor, region)
+        return memory.view() if local is None else memory.view()[local.slices]
 
     def geometry(self, tensor: Numbers, regions: Sequence[Region | None]) -> Geometry:
         """Where the elements of the entries' regions lie, in memory and in their tensors."""
@@ -141,28 +184,23 @@ class Held:
 
     def _place(self, geometry: Geometry, e: int, tensor: int, region: Region | None) -> None:
         """Geometry of a box, or of a tensor that is not contiguous."""
-        memory, shape = self._memory(tensor), self.table.specs[tensor].shape
+        shape = self.table.specs[tensor].shape
         region = region or whole(shape)
-        local = self._local(tensor, region) or whole(memory.shape)
+        memory, local = self._local(tensor, region)
+        local = local or whole(memory.shape)
         outer = row_major(shape)
         inner = row_major(memory.shape) if memory.strides is None else memory.strides
         geometry.first[e] = memory.address + memory.dtype.width * _dot(local.start, inner)
         geometry.box(e, _dot(region.start, outer), *collapse(region.size, inner, outer))
 
-    def _memory(self, tensor: int) -> Memory:
-        memory = self.memory[tensor]
-        if memory is None:
-            raise TensorMismatch(f"tensor {self.table.specs[tensor].name!r} is not among the weights at hand")
-        return memory
-
-    def _local(self, tensor: int, region: Region | None) -> Region | None:
-        """A region of the tensor in the coordinates of the part at hand; None is all of that part."""
-        origin = self.origin[tensor]
+    def _local(self, tensor: int, region: Region | None) -> tuple[Memory, Region | None]:
+        """The memory that a region of a tensor is in, and the region in its coordinates; None is all of it."""
+        (_, origin), memory = self.parts[self.part(tensor, region)]
         if origin is None or region is None:
-            return region
+            return memory, region
         if region == origin:
-            return None
-        return Region(tuple(a - o for a, o in zip(region.start, origin.start, strict=True)), region.size)
+            return memory, None
+        return memory, Region(tuple(a - o for a, o in zip(region.start, origin.start, strict=True)), region.size)
 
 
 @dataclass

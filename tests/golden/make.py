@@ -28,6 +28,7 @@ from sparserl.kernels import reference
 from sparserl.plan import steps_between
 from sparserl.wire import Entries, Head, PatchWriter, encode_bucket
 from tests.golden.recipe import Tensor, bits, fingerprint, noise, weights
+from tests.shards import diff_shards
 
 HERE = Path(__file__).parent
 STORED = frozenset((Stream.CLASSES, Stream.TILE_LOWS, Stream.GAP_LOWS, Stream.STEP_LOWS, *range(65, 96, 2)))
@@ -212,9 +213,9 @@ def covers() -> None:
     parts = []
     for region in (Region((0, 0), (17, 40)), Region((17, 0), (13, 25))):
         a, b = ({"a.boxes": Bits(w["a.boxes"].array[region.slices].copy(), BY_NAME["bfloat16"])} for w in (base, new))
-        parts.append(sparserl.diff(a, b, table=table, regions={"a.boxes": region}, profile="gap"))
+        parts.append(diff_shards(a, b, table=table, regions={"a.boxes": region}, profile="gap"))
     whole = ({"g.é": w["g.é"], "e.empty": w["e.empty"]} for w in (base, new))
-    parts.append(sparserl.diff(*whole, table=table, profile="ulp"))
+    parts.append(diff_shards(*whole, table=table, profile="ulp"))
     for i, patch in enumerate(parts):
         keep(f"covers-{i}", TENSORS, patch.to_bytes())
     keep("covers-merged", TENSORS, sparserl.merge(*parts).to_bytes())

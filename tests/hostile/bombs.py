@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from sparserl import Bits, Patch, SparserlError
-from sparserl.memory import memories
 from sparserl.pieces import Held
 from sparserl.wire import Head, limits
 from tests.hostile.forge import Bucket, Columns, Footer, Header, Stream, Table, number, numbers, seal, squeeze
@@ -390,7 +389,7 @@ def zeros(its_patch: Patch, heads: tuple[Head, ...]) -> Held | None:
     if not any(head.profile.conditional for head in heads):
         return None
     specs = its_patch.table.specs
-    return Held(its_patch.table, memories({s.name: Bits(np.zeros(s.shape, s.dtype.uint), s.dtype) for s in specs}))
+    return Held.of({s.name: Bits(np.zeros(s.shape, s.dtype.uint), s.dtype) for s in specs}, its_patch.table)
 
 
 def watch(name: str, data: bytes) -> dict[str, Any]:

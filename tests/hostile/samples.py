@@ -19,6 +19,7 @@ from sparserl.memory import memories, require_like
 from sparserl.pieces import Held
 from sparserl.plan import steps_between
 from sparserl.wire import Entries, Head, PatchWriter, encode_bucket
+from tests.shards import diff_shards
 
 PROFILES = ("raw", "gap", "ulp", "ctx")
 ALL = (*PROFILES, "rans", "part")  # `ctx` in the other coder, and a patch for some regions
@@ -102,7 +103,7 @@ class Sample:
             assert len(patch.heads) == patch.buckets
             require_like(patch.table, memories(held))
             for index in range(patch.buckets):
-                part = patch.decode(index, Held(patch.table, memories(held)))
+                part = patch.decode(index, Held.of(held, patch.table))
                 assert part.positions.size == part.sparse_count.sum()
             return self._checked(patch.apply(held, threads=1), held, patch)
         except sparserl.SparserlError:
@@ -195,7 +196,7 @@ def _part() -> Sample:
     old, new = views(weights()), views(changed())
     box = Region((0, 0), (10, 20))
     shards = [{"attn": Bits(w["attn"][box.slices].copy(), BF16), "i8": w["i8"].view(np.int8)} for w in (old, new)]
-    patch = sparserl.diff(*shards, table=sparserl.tensor_table(weights()), regions={"attn": box}, profile="gap")
+    patch = diff_shards(*shards, table=sparserl.tensor_table(weights()), regions={"attn": box}, profile="gap")
     held = weights()
     views(held)["attn"][box.slices] = new["attn"][box.slices]
     views(held)["i8"][...] = new["i8"]

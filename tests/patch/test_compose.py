@@ -17,6 +17,7 @@ from sparserl.kernels import reference
 from sparserl.memory import memories
 from sparserl.patch.compose import add_steps, negate_steps
 from tests.classes import always
+from tests.shards import diff_shards
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 KINDS = {
@@ -341,9 +342,7 @@ def test_chains_of_merged_shards(cuts, seed, size):
         versions.append(new)
         for profile, made in patches.items():
             shards = [
-                sparserl.diff(
-                    {"w": old[r.slices]}, {"w": new[r.slices]}, table=table, regions={"w": r}, profile=profile
-                )
+                diff_shards({"w": old[r.slices]}, {"w": new[r.slices]}, table=table, regions={"w": r}, profile=profile)
                 for r in splits[i % len(splits)]
             ]
             made.append(sparserl.merge(*shards))

@@ -13,6 +13,7 @@ from sparserl.bits import BY_NAME, DTYPES, Bits
 from sparserl.errors import FormatError, NeedsBase, WrongBase
 from sparserl.kernels import reference
 from tests.classes import always
+from tests.shards import diff_shards
 
 BF16 = BY_NAME["bfloat16"]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
@@ -220,7 +221,7 @@ def test_shards_tell_apart_by_their_own_bits(classes):
     table = sparserl.tensor_table(held(old))
     regions = [Region((0, 0), (60, 31)), Region((0, 31), (22, 39)), Region((22, 31), (38, 39))]
     shards = [
-        sparserl.diff(held(old[r.slices]), held(new[r.slices]), table=table, regions={"t0": r}, profile="ctx")
+        diff_shards(held(old[r.slices]), held(new[r.slices]), table=table, regions={"t0": r}, profile="ctx")
         for r in regions
     ]
     merged = sparserl.merge(*shards)

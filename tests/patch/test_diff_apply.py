@@ -21,6 +21,7 @@ from sparserl.memory import memories
 from sparserl.patch.assemble import rewrite
 from sparserl.patch.decode import flatten
 from tests.classes import always
+from tests.shards import diff_shards
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 CHANGES = ("nothing", "one", "first", "last", "all", "few", "half", "signs", "payloads", "infinities", "tiny", "steps")
@@ -489,10 +490,10 @@ def test_tied_tensors_may_be_told_differently():
     new["head"][:] = new["embed"]
     table = sparserl.tensor_table(old)
     top_half, low_half = Region((0, 0), (200, 16)), Region((200, 0), (200, 16))
-    parts = [sparserl.diff({"embed": old["embed"]}, {"embed": new["embed"]}, table=table, profile="raw")]
+    parts = [diff_shards({"embed": old["embed"]}, {"embed": new["embed"]}, table=table, profile="raw")]
     for region in (top_half, low_half):
         a, b = ({"head": w["head"][region.slices]} for w in (old, new))
-        parts.append(sparserl.diff(a, b, table=table, regions={"head": region}, profile="raw"))
+        parts.append(diff_shards(a, b, table=table, regions={"head": region}, profile="raw"))
     patch = sparserl.merge(*parts)
     assert {e.tensor for e in patch if e.dense} == {"embed", "head"}
     assert sum(e.elements for e in patch if e.tensor == "embed") != sum(e.elements for e in patch if e.tensor == "head")
@@ -679,7 +680,7 @@ def test_a_shard_of_a_tensor_of_two_to_the_44_elements():
     region = Region((1 << 19, (1 << 23) + 5), (3, 100))
     old, new = np.zeros(region.size, np.uint16), np.zeros(region.size, np.uint16)
     new[[0, 1, 2, 2], [0, 50, 3, 99]] = [1, 2, 3, 4]
-    patch = sparserl.diff({"w": old}, {"w": new}, table=table, regions={"w": region}, profile="gap")
+    patch = diff_shards({"w": old}, {"w": new}, table=table, regions={"w": region}, profile="gap")
     assert [(e.region, e.changed) for e in patch] == [(region, 4)]
     decoded = patch.decode(0)
     flat = flatten(table, decoded.sparse_places[0], decoded.positions)

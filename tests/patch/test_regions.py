@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparserl
-from sparserl import Digest, Patch, Region
+from sparserl import Digest, Part, Patch, Region, Shards
+from sparserl.bitmap import Bitmap
 from sparserl.bits import DTYPES
 from sparserl.errors import ChainError, RegionOverlap, TensorMismatch, WrongBase
 from sparserl.patch.assemble import rewrite
 from sparserl.region import whole
 from tests.classes import always
+from tests.shards import diff_shards
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 each_profile = pytest.mark.parametrize("profile", PROFILES)
@@ -65,7 +67,7 @@ def shard(old, new, region, table, profile="auto", name="w", copy=True, **more):
     a, b = old[region.slices], new[region.slices]
     if copy:
         a, b = a.copy(), b.copy()
-    return sparserl.diff({name: a}, {name: b}, profile=profile, table=table, regions={name: region}, **more)
+    return diff_shards({name: a}, {name: b}, profile=profile, table=table, regions={name: region}, **more)
 
 
 def buckets(*patches):
@@ -161,7 +163,7 @@ def rank_patch(old, new, held, table, profile="auto"):
     def parts(weights):
         return {n: weights[n][regions[n].slices] if n in regions else weights[n] for n in held}
 
-    return sparserl.diff(parts(old), parts(new), profile=profile, table=table, regions=regions)
+    return diff_shards(parts(old), parts(new), profile=profile, table=table, regions=regions)
 
 
 @each_profile
@@ -182,9 +184,9 @@ def test_a_rank_that_holds_everything_beside_one_that_holds_nothing():
     """Merging a complete patch with the patch of no region leaves it what it was."""
     old, new, _ = ranks()
     table = sparserl.tensor_table(old)
-    everything = sparserl.diff(old, new, table=table)
-    nothing = sparserl.diff({}, {}, table=table)
-    an_empty_tensor = sparserl.diff({"none": old["none"]}, {"none": new["none"]}, table=table)
+    everything = diff_shards(old, new, table=table)
+    nothing = diff_shards({}, {}, table=table)
+    an_empty_tensor = diff_shards({"none": old["none"]}, {"none": new["none"]}, table=table)
     assert everything.complete
     assert (nothing.base, nothing.result, nothing.changed, nothing.covers) == (Digest(), Digest(), 0, [])
     for patches in ((everything, nothing), (nothing, everything), (an_empty_tensor, everything, nothing)):
@@ -257,8 +259,8 @@ def test_partial_patches_squash_and_invert(profile, window, monkeypatch):
 def test_a_chain_covers_one_set_of_regions():
     """Patches that speak for different parts are no chain, even where their sums follow one another."""
     table = sparserl.tensor_table({"none": np.zeros((0, 4), np.float32), "w": np.zeros(3, np.float32)})
-    nothing = sparserl.diff({}, {}, table=table)
-    an_empty_tensor = sparserl.diff(*[{"none": np.zeros((0, 4), np.float32)}] * 2, table=table)
+    nothing = diff_shards({}, {}, table=table)
+    an_empty_tensor = diff_shards(*[{"none": np.zeros((0, 4), np.float32)}] * 2, table=table)
     assert nothing.result == an_empty_tensor.base
     with pytest.raises(ChainError, match="cover different regions"):
         sparserl.squash(nothing, an_empty_tensor)
@@ -324,21 +326,19 @@ def test_bad_regions_are_refused(kind):
     table = sparserl.tensor_table({"w": np.zeros((8, 6), np.uint16)})
     part = np.zeros(shape, np.uint16)
     with pytest.raises(TensorMismatch, match=words):
-        sparserl.diff({"w": part}, {"w": part}, table=table, regions=regions)
+        diff_shards({"w": part}, {"w": part}, table=table, regions=regions)
 
 
-def test_regions_need_the_table_and_the_dtype():
-    """A box means nothing without the tensor it is a part of, and has that tensor's dtype."""
+def test_parts_have_the_dtype_of_their_tensor():
+    """And a name that is in the table; both sides are the same parts."""
     part, region = np.zeros((4, 6), np.uint16), Region((0, 0), (4, 6))
-    with pytest.raises(TensorMismatch, match="tensor table"):
-        sparserl.diff({"w": part}, {"w": part}, regions={"w": region})
     table = sparserl.tensor_table({"w": np.zeros((8, 6), np.int16)})
     with pytest.raises(TensorMismatch, match=r"int16\[8, 6\].*uint16"):
-        sparserl.diff({"w": part}, {"w": part}, table=table, regions={"w": region})
+        diff_shards({"w": part}, {"w": part}, table=table, regions={"w": region})
     with pytest.raises(TensorMismatch, match="'v' is not in the tensor table"):
-        sparserl.diff({"v": part}, {"v": part}, table=table)
+        diff_shards({"v": part}, {"v": part}, table=table)
     with pytest.raises(TensorMismatch, match="'w'"):
-        sparserl.diff({"w": part}, {"v": part}, table=table, regions={"w": region})
+        diff_shards({"w": part}, {"v": part}, table=table, regions={"w": region})
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4, 5), (0, 3)])
@@ -346,7 +346,7 @@ def test_a_region_that_is_all_of_its_tensor(shape):
     """It is the same as naming none, also for scalars and empty tensors."""
     old, new = np.zeros(shape, np.uint16), np.ones(shape, np.uint16)
     table = sparserl.tensor_table({"w": old})
-    said = sparserl.diff({"w": old}, {"w": new}, table=table, regions={"w": whole(shape)})
+    said = diff_shards({"w": old}, {"w": new}, table=table, regions={"w": whole(shape)})
     assert said.to_bytes() == sparserl.diff({"w": old}, {"w": new}).to_bytes()
 
 
@@ -366,19 +366,77 @@ def test_shards_of_every_dtype_from_torch(dtype):
     assert sparserl.digest({"w": old}) == merged.result
 
 
-def test_known_positions_count_inside_the_shard():
-    """Positions handed over with a region are positions of the region."""
+def marked(old, new, region, table, where):
+    """The patch of one box, looked for at marked positions only."""
+    marks = Bitmap(region.numel)
+    marks.add(np.asarray(where, np.uint32))
+    before, after = (Shards(table, [Part("w", region, w[region.slices], marks)]) for w in (old, new))
+    return sparserl.diff(before, after)
+
+
+def test_marks_count_inside_the_region():
+    """What is marked is compared, and nothing else; marks at elements that did not change are harmless."""
     old, new = versions((30, 17), 0.05)
     table = sparserl.tensor_table({"w": old})
     shards = []
     for region in cut((30, 17), 2, 3):
         where = np.flatnonzero(old[region.slices].ravel() != new[region.slices].ravel())
-        shards.append(shard(old, new, region, table, positions={"w": [*where.tolist(), 0]}))
+        shards.append(marked(old, new, region, table, [*where.tolist(), 0]))
     merged = sparserl.merge(*shards)
     assert merged.result == sparserl.digest({"w": new})
     assert merged.changed == int((old != new).sum())
-    with pytest.raises(TensorMismatch, match="outside its 120 elements"):
-        shard(old, new, Region((0, 0), (15, 8)), table, positions={"w": [120]})
+    box = Region((0, 0), (30, 17))
+    assert marked(old, new, box, table, []).changed == 0
+    with pytest.raises(TensorMismatch, match="marks for 5 elements, the region has 510"):
+        sparserl.diff(*(Shards(table, [Part("w", box, w, Bitmap(5))]) for w in (old, new)))
+
+
+@pytest.mark.parametrize("profile", ["raw", "gap", "ulp", "ctx", "auto"])
+def test_several_parts_of_one_tensor(profile):
+    """A rank may hold many boxes of a tensor, each in other memory: views into a fused parameter, say."""
+    rng = np.random.default_rng(3)
+    groups, wide, width = 6, 5, 33  # of rows: three for one tensor, then one each for two others
+    fused = [rng.integers(0, 2**16, (groups * wide, width), np.uint16)]
+    fused.append(np.where(rng.random(fused[0].shape) < 0.1, fused[0] ^ 1, fused[0]))
+
+    def tensors(rows):
+        rows = rows.reshape(groups, wide, width)
+        return {n: np.ascontiguousarray(rows[:, a:b]).reshape(-1, width) for n, a, b in SLICES}
+
+    def rank(rows, which):
+        rows, parts = rows.reshape(groups, wide, width), []
+        for g in which:
+            for name, a, b in SLICES:
+                parts.append(Part(name, Region((g * (b - a), 0), (b - a, width)), rows[g, a:b]))
+        return Shards(sparserl.tensor_table(tensors(fused[0])), parts)
+
+    ranks = [(0, 1, 5), (2, 3, 4)]
+    patches = [sparserl.diff(*(rank(rows, which) for rows in fused), profile=profile) for which in ranks]
+    merged = sparserl.merge(*patches)
+    old, new = map(tensors, fused)
+    assert (merged.base, merged.result) == (sparserl.digest(old), sparserl.digest(new))
+    merged.apply(old)
+    assert all((old[name] == new[name]).all() for name in new)
+    live = fused[0].copy()  # and each rank's patch lands in its own shards
+    for patch, which in zip(patches, ranks, strict=True):
+        shards = rank(live, which)
+        assert patch.apply(shards).digest == sparserl.digest(rank(fused[1], which))
+        with pytest.raises(TensorMismatch, match="covers other regions"):
+            patch.apply(rank(live, (0,)))
+    assert (live == fused[1]).all()
+    undone = [patch.invert(rank(fused[0], which)) for patch, which in zip(patches, ranks, strict=True)]
+    again = [sparserl.squash(p, u, p, base=rank(fused[0], w)) for p, u, w in zip(patches, undone, ranks, strict=True)]
+    assert sparserl.merge(*again).result == merged.result
+
+
+SLICES = (("q", 0, 3), ("k", 3, 4), ("v", 4, 5))
+
+
+def test_parts_of_one_rank_must_not_overlap():
+    table = sparserl.tensor_table({"w": np.zeros((8, 6), np.uint16)})
+    part = np.zeros((4, 6), np.uint16)
+    with pytest.raises(RegionOverlap, match="'w'"):
+        Shards(table, [Part("w", Region((0, 0), (4, 6)), part), Part("w", Region((3, 0), (4, 6)), part)])
 
 
 def test_a_merge_can_be_written_to_disk(tmp_path):

@@ -11,6 +11,7 @@ import sparserl
 from sparserl import Patch, Region, codec
 from sparserl.bits import BY_NAME, Bits
 from sparserl.kernels import reference
+from tests.shards import diff_shards
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 each_profile = pytest.mark.parametrize("profile", PROFILES)
@@ -143,7 +144,7 @@ def test_of_shards():
     """A patch of some regions says that it is not complete."""
     old, new = np.zeros((8, 6), np.uint16), np.ones((8, 6), np.uint16)
     table = sparserl.tensor_table({"w": old})
-    patch = sparserl.diff({"w": old[:4]}, {"w": new[:4]}, table=table, regions={"w": Region((0, 0), (4, 6))})
+    patch = diff_shards({"w": old[:4]}, {"w": new[:4]}, table=table, regions={"w": Region((0, 0), (4, 6))})
     stats = patch.stats()
     assert not stats.complete
     assert (stats.changed, stats.elements, stats.density) == (24, 48, 0.5)

@@ -22,6 +22,7 @@ from sparserl.errors import ChainError, CheckpointError, ChecksumMismatch, Tenso
 from sparserl.sources import open_checkpoint
 from sparserl.targets import apply_to_checkpoint, swap
 from tests.checkpoints import equal, random_weights, safetensors_bytes, stepped, tree, write_file, write_folder
+from tests.shards import diff_shards
 
 Write = Callable[[Path, Mapping[str, Bits]], Path]
 BOTH = pytest.mark.parametrize("write", [write_file, write_folder], ids=["file", "folder"])
@@ -164,14 +165,14 @@ def test_patches_of_shards_land_too(tmp_path: Path) -> None:
     table: TensorTable = sparserl.tensor_table(W[0])
 
     def part(name: str) -> Patch:
-        return sparserl.diff({name: W[0][name]}, {name: W[1][name]}, table=table)
+        return diff_shards({name: W[0][name]}, {name: W[1][name]}, table=table)
 
     base = write_file(tmp_path / "base", W[0])
     landed = apply_to_checkpoint(base, [part("router")], tmp_path / "out")
     assert landed.applied == 1
     assert equal(open_checkpoint(tmp_path / "out"), W[0] | {"router": W[1]["router"]})
     empty = {"x": W[0]["empty"], "y": W[0]["empty"]}
-    nothing = [sparserl.diff({n: b}, {n: b}, table=sparserl.tensor_table(empty)) for n, b in empty.items()]
+    nothing = [diff_shards({n: b}, {n: b}, table=sparserl.tensor_table(empty)) for n, b in empty.items()]
     assert nothing[0].result == nothing[1].base
     _refused(ChainError, "cover different regions", tmp_path, base, nothing, tmp_path / "out")
 

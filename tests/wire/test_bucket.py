@@ -13,7 +13,6 @@ from sparserl import Region, TensorSpec, TensorTable, codec
 from sparserl.bits import BY_NAME
 from sparserl.codec import Stream, value
 from sparserl.errors import ChecksumMismatch, InvalidField, LimitExceeded, UnsupportedFormat
-from sparserl.memory import memories
 from sparserl.patch.decode import decode
 from sparserl.pieces import Held
 from sparserl.wire import Entries, Head, decode_bucket, encode_bucket, limits
@@ -24,7 +23,7 @@ U8 = BY_NAME["uint8"]
 TABLE = TensorTable([TensorSpec("a", U8, (4, 5)), TensorSpec("b", U8, (3000,)), TensorSpec("c", U8, ())])
 HASH = table_hash(encode_table(TABLE))
 WEIGHTS = {s.name: np.random.default_rng(1).integers(0, 256, s.shape, np.uint8) for s in TABLE.specs}
-BASE = Held(TABLE, memories({name: np.asarray(bits, np.uint8) for name, bits in WEIGHTS.items()}))
+BASE = Held.of({name: np.asarray(bits, np.uint8) for name, bits in WEIGHTS.items()}, TABLE)
 
 LITERAL = (
     b"SRLB\x01\x00\x01\x00"

@@ -337,13 +337,13 @@ def open_patch(path: Path) -> Patch:
 
 def _digest(patch: Patch, checkpoint: Checkpoint, threads: int | None) -> Digest:
     """The digest of weights over what a patch covers."""
-    from ..memory import memories, tensor_table
+    from ..memory import tensor_table
     from ..patch.apply import digest_of
     from ..pieces import Held
 
     patch.table.require(tensor_table(checkpoint), "the patch", str(checkpoint.path))
     with show.progress() as stage:
-        return digest_of(patch, Held(patch.table, memories(checkpoint)), threads, stage("verify", checkpoint.nbytes))
+        return digest_of(patch, Held.of(checkpoint, patch.table), threads, stage("verify", checkpoint.nbytes))
 
 
 def _base(patch: Patch, path: Path | None, threads: int | None) -> tuple[Checkpoint | None, Digest | None]:

@@ -20,6 +20,18 @@ def diff(old: UInts, new: UInts) -> tuple[UInts, UInts, UInts]:
     return where.astype(np.uint32), old[where], new[where]
 
 
+def mark(words: U64, positions: UInts) -> U64:
+    """A bitmap with the bits at some positions set as well."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    bits[positions] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint64)
+
+
+def list_marks(words: U64, low: int, high: int) -> UInts:
+    """The bits that are set from `low` to `high`, counted from `low`."""
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[low:high]).astype(np.uint32)
+
+
 def mix(key: U64, position: U64, bits: UInts) -> tuple[U64, U64]:
     """What one element adds to the two sums of the digest. `key` holds its tensor's two keys."""
 

@@ -22,13 +22,13 @@ import numpy.typing as npt
 from ..bits import UIntArray
 from ..codec.profile import Counts, Positions
 from ..digest import Digest, element_sums, sums, table_digest
-from ..errors import InvalidField, TiedConflict, WrongBase
+from ..errors import InvalidField, TensorMismatch, TiedConflict, WrongBase
 from ..kernels import cpu
-from ..memory import Weights, memories, require_like, require_writable, tied_groups
+from ..memory import Weights, require_writable, tied_groups
 from ..parallel import Progress, ordered, uninterrupted
-from ..pieces import Batch, Geometry, Held, Place
+from ..pieces import Batch, Geometry, Held
 from ..plan import advance
-from ..region import whole
+from ..shards import Place, Shards
 from ..wire import Head
 from .decode import Decoded, flatten, sparse
 from .patch import Patch
@@ -67,11 +67,9 @@ class Overlay:
         self.write_dense(held)
 
     def write_dense(self, held: Held) -> None:
-        for (tensor, region), bits in self.dense:
-            memory = held.memory[tensor]
-            assert memory is not None
-            region = region or whole(memory.shape)
-            memory.view()[region.slices] = bits.reshape(region.size)
+        for place, bits in self.dense:
+            there = held.view(*place)
+            there[...] = bits.reshape(there.shape)
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Staged:
 
 def apply(
     patch: Patch,
-    weights: Weights,
+    weights: Weights | Shards,
     *,
     digest: Digest | None = None,
     threads: int | None = None,
@@ -104,21 +102,33 @@ def apply(
     that, and where tensors share memory, nothing is written before the result is known: decoded changes are held up to
     256 MiB, of the others the buckets' own bytes.
     """
-    memory = memories(weights)
-    require_like(patch.table, memory, "the patch", "the weights")
-    held = Held(patch.table, memory)
+    held = _held(patch, weights)
     current = digest_of(patch, held, threads, progress) if digest is None else digest
     if current == patch.result:
         return Applied(patch.result, 0, already=True)
     _require_base(patch, current)
-    touched = {patch.table[t].name for head in patch.heads for t in np.unique(head.entries.tensor).tolist()}
-    require_writable((name, memory[name]) for name in touched)
-    tied = tied_groups(memory)
+    touched = {t for head in patch.heads for t in np.unique(head.entries.tensor).tolist()}
+    require_writable((patch.table[t].name, memory) for (t, _), memory in held.parts if t in touched)
+    tied = _tied(held)
     if tied or _undo_bytes(patch) > KEEP_BYTES:
         _stage_then_commit(patch, held, current, tied, threads)
     else:
         _exchange_or_undo(patch, held, current, threads)
     return Applied(patch.result, patch.changed, already=False)
+
+
+def _held(patch: Patch, weights: Weights | Shards) -> Held:
+    """The weights, once they are known to be those that the patch speaks of."""
+    held = Held.of(weights, patch.table, "the patch", "the weights")
+    if not held.complete and set(held.places) != set(patch.covers):
+        raise TensorMismatch("the patch covers other regions than the shards at hand")
+    return held
+
+
+def _tied(held: Held) -> list[list[int]]:
+    """Tensors that share memory, by their numbers."""
+    number = {name: t for name, ((t, _), _) in zip(held.named(), held.parts, strict=True)}
+    return [[number[name] for name in group] for group in tied_groups(held.named())]
 
 
 def _undo_bytes(patch: Patch) -> int:
@@ -145,7 +155,7 @@ def _exchange_or_undo(patch: Patch, held: Held, base: Digest, threads: int | Non
     uninterrupted(work)
 
 
-def _stage_then_commit(patch: Patch, held: Held, base: Digest, tied: list[list[str]], threads: int | None) -> None:
+def _stage_then_commit(patch: Patch, held: Held, base: Digest, tied: list[list[int]], threads: int | None) -> None:
     result, room = base, KEEP_BYTES
     kept: list[Staged] = []
     landing: list[Overlay | tuple[int, bytes]] = []
@@ -305,21 +315,21 @@ class Landing:
             )
 
 
-def stage_all(patch: Patch, weights: Weights, *, digest: Digest | None = None, threads: int | None = None) -> Landing:
+def stage_all(
+    patch: Patch, weights: Weights | Shards, *, digest: Digest | None = None, threads: int | None = None
+) -> Landing:
     """Decode a patch on the weights it shall land on, while they are in use, and see that it leads where it should.
 
     Memory: all decoded changes with their old bits, until the commit.
     """
-    memory = memories(weights)
-    require_like(patch.table, memory, "the patch", "the weights")
-    held = Held(patch.table, memory)
+    held = _held(patch, weights)
     current = digest_of(patch, held, threads) if digest is None else digest
     _require_base(patch, current)
-    require_writable(memory.items())
+    require_writable((patch.table[t].name, memory) for (t, _), memory in held.parts)
     found = ordered(lambda i: stage(held, patch.decode(i, held)), range(patch.buckets), threads)
     parts = tuple(found)
     _require_result(patch, sum((part.moved for part in parts), current))
-    tied = tied_groups(memory)
+    tied = _tied(held)
     _refuse_conflicts(patch, held, tied, list(parts))
     return Landing(held, patch.base, patch.result, parts, bool(tied), patch.changed)
 
@@ -342,7 +352,7 @@ def _swap(held: Held, part: Staged) -> tuple[Overlay, Digest]:
     return _with_dense(held, old, new.bits, part.decoded)
 
 
-def _refuse_conflicts(patch: Patch, held: Held, tied: list[list[str]], staged: list[Staged]) -> None:
+def _refuse_conflicts(patch: Patch, held: Held, tied: list[list[int]], staged: list[Staged]) -> None:
     """Names that share memory must change alike, or writing one would silently change the other."""
     for group in tied:
         first, *others = group
@@ -350,14 +360,13 @@ def _refuse_conflicts(patch: Patch, held: Held, tied: list[list[str]], staged: l
         for other in others:
             if not all(np.array_equal(a, b) for a, b in zip(expected, _flat(patch, held, other, staged), strict=True)):
                 raise TiedConflict(
-                    f"tensors {first!r} and {other!r} share memory but the patch changes them differently; "
-                    "nothing was touched"
+                    f"tensors {patch.table[first].name!r} and {patch.table[other].name!r} share memory but the patch "
+                    "changes them differently; nothing was touched"
                 )
 
 
-def _flat(patch: Patch, held: Held, name: str, staged: list[Staged]) -> tuple[npt.NDArray[np.int64], UIntArray]:
+def _flat(patch: Patch, held: Held, tensor: int, staged: list[Staged]) -> tuple[npt.NDArray[np.int64], UIntArray]:
     """All changes of one tensor as positions in it and new bits; elements set to the bits they have do not count."""
-    tensor = patch.table.index[name]
     where, bits = [np.empty(0, np.int64)], [np.empty(0, patch.table[tensor].dtype.uint)]
     for part in staged:
         at = 0

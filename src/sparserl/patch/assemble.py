@@ -11,8 +11,8 @@ from .. import plan
 from ..digest import Digest
 from ..files import replacing
 from ..parallel import ordered
-from ..pieces import Place
 from ..plan import Changes, Chooser
+from ..shards import Place
 from ..table import TensorTable
 from ..wire import InMemory, OnDisk, PatchReader, PatchWriter
 

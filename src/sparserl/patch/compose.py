@@ -26,11 +26,12 @@ from .. import plan
 from ..bits import Bits, DType, UIntArray
 from ..digest import Digest, table_digest
 from ..errors import ChainError, InvalidField, NeedsBase, WrongBase
-from ..memory import Weights, memories, require_like
+from ..memory import Weights
 from ..parallel import ordered
-from ..pieces import PIECE_BYTES, Held, Place
+from ..pieces import PIECE_BYTES, Held
 from ..plan import Changes, Dense, advance, steps_between
 from ..region import Region, refuse_overlap, row_major, whole
+from ..shards import Part, Place, Shards
 from ..table import TensorTable
 from .apply import digest_of, stage
 from .assemble import Target, assemble, rewrite
@@ -44,7 +45,7 @@ _STEPS = frozenset(("ulp", "ctx"))  # profiles that are written from steps
 def squash(
     first: Patch,
     *others: Patch,
-    base: Weights | None = None,
+    base: Weights | Shards | None = None,
     digest: Digest | None = None,
     profile: str = "auto",
     to: Target = None,
@@ -87,13 +88,11 @@ def require_chain(patches: Sequence[Patch]) -> None:
             raise ChainError(f"patches {i} and {i + 1} cover different regions; merge the shards first")
 
 
-def _base(patch: Patch, base: Weights | None, digest: Digest | None, threads: int | None) -> Held | None:
+def _base(patch: Patch, base: Weights | Shards | None, digest: Digest | None, threads: int | None) -> Held | None:
     """The base weights, once they are known to be the base."""
     if base is None:
         return None
-    memory = memories(base)
-    require_like(patch.table, memory, "the patch", "the base")
-    held = Held(patch.table, memory)
+    held = Held.of(base, patch.table, "the patch", "the base")
     current = digest_of(patch, held, threads) if digest is None else digest
     if current != patch.base:
         raise WrongBase(f"the weights have digest {current}, the patch starts from {patch.base}")
@@ -192,13 +191,15 @@ def _replayed(patches: Sequence[Patch], held: Held) -> Iterator[Changes]:
     """The combined changes, found by applying the patches to a copy."""
     table = held.table
     touched = {tensor for tensor, *_ in _covered(patches)}
-    weights = {}
-    for t, (spec, memory) in enumerate(zip(table.specs, held.memory, strict=True)):
-        assert memory is not None
-        weights[spec.name] = Bits(memory.view().copy() if t in touched else memory.view(), spec.dtype)
+    parts = []
+    for place, memory in held.parts:
+        spec = table[place[0]]
+        bits = memory.view().copy() if place[0] in touched else memory.view()
+        parts.append(Part(spec.name, place[1] or whole(spec.shape), Bits(bits, spec.dtype)))
+    weights = Shards(table, parts)
     for patch in patches:
         patch.apply(weights, digest=patch.base)
-    result = Held(table, memories(weights))
+    result = Held.of(weights)
     for tensor, _, window, _ in _covered(patches):
         region = None if window == whole(table[tensor].shape) else window
         yield _compared(held, tensor, region, result.bits(tensor, region))
@@ -320,7 +321,7 @@ def _one_entry(
 
 def invert(
     patch: Patch,
-    base: Weights | None = None,
+    base: Weights | Shards | None = None,
     *,
     digest: Digest | None = None,
     profile: str = "auto",

@@ -12,7 +12,8 @@ from ..bits import UIntArray
 from ..codec import Found, Reader, Stream, value
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
-from ..pieces import Batch, Held, Place, outline
+from ..pieces import Batch, Held, outline
+from ..shards import Place
 from ..table import TensorTable
 from ..wire import Head
 

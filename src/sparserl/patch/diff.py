@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import plan
+from ..bitmap import Bitmap
 from ..bits import UIntArray
 from ..digest import Digest, sums, table_digest
 from ..errors import TensorMismatch
 from ..kernels import cpu
-from ..memory import Memory, Weights, memories, require_like, table_of
+from ..memory import Weights
 from ..parallel import Progress, default_threads, ordered
-from ..pieces import Batch, Held, Place, batches
+from ..pieces import Batch, Held, batches
 from ..plan import Changes, Chooser, Dense, Link, Speeds, estimate
-from ..region import Region, whole
-from ..table import TensorTable
+from ..shards import Place, Shards
 from .assemble import Target, assemble
 from .patch import Patch
 
@@ -28,14 +28,12 @@ _Found = tuple[npt.NDArray[np.uint32], UIntArray, UIntArray, npt.NDArray[np.int6
 
 
 def diff(
-    old: Weights,
-    new: Weights,
+    old: Weights | Shards,
+    new: Weights | Shards,
     *,
     profile: str = "auto",
     link: Link | str | None = None,
     base_digest: Digest | None = None,
-    table: TensorTable | None = None,
-    regions: Mapping[str, Region] | None = None,
     positions: Mapping[str, Any] | None = None,
     to: Target = None,
     threads: int | None = None,
@@ -44,18 +42,16 @@ def diff(
     """The patch that turns `old` into `new`, exactly.
 
     Weights are mappings from names to torch tensors or NumPy arrays. Both sides must hold the same names, dtypes
-    and shapes; anything else raises `TensorMismatch`.
+    and shapes; anything else raises `TensorMismatch`. Of `Shards` the patch covers just the regions that are at hand;
+    `merge` joins such patches without recoding.
 
     profile: `raw`, `gap`, `ulp`, `ctx`, or `auto`, which takes the smallest for each bucket. Where telling elements
         apart by magnitude does not pay, `ctx` becomes `ulp`.
     link: the way to the receiver, as in "25Gbit" or "3GB/s". `auto` then takes for each bucket the profile that is
         coded, sent and landed soonest, by the speeds that `sparserl plan` measured here, else by built-in ones.
     base_digest: the digest of `old`, where it is known already; saves one read of `old`.
-    table, regions: for shards. `old` and `new` hold only parts; `table` is the tensor table of the whole and
-        `regions` says which box of its tensor each part is (tensors not named are whole). The patch then covers
-        those regions only; `merge` joins such patches without recoding.
-    positions: for sources that know where changes can be: flat positions inside each tensor (or part), in any order.
-        They must include every change; more is harmless. Tensors not named are compared in full.
+    positions: for sources that know where changes can be: flat positions inside each tensor, in any order. They must
+        include every change; more is harmless. Tensors not named are compared in full. Parts of shards have `marks`.
     to: write the patch to this file, bucket by bucket, instead of keeping it in memory.
     progress: called with the number of dense bytes just compared.
 
@@ -65,7 +61,7 @@ def diff(
     >>> patch.changed
     1
     """
-    found = _Difference(old, new, profile, base_digest, table, regions, positions)
+    found = _Difference(old, new, profile, base_digest, positions)
     return found.encode(found.parts(threads, progress), profile, link, to, threads)
 
 
@@ -94,8 +90,8 @@ class Captured:
 
 
 def capture(
-    old: Weights,
-    new: Weights,
+    old: Weights | Shards,
+    new: Weights | Shards,
     *,
     profile: str = "auto",
     base_digest: Digest | None = None,
@@ -112,30 +108,23 @@ class _Difference:
 
     def __init__(
         self,
-        old: Weights,
-        new: Weights,
+        old: Weights | Shards,
+        new: Weights | Shards,
         profile: str,
         base_digest: Digest | None = None,
-        table: TensorTable | None = None,
-        regions: Mapping[str, Region] | None = None,
         positions: Mapping[str, Any] | None = None,
     ) -> None:
-        before, after = memories(old), memories(new)
-        if regions is None and table is None:
-            table = table_of(before)
-            require_like(table, after)
-        else:
-            table = _require_parts(table, before, after, regions or {})
-            regions = {n: r for n, r in (regions or {}).items() if r != whole(table[table.index[n]].shape)}
-        self.table = table
-        was, now = Held(table, before, regions), Held(table, after, regions)
-        self.covers = was.places()
-        self.complete = len(self.covers) == len(table) and all(r is None for _, r in self.covers)
-        known = _known(table, self.covers, positions or {})
+        was = Held.of(old)
+        now = Held.of(new, was.table)
+        _require_same_places(was, now)
+        if positions and isinstance(new, Shards):
+            raise TensorMismatch("positions are of whole tensors; the parts of shards have marks")
+        self.table, self.covers, self.complete = was.table, was.places, was.complete
+        known = _marked(now, new) if isinstance(new, Shards) else _known(now, positions or {})
         self.search = _Search(was, now, known, plan.candidates(profile), base_digest is None)
         self.base = base_digest or Digest()
         if base_digest is None and self.complete:
-            self.base += table_digest(table)
+            self.base += table_digest(self.table)
         self.delta = Digest()
 
     def parts(self, threads: int | None, progress: Progress | None) -> Iterator[Changes]:
@@ -178,7 +167,7 @@ class _Search:
         self,
         was: Held,
         now: Held,
-        known: Mapping[int, npt.NDArray[np.int64]],
+        known: Mapping[int, Bitmap | _Listed],
         names: Sequence[str],
         digest_base: bool,
     ) -> None:
@@ -189,15 +178,15 @@ class _Search:
 
     def batches(self, covers: Sequence[Place]) -> Iterator[Batch]:
         """Batches to compare in full, then batches whose possible changes are known."""
-        yield from batches(self.table, (p for p in covers if p[0] not in self.known))
-        yield from batches(self.table, (p for p in covers if p[0] in self.known))
+        yield from batches(self.table, (p for i, p in enumerate(covers) if i not in self.known))
+        yield from batches(self.table, (p for i, p in enumerate(covers) if i in self.known))
 
     def run(self, batch: Batch) -> tuple[list[Changes], Digest, Digest, int]:
         """Routed changes, the element sums of the old bits (if wanted), how the changes move them, bytes covered."""
         old, old_alive = self.was.read(batch)
         new, new_alive = self.now.read(batch)
         tag = np.empty(0, batch.dtype.uint)
-        if int(batch.tensor[0]) in self.known:
+        if self.now.part(int(batch.tensor[0]), batch.region[0]) in self.known:
             positions, before, after, counts = self._look(tag, old, new, batch)
         else:
             positions, before, after, counts = _scan(tag, old, new, batch.numel)
@@ -211,10 +200,9 @@ class _Search:
     def _look(self, tag: Any, old: Any, new: Any, batch: Batch) -> _Found:
         """Compare only where changes can be."""
         slices = []
-        for tensor, numel in zip(batch.tensor.tolist(), batch.numel.tolist(), strict=True):
-            where = self.known[tensor]
-            a, b = np.searchsorted(where, [batch.offset, batch.offset + numel])
-            slices.append((where[a:b] - batch.offset).astype(np.uint32))
+        for tensor, region, numel in zip(batch.tensor.tolist(), batch.region, batch.numel.tolist(), strict=True):
+            marks = self.known[self.now.part(tensor, region)]
+            slices.append(marks.between(batch.offset, batch.offset + numel))
         counts = np.array([s.size for s in slices], np.int64)
         positions = np.concatenate(slices)
         flat, ones = np.ones((counts.size, 1), np.int64), np.ones(counts.size, np.int64)
@@ -267,46 +255,49 @@ def _scan(tag: Any, old: Any, new: Any, size: Any) -> _Found:
     return positions[:n].copy(), before[:n].copy(), after[:n].copy(), counts
 
 
-def _known(
-    table: TensorTable, covers: Sequence[Place], positions: Mapping[str, Any]
-) -> dict[int, npt.NDArray[np.int64]]:
-    """Positions handed over, sorted and checked, by tensor."""
-    out: dict[int, npt.NDArray[np.int64]] = {}
-    if not positions:
-        return out
-    numel = {t: table.specs[t].numel if r is None else r.numel for t, r in covers}
+class _Listed:
+    """Positions handed over as a list, sorted and without repeats."""
+
+    def __init__(self, where: npt.NDArray[np.int64]) -> None:
+        self.where = where
+
+    def between(self, low: int, high: int) -> npt.NDArray[np.uint32]:
+        a, b = np.searchsorted(self.where, [low, high])
+        return (self.where[a:b] - low).astype(np.uint32)
+
+
+def _known(held: Held, positions: Mapping[str, Any]) -> dict[int, Bitmap | _Listed]:
+    """Positions handed over, checked, by the number of the part."""
+    out: dict[int, Bitmap | _Listed] = {}
     for name, given in positions.items():
-        tensor = table.index.get(name)
-        if tensor is None or tensor not in numel:
+        tensor = held.table.index.get(name)
+        if tensor is None:
             raise TensorMismatch(f"positions are given for {name!r}, which is not among the weights")
+        numel = held.table.specs[tensor].numel
         found = np.asarray(given)
         if found.size and found.dtype.kind not in "iu":  # a mask, say, would pass for positions 0 and 1
             raise TensorMismatch(f"positions of {name!r} are {found.dtype}; hand over integers")
         where = np.unique(found.astype(np.int64))
-        if where.size and (where[0] < 0 or where[-1] >= numel[tensor]):
-            raise TensorMismatch(f"positions of {name!r} reach outside its {numel[tensor]} elements")
-        out[tensor] = where
+        if where.size and (where[0] < 0 or where[-1] >= numel):
+            raise TensorMismatch(f"positions of {name!r} reach outside its {numel} elements")
+        out[held.part(tensor, None)] = _Listed(where)
     return out
 
 
-def _require_parts(
-    table: TensorTable | None, before: dict[str, Memory], after: dict[str, Memory], regions: Mapping[str, Region]
-) -> TensorTable:
-    """The tensor table, once every part is known to be the region of its tensor that it claims to be."""
-    if table is None:
-        raise TensorMismatch("regions are boxes of whole tensors: hand over the tensor table of the whole, too")
-    if strangers := sorted(regions.keys() - before.keys()):
-        raise TensorMismatch(f"regions are given for {strangers[:10]}, which are not among the weights")
-    require_like(table_of(before), after)
-    for name, memory in before.items():
-        spec = table.get(name)
-        if spec is None:
-            raise TensorMismatch(f"{name!r} is not in the tensor table")
-        region = regions.get(name, whole(spec.shape))
-        if not region.fits(spec.shape) and region != whole(spec.shape):
-            raise TensorMismatch(f"{name!r}: region {region} does not lie in {spec}")
-        if memory.dtype is not spec.dtype or memory.shape != region.size:
-            raise TensorMismatch(
-                f"{name!r}: region {region} of {spec} cannot be {memory.dtype.name}{list(memory.shape)}"
-            )
-    return table
+def _marked(held: Held, shards: Shards) -> dict[int, Bitmap | _Listed]:
+    """The marks of parts, by the number of the part."""
+    out: dict[int, Bitmap | _Listed] = {}
+    for part in shards.parts:
+        if part.marks is not None:
+            if part.marks.numel != part.region.numel:
+                raise TensorMismatch(
+                    f"{part.tensor!r}: marks for {part.marks.numel} elements, the region has {part.region.numel}"
+                )
+            out[held.part(held.table.index[part.tensor], part.region)] = part.marks
+    return out
+
+
+def _require_same_places(was: Held, now: Held) -> None:
+    if was.places != now.places:
+        some = sorted(set(was.named()) ^ set(now.named()))[:10]
+        raise TensorMismatch(f"old and new are not the same parts of their tensors: {some}")

@@ -14,8 +14,9 @@ from ..digest import Digest
 from ..files import replacing
 from ..memory import Weights
 from ..parallel import Progress
-from ..pieces import Held, Place
+from ..pieces import Held
 from ..region import Region, whole
+from ..shards import Place, Shards
 from ..table import TensorTable
 from ..wire import Head, InMemory, OnDisk, PatchReader, decode_bucket, gather_heads
 from .assemble import Target
@@ -161,7 +162,7 @@ class Patch:
 
     def apply(
         self,
-        weights: Weights,
+        weights: Weights | Shards,
         *,
         digest: Digest | None = None,
         threads: int | None = None,
@@ -174,7 +175,7 @@ class Patch:
 
     def invert(
         self,
-        base: Weights | None = None,
+        base: Weights | Shards | None = None,
         *,
         digest: Digest | None = None,
         profile: str = "auto",

@@ -14,7 +14,8 @@ from ..bits import UIntArray
 from ..codec import value
 from ..codec.ctx import tiles
 from ..codec.profile import Counts, Positions
-from ..pieces import Batch, Place
+from ..pieces import Batch
+from ..shards import Place
 from ..wire import LINK, Entries, Head, encode_bucket
 from .changes import Changes, Dense
 from .classes import choose

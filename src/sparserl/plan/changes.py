@@ -13,8 +13,9 @@ from ..bits import DType, UIntArray
 from ..codec import Profile
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
-from ..pieces import Held, Place
+from ..pieces import Held
 from ..region import Region
+from ..shards import Place
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 from ..digest import Digest
 from ..errors import CheckpointError, WeightsError, WrongBase
 from ..files import sync
-from ..memory import memories, tensor_table
+from ..memory import tensor_table
 from ..parallel import Progress
 from ..patch import Patch
 from ..patch.apply import digest_of
@@ -169,7 +169,7 @@ def _rest(checkpoint: Checkpoint, patches: Sequence[Patch], stages: Stages, thre
     """The patches that the base does not have in it yet: one read of its bits tells."""
     table = patches[0].table
     table.require(tensor_table(checkpoint), "the patch", str(checkpoint.path))
-    held = Held(table, memories(checkpoint))
+    held = Held.of(checkpoint, table)
     digest = digest_of(patches[0], held, threads, stages("verify", checkpoint.nbytes))
     if digest == patches[-1].result:
         return ()

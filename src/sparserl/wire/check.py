@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ..errors import InvalidField, LimitExceeded
-from ..pieces import Place
 from ..region import Region, refuse_overlap, whole
+from ..shards import Place
 from ..table import TensorTable
 from . import limits
 from .bucket import Head

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..digest import Digest
 from ..errors import InvalidField, LimitExceeded, Truncated, UnsupportedFormat
-from ..pieces import Place
+from ..shards import Place
 from ..table import TensorTable
 from . import limits
 from .bucket import decode_places, encode_places

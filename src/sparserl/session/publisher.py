@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from ..patch import Captured, Patch, capture
 from ..sources import Source
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
+from .flight import Flight
 from .ladder import Ladder
 from .records import (
     HEAD,
@@ -138,9 +138,7 @@ class Publisher:
         self._anchor_after, self._keep, self._grace, self._lease = anchor_after, max(1, keep_anchors), grace, lease
         self._files = _contents(files)
         self._state = None if state is None else Path(state)
-        self._flight: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._report: SyncReport | None = None
+        self._flight = Flight()
         self._now: _Committed | None = None
         self._unsure: tuple[str, Callable[[], None]] | None = None  # a swap that nobody answered, and what it is to do
         self._ladder = None if ladder is None else Ladder(*ladder)
@@ -190,21 +188,12 @@ class Publisher:
             work = functools.partial(self._next, now, found, watch)
         if wait:
             return work()
-        self._report = None
-        self._flight = threading.Thread(target=self._in_flight, args=(work,), name="sparserl-publish", daemon=True)
-        self._flight.start()
+        self._flight.launch(work)
         return None
 
     def settle(self) -> SyncReport | None:
         """Wait for a publish that is in flight; returns its report, or raises what went wrong with it."""
-        if self._flight is not None:
-            self._flight.join()
-            self._flight = None
-        if (failure := self._failure) is not None:
-            self._failure = None
-            raise failure
-        report, self._report = self._report, None
-        return report
+        return self._flight.settle()
 
     def wait(self, version: int, subscribers: int, timeout: float = 600.0) -> int:
         """Wait until so many subscribers hold a version or a later one, or time is up; returns how many do."""
@@ -227,12 +216,6 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _in_flight(self, work: Callable[[], SyncReport]) -> None:
-        try:
-            self._report = work()
-        except BaseException as error:  # noqa: BLE001  # raised again by `settle`
-            self._failure = error
 
     # -- versions ------------------------------------------------------------------------------------------------------
 

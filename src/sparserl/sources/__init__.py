@@ -3,6 +3,41 @@
 from __future__ import annotations
 
 from .checkpoint import Checkpoint, open_checkpoint
+from .fsdp import ShardedSource, fsdp
+from .layout import Layout, LayoutSource, Local, Run, Slice, joined, mapped, require_cover
+from .lora import AdapterSource, MergedSource, lora
+from .megatron import Ranks, megatron
 from .module import ModuleSource, Source, module
+from .quantize import Blockwise, QuantizedSource, fp8_blockwise, int8, linear_weights, quantized
+from .track import Tracker, track
 
-__all__ = ["Checkpoint", "ModuleSource", "Source", "module", "open_checkpoint"]
+__all__ = [
+    "AdapterSource",
+    "Blockwise",
+    "Checkpoint",
+    "Layout",
+    "LayoutSource",
+    "Local",
+    "MergedSource",
+    "ModuleSource",
+    "QuantizedSource",
+    "Ranks",
+    "Run",
+    "ShardedSource",
+    "Slice",
+    "Source",
+    "Tracker",
+    "fp8_blockwise",
+    "fsdp",
+    "int8",
+    "joined",
+    "linear_weights",
+    "lora",
+    "mapped",
+    "megatron",
+    "module",
+    "open_checkpoint",
+    "quantized",
+    "require_cover",
+    "track",
+]

@@ -6,14 +6,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..errors import UnsupportedTensor
 from ..memory import Weights
+from ..shards import Shards
 
 
 @runtime_checkable
 class Source(Protocol):
     """Anything that has weights, and says so anew whenever it is asked: they may have moved meanwhile."""
 
-    def weights(self) -> Weights:
-        """All weights under their checkpoint names."""
+    def weights(self) -> Weights | Shards:
+        """All weights under their checkpoint names; of a sharded trainer, the parts that this process has."""
         ...
 
 

@@ -184,8 +184,9 @@ def write_checkpoint(out: Path, weights: Weights, files: dict[str, bytes]) -> No
         path.write_bytes(data)
         sync(path)
     shards = _shards(weights)
+    stem = "adapter_model" if "adapter_config.json" in files else "model"  # as peft and transformers name them
     names = [
-        "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors"
         for i in range(1, len(shards) + 1)
     ]
     for name, shard in zip(names, shards, strict=True):
@@ -194,8 +195,8 @@ def write_checkpoint(out: Path, weights: Weights, files: dict[str, bytes]) -> No
         total = sum(bits.array.nbytes for shard in shards for bits in shard.values())
         places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-        sync(out / "model.safetensors.index.json")
+        (out / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+        sync(out / f"{stem}.safetensors.index.json")
     for where, _, _ in os.walk(out):
         sync(Path(where))
 

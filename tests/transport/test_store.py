@@ -1,4 +1,4 @@
-"""Stores keep their promises: folders and real S3 servers pass the same tests, also when the way to them is bad."""
+"""Stores keep their promises: folders and real servers pass the same tests, also when the way to them is bad."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE / 'src'}"}
 
 
-@pytest.fixture(scope="module", params=["folder", "moto", "seaweedfs"])
+@pytest.fixture(scope="module", params=["folder", "moto", "seaweedfs", "azurite"])
 def opens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Store]]:
     """Opens the store at a path, as often as it is asked to."""
     if request.param == "folder":

@@ -18,6 +18,7 @@ SparserlError
 │   ├── Fenced              another publisher has taken over
 │   ├── NotRetained         a version that the store does not have, or has no more
 │   ├── CommitFailed        a commit was undone; the weights are as they were
+│   ├── PeerLost            a rank of the process group hangs or is gone
 │   └── Untrusted           unsigned, foreign, replayed or rolled back
 └── FormatError             bytes that are not a valid patch
     ├── Truncated           the bytes end too early
@@ -100,6 +101,10 @@ class NotRetained(SessionError):
 
 class CommitFailed(SessionError):
     """A commit was undone; the weights are as they were before it."""
+
+
+class PeerLost(SessionError):
+    """A rank of the process group hangs, is gone, or did not come; the message names it."""
 
 
 class Untrusted(SessionError):

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .bits import BY_NAME, Bits, DType, UIntArray
 from .errors import TiedConflict, UnsupportedTensor
-from .region import Region, Shape, row_major
+from .region import Region, Shape, row_major, whole
 from .table import TensorSpec, TensorTable
 
 Weights = Mapping[str, Any]
@@ -57,6 +59,114 @@ class Memory(NamedTuple):
         copy = np.ascontiguousarray(part)
         return _address(copy), copy
 
+    def copied(self) -> UIntArray:
+        """The bits of the tensor, row-major, in memory that nobody else writes to."""
+        return np.array(self.view(), copy=True, order="C")
+
+
+@dataclass(frozen=True, eq=False)
+class Foreign:
+    """Bits that are brought into memory when they are read, piece by piece: from a device, or by a cast.
+
+    fill: is given a region and an array of its size, and writes the bits there. It is called from several threads, so
+        that one piece is on its way while others are in use.
+    origin: the torch tensor that the bits are made of.
+    pinned: whether pieces are to lie in page-locked memory, from which devices copy faster.
+    """
+
+    dtype: DType
+    shape: Shape
+    fill: Callable[[Region, UIntArray], None]
+    origin: Any
+    pinned: bool = False
+
+    def tensor(self) -> Any:
+        """All bits, as a torch tensor of its own."""
+        import torch
+
+        with torch.no_grad():
+            return self.origin.contiguous().to(getattr(torch, self.dtype.name))
+
+
+class _ForeignMemory(Memory):
+    """The memory that foreign bits do not have: every reading is a copy, in a buffer that is used again."""
+
+    __slots__ = ()
+
+    def view(self) -> UIntArray:
+        out = np.empty(self.shape, self.dtype.uint)
+        for region in whole(self.shape).split(_AT_ONCE):
+            self._foreign.fill(region, out[region.slices])
+        out.flags.writeable = False
+        return out
+
+    def read(self, region: Region | None) -> tuple[int, object]:
+        region = region or whole(self.shape)
+        lent = _Lent(region.numel * self.dtype.width, self._foreign.pinned)
+        self._foreign.fill(region, lent.array.view(self.dtype.uint).reshape(region.size))
+        return _address(lent.array), lent
+
+    def copied(self) -> UIntArray:
+        out = self.view()
+        out.flags.writeable = True
+        return out
+
+    @property
+    def _foreign(self) -> Foreign:
+        assert isinstance(self.owner, Foreign)
+        return self.owner
+
+
+_AT_ONCE = 1 << 22  # elements that are brought here together, where all are wanted
+_REUSED = 1 << 20  # bytes: smaller buffers are not worth keeping
+_idle: dict[tuple[int, bool], list[Any]] = defaultdict(list)
+
+
+class _Lent:
+    """A staging buffer on loan: it goes back to the idle ones when nobody holds on to it any more."""
+
+    def __init__(self, nbytes: int, pinned: bool) -> None:
+        self._kind = (1 << max(0, nbytes - 1).bit_length(), pinned) if nbytes >= _REUSED else (nbytes, False)
+        try:
+            self._whole = _idle[self._kind].pop()
+        except IndexError:
+            self._whole = _staging(*self._kind)
+        self.array = self._whole[:nbytes]
+
+    def __del__(self) -> None:
+        if self._kind[0] >= _REUSED:
+            _idle[self._kind].append(self._whole)
+
+
+def _staging(nbytes: int, pinned: bool) -> np.ndarray[Any, Any]:
+    if not pinned:
+        return np.empty(nbytes, np.uint8)
+    import torch
+
+    array: np.ndarray[Any, Any] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return array
+
+
+def foreign(tensor: Any, dtype: Any = None) -> Foreign:
+    """The bits of a torch tensor in another dtype, or of one that is on a device.
+
+    Which NaN a NaN is cast to depends on the memory layout, in torch; so what is cast is contiguous, always.
+    """
+    import torch
+
+    wanted = _torch_dtype(dtype or tensor.dtype)
+    if wanted is None:
+        raise UnsupportedTensor(f"{dtype or tensor.dtype} is not supported (1, 2, 4 or 8 bytes per element)")
+
+    def fill(region: Region, out: UIntArray) -> None:
+        there = torch.from_numpy(out.reshape(-1).view(np.uint8)).view(dtype or tensor.dtype).view(out.shape)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)  # this thread has another stream than whoever wrote the tensor
+        with torch.no_grad():
+            there.copy_(tensor[region.slices].contiguous())
+
+    return Foreign(wanted, tuple(tensor.shape), fill, tensor, pinned=tensor.is_cuda)
+
 
 class _Interface:
     """What NumPy needs to see foreign memory, holding on to whoever owns it."""
@@ -89,6 +199,8 @@ def memory_of(name: str, tensor: Any) -> Memory:
         return _of_array(name, tensor, dtype)
     if isinstance(tensor, Bits):
         return _of_array(name, tensor.array, tensor.dtype)
+    if isinstance(tensor, Foreign):
+        return _ForeignMemory(tensor.dtype, tensor.shape, 0, row_major(tensor.shape), False, tensor)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         try:
@@ -124,14 +236,16 @@ def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
     dtype = _TORCH_NAMES.get(tensor.dtype) or _torch_dtype(tensor.dtype)
     if dtype is None:
         raise UnsupportedTensor(f"tensor {name!r}: {tensor.dtype} is not supported (1, 2, 4 or 8 bytes per element)")
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
+    if not (tensor.is_cpu or tensor.is_cuda) or tensor.layout is not torch.strided:
         raise UnsupportedTensor(
-            f"tensor {name!r}: a {tensor.layout} tensor on {tensor.device}; a strided CPU tensor is needed"
+            f"tensor {name!r}: a {tensor.layout} tensor on {tensor.device}; a strided CPU or CUDA tensor is needed"
         )
     if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
         raise UnsupportedTensor(f"tensor {name!r} is a DTensor; hand over its local shard with its region")
     if tensor.is_neg() or (dtype.name in _COMPLEX and tensor.is_conj()):
         raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative view; resolve it first")
+    if tensor.is_cuda:
+        return memory_of(name, foreign(tensor))
     memory = Memory(
         dtype, tensor.shape, tensor.data_ptr(), None if tensor.is_contiguous() else tensor.stride(), True, tensor
     )
@@ -212,6 +326,8 @@ def tensor_table(weights: Weights) -> TensorTable:
 def require_writable(held: Iterable[tuple[str, Memory]]) -> None:
     """Refuse memory that a patch cannot be written into: read-only, or with elements that share an address."""
     for name, m in held:
+        if isinstance(m, _ForeignMemory):
+            raise UnsupportedTensor(f"tensor {name!r} can only be read: it is on a device, or cast")
         if not m.writable:
             raise UnsupportedTensor(f"tensor {name!r} is read-only; a patch cannot be applied in place")
         if m.strides is not None and _folds(m.shape, m.strides):

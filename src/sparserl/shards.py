@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,10 @@ class Shards:
                 )
             yield (index, None if part.region == every else part.region), memory
 
+    def map(self, make: Callable[[Part], Any]) -> Shards:
+        """The same parts with other data; without marks."""
+        return Shards(self.table, [Part(part.tensor, part.region, make(part)) for part in self.parts])
+
     @property
     def dense_bytes(self) -> int:
         """Bytes of the parts at hand."""
@@ -95,3 +99,18 @@ class Shards:
 
     def __repr__(self) -> str:
         return f"<Shards: {len(self.parts)} parts of {len(self.table)} tensors>"
+
+
+def require_whole(table: TensorTable, ranks: Sequence[Sequence[Place]]) -> None:
+    """Refuse parts of several ranks, unless together they cover every element of every tensor just once."""
+    regions: dict[int, list[Region]] = {}
+    for places in ranks:
+        for tensor, region in places:
+            regions.setdefault(tensor, []).append(region or whole(table.specs[tensor].shape))
+    for tensor, spec in enumerate(table.specs):
+        found = regions.get(tensor, [])
+        if spec.numel:
+            refuse_overlap(spec.name, found)
+        missing = spec.numel - sum(region.numel for region in found)
+        if missing or not found:
+            raise TensorMismatch(f"no rank has {missing} of the {spec.numel} elements of {spec.name!r}")

@@ -27,7 +27,7 @@ import sparserl
 from sparserl.bits import Bits
 from sparserl.cli import app
 from sparserl.session import parcel, signing
-from sparserl.session.records import HEAD, Head, Index, Step, path, sha256
+from sparserl.session.records import HEAD, Head, Index, path, sha256
 from sparserl.session.upkeep import read_head, read_index, read_run
 from sparserl.sources import open_checkpoint
 from sparserl.targets.folder import FolderTarget, write_checkpoint
@@ -427,10 +427,7 @@ def add_squashed() -> None:
     store = FolderStore("store")
     head, tag = read_head(store)
     patch = sparserl.diff(W[0], W[2])
-    hash, _ = parcel.send(store, head.run, patch)
-    size = sum(len(patch.bucket(i)) for i in range(patch.buckets))
-    profiles = tuple(sorted({bucket.profile.name for bucket in patch.heads}))
-    step = Step(0, 2, patch.base, patch.result, size, patch.changed, profiles, hash, time.time())
+    step = parcel.send(store, head.run, patch).step(0, 2, time.time())
     index = Index(head.run, (*read_index(store, head).steps, step))
     store.put(path(head.run, "index", sha256(index.to_bytes())), index.to_bytes())
     moved = Head(**(vars(head) | {"index": sha256(index.to_bytes()), "nonce": "0" * 16}))

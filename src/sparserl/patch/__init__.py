@@ -11,6 +11,7 @@ from __future__ import annotations
 from .apply import Applied, Landing, stage_all
 from .compose import merge, squash
 from .diff import Captured, capture, diff
+from .marked import Marked, capture_marked
 from .measure import measure
 from .patch import Entry, Patch
 from .stats import BucketStats, Stats, TensorStats
@@ -21,10 +22,12 @@ __all__ = [
     "Captured",
     "Entry",
     "Landing",
+    "Marked",
     "Patch",
     "Stats",
     "TensorStats",
     "capture",
+    "capture_marked",
     "diff",
     "measure",
     "merge",

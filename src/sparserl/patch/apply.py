@@ -326,7 +326,7 @@ def stage_all(
     current = digest_of(patch, held, threads) if digest is None else digest
     _require_base(patch, current)
     require_writable((patch.table[t].name, memory) for (t, _), memory in held.parts)
-    found = ordered(lambda i: stage(held, patch.decode(i, held)), range(patch.buckets), threads)
+    found = ordered(lambda i: stage(held, patch.decode(i, held)), patch.ready(), threads)
     parts = tuple(found)
     _require_result(patch, sum((part.moved for part in parts), current))
     tied = _tied(held)

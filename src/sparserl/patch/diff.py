@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,10 @@ from ..parallel import Progress, default_threads, ordered
 from ..pieces import Batch, Held, batches
 from ..plan import Changes, Chooser, Dense, Link, Speeds, estimate
 from ..shards import Place, Shards
+from ..wire import encode_table, table_hash
 from .assemble import Target, assemble
 from .patch import Patch
+from .stream import Stream
 
 _HUGE = 1 << 22  # bytes: arrays as large as this are asked to lie in huge pages
 _Found = tuple[npt.NDArray[np.uint32], UIntArray, UIntArray, npt.NDArray[np.int64]]
@@ -84,6 +86,12 @@ class Captured:
         """The patch."""
         return self._difference.encode(iter(self._parts), self._profile, link, to, threads)
 
+    def stream(
+        self, *, link: Link | str | None = None, profiles: Collection[str] | None = None, threads: int | None = None
+    ) -> Stream:
+        """The patch bucket by bucket, to be sent while it is encoded; in none but these profiles, if they are given."""
+        return self._difference.stream(self._parts, self._profile, link, profiles, threads)
+
     def back(self, *, to: Target = None, threads: int | None = None) -> Patch:
         """The patch that undoes it, in `gap`; `old` must not have been written to yet."""
         return self._difference.back(self._parts, to, threads)
@@ -142,6 +150,31 @@ class _Difference:
         covers = None if self.complete else self.covers
         ends = lambda: (self.base, self.base + self.delta)  # noqa: E731  # known when all parts went through
         return Patch(assemble(self.table, parts, profile, ends, covers, to, threads, chooser))
+
+    def stream(
+        self,
+        parts: list[Changes],
+        profile: str,
+        link: Link | str | None,
+        profiles: Collection[str] | None,
+        threads: int | None,
+    ) -> Stream:
+        names = [name for name in plan.candidates(profile) if profiles is None or name in profiles]
+        if not names:
+            raise TensorMismatch(f"profile {profile!r} cannot be written with {sorted(profiles or ())} alone")
+        chooser = None if link is None else _chooser(link, threads)
+        drafts = [draft for draft in plan.cut(parts) if draft.changed]
+        hash = table_hash(encode_table(self.table))
+        written = ordered(lambda draft: plan.write(draft, names, hash, chooser), drafts, threads)
+        return Stream(
+            self.table,
+            self.base,
+            self.base + self.delta,
+            sum(draft.changed for draft in drafts),
+            None if self.complete else self.covers,
+            len(drafts),
+            (bucket for bucket, _ in filter(None, written)),
+        )
 
     def back(self, parts: list[Changes], to: Target, threads: int | None) -> Patch:
         def turned(part: Changes) -> Changes:

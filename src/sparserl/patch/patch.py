@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -116,6 +116,10 @@ class Patch:
     def buckets(self) -> int:
         """Number of buckets."""
         return len(self._reader)
+
+    def ready(self) -> Iterable[int]:
+        """The buckets by their numbers; of a patch that is still arriving, each when it has come."""
+        return self._reader.ready()
 
     def bucket(self, index: int) -> bytes | memoryview:
         """The bytes of one bucket."""

@@ -47,6 +47,11 @@ class Draft:
         self.count += part.total
         self.dense_bytes += sum(d.bits.nbytes for d in part.dense)
 
+    @property
+    def changed(self) -> int:
+        """How many elements change, those of dense entries among them."""
+        return self.count + sum(d.count for part in self.parts for d in part.dense)
+
     def payload(self) -> float:
         return self.dense_bytes + min(self.costs.values(), default=0.0) / 8
 

@@ -1,4 +1,4 @@
-"""Sessions: a publisher and any number of subscribers over a store."""
+"""Sessions: a publisher and any number of subscribers, over a store or over a process group."""
 
 from __future__ import annotations
 

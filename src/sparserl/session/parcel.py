@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..bits import Bits
-from ..digest import Digest, digest
+from ..bits import Bits, DType
+from ..digest import Digest, digest, table_digest
 from ..errors import ChecksumMismatch, InvalidField, LimitExceeded
-from ..memory import Weights, memories
-from ..parallel import Progress
+from ..memory import Memory, Weights, memories, memory_of, table_of
+from ..parallel import Progress, ordered
 from ..patch import Patch, diff
 from ..patch.assemble import rewrite
+from ..region import Shape
+from ..shards import Part, Shards
 from ..table import TensorTable
 from ..transport.store import Store, fetch
-from .records import Blob, Manifest, Step, get_named, path, require_hash, sha256
+from .records import Blob, Manifest, Step, canonical, get_named, path, require_hash, sha256
 
 AT_ONCE = 8  # transfers
 SPOOL_BYTES = 256 << 20  # patches that may be larger than this lie on disk
@@ -30,16 +33,28 @@ SPOOL_BYTES = 256 << 20  # patches that may be larger than this lie on disk
 
 def zeros(table: TensorTable) -> dict[str, Bits]:
     """Weights in which every bit is zero: what an anchor is a patch of. Pages not written to take no memory."""
+    return {spec.name: _blank(spec.shape, spec.dtype, table) for spec in table.specs}
+
+
+def _blank(shape: Shape, dtype: DType, table: TensorTable) -> Bits:
     try:
-        return {spec.name: Bits(np.zeros(spec.shape, spec.dtype.uint), spec.dtype) for spec in table.specs}
+        return Bits(np.zeros(shape, dtype.uint), dtype)
     except (MemoryError, ValueError) as error:
         raise LimitExceeded(f"there is no room for {table.dense_bytes} bytes of weights: {error}") from error
 
 
-def copied(weights: Weights) -> dict[str, Bits]:
-    """Bits of our own, which nobody else writes to."""
-    held = memories(weights).items()
-    return {name: Bits(np.array(memory.view(), copy=True, order="C"), memory.dtype) for name, memory in held}
+def copied(weights: Weights | Shards, threads: int | None = None) -> Any:
+    """Bits of our own, which nobody else writes to; several tensors at a time, so that copies from a device overlap."""
+
+    def copy(memory: Memory) -> Bits:
+        return Bits(memory.copied(), memory.dtype)
+
+    if isinstance(weights, Shards):
+        bits = ordered(copy, [memory_of(part.tensor, part.data) for part in weights.parts], threads)
+        parts = zip(weights.parts, bits, strict=True)
+        return Shards(weights.table, [Part(part.tensor, part.region, copy) for part, copy in parts])
+    named = memories(weights)
+    return dict(zip(named, ordered(copy, named.values(), threads), strict=True))
 
 
 def built(
@@ -59,10 +74,17 @@ def built(
     return weights
 
 
-def anchor_of(weights: Weights, table: TensorTable, threads: int | None = None) -> Patch:
-    """All weights, as the patch that makes them of nothing."""
+def anchor_of(weights: Weights | Shards, threads: int | None = None) -> Patch:
+    """All weights (of shards: those at hand), as the patch that makes them of nothing."""
+    nothing: Weights | Shards
+    if isinstance(weights, Shards):
+        table = weights.table
+        weights = weights.map(lambda part: part.data)  # marks count from another version
+        nothing = weights.map(lambda part: _blank(part.region.size, table[table.index[part.tensor]].dtype, table))
+    else:
+        nothing = zeros(table := table_of(memories(weights)))
     with spool(table.dense_bytes) as to:
-        return diff(zeros(table), weights, to=to, threads=threads)
+        return diff(nothing, weights, to=to, threads=threads)
 
 
 @contextmanager
@@ -75,9 +97,41 @@ def spool(size: int) -> Iterator[Path | None]:
         yield Path(folder) / "patch"
 
 
-def send(store: Store, run: str, patch: Patch, progress: Progress | None = None) -> tuple[str, int]:
-    """Write buckets, then the manifest. Returns its hash, and the bytes written."""
-    manifest = Manifest(run, secrets.token_hex(8), patch.base, patch.result, patch.changed, ())
+@dataclass(frozen=True)
+class Sent:
+    """A patch in the store, or one rank's share of it: its manifest, which may not be written yet, and its profiles."""
+
+    manifest: Manifest
+    profiles: frozenset[str]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the buckets."""
+        return sum(blob.size for blob in self.manifest.buckets)
+
+    @property
+    def written(self) -> int:
+        """Bytes of the buckets and the manifest."""
+        return self.size + len(self.manifest.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        return canonical({"profiles": sorted(self.profiles)}) + b"\n" + self.manifest.to_bytes()
+
+    @classmethod
+    def parse(cls, data: bytes) -> Sent:
+        profiles, manifest = data.split(b"\n")
+        return cls(Manifest.parse(manifest, "a rank's share"), frozenset(json.loads(profiles)["profiles"]))
+
+    def step(self, base: int | None, version: int, now: float) -> Step:
+        """How it stands in the index."""
+        m = self.manifest
+        start = None if base is None else m.base
+        hash = sha256(m.to_bytes())
+        return Step(base, version, start, m.result, self.size, m.changed, tuple(sorted(self.profiles)), hash, now)
+
+
+def upload(store: Store, run: str, place: str, patch: Patch, progress: Progress | None = None) -> Sent:
+    """Write buckets. What comes back has the digests of the elements alone, so that those of ranks add up."""
 
     def put(index: int) -> Blob:
         data = patch.bucket(index)
@@ -85,15 +139,44 @@ def send(store: Store, run: str, patch: Patch, progress: Progress | None = None)
         store.put(manifest.bucket(blob), data)
         return blob
 
+    terms = table_digest(patch.table) if patch.complete else Digest()
+    manifest = Manifest(run, place, patch.base - terms, patch.result - terms, patch.changed, ())
     blobs = []
     for blob in _ahead(put, range(patch.buckets)):
         blobs.append(blob)
         if progress is not None:
             progress(blob.size)
-    record = replace(manifest, buckets=tuple(blobs)).to_bytes()
-    hash = sha256(record)
-    store.put(path(run, "manifests", hash), record)
-    return hash, len(record) + sum(blob.size for blob in blobs)
+    profiles = frozenset(head.profile.name for head in patch.heads)
+    return Sent(replace(manifest, buckets=tuple(blobs)), profiles)
+
+
+def joined(table: TensorTable, shares: Sequence[Sent]) -> Sent:
+    """The patch that the shares of all ranks are together."""
+    first = shares[0].manifest
+    if any((s.manifest.run, s.manifest.place) != (first.run, first.place) for s in shares):
+        raise InvalidField("the ranks have not uploaded parts of one patch")
+    terms = table_digest(table)
+    manifest = replace(
+        first,
+        base=sum((s.manifest.base for s in shares), terms),
+        result=sum((s.manifest.result for s in shares), terms),
+        changed=sum(s.manifest.changed for s in shares),
+        buckets=tuple(blob for s in shares for blob in s.manifest.buckets),
+    )
+    return Sent(manifest, frozenset().union(*(s.profiles for s in shares)))
+
+
+def put_manifest(store: Store, sent: Sent) -> None:
+    """Write the manifest, when all buckets are there."""
+    record = sent.manifest.to_bytes()
+    store.put(path(sent.manifest.run, "manifests", sha256(record)), record)
+
+
+def send(store: Store, run: str, patch: Patch, progress: Progress | None = None) -> Sent:
+    """Write the buckets of a patch, then its manifest."""
+    sent = joined(patch.table, [upload(store, run, secrets.token_hex(8), patch, progress)])
+    put_manifest(store, sent)
+    return sent
 
 
 def receive(

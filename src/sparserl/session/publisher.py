@@ -10,38 +10,39 @@ the next publish finds the changes against it again.
 from __future__ import annotations
 
 import functools
+import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from .. import plan
-from ..bits import Bits
-from ..digest import Digest
 from ..errors import (
-    Fenced,
     FormatError,
     NotFound,
-    NotRetained,
-    Refused,
     SessionError,
     SparserlError,
     StoreError,
-    Unavailable,
-    Untrusted,
 )
-from ..files import replacing
-from ..memory import Weights, memories, require_like, table_of
+from ..memory import Weights
 from ..parallel import Progress
-from ..patch import Captured, Patch, capture
+from ..patch import Captured, Patch
+from ..pieces import Held
+from ..region import Region
+from ..shards import Shards, require_whole
 from ..sources import Source
+from ..table import TensorTable
+from ..transport.ranks import Ranks
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
+from .baseline import Baseline, Found, HostBaseline, NoBaseline, choose
 from .flight import Flight
+from .head import OwnHead, Steps
+from .kept import KeptAnchor
 from .ladder import Ladder
 from .records import (
-    HEAD,
     MOST_HEAD,
     Blob,
     Head,
@@ -56,18 +57,11 @@ from .records import (
     sha256,
 )
 from .report import SyncReport, Watch
-from .squashing import step_of
-from .upkeep import collect, read_index, read_run
+from .upkeep import collect
+from .writers import Writers
 
-Steps = tuple[Step, ...]
-
-_SWAPS = 8  # attempts at a head whose replies are lost
 _STEPS = 256  # an index does not grow past so many steps before an anchor is written
 _WORTH = 0.9  # a squashed patch is kept if it takes less than this share of the patches it stands for
-
-
-class _Late(Unavailable):
-    """A swap of ours that was given up worked after all."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ class _Committed:
     run: Run
     head: Head
     index: Index
-    baseline: dict[str, Bits]
+    baseline: Baseline
 
 
 class Publisher:
@@ -106,12 +100,30 @@ class Publisher:
     ladder: squashed patches are written over so many versions, twice as many and so on, from the first number up to the
         second, where they take less than the patches they stand for. Late subscribers take them. None for none.
     grace: seconds that objects stay after nothing refers to them any more.
+    writers: the process group of a sharded trainer, each rank of which has a publisher with the `Shards` it holds. All
+        call `publish` in step; each uploads its own buckets, and rank 0 moves the head when all are there.
+    timeout: seconds that writers wait for one another. One that hangs or is gone is noticed within 30.
+    baseline: where the bits of the last version are kept, to find changes against: `host`, or `none` for a source that
+        tracks changes itself (see `sparserl.sources.track`), at the price of one read of all weights per publish and
+        of the profiles `ulp` and `ctx`. `auto` takes `host` if `memory` has room for it.
+    memory: bytes that a baseline may take in this process.
+    process_group: instead of a url, a process group that the subscribers are ranks of: what is made then is a
+        `CollectivePublisher`, with options of its own.
     """
+
+    def __new__(cls, url: str | Store | None = None, *_: Any, process_group: Any = None, **options: Any) -> Any:
+        if process_group is None:
+            return super().__new__(cls)
+        if url is not None:
+            raise SessionError("publish to a store or to a process group; a Relay hands on what is in a store")
+        from .collective import CollectivePublisher
+
+        return CollectivePublisher(process_group=process_group, **options)
 
     def __init__(
         self,
         url: str | Store,
-        source: Source | Weights,
+        source: Source | Weights | Shards,
         *,
         key: str | None = None,
         files: Mapping[str, bytes] | str | Path | None = None,
@@ -125,6 +137,10 @@ class Publisher:
         lease: float = 120.0,
         threads: int | None = None,
         progress: Progress | None = None,
+        writers: Any = None,
+        timeout: float = 600.0,
+        baseline: str = "auto",
+        memory: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.store = open_store(url) if isinstance(url, str) else url
@@ -137,17 +153,25 @@ class Publisher:
         self._profile, self._link, self._threads, self._progress = profile, link, threads, progress
         self._anchor_after, self._keep, self._grace, self._lease = anchor_after, max(1, keep_anchors), grace, lease
         self._files = _contents(files)
-        self._state = None if state is None else Path(state)
         self._flight = Flight()
+        self._writers = Writers(None if writers is None else Ranks(writers, timeout))
+        self._kind, self._memory = baseline, memory
+        self.baseline = ""  # where the bits of the last version are kept, in words
+        if self._writers.size > 1:
+            if state is not None:
+                raise SessionError("several writers keep no state: after a restart they begin a new run")
+            ladder = None  # `sparserl squash` makes squashed patches of what several writers publish
         self._now: _Committed | None = None
-        self._unsure: tuple[str, Callable[[], None]] | None = None  # a swap that nobody answered, and what it is to do
         self._ladder = None if ladder is None else Ladder(*ladder)
         self._notes: list[str] = []
-        self._kept: str | None = None  # the run of the anchor that is kept here
-        head, self._tag = self._there(0)
-        self._after = 0.0 if head is None else head.created + 0.001  # a later run says so, whatever the clock
-        if self._state is not None and head is not None:
-            self._now = self._resumed(self._state, head)
+        self._kept = None if state is None else KeptAnchor(Path(state))
+        self._head = OwnHead(self.store, key, self._writers, clock)
+        if self._kept is not None and (head := self._head.found) is not None:
+            found = self._kept.resumed(self.store, head, threads)
+            if found is not None:
+                own = NoBaseline(found.weights) if baseline == "none" else None
+                kept = own or HostBaseline(found.weights, head.digest, own=True)
+                self._now = _Committed(found.run, head, found.index, kept)
 
     @property
     def run(self) -> str | None:
@@ -166,30 +190,50 @@ class Publisher:
         encoded and sent. The next call, or `settle`, waits for that and raises what went wrong with it.
         """
         self.settle()
-        self._resolve()
-        weights = self._source.weights() if isinstance(self._source, Source) else self._source
+        self._head.resolve()
+        if not self._writers.agree(b"" if self._now is None else self._now.head.nonce.encode()):
+            self._now = None  # a rank has lost its baseline: all begin a new run
         watch = Watch()
-        work: Callable[[], SyncReport]
-        if (now := self._now) is None:
-            with watch.stage("capture"):
-                copy = parcel.copied(weights)
-            work = functools.partial(self._first, copy, watch)
-        else:
-            require_like(now.run.table, memories(weights), "the run", "the weights")
-            with watch.stage("find"):
-                found = capture(
-                    now.baseline,
-                    weights,
-                    profile=self._profile,
-                    base_digest=now.head.digest,
-                    threads=self._threads,
-                    progress=self._progress,
-                )
-            work = functools.partial(self._next, now, found, watch)
+        work = self._captured(watch)
         if wait:
             return work()
         self._flight.launch(work)
         return None
+
+    def _captured(self, watch: Watch) -> Callable[[], SyncReport]:
+        """All that the publish needs of the weights, which may change from now on; what is left to do."""
+        work: list[Callable[[], SyncReport]] = []
+
+        def own() -> bytes:
+            weights = self._source.weights() if isinstance(self._source, Source) else self._source
+            now = self._now
+            if now is None:
+                with watch.stage("capture"):
+                    baseline, self.baseline = choose(
+                        weights,
+                        self._memory,
+                        self._kind,
+                        tracked=hasattr(self._source, "committed"),
+                        threads=self._threads,
+                    )
+                anchor = self._anchor(weights, watch) if baseline.weights is None else None
+                work.append(functools.partial(self._first, Held.of(weights), baseline, anchor, watch))
+                return b""
+            with watch.stage("find"):
+                found = now.baseline.capture(
+                    weights, profile=self._profile, threads=self._threads, progress=self._progress
+                )
+            due = now.baseline.weights is None and self._anchor_due(now)
+            anchor = self._anchor(weights, watch) if due else None
+            work.append(functools.partial(self._next, now, found, anchor, watch))
+            return b""
+
+        self._writers.together(own)
+        return work[0]
+
+    def _anchor(self, weights: Weights | Shards, watch: Watch) -> Patch:
+        with watch.stage("encode"):
+            return parcel.anchor_of(weights, self._threads)
 
     def settle(self) -> SyncReport | None:
         """Wait for a publish that is in flight; returns its report, or raises what went wrong with it."""
@@ -219,41 +263,89 @@ class Publisher:
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
-    def _first(self, weights: dict[str, Bits], watch: Watch) -> SyncReport:
+    def _first(self, held: Held, baseline: Baseline, anchor: Patch | None, watch: Watch) -> SyncReport:
         """The first version of a new run: an anchor."""
-        run = Run(secrets.token_hex(8), max(self._clock(), self._after), table_of(memories(weights)))
-        with watch.stage("encode"):
-            patch = parcel.anchor_of(weights, run.table, self._threads)
-        with watch.stage("upload"):
-            run = replace(run, files=self._put_files(run.run))
-            self.store.put(run_path(run.run), run.to_bytes())
-            hash, sent = parcel.send(self.store, run.run, patch, self._progress)
-        step = step_of(None, 0, patch, hash, self._clock())
-        self._kept = None
+        run = self._writers.lead(lambda: self._begin(held.table), Run.to_bytes, lambda data: Run.parse(data, "the run"))
+        self._require_whole(held, run.table)
+
+        def encoded() -> Patch:
+            nonlocal anchor
+            anchor = anchor or self._anchor(baseline.weights, watch)
+            if isinstance(baseline, HostBaseline):
+                baseline.know(anchor.result)
+            return anchor
+
+        sent = self._send(run, encoded, watch)
+        step = sent.step(None, 0, self._clock())
         if self._ladder is not None:
             self._ladder.clear()
+        if (kept := self._kept) is not None:  # before the head moves: whoever is killed after that goes on from here
+            self._quietly(lambda: kept.keep(encoded(), run.run, 0))
         with watch.stage("commit"):
-            done = self._commit(run, 0, patch.result, lambda _steps: (step,), weights, self._set)
-        notes = self._maintain(done, watch, patch)
-        return _reported(done, "anchor", patch, sent, watch, notes)
+            done = self._commit(run, step, lambda _steps: (step,), baseline, self._begun)
+        notes = self._maintain(done, watch, anchor)
+        return _reported(done, "anchor", sent, watch, notes)
 
-    def _next(self, now: _Committed, found: Captured, watch: Watch) -> SyncReport:
-        with watch.stage("encode"):
-            patch = found.encode(link=self._link, threads=self._threads)
-        with watch.stage("upload"):
-            hash, sent = parcel.send(self.store, now.run.run, patch, self._progress)
-        step = step_of(now.head.version, now.head.version + 1, patch, hash, self._clock())
+    def _next(self, now: _Committed, found: Found, anchor: Patch | None, watch: Watch) -> SyncReport:
+        patch: Patch | None = None
+
+        def encoded() -> Patch:
+            nonlocal patch
+            with watch.stage("encode"):
+                patch = found.encode(link=self._link, threads=self._threads)
+            return patch
+
+        sent = self._send(now.run, encoded, watch)
+        step = sent.step(now.head.version, now.head.version + 1, self._clock())
 
         def land(done: _Committed) -> None:
+            assert patch is not None
             with watch.stage("baseline"):
                 self._climb(step.version, found)
-                patch.apply(now.baseline, digest=patch.base, threads=self._threads)
-            self._now = done
+                now.baseline.advance(patch, self._threads)
+            self._begun(done)
 
         with watch.stage("commit"):
-            done = self._commit(now.run, step.version, patch.result, lambda steps: (*steps, step), now.baseline, land)
-        notes = self._maintain(done, watch)
-        return _reported(done, "patch", patch, sent, watch, notes)
+            done = self._commit(now.run, step, functools.partial(_with, step), now.baseline, land)
+        notes = self._maintain(done, watch, anchor)
+        return _reported(done, "patch", sent, watch, notes)
+
+    def _begin(self, table: TensorTable) -> Run:
+        """A new run, with all that its versions have in common in the store."""
+        run = Run(secrets.token_hex(8), max(self._clock(), self._head.after), table)
+        run = replace(run, files=self._put_files(run.run))
+        self.store.put(run_path(run.run), run.to_bytes())
+        return run
+
+    def _begun(self, done: _Committed) -> None:
+        """A version is committed: changes count from here."""
+        self._now = done
+        if (committed := getattr(self._source, "committed", None)) is not None:
+            committed()
+
+    def _require_whole(self, held: Held, table: TensorTable) -> None:
+        """All ranks must have the same tensor table, and every element of it must come from just one of them."""
+
+        def own() -> bytes:
+            table.require(held.table, "rank 0", f"rank {self._writers.rank}")
+            return json.dumps([(t, r and (r.start, r.size)) for t, r in held.places]).encode()
+
+        rows = map(json.loads, self._writers.together(own))
+        require_whole(table, [[(t, r and Region(*map(tuple, r))) for t, r in row] for row in rows])
+
+    def _send(self, run: Run, make: Callable[[], Patch], watch: Watch) -> parcel.Sent:
+        """Every rank encodes and uploads what it has; when all of it is there, the manifest is written."""
+        place = self._writers.lead(lambda: secrets.token_hex(8), str.encode, bytes.decode)
+
+        def own() -> bytes:
+            patch = make()
+            with watch.stage("upload"):
+                return parcel.upload(self.store, run.run, place, patch, self._progress).to_bytes()
+
+        sent = parcel.joined(run.table, [parcel.Sent.parse(share) for share in self._writers.together(own)])
+        with watch.stage("upload"):
+            self._writers.lead(lambda: parcel.put_manifest(self.store, sent), _nothing, _nothing)
+        return sent
 
     def _put_files(self, run: str) -> dict[str, Blob]:
         out = {}
@@ -262,139 +354,26 @@ class Publisher:
             self.store.put(path(run, "files", blob.hash), data)
         return out
 
-    # -- the head ------------------------------------------------------------------------------------------------------
-
     def _commit(
         self,
         run: Run,
-        version: int,
-        digest: Digest,
+        step: Step,
         steps: Callable[[Steps], Steps],
-        baseline: dict[str, Bits],
+        baseline: Baseline,
         land: Callable[[_Committed], None],
     ) -> _Committed:
-        """Make a version visible: the index, then the head under the condition that nobody else has moved it.
+        """Move the head to the version that a step leads to; `land` is called when it has moved."""
+        done: list[_Committed] = []
 
-        `steps` makes the new steps of the old ones, perhaps twice: tools may have added to the index meanwhile. `land`
-        is called when the head has moved; where that cannot be found out now, before the next publish.
-        """
-        known = () if self._now is None else self._now.index.steps
-        for _ in range(_SWAPS):
-            index = Index(run.run, steps(known))
-            data = index.to_bytes()
-            hash = sha256(data)
-            self.store.put(path(run.run, "index", hash), data)
-            ends = version, digest, hash, sha256(run.to_bytes()), run.created
-            head = Head(run.run, *ends, self._clock(), secrets.token_hex(8))
-            done = _Committed(run, head, index, baseline)
-            sealed, before = signing.seal(head.body(), self._key), self._unsure
-            self._unsure = head.nonce, functools.partial(self._land, land, done)
-            try:
-                moved = self._swap(sealed, head.nonce, None if before is None else before[0])
-            except _Late:
-                self._unsure = before
-                raise
-            if moved is None:
-                self._unsure[1]()
-                return done
-            self._unsure = None
-            known = read_index(self.store, moved).steps
-        raise Unavailable(f"{self.store.url}: the head could not be moved in {_SWAPS} attempts")
+        def moved(head: Head, index: Index) -> None:
+            done.append(_Committed(run, head, index, baseline))
+            self._now = None  # were this interrupted, a new run would begin: no version is ever published twice
+            land(done[0])
 
-    def _land(self, land: Callable[[_Committed], None], done: _Committed) -> None:
-        """The head has moved. Were this interrupted, a new run would begin: no version is ever published twice."""
-        self._now = None
-        self._unsure = None
-        self._after = done.run.created + 0.001
-        land(done)
-
-    def _resolve(self) -> None:
-        """Find out what became of a swap that was not answered, or interrupted."""
-        if self._unsure is not None:
-            head, tag = self._there(0)
-            if head is not None and head.nonce == self._unsure[0]:
-                self._tag = tag
-                self._unsure[1]()
-
-    def _swap(self, data: bytes, nonce: str, earlier: str | None) -> Head | None:
-        """Swap the head. Returns None when it is done, or a head with another index to start from again.
-
-        A reply may be lost: then the nonce that is there tells whose swap worked.
-        """
-        for attempt in range(_SWAPS):
-            try:
-                self._tag = self.store.swap(HEAD, data, self._tag)
-            except (Refused, Unavailable) as error:
-                head, tag = self._there(attempt)
-                if tag == self._tag:
-                    continue  # it did not get through
-                if head is not None and (head.nonce == nonce or self._same_version(head)):
-                    self._tag = tag
-                    return None if head.nonce == nonce else head
-                if head is not None and head.nonce == earlier:
-                    raise _Late(
-                        f"{self.store.url}: a publish that seemed to fail got through; publish again"
-                    ) from error
-                raise Fenced(f"{self.store.url}: another publisher has moved the head; this one must stop") from error
-            return None
-        raise Unavailable(f"{self.store.url}: the head could not be moved in {_SWAPS} attempts")
-
-    def _same_version(self, head: Head) -> bool:
-        """Whether a head only has another index than ours: a tool has squashed patches, say."""
-        ours = None if self._now is None else self._now.head
-        return ours is not None and (head.run, head.version, head.digest) == (ours.run, ours.version, ours.digest)
-
-    def _there(self, attempt: int) -> tuple[Head | None, str | None]:
-        """The head that is there, and its tag. With a key of our own, a head that it did not sign is none of ours."""
-        if attempt:
-            time.sleep(min(2.0, 0.1 * 2**attempt))
-        try:
-            found = self.store.get(HEAD, MOST_HEAD)
-        except NotFound:
-            return None, None
-        try:
-            pinned = None if self._key is None else signing.public_key(self._key)
-            return Head.parse(signing.unseal(found.data, pinned, HEAD)), found.tag
-        except Untrusted:
-            return None, found.tag
-
-    # -- restarts ------------------------------------------------------------------------------------------------------
-
-    def _keep_anchor(self, anchor: Patch | None, now: _Committed, anew: bool = False) -> None:
-        """Keep an anchor here, so that a restart need not fetch one. One is enough; a later one saves patches."""
-        if self._state is None or (self._kept == now.run.run and not anew):
-            return
-        anchor = anchor or parcel.anchor_of(now.baseline, now.run.table, self._threads)
-        self._state.mkdir(parents=True, exist_ok=True)
-        name = f"anchor-{now.run.run}-{now.head.version}.srl"
-        anchor.save(self._state / name)
-        with replacing(self._state / "run.txt") as file:
-            file.write(f"{now.run.run} {now.head.version}\n".encode())
-        self._kept = now.run.run
-        _sweep(self._state, name)
-
-    def _resumed(self, state: Path, head: Head) -> _Committed | None:
-        """The run whose anchor is kept here, if it is the one of the store's head; else a new run begins."""
-        try:
-            name, version = (state / "run.txt").read_text().split()
-            held = int(version)
-            anchor = Patch.open(state / f"anchor-{name}-{held}.srl")
-        except (OSError, ValueError, FormatError):
-            return None
-        if head.run != name:
-            return None
-        run, index = read_run(self.store, head), read_index(self.store, head)
-        anchor.table.require(run.table, "the kept anchor", "the run")
-        try:
-            steps = chain.route(index.steps, (held, anchor.result), head.version)
-        except NotRetained:
-            return None
-        patches = [anchor] if not steps or steps[0].base is not None else []
-        patches += [parcel.receive(self.store, name, run.table, step) for step in steps]
-        baseline = parcel.built(run.table, patches, head.digest, self._threads)
-        self._kept = name
-        _sweep(state, f"anchor-{name}-{held}.srl")
-        return _Committed(run, head, index, baseline)
+        now = self._now
+        known, ours = ((), None) if now is None else (now.index.steps, now.head)
+        self._head.move(run, step.version, step.digest, steps, known, ours, moved)
+        return done[0]
 
     # -- upkeep --------------------------------------------------------------------------------------------------------
 
@@ -408,19 +387,24 @@ class Publisher:
         return out
 
     def _maintain(self, now: _Committed, watch: Watch, anchor: Patch | None = None) -> tuple[str, ...]:
-        """Squashed patches, anchors, retention, the anchor kept here: a failure is told, and tried again next time."""
-        notes, self._notes = self._notes, []
+        """Squashed patches, anchors, retention, the anchor kept here."""
         with watch.stage("upkeep"):
-            for work in (self._squash_if_due, self._anchor_if_due, functools.partial(self._keep_anchor, anchor)):
-                try:
-                    work(self._now or now)
-                except (StoreError, FormatError, OSError) as error:
-                    notes.append(f"upkeep failed, and will be tried again: {error}")
+            self._quietly(lambda: self._squash_if_due(self._now or now))
+            self._quietly(lambda: self._anchor_if_due(anchor, self._now or now))
+            self._quietly(lambda: self._keep_if_new(anchor, self._now or now))
+        notes, self._notes = self._notes, []
         return tuple(notes)
 
-    def _climb(self, version: int, found: Captured) -> None:
+    def _quietly(self, work: Callable[[], None]) -> None:
+        """Do what a version does not depend on: a failure is told, and it is tried again next time."""
+        try:
+            work()
+        except (StoreError, FormatError, OSError) as error:
+            self._notes.append(f"upkeep failed, and will be tried again: {error}")
+
+    def _climb(self, version: int, found: Found) -> None:
         """One more version for the ladder; where that fails, late subscribers take longer, and nothing else."""
-        if self._ladder is None:
+        if self._ladder is None or not isinstance(found, Captured):  # without a baseline there is no way back
             return
         try:
             self._ladder.add(version, found, self._threads)
@@ -429,56 +413,76 @@ class Publisher:
 
     def _squash_if_due(self, now: _Committed) -> None:
         """A squashed patch for each rung of the ladder that ends here, where it takes less than what it stands for."""
-        for base, patch in (
-            () if self._ladder is None else self._ladder.rungs(now.head.version, now.baseline, self._threads)
-        ):
+        weights = now.baseline.weights
+        if self._ladder is None or weights is None:
+            return
+        for base, patch in self._ladder.rungs(now.head.version, weights, self._threads):
             size = sum(len(patch.bucket(i)) for i in range(patch.buckets))
             here = chain.route(now.index.steps, (base, patch.base), now.head.version)
             if any(step.base is None for step in here) or size > _WORTH * sum(step.bytes for step in here):
                 continue
-            hash, _ = parcel.send(self.store, now.run.run, patch, self._progress)
-            step = step_of(base, now.head.version, patch, hash, self._clock())
-            add = functools.partial(_with, step)
-            now = self._commit(now.run, now.head.version, now.head.digest, add, now.baseline, self._set)
+            step = parcel.send(self.store, now.run.run, patch, self._progress).step(
+                base, now.head.version, self._clock()
+            )
+            now = self._commit(now.run, step, functools.partial(_with, step), now.baseline, self._set)
 
     def _set(self, done: _Committed) -> None:
         self._now = done
 
-    def _anchor_if_due(self, now: _Committed) -> None:
-        """An anchor when the patches since the last one have become as large; what is too old then goes."""
+    def _anchor_due(self, now: _Committed) -> bool:
+        """Whether the patches since the last anchor have become as large as an anchor."""
         steps = now.index.steps
         last = max((s for s in steps if s.base is None), key=lambda s: s.version)
         since = sum(s.bytes for s in steps if s.base is not None and last.version <= s.base == s.version - 1)
-        if since < self._anchor_after * last.bytes and len(steps) < _STEPS:
-            if len(steps) == 1:
-                collect(self.store, self._grace, self._clock)  # what earlier runs left
+        return since >= self._anchor_after * last.bytes or len(steps) >= _STEPS
+
+    def _anchor_if_due(self, anchor: Patch | None, now: _Committed) -> None:
+        """Write an anchor if one is due; what is too old then goes."""
+        weights = now.baseline.weights
+        if not self._anchor_due(now) or (weights is None and anchor is None):
+            if len(now.index.steps) == 1:
+                self._collect()  # what earlier runs left
             return
-        anchor = parcel.anchor_of(now.baseline, now.run.table, self._threads)
-        hash, _ = parcel.send(self.store, now.run.run, anchor, self._progress)
-        step = step_of(None, now.head.version, anchor, hash, self._clock())
-        live = [lease.version for lease in self._leases() if self._clock() - lease.time < self._lease]
+        made: list[Patch] = []
+
+        def encoded() -> Patch:
+            made.append(anchor or parcel.anchor_of(weights, self._threads))
+            return made[0]
+
+        step = self._send(now.run, encoded, Watch()).step(None, now.head.version, self._clock())
 
         def kept(known: Steps) -> Steps:
+            live = [lease.version for lease in self._leases() if self._clock() - lease.time < self._lease]
             return chain.retained((*known, step), self._keep, live)
 
-        done = self._commit(now.run, now.head.version, now.head.digest, kept, now.baseline, self._set)
-        self._keep_anchor(anchor, done, anew=True)
-        collect(self.store, self._grace, self._clock)
+        done = self._commit(now.run, step, kept, now.baseline, self._set)
+        if self._kept is not None:
+            self._kept.keep(made[0], done.run.run, done.head.version)
+        self._collect()
+
+    def _keep_if_new(self, anchor: Patch | None, now: _Committed) -> None:
+        """Keep an anchor of a run here, for a restart, where that could not be done before its first version."""
+        if self._kept is None or self._kept.run == now.run.run:
+            return
+        if anchor is None and now.baseline.weights is not None:
+            anchor = parcel.anchor_of(now.baseline.weights, self._threads)
+        if anchor is not None:
+            self._kept.keep(anchor, now.run.run, now.head.version)
+
+    def _collect(self) -> None:
+        """Remove what nothing refers to any more."""
+        if self._writers.rank == 0:
+            collect(self.store, self._grace, self._clock)
 
 
-def _reported(
-    now: _Committed, kind: str, patch: Patch, sent: int, watch: Watch, notes: tuple[str, ...] = ()
-) -> SyncReport:
-    table = now.run.table
+def _reported(now: _Committed, kind: str, sent: parcel.Sent, watch: Watch, notes: tuple[str, ...] = ()) -> SyncReport:
+    table, changed = now.run.table, sent.manifest.changed
     ends = now.run.run, now.head.version, now.head.digest.hex
-    return SyncReport(*ends, kind, patch.changed, table.elements, sent, table.dense_bytes, watch.seconds, notes)
+    return SyncReport(*ends, kind, changed, table.elements, sent.written, table.dense_bytes, watch.seconds, notes)
 
 
-def _sweep(state: Path, name: str) -> None:
-    """Remove other anchors, and what a publisher that was killed here was writing."""
-    for left in (*state.glob("anchor-*.srl"), *state.glob(".anchor-*"), *state.glob(".run.txt.*")):
-        if left.name != name:
-            left.unlink(missing_ok=True)
+def _nothing(_: object) -> bytes:
+    return b""
 
 
 def _with(step: Step, steps: Steps) -> Steps:

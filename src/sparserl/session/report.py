@@ -22,6 +22,7 @@ class SyncReport:
     dense_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what went wrong beside it, and will be tried again
+    messages: int = 0  # broadcasts that it took, over a process group
 
     @property
     def density(self) -> float:

@@ -17,14 +17,6 @@ from .upkeep import read_index, read_run
 _SWAPS = 8  # attempts at a head that others move meanwhile
 
 
-def step_of(base: int | None, version: int, patch: Patch, hash: str, now: float) -> Step:
-    """How a patch that was sent stands in the index."""
-    profiles = tuple(sorted({head.profile.name for head in patch.heads}))
-    size = sum(len(patch.bucket(i)) for i in range(patch.buckets))
-    start = None if base is None else patch.base
-    return Step(base, version, start, patch.result, size, patch.changed, profiles, hash, now)
-
-
 def squash_versions(
     store: Store,
     base: int,
@@ -51,8 +43,7 @@ def squash_versions(
     start = None if on[0].base is None else (parcel.copied(old), digests[base])
     new = parcel.built(run.table, _fetched(store, run, on), digests[version], threads, start)
     patch = diff(old, new, base_digest=digests[base], threads=threads)
-    hash, _ = parcel.send(store, run.run, patch)
-    step = step_of(base, version, patch, hash, clock())
+    step = parcel.send(store, run.run, patch).step(base, version, clock())
     for _ in range(_SWAPS):
         head, tag = _head(store, key)
         if head.run != run.run:

@@ -30,6 +30,7 @@ from ..errors import (
 )
 from ..memory import Weights
 from ..parallel import Progress
+from ..table import TensorTable
 from ..targets import Change, Prepared, Target, module
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
@@ -70,7 +71,155 @@ class Staged:
     report: SyncReport
 
 
-class Subscriber:
+class Receiver:
+    """Targets that change together or not at all, and the version that they hold.
+
+    before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
+        worked, if `before` did.
+    audit_every: after so many commits all bits of the targets are read and compared with the digest.
+    """
+
+    def __init__(
+        self,
+        target: Target | Weights | Sequence[Target | Weights],
+        before: Callable[[], None] | None,
+        after: Callable[[], None] | None,
+        audit_every: int | None,
+        threads: int | None,
+    ) -> None:
+        several = target if isinstance(target, Sequence) else [target]
+        self.targets = [_as_target(t, threads) for t in several]
+        self._before, self._after, self.threads = before, after, threads
+        self._audit_every, self._commits = audit_every, 0
+        self._table: TensorTable | None = None
+        self._held: Held | None = None
+        self._staged: Staged | None = None
+        self._doubt = False  # whether the targets may hold other bits than those of the version held
+
+    @property
+    def version(self) -> int | None:
+        """The version that is held; None before the first commit."""
+        return None if self._held is None else self._held.version
+
+    @property
+    def run(self) -> str | None:
+        """The run it belongs to."""
+        return None if self._held is None else self._held.run
+
+    def commit(self) -> SyncReport:
+        """Make the staged version the one that is held: in O(changed), all targets or none.
+
+        If a target fails, those before it are taken back, and `CommitFailed` says what happened.
+        """
+        if self._staged is None:
+            raise SessionError("nothing is staged; call stage() first")
+        started = time.perf_counter()
+        if self._before is not None:
+            self._before()  # what is staged stays so if this raises
+        staged, self._staged = self._staged, None
+        try:
+            self._commit(staged)
+        finally:
+            staged.report.seconds["commit"] = time.perf_counter() - started
+            try:
+                if self._after is not None:
+                    self._after()
+            finally:
+                if self._held == staged.held:
+                    self._settle(staged)
+        if self._audit_every and self._commits % self._audit_every == 0:
+            self.audit()
+        return staged.report
+
+    def audit(self) -> None:
+        """Read all bits of every target and compare them with the digest of the version that is held."""
+        if self._held is None or self._table is None:
+            raise SessionError("nothing is held yet")
+        for target in self.targets:
+            weights = target.attach(self._table)
+            found = None if weights is None else digest(weights, threads=self.threads)
+            if found != self._held.digest:
+                version, self._held = self._held.version, None
+                raise ChecksumMismatch(
+                    f"a target should hold version {version}, but its bits are others: something else wrote to it. "
+                    "The next sync starts from an anchor"
+                )
+
+    def discard(self) -> None:
+        """Forget what is staged."""
+        if self._staged is not None:
+            staged, self._staged = self._staged, None
+            for prepared in staged.prepared:
+                prepared.discard()
+
+    def follow(self, *, stop: Callable[[], bool] | None = None) -> None:
+        """Commit every version as it comes."""
+        raise NotImplementedError
+
+    async def commit_async(self) -> SyncReport:
+        """`commit` on a thread."""
+        return await asyncio.to_thread(self.commit)
+
+    async def follow_async(self, **options: Any) -> None:
+        """`follow` on a thread; when the task is cancelled it ends with the version it is at."""
+        ended = False
+        theirs = options.pop("stop", None)
+
+        def stop() -> bool:
+            return ended or (theirs is not None and theirs())
+
+        try:
+            await asyncio.to_thread(self.follow, stop=stop, **options)
+        finally:
+            ended = True
+
+    def _bits(self, table: TensorTable) -> Digest | None:
+        """What all targets hold, by their bits; None if they differ, or hold nothing."""
+        found = set()
+        for target in self.targets:
+            weights = target.attach(table)
+            found.add(None if weights is None else digest(weights, threads=self.threads))
+        self._table, self._doubt = table, False
+        return found.pop() if len(found) == 1 else None
+
+    def prepare(self, change: Change) -> list[Prepared]:
+        """Get every target ready, or none."""
+        prepared: list[Prepared] = []
+        try:
+            prepared.extend(target.prepare(change) for target in self.targets)
+        except BaseException:
+            for one in prepared:
+                one.discard()
+            raise
+        return prepared
+
+    def _commit(self, staged: Staged) -> None:
+        """Commit every target, or take back those that were; in between, nothing is said to be held."""
+        done: list[Callable[[], None]] = []
+        before, self._held = self._held, None
+        try:
+            for prepared in staged.prepared:
+                done.append(prepared.commit())  # noqa: PERF401  # what was done must be known when the next one fails
+            self._held = staged.held
+        except BaseException as error:
+            for undo in reversed(done):
+                undo()
+            for prepared in staged.prepared[len(done) :]:
+                prepared.discard()
+            self._held, self._doubt = before, True
+            if isinstance(error, SparserlError | OSError | MemoryError):
+                raise CommitFailed(
+                    f"version {staged.held.version} was not committed, and nothing has changed: {error}"
+                ) from error
+            raise
+
+    def _settle(self, staged: Staged) -> None:
+        for prepared in staged.prepared:
+            prepared.finish()
+        self._commits += 1
+
+
+class Subscriber(Receiver):
     """Holds weights of a run and moves them from version to version, exactly.
 
     >>> import numpy as np, sparserl, tempfile
@@ -95,7 +244,17 @@ class Subscriber:
     before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
         worked, if `before` did.
     audit_every: after so many commits all bits of the targets are read and compared with the digest.
+    process_group: where the publisher is a rank of the same process group, that group, and no url: what is made then is
+        a `CollectiveSubscriber`. With both, a `Relay`, which hands on what it fetches to the other ranks of the group.
     """
+
+    def __new__(cls, url: str | Store | None = None, *_: Any, process_group: Any = None, **options: Any) -> Any:
+        if process_group is None or cls is not Subscriber:
+            return super().__new__(cls)
+        from .collective_subscriber import CollectiveSubscriber
+        from .relay import Relay
+
+        return CollectiveSubscriber(process_group=process_group, **options) if url is None else super().__new__(Relay)
 
     def __init__(
         self,
@@ -114,32 +273,16 @@ class Subscriber:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.store = open_store(url, token=token) if isinstance(url, str) else url
-        several = target if isinstance(target, Sequence) else [target]
-        self.targets = [_as_target(t, threads) for t in several]
+        super().__init__(target, before, after, audit_every, threads)
         if key is not None:
             signing.require_public(key)
-        self._key, self._pinned, self._threads, self._progress = key, run, threads, progress
-        self._before, self._after, self._clock = before, after, clock
-        self._audit_every, self._commits = audit_every, 0
+        self._key, self._pinned, self._progress, self._clock = key, run, progress, clock
         own = f"{socket.gethostname()}-{os.getpid()}-{id(self):x}" if name is True else name
         self._name = None if own is False or not self.store.writable else lease_name(str(own))
-        self._held: Held | None = None
-        self._staged: Staged | None = None
         self._view: View | None = None
-        self._doubt = False  # whether the targets may hold other bits than those of the version held
         self._told: Held | None = None
         self._told_at = 0.0
         self._newest: Head | None = None  # of all heads seen: nothing older is believed
-
-    @property
-    def version(self) -> int | None:
-        """The version that is held; None before the first commit."""
-        return None if self._held is None else self._held.version
-
-    @property
-    def run(self) -> str | None:
-        """The run it belongs to."""
-        return None if self._held is None else self._held.run
 
     def stage(self, version: int | None = None) -> SyncReport | None:
         """Get the newest version (or a given one) ready while the weights are in use; None if it is held already.
@@ -170,31 +313,6 @@ class Subscriber:
                     raise
                 self._view = None
         raise AssertionError("unreachable")
-
-    def commit(self) -> SyncReport:
-        """Make the staged version the one that is held: in O(changed), all targets or none.
-
-        If a target fails, those before it are taken back, and `CommitFailed` says what happened.
-        """
-        if self._staged is None:
-            raise SessionError("nothing is staged; call stage() first")
-        started = time.perf_counter()
-        if self._before is not None:
-            self._before()  # what is staged stays so if this raises
-        staged, self._staged = self._staged, None
-        try:
-            self._commit(staged)
-        finally:
-            staged.report.seconds["commit"] = time.perf_counter() - started
-            try:
-                if self._after is not None:
-                    self._after()
-            finally:
-                if self._held == staged.held:
-                    self._settle(staged)
-        if self._audit_every and self._commits % self._audit_every == 0:
-            self.audit()
-        return staged.report
 
     def sync(self, version: int | None = None) -> SyncReport | None:
         """Stage and commit; None if the version is held already."""
@@ -232,27 +350,6 @@ class Subscriber:
             left = 30.0 if end is None else min(30.0, end - time.monotonic())
             self._await(max(0.0, min(left, 1.0 if stop is not None else left)))
 
-    def audit(self) -> None:
-        """Read all bits of every target and compare them with the digest of the version that is held."""
-        if self._held is None or self._view is None:
-            raise SessionError("nothing is held yet")
-        for target in self.targets:
-            weights = target.attach(self._view.run.table)
-            found = None if weights is None else digest(weights, threads=self._threads)
-            if found != self._held.digest:
-                version, self._held = self._held.version, None
-                raise ChecksumMismatch(
-                    f"a target should hold version {version}, but its bits are others: something else wrote to it. "
-                    "The next sync starts from an anchor"
-                )
-
-    def discard(self) -> None:
-        """Forget what is staged."""
-        if self._staged is not None:
-            staged, self._staged = self._staged, None
-            for prepared in staged.prepared:
-                prepared.discard()
-
     def close(self) -> None:
         """Forget what is staged, and let go of targets and store."""
         self.discard()
@@ -270,26 +367,9 @@ class Subscriber:
         """`stage` on a thread."""
         return await asyncio.to_thread(self.stage, version)
 
-    async def commit_async(self) -> SyncReport:
-        """`commit` on a thread."""
-        return await asyncio.to_thread(self.commit)
-
     async def sync_async(self, version: int | None = None) -> SyncReport | None:
         """`sync` on a thread."""
         return await asyncio.to_thread(self.sync, version)
-
-    async def follow_async(self, **options: Any) -> None:
-        """`follow` on a thread; when the task is cancelled it ends with the version it is at."""
-        ended = False
-        theirs = options.pop("stop", None)
-
-        def stop() -> bool:
-            return ended or (theirs is not None and theirs())
-
-        try:
-            await asyncio.to_thread(self.follow, stop=stop, **options)
-        finally:
-            ended = True
 
     # -- what the store says -------------------------------------------------------------------------------------------
 
@@ -327,12 +407,8 @@ class Subscriber:
 
     def _attach(self, view: View) -> None:
         """Find out which version of this run the targets hold, by their bits."""
-        found = set()
-        for target in self.targets:
-            weights = target.attach(view.run.table)
-            found.add(None if weights is None else digest(weights, threads=self._threads))
-        self._held, self._doubt = None, False
-        if len(found) == 1 and (bits := found.pop()) is not None:
+        bits, self._held = self._bits(view.run.table), None
+        if bits is not None:
             at = [v for v, d in chain.versions(view.index.steps).items() if d == bits]
             if at:
                 self._held = Held(view.run.run, view.run.created, max(at), bits)
@@ -353,20 +429,14 @@ class Subscriber:
         files: dict[str, bytes] | None = None
         if steps and steps[0].base is None:
             with watch.stage("build"):
-                fresh = parcel.built(table, patches, held.digest, self._threads)
+                fresh = parcel.built(table, patches, held.digest, self.threads)
             if any(target.keeps_files for target in self.targets):
                 names = run.files.items()
                 files = {n: get_named(self.store, run.run, "files", b.hash, MOST_FILE) for n, b in names}
             patches = []
         change = Change(run.run, run.created, held.version, held.digest, patches, fresh, files)
-        prepared: list[Prepared] = []
-        try:
-            with watch.stage("stage"):
-                prepared.extend(target.prepare(change) for target in self.targets)
-        except BaseException:
-            for one in prepared:
-                one.discard()
-            raise
+        with watch.stage("stage"):
+            prepared = self.prepare(change)
         size = sum(step.bytes for step in steps)
         kind = "anchor" if fresh is not None else "patch" if steps else "none"
         changed = max((p.changed for p in prepared), default=0)
@@ -375,30 +445,8 @@ class Subscriber:
         self._staged = Staged(held, prepared, report)
         return report
 
-    def _commit(self, staged: Staged) -> None:
-        """Commit every target, or take back those that were; in between, nothing is said to be held."""
-        done: list[Callable[[], None]] = []
-        before, self._held = self._held, None
-        try:
-            for prepared in staged.prepared:
-                done.append(prepared.commit())  # noqa: PERF401  # what was done must be known when the next one fails
-            self._held = staged.held
-        except BaseException as error:
-            for undo in reversed(done):
-                undo()
-            for prepared in staged.prepared[len(done) :]:
-                prepared.discard()
-            self._held, self._doubt = before, True
-            if isinstance(error, SparserlError | OSError | MemoryError):
-                raise CommitFailed(
-                    f"version {staged.held.version} was not committed, and nothing has changed: {error}"
-                ) from error
-            raise
-
     def _settle(self, staged: Staged) -> None:
-        for prepared in staged.prepared:
-            prepared.finish()
-        self._commits += 1
+        super()._settle(staged)
         self._tell()
 
     def _tell(self) -> None:

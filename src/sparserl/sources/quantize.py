@@ -21,7 +21,7 @@ import numpy as np
 
 from ..bits import BY_NAME
 from ..errors import TensorMismatch, UnsupportedTensor
-from ..memory import Weights, tensor_table
+from ..memory import Foreign, Weights, tensor_table
 from ..region import Region, Shape, whole
 from ..shards import Part, Shards
 from ..table import TensorSpec, TensorTable
@@ -188,10 +188,11 @@ class _Plan:
     def _quantized(self, parts: tuple[Part, ...]) -> Iterator[tuple[Part, _Blocks]]:
         for part in parts:
             if (blocks := self.blocks.get(part.tensor)) is not None:
-                if not hasattr(part.data, "detach"):
-                    kind = type(part.data).__name__
+                data = part.data.tensor() if isinstance(part.data, Foreign) else part.data
+                if not hasattr(data, "detach"):
+                    kind = type(data).__name__
                     raise UnsupportedTensor(f"{part.tensor!r}: only torch tensors can be quantized, not a {kind}")
-                yield replace(part, data=part.data.detach()), blocks
+                yield replace(part, data=data.detach()), blocks
 
 
 def _slabs(part: Part, *others: Any) -> Iterator[tuple[Any, ...]]:

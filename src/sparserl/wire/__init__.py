@@ -6,6 +6,7 @@ from . import limits
 from .bucket import LINK, Entries, Estimates, Head, decode_bucket, encode_bucket
 from .check import gather_heads
 from .patchfile import Bytes, Footer, InMemory, OnDisk, PatchReader, PatchWriter
+from .table import compress_table, decode_table, decompress_table, encode_table, table_hash
 
 __all__ = [
     "LINK",
@@ -18,8 +19,13 @@ __all__ = [
     "OnDisk",
     "PatchReader",
     "PatchWriter",
+    "compress_table",
     "decode_bucket",
+    "decode_table",
+    "decompress_table",
     "encode_bucket",
+    "encode_table",
     "gather_heads",
     "limits",
+    "table_hash",
 ]

@@ -6,7 +6,7 @@ import os
 import stat
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -138,6 +138,10 @@ class PatchReader:
     @property
     def in_memory(self) -> bool:
         return isinstance(self._source, InMemory)
+
+    def ready(self) -> Iterable[int]:
+        """The buckets by their numbers, each as soon as it is there."""
+        return range(len(self))
 
     def bucket(self, index: int) -> bytes | memoryview:
         """The bytes of a bucket: those that the footer names."""

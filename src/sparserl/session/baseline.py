@@ -1,0 +1,188 @@
+"""What a publisher keeps of the last committed version, to find the next changes: all its bits, or only its sums.
+
+| baseline | memory | finding changes |
+| --- | --- | --- |
+| host | all bits at hand | a comparison of all bits; any profile |
+| none | 16 bytes a part | one full digest read; needs marks from the source; profiles `raw` and `gap` |
+
+Weights on a device are compared in host memory: pieces are copied to staging buffers that are used again, on threads,
+so that some pieces are on their way while others are compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..digest import Digest, digest, table_digest
+from ..errors import SessionError
+from ..memory import Memory, Weights
+from ..parallel import Progress
+from ..patch import Captured, Marked, Patch, capture, capture_marked
+from ..patch.marked import part_sums
+from ..pieces import Held
+from ..plan import Link
+from ..shards import Shards
+from .parcel import copied
+
+
+class Found(Protocol):
+    """Changes that were captured: the weights they come from are not looked at any more."""
+
+    def encode(self, *, link: Link | str | None = None, to: Any = None, threads: int | None = None) -> Patch:
+        """The patch."""
+        ...
+
+
+class Baseline(Protocol):
+    """What is known here of the last committed version."""
+
+    @property
+    def digest(self) -> Digest:
+        """Of the parts at hand; with the terms of the tensor table, if these are all."""
+        ...
+
+    @property
+    def weights(self) -> Any:
+        """The bits, which nobody else may write to; None where they are not kept."""
+        ...
+
+    def capture(
+        self,
+        weights: Weights | Shards,
+        *,
+        profile: str = "auto",
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Found:
+        """What changed since the last committed version."""
+        ...
+
+    def advance(self, patch: Patch, threads: int | None = None) -> None:
+        """The patch that was made of what was captured last is committed."""
+        ...
+
+
+class HostBaseline:
+    """A copy of all bits in host memory."""
+
+    def __init__(
+        self,
+        weights: Weights | Shards,
+        known: Digest | None = None,
+        *,
+        own: bool = False,
+        threads: int | None = None,
+    ) -> None:
+        """A copy of the weights, whose digest may be known; `own` says that they are nobody else's already."""
+        self.weights = weights if own else copied(weights, threads)
+        self._digest, self._threads = known, threads
+
+    @property
+    def digest(self) -> Digest:
+        if self._digest is None:
+            self._digest = digest(self.weights, threads=self._threads)
+        return self._digest
+
+    def know(self, digest: Digest) -> None:
+        """What the digest is, where somebody had to read all bits anyway."""
+        self._digest = digest
+
+    def capture(
+        self,
+        weights: Weights | Shards,
+        *,
+        profile: str = "auto",
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Captured:
+        """What changed. All bits are compared: looking at marked elements alone is hardly faster, and trusts marks."""
+        if isinstance(weights, Shards):
+            weights = weights.map(lambda part: part.data)
+        return capture(
+            self.weights, weights, profile=profile, base_digest=self.digest, threads=threads, progress=progress
+        )
+
+    def advance(self, patch: Patch, threads: int | None = None) -> None:
+        """Apply the patch."""
+        patch.apply(self.weights, digest=self.digest, threads=threads)
+        self.know(patch.result)
+
+
+class NoBaseline:
+    """The sums of every part, and nothing else."""
+
+    weights = None
+
+    def __init__(self, weights: Weights | Shards, threads: int | None = None) -> None:
+        held = Held.of(weights)
+        self.sums = part_sums(held, threads)
+        self.digest = sum(self.sums.values(), table_digest(held.table) if held.complete else Digest())
+        self._found: Marked | None = None
+
+    def capture(
+        self,
+        weights: Weights | Shards,
+        *,
+        profile: str = "auto",
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Marked:
+        """What changed, by marks; one full digest read."""
+        self._found = capture_marked(weights, self.sums, profile=profile, threads=threads, progress=progress)
+        return self._found
+
+    def advance(self, patch: Patch, threads: int | None = None) -> None:  # noqa: ARG002  # takes no work
+        """Take the sums over that were read when the patch was captured."""
+        if self._found is None or self._found.result != patch.result:
+            raise SessionError("the patch was not made of what was captured last")
+        self.sums, self.digest, self._found = self._found.sums, self._found.result, None
+
+
+def choose(
+    weights: Weights | Shards,
+    memory: int | None = None,
+    kind: str = "auto",
+    *,
+    tracked: bool = False,
+    threads: int | None = None,
+) -> tuple[HostBaseline | NoBaseline, str]:
+    """A baseline of the weights, and where it is, in words.
+
+    memory: bytes that the baseline and marks may take; None for as many as it needs.
+    kind: `host`; `device`, which is the same as long as weights are compared in host memory; `none`; or `auto`, which
+        takes none where the copy does not fit the budget.
+    tracked: whether the source marks changes, and is told of every commit.
+    """
+    if kind not in ("auto", "host", "device", "none"):
+        raise SessionError(f"there is no baseline {kind!r}; take 'auto', 'host', 'device' or 'none'")
+    held = Held.of(weights)
+    dense = sum(_nbytes(m) for _, m in held.parts)
+    marks = sum(_numel(m) for _, m in held.parts) // 4 if tracked else 0  # two bits an element
+    fits = memory is None or dense + marks <= memory
+    aside = f", and up to {size(marks)} of marks" if tracked else ""
+    if kind != "none" and fits:
+        return HostBaseline(weights, threads=threads), f"baseline: {size(dense)} in host memory{aside}"
+    if kind in ("host", "device"):
+        raise SessionError(f"a baseline takes {size(dense + marks)}, the budget is {size(memory or 0)}")
+    why = "" if kind == "none" else f": {size(dense)} would not fit {size(memory or 0)}"
+    if not tracked:
+        raise SessionError(f"baseline: none{why}; that takes a source that tracks changes (sparserl.sources.track)")
+    return NoBaseline(weights, threads), f"baseline: none{why}; one full digest read per publish{aside}"
+
+
+def size(nbytes: int) -> str:
+    """Bytes, for people."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes} bytes"
+
+
+def _numel(memory: Memory) -> int:
+    return int(np.prod(memory.shape, dtype=np.int64))
+
+
+def _nbytes(memory: Memory) -> int:
+    return _numel(memory) * memory.dtype.width

@@ -1,0 +1,216 @@
+"""A rank that receives: it holds weights of a run that another rank of its process group sends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..digest import Digest
+from ..errors import PeerLost, SessionError
+from ..memory import Weights
+from ..targets import Target
+from ..transport.collective import TIMEOUT, CalledOff, Line
+from . import rounds
+from .incoming import Arrival
+from .report import SyncReport, Watch
+from .rounds import Course, Note, Round
+from .subscriber import Held, Receiver, Staged
+
+
+class CollectiveSubscriber(Receiver):
+    """Holds weights of a run that a `CollectivePublisher`, or a `Relay`, of the same process group sends.
+
+    target: a torch module or a mapping from names to tensors, a checkpoint folder, or several of them.
+    process_group: a group that nothing else uses.
+    writers: as the publisher has them.
+    before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
+        worked, if `before` did.
+    audit_every: after so many commits all bits of the targets are read and compared with the digest.
+    timeout: seconds that any single wait inside a sync may take.
+    """
+
+    def __init__(
+        self,
+        target: Target | Weights | Sequence[Target | Weights],
+        process_group: Any,
+        *,
+        writers: Sequence[int] = (0,),
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        audit_every: int | None = None,
+        timeout: float = TIMEOUT,
+        threads: int | None = None,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(target, before, after, audit_every, threads)
+        self._line = Line(process_group, timeout, device)
+        self._lead, self._writers = writers[0], list(writers)
+        if self._line.rank in writers:
+            raise SessionError(f"rank {self._line.rank} is a writer; it cannot receive")
+        self._hash = b""
+        self._at: Digest | None = None  # what the targets hold, of whatever run
+        self._round: Round | None = None  # the one whose version is staged
+
+    def stage(self, timeout: float | None = None) -> SyncReport | None:
+        """Wait for the next version and get it ready while the weights are in use; None if none came in that time.
+
+        On return every rank has staged it, and all are to commit.
+        """
+        return self._stage(timeout, None)
+
+    def commit(self) -> SyncReport:
+        """Make the staged version the one that is held: in O(changed), all targets or none."""
+        round = self._round
+        try:
+            report = super().commit()
+        except BaseException as error:
+            if self._staged is None and round is not None:
+                self._done(round, rounds.told(error))
+            raise
+        assert round is not None
+        self._at = None if self._held is None else self._held.digest
+        self._done(round, {})
+        return report
+
+    def sync(self, timeout: float | None = None) -> SyncReport | None:
+        """Stage and commit the next version; None if none came in that time."""
+        return None if self.stage(timeout) is None else self.commit()
+
+    def follow(
+        self,
+        *,
+        timeout: float | None = None,
+        stop: Callable[[], bool] | None = None,
+        on_commit: Callable[[SyncReport], None] | None = None,
+    ) -> None:
+        """Commit every version as it comes, until the publisher closes, time is up or `stop()` is true."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while stop is None or not stop():
+            left = None if end is None else max(0.0, end - time.monotonic())
+            try:
+                staged = self._stage(left, stop)
+            except rounds.Closed:
+                return
+            if staged is None:
+                return
+            report = self.commit()
+            if on_commit is not None:
+                on_commit(report)
+
+    def discard(self) -> None:
+        """Forget what is staged; the publisher is told that it was not committed."""
+        if self._staged is not None and self._round is not None:
+            self._done(self._round, {"error": "the staged version was discarded"})
+        super().discard()
+
+    def close(self) -> None:
+        """Forget what is staged, and let go of targets and group."""
+        self.discard()
+        for target in self.targets:
+            target.close()
+        self._line.close()
+
+    def __enter__(self) -> CollectiveSubscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def stage_async(self, timeout: float | None = None) -> SyncReport | None:
+        """`stage` on a thread."""
+        return await asyncio.to_thread(self.stage, timeout)
+
+    async def sync_async(self, timeout: float | None = None) -> SyncReport | None:
+        """`sync` on a thread."""
+        return await asyncio.to_thread(self.sync, timeout)
+
+    # -- staging -------------------------------------------------------------------------------------------------------
+
+    def _stage(self, timeout: float | None, stop: Callable[[], bool] | None) -> SyncReport | None:
+        self.discard()
+        end, watch = None if timeout is None else time.monotonic() + timeout, Watch()
+        while True:
+            with watch.stage("wait"):
+                round = rounds.join_round(self._line, self._lead, end, stop)
+            if round is None:
+                return None
+            course = self._joined(round, watch)
+            if course is not None and (report := self._receive(round, course, watch)) is not None:
+                return report
+
+    def _joined(self, round: Round, watch: Watch) -> Course | None:
+        """Say what is held, and hear what will come; None if the round was called off."""
+        try:
+            with watch.stage("attach"):
+                self._attach(round)
+        except BaseException as error:
+            round.tell("hello", rounds.told(error))
+            raise
+        limits = [target.profiles for target in self.targets if target.profiles is not None]
+        held = None if self._at is None else self._at.hex
+        round.tell("hello", {"digest": held, "profiles": sorted(frozenset.intersection(*limits)) if limits else None})
+        with watch.stage("wait"):
+            heard = round.hear("course", [self._lead], "say what it sends", 2.0)[self._lead]
+        return None if "off" in heard else Course.of_note(heard)
+
+    def _attach(self, round: Round) -> None:
+        """Find out what the targets hold, by their bits, where that is not known."""
+        if round.opened["writers"] != self._writers:
+            raise SessionError(f"the writers are {round.opened['writers']} there and {self._writers} here")
+        if bytes.fromhex(round.opened["table"]) != self._hash:
+            table, hash = rounds.table_of(round)
+            self._at, self._hash = self._bits(table), hash
+        elif self._doubt or self._held is None:
+            assert self._table is not None
+            self._at = self._bits(self._table)
+
+    def _receive(self, round: Round, course: Course, watch: Watch) -> SyncReport | None:
+        """Stage what comes while more of it comes. None if the round was called off."""
+        line, before = self._line, self._line.moved
+        arrival = Arrival(self, course, self._table, self._hash, self._at)
+        try:
+            with watch.stage("receive"):
+                rounds.transfer(line, course, [iter(())] * len(course.legs), (), arrival.add)
+        except CalledOff:
+            arrival.stop()
+            return None
+        except BaseException as error:
+            arrival.stop()
+            line.abandon(f"{type(error).__name__} while receiving")
+            raise
+        with watch.stage("stage"):
+            arrival.finish()
+        prepared = arrival.prepared
+        try:
+            round.tell("ack", {} if arrival.failure is None else rounds.told(arrival.failure))
+            with watch.stage("agree"):
+                verdict = round.hear("verdict", [self._lead], "say whether to commit", 2.0)[self._lead]
+        except BaseException as error:
+            arrival.discard()
+            if isinstance(error, PeerLost):
+                line.lose(error)
+            raise
+        if "off" in verdict:
+            arrival.discard()
+            if arrival.failure is not None:
+                self._doubt = True  # where something else wrote to a target, its bits tell
+                raise arrival.failure
+            return None
+        assert self._table is not None
+        held = Held(course.run, course.created, course.version, course.digest)
+        report = rounds.report(course, self._table, line.moved - before, watch.seconds)
+        changed = max((p.changed for p in prepared), default=0)
+        report = replace(report, kind=arrival.kind, changed=changed)
+        self._staged, self._round = Staged(held, prepared, report), round
+        return report
+
+    def _done(self, round: Round, note: Note) -> None:
+        """Tell the publisher. If it is gone, the next stage says so; what was committed stays."""
+        self._round = None
+        try:
+            round.tell("done", note)
+        except PeerLost:
+            return

@@ -1,0 +1,174 @@
+"""Changes found by marks and sums, without the bits of the version before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import sparserl
+from sparserl import Part, Region, Shards, errors
+from sparserl.bitmap import Bitmap
+from sparserl.digest import Digest
+from sparserl.patch import capture_marked, marked
+from sparserl.pieces import Held
+from sparserl.region import whole
+
+TABLE = sparserl.tensor_table(
+    {"a": np.zeros((40, 50), np.uint16), "b": np.zeros(7, np.float32), "c": np.zeros((6, 1000), np.uint8)}
+)
+
+
+def shards(bits, marks=None, moved=None):
+    """Whole `a` and `b`, the middle of `c`."""
+    regions = {"a": whole((40, 50)), "b": whole((7,)), "c": Region((1, 10), (4, 900))}
+    marks, moved = marks or {}, moved or {}
+    return Shards(
+        TABLE, [Part(name, r, bits[name][r.slices], marks.get(name), moved.get(name)) for name, r in regions.items()]
+    )
+
+
+def some_bits(rng):
+    return {
+        "a": rng.integers(0, 1 << 16, (40, 50), np.uint16),
+        "b": rng.integers(0, 1 << 32, 7, np.uint32).view(np.float32),
+        "c": rng.integers(0, 256, (6, 1000), np.uint8),
+    }
+
+
+def copies(bits):
+    return {name: array.copy() for name, array in bits.items()}
+
+
+def sums(weights):
+    return marked.part_sums(Held.of(weights))
+
+
+def told(old, new, more=0):
+    """Marks and moved sums of all changes, and marks of a few elements that did not change."""
+    before, after = sums(shards(old)), sums(shards(new))
+    moved = {TABLE[t].name: after[t, r] - d for (t, r), d in before.items()}
+    marks = {}
+    for part, is_now in zip(shards(old).parts, shards(new).parts, strict=True):
+        width = f"u{part.data.dtype.itemsize}"
+        differ = np.flatnonzero(part.data.copy().view(width) != is_now.data.copy().view(width))
+        marks[part.tensor] = Bitmap(part.region.numel)
+        marks[part.tensor].add(differ.astype(np.uint32))
+        marks[part.tensor].add(np.arange(more, dtype=np.uint32))
+    return marks, {name: (d.first, d.second) for name, d in moved.items()}
+
+
+def lands(found, old, new):
+    """The patch leads from old to new, bit by bit."""
+    patch = found.encode()
+    assert patch.base == sparserl.digest(shards(old))
+    assert patch.result == found.result == sparserl.digest(shards(new))
+    there = shards(copies(old))
+    patch.apply(there)
+    for part, wanted in zip(there.parts, shards(new).parts, strict=True):
+        assert part.data.tobytes() == wanted.data.tobytes()
+    return patch
+
+
+@pytest.mark.parametrize("profile", ["auto", "gap", "raw"])
+@pytest.mark.parametrize("more", [0, 5])
+def test_marked_elements_are_sent_with_their_bits(profile, more):
+    """Sparse entries at the marks, also where these are too many; digests as those of a full comparison."""
+    rng = np.random.default_rng(more)
+    old = some_bits(rng)
+    new = copies(old)
+    new["a"][3, 4:9] ^= 1
+    new["b"].view(np.uint32)[2] = 0x7FC00123  # a NaN
+    new["c"][2, rng.integers(10, 900, 30)] ^= 255
+    marks, moved = told(old, new, more)
+    found = capture_marked(shards(new, marks, moved), sums(shards(old)), profile=profile)
+    patch = lands(found, old, new)
+    assert not any(entry.dense for entry in patch if entry.tensor != "b")
+    assert patch.changed >= 6
+    assert {entry.profile for entry in patch} <= {"gap", "raw"}
+
+
+def test_new_bits_are_captured():
+    """What the trainer writes afterwards does not get into the patch, be it sparse or dense."""
+    rng = np.random.default_rng(0)
+    old = some_bits(rng)
+    new = copies(old)
+    new["a"][0, 0] ^= 1
+    new["c"][2, 500] ^= 1
+    marks, moved = told(old, new)
+    del marks["c"]
+    going_on = copies(new)
+    found = capture_marked(shards(going_on, marks, moved), sums(shards(old)))
+    for array in going_on.values():
+        array.view(np.uint8)[...] ^= 77
+    lands(found, old, new)
+
+
+def test_a_write_without_a_mark_makes_the_part_dense():
+    """Sums that the marks do not explain: all bits of that part are sent, and of no other."""
+    rng = np.random.default_rng(1)
+    old = some_bits(rng)
+    new = copies(old)
+    new["a"][5, 5] ^= 1
+    new["c"][3, 300] ^= 1
+    marks, moved = told(old, new)
+    new["a"][9, 9] ^= 1
+    patch = lands(capture_marked(shards(new, marks, moved), sums(shards(old))), old, new)
+    assert {entry.tensor: entry.dense for entry in patch} == {"a": True, "c": False}
+
+
+def test_without_marks_a_part_is_dense_or_not_there():
+    """Of parts that nobody marks, those whose sums are the same are not sent."""
+    rng = np.random.default_rng(2)
+    old = some_bits(rng)
+    new = copies(old)
+    new["b"].view(np.uint32)[3] ^= 1 << 31  # the sign of a number, be it zero
+    patch = lands(capture_marked(shards(new), sums(shards(old))), old, new)
+    assert [(entry.tensor, entry.dense) for entry in patch] == [("b", True)]
+    assert capture_marked(shards(new), sums(shards(new))).encode().changed == 0
+
+
+def test_changes_that_were_undone_are_not_sent():
+    """Marks, but the bits of before: the sum is the same, and nothing is sent."""
+    old = some_bits(np.random.default_rng(3))
+    marks = {"a": Bitmap(2000)}
+    marks["a"].fill()
+    assert capture_marked(shards(old, marks, {"a": (0, 0)}), sums(shards(old))).encode().nbytes < 500
+
+
+def test_whole_weights_and_large_tensors():
+    """Of whole weights the patch is complete; parts larger than a piece or a bucket are cut and summed up."""
+    rng = np.random.default_rng(4)
+    old = {"w": rng.integers(0, 1 << 16, (3000, 4000), np.uint16), "v": np.zeros((), np.float32)}
+    new = copies(old)
+    where = rng.choice(12_000_000, 50_000, replace=False)
+    new["w"].reshape(-1)[where] ^= 1
+    table = sparserl.tensor_table(old)
+    before, after = sums(old), sums(new)
+    moved = after[1, None] - before[1, None]
+    marks = Bitmap(12_000_000)
+    marks.add(where.astype(np.uint32))
+    parts = [
+        Part("w", whole((3000, 4000)), new["w"], marks, (moved.first, moved.second)),
+        Part("v", whole(()), new["v"]),
+    ]
+    patch = capture_marked(Shards(table, parts), before).encode(link="10Gbit")
+    assert patch.complete
+    assert patch.changed == 50_000
+    dense = capture_marked(new, before).encode()
+    assert dense.buckets > 1
+    for made in (patch, dense):
+        there = copies(old)
+        made.apply(there)
+        assert made.result == sparserl.digest(new)
+        assert there["w"].tobytes() == new["w"].tobytes()
+
+
+def test_what_is_refused():
+    """Profiles that need the old bits, and other parts than those whose sums are known."""
+    old = some_bits(np.random.default_rng(5))
+    known = sums(shards(old))
+    for profile in ("ulp", "ctx"):
+        with pytest.raises(errors.NeedsBase, match=profile):
+            capture_marked(shards(old), known, profile=profile)
+    with pytest.raises(errors.TensorMismatch):
+        capture_marked(shards(old), known | {(0, Region((0, 0), (1, 1))): Digest()})

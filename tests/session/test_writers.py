@@ -1,0 +1,262 @@
+"""Several ranks publish one run: each its own shards, one head. Real processes over Gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sparserl
+from sparserl import Part, Region, Shards, Subscriber
+from sparserl.errors import NotFound, PeerLost, Refused, TensorMismatch, Unavailable
+from sparserl.session.upkeep import faults, read_head
+from sparserl.session.writers import Writers
+from sparserl.transport.folder import FolderStore
+
+SHAPES = {"embed": (37, 16), "up": (24, 30), "norm": (16,), "none": (0, 4)}
+
+
+def whole(version: int) -> dict[str, np.ndarray]:
+    """The weights of a version, as one process would hold them."""
+    rng = np.random.default_rng(5)
+    out = {name: rng.integers(0, 2**16, shape, np.uint16) for name, shape in SHAPES.items()}
+    for _ in range(version):
+        for bits in out.values():
+            bits += (rng.random(bits.shape) < 0.05).astype(np.uint16)
+    return out
+
+
+def regions(rank: int, size: int) -> list[tuple[str, Region]]:
+    """Rows of one tensor, unevenly; columns of another; what is replicated has one owner."""
+    rows, columns = ([n * r // size for r in range(size + 1)] for n in (37, 30))
+    found = [
+        ("embed", Region((rows[rank], 0), (rows[rank + 1] - rows[rank], 16))),
+        ("up", Region((0, columns[rank]), (24, columns[rank + 1] - columns[rank]))),
+    ]
+    return found + ([("norm", Region((0,), (16,))), ("none", Region((0, 0), (0, 4)))] if rank == size - 1 else [])
+
+
+def shards(version: int, rank: int, size: int) -> Shards:
+    weights = whole(version)
+    return Shards(
+        sparserl.tensor_table(weights), [Part(name, r, weights[name][r.slices]) for name, r in regions(rank, size)]
+    )
+
+
+class Trainer:
+    """A source whose shards are those of a version."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.version, self.committed_at = rank, size, 0, []
+
+    def weights(self) -> Shards:
+        return shards(self.version, self.rank, self.size)
+
+    def committed(self) -> None:
+        self.committed_at.append(self.version)
+
+
+class Troubled(FolderStore):
+    """A store that fails where it is told to."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.trouble = ""
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        if self.trouble == "put" and "/buckets/" in name:
+            raise Unavailable(f"{name}: out of reach")
+        if self.trouble == "stop" and "/buckets/" in name:
+            Path(self.trouble_file).touch()
+            time.sleep(600)
+        super().put(name, data)
+
+    def get(self, name: str, most: int):
+        if self.trouble == "swap, then away":
+            raise Unavailable("away")
+        return super().get(name, most)
+
+    def swap(self, name: str, data: bytes, tag: str | None) -> str:
+        if self.trouble == "swap":
+            super().swap(name, data, tag)
+            self.trouble = "swap, then away"
+            raise Unavailable("the reply was lost")
+        if self.trouble == "swap, then away":
+            raise Refused("another tag")
+        return super().swap(name, data, tag)
+
+
+def rank_main(rank: int, size: int, folder: str, scenario: str) -> None:
+    """What one rank does; `print` tells the test."""
+    import datetime as dt
+
+    import torch.distributed as dist
+
+    limit = dt.timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=size, timeout=limit)
+    store = Troubled(f"{folder}/store")
+    trainer = Trainer(rank, size)
+    publisher = sparserl.Publisher(store, trainer, writers=dist.group.WORLD, anchor_after=0.4, timeout=8)
+    globals()[scenario](rank, trainer, store, publisher, folder)
+    dist.destroy_process_group()
+
+
+def follow(rank, trainer, store, publisher, folder) -> None:
+    for version in range(8):
+        trainer.version = version
+        report = publisher.publish(wait=version % 2 == 0) or publisher.settle()
+        assert (report.version, report.changed > 0) == (version, True)
+        assert report.digest == sparserl.digest(whole(version)).hex
+        if rank == 0:
+            got = sparserl.Subscriber(store, mine := {k: np.zeros_like(w) for k, w in whole(0).items()}).sync()
+            assert got.version == version
+            assert all((mine[name] == bits).all() for name, bits in whole(version).items())
+    assert trainer.committed_at == list(range(8))
+
+
+def fail_once(rank, trainer, store, publisher, folder) -> None:
+    """An upload fails on one rank: all are told, nothing is seen, and the next publish has it all."""
+    publisher.publish()
+    trainer.version = 1
+    store.trouble = "put" if rank == 1 else ""
+    with pytest.raises(Unavailable, match="out of reach" if rank == 1 else "rank 1: Unavailable: .*out of reach"):
+        publisher.publish()
+    assert read_head(store)[0].version == 0
+    store.trouble = ""
+    trainer.version = 2
+    assert publisher.publish().digest == sparserl.digest(whole(2)).hex
+    assert trainer.committed_at == [0, 2]
+    if rank == 1:  # weights that cannot be published
+        trainer.weights = lambda: {"other": np.zeros(3)}
+    trainer.version = 3
+    with pytest.raises(TensorMismatch, match="rank 1" if rank != 1 else "other"):
+        publisher.publish()
+    trainer.__dict__.pop("weights", None)
+    assert publisher.publish().version == 2
+
+
+def lose_reply(rank, trainer, store, publisher, folder) -> None:
+    """The head moved and nobody was told; the next publish finds out, on all ranks, and goes on from there."""
+    publisher.publish()
+    run = publisher.run
+    trainer.version = 1
+    store.trouble = "swap" if rank == 0 else ""
+    with pytest.raises(Unavailable):
+        publisher.publish()
+    store.trouble = ""
+    assert read_head(store)[0].version == 1
+    trainer.version = 2
+    report = publisher.publish()
+    assert (report.version, report.run, report.kind) == (2, run, "patch")
+    assert report.digest == sparserl.digest(whole(2)).hex
+    assert trainer.committed_at[-1] == 2
+    if rank == 1:  # a rank that lost its baseline: all begin a new run together
+        publisher._now = None
+    trainer.version = 3
+    report = publisher.publish()
+    assert (report.version, report.kind) == (0, "anchor")
+    assert report.run != run
+
+
+def overlap(rank, trainer, store, publisher, folder) -> None:
+    """What two ranks cover, and what none covers, is refused before anything is uploaded."""
+    own = regions(rank, 2)
+    if rank == 1:
+        own[0] = ("embed", Region((17, 0), (20, 16)))
+    table = sparserl.tensor_table(whole(0))
+    for change, words in ((own, "overlap"), (own[1:], "no rank has .* of the 592 elements of 'embed'")):
+        parts = [Part(name, r, whole(0)[name][r.slices]) for name, r in change]
+        trainer.weights = lambda parts=parts: Shards(table, parts)
+        with pytest.raises(sparserl.SparserlError, match=words):
+            publisher.publish()
+    with pytest.raises(NotFound):
+        read_head(store)
+    trainer.weights = lambda: shards(0, rank, 2) if rank else {"w": np.zeros(3)}
+    with pytest.raises(TensorMismatch):
+        publisher.publish()
+
+
+def die(rank, trainer, store, publisher, folder) -> None:
+    """A rank is killed while it uploads: the others are told within the group's timeout, and the old head stands."""
+    publisher.publish()
+    trainer.version = 1
+    store.trouble, store.trouble_file = "stop" if rank == 1 else "", f"{folder}/uploading"
+    Path(f"{folder}/pid-{rank}").write_text(str(os.getpid()))
+    with pytest.raises(PeerLost, match="rank 1 did not") as told:
+        publisher.publish()
+    print(told.value, flush=True)
+    assert read_head(store)[0].version == 0
+    started = time.monotonic()
+    with pytest.raises(PeerLost, match="rank 1"):  # and at once from now on
+        publisher.publish()
+    assert time.monotonic() - started < 5
+
+
+def launch(module: str, size: int, arguments: tuple[object, ...]) -> list[subprocess.Popen[str]]:
+    """`rank_main` of a module, as so many processes."""
+    code = f"import sys; from {module} import rank_main as m; m(int(sys.argv[1]), *eval(sys.argv[2]))"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "SPARSERL_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
+    command = [sys.executable, "-c", code]
+    return [subprocess.Popen([*command, str(rank), repr(arguments)], **pipes) for rank in range(size)]
+
+
+def start(folder: Path, size: int, scenario: str) -> list[subprocess.Popen[str]]:
+    return launch("tests.session.test_writers", size, (size, str(folder), scenario))
+
+
+def finish(ranks: list[subprocess.Popen[str]], but: int | None = None) -> list[str]:
+    """What every rank printed; each must end well, but one that was killed."""
+    said = []
+    try:
+        for rank, process in enumerate(ranks):
+            said.append(process.communicate(timeout=120)[0])
+            assert rank == but or process.returncode == 0, f"rank {rank}:\n{said[-1]}"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    return said
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_version_is_that_of_the_whole(tmp_path, size):
+    """Shards of all ranks, anchors and patches, waited for or not: the subscriber has the unsharded weights."""
+    finish(start(tmp_path, size, "follow"))
+    store = FolderStore(f"{tmp_path}/store")
+    assert list(faults(store)) == []
+    mine = {name: np.zeros_like(bits) for name, bits in whole(0).items()}
+    subscriber = Subscriber(store, mine)
+    subscriber.goto(6)
+    assert all((mine[name] == bits).all() for name, bits in whole(6).items())
+
+
+@pytest.mark.parametrize("scenario", ["fail_once", "lose_reply", "overlap"])
+def test_ranks_fail_together(tmp_path, scenario):
+    finish(start(tmp_path, 2, scenario))
+
+
+def test_a_killed_rank_leaves_the_old_head_standing(tmp_path):
+    ranks = start(tmp_path, 3, "die")
+    end = time.monotonic() + 60
+    while not (tmp_path / "uploading").exists() and time.monotonic() < end and ranks[1].poll() is None:
+        time.sleep(0.05)
+    os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+    said = finish(ranks, but=1)
+    assert "rank 1" in said[0]
+    mine = {name: np.zeros_like(bits) for name, bits in whole(0).items()}
+    Subscriber(f"file://{tmp_path}/store", mine).sync()
+    assert all((mine[name] == bits).all() for name, bits in whole(0).items())
+
+
+def test_one_process_is_a_group_of_one():
+    writers = Writers()
+    assert (writers.rank, writers.size, writers.together(lambda: b"x"), writers.agree(b"")) == (0, 1, [b"x"], True)
+    assert writers.lead(lambda: 3, bytes, len) == 3

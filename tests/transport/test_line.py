@@ -1,0 +1,96 @@
+"""A line over a process group: frames, notes, and who is missing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from sparserl.errors import PeerLost
+from sparserl.transport import collective
+from tests.session.ranks import ranks, results
+
+pytest.importorskip("torch")
+
+SIZES = (5, 0, 1, 70_000, 3, 0, 1 << 20, 2)
+
+
+def buckets(seed):
+    return [bytes([(seed + i) % 256]) * size for i, size in enumerate(SIZES)]
+
+
+def stops_after(count):
+    yield from buckets(7)[:count]
+    raise MemoryError("no room to encode")
+
+
+def talk(rank, group, pipe):
+    line = collective.Line(group, 10.0)
+    long = bytes(range(256)) * 10_000
+    line.tell(f"long/{rank}", long)
+    line.tell(f"short/{rank}", b"")
+    assert line.hear({0: "long/0", 1: "long/1"}, "write") == {0: long, 1: long}
+    assert line.peek("short/1") in (b"", None)
+    assert line.peek("nobody wrote this") is None
+    for source in (0, 1, 0):
+        if rank == source:
+            line.send(SIZES[0], iter(buckets(source)), len(SIZES))
+        else:
+            assert list(line.receive(source, SIZES[0], len(SIZES))) == buckets(source)
+    assert line.moved.messages == 3 * len(SIZES)
+    for count in (1, 2, 5):  # the sender fails in the middle: all know, and the line is in order
+        if rank == 0:
+            with pytest.raises(MemoryError):
+                line.send(SIZES[0], stops_after(count), len(SIZES))
+        else:
+            got = []
+            with pytest.raises(collective.CalledOff, match="rank 0"):
+                got.extend(line.receive(0, SIZES[0], len(SIZES)))
+    if rank == 0:
+        line.send(SIZES[0], iter(buckets(3)), len(SIZES))
+    else:
+        assert list(line.receive(0, SIZES[0], len(SIZES))) == buckets(3)
+    return _apart(rank, line)
+
+
+def _apart(rank, line):
+    """The length of the next frame is altered on the way: going on would leave the ranks out of step."""
+    started = time.monotonic()
+    if rank == 1:
+        tail = collective._Frame.tail
+        collective._Frame.tail = lambda frame: b"\1" + tail(frame)[1:]
+        with pytest.raises(PeerLost, match="altered") as raised:
+            list(line.receive(0, SIZES[0], len(SIZES)))
+    else:
+        line.send(SIZES[0], iter(buckets(3)[:1]), 1)
+        with pytest.raises(PeerLost) as raised:
+            line.hear({1: "never"}, "go on")
+    assert time.monotonic() - started < 9  # the alarm was heard: nobody waits until time is up
+    with pytest.raises(PeerLost, match="build a new one"):
+        line.tell("more", b"")
+    line.close()
+    return str(raised.value)
+
+
+def test_frames_and_notes_arrive_as_they_were_sent():
+    """Of any length, from any rank; a sender that fails is heard of; a line that is out of step is given up."""
+    with ranks(2, talk) as started:
+        messages = results(started)
+    assert "all ranks answer" in messages[0]
+
+
+def missing(rank, group, pipe):
+    if rank == 1:
+        pipe.recv()
+        return ""
+    line = collective.Line(group, 1.0)
+    with pytest.raises(PeerLost, match=r"rank 1 did not write within 1 s: it was never heard of"):
+        line.hear({1: "note"}, "write")
+    assert line.broken is None
+    return str(line.peek("note"))
+
+
+def test_a_rank_that_says_nothing_is_named():
+    """Without a broadcast begun, the line stays in order."""
+    with ranks(2, missing) as started:
+        assert results(started[:1]) == ["None"]

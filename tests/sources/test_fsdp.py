@@ -11,6 +11,7 @@ import pytest
 import sparserl
 from sparserl.digest import Digest, table_digest
 from sparserl.errors import TensorMismatch, UnsupportedTensor
+from sparserl.session.parcel import copied
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -141,10 +142,6 @@ def whole(model, cast):
             full = full.to(published(name))
         out[name] = full.clone()
     return out
-
-
-def copied(shards):
-    return sparserl.Shards(shards.table, [sparserl.Part(p.tensor, p.region, p.data.clone()) for p in shards.parts])
 
 
 def storages(model):

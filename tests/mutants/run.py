@@ -58,6 +58,7 @@ class Mutant:
 KERNELS, CODEC, PLAN = "kernels/test_cpu.py", "codec/test_codec.py", "plan/test_plan.py"
 CLASSES, RANS, CTX = "kernels/test_classes.py", "kernels/test_rans.py", "patch/test_ctx.py"
 SESSION, SIGNING = "session/test_session.py", "session/test_signing.py"
+TRACKED, COLLECTIVE, MARKED = "session/test_tracked.py", "session/test_collective.py", "patch/test_marked.py"
 APPLY, REGIONS, COMPOSE = "patch/test_diff_apply.py", "patch/test_regions.py", "patch/test_compose.py"
 CHANGES = Tests(APPLY, "every_kind_of_change and (bfloat16 or float32) or zero_signs")
 REFUSED = Tests(APPLY, "wrong_base or does_not_hold or vouching")
@@ -532,6 +533,69 @@ MUTANTS = (
         "            if there != tag:\n",
         '            if there is not None and tag == "":\n',
         Tests(SESSION, "two_publishers or racing"),
+    ),
+    Mutant(
+        "what no rank has is not missed",
+        "shards.py",
+        "        if missing or not found:\n",
+        "        if missing < 0:\n",
+        Tests("test_shards.py"),
+    ),
+    Mutant(
+        "a rank that fails fails alone",
+        "session/writers.py",
+        "            if data[:1] != _DONE:\n",
+        '            if data[:1] == b"?":\n',
+        Tests("session/test_writers.py", "fail_together"),
+    ),
+    Mutant(
+        "a baseline trusts marks",
+        "session/baseline.py",
+        "            weights = weights.map(lambda part: part.data)\n",
+        "            pass\n",
+        Tests(TRACKED, "loses_no_marks"),
+    ),
+    Mutant(
+        "an anchor has only what is marked",
+        "session/parcel.py",
+        "        weights = weights.map(lambda part: part.data)  # marks count from another version\n",
+        "",
+        Tests(TRACKED, "exact and none"),
+    ),
+    Mutant(
+        "marks pass for all changes, whatever the sums say",
+        "patch/marked.py",
+        "and known[place] + moved[part] == now[place]",
+        "",
+        Tests(MARKED, "without_a_mark"),
+    ),
+    Mutant(
+        "what was captured is the trainer's own memory",
+        "patch/marked.py",
+        "        bits = held.bits(tensor, box).copy()\n",
+        "        bits = held.bits(tensor, box)\n",
+        Tests(MARKED, "captured"),
+    ),
+    Mutant(
+        "ranks commit although one could not stage",
+        "session/rounds.py",
+        '    if failed:\n        round.tell("verdict", {"off": failed})\n',
+        '    if failed and own:\n        round.tell("verdict", {"off": failed})\n',
+        Tests(COLLECTIVE, "random_syncs"),
+    ),
+    Mutant(
+        "the baseline moves on although a rank has not committed",
+        "session/collective.py",
+        "        if failed:\n            raise SessionError(\n",
+        "        if failed and taken.found is None:\n            raise SessionError(\n",
+        Tests(COLLECTIVE, "random_syncs"),
+    ),
+    Mutant(
+        "a rank that joined is sent patches it has no base for",
+        "session/collective.py",
+        'anchor = any(hello["digest"] not in (old.hex, new.hex) for hello in receivers)',
+        'anchor = all(hello["digest"] not in (old.hex, new.hex) for hello in receivers)',
+        Tests(COLLECTIVE, "joins"),
     ),
 )
 

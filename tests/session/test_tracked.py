@@ -95,6 +95,7 @@ def test_a_failed_publish_loses_no_marks(tmp_path, kind):
     model[2].running_mean[3] += 1  # a buffer, and a frozen parameter that something else writes to
     with torch.no_grad():
         model[3].weight[1, 2] += 1
+    model[1].weight.data.view(torch.int16)[5, 6] ^= 1  # and a tracked one, behind the tracker's back
     assert publisher.publish().version == 1
     mine = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     Subscriber(f"file://{tmp_path}/store", mine).sync()

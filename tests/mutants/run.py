@@ -459,7 +459,7 @@ MUTANTS = (
     ),
     Mutant(
         "targets that committed before one failed stay as they are",
-        "session/subscriber.py",
+        "session/receiver.py",
         "            for undo in reversed(done):\n                undo()\n",
         "",
         Tests(SESSION, "all_targets"),

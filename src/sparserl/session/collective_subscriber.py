@@ -15,9 +15,9 @@ from ..targets import Target
 from ..transport.collective import TIMEOUT, CalledOff, Line
 from . import rounds
 from .incoming import Arrival
+from .receiver import Held, Receiver, Staged
 from .report import SyncReport, Watch
 from .rounds import Course, Note, Round
-from .subscriber import Held, Receiver, Staged
 
 
 class CollectiveSubscriber(Receiver):

@@ -18,9 +18,9 @@ from ..targets import Change, Prepared
 from ..wire import Footer, PatchReader
 from . import parcel
 from .parcel import SPOOL_BYTES
+from .receiver import Receiver
 from .records import sha256
 from .rounds import Course
-from .subscriber import Receiver
 
 
 class Incoming(PatchReader):

@@ -15,10 +15,11 @@ from ..transport.store import Store
 from ..wire import encode_table, table_hash
 from . import chain, parcel, rounds
 from .incoming import Arrival
+from .receiver import Held, Staged
 from .records import MOST_FILE, Step, get_named
 from .report import SyncReport, Watch
 from .rounds import Course, Leg, Note, Round, Share
-from .subscriber import Held, Staged, Subscriber, View
+from .subscriber import Subscriber, View
 
 
 class Relay(Subscriber):

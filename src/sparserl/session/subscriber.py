@@ -14,15 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..digest import Digest, digest
+from ..digest import Digest
 from ..errors import (
-    ChecksumMismatch,
-    CommitFailed,
     InvalidField,
     NotFound,
     NotRetained,
-    SessionError,
-    SparserlError,
     StoreError,
     Unavailable,
     Untrusted,
@@ -30,26 +26,16 @@ from ..errors import (
 )
 from ..memory import Weights
 from ..parallel import Progress
-from ..table import TensorTable
-from ..targets import Change, Prepared, Target, module
+from ..targets import Change, Target
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
+from .receiver import Held, Receiver, Staged
 from .records import HEAD, MOST_FILE, Head, Index, Lease, Run, Step, get_named, lease_name, path
 from .report import SyncReport, Watch
 from .upkeep import read_head, read_index, read_run
 
 _RENEW = 30.0  # seconds after which a lease is written again
 _REPLANS = 4  # times that a route is planned anew because objects of it went away
-
-
-@dataclass(frozen=True)
-class Held:
-    """A version of a run."""
-
-    run: str
-    created: float
-    version: int
-    digest: Digest
 
 
 @dataclass(frozen=True)
@@ -60,163 +46,6 @@ class View:
     tag: str
     run: Run
     index: Index
-
-
-@dataclass
-class Staged:
-    """A version that is ready to be committed."""
-
-    held: Held
-    prepared: list[Prepared]
-    report: SyncReport
-
-
-class Receiver:
-    """Targets that change together or not at all, and the version that they hold.
-
-    before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
-        worked, if `before` did.
-    audit_every: after so many commits all bits of the targets are read and compared with the digest.
-    """
-
-    def __init__(
-        self,
-        target: Target | Weights | Sequence[Target | Weights],
-        before: Callable[[], None] | None,
-        after: Callable[[], None] | None,
-        audit_every: int | None,
-        threads: int | None,
-    ) -> None:
-        several = target if isinstance(target, Sequence) else [target]
-        self.targets = [_as_target(t, threads) for t in several]
-        self._before, self._after, self.threads = before, after, threads
-        self._audit_every, self._commits = audit_every, 0
-        self._table: TensorTable | None = None
-        self._held: Held | None = None
-        self._staged: Staged | None = None
-        self._doubt = False  # whether the targets may hold other bits than those of the version held
-
-    @property
-    def version(self) -> int | None:
-        """The version that is held; None before the first commit."""
-        return None if self._held is None else self._held.version
-
-    @property
-    def run(self) -> str | None:
-        """The run it belongs to."""
-        return None if self._held is None else self._held.run
-
-    def commit(self) -> SyncReport:
-        """Make the staged version the one that is held: in O(changed), all targets or none.
-
-        If a target fails, those before it are taken back, and `CommitFailed` says what happened.
-        """
-        if self._staged is None:
-            raise SessionError("nothing is staged; call stage() first")
-        started = time.perf_counter()
-        if self._before is not None:
-            self._before()  # what is staged stays so if this raises
-        staged, self._staged = self._staged, None
-        try:
-            self._commit(staged)
-        finally:
-            staged.report.seconds["commit"] = time.perf_counter() - started
-            try:
-                if self._after is not None:
-                    self._after()
-            finally:
-                if self._held == staged.held:
-                    self._settle(staged)
-        if self._audit_every and self._commits % self._audit_every == 0:
-            self.audit()
-        return staged.report
-
-    def audit(self) -> None:
-        """Read all bits of every target and compare them with the digest of the version that is held."""
-        if self._held is None or self._table is None:
-            raise SessionError("nothing is held yet")
-        for target in self.targets:
-            weights = target.attach(self._table)
-            found = None if weights is None else digest(weights, threads=self.threads)
-            if found != self._held.digest:
-                version, self._held = self._held.version, None
-                raise ChecksumMismatch(
-                    f"a target should hold version {version}, but its bits are others: something else wrote to it. "
-                    "The next sync starts from an anchor"
-                )
-
-    def discard(self) -> None:
-        """Forget what is staged."""
-        if self._staged is not None:
-            staged, self._staged = self._staged, None
-            for prepared in staged.prepared:
-                prepared.discard()
-
-    def follow(self, *, stop: Callable[[], bool] | None = None) -> None:
-        """Commit every version as it comes."""
-        raise NotImplementedError
-
-    async def commit_async(self) -> SyncReport:
-        """`commit` on a thread."""
-        return await asyncio.to_thread(self.commit)
-
-    async def follow_async(self, **options: Any) -> None:
-        """`follow` on a thread; when the task is cancelled it ends with the version it is at."""
-        ended = False
-        theirs = options.pop("stop", None)
-
-        def stop() -> bool:
-            return ended or (theirs is not None and theirs())
-
-        try:
-            await asyncio.to_thread(self.follow, stop=stop, **options)
-        finally:
-            ended = True
-
-    def _bits(self, table: TensorTable) -> Digest | None:
-        """What all targets hold, by their bits; None if they differ, or hold nothing."""
-        found = set()
-        for target in self.targets:
-            weights = target.attach(table)
-            found.add(None if weights is None else digest(weights, threads=self.threads))
-        self._table, self._doubt = table, False
-        return found.pop() if len(found) == 1 else None
-
-    def prepare(self, change: Change) -> list[Prepared]:
-        """Get every target ready, or none."""
-        prepared: list[Prepared] = []
-        try:
-            prepared.extend(target.prepare(change) for target in self.targets)
-        except BaseException:
-            for one in prepared:
-                one.discard()
-            raise
-        return prepared
-
-    def _commit(self, staged: Staged) -> None:
-        """Commit every target, or take back those that were; in between, nothing is said to be held."""
-        done: list[Callable[[], None]] = []
-        before, self._held = self._held, None
-        try:
-            for prepared in staged.prepared:
-                done.append(prepared.commit())  # noqa: PERF401  # what was done must be known when the next one fails
-            self._held = staged.held
-        except BaseException as error:
-            for undo in reversed(done):
-                undo()
-            for prepared in staged.prepared[len(done) :]:
-                prepared.discard()
-            self._held, self._doubt = before, True
-            if isinstance(error, SparserlError | OSError | MemoryError):
-                raise CommitFailed(
-                    f"version {staged.held.version} was not committed, and nothing has changed: {error}"
-                ) from error
-            raise
-
-    def _settle(self, staged: Staged) -> None:
-        for prepared in staged.prepared:
-            prepared.finish()
-        self._commits += 1
 
 
 class Subscriber(Receiver):
@@ -468,12 +297,6 @@ class Subscriber(Receiver):
             self.store.changed(HEAD, None if self._view is None else self._view.tag, seconds)
         except StoreError:
             time.sleep(min(seconds, 1.0))
-
-
-def _as_target(target: Any, threads: int | None) -> Target:
-    """A target as it is; a torch module or a mapping as live weights."""
-    found: Target = target if callable(getattr(target, "prepare", None)) else module(target, threads)
-    return found
 
 
 def _span(digests: dict[int, Digest]) -> str:

@@ -954,3 +954,28 @@ def test_the_cheapest_way():
         chain.route(steps, None, 9)
     with pytest.raises(NotRetained):
         chain.route(steps, None, 8, {"raw"})
+
+
+def test_a_store_that_goes_away_is_waited_for_and_told_of(tmp_path, url):
+    """Following goes on when the store is back; meanwhile whoever asked is told what is the matter."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights)
+    publisher.publish()
+    mine = policy.empty()
+    subscriber = Subscriber(url, mine)
+    subscriber.sync()
+    store, aside = tmp_path / "store", tmp_path / "aside"
+    store.rename(aside)
+    told = []
+
+    def trouble(error):
+        told.append(error)
+        if len(told) == 2:
+            aside.rename(store)
+            policy.step()
+            publisher.publish()
+
+    subscriber.follow(timeout=20, stop=lambda: subscriber.version == 1, on_trouble=trouble)
+    assert all(isinstance(error, StoreError) for error in told)
+    assert len(told) >= 2
+    assert bits(mine) == bits(policy.weights)

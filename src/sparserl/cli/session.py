@@ -219,7 +219,7 @@ def _follow(
 ) -> None:
     """The first version, for which a publisher may yet have to come, and then those that follow."""
     end = None if timeout is None else time.monotonic() + timeout
-    said = ""
+    wait = _waiting()
     while True:
         try:
             report = first()
@@ -227,17 +227,29 @@ def _follow(
         except (NotFound, Unavailable) as error:
             if (once and end is None) or (end is not None and time.monotonic() >= end):
                 raise
-            if str(error) != said:
-                said = str(error)
-                show.note(f"waiting: {said}")
+            wait(error)
             time.sleep(0.5 if end is None else max(0.0, min(0.5, end - time.monotonic())))
     if report is not None:
         tell(report)
     else:
         show.note(f"version {subscriber.version} is held already")
     if not once:
-        subscriber.follow(timeout=None if end is None else max(0.0, end - time.monotonic()), on_commit=tell)
+        left = None if end is None else max(0.0, end - time.monotonic())
+        subscriber.follow(timeout=left, on_commit=tell, on_trouble=_waiting())
         show.note(_where(subscriber))
+
+
+def _waiting() -> Callable[[Exception], None]:
+    """Says what is waited for, once for each reason."""
+    said = ""
+
+    def wait(error: Exception) -> None:
+        nonlocal said
+        if str(error) != said:
+            said = str(error)
+            show.note(f"waiting: {said}")
+
+    return wait
 
 
 def _first(subscriber: Subscriber, target: FolderTarget, key: str | None, bar: _Bar) -> SyncReport | None:

@@ -158,20 +158,23 @@ class Subscriber(Receiver):
         timeout: float | None = None,
         stop: Callable[[], bool] | None = None,
         on_commit: Callable[[SyncReport], None] | None = None,
+        on_trouble: Callable[[StoreError], None] | None = None,
     ) -> None:
         """Commit every version as it comes, until `timeout` seconds have passed or `stop()` is true.
 
-        once: to the newest version, and no further. A store that is away, or has no head yet, is waited for; anything
-        else is raised.
+        once: to the newest version, and no further. A store that is away, or has no head yet, is waited for, and
+        `on_trouble` is told at every attempt; anything else is raised.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while stop is None or not stop():
             try:
                 report = self.sync()
-            except (NotFound, Unavailable):
+            except (NotFound, Unavailable) as error:
                 if once:
                     raise
                 report = None
+                if on_trouble is not None:
+                    on_trouble(error)
             if report is not None and on_commit is not None:
                 on_commit(report)
             if once or (end is not None and time.monotonic() >= end):

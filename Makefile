@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types unit coverage mutants fuzz soak load bench clean
+.PHONY: demo test lint types unit coverage mutants fuzz soak load collective bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,6 +49,9 @@ soak: $(STAMP)  ## 500 kills of publisher and subscribers on each of a folder, S
 
 load: $(STAMP)  ## 64 subscribers that come and go, 200 versions
 	$(BIN)/python -m benchmarks.load --out docs/load.json
+
+collective: $(STAMP)  ## a dense broadcast against patches, over links held to a rate (needs root)
+	$(BIN)/python -m benchmarks.collective
 
 bench: $(STAMP)  ## size and speed of every profile beside the peers' formats
 	$(BIN)/python -m benchmarks

@@ -1,4 +1,4 @@
-"""What `make soak` and `make load` found last, as sections of docs/results.md."""
+"""What `make soak`, `make load` and `make collective` found last, as sections of docs/results.md."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ def tables(home: Path) -> list[str]:
         out += _kills([json.loads(line) for line in (home / "soak.jsonl").read_text().splitlines()])
     if (home / "load.json").exists():
         out += _load(json.loads((home / "load.json").read_text()))
+    if (home / "collective.json").exists():
+        out += _collective(json.loads((home / "collective.json").read_text()))
     return out
 
 
@@ -53,5 +55,34 @@ def _load(r: dict[str, Any]) -> list[str]:
         f"| from publish to commit, p50 / p90 / p99 | {late['p50']:.2f} / {late['p90']:.2f} / {late['p99']:.2f} s |",
         f"| pause, p50 / p99 | {pause['p50']:.1f} / {pause['p99']:.1f} ms |",
         f"| bytes per subscriber, mean / most | {size['mean'] / 1e6:.1f} / {size['max'] / 1e6:.1f} MB |",
+        "",
+    ]
+
+
+def _collective(r: dict[str, Any]) -> list[str]:
+    links = r["links"]
+    rows = []
+    for way in links[0]["ways"]:
+        cells = []
+        for link in links:
+            dense, found = link["ways"]["dense, in buckets"]["seconds"], link["ways"][way]
+            ratio = f" ({dense / found['seconds']:.1f}×)" if found["bytes"] > 1 << 10 else ""
+            cells.append(f"{found['seconds']:.3f} s{ratio}")
+        any_link = links[0]["ways"][way]
+        size, pause = f"{any_link['bytes']:,.0f}", f"{1e3 * any_link['pause']:,.1f} ms"
+        rows.append(f"| {way} | {any_link['messages']:.0f} | {size} | " + " | ".join(cells) + f" | {pause} |")
+    names = [f"{link['link']} ({link['plain'] / 1e6:,.0f} measured)" for link in links]
+    return [
+        "## By broadcast",
+        "",
+        f"`python -m benchmarks.collective`: {r['megabytes']} MB of bf16 in {links[0]['tensors']} tensors, "
+        f"{r['density']:.1%} changed, from one process to",
+        "another in its own network namespace, over a link held to a rate. Time of a whole sync, from finding changes",
+        "to the baseline; in brackets, against a dense broadcast in buckets. The pause is the receiver's, at the slowest",
+        "link. [collective.md](collective.md) has all of it, and how far to trust it.",
+        "",
+        "| way | messages | bytes | " + " | ".join(names) + " | pause |",
+        "| --- | ---: | ---: |" + " ---: |" * len(names) + " ---: |",
+        *rows,
         "",
     ]

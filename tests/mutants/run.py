@@ -446,7 +446,7 @@ MUTANTS = (
     Mutant(
         "a restarted publisher does not fetch the patches since its anchor",
         "session/kept.py",
-        "        patches += [parcel.receive(store, name, run.table, step) for step in steps]\n",
+        "            patches += [parcel.receive(store, name, run.table, step) for step in steps]\n",
         "",
         Tests(SESSION, "restarted"),
     ),

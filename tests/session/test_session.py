@@ -979,3 +979,31 @@ def test_a_store_that_goes_away_is_waited_for_and_told_of(tmp_path, url):
     assert all(isinstance(error, StoreError) for error in told)
     assert len(told) >= 2
     assert bits(mine) == bits(policy.weights)
+
+
+@pytest.mark.parametrize("where", ["kept anchor", "run", "bucket"])
+def test_what_cannot_be_resumed_is_begun_anew(tmp_path, url, where):
+    """A kept anchor that was damaged, or a store that has lost something: a new run, and no error at the start."""
+    policy = Policy()
+    state = tmp_path / "state"
+    with Publisher(url, policy.weights, state=state) as first:
+        first.publish()
+        policy.step()
+        first.publish()
+        run = first.run
+    if where == "kept anchor":
+        [anchor] = state.glob("anchor-*")
+        data = bytearray(anchor.read_bytes())
+        data[len(data) // 2] ^= 1
+        anchor.write_bytes(data)
+    else:
+        lost = {"run": "runs/*/run.json", "bucket": "runs/*/buckets/*/*"}[where]
+        for path in (tmp_path / "store").glob(lost):
+            path.unlink()
+    with Publisher(url, policy.weights, state=state) as second:
+        report = second.publish()
+    assert (report.kind, report.version) == ("anchor", 0)
+    assert report.run != run
+    mine = policy.empty()
+    Subscriber(url, mine).sync()
+    assert bits(mine) == bits(policy.weights)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 import sparserl
 from sparserl import Part, Region, Shards, Subscriber
-from sparserl.errors import NotFound, PeerLost, Refused, TensorMismatch, Unavailable
+from sparserl.errors import NotFound, PeerLost, Refused, SessionError, TensorMismatch, Unavailable
 from sparserl.session.upkeep import faults, read_head
 from sparserl.session.writers import Writers
 from sparserl.transport.folder import FolderStore
@@ -104,6 +105,7 @@ def rank_main(rank: int, size: int, folder: str, scenario: str) -> None:
         store, trainer = Troubled(f"{folder}/{part}"), Trainer(rank, size)
         publisher = sparserl.Publisher(store, trainer, writers=dist.group.WORLD, anchor_after=0.4, timeout=8)
         globals()[part](rank, trainer, store, publisher, folder)
+        publisher.close()
     dist.destroy_process_group()
 
 
@@ -182,6 +184,63 @@ def overlap(rank, trainer, store, publisher, folder) -> None:
         publisher.publish()
 
 
+def interrupted(rank, trainer, store, publisher, folder) -> None:
+    """Ctrl-C on one rank, wherever it waits: the others leave the publish too, and the next one is all of one step."""
+    exchange = publisher._writers._exchange
+    hear = exchange._line.hear
+    publisher.publish(step=0)
+    for version, stage in enumerate((1, 3, 4, 6, 7), 1):  # stages of a publish
+
+        def stop(*args, stage=stage, **options):
+            if exchange._stage == stage:
+                raise KeyboardInterrupt
+            return hear(*args, **options)
+
+        trainer.version = version
+        if rank == 1:
+            exchange._line.hear = stop
+        with pytest.raises(KeyboardInterrupt if rank == 1 else SessionError, match="" if rank == 1 else "rank 1 left"):
+            publisher.publish(step=version)
+        exchange._line.hear = hear
+    trainer.version = 8 - rank  # and one that goes on with another step
+    with pytest.raises(SessionError, match=r"not at one step: \[8, 7\]"):
+        publisher.publish(step=trainer.version)
+    trainer.version = 8
+    assert publisher.publish(step=8).digest == sparserl.digest(whole(8)).hex
+
+
+def two(rank, trainer, store, publisher, folder) -> None:
+    """Two publishers on one group, both in flight."""
+    import torch.distributed as dist
+
+    other = sparserl.Publisher(f"file://{folder}/other", trainer, writers=dist.group.WORLD, timeout=8)
+    for version in range(3):
+        trainer.version = version
+        for one in (publisher, other):
+            one.publish(wait=False)
+        for one in (other, publisher):
+            assert one.settle().digest == sparserl.digest(whole(version)).hex
+    other.close()
+    publisher.close()
+    assert not [t for t in threading.enumerate() if t.name == "sparserl-beat" and not t.join(1) and t.is_alive()]
+
+
+def mixed(rank, trainer, store, publisher, folder) -> None:
+    """Where one rank has no room for a baseline, none has one: all do the same, anchors included."""
+    import torch.distributed as dist
+
+    url = f"file://{folder}/mixed-2"
+    publisher = sparserl.Publisher(
+        url, trainer, writers=dist.group.WORLD, timeout=8, anchor_after=0.1, memory=None if rank else 10
+    )
+    for version in range(4):
+        trainer.version = version
+        assert publisher.publish().digest == sparserl.digest(whole(version)).hex
+    assert publisher.baseline.startswith("baseline: none")
+    assert len([s for s in publisher._now.index.steps if s.base is None]) > 1
+    publisher.close()
+
+
 def die(rank, trainer, store, publisher, folder) -> None:
     """A rank is killed while it uploads: the others are told within the group's timeout, and the old head stands."""
     publisher.publish()
@@ -239,7 +298,7 @@ def test_every_version_is_that_of_the_whole(tmp_path, size):
 
 
 def test_ranks_fail_together(tmp_path):
-    finish(start(tmp_path, 2, "overlap fail_once lose_reply"))
+    finish(start(tmp_path, 2, "overlap fail_once lose_reply interrupted two mixed"))
 
 
 def test_a_killed_rank_leaves_the_old_head_standing(tmp_path):
@@ -257,5 +316,5 @@ def test_a_killed_rank_leaves_the_old_head_standing(tmp_path):
 
 def test_one_process_is_a_group_of_one():
     writers = Writers()
-    assert (writers.rank, writers.size, writers.together(lambda: b"x"), writers.agree(b"")) == (0, 1, [b"x"], True)
-    assert writers.lead(lambda: 3, bytes, len) == 3
+    assert (writers.rank, writers.size, writers.together("do", lambda: b"x")) == (0, 1, [b"x"])
+    assert writers.lead("do", lambda: 3, bytes, len) == 3

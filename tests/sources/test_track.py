@@ -94,9 +94,10 @@ class Line:
         self.baseline, self.there = baseline, start
 
     def publish(self, shards, wanted):
-        patch = self.baseline.capture(shards).encode()
+        found = self.baseline.capture(shards)
+        patch = found.encode()
         patch.apply(self.there)
-        self.baseline.advance(patch)
+        self.baseline.advance(patch, found)
         assert patch.result == sparserl.digest(wanted) == self.baseline.digest
         assert {name: bits(t) for name, t in self.there.items()} == {name: bits(t) for name, t in wanted.items()}
         return patch
@@ -432,8 +433,9 @@ def sharded_steps(make, wanted, train, rank):
             train(10 * round + step)
         shards, now = source.weights(), wanted()
         for baseline in baselines:
-            patch = baseline.capture(shards).encode()
-            baseline.advance(patch)
+            found = baseline.capture(shards)
+            patch = found.encode()
+            baseline.advance(patch, found)
             whole = joined(patch)
             full = sparserl.diff(before, now)
             assert (whole.base, whole.result) == (full.base, full.result)

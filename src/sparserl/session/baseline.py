@@ -59,8 +59,8 @@ class Baseline(Protocol):
         """What changed since the last committed version."""
         ...
 
-    def advance(self, patch: Patch, threads: int | None = None) -> None:
-        """The patch that was made of what was captured last is committed."""
+    def advance(self, patch: Patch, found: Found, threads: int | None = None) -> None:
+        """A patch is committed; `found` is what it was made of."""
         ...
 
 
@@ -104,7 +104,7 @@ class HostBaseline:
             self.weights, weights, profile=profile, base_digest=self.digest, threads=threads, progress=progress
         )
 
-    def advance(self, patch: Patch, threads: int | None = None) -> None:
+    def advance(self, patch: Patch, found: Found, threads: int | None = None) -> None:  # noqa: ARG002
         """Apply the patch."""
         patch.apply(self.weights, digest=self.digest, threads=threads)
         self.know(patch.result)
@@ -117,9 +117,8 @@ class NoBaseline:
 
     def __init__(self, weights: Weights | Shards, threads: int | None = None) -> None:
         held = Held.of(weights)
-        self.sums = part_sums(held, threads)
+        self._table, self.sums = held.table, part_sums(held, threads)
         self.digest = sum(self.sums.values(), table_digest(held.table) if held.complete else Digest())
-        self._found: Marked | None = None
 
     def capture(
         self,
@@ -130,14 +129,14 @@ class NoBaseline:
         progress: Progress | None = None,
     ) -> Marked:
         """What changed, by marks; one full digest read."""
-        self._found = capture_marked(weights, self.sums, profile=profile, threads=threads, progress=progress)
-        return self._found
+        self._table.require(Held.of(weights).table, "the last version", "the weights now")
+        return capture_marked(weights, self.sums, profile=profile, threads=threads, progress=progress)
 
-    def advance(self, patch: Patch, threads: int | None = None) -> None:  # noqa: ARG002  # takes no work
+    def advance(self, patch: Patch, found: Found, threads: int | None = None) -> None:  # noqa: ARG002  # takes no work
         """Take the sums over that were read when the patch was captured."""
-        if self._found is None or self._found.result != patch.result:
-            raise SessionError("the patch was not made of what was captured last")
-        self.sums, self.digest, self._found = self._found.sums, self._found.result, None
+        if not isinstance(found, Marked) or found.result != patch.result:
+            raise SessionError("the patch was not made of what was captured")
+        self.sums, self.digest = found.sums, found.result
 
 
 def choose(
@@ -147,6 +146,7 @@ def choose(
     *,
     tracked: bool = False,
     threads: int | None = None,
+    own: Digest | None = None,
 ) -> tuple[HostBaseline | NoBaseline, str]:
     """A baseline of the weights, and where it is, in words.
 
@@ -154,6 +154,7 @@ def choose(
     kind: `host`; `device`, which is the same as long as weights are compared in host memory; `none`; or `auto`, which
         takes none where the copy does not fit the budget.
     tracked: whether the source marks changes, and is told of every commit.
+    own: the digest of weights that are nobody else's already: they need not be copied.
     """
     if kind not in ("auto", "host", "device", "none"):
         raise SessionError(f"there is no baseline {kind!r}; take 'auto', 'host', 'device' or 'none'")
@@ -163,7 +164,8 @@ def choose(
     fits = memory is None or dense + marks <= memory
     aside = f", and up to {size(marks)} of marks" if tracked else ""
     if kind != "none" and fits:
-        return HostBaseline(weights, threads=threads), f"baseline: {size(dense)} in host memory{aside}"
+        kept = HostBaseline(weights, own, own=own is not None, threads=threads)
+        return kept, f"baseline: {size(dense)} in host memory{aside}"
     if kind in ("host", "device"):
         raise SessionError(f"a baseline takes {size(dense + marks)}, the budget is {size(memory or 0)}")
     why = "" if kind == "none" else f": {size(dense)} would not fit {size(memory or 0)}"

@@ -56,12 +56,12 @@ class OwnHead:
         """
         for _ in range(_SWAPS):
             propose = functools.partial(self._proposal, run, version, digest, steps, known)
-            head, index = self._writers.lead(propose, _dump, _load)
+            head, index = self._writers.lead("propose", propose, _dump, _load)
             before = self._unsure
             self._unsure = head.nonce, functools.partial(self._land, land, head, index)
             swap = functools.partial(self._moved, head, ours, None if before is None else before[0])
             try:
-                other = self._writers.lead(swap, _dump_other, _load_other)
+                other = self._writers.lead("move the head", swap, _dump_other, _load_other)
             except _Late:
                 self._unsure = before
                 raise
@@ -83,7 +83,7 @@ class OwnHead:
             self._tag = tag
             return head.nonce
 
-        nonce = self._writers.lead(landed, str.encode, bytes.decode)
+        nonce = self._writers.lead("look back", landed, str.encode, bytes.decode)
         if unsure is not None and nonce == unsure[0]:
             unsure[1]()
 

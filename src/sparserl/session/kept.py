@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..bits import Bits
-from ..errors import FormatError, NotRetained
+from ..errors import FormatError, NotFound, NotRetained, WeightsError, WrongBase
 from ..files import replacing
 from ..patch import Patch
 from ..transport.store import Store
@@ -51,15 +51,15 @@ class KeptAnchor:
             return None
         if head.run != name:
             return None
-        run, index = read_run(store, head), read_index(store, head)
-        anchor.table.require(run.table, "the kept anchor", "the run")
         try:
+            run, index = read_run(store, head), read_index(store, head)
+            anchor.table.require(run.table, "the kept anchor", "the run")
             steps = chain.route(index.steps, (held, anchor.result), head.version)
-        except NotRetained:
+            patches = [anchor] if not steps or steps[0].base is not None else []
+            patches += [parcel.receive(store, name, run.table, step) for step in steps]
+            weights = parcel.built(run.table, patches, head.digest, threads)
+        except (FormatError, NotFound, NotRetained, WeightsError, WrongBase):  # damaged here or there
             return None
-        patches = [anchor] if not steps or steps[0].base is not None else []
-        patches += [parcel.receive(store, name, run.table, step) for step in steps]
-        weights = parcel.built(run.table, patches, head.digest, threads)
         self.run = name
         self._sweep(f"anchor-{name}-{held}.srl")
         return Resumed(run, index, weights)

@@ -20,6 +20,7 @@ from typing import Any
 
 from .. import plan
 from ..errors import (
+    Fenced,
     FormatError,
     NotFound,
     SessionError,
@@ -37,7 +38,7 @@ from ..table import TensorTable
 from ..transport.ranks import Ranks
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
-from .baseline import Baseline, Found, HostBaseline, NoBaseline, choose
+from .baseline import Baseline, Found, HostBaseline, choose
 from .flight import Flight
 from .head import OwnHead, Steps
 from .kept import KeptAnchor
@@ -102,7 +103,7 @@ class Publisher:
     grace: seconds that objects stay after nothing refers to them any more.
     writers: the process group of a sharded trainer, each rank of which has a publisher with the `Shards` it holds. All
         call `publish` in step; each uploads its own buckets, and rank 0 moves the head when all are there.
-    timeout: seconds that writers wait for one another. One that hangs or is gone is noticed within 30.
+    timeout: seconds that writers wait for one another. A process that was stopped or killed is noticed within 30.
     baseline: where the bits of the last version are kept, to find changes against: `host`, or `none` for a source that
         tracks changes itself (see `sparserl.sources.track`), at the price of one read of all weights per publish and
         of the profiles `ulp` and `ctx`. `auto` takes `host` if `memory` has room for it.
@@ -169,9 +170,15 @@ class Publisher:
         if self._kept is not None and (head := self._head.found) is not None:
             found = self._kept.resumed(self.store, head, threads)
             if found is not None:
-                own = NoBaseline(found.weights) if baseline == "none" else None
-                kept = own or HostBaseline(found.weights, head.digest, own=True)
-                self._now = _Committed(found.run, head, found.index, kept)
+                bits, self.baseline = choose(
+                    found.weights,
+                    memory,
+                    baseline,
+                    tracked=hasattr(source, "committed"),
+                    threads=threads,
+                    own=head.digest,
+                )
+                self._now = _Committed(found.run, head, found.index, bits)
 
     @property
     def run(self) -> str | None:
@@ -183,53 +190,76 @@ class Publisher:
         """The newest committed version; None before the first."""
         return None if self._now is None else self._now.head.version
 
-    def publish(self, wait: bool = True) -> SyncReport | None:
+    def publish(self, wait: bool = True, step: int | None = None) -> SyncReport | None:
         """Publish the weights as they are now, as the next version.
 
         With `wait=False`, returns None as soon as the changes are captured: the trainer may go on while they are
         encoded and sent. The next call, or `settle`, waits for that and raises what went wrong with it.
+
+        step: for several writers, which must publish the weights of one training step: which one that is. Ranks that
+            name different ones are refused.
         """
         self.settle()
-        self._head.resolve()
-        if not self._writers.agree(b"" if self._now is None else self._now.head.nonce.encode()):
-            self._now = None  # a rank has lost its baseline: all begin a new run
         watch = Watch()
-        work = self._captured(watch)
-        if wait:
-            return work()
-        self._flight.launch(work)
+        with self._writers.call():
+            self._head.resolve()
+            self._meet(step)
+            work = self._captured(watch)
+            if wait:
+                return work()
+
+        def rest() -> SyncReport:
+            with self._writers.call(begin=False):
+                return work()
+
+        self._flight.launch(rest)
         return None
+
+    def _meet(self, step: int | None) -> None:
+        """All ranks must be at one step, and start from one version; if one has lost its baseline, a new run begins."""
+        mine = json.dumps([step, None if self._now is None else self._now.head.nonce]).encode()
+        steps, nonces = zip(*map(json.loads, self._writers.together("meet", lambda: mine)), strict=True)
+        if len(set(steps)) > 1:
+            raise SessionError(f"the ranks are not at one step: {list(steps)}")
+        if len(set(nonces)) > 1:
+            self._now = None
 
     def _captured(self, watch: Watch) -> Callable[[], SyncReport]:
         """All that the publish needs of the weights, which may change from now on; what is left to do."""
         work: list[Callable[[], SyncReport]] = []
 
-        def own() -> bytes:
-            weights = self._source.weights() if isinstance(self._source, Source) else self._source
-            now = self._now
-            if now is None:
-                with watch.stage("capture"):
-                    baseline, self.baseline = choose(
-                        weights,
-                        self._memory,
-                        self._kind,
-                        tracked=hasattr(self._source, "committed"),
-                        threads=self._threads,
-                    )
-                anchor = self._anchor(weights, watch) if baseline.weights is None else None
-                work.append(functools.partial(self._first, Held.of(weights), baseline, anchor, watch))
-                return b""
+        def first(kind: str) -> bytes:
+            weights = self._weights()
+            with watch.stage("capture"):
+                baseline, self.baseline = choose(
+                    weights, self._memory, kind, tracked=hasattr(self._source, "committed"), threads=self._threads
+                )
+            anchor = self._anchor(weights, watch) if baseline.weights is None else None
+            work[:] = [functools.partial(self._first, Held.of(weights), baseline, anchor, watch)]
+            return b"none" if baseline.weights is None else b"host"
+
+        def following(now: _Committed) -> bytes:
+            weights = self._weights()
             with watch.stage("find"):
                 found = now.baseline.capture(
                     weights, profile=self._profile, threads=self._threads, progress=self._progress
                 )
             due = now.baseline.weights is None and self._anchor_due(now)
             anchor = self._anchor(weights, watch) if due else None
-            work.append(functools.partial(self._next, now, found, anchor, watch))
+            work[:] = [functools.partial(self._next, now, found, anchor, watch)]
             return b""
 
-        self._writers.together(own)
+        now = self._now
+        if now is None:
+            kinds = self._writers.together("capture", lambda: first(self._kind))
+            if len(set(kinds)) > 1:  # one has no room for a baseline: then none has one, so that all do the same
+                self._writers.together("capture", lambda: first("none"))
+        else:
+            self._writers.together("capture", lambda: following(now))
         return work[0]
+
+    def _weights(self) -> Weights | Shards:
+        return self._source.weights() if isinstance(self._source, Source) else self._source
 
     def _anchor(self, weights: Weights | Shards, watch: Watch) -> Patch:
         with watch.stage("encode"):
@@ -253,6 +283,7 @@ class Publisher:
         try:
             self.settle()
         finally:
+            self._writers.close()
             self.store.close()
 
     def __enter__(self) -> Publisher:
@@ -265,7 +296,9 @@ class Publisher:
 
     def _first(self, held: Held, baseline: Baseline, anchor: Patch | None, watch: Watch) -> SyncReport:
         """The first version of a new run: an anchor."""
-        run = self._writers.lead(lambda: self._begin(held.table), Run.to_bytes, lambda data: Run.parse(data, "the run"))
+        run = self._writers.lead(
+            "begin", lambda: self._begin(held.table), Run.to_bytes, lambda data: Run.parse(data, "the run")
+        )
         self._require_whole(held, run.table)
 
         def encoded() -> Patch:
@@ -302,7 +335,7 @@ class Publisher:
             assert patch is not None
             with watch.stage("baseline"):
                 self._climb(step.version, found)
-                now.baseline.advance(patch, self._threads)
+                now.baseline.advance(patch, found, self._threads)
             self._begun(done)
 
         with watch.stage("commit"):
@@ -330,21 +363,22 @@ class Publisher:
             table.require(held.table, "rank 0", f"rank {self._writers.rank}")
             return json.dumps([(t, r and (r.start, r.size)) for t, r in held.places]).encode()
 
-        rows = map(json.loads, self._writers.together(own))
+        rows = map(json.loads, self._writers.together("compare parts", own))
         require_whole(table, [[(t, r and Region(*map(tuple, r))) for t, r in row] for row in rows])
 
     def _send(self, run: Run, make: Callable[[], Patch], watch: Watch) -> parcel.Sent:
         """Every rank encodes and uploads what it has; when all of it is there, the manifest is written."""
-        place = self._writers.lead(lambda: secrets.token_hex(8), str.encode, bytes.decode)
+        place = self._writers.lead("find a place", lambda: secrets.token_hex(8), str.encode, bytes.decode)
 
         def own() -> bytes:
             patch = make()
             with watch.stage("upload"):
                 return parcel.upload(self.store, run.run, place, patch, self._progress).to_bytes()
 
-        sent = parcel.joined(run.table, [parcel.Sent.parse(share) for share in self._writers.together(own)])
+        shares = [parcel.Sent.parse(share) for share in self._writers.together("upload", own)]
+        sent = parcel.joined(run.table, shares)
         with watch.stage("upload"):
-            self._writers.lead(lambda: parcel.put_manifest(self.store, sent), _nothing, _nothing)
+            self._writers.lead("write down", lambda: parcel.put_manifest(self.store, sent), _nothing, _nothing)
         return sent
 
     def _put_files(self, run: str) -> dict[str, Blob]:
@@ -399,7 +433,9 @@ class Publisher:
         """Do what a version does not depend on: a failure is told, and it is tried again next time."""
         try:
             work()
-        except (StoreError, FormatError, OSError) as error:
+        except Fenced:
+            raise
+        except (StoreError, FormatError, SessionError, OSError) as error:
             self._notes.append(f"upkeep failed, and will be tried again: {error}")
 
     def _climb(self, version: int, found: Found) -> None:

@@ -7,25 +7,37 @@ what came of it: `lead`.
 
 from __future__ import annotations
 
+import builtins
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from ..errors import SessionError, SparserlError
+from ..errors import SessionError, SparserlError, StoreError
 
 T = TypeVar("T")
 _DONE, _FAILED = b"+", b"-"
 
 
 class Exchange(Protocol):
-    """A way for some ranks to tell each other a few bytes."""
+    """A way for some ranks to tell each other a few bytes, call by call and stage by stage."""
 
     rank: int
     size: int
 
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """What every rank has to say, by rank."""
+    def begin(self) -> None:
+        """A call begins on this rank."""
         ...
+
+    def leave(self, why: str) -> None:
+        """Leave the call in the middle."""
+        ...
+
+    def all_gather(self, what: str, data: bytes) -> list[bytes]:
+        """What every rank has to say, by rank, at a stage of the call."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Writers:
@@ -35,7 +47,21 @@ class Writers:
         self._exchange = exchange
         self.rank, self.size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
 
-    def together(self, work: Callable[[], bytes]) -> list[bytes]:
+    @contextmanager
+    def call(self, begin: bool = True) -> Iterator[None]:
+        """Goes around a publish, or around what is left of one: whoever leaves it by an error does not leave alone."""
+        if self._exchange is None:
+            yield
+            return
+        if begin:
+            self._exchange.begin()
+        try:
+            yield
+        except BaseException as error:
+            self._exchange.leave(f"{type(error).__name__}: {error}")
+            raise
+
+    def together(self, what: str, work: Callable[[], bytes]) -> list[bytes]:
         """What `work` gave on every rank; raises on all of them where it failed on one."""
         if self._exchange is None:
             return [work()]
@@ -44,7 +70,12 @@ class Writers:
             said = _DONE + work()
         except BaseException as error:  # noqa: BLE001  # raised again when the others know
             failure, said = error, _FAILED + _told(error)
-        heard = self._exchange.all_gather(said)
+        try:
+            heard = self._exchange.all_gather(what, said)
+        except SessionError as lost:
+            if failure is not None:
+                raise failure from lost
+            raise
         if failure is not None:
             raise failure
         for rank, data in enumerate(heard):
@@ -52,7 +83,7 @@ class Writers:
                 raise _error(rank, data[1:])
         return [data[1:] for data in heard]
 
-    def lead(self, work: Callable[[], T], dump: Callable[[T], bytes], load: Callable[[bytes], T]) -> T:
+    def lead(self, what: str, work: Callable[[], T], dump: Callable[[T], bytes], load: Callable[[bytes], T]) -> T:
         """What `work` gave on rank 0, where alone it is done; its error is raised on all ranks."""
         if self._exchange is None:
             return work()
@@ -63,13 +94,13 @@ class Writers:
                 result.append(work())
                 return dump(result[0])
 
-            self.together(once)
+            self.together(what, once)
             return result[0]
-        return load(self.together(bytes)[0])
+        return load(self.together(what, bytes)[0])
 
-    def agree(self, said: bytes) -> bool:
-        """Whether all ranks say the same."""
-        return len(set(self.together(lambda: said))) == 1
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
 
 
 def _told(error: BaseException) -> bytes:
@@ -80,6 +111,8 @@ def _error(rank: int, data: bytes) -> SparserlError:
     """Another rank's error, of the same kind where it is one of ours."""
     name, text = json.loads(data)
     kind = _kinds(SparserlError).get(name, SessionError)
+    if isinstance(known := getattr(builtins, name, None), type) and issubclass(known, OSError):
+        kind = StoreError
     return kind(f"rank {rank}: {name}: {text}")
 
 

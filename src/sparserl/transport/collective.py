@@ -135,13 +135,20 @@ class Line:
         names = list(names)
         self._clerk.ask(lambda store: [store.delete_key(name) for name in names])
 
-    def hear(self, notes: Mapping[int, str], what: str, wait: float | None = None) -> dict[int, bytes]:
-        """The notes of some ranks, which are waited for. `what` says in the error what a missing rank has not done."""
+    def hear(
+        self, notes: Mapping[int, str], what: str, wait: float | None = None, look: Callable[[], None] | None = None
+    ) -> dict[int, bytes]:
+        """The notes of some ranks, which are waited for. `what` says in the error what a missing rank has not done.
+
+        `look` is called while they are waited for, and may raise.
+        """
         self.fresh()
         end = time.monotonic() + (self.timeout if wait is None else wait)
         names, pause = list(notes.values()), 0.0005
         while names and not self._ask(lambda store: bool(store.check(names))):
             self.require_calm(f"waiting for {_ranks(notes)} to {what}")
+            if look is not None:
+                look()
             silent, late = self.silent(notes), time.monotonic() > end
             if late or silent:
                 missing = [rank for rank, name in notes.items() if self.peek(name) is None]

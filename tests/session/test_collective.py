@@ -12,7 +12,15 @@ import pytest
 
 import sparserl
 from sparserl import Part, Region, Shards, targets, tensor_table
-from sparserl.errors import ChecksumMismatch, CommitFailed, FormatError, PeerLost, SessionError, TensorMismatch
+from sparserl.errors import (
+    ChecksumMismatch,
+    CommitFailed,
+    FormatError,
+    PeerLost,
+    RegionOverlap,
+    SessionError,
+    TensorMismatch,
+)
 from sparserl.targets.module import ModuleTarget, PreparedModule
 from tests.session.ranks import policy, ranks, results, seal, step, tensors
 
@@ -25,15 +33,20 @@ WIDE = {"w": ("u2", (3 << 20,)), "b": ("u4", (100,))}  # an anchor of it takes s
 
 
 class Faulty(ModuleTarget):
-    """A target that fails when it is told to."""
+    """A target that fails when it is told to, or takes its time to stage."""
 
     fails = ""
+    hold = None
 
     def prepare(self, change):
         if self.fails == "prepare":
             self.fails = ""
             raise MemoryError("no room to stage")
-        return FaultyPrepared(self, super().prepare(change))
+        prepared = super().prepare(change)
+        if self.hold is not None:
+            hold, self.hold = self.hold, None
+            hold()
+        return FaultyPrepared(self, prepared)
 
 
 class FaultyPrepared:
@@ -409,3 +422,327 @@ def test_a_relay_hands_on_what_the_store_has(tmp_path):
         for _, pipe in started:
             pipe.send("end")
         results(started)
+
+
+# -- ranks that are interrupted, and hooks that raise ------------------------------------------------------------------
+
+PATIENCE = 15.0  # seconds: nothing below may take that long, though ranks wait for each other up to 30
+
+
+class Hand:
+    """One rank's end of the pipe to the test, which stops it at given points and presses Ctrl-C."""
+
+    def __init__(self, pipe):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.pipe = pipe
+
+    def stop(self, where):
+        """Tell the test where this rank is, and wait until it may go on."""
+        self.pipe.send(("at", where))
+        assert self.pipe.poll(60)
+        self.pipe.recv()
+
+    def interrupted(self, where, work):
+        """Work in which Ctrl-C comes; the test is told before."""
+        self.pipe.send(("at", where))
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        self.stop("interrupted")
+
+
+def at(started, rank, where):
+    pipe = started[rank][1]
+    assert pipe.poll(60), f"rank {rank} is not at {where!r}"
+    found = pipe.recv()
+    assert found == ("at", where), found[1]
+
+
+def go(started, rank):
+    started[rank][1].send("go")
+
+
+def interrupt(started, rank):
+    press(started, rank)
+    at(started, rank, "interrupted")
+
+
+def press(started, rank):
+    time.sleep(0.3)  # it is on its way into a wait
+    os.kill(started[rank][0].pid, signal.SIGINT)
+
+
+def quick(work, error=None, match=None):
+    """The report of some work, which may not take long; or its error."""
+    begun = time.monotonic()
+    if error is None:
+        out = work()
+    else:
+        with pytest.raises(error, match=match):
+            work()
+        out = None
+    assert time.monotonic() - begun < PATIENCE
+    return out
+
+
+def hooked(rank, group, pipe):
+    return _leads(group, Hand(pipe)) if rank == 0 else _trips(rank, group, Hand(pipe))
+
+
+def _leads(group, hand):
+    rng, bits, seals = np.random.default_rng(1), policy(1), []
+    publisher = CollectivePublisher(tensors(bits), group, timeout=30)
+
+    def publish():
+        report = quick(publisher.publish)
+        seals.append((report.version, report.kind, seal(bits)))
+        step(bits, rng)
+
+    publish()
+    hand.interrupted("publishes", publisher.publish)  # while rank 2 stages
+    publish()
+    hand.stop("goes on")
+    quick(publisher.publish, SessionError, r"not committed anywhere: rank 1: KeyboardInterrupt")
+    publish()
+    quick(publisher.publish, SessionError, r"not committed everywhere: rank 1: RuntimeError: cannot pause")
+    publish()
+    before = {name: array.copy() for name, array in bits.items()}
+    step(bits, rng)
+    quick(publisher.publish, SessionError, r"not committed everywhere: rank 1: RuntimeError: cannot resume")
+    for name, array in before.items():
+        bits[name][:] = array  # the trainer went back: what rank 1 has committed changes again
+    step(bits, rng)
+    publish()
+    quick(publisher.publish, PeerLost)  # rank 1 leaves after its hello, before rank 2 has come
+    return seals
+
+
+def _trips(rank, group, hand):
+    bits, seals, fails = policy(2), [], []
+    target = Faulty(tensors(bits))
+
+    def hook(which):
+        if which in fails:
+            fails.remove(which)
+            raise RuntimeError(f"cannot {which}")
+
+    hooks = {"before": lambda: hook("pause"), "after": lambda: hook("resume")}
+    subscriber = CollectiveSubscriber(target, group, timeout=30, **hooks)
+
+    def sync():
+        report = quick(subscriber.sync)
+        seals.append((report.version, seal(bits)))
+
+    sync()
+    if rank == 2:
+        for _ in range(2):  # the lead is interrupted first, then rank 1
+            target.hold = lambda: hand.stop("stages")
+            sync()
+    else:
+        sync()
+        hand.interrupted("waits for the verdict", subscriber.sync)
+        sync()
+    for fault in ("pause", "resume"):
+        if rank == 1:
+            fails.append(fault)
+            quick(subscriber.sync, RuntimeError, fault)
+        else:
+            sync()
+        sync()
+    if rank == 1:
+        hand.interrupted("waits for rank 2", subscriber.sync)
+    else:
+        hand.stop("has not come")
+        quick(subscriber.sync, PeerLost)
+    return seals
+
+
+def test_interrupts_and_hooks_that_raise_hang_nobody_and_heal():
+    """Ctrl-C on the lead or a subscriber before the verdict, `before` or `after` that raise: all know, and all heal.
+
+    A subscriber that leaves where frames may come at any time breaks the group, and nobody waits for it.
+    """
+    with ranks(3, hooked) as started:
+        at(started, 0, "publishes")
+        at(started, 2, "stages")
+        interrupt(started, 0)
+        go(started, 2)
+        go(started, 0)
+        at(started, 0, "goes on")
+        at(started, 1, "waits for the verdict")
+        go(started, 0)
+        at(started, 2, "stages")
+        interrupt(started, 1)
+        go(started, 2)
+        go(started, 1)
+        at(started, 2, "has not come")
+        at(started, 1, "waits for rank 2")
+        time.sleep(0.5)
+        interrupt(started, 1)
+        go(started, 1)
+        go(started, 2)
+        sent, tripped, other = results(started)
+    assert [row[:2] for row in sent] == [(0, "anchor"), (1, "patch"), (2, "patch"), (4, "patch"), (6, "anchor")]
+    assert tripped == [(version, found) for version, _, found in sent]
+    assert [row for row in other if row[0] not in (3, 5)] == tripped
+    assert [version for version, _ in other] == list(range(7))
+
+
+# -- writers that are not in step --------------------------------------------------------------------------------------
+
+ROWS = ((0, 5), (5, 3))
+
+
+def stepwise(rank, group, pipe):
+    hand, writers, mine = Hand(pipe), (0, 1), np.zeros((8, 8), np.float32)
+    if rank == 2:
+        return _watches(group, hand, writers, mine)
+    table = tensor_table({"w": mine})
+
+    def made(first, rows, table=table):
+        part = np.zeros((rows, 8), np.float32)
+        shards = Shards(table, [Part("w", Region((first, 0), (rows, 8)), part)])
+        return part, CollectivePublisher(shards, group, writers=writers, timeout=30)
+
+    for other, kind, match in (
+        (made(5, 2), TensorMismatch, "no rank has 8 of the 64 elements of 'w'"),
+        (made(4, 4), RegionOverlap, "'w'"),
+        (made(5, 3, tensor_table({"w": np.zeros((8, 9), np.float32)})), SessionError, "TensorMismatch"),
+    ):
+        _, publisher = made(*ROWS[0]) if rank == 0 else other
+        quick(publisher.publish, kind if rank == 0 else (SessionError, TensorMismatch), match if rank == 0 else None)
+        publisher.stop()
+    return _steps(rank, hand, *made(*ROWS[rank]))
+
+
+def _steps(rank, hand, part, publisher):
+    """All weights of a rank are the number of its step."""
+    out = []
+
+    def publish(number, **failure):
+        part[:] = number
+        report = quick(publisher.publish, **failure)
+        out.append(None if report is None else (number, report.version))
+
+    publish(1)
+    if rank == 1:  # it is interrupted before the lead comes, and goes on with the next step
+        part[:] = 2
+        hand.interrupted("waits for the lead", publisher.publish)
+    else:
+        hand.stop("has not come")
+        publish(2, error=SessionError, match="rank 1 left this publish")
+    publish(3)
+    if rank == 0:  # so is the lead
+        part[:] = 4
+        hand.interrupted("waits for rank 1", publisher.publish)
+    else:
+        hand.stop("has not come")
+        publish(4, error=SessionError, match="rank 0 left this publish|called off: KeyboardInterrupt")
+    publish(5)
+    if rank == 0:  # and again, while the subscriber commits
+        part[:] = 6
+        hand.interrupted("waits for the commit", publisher.publish)
+    else:
+        publish(6, error=SessionError, match="not committed everywhere: KeyboardInterrupt")
+    publish(7)
+    publisher.close()
+    return out
+
+
+def _watches(group, hand, writers, mine):
+    seen = []
+
+    def before():
+        if len(seen) == 3:
+            hand.stop("commits")
+
+    subscriber = CollectiveSubscriber({"w": mine + 1}, group, writers=writers, timeout=30)
+    subscriber.close()
+    mine += 9
+    subscriber = CollectiveSubscriber({"w": mine}, group, writers=writers, before=before, timeout=30)
+    subscriber.follow(on_commit=lambda report: seen.append((report.version, *np.unique(mine).tolist())))
+    return seen
+
+
+def test_writers_that_are_not_in_step_never_make_one_version():
+    """A writer that was interrupted is a call ahead or behind: the other call is void, and the next ones fit again.
+
+    Holes, overlaps and other tensor tables are refused before anything is sent, with the name of the tensor.
+    """
+    with ranks(3, stepwise) as started:
+        at(started, 0, "has not come")
+        at(started, 1, "waits for the lead")
+        interrupt(started, 1)
+        go(started, 1)
+        go(started, 0)
+        at(started, 0, "waits for rank 1")
+        at(started, 1, "has not come")
+        interrupt(started, 0)
+        go(started, 0)
+        go(started, 1)
+        at(started, 0, "waits for the commit")
+        at(started, 2, "commits")
+        interrupt(started, 0)
+        go(started, 2)
+        go(started, 0)
+        lead, other, seen = results(started)
+    assert [row for row in lead if row] == [(1, 0), (3, 1), (5, 2), (7, 4)]
+    assert [row for row in other if row] == [(1, 0), (3, 1), (5, 2), (7, 4)]
+    assert seen == [(0, 1.0), (1, 3.0), (2, 5.0), (3, 6.0), (4, 7.0)]
+
+
+# -- a relay that is interrupted ---------------------------------------------------------------------------------------
+
+
+def relay_trips(rank, group, pipe, url):
+    hand, bits = Hand(pipe), policy(10 + rank)
+    if rank == 1:
+        seen = []
+        with CollectiveSubscriber(tensors(bits), group, timeout=30) as subscriber:
+            subscriber.follow(on_commit=lambda report: seen.append((report.version, seal(bits))))
+        return seen
+    own, fails, target = policy(1), [], Faulty(tensors(bits))
+
+    def before():
+        if fails:
+            raise RuntimeError(fails.pop())
+
+    publisher = sparserl.Publisher(url, tensors(own))
+    relay = sparserl.Subscriber(url, target, process_group=group, timeout=30, before=before)
+    seals = []
+
+    def publish():
+        step(own, np.random.default_rng(len(seals)))
+        publisher.publish()
+        seals.append((publisher.version, seal(own)))
+
+    publish()
+    quick(relay.sync)
+    publish()
+    target.hold = lambda: hand.stop("stages")
+    hand.interrupted("syncs", relay.sync)
+    assert quick(relay.sync).version == 1
+    fails.append("cannot pause")
+    publish()
+    quick(relay.sync, RuntimeError, "cannot pause")
+    assert quick(relay.commit).version == 2
+    publish()
+    quick(relay.stage)
+    relay.discard()
+    assert quick(lambda: relay.goto(2)).version == 2  # the other rank has gone on
+    assert seal(bits) == seals[2][1]
+    relay.close()
+    return seals
+
+
+def test_a_relay_that_is_interrupted_hangs_nobody(tmp_path):
+    """Ctrl-C while it stages, `before` that raises, a version discarded: the others hear of it, and end as it does."""
+    with ranks(2, relay_trips, f"file://{tmp_path}/store") as started:
+        at(started, 0, "syncs")
+        at(started, 0, "stages")
+        press(started, 0)
+        time.sleep(0.3)
+        go(started, 0)  # what is being staged is waited for, and dropped
+        at(started, 0, "interrupted")
+        go(started, 0)
+        sent, seen = results(started)
+    assert seen == [sent[0], sent[1], sent[2], sent[3], sent[2]]

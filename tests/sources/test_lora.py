@@ -186,6 +186,22 @@ def test_some_adapters_of_several() -> None:
         assert state(lora(model, merged=True).weights()) == state(peft_merged(model))
 
 
+def test_the_active_adapter_is_asked_for_at_every_publish() -> None:
+    """Without a name, both kinds follow `set_adapter`; with one, neither does."""
+    model = adapted(llama(), config(), config(r=2))
+    model.set_adapter("default")
+    alone, merged, named = lora(model), lora(model, merged=True), lora(model, adapter="default")
+    for name in ("default", "a1", "default"):
+        model.set_adapter(name)
+        assert state(alone.weights()) == state(peft.get_peft_model_state_dict(model, adapter_name=name))
+        assert alone.files() == lora(model, adapter=name).files()
+        assert state(merged.weights()) == state(peft_merged(model, [name]))
+        assert state(named.weights()) == state(peft.get_peft_model_state_dict(model, adapter_name="default"))
+    model.base_model.set_adapter(["default", "a1"])
+    with pytest.raises(UnsupportedTensor, match="say which"):
+        alone.weights()
+
+
 def test_what_cannot_be_merged_is_refused_by_name() -> None:
     """A layer that peft cannot merge is named, and so is one with weights that are no floats."""
     model = adapted(llama(), config(target_modules=["v_proj"], alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM"))

@@ -12,7 +12,7 @@ import pytest
 import sparserl
 from sparserl import Part, Region, Shards
 from sparserl.digest import table_digest
-from sparserl.errors import TensorMismatch, UnsupportedTensor
+from sparserl.errors import TensorMismatch, UnsupportedTensor, WeightsError
 from sparserl.sources import fp8_blockwise, fsdp, int8, linear_weights, quantized
 from sparserl.table import TensorSpec
 
@@ -312,13 +312,44 @@ def one_rank(rank: int, port: int, folder: str) -> None:
         torch.save(saved, Path(folder) / f"{name}-{rank}.pt")
     model = fully_shard(policy(), mesh=init_device_mesh("cpu", (2,)))
     torch.save(sparserl.digest(quantized(fsdp(model), SCHEMES["fp8"]).weights()), Path(folder) / f"fsdp-{rank}.pt")
+    _fails_alone(rank, dist.group.WORLD)
     dist.destroy_process_group()
+
+
+class _Broken:
+    """A source that cannot say what the weights are."""
+
+    def weights(self):
+        raise MemoryError("no room to gather")
+
+
+def _fails_alone(rank: int, group) -> None:
+    """Rank 1 fails in one way or another: rank 0 raises too, at once, and the next time all is well."""
+    narrow = {"a.weight": matrix(3, 4)}
+    arrays = [Part("rows.weight", Region((37, 0), (63, 90)), np.zeros((63, 90), np.uint16).view(ml_dtypes.bfloat16))]
+    table = sparserl.tensor_table(whole_weights(0))
+    for bad, error, heard in (
+        (_Broken(), MemoryError, "rank 1 could not quantize"),
+        (_Fixed(Shards(table, arrays)), UnsupportedTensor, "rank 1 could not quantize"),
+        (_Fixed(Shards.of(sparserl.tensor_table(narrow), narrow)), TensorMismatch, "not quantize the same tensors"),
+    ):
+        wrapped = quantized(_Fixed(shards_of(rank, 0)) if rank == 0 else bad, SCHEMES["fp8"], group)
+        with pytest.raises(WeightsError if rank == 0 else error, match=heard if rank == 0 else None):
+            wrapped.weights()
+        wrapped = quantized(_Fixed(shards_of(rank, 0)), SCHEMES["fp8"], group)
+        known = sparserl.digest(wrapped.weights())
+        if rank == 1:
+            wrapped._source = bad
+        with pytest.raises(WeightsError if rank == 0 else error):
+            wrapped.weights()
+        wrapped._source = _Fixed(shards_of(rank, 0))
+        assert sparserl.digest(wrapped.weights()) == known
 
 
 def test_two_processes_agree_on_the_scales_of_cut_blocks(tmp_path: Path) -> None:
     """Whoever has which boxes, elements and scales are those of the whole, each of them once, and patches merge.
 
-    The same with FSDP2, which cuts rows without regard to blocks.
+    The same with FSDP2, which cuts rows without regard to blocks. If one process fails, both raise.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

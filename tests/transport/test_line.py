@@ -8,7 +8,7 @@ import pytest
 
 from sparserl.errors import PeerLost
 from sparserl.transport import collective
-from tests.session.ranks import ranks, results
+from tests.session.ranks import port, ranks, results
 
 pytest.importorskip("torch")
 
@@ -94,3 +94,53 @@ def test_a_rank_that_says_nothing_is_named():
     """Without a broadcast begun, the line stays in order."""
     with ranks(2, missing) as started:
         assert results(started[:1]) == ["None"]
+
+
+def reborn(rank, group, pipe, at):
+    """Groups over one store, one after the other, as they are with the agent of torchrun."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", at, 2, rank == 0)
+    lines = []
+    for turn in range(3):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        world = dist.group.WORLD
+        if rank == 1 and turn == 2:
+            lines.append(collective.Line(world, 20.0))  # before rank 0, which still beats for the old groups
+            time.sleep(1.2)
+            assert lines[-1].peek("open") is None
+            assert lines[-1].peek("answer") is None
+        dist.barrier()
+        if rank == 0 or turn == 0:
+            lines.append(collective.Line(world, 20.0))  # rank 1 sits the second group out
+        if turn != 1:
+            lines[-1].tell("answer" if rank else "open", bytes([turn]))
+            assert lines[-1].hear({1 - rank: "open" if rank else "answer"}, "write") == {1 - rank: bytes([turn])}
+            if rank == 0:  # another line over a group that is known
+                assert collective.Line(world, 20.0).peek("answer") == bytes([turn])
+        else:
+            assert rank == 1 or lines[-1].peek("open") is None
+        dist.barrier()
+        dist.destroy_process_group()
+        _forget_addresses(store, rank, turn)
+    return len(lines)
+
+
+def _forget_addresses(store, rank, turn):
+    """Gloo may try to connect to the old group, where its addresses are still in the store."""
+    store.add(f"left/{turn}", 1)
+    while store.add(f"left/{turn}", 0) < 2:
+        time.sleep(0.01)
+    if rank == 0:
+        for key in store.list_keys():
+            if "cpu/" in key:
+                store.delete_key(key)
+        store.set(f"forgotten/{turn}", "")
+    store.wait([f"forgotten/{turn}"])
+
+
+def test_a_group_built_anew_over_the_same_store_hears_nothing_of_the_old_one():
+    """Whichever rank comes first, and though one had no line over the group before."""
+    with ranks(2, reborn, port()) as started:
+        assert results(started) == [3, 2]

@@ -1,12 +1,19 @@
-"""Bitmaps of changes: one bit per element, 64 to a word, the first element lowest."""
+"""Bitmaps of changes: one bit per element, 64 to a word, the first element lowest; and what fills many of them at once.
+
+Where bitmaps of many parts lie in one array, each begins with a word of its own.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
 
-from .llvm import inline, kernel, lowest, popcount
+from .cpu import digest_delta
+from .llvm import inline, kernel, lowest, machine, popcount
 
 _ONE, _ALL = np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -17,6 +24,51 @@ def mark(positions: Any, offset: Any, words: Any) -> None:
     for i in range(positions.size):
         p = np.int64(positions[i]) + offset
         words[p >> 6] |= _ONE << np.uint64(p & 63)
+
+
+@kernel
+def mark_parts(counts: Any, positions: Any, offset: Any, first: Any, words: Any) -> None:
+    """`mark` for a batch of parts, each with so many of the positions; `first` is the first word of each."""
+    k = 0
+    for e in range(counts.size):
+        for i in range(k, k + counts[e]):
+            p = np.int64(positions[i]) + offset
+            words[first[e] + (p >> 6)] |= _ONE << np.uint64(p & 63)
+        k += counts[e]
+
+
+@kernel
+def digest_deltas(
+    counts: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, positions: Any, old: Any, new: Any, out: Any
+) -> None:
+    """`digest_delta` for each entry of a batch alone: one row of two sums per entry."""
+    k = 0
+    for e in range(counts.size):
+        row, some = slice(e, e + 1), slice(k, k + counts[e])
+        out[e, 0], out[e, 1] = digest_delta(
+            counts[row], start[row], dims[row], size[row], stride[row], keys[row], positions[some], old[some], new[some]
+        )
+        k += counts[e]
+
+
+@machine
+def _move(_: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """Copy bytes from one address to another; the two must not overlap."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        to, at = (b.inttoptr(a, ir.IntType(8).as_pointer()) for a in args[:2])
+        cgutils.raw_memcpy(b, to, at, args[2], 1)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@kernel
+def collect(source: Any, nbytes: Any, target: Any) -> None:
+    """Copy the bytes of a batch of parts from where they lie to the address `target`, one part behind the other."""
+    for e in range(source.size):
+        _move(target, source[e], nbytes[e])
+        target += nbytes[e]
 
 
 @inline

@@ -27,6 +27,18 @@ def mark(words: U64, positions: UInts) -> U64:
     return np.packbits(bits, bitorder="little").view(np.uint64)
 
 
+def mark_parts(words: U64, first: list[int], offset: int, positions: list[UInts]) -> U64:
+    """Bitmaps that lie in one array, each from a word of its own on, with bits set as well."""
+    for word, some in zip(first, positions, strict=True):
+        words = mark(words, 64 * word + offset + some.astype(np.int64))
+    return words
+
+
+def collect(parts: list[UInts]) -> UInts:
+    """The bytes of some parts, one behind the other."""
+    return np.concatenate([part.ravel().view(np.uint8) for part in parts])
+
+
 def list_marks(words: U64, low: int, high: int) -> UInts:
     """The bits that are set from `low` to `high`, counted from `low`."""
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[low:high]).astype(np.uint32)
@@ -49,6 +61,12 @@ def digest(key: U64, start: int, bits: UInts) -> tuple[int, int]:
     """Sums over consecutive elements of a tensor, the first of which stands at `start`."""
     first, second = mix(key, np.uint64(start) + np.arange(bits.size, dtype=np.uint64), bits.ravel())
     return int(first.sum(dtype=np.uint64)), int(second.sum(dtype=np.uint64))
+
+
+def digest_delta(key: U64, position: U64, old: UInts, new: UInts) -> tuple[int, int]:
+    """How the sums of a part move when the bits at some positions of its tensor change."""
+    was, now = mix(key, position, old), mix(key, position, new)
+    return int((now[0] - was[0]).sum(dtype=np.uint64)), int((now[1] - was[1]).sum(dtype=np.uint64))
 
 
 def order(bits: UInts, sign_magnitude: bool) -> UInts:

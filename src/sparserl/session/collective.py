@@ -11,9 +11,11 @@ whoever does not hold its baseline gets an anchor first.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,14 +29,18 @@ from ..parallel import Progress
 from ..patch import Captured, capture
 from ..patch.stream import Stream
 from ..pieces import Held as AtHand
-from ..shards import Shards
+from ..region import Region
+from ..shards import Place, Shards, require_whole
 from ..sources import Source
 from ..table import TensorTable
 from ..transport.collective import TIMEOUT, Bucket, CalledOff, Line
 from . import parcel, rounds
 from .flight import Flight
 from .report import SyncReport, Watch
-from .rounds import Apart, Course, Leg, Note, Round, Share
+from .rounds import Apart, Behind, Course, Leg, Note, Round, Share
+
+# How often publish was called on each group, by its writers: it outlives publishers.
+_calls: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 
 
 class Sending:
@@ -79,6 +85,7 @@ class _Baseline:
 class _Taken:
     """What one publish has to send: the baseline, and the changes since."""
 
+    call: int
     baseline: _Baseline
     found: Captured | None
     patch: Sending | None
@@ -151,10 +158,12 @@ class CollectivePublisher:
         With `wait=False`, returns None as soon as the changes are captured: the trainer may go on while they are
         encoded and sent. The next call, or `settle`, waits for that and raises what went wrong with it.
         """
+        counts = _calls.setdefault(self._line.group, {})
+        call = counts[self.writers] = counts.get(self.writers, 0) + 1
         self.settle()
         self._line.require()
         watch = Watch()
-        taken = self._take(watch)
+        taken = self._take(call, watch)
         lead = self._line.rank == self.writers[0]
         work = partial(self._lead if lead else self._go_along, taken, watch)
         if wait:
@@ -192,7 +201,7 @@ class CollectivePublisher:
 
     # -- what is to be sent --------------------------------------------------------------------------------------------
 
-    def _take(self, watch: Watch) -> _Taken:
+    def _take(self, call: int, watch: Watch) -> _Taken:
         """Look at the weights: afterwards they may change."""
         weights = self._source.weights() if isinstance(self._source, Source) else self._source
         if isinstance(weights, Shards):
@@ -203,7 +212,7 @@ class CollectivePublisher:
                 table = copy.table if isinstance(copy, Shards) else table_of(memories(copy))
                 fresh = _Baseline(table, -1, copy, Digest())
                 fresh.digest = digest(copy, threads=self._threads) - fresh.terms
-            return _Taken(fresh, None, None)
+            return _Taken(call, fresh, None, None)
         with watch.stage("find"):
             known = now.digest + now.terms
             found = capture(
@@ -215,7 +224,7 @@ class CollectivePublisher:
                 progress=self._progress,
             )
         with watch.stage("encode"):
-            return _Taken(now, found, Sending(found.stream(link=self._link, threads=self._threads), keep=True))
+            return _Taken(call, now, found, Sending(found.stream(link=self._link, threads=self._threads), keep=True))
 
     def _legs(self, taken: _Taken, anchor: bool, profiles: list[str] | None) -> list[Sending]:
         """What this rank sends: the baseline from nothing, where it is asked for, and the changes since."""
@@ -234,21 +243,11 @@ class CollectivePublisher:
 
     def _lead(self, taken: _Taken, watch: Watch) -> SyncReport:
         line, table, before = self._line, taken.baseline.table, self._line.moved
-        with watch.stage("gather"):
-            round = rounds.open_round(line, self.writers, self._run, self._created, table)
-        try:
-            with watch.stage("gather"):
-                hellos = round.hear("hello", line.others, "come to the sync")
-            with watch.stage("encode"):
-                course = self._course(round, taken, hellos)
-        except BaseException as error:
-            rounds.call_off(round, error)
-            raise
+        round, course = self._agreed(taken, watch)
         round.tell("course", course.to_note())
         self._transfer(course, taken, watch)
         with watch.stage("stage"):
             rounds.judge(round, line.others)
-        self._last = course.version
         with watch.stage("commit"):
             failed = self._outcome(round, course)
         if failed:
@@ -259,12 +258,37 @@ class CollectivePublisher:
         self._advance(taken, course, watch)
         return rounds.report(course, table, line.moved - before, watch.seconds)
 
+    def _agreed(self, taken: _Taken, watch: Watch) -> tuple[Round, Course]:
+        """A round that every rank has come to, and what all of them will get.
+
+        Writers must come with the same call of publish: were one of them interrupted in an earlier call, a version
+        would have the weights of two steps. A call that is behind raises, on whichever rank it is; the next one of
+        that rank is waited for.
+        """
+        while True:
+            with watch.stage("gather"):
+                table = taken.baseline.table
+                round = rounds.open_round(self._line, self.writers, self._run, self._created, table, taken.call)
+            try:
+                with watch.stage("gather"):
+                    hellos = round.hear("hello", self._line.others, "come to the sync")
+                with watch.stage("encode"):
+                    return round, self._course(round, taken, hellos)
+            except BaseException as error:
+                rounds.call_off(round, error)
+                if not isinstance(error, Behind):
+                    raise
+
     def _course(self, round: Round, taken: _Taken, hellos: dict[int, Note]) -> Course:
         """Decide what all ranks will get."""
         if failed := rounds.failures(hellos):
             raise SessionError(f"not every rank can take part: {failed}")
         line, terms = self._line, table_digest(taken.baseline.table)
         others = [rank for rank in self.writers if rank != line.rank]
+        if ahead := [rank for rank in others if hellos[rank]["call"] > taken.call]:
+            raise SessionError(f"rank {ahead[0]} left this publish and came with its next one; nothing was committed")
+        if any(hellos[rank]["call"] < taken.call for rank in others):
+            raise Behind("a writer came with an earlier publish; its next one is waited for")
         if any(hellos[rank]["version"] != taken.baseline.version for rank in others):
             self._now = None
             raise Apart("the writers do not start from one version; the next publish begins with an anchor")
@@ -280,6 +304,9 @@ class CollectivePublisher:
         shares = round.hear("share", others, "encode its part")
         if failed := rounds.failures(shares):
             raise SessionError(f"not every writer could encode its part: {failed}")
+        if anchor:
+            places = [AtHand.of(taken.baseline.weights).places, *(_places(shares[rank]["places"]) for rank in others)]
+            require_whole(taken.baseline.table, places)
         legs = []
         for i, sending in enumerate(mine):
             of_others = [shares[rank]["legs"][i] for rank in others]
@@ -305,14 +332,18 @@ class CollectivePublisher:
             raise
 
     def _outcome(self, round: Round, course: Course) -> str:
-        """Which receivers did not commit, also for the other writers to know."""
+        """Let all commit; which receivers did not, also for the other writers to know."""
         receivers = [rank for rank in self._line.others if rank not in self.writers]
+        self._last = course.version
         try:
+            round.tell("verdict", {})
             failed = rounds.committed(round, receivers)
-        except PeerLost as error:
-            failed = str(error)
+        except BaseException as error:
+            failed = rounds.told(error)["error"]
             round.tell("outcome", {"failed": failed})
-            raise PeerLost(f"{failed}. Version {course.version} may be committed on some ranks only") from error
+            if isinstance(error, PeerLost):
+                raise PeerLost(f"{error}. Version {course.version} may be committed on some ranks only") from error
+            raise
         round.tell("outcome", {"failed": failed})
         return failed
 
@@ -333,19 +364,14 @@ class CollectivePublisher:
     def _go_along(self, taken: _Taken, watch: Watch) -> SyncReport:
         line, lead, before = self._line, self.writers[0], self._line.moved
         with watch.stage("gather"):
-            round = rounds.join_round(line, lead, time.monotonic() + line.timeout)
-            if round is None:
-                raise PeerLost(f"rank {lead} did not begin to publish within {line.timeout:g} s")
-            ends = {"old": taken.baseline.digest.hex, "new": taken.now.hex, "version": taken.baseline.version}
-            round.tell("hello", ends)
-            course = self._agreed(round, taken)
+            round, course = self._joined(taken)
         self._transfer(course, taken, watch)
+        self._last = course.version
         round.tell("ack", {})
         with watch.stage("stage"):
             verdict = round.hear("verdict", [lead], "say whether to commit", 2.0)[lead]
         if "off" in verdict:
             raise SessionError(f"the version was not committed anywhere: {verdict['off']}")
-        self._last = course.version
         with watch.stage("commit"):
             failed = round.hear("outcome", [lead], "say whether all have committed", 2.0)[lead]["failed"]
         if failed:
@@ -353,28 +379,51 @@ class CollectivePublisher:
         self._advance(taken, course, watch)
         return rounds.report(course, taken.baseline.table, line.moved - before, watch.seconds)
 
-    def _agreed(self, round: Round, taken: _Taken) -> Course:
-        """Say what this writer has, and hear what will be sent."""
-        lead = self.writers[0]
-        self._run, self._created = round.opened["run"], round.opened["created"]
-        heard = self._plan_or_course(round, lead)
-        if "anchor" in heard:
-            try:
-                legs = self._legs(taken, heard["anchor"], heard["profiles"])
-                rows = [
-                    [leg.ends()[0].hex, leg.ends()[1].hex, list(vars(leg.share(self._line.rank)).values())]
-                    for leg in legs
-                ]
-                round.tell("share", {"legs": rows})
-            except BaseException as error:
-                round.tell("share", rounds.told(error))
-                raise
-            heard = round.hear("course", [lead], "say what it sends", 2.0)[lead]
-        if "off" in heard:
+    def _joined(self, taken: _Taken) -> tuple[Round, Course]:
+        """The round of the lead's same call of publish, and what will be sent in it."""
+        line, lead = self._line, self.writers[0]
+        ends = {"old": taken.baseline.digest.hex, "new": taken.now.hex, "version": taken.baseline.version}
+        while True:
+            round = rounds.join_round(line, lead, time.monotonic() + line.timeout)
+            if round is None:
+                raise PeerLost(f"rank {lead} did not begin to publish within {line.timeout:g} s")
+            round.tell("hello", {**ends, "call": taken.call})
+            if round.opened["call"] > taken.call:
+                raise SessionError(f"rank {lead} left this publish and came with its next one; nothing was committed")
+            heard = self._heard(round, taken)
+            if "off" not in heard:
+                return round, Course.of_note(heard)
             if heard["afresh"]:
                 self._now = None
-            raise SessionError(f"the sync was called off: {heard['off']}")
-        return Course.of_note(heard)
+            if round.opened["call"] == taken.call and not heard["again"]:
+                raise SessionError(f"the sync was called off: {heard['off']}")
+
+    def _heard(self, round: Round, taken: _Taken) -> Note:
+        """Say what this writer will send, and hear what all will get; or that the round was called off."""
+        lead = self.writers[0]
+        self._run, self._created = round.opened["run"], round.opened["created"]
+        try:
+            heard = self._plan_or_course(round, lead)
+            share = self._share(round, taken, heard) if "anchor" in heard else None
+        except BaseException as error:
+            with contextlib.suppress(PeerLost):
+                round.tell("share", rounds.told(error))
+            raise
+        if share is None:
+            return heard
+        round.tell("share", share)
+        return rounds.hear_course(round, lead)
+
+    def _share(self, round: Round, taken: _Taken, plan: Note) -> Note:
+        rank, baseline = self._line.rank, taken.baseline
+        legs = self._legs(taken, plan["anchor"], plan["profiles"])
+        ends = [(*leg.ends(), leg.share(rank)) for leg in legs]
+        note: Note = {"legs": [[base.hex, result.hex, list(vars(share).values())] for base, result, share in ends]}
+        if plan["anchor"]:
+            rounds.table_of(round)[0].require(baseline.table, f"rank {self.writers[0]}", f"rank {rank}")
+            places = AtHand.of(baseline.weights).places
+            note["places"] = [[tensor, region and [region.start, region.size]] for tensor, region in places]
+        return note
 
     def _plan_or_course(self, round: Round, lead: int) -> Note:
         """The plan; or the course, where the round was called off before there was one."""
@@ -386,6 +435,10 @@ class CollectivePublisher:
             self._line.require_calm(f"waiting for the plan of rank {lead}")
             time.sleep(0.002)
         raise PeerLost(f"rank {lead} did not plan the sync within {2 * self._line.timeout:g} s")
+
+
+def _places(rows: list[Any]) -> list[Place]:
+    return [(tensor, box and Region(tuple(box[0]), tuple(box[1]))) for tensor, box in rows]
 
 
 def _ignore(_leg: int, _bucket: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -63,21 +64,21 @@ class CollectiveSubscriber(Receiver):
 
     def commit(self) -> SyncReport:
         """Make the staged version the one that is held: in O(changed), all targets or none."""
-        round = self._round
+        round, self._doubt = self._round, True  # until it is through, only the bits tell what the targets hold
         try:
             report = super().commit()
+            self._at, self._doubt = None if self._held is None else self._held.digest, False
+            assert round is not None
+            self._done(round, {})
         except BaseException as error:
             if self._staged is None and round is not None:
                 self._done(round, rounds.told(error))
             raise
-        assert round is not None
-        self._at = None if self._held is None else self._held.digest
-        self._done(round, {})
         return report
 
     def sync(self, timeout: float | None = None) -> SyncReport | None:
         """Stage and commit the next version; None if none came in that time."""
-        return None if self.stage(timeout) is None else self.commit()
+        return None if self.stage(timeout) is None else self._commit_or_discard()
 
     def follow(
         self,
@@ -96,7 +97,7 @@ class CollectiveSubscriber(Receiver):
                 return
             if staged is None:
                 return
-            report = self.commit()
+            report = self._commit_or_discard()
             if on_commit is not None:
                 on_commit(report)
 
@@ -153,7 +154,7 @@ class CollectiveSubscriber(Receiver):
         held = None if self._at is None else self._at.hex
         round.tell("hello", {"digest": held, "profiles": sorted(frozenset.intersection(*limits)) if limits else None})
         with watch.stage("wait"):
-            heard = round.hear("course", [self._lead], "say what it sends", 2.0)[self._lead]
+            heard = rounds.hear_course(round, self._lead)
         return None if "off" in heard else Course.of_note(heard)
 
     def _attach(self, round: Round) -> None:
@@ -181,20 +182,21 @@ class CollectiveSubscriber(Receiver):
             arrival.stop()
             line.abandon(f"{type(error).__name__} while receiving")
             raise
-        with watch.stage("stage"):
-            arrival.finish()
-        prepared = arrival.prepared
         try:
+            with watch.stage("stage"):
+                arrival.finish()
             round.tell("ack", {} if arrival.failure is None else rounds.told(arrival.failure))
             with watch.stage("agree"):
                 verdict = round.hear("verdict", [self._lead], "say whether to commit", 2.0)[self._lead]
         except BaseException as error:
-            arrival.discard()
             if isinstance(error, PeerLost):
                 line.lose(error)
+            else:  # the verdict may be told or not
+                self._leave(round, error)
+            arrival.stop()
             raise
         if "off" in verdict:
-            arrival.discard()
+            arrival.stop()
             if arrival.failure is not None:
                 self._doubt = True  # where something else wrote to a target, its bits tell
                 raise arrival.failure
@@ -202,15 +204,30 @@ class CollectiveSubscriber(Receiver):
         assert self._table is not None
         held = Held(course.run, course.created, course.version, course.digest)
         report = rounds.report(course, self._table, line.moved - before, watch.seconds)
-        changed = max((p.changed for p in prepared), default=0)
+        changed = max((p.changed for p in arrival.prepared), default=0)
         report = replace(report, kind=arrival.kind, changed=changed)
-        self._staged, self._round = Staged(held, prepared, report), round
+        self._staged, self._round = Staged(held, arrival.prepared, report), round
         return report
+
+    def _commit_or_discard(self) -> SyncReport:
+        """Commit; where that cannot even begin there is no second try, and the publisher is told why."""
+        round = self._round
+        try:
+            return self.commit()
+        except BaseException as error:
+            if self._staged is not None and round is not None:
+                self._done(round, rounds.told(error))
+                self.discard()
+            raise
 
     def _done(self, round: Round, note: Note) -> None:
         """Tell the publisher. If it is gone, the next stage says so; what was committed stays."""
         self._round = None
-        try:
+        with contextlib.suppress(PeerLost):
             round.tell("done", note)
-        except PeerLost:
-            return
+
+    def _leave(self, round: Round, error: BaseException) -> None:
+        """Leave before the verdict is heard: nobody is to commit, or if that was decided, all but this rank have."""
+        with contextlib.suppress(PeerLost):
+            round.tell("ack", rounds.told(error))
+        self._done(round, rounds.told(error))

@@ -130,17 +130,18 @@ class Arrival:
         except SparserlError as error:
             self.failure = self.failure or error
         if self.failure is not None:
-            self.discard()
+            self._discard()
 
     def stop(self) -> None:
-        """No more will come."""
+        """Give it up, whether or not all of it has come."""
         for incoming in self._incoming:
             incoming.stop()
-        self._files.set_exception(SessionError("the files never came"))
+        if not self._files.done():
+            self._files.set_exception(SessionError("the files never came"))
         self._thread.join()
-        self.discard()
+        self._discard()
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         for prepared in self.prepared:
             prepared.discard()
         self.prepared = []

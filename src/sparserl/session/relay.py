@@ -66,9 +66,8 @@ class Relay(Subscriber):
 
     def commit(self) -> SyncReport:
         """Commit on this rank, and wait until all others have."""
-        round, self._round = self._round, None
-        self._everywhere = None
         report = super().commit()
+        round, self._round = self._round, None
         assert round is not None
         if failed := rounds.committed(round, self._line.others):
             raise SessionError(f"version {report.version} was not committed everywhere: {failed}")
@@ -86,6 +85,7 @@ class Relay(Subscriber):
 
     def _hand_on(self, view: View, held: Held, watch: Watch) -> SyncReport:
         line, run, before = self._line, view.run, self._line.moved
+        self._everywhere = None
         round = rounds.open_round(line, (line.rank,), run.run, run.created, run.table)
         try:
             with watch.stage("gather"):
@@ -121,16 +121,21 @@ class Relay(Subscriber):
             raise
         for data in files.values():
             arrival.add(len(course.legs), data)
-        with watch.stage("stage"):
+
+        def stage() -> BaseException | None:
             arrival.finish()
-            try:
-                rounds.judge(round, line.others, arrival.failure)
-            except BaseException:
-                arrival.discard()
-                self._doubt = self._doubt or arrival.failure is not None
-                raise
+            return arrival.failure
+
+        try:
+            with watch.stage("stage"):
+                rounds.judge(round, line.others, stage)
+        except BaseException:
+            arrival.stop()
+            self._doubt = self._doubt or arrival.failure is not None
+            raise
         report = rounds.report(course, run.table, line.moved - before, watch.seconds)
         self._staged, self._round = Staged(held, arrival.prepared, report), round
+        round.tell("verdict", {})
         return report
 
     def _arrival(self, course: Course, view: View) -> Arrival:

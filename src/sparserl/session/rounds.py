@@ -38,6 +38,10 @@ class Apart(SessionError):
     """Writers that do not start from one version: what they would send does not fit together."""
 
 
+class Behind(SessionError):
+    """A writer came with an earlier call of publish than the lead: the lead waits for its next one."""
+
+
 @dataclass(frozen=True)
 class Share:
     """The buckets of a patch that one rank sends: how many, with how many changes, and the length of the first."""
@@ -136,7 +140,11 @@ class Round:
 
 def told(error: BaseException) -> Note:
     """An error as a note."""
-    return {"error": f"{type(error).__name__}: {error}"[:_TEXT]}
+    return {"error": _text(error)}
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_TEXT]
 
 
 def failures(notes: dict[int, Note]) -> str:
@@ -147,8 +155,13 @@ def failures(notes: dict[int, Note]) -> str:
 # -- the lead ----------------------------------------------------------------------------------------------------------
 
 
-def open_round(line: Line, writers: Sequence[int], run: str, created: float, table: TensorTable) -> Round:
-    """Begin a sync: from now on the other ranks may join it. The tensor table is told where it was not yet."""
+def open_round(
+    line: Line, writers: Sequence[int], run: str, created: float, table: TensorTable, call: int = 0
+) -> Round:
+    """Begin a sync: from now on the other ranks may join it. The tensor table is told where it was not yet.
+
+    call: which call of publish this is, on the lead.
+    """
     raw = encode_table(table)
     hash = table_hash(raw).hex()
     if line.peek(f"table/{hash}") is None:
@@ -157,6 +170,7 @@ def open_round(line: Line, writers: Sequence[int], run: str, created: float, tab
     old = number - 2  # nobody waits for its notes any more
     line.forget([*(f"{old}/{kind}" for kind in _ONE), *(f"{old}/{k}/{r}" for k in _EACH for r in line.others)])
     opened = {"number": number, "writers": list(writers), "run": run, "created": created, "table": hash}
+    opened["call"] = call
     line.tell(_OPEN, canonical(opened))
     return Round(line, number, opened)
 
@@ -174,22 +188,29 @@ def close_rounds(line: Line) -> None:
 
 def call_off(round: Round, error: BaseException) -> None:
     """There will be no frames in this round."""
-    round.tell("course", {"off": str(error)[:_TEXT], "afresh": isinstance(error, Apart)})
+    kind = {"afresh": isinstance(error, Apart), "again": isinstance(error, Behind)}
+    round.tell("course", {"off": _text(error), **kind})
 
 
-def judge(round: Round, ranks: Iterable[int], own: BaseException | None = None) -> None:
-    """Hear from all ranks whether they have staged, and tell them to commit, or not to. Raises where one has not."""
+def judge(round: Round, ranks: Iterable[int], stage: Callable[[], BaseException | None] | None = None) -> None:
+    """Hear from all ranks whether they have staged. Where one has not, tell that nobody is to commit, and raise.
+
+    stage: what this rank does meanwhile; returns why it cannot commit. If all is well the verdict is still to be told.
+    """
     try:
+        own = None if stage is None else stage()
         failed = failures(round.hear("ack", ranks, "stage the version"))
         if own is not None:
-            failed = "; ".join(filter(None, [f"rank {round.line.rank}: {told(own)['error']}", failed]))
+            failed = "; ".join(filter(None, [f"rank {round.line.rank}: {_text(own)}", failed]))
     except PeerLost as error:
         round.tell("verdict", {"off": str(error)})
         raise round.line.lose(error) from error
+    except BaseException as error:
+        round.tell("verdict", {"off": f"rank {round.line.rank}: {_text(error)}"})
+        raise
     if failed:
         round.tell("verdict", {"off": failed})
         raise SessionError(f"the version was not committed anywhere: {failed}") from own
-    round.tell("verdict", {})
 
 
 def committed(round: Round, ranks: Iterable[int]) -> str:
@@ -221,6 +242,20 @@ def join_round(line: Line, lead: int, end: float | None, stop: Callable[[], bool
             return None
         time.sleep(pause)
         pause = min(1.3 * pause, 0.05)
+
+
+def hear_course(round: Round, lead: int) -> Note:
+    """What the lead is going to send, or that it has called the round off.
+
+    Frames may come as soon as all ranks have come: who leaves now would be missed in a broadcast, so all are told.
+    """
+    try:
+        return round.hear("course", [lead], "say what it sends", 2.0)[lead]
+    except PeerLost:
+        raise
+    except BaseException as error:
+        round.line.abandon(f"{type(error).__name__} while waiting for rank {lead}")
+        raise
 
 
 def table_of(round: Round) -> tuple[TensorTable, bytes]:

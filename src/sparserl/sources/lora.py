@@ -24,30 +24,44 @@ _CONFIG = "adapter_config.json"
 
 
 class AdapterSource:
-    """One adapter: the tensors of its `adapter_model.safetensors`, where they are."""
+    """One adapter: the tensors of its `adapter_model.safetensors`, where they are.
 
-    def __init__(self, model: Any, adapter: str) -> None:
+    Without a name it is the one that is active when the weights are asked for.
+    """
+
+    def __init__(self, model: Any, adapter: str | None) -> None:
         self._model, self._adapter = model, adapter
-        self._embeddings: bool | None = None
+        self._embeddings: dict[str, bool] = {}
+
+    @property
+    def adapter(self) -> str:
+        """The name of the adapter."""
+        active = list(self._model.active_adapters) if self._adapter is None else [self._adapter]
+        if len(active) != 1:
+            known = list(self._model.peft_config)
+            raise UnsupportedTensor(f"an adapter alone is one of {known}; {active} are active, so say which")
+        return str(active[0])
 
     def weights(self) -> Weights:
-        if self._embeddings is None:
+        adapter = self.adapter
+        if adapter not in self._embeddings:
             # By default peft finds out whether embeddings were resized, which may ask the Hub. Once is enough.
-            self._embeddings = self._tensors("auto").keys() != self._tensors(False).keys()
-        return {name: tensor.detach() for name, tensor in self._tensors(self._embeddings).items()}
+            alone = self._tensors(adapter, False)
+            self._embeddings[adapter] = self._tensors(adapter, "auto").keys() != alone.keys()
+        return {name: tensor.detach() for name, tensor in self._tensors(adapter, self._embeddings[adapter]).items()}
 
     def files(self) -> dict[str, bytes]:
         """The `adapter_config.json` that peft writes, to hand to a `Publisher` as its files."""
         with tempfile.TemporaryDirectory(prefix="sparserl-") as folder:
-            self._model.save_pretrained(folder, selected_adapters=[self._adapter])
+            self._model.save_pretrained(folder, selected_adapters=[self.adapter])
             (path,) = Path(folder).rglob(_CONFIG)
             return {_CONFIG: path.read_bytes()}
 
-    def _tensors(self, embeddings: bool | Literal["auto"]) -> dict[str, Any]:
+    def _tensors(self, adapter: str, embeddings: bool | Literal["auto"]) -> dict[str, Any]:
         from peft import get_peft_model_state_dict
 
         found: dict[str, Any] = get_peft_model_state_dict(
-            self._model, adapter_name=self._adapter, save_embedding_layers=embeddings
+            self._model, adapter_name=adapter, save_embedding_layers=embeddings
         )
         return found
 
@@ -121,7 +135,8 @@ def lora(model: Any, merged: bool = False, adapter: str | Sequence[str] | None =
 
     merged: False for the adapter alone, under the names that `adapter_model.safetensors` has. True for the base
         weights with it merged in, under the names of the base checkpoint: bit for bit what `merge_and_unload` gives.
-    adapter: its name; by default the one that is active. Merged, it may be several: by default all that are active.
+    adapter: its name; by default the one that is active whenever the weights are asked for. Merged, it may be several:
+        by default all that are active then.
     """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
@@ -134,7 +149,8 @@ def lora(model: Any, merged: bool = False, adapter: str | Sequence[str] | None =
         if not hasattr(model.base_model, "merge_and_unload"):
             raise UnsupportedTensor(f"peft cannot merge {type(model).__name__}; publish the adapter alone")
         return MergedSource(model, chosen)
-    active = chosen or list(model.active_adapters)
-    if len(active) != 1:
-        raise UnsupportedTensor(f"an adapter alone is one of {known}; {active} are active, so say which")
-    return AdapterSource(model, active[0])
+    if chosen is not None and len(chosen) != 1:
+        raise UnsupportedTensor(f"an adapter alone is one of {known}, not {chosen}")
+    source = AdapterSource(model, chosen[0] if chosen else None)
+    source.adapter  # noqa: B018  # raises here, not at the first publish
+    return source

@@ -7,12 +7,14 @@ All of it is done in float32, one IEEE operation per step, so that the same bits
 - A block of zeros, or of numbers so small that their scale would not be a normal float32, has the scale 1.
 - A block with a NaN or an infinity in it has the scale NaN and zeros: what is broken stays so after dequantizing.
 
-Of shards, every process quantizes its own. Where blocks are cut, the processes agree on the largest magnitudes by one
-all_reduce, and compute the same scales; the scale of a block belongs to the process that has its first element.
+Of shards, every process quantizes its own. Where blocks are cut, the processes agree on the largest magnitudes by an
+all_reduce, and compute the same scales; the scale of a block belongs to the process that has its first element. Before
+it, by one of a few numbers, each learns whether all have got so far: a process that failed is not waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..bits import BY_NAME
-from ..errors import TensorMismatch, UnsupportedTensor
+from ..errors import TensorMismatch, UnsupportedTensor, WeightsError
 from ..memory import Foreign, Weights, tensor_table
 from ..region import Region, Shape, whole
 from ..shards import Part, Shards
@@ -28,7 +30,6 @@ from ..table import TensorSpec, TensorTable
 from .module import Source, module
 
 Function = Callable[[str, Any], Mapping[str, Any]]
-Agree = Callable[[Any], Any]
 
 _BAND = 1 << 18  # elements that are worked on at a time, so that they stay in the cache
 _FLOATS = frozenset(("bfloat16", "float16", "float32"))
@@ -159,14 +160,16 @@ class _Plan:
                 return name
         return None
 
-    def fill(self, parts: tuple[Part, ...], agree: Agree | None) -> list[Part]:
-        """The parts, quantized; `agree` makes the largest magnitudes of cut blocks those of all processes."""
+    def measure(self, parts: tuple[Part, ...]) -> Any:
+        """The largest magnitudes of the parts, for every block; where blocks are cut, those of all processes count."""
         self._scales.zero_()
         for part, blocks in self._quantized(parts):
             there = blocks.view(self._scales)[blocks.touched(part.region).slices]
             there.copy_(there.maximum(_magnitudes(part, blocks)))
-        if agree is not None:
-            agree(self._scales)
+        return self._scales
+
+    def fill(self, parts: tuple[Part, ...]) -> list[Part]:
+        """The parts that were measured, quantized."""
         _to_scales(self._scales, self._limit)
         out = [part for part in parts if part.tensor not in self.blocks]
         for part, blocks in self._quantized(parts):
@@ -268,21 +271,33 @@ class QuantizedSource:
     def __init__(self, source: Source | Weights, scheme: Blockwise | Function, process_group: Any = None) -> None:
         self._source, self._scheme, self._group = source, scheme, process_group
         self._plan: _Plan | None = None
+        self._sharded = process_group is not None  # as far as is known before the source has been asked
 
     def weights(self) -> Weights | Shards:
-        weights: Any = self._source.weights() if isinstance(self._source, Source) else self._source
         if not isinstance(self._scheme, Blockwise):
-            return _by_function(self._scheme, weights)
-        if isinstance(weights, Shards):
-            agree = self._agreement()
-            plan = self._planned(self._scheme, weights)
-            if agree is None and (name := plan.cut()) is not None:
-                raise TensorMismatch(
-                    f"{name!r}: blocks are cut, and other processes have the rest; hand over their process group"
-                )
-            return Shards(plan.table, plan.fill(weights.parts, agree))
-        shards = Shards.of(tensor_table(weights), weights)
-        return {part.tensor: part.data for part in self._planned(self._scheme, shards).fill(shards.parts, None)}
+            return _by_function(self._scheme, self._given())
+        try:
+            weights = self._given()
+            self._sharded = isinstance(weights, Shards)
+            shards = weights if isinstance(weights, Shards) else Shards.of(tensor_table(weights), weights)
+            plan = self._planned(self._scheme, shards)
+            largest = plan.measure(shards.parts)
+        except BaseException:
+            if self._sharded and self._together():
+                with contextlib.suppress(RuntimeError):  # what went wrong before is what is raised
+                    _agree(None, self._group)
+            raise
+        if self._sharded and self._together():
+            _agree(largest, self._group)
+        elif self._sharded and (name := plan.cut()) is not None:
+            raise TensorMismatch(
+                f"{name!r}: blocks are cut, and other processes have the rest; hand over their process group"
+            )
+        parts = plan.fill(shards.parts)
+        return Shards(plan.table, parts) if self._sharded else {part.tensor: part.data for part in parts}
+
+    def _given(self) -> Any:
+        return self._source.weights() if isinstance(self._source, Source) else self._source
 
     def _planned(self, scheme: Blockwise, shards: Shards) -> _Plan:
         """The plan for these shards, which are what they claim to be; it is the last one, if that still fits."""
@@ -293,14 +308,32 @@ class QuantizedSource:
             self._plan = _Plan(scheme, shards.table, regions)
         return self._plan
 
-    def _agreement(self) -> Agree | None:
-        """What turns numbers into the largest that any process has; None without torch.distributed."""
+    def _together(self) -> bool:
+        """Whether there are other processes to agree with."""
         import torch.distributed as dist
 
-        group = self._group
-        if group is None and not (dist.is_available() and dist.is_initialized()):
-            return None
-        return lambda numbers: dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+        return self._group is not None or (dist.is_available() and dist.is_initialized())
+
+
+def _agree(largest: Any | None, group: Any) -> None:
+    """Make numbers the largest that any process has; with None, tell the others that this one has failed.
+
+    Nobody waits for a process that has failed, or has other tensors: all raise.
+    """
+    import torch
+    import torch.distributed as dist
+
+    failed, count = (dist.get_rank(group) + 1, 0) if largest is None else (0, largest.numel())
+    word = torch.tensor([failed, count, -count])
+    dist.all_reduce(word, dist.ReduceOp.MAX, group=group)
+    failed, most, least = word.tolist()
+    if largest is None:
+        return
+    if failed:
+        raise WeightsError(f"rank {failed - 1} could not quantize its parts, and says why; nothing is quantized here")
+    if most != -least:
+        raise TensorMismatch(f"the processes do not quantize the same tensors: {-least} blocks there, {most} elsewhere")
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
 
 
 def _by_function(function: Function, weights: Weights | Shards) -> Weights:

@@ -12,13 +12,10 @@ used any more: broadcasts have no way back.
 from __future__ import annotations
 
 import contextlib
-import queue
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,19 +26,19 @@ import xxhash
 
 from ..errors import InvalidField, PeerLost, SessionError
 from ..wire import limits
+from .clerk import ALARM, PERIOD, Clerk
 
 T = TypeVar("T")
 Bucket = bytes | memoryview
 
 TIMEOUT = 600.0  # seconds, where none is given
-PERIOD = 0.5  # seconds between two beats
 SILENCE = 30.0  # seconds without a beat after which a rank is lost, if the timeout is not shorter
 _GRACE = 6 * PERIOD  # how long the beats are watched when a broadcast has failed
 _NOTE_BYTES = 1 << 20  # a longer note is cut: stores take only so much at a time
 _TAIL = struct.Struct("<QQ")  # length of the next frame, and a checksum of it
 _OFF = (1 << 64) - 1  # instead of a length: nothing more will come
 _FRAMES = 2  # one is on the way while the other is filled or emptied
-_ALARM, _FINDING = "alarm", "finding"
+_FINDING = "finding"
 
 _rounds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of each group: it outlives sessions on it
 
@@ -79,9 +76,14 @@ class Line:
         self.timeout, self.moved = timeout, Moved()
         self._group = group
         self._frames = [_Frame(device) for _ in range(_FRAMES)]
-        self._clerk = _Clerk(c10d.PrefixStore("sparserl", c10d._get_process_group_store(group)), self.rank)  # noqa: SLF001
+        self._clerk = Clerk(group, self.rank, self.size)
         self._beats: dict[int, tuple[int, float]] = {}  # the last count of each rank, and since when it is that
         self.broken: PeerLost | None = None
+
+    @property
+    def group(self) -> Any:
+        """The process group."""
+        return self._group
 
     @property
     def others(self) -> list[int]:
@@ -108,21 +110,28 @@ class Line:
     # -- notes ---------------------------------------------------------------------------------------------------------
 
     def tell(self, name: str, note: bytes) -> None:
-        """Leave a note for all ranks."""
+        """Leave a note for all ranks. Before the first one, rank 0 must have come."""
         cuts = [note[at : at + _NOTE_BYTES] for at in range(0, len(note), _NOTE_BYTES)] or [b""]
 
-        def write(store: Any) -> None:
+        def write(store: Any) -> bool:
+            if store is None:
+                return False
             for i, cut in enumerate(cuts[1:], 1):
                 store.set(f"{name}/{i}", b"." + cut)
             store.set(name, struct.pack("<I", len(cuts)) + cuts[0])
+            return True
 
-        self._ask(write)
+        end = time.monotonic() + self.timeout
+        while not self._ask(write):
+            if time.monotonic() > end:
+                raise PeerLost(f"rank 0 did not come to the group within {self.timeout:g} s: it was never heard of")
+            time.sleep(0.01)
 
     def peek(self, name: str) -> bytes | None:
         """A note, if it is there."""
 
         def read(store: Any) -> bytes | None:
-            if not store.check([name]):
+            if store is None or not store.check([name]):
                 return None
             first = bytes(store.get(name))
             (count,) = struct.unpack_from("<I", first)
@@ -133,7 +142,7 @@ class Line:
     def forget(self, names: Iterable[str]) -> None:
         """Take notes away that nobody will read any more."""
         names = list(names)
-        self._clerk.ask(lambda store: [store.delete_key(name) for name in names])
+        self._clerk.ask(lambda store: store is not None and [store.delete_key(name) for name in names])
 
     def hear(
         self, notes: Mapping[int, str], what: str, wait: float | None = None, look: Callable[[], None] | None = None
@@ -145,7 +154,7 @@ class Line:
         self.fresh()
         end = time.monotonic() + (self.timeout if wait is None else wait)
         names, pause = list(notes.values()), 0.0005
-        while names and not self._ask(lambda store: bool(store.check(names))):
+        while names and not self._ask(lambda store: store is not None and store.check(names)):
             self.require_calm(f"waiting for {_ranks(notes)} to {what}")
             if look is not None:
                 look()
@@ -191,7 +200,7 @@ class Line:
         return found
 
     def _count(self, rank: int) -> int:
-        return int(self._ask(lambda store: store.add(f"beat/{rank}", 0)))
+        return int(self._ask(lambda store: 0 if store is None else store.add(f"beat/{rank}", 0)))
 
     def _ask(self, work: Callable[[Any], T]) -> T:
         """Something of the store, which may hang as any process may."""
@@ -315,7 +324,7 @@ class Line:
         return error
 
     def _alarm(self, why: str) -> None:
-        self._ask(lambda store: store.set(_ALARM, f"rank {self.rank}: {why}".encode()))
+        self._ask(lambda store: store.set(ALARM, f"rank {self.rank}: {why}".encode()))
 
     def _fail(self, source: int | None, why: str, cause: BaseException | None = None) -> None:
         """Find out which ranks do not beat any more, and raise with their names."""
@@ -343,50 +352,6 @@ class Line:
             found = f"{_ranks(sorted(lost))} did not answer for {_GRACE:g} s: hangs or is gone".encode()
         self.tell(_FINDING, found)
         return found.decode()
-
-
-class _Clerk:
-    """Keeps the store on a thread of its own, which nobody has to wait for: beats, alarms and what it is asked."""
-
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank = store, rank
-        self._asked: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self.alarm = threading.Event()
-        threading.Thread(target=self._serve, name="sparserl-beat", daemon=True).start()
-
-    def ask(self, work: Callable[[Any], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._asked.put((work, future))
-        return future
-
-    def stop(self) -> None:
-        self._asked.put(None)
-
-    def _serve(self) -> None:
-        due = 0.0
-        while True:
-            if time.monotonic() >= due:
-                due = time.monotonic() + PERIOD
-                self._beat()
-            try:
-                asked = self._asked.get(timeout=max(0.0, due - time.monotonic()))
-            except queue.Empty:
-                continue
-            if asked is None:
-                return
-            work, future = asked
-            try:
-                future.set_result(work(self._store))
-            except BaseException as error:  # noqa: BLE001  # raised again where it was asked
-                future.set_exception(error)
-
-    def _beat(self) -> None:
-        try:
-            self._store.add(f"beat/{self._rank}", 1)
-            if self._store.check([_ALARM]):
-                self.alarm.set()
-        except RuntimeError:
-            return  # whoever asks something will hear of it
 
 
 class _Frame:

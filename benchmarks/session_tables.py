@@ -72,14 +72,14 @@ def _collective(r: dict[str, Any]) -> list[str]:
         size, pause = f"{any_link['bytes']:,.0f}", f"{1e3 * any_link['pause']:,.1f} ms"
         rows.append(f"| {way} | {any_link['messages']:.0f} | {size} | " + " | ".join(cells) + f" | {pause} |")
     names = [f"{link['link']} ({link['plain'] / 1e6:,.0f} measured)" for link in links]
+    weights = f"{r['megabytes']} MB of bf16 in {links[0]['tensors']} tensors, {r['density']:.1%} changed"
     return [
         "## By broadcast",
         "",
-        f"`python -m benchmarks.collective`: {r['megabytes']} MB of bf16 in {links[0]['tensors']} tensors, "
-        f"{r['density']:.1%} changed, from one process to",
+        f"`python -m benchmarks.collective`: {weights}, from one process to",
         "another in its own network namespace, over a link held to a rate. Time of a whole sync, from finding changes",
-        "to the baseline; in brackets, against a dense broadcast in buckets. The pause is the receiver's, at the slowest",
-        "link. [collective.md](collective.md) has all of it, and how far to trust it.",
+        "to the baseline; in brackets, against a dense broadcast in buckets. The pause is the receiver's, at the",
+        "slowest link. [collective.md](collective.md) has all of it, and how far to trust it.",
         "",
         "| way | messages | bytes | " + " | ".join(names) + " | pause |",
         "| --- | ---: | ---: |" + " ---: |" * len(names) + " ---: |",

@@ -1,0 +1,389 @@
+"""The kernels for GPUs: in Triton's interpreter, bit for bit against the specification and the CPU; and compiled.
+
+Whether Triton interprets is decided when it is imported, so both happen in processes of their own. On a real GPU
+`python -m benchmarks.gpu` checks the same on large data before it measures.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parents[2]
+UINT = {w: np.dtype(f"u{w}") for w in (1, 2, 4, 8)}
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, see test_interpreted")
+outside = pytest.mark.skipif(INTERPRETED, reason="starts a process of its own")
+
+if INTERPRETED:
+    from triton.runtime.interpreter import interpreter_builder
+
+    from sparserl import codec
+    from sparserl.bits import BY_NAME
+    from sparserl.codec.coders import Rans
+    from sparserl.codec.profile import Classes, Layout
+    from sparserl.errors import InvalidField
+    from sparserl.kernels import gpu, gpu_classes, gpu_coding, gpu_streams, reference
+
+    torch.set_num_threads(1)
+    # Sums wrap on purpose here, and looking for overflows takes a third of the time.
+    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+
+
+def run(*command, **env):
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    env = {**os.environ, "PYTHONPATH": path, **env}
+    done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@outside
+def test_interpreted():
+    """All tests below pass in Triton's interpreter."""
+    out = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__, TRITON_INTERPRET="1")
+    assert "passed" in out, out
+
+
+@outside
+def test_compiled():
+    """The compiler takes every kernel, for an H200, in pairs of two bytes and one by one.
+
+    The interpreter accepts what the compiler rejects.
+    """
+    assert "compiled" in run(__file__, TRITON_INTERPRET="0")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    """Whatever a kernel does not write is wrong, not zero by chance."""
+    if INTERPRETED:
+
+        def poisoned(self, size, dtype):
+            return torch.full((size * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)
+
+        monkeypatch.setattr(gpu.Blocks, "empty", poisoned)
+
+
+def tensor(bits, shift=0):
+    """Bit patterns as a torch tensor of integers, which begins `shift` elements behind an aligned address."""
+    width = bits.itemsize
+    room = torch.zeros(bits.size + 16, dtype=gpu.INTS[width])
+    begin = -(room.data_ptr() // width) % (16 // width) + shift
+    room[begin : begin + bits.size] = torch.from_numpy(bits.view(np.uint8 if width == 1 else f"i{width}").copy())
+    return room[begin : begin + bits.size]
+
+
+def array(tensor, width):
+    return tensor.numpy().view(UINT[width])
+
+
+def pair(width, sizes, seed=0, share=0.03, ulp=False):
+    """Parts in two versions; those of less than 100 elements change as a whole."""
+    rng = np.random.default_rng(seed)
+    olds, news = [], []
+    for n in sizes:
+        old = rng.integers(0, 256, n * width, dtype=np.uint8).view(UINT[width])
+        new = old.copy()
+        hit = rng.random(n) < (2 if n < 100 else share)
+        new[hit] = new[hit] + 1 if ulp else rng.integers(0, 256, hit.sum() * width, dtype=np.uint8).view(UINT[width])
+        olds.append(old)
+        news.append(new)
+    return olds, news
+
+
+def numbers(two):
+    return two.numpy().view(np.uint64).tolist()
+
+
+def digests(keys, starts, parts):
+    found = [reference.digest(k, s, p) for k, s, p in zip(keys, starts, parts, strict=True)]
+    return [sum(column) % 2**64 for column in zip(*found, strict=True)]
+
+
+@inside
+@pytest.mark.parametrize(("width", "shift"), [(1, 0), (2, 0), (2, 1), (4, 1), (8, 0)])
+def test_changes_found_and_landed(width, shift):
+    """Positions, bits, steps, marks and digests are those of the specification; landing leads to the new bits."""
+    sizes, starts = [1, 1024, 0, 1031, 63], [0, 5, 0, 2**33, 1]
+    olds, news = pair(width, sizes)
+    keys = np.random.default_rng(1).integers(0, 2**64, (len(sizes), 2), dtype=np.uint64)
+    blocks = gpu.Blocks(width, sizes, "cpu", keys, starts, block=1024)
+    old, new = (blocks.side([tensor(p, shift) for p in side]) for side in (olds, news))
+    assert old.aligned == (shift == 0)
+    wanted = [reference.diff(a, b) for a, b in zip(olds, news, strict=True)]
+    positions, before, after = (np.concatenate(column) for column in zip(*wanted, strict=True))
+    words, counts = gpu.diff(blocks, old, new)
+    for first, (marked, _, _), n in zip(blocks.first_block.tolist(), wanted, sizes, strict=True):
+        mine = words[first * 32 : (first + -(-n // 1024)) * 32].numpy().view(np.uint64)
+        assert np.array_equal(reference.list_marks(mine, 0, 64 * mine.size), marked)
+    total = positions.size
+    assert int(counts.sum()) == total
+    found, out, kept, sums = gpu.compact(blocks, old, new, words, counts, total, keep_old=True)
+    assert np.array_equal(array(found, 4), positions)
+    assert np.array_equal(array(out, width), after)
+    assert np.array_equal(array(kept, width), before)
+    _, steps, _, _ = gpu.compact(blocks, old, new, words, counts, total, steps=True)
+    assert np.array_equal(array(steps, width), reference.steps(before, after, True))
+    was, now = digests(keys, starts, olds), digests(keys, starts, news)
+    assert numbers(gpu.digest(blocks, old)) == was
+    assert [(a + b) % 2**64 for a, b in zip(was, numbers(gpu.total(sums)), strict=True)] == now
+    bad, per = torch.zeros(1, dtype=torch.int32), torch.tensor([p.size for p, _, _ in wanted])
+    gpu.rising(blocks, per, found, bad)
+    undo, moved = gpu.exchange(blocks, old, per, found, steps, bad, absolute=False)
+    assert int(bad) == 0
+    assert np.array_equal(array(undo, width), before)
+    assert torch.equal(gpu.total(moved), gpu.total(sums))
+    assert all(map(torch.equal, old.alive, new.alive))
+
+
+@inside
+@pytest.mark.parametrize("fault", ["twice", "behind the end"])
+def test_wrong_positions_are_refused(fault):
+    """Positions that do not rise, or leave their part, are noticed, and then nothing is written."""
+    blocks = gpu.Blocks(2, [100, 50], "cpu", block=1024)
+    target = blocks.side([tensor(np.zeros(n, np.uint16)) for n in (100, 50)])
+    positions = torch.tensor([3, 99, 3, 49], dtype=torch.int32)
+    positions[1 if fault == "twice" else 3] = 3 if fault == "twice" else 50
+    bad = torch.zeros(1, dtype=torch.int32)
+    gpu.rising(blocks, torch.tensor([2, 2]), positions, bad)
+    assert int(bad) == 1
+    gpu.exchange(blocks, target, torch.tensor([2, 2]), positions, torch.ones(4, dtype=torch.int16), bad)
+    assert not any(part.any() for part in target.alive)
+
+
+@inside
+def test_cast_compare_mark_copy():
+    """Masters land in the weights as torch casts them, infinities, subnormals and NaNs among them; marks add up."""
+    patterns = np.random.default_rng(0).integers(0, 2**32, 2100, dtype=np.uint32)
+    patterns[:8] = [0, 0x80000000, 0x7F800000, 0xFF800001, 0x7F7FFFFF, 1, 0x3F808000, 0x3F818000]
+    masters = [torch.from_numpy(p.view(np.float32)) for p in np.split(patterns, [2050])]
+    # Which NaN torch makes of a NaN on a CPU depends on how it is vectorized; on a GPU the benchmark checks them too.
+    cast = [m.to(torch.bfloat16).view(torch.int16).masked_fill(m.isnan(), 0x7FC0) for m in masters]
+    blocks, wide = (gpu.Blocks(w, [2050, 50], "cpu", block=1024) for w in (2, 4))
+    weights = [c.clone() for c in cast]
+    weights[0][::97] ^= 1
+    words, counts = blocks.bitmap(), blocks.empty(blocks.count, torch.int32)
+    side = blocks.side(weights)
+    gpu.mark(blocks, wide.side(masters), side, words, counts)
+    assert all(map(torch.equal, side.alive, cast))
+    marked = reference.list_marks(words.numpy().view(np.uint64), 0, 32 * words.numel())
+    assert np.array_equal(marked, np.arange(0, 2050, 97))
+    other = [c.clone() for c in cast]
+    other[0][1] ^= 4
+    gpu.mark(blocks, blocks.side(other), side, words, counts)
+    assert all(map(torch.equal, side.alive, other))
+    assert int(counts.sum()) == marked.size + 1
+
+
+def cpu_streams(dtype, olds, news, log, chunk_log, classes):
+    """What the CPU writes in `ctx`: coder and chunks by stream."""
+    live = [(a, *reference.diff(a, b)) for a, b in zip(olds, news, strict=True) if (a != b).any()]
+    layout = Layout(
+        dtype,
+        np.array([a.size for a, *_ in live]),
+        np.array([p.size for _, p, _, _ in live]),
+        log,
+        chunk_log,
+        old=np.array([a.ctypes.data for a, *_ in live]),
+        classes=classes,
+    )
+    steps = np.concatenate([reference.steps(x, y, dtype.sign_magnitude) for _, _, x, y in live])
+    streams = codec.profile("ctx").encode(layout, np.concatenate([p for _, p, _, _ in live]), steps)
+    coded = codec.code({id: chunks for id, chunks in streams.items() if id != codec.Stream.CLASSES})
+    return {int(id): (coder.id, [bytes(c) for c in chunks]) for id, (coder, chunks) in coded.items()}
+
+
+@inside
+@pytest.mark.parametrize(
+    ("name", "shift", "classes"),
+    [
+        ("bfloat16", 0, (6, (100, 300, 400))),
+        ("float16", 0, (0, (1, 2, 9, 300, 400, 500, 511))),
+        ("int32", 1, (22, (50, 300))),
+        ("float64", 0, (54, (256, 300))),
+    ],
+)
+def test_ctx_is_that_of_the_cpu(name, shift, classes):
+    """Every byte of the streams is the one that the CPU writes, and the decoder leads to the new bits."""
+    dtype, sizes, bucket, log = BY_NAME[name], [2500, 300, 19, 1100], [0, 0, 0, 1], 11
+    olds, news = pair(dtype.width, sizes, share=0.015, ulp=True)
+    news[1][:] = olds[1]  # a part without changes is in no bucket
+    limits = np.tile(np.array(classes[1], np.uint64) << np.uint64(classes[0]), (len(sizes), 1))
+    blocks = gpu.Blocks(dtype.width, sizes, "cpu", block=1024)
+    old, new = (blocks.side([tensor(p, shift) for p in side]) for side in (olds, news))
+    order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
+    plan = gpu_streams.Plan.of(blocks, bucket, log, limits, chunk=256, **order)
+    encoded = gpu_streams.encode(plan, old, new)
+    data = encoded.data.numpy().tobytes()
+    for b, parts in enumerate(([0, 1, 2], [3])):
+        wanted = cpu_streams(dtype, [olds[i] for i in parts], [news[i] for i in parts], log, 8, Classes(*classes))
+        for id, (coder, places) in encoded.directory.of(b).items():
+            if id >= codec.Stream.CLASS:  # the CPU may take zstd for counts of tiles
+                assert (coder, [data[at : at + n] for at, n in places]) == wanted.pop(id)
+        assert not [id for id in wanted if id >= codec.Stream.CLASS]
+    bad = torch.zeros(1, dtype=torch.int32)
+    found = gpu_streams.decode(plan, old, encoded.data, encoded.directory, encoded.changes, bad)
+    assert int(bad) == 0
+    assert torch.equal(gpu.total(found.sums), encoded.moved)
+    gpu_classes.land(old, found, found.new, bad)
+    assert all(map(torch.equal, old.alive, new.alive))
+
+
+@inside
+def test_a_gap_that_leaves_its_tile_is_refused():
+    """Ranks that no member of the class has are noticed, and then nothing is written."""
+    old, _ = pair(2, [2500], share=0.02)
+    blocks = gpu.Blocks(2, [2500], "cpu", block=1024)
+    side = blocks.side([tensor(old[0])])
+    classing = gpu_classes.Classing.of(blocks, np.array([[20000]]), 11, True)
+    tiles, bad = gpu_classes.Tiles.of(blocks, 11), torch.zeros(1, dtype=torch.int32)
+    members = int(((old[0][2048:] & 0x7FFF) < 20000).sum())
+    counts, steps = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32), torch.ones(1, dtype=torch.int16)
+    ranks = gpu_classes.count(blocks, classing, side)
+    for gap, wrong in ((members - 1, 0), (2500, 1)):
+        gaps = torch.tensor([gap], dtype=torch.int32)
+        found = gpu_classes.select(blocks, classing, side, tiles, ranks, counts, gaps, steps, bad)
+        assert int(bad) == wrong
+    gpu_classes.land(side, found, steps, bad)
+    assert np.array_equal(array(side.alive[0], 2), old[0])
+
+
+@inside
+def test_ulp_is_that_of_the_cpu():
+    """Gaps, steps and counts of tiles are the CPU's, token by token and bit by bit."""
+    sizes, log = [2500, 9, 1100], 11
+    olds, news = pair(2, sizes, share=0.02)
+    blocks = gpu.Blocks(2, sizes, "cpu", block=1024)
+    old, new = (blocks.side([tensor(p) for p in side]) for side in (olds, news))
+    encoded = gpu_streams.encode(gpu_streams.Plan.of(blocks, [0, 0, 0], log, chunk=256), old, new)
+    found = [reference.diff(a, b) for a, b in zip(olds, news, strict=True)]
+    told = [reference.tile_gaps(p, n, 1 << log) for (p, _, _), n in zip(found, sizes, strict=True)]
+    gaps = np.array([gap for _, part in told for gap in part])
+    steps = np.concatenate([reference.steps(x, y, True) for _, x, y in found])
+    data = encoded.data.numpy().tobytes()
+    rows = encoded.directory.of(0)
+    for stream, values in ((4, np.array(told[0][0])), (6, gaps), (8, steps)):
+        coder, places = rows[stream]
+        lows = rows.get(stream + 1, (0, []))[1] or [(0, 0)] * len(places)
+        for chunk, ((at, n), (low_at, low_n)) in enumerate(zip(places, lows, strict=True)):
+            tokens, tail = reference.pack(values[256 * chunk : 256 * chunk + 256])
+            coded = data[at : at + n]
+            assert tokens == (bytes(Rans().decode(coded, len(tokens))) if coder == Rans.id else coded)
+            assert tail == data[low_at : low_at + low_n]
+
+
+@inside
+def test_rans_chunks_are_those_of_the_cpu():
+    """Tables, states and words are; spoiled chunks get the same verdict from both decoders.
+
+    Chunks of several lanes are long, and the interpreter is slow: the benchmark checks them on a GPU.
+    """
+    rng = np.random.default_rng(0)
+    values = np.minimum(rng.geometric(0.4, 60 + 30 + 20), 200).astype(np.uint16)
+    values[90:] = 7  # a single symbol
+    blocks = gpu.Blocks(2, [1], "cpu", block=1024)
+    cuts, _ = gpu_coding.Cuts.of_streams(blocks, [60, 30, 20], 1 << 16)
+    packed = gpu_coding.pack(cuts, torch.from_numpy(values.view(np.int16)))
+    code = gpu_coding.encode(cuts, packed.tokens, packed.counts)
+    tokens, chunks = packed.tokens.numpy(), []
+    for i, (begin, n) in enumerate(zip(cuts.host_begin, cuts.host_size, strict=True)):
+        table = code.tables.numpy().view(np.uint8)[1024 * i :][: int(code.lengths[i])]
+        states = code.states.numpy()[32 * i : 32 * i + int(cuts.lanes[i])]
+        words = code.words.numpy()[begin + n - int(code.made[i]) : begin + n]
+        chunks.append(table.tobytes() + states.tobytes() + words.tobytes())
+        assert chunks[-1] == bytes(Rans().encode(tokens[begin : begin + n].tobytes()))
+    spoiled = [chunks[1], *(bytearray(chunks[1]) for _ in range(4))]
+    for at, chunk in zip((2, 4, 9, len(chunks[1]) - 1), spoiled[1:], strict=True):
+        chunk[at] ^= 1 << at % 8
+    for chunk, size in [(chunks[0], 60), *((bytes(c), 30) for c in spoiled)]:
+        out, bad = torch.zeros(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+        one = gpu_coding.Cuts.of(blocks, [0], [size])
+        data = torch.from_numpy(np.frombuffer(chunk, np.uint8).copy())
+        gpu_coding.decode(one, data, blocks.put([0]), blocks.put([len(chunk)]), out, bad)
+        try:
+            wanted = bytes(Rans().decode(chunk, size))
+        except InvalidField:
+            assert int(bad) == 1
+        else:
+            assert (int(bad), out.numpy().tobytes()) == (0, wanted)
+
+
+def compile_all() -> None:
+    """Hand every kernel to the compiler, as if there were an H200, by calling it on CPU tensors without running it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Hopper:
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device=None):
+            return 0
+
+    driver.set_active(Hopper())
+    run = JITFunction.run
+
+    def only_compile(self, *args, grid, warmup, **options):
+        made.add(self.__name__)
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = only_compile
+    made: set[str] = set()
+    from sparserl.kernels import gpu, gpu_classes, gpu_coding
+
+    bad = torch.zeros(1, dtype=torch.int32)
+    for width in (2, 4):
+        blocks = gpu.Blocks(width, [9000], "cpu")
+        room = torch.zeros(9016, dtype=gpu.INTS[width])
+        begin = -(room.data_ptr() // width) % (16 // width)
+        side = blocks.side([room[begin : begin + 9000]])
+        words, counts = gpu.diff(blocks, side, side)
+        counts.zero_()
+        logs, per, where = (
+            torch.full((1,), 16, dtype=torch.int32),
+            torch.tensor([64]),
+            torch.zeros(64, dtype=torch.int32),
+        )
+        bits = torch.zeros(64, dtype=gpu.INTS[width])
+        gpu.compact(blocks, side, side, words, counts, 64, steps=True, tile_log=logs)
+        gpu.digest(blocks, side)
+        gpu.mark(blocks, side, side, words, counts)
+        gpu.exchange(blocks, side, per, where, bits, bad, absolute=False)
+        classing = gpu_classes.Classing.of(blocks, np.ones((1, 4 if width == 2 else 5)), 16, True)
+        emitted = gpu_classes.emit(blocks, classing, side, side, words, counts, 64)
+        gpu_classes.sort(blocks, classing, counts, emitted)
+        tiles, ranks = gpu_classes.Tiles.of(blocks, 16), gpu_classes.count(blocks, classing, side)
+        none = torch.zeros((tiles.count, classing.K + 1), dtype=torch.int32)
+        found = gpu_classes.select(blocks, classing, side, tiles, ranks, none, where, bits, bad)
+        gpu_classes.land(side, found, bits, bad)
+        cuts, _ = gpu_coding.Cuts.of_streams(blocks, [64], 256)
+        packed = gpu_coding.pack(cuts, bits)
+        gpu_coding.unpack(cuts, packed.tokens, packed.tokens, cuts.begin, cuts.size, bits, 9, bad)
+        if width == 2:
+            gpu.mark(blocks, gpu.Blocks(4, [9000], "cpu").side([torch.zeros(9000)]), side, words, counts)
+            gpu.rising(blocks, per, where, bad)
+            gpu_coding.pack(cuts, where, ranked=True)
+            gpu_coding.encode(cuts, packed.tokens, packed.counts)
+            gpu_coding.decode(cuts, packed.tokens, cuts.begin, cuts.size, packed.tokens, bad)
+            gpu_coding.gather(blocks, np.array([bits.data_ptr()]), np.array([64]))
+    kernels = {n for m in (gpu, gpu_classes, gpu_coding) for n in vars(m) if n.endswith("_kernel")}
+    assert made == kernels, kernels - made
+    print("compiled", len(made), "kernels")
+
+
+if __name__ == "__main__":
+    compile_all()

@@ -597,6 +597,27 @@ MUTANTS = (
         'anchor = all(hello["digest"] not in (old.hex, new.hex) for hello in receivers)',
         Tests(COLLECTIVE, "joins"),
     ),
+    Mutant(
+        "marks that were not committed are forgotten",
+        "sources/rows.py",
+        "            marks.unite(earlier.marks)\n",
+        "",
+        Tests("sources/test_track.py", "failed_publishes"),
+    ),
+    Mutant(
+        "only the marks of the last step are sent",
+        "sources/rows.py",
+        "        first = plan.first[found.rows]\n",
+        "        first = plan.first[found.rows]\n        self.words[:] = 0\n",
+        Tests("sources/test_track.py", "add_up"),
+    ),
+    Mutant(
+        "a commit that was interrupted is not looked at",
+        "session/collective_subscriber.py",
+        "        round, self._doubt = self._round, True  #",
+        "        round = self._round  #",
+        Tests(COLLECTIVE, "hooks_that_raise"),
+    ),
 )
 
 

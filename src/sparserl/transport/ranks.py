@@ -27,7 +27,7 @@ class Ranks:
     def __init__(self, process_group: Any, timeout: float) -> None:
         self._line = Line(process_group, timeout)
         self.rank, self.size = self._line.rank, self._line.size
-        group = self._line._group  # noqa: SLF001
+        group = self._line.group
         _made[group] = _made.get(group, 0) + 1
         self._name = f"writers/{_made[group]}"
         self._call, self._stage = 0, 0

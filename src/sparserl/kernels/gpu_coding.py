@@ -1,0 +1,562 @@
+"""Numbers to bytes and back on a GPU, in Triton: tokens and low bits, frequency tables, interleaved rANS.
+
+    encode: pack (tokens, low bits, histogram) ──► tables (frequencies as shares and as bytes) ──► encode ──► gather
+    decode: read_tables (shares) ──► slots ──► decode (tokens) ──► unpack
+
+The bytes are those of docs/format.md, so either side may be a CPU. A program works on a chunk, for which a lane of the
+format is a lane of a warp. A decoder checks what it reads: what is wrong sets `bad`, and no index leaves its array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from .gpu import _INTERPRETED, Blocks, lowest, popcount, store_word, unsigned
+
+TABLE_BYTES = 1024
+_PACKED = 1024  # numbers that a program packs together
+_PIECE = 4096  # bytes that a program copies
+MOST_LANES = 32
+
+
+def lanes(sizes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """States of chunks of so many symbols: one for every 2048, a power of two, at most 32."""
+    exponent = np.floor(np.log2(np.maximum(sizes >> 11, 1))).astype(np.int64)
+    out: np.ndarray[Any, Any] = np.minimum(1 << exponent, MOST_LANES)
+    return out
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Chunks of numbers: where each begins among all numbers, and how many it has; on the host and on the device."""
+
+    host_begin: np.ndarray[Any, Any]
+    host_size: np.ndarray[Any, Any]
+    begin: torch.Tensor
+    size: torch.Tensor
+    lanes: torch.Tensor
+    blocks: Blocks
+
+    @classmethod
+    def of(cls, blocks: Blocks, begin: Any, size: Any) -> Cuts:
+        host_begin, host_size = np.asarray(begin, np.int64), np.asarray(size, np.int64)
+        columns = blocks.put(np.stack((host_begin, host_size, lanes(host_size))))
+        return cls(host_begin, host_size, columns[0], columns[1], columns[2], blocks)
+
+    @classmethod
+    def of_streams(cls, blocks: Blocks, sizes: Any, chunk: int) -> tuple[Cuts, np.ndarray[Any, Any]]:
+        """Streams that follow each other, cut into chunks; and the stream of each chunk."""
+        sizes = np.asarray(sizes, np.int64).ravel()
+        per = -(-sizes // chunk)
+        stream = np.repeat(np.arange(sizes.size), per)
+        inside = (np.arange(stream.size) - np.repeat(np.cumsum(per) - per, per)) * chunk
+        begin = (np.cumsum(sizes) - sizes)[stream] + inside
+        return cls.of(blocks, begin, np.minimum(chunk, sizes[stream] - inside)), stream
+
+    @property
+    def count(self) -> int:
+        return int(self.host_size.size)
+
+
+@triton.jit
+def highest(v):
+    """The index of the highest bit that is set, of a uint64 that is not zero."""
+    if _INTERPRETED:
+        upper = v >> 32
+        half = tl.where(upper != 0, upper, v).to(tl.float64)  # exact, and its exponent is the index
+        index = (half.to(tl.int64, bitcast=True) >> 52).to(tl.int32) - 1023
+        return tl.where(upper != 0, index + 32, index)
+    else:
+        return tl.inline_asm_elementwise("bfind.u64 $0, $1;", "=r,l", [v], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _values(values, at, ok, begin, RANKED: tl.constexpr):
+    """Numbers as uint64. Ranks, flagged where a tile begins, become gaps."""
+    v = unsigned(tl.load(values + at, mask=ok, other=0)).to(tl.uint64)
+    if RANKED:
+        before = unsigned(tl.load(values + at - 1, mask=ok & (at > 0), other=0)).to(tl.uint64) & 0x7FFFFFFF
+        v = tl.where(v >= 0x80000000, v & 0x7FFFFFFF, v - before - 1)
+        v = tl.where(ok, v, v ^ v)
+    return v
+
+
+@triton.jit
+def _pack_kernel(
+    values,
+    begins,
+    sizes,
+    low_at,
+    tokens,
+    lows,
+    bits,
+    counts,
+    RANKED: tl.constexpr,
+    BITS: tl.constexpr,
+    P: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    begin, size = tl.load(begins + chunk), tl.load(sizes + chunk)
+    out = lows + tl.load(low_at + chunk)
+    seen = tl.zeros([256], tl.int32)
+    used = size - size
+    i = size - size
+    while i < size:
+        lane = i + tl.arange(0, P)
+        ok = lane < size
+        v = _values(values, begin + lane, ok, begin, RANKED)
+        large = (v >= 16) & ok
+        e = highest(v | 16)
+        width = tl.where(large, e - 2, 0)
+        token = tl.where(large, 4 * e + ((v >> width.to(tl.uint64)).to(tl.int32) & 3), v.to(tl.int32))
+        tl.store(tokens + begin + lane, token.to(tl.uint8), mask=ok)
+        seen += tl.histogram(tl.where(ok, token, 0), 256)
+        low = tl.where(large, v - ((v >> width.to(tl.uint64)) << width.to(tl.uint64)), v ^ v)
+        at = used + tl.cumsum(width, 0) - width
+        fill = (at & 31).to(tl.uint64)
+        near = low << fill
+        tl.atomic_or(out + (at >> 5), near.to(tl.uint32).to(tl.int32, bitcast=True), mask=large, sem="relaxed")
+        tl.atomic_or(
+            out + (at >> 5) + 1,
+            (near >> 32).to(tl.uint32).to(tl.int32, bitcast=True),
+            mask=large & ((near >> 32) != 0),
+            sem="relaxed",
+        )
+        if BITS > 32:
+            far = (low >> 1) >> (63 - fill)
+            tl.atomic_or(
+                out + (at >> 5) + 2,
+                far.to(tl.uint32).to(tl.int32, bitcast=True),
+                mask=large & (far != 0),
+                sem="relaxed",
+            )
+        used += tl.sum(width, axis=0)
+        i += P
+    spare = (P - size % P) % P  # what stood behind the end was counted as zeros
+    seen -= tl.where(tl.arange(0, 256) == 0, spare.to(tl.int32), 0)
+    tl.store(counts + chunk * 256 + tl.arange(0, 256), seen)
+    tl.store(bits + chunk, used)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Chunks of numbers as tokens and low bits: `bits` of them in each chunk, from a word of its own on."""
+
+    cuts: Cuts
+    tokens: torch.Tensor
+    lows: torch.Tensor
+    low_at: np.ndarray[Any, Any]
+    bits: torch.Tensor
+    counts: torch.Tensor
+
+
+def pack(cuts: Cuts, values: torch.Tensor, *, ranked: bool = False, tokens: torch.Tensor | None = None) -> Packed:
+    """Token bytes, low bits and a histogram of the tokens, chunk by chunk. `tokens` is room for them."""
+    bits = 32 if ranked else 8 * values.element_size()
+    room = (cuts.host_size * (bits - 3) + 31) // 32 + 2
+    low_at = np.cumsum(room) - room
+    put, empty = cuts.blocks.put, cuts.blocks.empty
+    out = Packed(
+        cuts,
+        empty(values.numel(), torch.uint8) if tokens is None else tokens,
+        torch.zeros(int(room.sum()), dtype=torch.int32, device=values.device),
+        low_at,
+        empty(cuts.count, torch.int64),
+        empty(cuts.count * 256, torch.int32),
+    )
+    if cuts.count:
+        _pack_kernel[(cuts.count,)](
+            *(values, cuts.begin, cuts.size, put(low_at), out.tokens, out.lows, out.bits, out.counts),
+            *(ranked, bits, _PACKED),
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
+def _exponent(f):
+    """The number of bits of a frequency: the exponent of the float it is, which is exact."""
+    return tl.maximum((f.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
+
+
+@triton.jit
+def _shared(count, size, scale, most, s):
+    """Frequencies near the counts, as a table can say them; the most frequent symbol is left out."""
+    f = ((count.to(tl.uint64) * scale.to(tl.uint64) + size.to(tl.uint64) // 2) // size.to(tl.uint64)).to(tl.int32)
+    shift = tl.maximum(_exponent(f) - 5, 0)
+    half = tl.where(shift > 0, 1 << tl.maximum(shift - 1, 0), 0)
+    f = tl.maximum(((f + half) >> shift) << shift, 1)
+    return tl.where((count > 0) & (s != most), f, 0)
+
+
+@triton.jit
+def _tables_kernel(counts, sizes, shares, inverses, tables, lengths, scratch):
+    chunk = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, 256)
+    count = tl.load(counts + chunk * 256 + s)
+    size = tl.load(sizes + chunk)
+    most = tl.argmax(count, axis=0)
+    scale = size - size + 4096
+    f = _shared(count, size, scale, most, s)
+    rest = 4096 - tl.sum(f, axis=0)
+    while rest < 1:
+        scale -= 64
+        f = _shared(count, size, scale, most, s)
+        rest = 4096 - tl.sum(f, axis=0)
+    f = tl.where(s == most, rest, f)
+    start = tl.cumsum(f, 0) - f
+    tl.store(shares + chunk * 256 + s, (f << 16) | start)
+    inverse = ((tl.zeros([256], tl.uint64) + 1) << 44) - 1
+    inverse = inverse // tl.maximum(f, 1).to(tl.uint64) + 1  # exact: states are below f times 2^20
+    tl.store(inverses + chunk * 256 + s, inverse.to(tl.int64, bitcast=True))
+    low = tl.min(tl.where(f > 0, s, 255), axis=0)
+    high = tl.max(tl.where(f > 0, s, 0), axis=0)
+    e = _exponent(f)
+    tl.store(scratch + chunk * 256 + s, e)
+    tl.debug_barrier()
+    told = (s >= low) & (s <= high) & (s != most)
+    ahead = tl.where(s - 1 == most, s - 2, s - 1)
+    before = tl.load(scratch + chunk * 256 + ahead, mask=told & (ahead >= low), other=8)
+    step = tl.where(e >= before, 2 * (e - before), 2 * (before - e) - 1)
+    mantissa = tl.minimum(tl.maximum(e - 1, 0), 4)
+    tail = (f >> tl.maximum(e - 1 - mantissa, 0)) & ((1 << mantissa) - 1)
+    one = tl.zeros_like(f).to(tl.uint64) + 1
+    code = ((one << step.to(tl.uint64)) - 1) | (tail.to(tl.uint64) << (step + 1).to(tl.uint64))
+    length = tl.where(told, step + 1 + mantissa, 0)
+    at = 24 + tl.cumsum(length, 0) - length
+    end = 24 + tl.sum(length, axis=0)
+    code = code << (at & 31).to(tl.uint64)
+    there = tables + chunk * 256 + (at >> 5)
+    tl.atomic_or(there, code.to(tl.uint32).to(tl.int32, bitcast=True), mask=told)
+    tl.atomic_or(there + 1, (code >> 32).to(tl.uint32).to(tl.int32, bitcast=True), mask=told & ((code >> 32) != 0))
+    tl.atomic_or(tables + chunk * 256, low | ((high - low) << 8) | ((most - low) << 16))
+    tl.store(lengths + chunk, (end + 7) >> 3)
+
+
+@triton.jit
+def _ballot(x, lane):
+    """A word with the bits of all 32 lanes, in every lane. The kernel has one warp, and a lane an element."""
+    if _INTERPRETED:
+        return tl.zeros([32], tl.uint32) + tl.sum(x.to(tl.uint32) << lane.to(tl.uint32), axis=0).to(tl.uint32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
+            "=r,r",
+            [x.to(tl.int32)],
+            dtype=tl.uint32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _encode_kernel(tokens, begins, sizes, lanes, shares, inverses, states, words, made):
+    chunk = tl.program_id(0).to(tl.int64)
+    begin, size, n = tl.load(begins + chunk), tl.load(sizes + chunk), tl.load(lanes + chunk)
+    lane = tl.arange(0, 32)
+    lower = ((tl.zeros([32], tl.uint32) + 1) << lane.to(tl.uint32)) - 1
+    x = tl.zeros([32], tl.uint32) + 65536
+    at = tl.zeros([32], tl.int32) + size.to(tl.int32)
+    shares += chunk * 256
+    inverses += chunk * 256
+    tokens += begin
+    words += begin
+    row = (size - 1) // n * n
+    # Tokens are fetched two rows ahead, what they stand for one row ahead.
+    ok = (lane < n) & (row + lane < size)
+    token = tl.load(tokens + row + lane, mask=ok, other=0).to(tl.int32)
+    share = tl.load(shares + token, mask=ok, other=65536)
+    inverse = tl.load(inverses + token, mask=ok, other=0)
+    token = tl.load(tokens + row - n + lane, mask=(lane < n) & (row >= n), other=0).to(tl.int32)
+    while row >= 0:
+        soon = (lane < n) & (row >= n)
+        next_share = tl.load(shares + token, mask=soon, other=65536)
+        next_inverse = tl.load(inverses + token, mask=soon, other=0)
+        token = tl.load(tokens + row - 2 * n + lane, mask=(lane < n) & (row >= 2 * n), other=0).to(tl.int32)
+        f = (share >> 16).to(tl.uint32)
+        full = ok & ((x >> 20) >= f)
+        due = _ballot(full, lane)
+        at -= popcount(due)
+        word = (x & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
+        tl.store(words + at + popcount(due & lower), word, mask=full)
+        x = tl.where(full, x >> 16, x)
+        q = ((x.to(tl.uint64) * inverse.to(tl.uint64, bitcast=True)) >> 44).to(tl.uint32)
+        x = tl.where(ok, (q << 12) + (x - q * f) + (share & 0xFFFF).to(tl.uint32), x)
+        share, inverse = next_share, next_inverse
+        ok = soon
+        row -= n
+    tl.store(states + chunk * 32 + lane, x.to(tl.int32, bitcast=True))
+    tl.store(made + chunk, size - tl.min(at, axis=0))
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Tokens through the entropy coder. The words of a chunk end where its room, one for each token, ends."""
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    states: torch.Tensor
+    words: torch.Tensor
+    made: torch.Tensor
+
+
+def encode(cuts: Cuts, tokens: torch.Tensor, counts: torch.Tensor) -> Coded:
+    """All chunks of tokens, whose histograms are known, through the rans coder."""
+    n, empty = cuts.count, cuts.blocks.empty
+    shares, scratch, inverses = empty(n * 256, torch.int32), empty(n * 256, torch.int32), empty(n * 256, torch.int64)
+    out = Coded(
+        torch.zeros(n * 256 + 1, dtype=torch.int32, device=tokens.device),
+        empty(n, torch.int64),
+        empty(n * 32, torch.int32),
+        empty(tokens.numel(), torch.int16),
+        empty(n, torch.int64),
+    )
+    if n:
+        _tables_kernel[(n,)](counts, cuts.size, shares, inverses, out.tables, out.lengths, scratch, num_warps=4)
+        _encode_kernel[(n,)](
+            *(tokens, cuts.begin, cuts.size, cuts.lanes, shares, inverses, out.states, out.words, out.made),
+            num_warps=1,
+        )
+    return out
+
+
+@triton.jit
+def _copy_kernel(source, target, source_at, target_at, sizes, P: tl.constexpr):
+    segment = tl.program_id(0)
+    i = tl.program_id(1) * P + tl.arange(0, P)
+    ok = i < tl.load(sizes + segment)
+    a, b = tl.load(source_at + segment), tl.load(target_at + segment)
+    tl.store(target + b + i, tl.load(source + a + i, mask=ok, other=0), mask=ok)
+
+
+def copy(
+    blocks: Blocks, source: torch.Tensor, target: torch.Tensor, source_at: Any, target_at: Any, sizes: Any
+) -> None:
+    """Copy runs of bytes from one place to another, given by their offsets from two tensors."""
+    if len(sizes):
+        columns = blocks.put(np.stack((source_at, target_at, sizes)).astype(np.int64))
+        grid = (len(sizes), triton.cdiv(int(np.max(sizes)), _PIECE))
+        _copy_kernel[grid](source, target, columns[0], columns[1], columns[2], _PIECE, num_warps=4)
+
+
+def gather(blocks: Blocks, addresses: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Bytes that lie at addresses of the device, one run after the other."""
+    out = blocks.empty(int(sizes.sum()), torch.uint8)
+    copy(blocks, out, out, addresses - out.data_ptr(), np.cumsum(sizes) - sizes, sizes)
+    return out
+
+
+@triton.jit
+def _window(data, at, end):
+    """40 bits from bit `at` on; what lies behind bit `end` is zero."""
+    byte = at >> 3
+    v = tl.load(data + byte, mask=at < end, other=0).to(tl.uint64)
+    for i in tl.static_range(1, 6):
+        more = tl.load(data + byte + i, mask=at + 8 * i < end + 8, other=0).to(tl.uint64)
+        v |= more << (8 * i)
+    return v >> (at & 7).to(tl.uint64)
+
+
+@triton.jit
+def _read_tables_kernel(data, offsets, lengths, lanes, shares, bodies, bad):
+    chunk = tl.program_id(0).to(tl.int64)
+    source, length = data + tl.load(offsets + chunk), tl.load(lengths + chunk)
+    s = tl.arange(0, 256)
+    tl.store(shares + chunk * 256 + s, tl.zeros([256], tl.int32))
+    tl.debug_barrier()
+    wrong = length < 3
+    low = tl.load(source, mask=length >= 3, other=0).to(tl.int32)
+    high = low + tl.load(source + 1, mask=length >= 3, other=0).to(tl.int32)
+    most = low + tl.load(source + 2, mask=length >= 3, other=0).to(tl.int32)
+    wrong = wrong | (high > 255) | (most > high)
+    end = 8 * tl.minimum(length, 1024)
+    at = length - length + 24
+    e = low - low + 8
+    left = low - low + 4096
+    symbol = low
+    while (symbol <= high) & (wrong == 0):
+        if symbol != most:
+            # Up to 24 ones, a zero and four bits: what is longer is no table.
+            window = _window(source, at, end).to(tl.uint32)
+            step = lowest((window ^ 0xFFFFFFFF) | 0x80000000)
+            e += tl.where((step & 1) == 0, step >> 1, -((step + 1) >> 1))
+            width = tl.minimum(tl.maximum(e - 1, 0), 4)
+            wrong = wrong | (e < 0) | (e > 12) | (step > 24) | (at + step + 1 + width > end)
+            tail = (window >> tl.minimum(step + 1, 31).to(tl.uint32)).to(tl.int32) & ((1 << width) - 1)
+            f = ((1 << width) | tail) << tl.minimum(tl.maximum(e - 1 - width, 0), 12)
+            f = tl.where(e > 0, f, 0)
+            tl.store(shares + chunk * 256 + symbol, f)
+            left -= f
+            at += step + 1 + width
+        symbol += 1
+    padding = _window(source, at, (at + 7) // 8 * 8) & ((1 << ((8 - (at & 7)) & 7).to(tl.uint64)) - 1)
+    wrong = wrong | (left < 1) | (padding != 0)
+    tl.store(shares + chunk * 256 + most, left, mask=wrong == 0)
+    tl.debug_barrier()
+    f = tl.load(shares + chunk * 256 + s)
+    tl.store(shares + chunk * 256 + s, (f << 16) | (tl.cumsum(f, 0) - f))
+    body = (at + 7) >> 3
+    rest = length - body - 4 * tl.load(lanes + chunk)
+    wrong = wrong | (rest < 0) | ((rest & 1) != 0)
+    tl.store(bodies + chunk, tl.where(wrong, -1, body))
+    if wrong:
+        tl.store(bad, 1)
+
+
+@triton.jit
+def _slots_kernel(shares, bodies, slots):
+    """For each of 4096 values of a state's low bits: the symbol, its frequency minus 1, and the rest."""
+    chunk = tl.program_id(0).to(tl.int64)
+    if tl.load(bodies + chunk) >= 0:
+        x = tl.arange(0, 4096)
+        symbol = tl.zeros([4096], tl.int32)
+        for i in tl.static_range(8):
+            reach = symbol + (128 >> i)
+            start = tl.load(shares + chunk * 256 + reach) & 0xFFFF
+            symbol = tl.where(start <= x, reach, symbol)
+        share = tl.load(shares + chunk * 256 + symbol)
+        value = (symbol.to(tl.uint32) << 24) | (((share >> 16) - 1).to(tl.uint32) << 12)
+        value |= (x - (share & 0xFFFF)).to(tl.uint32)
+        tl.store(slots + chunk * 4096 + x, value.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _decode_kernel(data, offsets, lengths, begins, sizes, lanes, bodies, slots, tokens, bad):
+    chunk = tl.program_id(0).to(tl.int64)
+    body = tl.load(bodies + chunk)
+    if body >= 0:
+        source = data + tl.load(offsets + chunk) + body
+        begin, size, n = tl.load(begins + chunk), tl.load(sizes + chunk), tl.load(lanes + chunk)
+        lane = tl.arange(0, 32)
+        x = tl.zeros([32], tl.uint32)
+        for i in tl.static_range(4):
+            x |= tl.load(source + 4 * lane + i, mask=lane < n, other=0).to(tl.uint32) << (8 * i)
+        source += 4 * n
+        room = ((tl.load(lengths + chunk) - body - 4 * n) // 2).to(tl.int32)
+        at = tl.zeros([32], tl.int32)
+        lower = ((tl.zeros([32], tl.uint32) + 1) << lane.to(tl.uint32)) - 1
+        slots += chunk * 4096
+        tokens += begin
+        row = size - size
+        while row < size:
+            ok = (lane < n) & (row + lane < size)
+            slot = tl.load(slots + (x & 4095).to(tl.int32), mask=ok, other=0).to(tl.uint32, bitcast=True)
+            y = (((slot >> 12) & 4095) + 1) * (x >> 12) + (slot & 4095)
+            short = ok & (y < 65536)
+            due = _ballot(short, lane)
+            word = at + popcount(due & lower)
+            there = short & (word < room)
+            low = tl.load(source + 2 * word, mask=there, other=0).to(tl.uint32)
+            high = tl.load(source + 2 * word + 1, mask=there, other=0).to(tl.uint32)
+            y = tl.where(short, (y << 16) | (high << 8) | low, y)
+            x = tl.where(ok, y, x)
+            tl.store(tokens + row + lane, (slot >> 24).to(tl.uint8), mask=ok)
+            at += popcount(due)
+            row += n
+        wrong = (at != room) | ((lane < n) & (x != 65536))
+        if tl.max(wrong.to(tl.int32), axis=0) > 0:
+            tl.store(bad, 1)
+
+
+def decode(
+    cuts: Cuts,
+    data: torch.Tensor,
+    offsets: torch.Tensor,
+    lengths: torch.Tensor,
+    tokens: torch.Tensor,
+    bad: torch.Tensor,
+) -> None:
+    """The tokens of chunks that were coded with rans, from their bytes in `data`."""
+    n, empty = cuts.count, cuts.blocks.empty
+    if n:
+        shares, bodies = empty(n * 256, torch.int32), empty(n, torch.int64)
+        slots = empty(n * 4096, torch.int32)
+        _read_tables_kernel[(n,)](data, offsets, lengths, cuts.lanes, shares, bodies, bad, num_warps=1)
+        _slots_kernel[(n,)](shares, bodies, slots, num_warps=4)
+        _decode_kernel[(n,)](
+            *(data, offsets, lengths, cuts.begin, cuts.size, cuts.lanes, bodies, slots, tokens, bad), num_warps=1
+        )
+
+
+@triton.jit
+def _unpack_kernel(
+    tokens,
+    begins,
+    sizes,
+    data,
+    offsets,
+    lengths,
+    values,
+    limit,
+    bad,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    P: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    begin, size = tl.load(begins + chunk), tl.load(sizes + chunk)
+    source, length = data + tl.load(offsets + chunk), tl.load(lengths + chunk)
+    used = size - size
+    i = size - size
+    wrong = tl.zeros([P], tl.int32)
+    while i < size:
+        lane = i + tl.arange(0, P)
+        ok = lane < size
+        token = tl.load(tokens + begin + lane, mask=ok, other=0).to(tl.int32)
+        large = token >= 16
+        width = tl.where(large, ((token - 16) >> 2) + 2, 0)
+        at = used + tl.cumsum(width, 0) - width
+        byte = at >> 3
+        low = tl.zeros([P], tl.uint64)
+        for k in tl.static_range(BYTES):
+            more = tl.load(source + byte + k, mask=large & (byte + k < length) & (width > 8 * k - 8), other=0)
+            low |= _shifted(more, at, k)
+        one = tl.zeros_like(low) + 1
+        low &= (one << width.to(tl.uint64)) - 1
+        head = (4 + (token & 3)).to(tl.uint64) << width.to(tl.uint64)
+        v = tl.where(large, head | low, token.to(tl.uint64))
+        wrong |= (ok & ((v > tl.load(limit).to(tl.uint64, bitcast=True)) | (at + width > 8 * length))).to(tl.int32)
+        store_word(values + begin + lane, v, ok, BITS)
+        used += tl.sum(width, axis=0)
+        i += P
+    last = tl.load(source + (used >> 3), mask=(used & 7) != 0, other=0).to(tl.int32)
+    even = ((used + 7) >> 3) == length
+    if (tl.max(wrong, axis=0) > 0) | (even == 0) | ((last >> (used & 7).to(tl.int32)) != 0):
+        tl.store(bad, 1)
+
+
+@triton.jit
+def _shifted(byte, at, k: tl.constexpr):
+    """Byte k of a string that begins at bit `at`, where it belongs in a number."""
+    into = (at & 7).to(tl.int32)
+    wide = byte.to(tl.uint64)
+    left = tl.maximum(8 * k - into, 0)
+    right = tl.maximum(into - 8 * k, 0)
+    return tl.where(left < 64, (wide << tl.minimum(left, 63).to(tl.uint64)) >> right.to(tl.uint64), wide ^ wide)
+
+
+def unpack(
+    cuts: Cuts,
+    tokens: torch.Tensor,
+    data: torch.Tensor,
+    offsets: torch.Tensor,
+    lengths: torch.Tensor,
+    values: torch.Tensor,
+    limit: int,
+    bad: torch.Tensor,
+) -> None:
+    """Numbers, none above the limit, from tokens and the low bits in `data`."""
+    bits = 8 * values.element_size()
+    if cuts.count:
+        wide = limit if limit < 1 << 63 else limit - (1 << 64)
+        _unpack_kernel[(cuts.count,)](
+            *(tokens, cuts.begin, cuts.size, data, offsets, lengths, values, cuts.blocks.put([wide]), bad),
+            *(bits, (min(bits, 64) - 3 + 7 + 7) // 8, _PACKED),
+            num_warps=4,
+        )

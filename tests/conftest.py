@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from tests.servers import NoServer, Server, running
 
 _CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("short", max_examples=100, **_CALM)
+settings.register_profile("short", max_examples=60, **_CALM)
 settings.register_profile("long", max_examples=20_000, **_CALM)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background may have it ignored

@@ -246,3 +246,28 @@ def test_nothing_goes_on_behind_the_callers_back():
     with pytest.raises(ValueError, match="0"):
         list(ordered(work, range(2), threads=2))
     assert ended == [1]
+
+
+def test_no_byte_comes_from_memory_that_nobody_wrote():
+    """The C library fills memory that is handed out, or back, with a pattern: patches are the same whatever it is."""
+    code = """
+import hashlib
+import numpy as np
+import sparserl
+rng = np.random.default_rng(0)
+old = {"w": rng.integers(0, 2**16, 150_001, np.uint16), "x": rng.normal(size=70_003).astype(np.float32)}
+new = {n: np.where(rng.random(b.shape) < 0.3, b.view(f"u{b.itemsize}") + 1, b.view(f"u{b.itemsize}")).view(b.dtype)
+       for n, b in old.items()}
+for profile in ("raw", "gap", "ulp", "ctx", "auto"):
+    patch = sparserl.diff(old, new, profile=profile)
+    undo = patch.invert(old)
+    undo.apply({n: b.copy() for n, b in new.items()})
+    print(profile, hashlib.sha256(patch.to_bytes() + undo.to_bytes()).hexdigest())
+"""
+    said = []
+    for pattern in ("0", "77", "200"):
+        env = {**os.environ, "MALLOC_PERTURB_": pattern, "PYTHONPATH": str(Path(sparserl.__file__).parents[1])}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1] == said[2]

@@ -618,6 +618,13 @@ MUTANTS = (
         "        round = self._round  #",
         Tests(COLLECTIVE, "hooks_that_raise"),
     ),
+    Mutant(
+        "what a kernel has made is freed while its address is in use",
+        "kernels/rans.py",
+        "    alive(shares)\n",
+        "",
+        Tests("test_threads.py", "nobody_wrote"),
+    ),
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .cpu import advanced
-from .llvm import at_most8, at_most16, classify64, inline, kernel, load, popcount, prefetch, select, store
+from .llvm import alive, at_most8, at_most16, classify64, inline, kernel, load, popcount, prefetch, select, store
 from .llvm import width as width_of
 
 MOST = 8  # classes
@@ -114,6 +114,7 @@ def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ran
             for i in range(rest):
                 edge[i] = load(kind, a + full * line + i * width_of(kind))
             classify64(kind, np.int64(edge.ctypes.data), keep, limits, mask_at + 8 * full, rank_at + 4 * full, _ROW)
+            alive(edge)
             there = (_ONE << np.uint64(rest)) - _ONE
             for k in range(1, last + 1):
                 masks[k, full] &= there

@@ -60,6 +60,11 @@ event.register("numba:compile", _Notice())
 inline = kernel  # for small functions that kernels call: LLVM puts them in line
 
 
+@inline
+def alive(array: Any) -> None:
+    """Use an array once more: Numba frees what a kernel has made behind its last use, whoever has its address."""
+
+
 def machine(function: Callable[..., Any]) -> Any:
     """Write LLVM by hand; kernels call the result with one argument less, the typing context."""
     return intrinsic(function)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .llvm import HAS_EXPAND, highest, inline, kernel, rans16, rans16_encode
+from .llvm import HAS_EXPAND, alive, highest, inline, kernel, rans16, rans16_encode
 
 BITS = 12
 _TOTAL = 1 << BITS
@@ -181,6 +181,8 @@ def encode(symbols: Any, freq: Any, states: Any, words: Any) -> Any:
         first = np.int64(symbols.ctypes.data)
         for i in range(rows - 16, -16, -16):
             at -= rans16_encode(share_at, inverse_at, state_at + 4 * (i & (n - 1)), first + i, word_at + 2 * at)
+    alive(shares)
+    alive(inverses)
     return at
 
 

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types unit coverage mutants fuzz soak load collective bench clean
+.PHONY: demo test lint types unit long coverage mutants fuzz soak load collective bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,8 +26,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m 'not alone'
+	$(BIN)/python -m pytest -n 2 -m 'not alone and not long'
 	$(BIN)/python -m pytest -m alone
+
+long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
+	$(BIN)/python -m pytest -n 2 -m long
 
 coverage: $(STAMP)  ## which lines no test reaches; takes a third longer
 	rm -f .coverage .coverage.*

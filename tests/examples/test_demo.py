@@ -97,6 +97,7 @@ def test_patches_after_the_first_are_small(kept: tuple[Path, str]) -> None:
         assert 0 < patch.changed < 0.2 * patch.table.elements
 
 
+@pytest.mark.long
 def test_same_seed_same_patches(kept: tuple[Path, str], tmp_path: Path) -> None:
     """A second run with the same seed writes the same bytes, also where an earlier run has left its patches."""
     stale = tmp_path / "patches"
@@ -110,6 +111,7 @@ def test_same_seed_same_patches(kept: tuple[Path, str], tmp_path: Path) -> None:
         assert (kept[0] / "patches" / name).read_bytes() == (stale / name).read_bytes()
 
 
+@pytest.mark.long
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """Without --keep a good run removes what it wrote, and nothing else."""
     (tmp_path / "mine.txt").write_text("stays")
@@ -161,6 +163,7 @@ def test_a_dying_receiver_ends_the_demo(tmp_path: Path) -> None:
     assert f"failed: the receiver (process {pid}) was killed by signal 9" in err
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_both_processes(tmp_path: Path) -> None:
     """Ctrl-C: a clear message instead of a traceback, exit code 1, and no receiver stays behind."""
     ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # where it is ignored, children inherit that

@@ -272,7 +272,12 @@ def struck(rank, group, pipe, writer, victim, blow):
 
 @pytest.mark.parametrize(
     ("writer", "victim", "blow"),
-    [(0, 2, signal.SIGKILL), (0, 2, signal.SIGSTOP), (1, 1, signal.SIGKILL), (0, 0, signal.SIGSTOP)],
+    [
+        (0, 2, signal.SIGKILL),
+        (0, 0, signal.SIGSTOP),
+        pytest.param(0, 2, signal.SIGSTOP, marks=pytest.mark.long),
+        pytest.param(1, 1, signal.SIGKILL, marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_dies_or_hangs_in_the_middle_is_named(writer, victim, blow):
     """All others raise in bounded time, with its rank in the message; their weights are those they had."""

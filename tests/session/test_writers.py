@@ -285,7 +285,7 @@ def finish(ranks: list[subprocess.Popen[str]], but: int | None = None) -> list[s
     return said
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_every_version_is_that_of_the_whole(tmp_path, size):
     """Shards of all ranks, anchors and patches, waited for or not: the subscriber has the unsharded weights."""
     finish(start(tmp_path, size, "follow"))

@@ -424,9 +424,9 @@ MUTANTS = (
     Mutant(
         "the baseline advances before the head moved",
         "session/publisher.py",
-        '        with watch.stage("commit"):\n            done = self._commit(now.run',
-        "        now.baseline.advance(patch, None)\n"
-        '        with watch.stage("commit"):\n            done = self._commit(now.run',
+        "        sent = self._send(now.run, encoded, watch)\n        if sent.manifest.base",
+        "        now.baseline.advance(encoded(), found)\n"
+        "        sent = self._send(now.run, encoded, watch)\n        if sent.manifest.base",
         Tests(SESSION, "failed_publish or bit_for_bit"),
     ),
     Mutant(
@@ -610,13 +610,6 @@ MUTANTS = (
         "        first = plan.first[found.rows]\n",
         "        first = plan.first[found.rows]\n        self.words[:] = 0\n",
         Tests("sources/test_track.py", "add_up"),
-    ),
-    Mutant(
-        "a commit that was interrupted is not looked at",
-        "session/collective_subscriber.py",
-        "        round, self._doubt = self._round, True  #",
-        "        round = self._round  #",
-        Tests(COLLECTIVE, "hooks_that_raise"),
     ),
     Mutant(
         "what a kernel has made is freed while its address is in use",

@@ -329,6 +329,9 @@ class Publisher:
             return patch
 
         sent = self._send(now.run, encoded, watch)
+        if sent.manifest.base != now.head.digest:
+            self._now = None
+            raise SessionError("the baseline is not the last version any more; the next publish begins a new run")
         step = sent.step(now.head.version, now.head.version + 1, self._clock())
 
         def land(done: _Committed) -> None:

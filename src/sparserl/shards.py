@@ -101,6 +101,16 @@ class Shards:
         return f"<Shards: {len(self.parts)} parts of {len(self.table)} tensors>"
 
 
+def dump_places(places: Iterable[Place]) -> list[Any]:
+    """Places as JSON has them."""
+    return [[tensor, region and [region.start, region.size]] for tensor, region in places]
+
+
+def load_places(rows: Iterable[Any]) -> list[Place]:
+    """Places as they were before `dump_places`."""
+    return [(tensor, box and Region(*map(tuple, box))) for tensor, box in rows]
+
+
 def require_whole(table: TensorTable, ranks: Sequence[Sequence[Place]]) -> None:
     """Refuse parts of several ranks, unless together they cover every element of every tensor just once."""
     regions: dict[int, list[Region]] = {}

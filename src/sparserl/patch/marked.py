@@ -27,6 +27,7 @@ from ..plan import Changes, Dense, Link
 from ..plan.route import BUCKET_PAYLOAD_BYTES
 from ..region import whole
 from ..shards import Place, Shards
+from ..table import TensorTable
 from .assemble import Target, assemble
 from .diff import _chooser, _Listed, _marked
 from .patch import Patch
@@ -59,17 +60,19 @@ def capture_marked(
     new: Weights | Shards,
     known: Mapping[Place, Digest],
     *,
+    table: TensorTable | None = None,
     profile: str = "auto",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Marked:
     """What changed since the parts had the sums that are `known`: one read of everything, and a copy of what changed.
 
-    Only profiles that send bits as they are can be used: `raw`, `gap`, or `auto`, which takes the better of the two.
+    `table` is the tensor table they had. Only profiles that send bits as they are can be used: `raw`, `gap`, or `auto`,
+    which takes the better of the two.
     Of a dense entry all elements count as changed.
     """
     names = _absolute(profile)
-    held = Held.of(new)
+    held = Held.of(new, table, "the last version", "the weights now")
     if set(held.places) != known.keys():
         raise TensorMismatch("these are not the parts whose sums are known")
     now = part_sums(held, threads, progress)

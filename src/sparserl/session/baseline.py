@@ -129,8 +129,8 @@ class NoBaseline:
         progress: Progress | None = None,
     ) -> Marked:
         """What changed, by marks; one full digest read."""
-        self._table.require(Held.of(weights).table, "the last version", "the weights now")
-        return capture_marked(weights, self.sums, profile=profile, threads=threads, progress=progress)
+        options: Any = {"profile": profile, "threads": threads, "progress": progress}
+        return capture_marked(weights, self.sums, table=self._table, **options)
 
     def advance(self, patch: Patch, found: Found, threads: int | None = None) -> None:  # noqa: ARG002  # takes no work
         """Take the sums over that were read when the patch was captured."""

@@ -17,24 +17,25 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from .. import plan
-from ..digest import Digest, digest, table_digest
+from ..digest import Digest, table_digest
 from ..errors import PeerLost, SessionError, SparserlError
-from ..memory import Weights, memories, table_of
+from ..memory import Weights
 from ..parallel import Progress
-from ..patch import Captured, capture
+from ..patch import Captured
 from ..patch.stream import Stream
 from ..pieces import Held as AtHand
-from ..region import Region
-from ..shards import Place, Shards, require_whole
+from ..shards import Shards, dump_places, load_places, require_whole
 from ..sources import Source
+from ..sources.module import weights_of
 from ..table import TensorTable
 from ..transport.collective import TIMEOUT, Bucket, CalledOff, Line
 from . import parcel, rounds
+from .baseline import HostBaseline
 from .flight import Flight
 from .report import SyncReport, Watch
 from .rounds import Apart, Behind, Course, Leg, Note, Round, Share
@@ -66,19 +67,29 @@ class Sending:
         return self.stream.base - terms, self.stream.result - terms
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Baseline:
     """The bits that every rank had when it last committed, as far as this rank has them."""
 
-    table: TensorTable
     version: int
-    weights: Any  # Weights or Shards of our own
-    digest: Digest  # of all elements that are here
+    bits: HostBaseline
+    held: AtHand
+    terms: Digest  # what the tensor table adds to the digest of the bits here, where they are whole
+
+    @classmethod
+    def of(cls, bits: HostBaseline) -> _Baseline:
+        """Bits that no rank has committed yet."""
+        held = AtHand.of(bits.weights)
+        return cls(-1, bits, held, table_digest(held.table) if held.complete else Digest())
 
     @property
-    def terms(self) -> Digest:
-        """What the tensor table adds to the digest of the weights here, where they are whole."""
-        return table_digest(self.table) if AtHand.of(self.weights).complete else Digest()
+    def table(self) -> TensorTable:
+        return self.held.table
+
+    @property
+    def digest(self) -> Digest:
+        """Of all elements that are here, so that those of several ranks add up."""
+        return self.bits.digest - self.terms
 
 
 @dataclass
@@ -203,26 +214,14 @@ class CollectivePublisher:
 
     def _take(self, call: int, watch: Watch) -> _Taken:
         """Look at the weights: afterwards they may change."""
-        weights = self._source.weights() if isinstance(self._source, Source) else self._source
-        if isinstance(weights, Shards):
-            weights = weights.map(lambda part: part.data)  # all bits are compared, whatever is marked
+        weights = weights_of(self._source)
         if (now := self._now) is None:
             with watch.stage("capture"):
-                copy = parcel.copied(weights)
-                table = copy.table if isinstance(copy, Shards) else table_of(memories(copy))
-                fresh = _Baseline(table, -1, copy, Digest())
-                fresh.digest = digest(copy, threads=self._threads) - fresh.terms
+                fresh = _Baseline.of(HostBaseline(weights, threads=self._threads))
             return _Taken(call, fresh, None, None)
         with watch.stage("find"):
-            known = now.digest + now.terms
-            found = capture(
-                now.weights,
-                weights,
-                profile=self._profile,
-                base_digest=known,
-                threads=self._threads,
-                progress=self._progress,
-            )
+            options: Any = {"profile": self._profile, "threads": self._threads, "progress": self._progress}
+            found = now.bits.capture(weights, **options)
         with watch.stage("encode"):
             return _Taken(call, now, found, Sending(found.stream(link=self._link, threads=self._threads), keep=True))
 
@@ -230,7 +229,7 @@ class CollectivePublisher:
         """What this rank sends: the baseline from nothing, where it is asked for, and the changes since."""
         legs = []
         if anchor:
-            legs.append(Sending(Stream.of(parcel.anchor_of(taken.baseline.weights, self._threads))))
+            legs.append(Sending(Stream.of(parcel.anchor_of(taken.baseline.bits.weights, self._threads))))
         if taken.found is not None and taken.patch is not None:
             if profiles is not None:
                 stream = taken.found.stream(link=self._link, profiles=profiles, threads=self._threads)
@@ -305,7 +304,7 @@ class CollectivePublisher:
         if failed := rounds.failures(shares):
             raise SessionError(f"not every writer could encode its part: {failed}")
         if anchor:
-            places = [AtHand.of(taken.baseline.weights).places, *(_places(shares[rank]["places"]) for rank in others)]
+            places = [taken.baseline.held.places, *(load_places(shares[rank]["places"]) for rank in others)]
             require_whole(taken.baseline.table, places)
         legs = []
         for i, sending in enumerate(mine):
@@ -351,11 +350,11 @@ class CollectivePublisher:
         """Every rank has committed: what was published is the baseline now."""
         baseline = taken.baseline
         with watch.stage("baseline"):
-            if taken.patch is not None:
+            if taken.found is not None and taken.patch is not None:
                 self._now = None  # were this interrupted, a copy would be taken anew
                 patch = taken.patch.stream.patch(taken.patch.kept)
-                patch.apply(baseline.weights, digest=patch.base, threads=self._threads)
-            self._now = _Baseline(baseline.table, course.version, baseline.weights, taken.now)
+                baseline.bits.advance(patch, taken.found, self._threads)
+            self._now = replace(baseline, version=course.version)
         if (committed := getattr(self._source, "committed", None)) is not None:
             committed()  # a source that tracks changes counts them from here
 
@@ -421,8 +420,7 @@ class CollectivePublisher:
         note: Note = {"legs": [[base.hex, result.hex, list(vars(share).values())] for base, result, share in ends]}
         if plan["anchor"]:
             rounds.table_of(round)[0].require(baseline.table, f"rank {self.writers[0]}", f"rank {rank}")
-            places = AtHand.of(baseline.weights).places
-            note["places"] = [[tensor, region and [region.start, region.size]] for tensor, region in places]
+            note["places"] = dump_places(baseline.held.places)
         return note
 
     def _plan_or_course(self, round: Round, lead: int) -> Note:
@@ -435,10 +433,6 @@ class CollectivePublisher:
             self._line.require_calm(f"waiting for the plan of rank {lead}")
             time.sleep(0.002)
         raise PeerLost(f"rank {lead} did not plan the sync within {2 * self._line.timeout:g} s")
-
-
-def _places(rows: list[Any]) -> list[Place]:
-    return [(tensor, box and Region(tuple(box[0]), tuple(box[1]))) for tensor, box in rows]
 
 
 def _ignore(_leg: int, _bucket: bytes) -> None:

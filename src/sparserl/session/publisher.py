@@ -31,9 +31,9 @@ from ..memory import Weights
 from ..parallel import Progress
 from ..patch import Captured, Patch
 from ..pieces import Held
-from ..region import Region
-from ..shards import Shards, require_whole
+from ..shards import Shards, dump_places, load_places, require_whole
 from ..sources import Source
+from ..sources.module import weights_of
 from ..table import TensorTable
 from ..transport.ranks import Ranks
 from ..transport.store import Store, open_store
@@ -229,7 +229,7 @@ class Publisher:
         work: list[Callable[[], SyncReport]] = []
 
         def first(kind: str) -> bytes:
-            weights = self._weights()
+            weights = weights_of(self._source)
             with watch.stage("capture"):
                 baseline, self.baseline = choose(
                     weights, self._memory, kind, tracked=hasattr(self._source, "committed"), threads=self._threads
@@ -239,7 +239,7 @@ class Publisher:
             return b"none" if baseline.weights is None else b"host"
 
         def following(now: _Committed) -> bytes:
-            weights = self._weights()
+            weights = weights_of(self._source)
             with watch.stage("find"):
                 found = now.baseline.capture(
                     weights, profile=self._profile, threads=self._threads, progress=self._progress
@@ -257,9 +257,6 @@ class Publisher:
         else:
             self._writers.together("capture", lambda: following(now))
         return work[0]
-
-    def _weights(self) -> Weights | Shards:
-        return self._source.weights() if isinstance(self._source, Source) else self._source
 
     def _anchor(self, weights: Weights | Shards, watch: Watch) -> Patch:
         with watch.stage("encode"):
@@ -364,10 +361,10 @@ class Publisher:
 
         def own() -> bytes:
             table.require(held.table, "rank 0", f"rank {self._writers.rank}")
-            return json.dumps([(t, r and (r.start, r.size)) for t, r in held.places]).encode()
+            return json.dumps(dump_places(held.places)).encode()
 
-        rows = map(json.loads, self._writers.together("compare parts", own))
-        require_whole(table, [[(t, r and Region(*map(tuple, r))) for t, r in row] for row in rows])
+        rows = self._writers.together("compare parts", own)
+        require_whole(table, [load_places(json.loads(row)) for row in rows])
 
     def _send(self, run: Run, make: Callable[[], Patch], watch: Watch) -> parcel.Sent:
         """Every rank encodes and uploads what it has; when all of it is there, the manifest is written."""

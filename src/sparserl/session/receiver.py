@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Staged:
     report: SyncReport
 
 
-class Receiver:
+class Receiver(ABC):
     """Targets that change together or not at all, and the version that they hold.
 
     before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
@@ -116,9 +117,9 @@ class Receiver:
             for prepared in staged.prepared:
                 prepared.discard()
 
+    @abstractmethod
     def follow(self, *, stop: Callable[[], bool] | None = None) -> None:
         """Commit every version as it comes."""
-        raise NotImplementedError
 
     async def commit_async(self) -> SyncReport:
         """`commit` on a thread."""

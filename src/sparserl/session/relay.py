@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..digest import Digest
-from ..errors import NotRetained, PeerLost, SessionError
+from ..errors import PeerLost, SessionError
 from ..memory import Weights
 from ..patch import Patch
 from ..targets import Target
@@ -56,12 +56,7 @@ class Relay(Subscriber):
         self._line.require()
         watch = Watch()
         with watch.stage("plan"):
-            view = self._look()
-            wanted = view.head.version if version is None else version
-            digests = chain.versions(view.index.steps)
-            if wanted not in digests:
-                raise NotRetained(f"version {wanted} is not in the store")
-            held = Held(view.head.run, view.head.created, wanted, digests[wanted])
+            view, held = self._wanted(version)
         return None if held == self._everywhere else self._hand_on(view, held, watch)
 
     def commit(self) -> SyncReport:

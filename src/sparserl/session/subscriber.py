@@ -122,12 +122,7 @@ class Subscriber(Receiver):
         watch = Watch()
         for attempt in range(_REPLANS):
             with watch.stage("plan"):
-                view = self._look()
-                wanted = view.head.version if version is None else version
-                digests = chain.versions(view.index.steps)
-                if wanted not in digests:
-                    raise NotRetained(f"version {wanted} is not in the store; it has {_span(digests)}")
-                held = Held(view.head.run, view.head.created, wanted, digests[wanted])
+                view, held = self._wanted(version)
                 if held == self._held:
                     self._tell()
                     return None
@@ -142,6 +137,15 @@ class Subscriber(Receiver):
                     raise
                 self._view = None
         raise AssertionError("unreachable")
+
+    def _wanted(self, version: int | None) -> tuple[View, Held]:
+        """What the store has, and the version of it to go to: the newest, or a given one."""
+        view = self._look()
+        wanted = view.head.version if version is None else version
+        digests = chain.versions(view.index.steps)
+        if wanted not in digests:
+            raise NotRetained(f"version {wanted} is not in the store; it has {_span(digests)}")
+        return view, Held(view.head.run, view.head.created, wanted, digests[wanted])
 
     def sync(self, version: int | None = None) -> SyncReport | None:
         """Stage and commit; None if the version is held already."""

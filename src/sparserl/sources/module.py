@@ -18,6 +18,11 @@ class Source(Protocol):
         ...
 
 
+def weights_of(source: Source | Weights | Shards) -> Weights | Shards:
+    """What a source has now; weights are what they are."""
+    return source.weights() if isinstance(source, Source) else source
+
+
 class ModuleSource:
     """The parameters and persistent buffers of a torch module, where they are."""
 

@@ -1,31 +1,41 @@
 """The kernels on a GPU: exact on large data, and how long each pass takes beside what memory allows.
 
-    python -m benchmarks.gpu --out gpu.json [--gib 8] [--expected FILE]
+    python -m benchmarks.gpu --out gpu.json [--gib 8] [--traces FILE] [--expected FILE] [--only NAME,NAME] [--sweep]
 
 Everything is checked bit for bit first, with poisoned buffers; nothing is timed on a red gate. Times are medians, from
 device events; what waits for the host is timed by the host. Where the CPU kernels cannot be imported (no Numba), their
-bytes come from a file that `--write-expected FILE` made elsewhere. Without a GPU it says so and ends.
+bytes come from a file that `--write-expected FILE` made elsewhere, and patches are not coded by the CPU. A machine
+without the traces reads a share of them from a file that `--write-traces FILE` made. `--sweep` times every kernel in
+several shapes (what a program handles together, and its warps). Without a GPU it says so and ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks import gpu_scenes
+from benchmarks.gpu_data import (
+    buckets_of,
+    cpu_streams,
+    limits_of,
+    parts_of,
+    synthetic,
+    trace_pair,
+    trace_plan,
+    write_traces,
+)
+from benchmarks.gpu_scenes import milliseconds, peak_over, require
+
 _SRC = Path(__file__).resolve().parents[1] / "src"
-THRESHOLDS, SHIFT = (230, 234, 238, 244), 6  # what `plan.classes` chooses for the synthetic pair at 0.6%
-PART = 8 << 20  # elements: large tensors are cut into parts as large as those of a patch
-BUCKET = 32 << 20  # elements of a bucket, at this density
 POISON = 0xA5
 
 
@@ -49,124 +59,63 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--gib", type=float, default=8.0)
+    parser.add_argument("--traces", type=Path)
     parser.add_argument("--expected", type=Path)
+    parser.add_argument("--only", default="kernels,traces,training,crossover,nccl,7b")
+    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--write-expected", type=Path)
-    parser.add_argument("--skip-7b", action="store_true")
+    parser.add_argument("--write-traces", type=Path)
     args = parser.parse_args()
-    if args.write_expected:
+    if args.write_expected or args.write_traces:
         _import_kernels()
-        np.savez_compressed(args.write_expected, **_cpu_streams(*_trace_pair()))
+        if args.write_traces:
+            write_traces(args.write_traces)
+        if args.write_expected:
+            np.savez_compressed(args.write_expected, **cpu_streams(*trace_pair(args.traces)))
         return
     if not torch.cuda.is_available():
         print("There is no GPU here: nothing to measure.")
         return
     has_cpu = _import_kernels()
+    expected = dict(np.load(args.expected)) if args.expected else None
+    _measure(args, has_cpu, cpu_streams(*trace_pair(args.traces)) if has_cpu else expected)
+
+
+def _measure(args: argparse.Namespace, has_cpu: bool, expected: dict[str, Any] | None) -> None:
+    """Check, then measure what was asked for; what fails is written down, and the rest goes on."""
     import triton
 
-    results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "numba": has_cpu,
-    }
+    device, versions = torch.cuda.get_device_name(), {"torch": torch.__version__, "triton": triton.__version__}
+    results: dict[str, Any] = {"device": device, **versions, "numba": has_cpu}
+    failed = []
 
-    def keep(name: str, value: Any) -> None:
-        results[name] = value
-        print(name, json.dumps(value), flush=True)
+    def keep(name: str, work: Callable[[], Any]) -> None:
+        torch.cuda.empty_cache()
+        try:
+            results[name] = work()
+        except Exception as error:  # noqa: BLE001
+            results[name] = {"failed": f"{type(error).__name__}: {error}"}
+            failed.append(name)
+        print(name, json.dumps(results[name]), flush=True)
         if args.out:
             args.out.write_text(json.dumps(results, indent=1))
 
-    expected = _cpu_streams(*_trace_pair()) if has_cpu else dict(np.load(args.expected)) if args.expected else None
-    keep("checked", check(expected))
-    pair = synthetic(int(args.gib * 2**30), 0.006)
-    keep("kernels", time_all(*pair))
-    if not args.skip_7b:
-        del pair
-        torch.cuda.empty_cache()
-        keep("7b", sync_7b())
-
-
-# -- data -------------------------------------------------------------------------------------------------------------
-
-
-def synthetic(nbytes: int, density: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """`benchmarks.traces.synthetic`, drawn on the device."""
-    from benchmarks import traces
-
-    folder = traces.find_traces()
-    profile = min(
-        (traces._measure(folder, run) for run in traces.runs(folder)),  # noqa: SLF001
-        key=lambda p: abs(np.log(p.density / density)),
-    )
-    pool = np.concatenate([bits.ravel() for bits in traces.load(folder / "base.safetensors").values()])
-    population = traces._tiled_population(np.resize(pool, pool.size), pool.size)  # noqa: SLF001
-    chance = torch.from_numpy(traces._scaled(profile.chance, population, density)).cuda()  # noqa: SLF001
-    outward, first = torch.from_numpy(profile.outward).cuda(), torch.from_numpy(profile.first).cuda()
-    count = torch.from_numpy(profile.count).cuda()
-    torch.manual_seed(seed)
-    old = torch.empty(nbytes // 2, dtype=torch.int16, device="cuda")
-    tile = torch.from_numpy(pool.view(np.int16)).cuda()
-    for at in range(0, old.numel(), tile.numel()):
-        old[at : at + tile.numel()] = tile[: old.numel() - at]
-    new = old.clone()
-    for at in range(0, old.numel(), 1 << 26):
-        part = new[at : at + (1 << 26)]
-        exponent = (part.to(torch.int32) >> 7) & 0xFF
-        hit = (torch.rand(part.numel(), device="cuda") < chance[exponent]).nonzero().squeeze(1)
-        exponent = exponent[hit]
-        drawn = first[exponent] + (torch.rand(hit.numel(), device="cuda", dtype=torch.float64) * count[exponent]).long()
-        wide = part[hit].to(torch.int32) & 0xFFFF
-        sign = torch.where(wide >= 0x8000, -1, 1)
-        order = torch.where(wide >= 0x8000, 0x7FFF - wide, wide) + outward[drawn] * sign
-        part[hit] = torch.where(order < 0, 0x7FFF - order, order).to(torch.int16)
-    return old, new
-
-
-def _trace_pair() -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:
-    """The tensors of one sync of a trace, flat, in order."""
-    from benchmarks import traces
-
-    folder = traces.find_traces()
-    old, new = next(iter(traces.syncs(folder, traces.runs(folder)[-1])))
-    return [old[k].ravel() for k in sorted(old)], [new[k].ravel() for k in sorted(old)]
-
-
-def _buckets(sizes: list[int], each: int) -> np.ndarray[Any, Any]:
-    """The bucket of each part, about as large as told."""
-    ends = np.cumsum(sizes)
-    return np.unique((ends - 1) // each, return_inverse=True)[1]
-
-
-_TRACE_LOG, _TRACE_BUCKET = 18, 6 << 20
-
-
-def _cpu_streams(olds: list[Any], news: list[Any]) -> dict[str, Any]:
-    """What the CPU kernels make of the trace: all chunks of the `ctx` streams, by bucket and stream."""
-    from sparserl import codec
-    from sparserl.bits import BY_NAME
-    from sparserl.codec.profile import Classes, Layout
-    from sparserl.kernels import reference
-
-    sizes = [o.size for o in olds]
-    bucket, out = _buckets(sizes, _TRACE_BUCKET), {}
-    for b in range(int(bucket.max()) + 1):
-        parts = [i for i in np.flatnonzero(bucket == b).tolist() if (olds[i] != news[i]).any()]
-        found = [reference.diff(olds[i], news[i]) for i in parts]
-        layout = Layout(
-            BY_NAME["bfloat16"],
-            np.array([sizes[i] for i in parts]),
-            np.array([f[0].size for f in found]),
-            _TRACE_LOG,
-            16,
-            old=np.array([olds[i].ctypes.data for i in parts]),
-            classes=Classes(SHIFT, THRESHOLDS),
-        )
-        positions, before, after = (np.concatenate(c) for c in zip(*found, strict=True))
-        streams = codec.code(codec.profile("ctx").encode(layout, positions, reference.steps(before, after, True)))
-        for id, (coder, chunks) in streams.items():
-            if id != codec.Stream.CLASSES:
-                out[f"{b} {int(id)} {coder.id}"] = np.frombuffer(b"".join(chunks), np.uint8)
-    return out
+    results["checked"] = check(expected, args.traces)
+    nbytes = int(args.gib * 2**30)
+    scenes: dict[str, Callable[[], Any]] = {"kernels": lambda: time_all(*synthetic(nbytes, 0.006))}
+    if args.sweep:
+        scenes["sweep"] = lambda: sweep(*synthetic(nbytes, 0.006))
+    if args.traces:
+        scenes["traces"] = lambda: gpu_scenes.time_traces(args.traces, nbytes, results["kernels"]["ms"])
+    scenes["training"] = gpu_scenes.training_step
+    if has_cpu:
+        scenes |= {"crossover": gpu_scenes.crossover, "nccl": gpu_scenes.one_rank}
+    scenes["7b"] = gpu_scenes.sync_7b
+    for name, work in scenes.items():
+        if name == "sweep" or name in args.only.split(","):
+            keep(name, work)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -176,7 +125,7 @@ def _poisoned(self: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((size * dtype.itemsize,), POISON, dtype=torch.uint8, device=self.device).view(dtype)
 
 
-def check(expected: dict[str, Any] | None) -> dict[str, Any]:
+def check(expected: dict[str, Any] | None, traces: Path | None) -> dict[str, Any]:
     """Every kernel on large random data, held against PyTorch, NumPy and the CPU's bytes; raises where bits differ."""
     from sparserl.kernels import gpu
 
@@ -185,18 +134,13 @@ def check(expected: dict[str, Any] | None) -> dict[str, Any]:
     try:
         done = {f"{kind} {width}": _check_width(width, kind) for width, kind in _KINDS}
         done["cast"] = _check_mark()
-        done["same bytes as the CPU"] = _check_bytes(expected) if expected else "not checked"
+        done["same bytes as the CPU"] = _check_bytes(expected, traces) if expected else "not checked"
     finally:
         gpu.Blocks.empty = plain
     return done
 
 
 _KINDS = ((1, "float"), (2, "float"), (4, "float"), (8, "float"), (1, "signed"), (2, "signed"), (4, "plain"))
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise SystemExit(f"wrong: {what}")
 
 
 def _check_width(width: int, kind: str) -> int:
@@ -223,23 +167,23 @@ def _check_width(width: int, kind: str) -> int:
     wanted = [(a != b).nonzero().squeeze(1) for a, b in zip(olds, news, strict=True)]
     per = torch.tensor([w.numel() for w in wanted], device="cuda")
     total = int(per.sum())
-    _require(torch.equal(gpu_streams.part_changes(blocks, counts), per), "changes per part")
+    require(torch.equal(gpu_streams.part_changes(blocks, counts), per), "changes per part")
     positions, after, before, sums = gpu.compact(blocks, old, new, words, counts, total, keep_old=True)
-    _require(torch.equal(positions.to(torch.int64) & 0xFFFFFFFF, torch.cat(wanted)), "positions")
-    _require(torch.equal(after, torch.cat([b[w] for b, w in zip(news, wanted, strict=True)])), "new bits")
-    _require(torch.equal(before, torch.cat([a[w] for a, w in zip(olds, wanted, strict=True)])), "old bits")
+    require(torch.equal(positions.to(torch.int64) & 0xFFFFFFFF, torch.cat(wanted)), "positions")
+    require(torch.equal(after, torch.cat([b[w] for b, w in zip(news, wanted, strict=True)])), "new bits")
+    require(torch.equal(before, torch.cat([a[w] for a, w in zip(olds, wanted, strict=True)])), "old bits")
     sign = kind == "float"
     _, steps, _, _ = gpu.compact(blocks, old, new, words, counts, total, steps=True, sign_magnitude=sign)
     uint = np.dtype(f"u{width}")
     some = slice(0, 1 << 20)
     told = reference.steps(*(t[some].cpu().numpy().view(uint) for t in (before, after)), sign)
-    _require(np.array_equal(told, steps[some].cpu().numpy().view(uint)), "steps")
+    require(np.array_equal(told, steps[some].cpu().numpy().view(uint)), "steps")
     moved = gpu.total(sums)
-    _require(torch.equal(gpu.digest(blocks, old) + moved, gpu.digest(blocks, new)), "the digest's way")
+    require(torch.equal(gpu.digest(blocks, old) + moved, gpu.digest(blocks, new)), "the digest's way")
     small = gpu.Blocks(width, [300_001], "cuda", keys[:1], [7])
     first = reference.digest(keys[0], 7, olds[0][:300_001].cpu().numpy().view(uint))
     got = gpu.digest(small, small.side([olds[0][:300_001]])).cpu().numpy().view(np.uint64).tolist()
-    _require(list(first) == got, "digest")
+    require(list(first) == got, "digest")
     bad = torch.zeros(1, dtype=torch.int32, device="cuda")
     gpu.rising(blocks, per, positions, bad)
     for given, absolute in ((after, True), (steps, False)):
@@ -247,23 +191,23 @@ def _check_width(width: int, kind: str) -> int:
         was, sums = gpu.exchange(
             blocks, target, per, positions, given.clone(), bad, absolute=absolute, sign_magnitude=sign
         )
-        _require(int(bad) == 0 and torch.equal(was, before) and torch.equal(gpu.total(sums), moved), "exchange")
-        _require(all(map(torch.equal, target.alive, new.alive)), "landed")
+        require(int(bad) == 0 and torch.equal(was, before) and torch.equal(gpu.total(sums), moved), "exchange")
+        require(all(map(torch.equal, target.alive, new.alive)), "landed")
     broken = positions.clone()
     broken[total // 2] = broken[total // 2 - 1]
     gpu.rising(blocks, per, broken, bad)
-    _require(int(bad) == 1, "positions that do not rise are refused")
+    require(int(bad) == 1, "positions that do not rise are refused")
     bits = 8 * width
     limits = np.array([[1 << (bits - 4), 1 << (bits - 3), (1 << (bits - 2)) - 1]] * len(sizes), np.uint64)
     plan = gpu_streams.Plan.of(blocks, [0, 0, 0, 0, 1, 1, 1], 16, limits, sign_magnitude=sign, signed=kind == "signed")
     encoded = gpu_streams.encode(plan, old, new)
-    _require(torch.equal(encoded.moved, moved), "the digest's way, by classes")
+    require(torch.equal(encoded.moved, moved), "the digest's way, by classes")
     target = blocks.side([a.clone() for a in olds])
     bad.zero_()
     found = gpu_streams.decode(plan, target, encoded.data, encoded.directory, encoded.changes, bad)
-    _require(int(bad) == 0 and torch.equal(gpu.total(found.sums), moved), "decoded")
+    require(int(bad) == 0 and torch.equal(gpu.total(found.sums), moved), "decoded")
     gpu_classes.land(target, found, found.new, bad)
-    _require(all(map(torch.equal, target.alive, new.alive)), "landed by classes")
+    require(all(map(torch.equal, target.alive, new.alive)), "landed by classes")
     return total
 
 
@@ -281,54 +225,38 @@ def _check_mark() -> int:
     words = blocks.bitmap()
     counts = blocks.empty(blocks.count, torch.int32)
     gpu.mark(blocks, gpu.Blocks(4, sizes, "cuda").side(masters), weights, words, counts)
-    _require(all(map(torch.equal, weights.alive, cast)), "cast and copied")
+    require(all(map(torch.equal, weights.alive, cast)), "cast and copied")
     wanted, _ = gpu.diff(blocks, blocks.side(olds), blocks.side(cast))
-    _require(torch.equal(words, wanted), "marks")
+    require(torch.equal(words, wanted), "marks")
     gpu.mark(blocks, blocks.side(olds), weights, words, counts)
-    _require(all(map(torch.equal, weights.alive, olds)) and torch.equal(words, wanted), "marks, copied back")
+    require(all(map(torch.equal, weights.alive, olds)) and torch.equal(words, wanted), "marks, copied back")
     return int(counts.sum())
 
 
-def _check_bytes(expected: dict[str, Any]) -> int:
+def _check_bytes(expected: dict[str, Any], traces: Path | None) -> int:
     """Returns how many bytes of the trace's streams are those that the CPU writes."""
     from sparserl.kernels import gpu, gpu_streams
 
-    olds, news = _trace_pair()
-    sizes = [o.size for o in olds]
-    blocks = gpu.Blocks(2, sizes, "cuda")
+    olds, news = trace_pair(traces)
+    blocks = gpu.Blocks(2, [o.size for o in olds], "cuda")
     old, new = (blocks.side([torch.from_numpy(a.view(np.int16)).cuda() for a in side]) for side in (olds, news))
-    limits = np.tile(np.array(THRESHOLDS, np.uint64) << np.uint64(SHIFT), (len(sizes), 1))
-    plan = gpu_streams.Plan.of(blocks, _buckets(sizes, _TRACE_BUCKET), _TRACE_LOG, limits)
+    plan = trace_plan(blocks)
     encoded = gpu_streams.encode(plan, old, new)
     d, data = encoded.directory, encoded.data.cpu().numpy()
     keys = [f"{b} {s} {c}" for b, s, c in zip(d.bucket.tolist(), d.stream.tolist(), d.coder.tolist(), strict=True)]
-    _require(set(keys) >= {k for k in expected if k.split()[1] not in "45"}, "streams")
+    require(set(keys) >= {k for k in expected if k.split()[1] not in "45"}, "streams")
     same = 0
     for name, bytes_ in expected.items():
         rows = [i for i, k in enumerate(keys) if k == name]
         if not rows and name.split()[1] in "45":
             continue  # the CPU took zstd for counts of tiles
         mine = np.concatenate([data[d.offset[i] : d.offset[i] + d.length[i]] for i in rows])
-        _require(np.array_equal(mine, bytes_), f"bytes of stream {name}")
+        require(np.array_equal(mine, bytes_), f"bytes of stream {name}")
         same += mine.size
     return same
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
-
-
-def milliseconds(work: Callable[[], Any], repeats: int = 10) -> float:
-    """The median, by device events, after two warm-ups."""
-    times = []
-    for i in range(repeats + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(end))
-    return round(statistics.median(times), 3)
 
 
 def kernels_of(work: Callable[[], Any]) -> dict[str, float]:
@@ -340,20 +268,6 @@ def kernels_of(work: Callable[[], Any]) -> dict[str, float]:
         torch.cuda.synchronize()
     rows = [(e.key[:60], e.device_time_total / 1000) for e in seen.key_averages()]
     return {name: round(ms, 3) for name, ms in sorted(rows, key=lambda r: -r[1])[:24] if ms > 0.004}
-
-
-def peak_over(work: Callable[[], Any]) -> int:
-    """MiB of device memory that a run takes beside what is there before."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    work()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) >> 20
-
-
-def parts_of(flat: torch.Tensor) -> list[torch.Tensor]:
-    return list(flat.split(PART))
 
 
 def _floor_kernels() -> tuple[Any, Any]:
@@ -409,10 +323,9 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     per = gpu_streams.part_changes(blocks, counts)
     total = int(per.sum())
     out["changed"], out["density"] = total, total / old_flat.numel()
-    limits = np.tile(np.array(THRESHOLDS, np.uint64) << np.uint64(SHIFT), (len(sizes), 1))
-    bucket = _buckets(sizes, BUCKET)
+    bucket = buckets_of(sizes)
     ulp = gpu_streams.Plan.of(blocks, bucket, 18)
-    ctx = gpu_streams.Plan.of(blocks, bucket, 18, limits)
+    ctx = gpu_streams.Plan.of(blocks, bucket, 18, limits_of(len(sizes)))
     bad = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def raw() -> Any:
@@ -452,10 +365,10 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
         out["peak MiB"][name] = peak_over(work)
         out["kernels"][name] = kernels_of(work)
     ms["PyTorch: ne, nonzero, gather, per tensor"] = milliseconds(lambda: _torch_way(olds, news), 3)
-    _require(int(bad) == 0 and all(map(torch.equal, target.alive, new.alive)), "raw landed")
+    require(int(bad) == 0 and all(map(torch.equal, target.alive, new.alive)), "raw landed")
     target = blocks.side([t.clone() for t in olds])
     land_ctx(target, back=False)
-    _require(int(bad) == 0 and all(map(torch.equal, target.alive, new.alive)), "ctx landed")
+    require(int(bad) == 0 and all(map(torch.equal, target.alive, new.alive)), "ctx landed")
     del words, counts
     torch.cuda.empty_cache()
     out |= _time_tracking(old_flat, new_flat)
@@ -470,8 +383,8 @@ def _torch_way(olds: list[torch.Tensor], news: list[torch.Tensor]) -> list[Any]:
     return found
 
 
-def _time_tracking(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
-    """A step that changes a share of the bf16 weights: cast, compare, mark and copy beside the plain cast and copy."""
+def _tracking(old_flat: torch.Tensor, new_flat: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A step that changes a share of the bf16 weights: cast and copy; and cast, compare, mark and copy."""
     from sparserl.kernels import gpu
 
     half = old_flat.numel() // 2
@@ -483,111 +396,68 @@ def _time_tracking(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, 
     masters = [wide.side(parts_of(s)) for s in sides]
     words, counts = blocks.bitmap(), blocks.empty(blocks.count, torch.int32)
     turn = iter(range(10**6))
-    ms = {
-        "track: cast and copy": milliseconds(lambda: weights.copy_(sides[next(turn) % 2])),
-        "track: cast, compare, mark, copy": milliseconds(
-            lambda: gpu.mark(blocks, masters[next(turn) % 2], side, words, counts)
-        ),
-    }
-    return {
-        "tracking ms": ms,
-        "tracking ratio": round(ms["track: cast, compare, mark, copy"] / ms["track: cast and copy"], 3),
-    }
+    return (
+        lambda: weights.copy_(sides[next(turn) % 2]),
+        lambda: gpu.mark(blocks, masters[next(turn) % 2], side, words, counts),
+    )
 
 
-# -- a sync of 7B -----------------------------------------------------------------------------------------------------
+def _time_tracking(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
+    """What marks cost beside the plain cast and copy."""
+    plain, marked = (milliseconds(work, 20) for work in _tracking(old_flat, new_flat))
+    ms = {"track: cast and copy": plain, "track: cast, compare, mark, copy": marked}
+    return {"tracking ms": ms, "tracking ratio": round(marked / plain, 3)}
 
 
-def _shapes_7b() -> Iterator[tuple[int, ...]]:
-    """The tensors of a Llama of 6.7 billion parameters."""
-    yield (32000, 4096)
-    for _ in range(32):
-        yield from ((4096, 4096),) * 4
-        yield from ((11008, 4096), (11008, 4096), (4096, 11008), (4096,), (4096,))
-    yield (4096,)
-    yield (32000, 4096)
+# -- shapes -----------------------------------------------------------------------------------------------------------
+
+_WAYS = {
+    "diff": ("raw", "_diff_kernel", ((2048, 4), (8192, 4), (8192, 8))),
+    "compact": ("raw", "_compact_kernel", ((32, 1), (64, 1))),
+    "diff and count": ("ctx", "_count_kernel", ((128, 4), (256, 8), (64, 4))),
+    "emit": ("ctx", "_emit_kernel", ((64, 1), (64, 2))),
+    "sort": ("ctx", "_sort_kernel", ((32, 1), (64, 1))),
+    "pack": ("ctx", "_pack_kernel", ((2048, 4), (2048, 8), (4096, 8))),
+    "count": ("decode", "_count_kernel", ((128, 4), (256, 8), (64, 4))),
+    "unpack": ("decode", "_unpack_kernel", ((2048, 4), (2048, 8), (4096, 8))),
+    "select": ("decode", "_select_kernel", ((32, 1), (64, 1), (64, 2))),
+    "land": ("decode", "_land_kernel", ((32, 1), (512, 4), (1024, 8))),
+    "mark": ("mark", "_mark_kernel", ((32, 2), (64, 4), (64, 8), (128, 8), (256, 8))),
+}
 
 
-def sync_7b() -> dict[str, Any]:
-    """Diff, encode, to host memory and back, decode, check the digest, apply: on one GPU, by the host's clock."""
-    from sparserl.kernels import gpu, gpu_classes, gpu_streams
+def sweep(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
+    """Milliseconds of each kernel in its shape and in others."""
+    from sparserl.kernels import gpu, gpu_classes, gpu_coding, gpu_streams
 
-    shapes = list(_shapes_7b())
-    numel = [int(np.prod(s)) for s in shapes]
-    flat = dict(zip(("old", "new"), synthetic(2 * sum(numel), 0.006, 1), strict=True))
-    copy = flat["old"].clone()
+    olds, news = parts_of(old_flat), parts_of(new_flat)
+    sizes = [t.numel() for t in olds]
+    blocks, bucket = gpu.Blocks(2, sizes, "cuda"), buckets_of(sizes)
+    old, new = blocks.side(olds), blocks.side(news)
+    plan = gpu_streams.Plan.of(blocks, bucket, 18, limits_of(len(sizes)))
+    sent, bad = gpu_streams.encode(plan, old, new), torch.zeros(1, dtype=torch.int32, device="cuda")
 
-    def cut(side: torch.Tensor) -> list[torch.Tensor]:
-        return [part for tensor in side.split(numel) for part in tensor.split(PART)]
+    def decode() -> None:
+        found = gpu_streams.decode(plan, old, sent.data, sent.directory, sent.changes, bad)
+        gpu_classes.land(old, found, found.old, bad)
 
-    rng = np.random.default_rng(0)
-    keys = rng.integers(0, 2**64, (len(numel), 2), dtype=np.uint64)
-    owner = [i for i, n in enumerate(numel) for _ in range(-(-n // PART))]
-    start = [at for n in numel for at in range(0, n, PART)]
-    sizes = [p.numel() for p in cut(copy)]
-    blocks = gpu.Blocks(2, sizes, "cuda", keys[owner], start)
-    sides = {name: blocks.side(cut(side)) for name, side in flat.items()}
-    rollout = blocks.side(cut(copy))
-    limits = np.tile(np.array(THRESHOLDS, np.uint64) << np.uint64(SHIFT), (len(sizes), 1))
-    bucket = _buckets(sizes, BUCKET)
-    room = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
-    back = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    current = gpu.digest(blocks, rollout)
-    runs: list[dict[str, float]] = []
-    peak = 0
-    for i in range(8):
-        a, b = ("old", "new") if i % 2 == 0 else ("new", "old")
-        known = {name: gpu.digest(blocks, side) for name, side in sides.items()}
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        marks = [time.perf_counter()]
+    def raw() -> None:
+        words, counts = gpu.diff(blocks, old, new)
+        gpu.compact(blocks, old, new, words, counts, int(sent.changes.sum()))
 
-        def lap() -> None:
-            torch.cuda.synchronize()
-            marks.append(time.perf_counter())  # noqa: B023
-
-        plan = gpu_streams.Plan.of(blocks, bucket, 18, limits)
-        lap()
-        encoded = gpu_streams.encode(plan, sides[a], sides[b])
-        result = known[a] + encoded.moved
-        lap()
-        size = encoded.data.numel()
-        room[:size].copy_(encoded.data, non_blocking=True)
-        lap()
-        there = gpu_streams.Plan.of(blocks, bucket, 18, limits)
-        lap()
-        back[:size].copy_(room[:size], non_blocking=True)
-        bad = torch.zeros(1, dtype=torch.int32, device="cuda")
-        lap()
-        found = gpu_streams.decode(there, rollout, back, encoded.directory, encoded.changes, bad)
-        reached = current + gpu.total(found.sums)
-        wrong = bad | (reached != result).any().to(torch.int32)
-        lap()
-        gpu_classes.land(rollout, found, found.new, wrong)
-        lap()
-        _require(int(wrong) == 0, "the digest of the result")
-        peak = max(peak, (torch.cuda.max_memory_allocated() - before) >> 20)
-        full = time.perf_counter()
-        current = gpu.digest(blocks, rollout)
-        torch.cuda.synchronize()
-        full = time.perf_counter() - full
-        _require(torch.equal(current, known[b]) and all(map(torch.equal, rollout.alive, sides[b].alive)), "7B landed")
-        names = ("plan", "diff + encode", "to host", "plan again", "to device", "decode + digest", "apply")
-        lap_ms = {n: 1e3 * (y - x) for n, x, y in zip(names, marks, marks[1:], strict=False)}
-        runs.append({**lap_ms, "total": 1e3 * (marks[-1] - marks[0]), "full digest": 1e3 * full})
-        changed = int(encoded.changes.sum())
-    kept = runs[2:]
-    return {
-        "parameters": sum(numel),
-        "tensors": len(numel),
-        "parts": len(sizes),
-        "buckets": int(bucket.max()) + 1,
-        "changed": changed,
-        "bytes": size,
-        "ms": {name: round(statistics.median(r[name] for r in kept), 2) for name in kept[0]},
-        "peak MiB": peak,
-    }
+    works = {"raw": raw, "ctx": lambda: gpu_streams.encode(plan, old, new), "decode": decode}
+    works["mark"] = _tracking(old_flat, new_flat)[1]
+    out: dict[str, Any] = {}
+    for module in (gpu, gpu_classes, gpu_coding):
+        for name, usual in list(module.SHAPES.items()):
+            way, kernel, others = _WAYS[name]
+            for shape in (usual, *others):
+                module.SHAPES[name] = shape
+                works[way]()
+                times = [kernels_of(works[way])[kernel] for _ in range(3)]
+                out.setdefault(name, {})[f"{shape[0]} × {shape[1]}"] = min(times)
+            module.SHAPES[name] = usual
+    return out
 
 
 if __name__ == "__main__":

@@ -27,9 +27,13 @@ BLOCK = 8192  # elements that a program looks at; tiles are whole numbers of blo
 _SLOTS = 512  # sums that programs add to, so that few meet in one
 _CHANGES = 128  # changes that a program handles, where it is given changes
 _SMALL = 1 << 16  # bytes that travel with the command to copy them, from anywhere
-_DENSE = 128  # changes of a block that are handled together
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_ONCE = 4096  # bytes of a side that a program looks at together
+# What a program looks at together, and its warps: more registers would mean fewer programs at a time.
+SHAPES = {
+    "diff": (4096, 4),  # bytes of a side
+    "mark": (64, 4),  # words of the bitmap, where elements have two bytes
+    "compact": (128, 1),  # changes of a block
+}
 
 
 def as_ints(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +73,7 @@ class Blocks:
 
     def put(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Numbers of the host on the device."""
-        host = torch.from_numpy(np.array(numbers)).to(dtype)  # a copy: what came may be read-only
+        host = torch.from_numpy(np.array(numbers, order="C")).to(dtype)  # a copy: what came may be read-only
         if self.device.type == "cuda" and host.nbytes > _SMALL:
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True)
@@ -178,13 +182,15 @@ def natural(x):
 
 
 @triton.jit
-def read_pairs(bits, a, n, W: tl.constexpr):
+def read_pairs(bits, a, n, W: tl.constexpr, ONCE: tl.constexpr = True):
     """The two-byte elements of W words, as words × 16 pairs.
 
     Of the eight that lie in the same 16 bytes all are read if one of the `n` is among them; other words are zero.
+    ONCE: nobody needs them again soon.
     """
     j = tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    return tl.load(bits.to(tl.pointer_type(tl.int32)) + a // 2 + j, mask=(j // 4) * 8 < n, other=0)
+    pairs = bits.to(tl.pointer_type(tl.int32)) + a // 2 + j
+    return tl.load(pairs, mask=(j // 4) * 8 < n, other=0, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
@@ -228,22 +234,17 @@ def _diff_kernel(
     there = words + block.to(tl.int64) * (B // 32) + tl.arange(0, W)
     count = tl.zeros([W], tl.int32)
     for i in range(0, B, W * 32):
-        mask = _differing(old, new, tl.multiple_of(a + i, SA), tl.multiple_of(b + i, SB), n - i, W, PAIRED)
+        mask = differing(old, new, a + i, b + i, n - i, W, PAIRED)
         tl.store(there + i // 32, mask.to(tl.int32, bitcast=True))
         count += popcount(mask)
     tl.store(counts + block, tl.sum(count, axis=0))
 
 
 @triton.jit
-def _differing(old, new, a, b, n, W: tl.constexpr, PAIRED: tl.constexpr):
+def differing(old, new, a, b, n, W: tl.constexpr, PAIRED: tl.constexpr):
     """W words of a bitmap: which of the elements at `a` and `b` differ, of which `n` are left."""
     if PAIRED:
-        unlike = _unlike(read_pairs(old, a, n, W), read_pairs(new, b, n, W))
-        even, odd = tl.split(tl.reshape(unlike, [W, 8, 2]))
-        power = (tl.zeros([8], tl.uint32) + 1) << tl.arange(0, 8).to(tl.uint32)
-        mask = natural(tl.sum((odd * 256 + even) * power[None, :], axis=1).to(tl.uint32))
-        left = tl.minimum(tl.maximum(n - tl.arange(0, W) * 32, 0), 32).to(tl.uint64)
-        return mask & (((tl.zeros([W], tl.uint64) + 1) << left) - 1).to(tl.uint32)
+        return unlike_pairs(read_pairs(old, a, n, W), read_pairs(new, b, n, W), n, W)
     else:
         bit = tl.arange(0, 32)
         j = tl.arange(0, W)[:, None] * 32 + bit[None, :]
@@ -255,20 +256,26 @@ def _differing(old, new, a, b, n, W: tl.constexpr, PAIRED: tl.constexpr):
         return tl.sum(x << bit[None, :].to(tl.uint32), axis=1).to(tl.uint32)
 
 
-def _words_at_once(blocks: Blocks, width: int) -> int:
-    """Words that a program looks at together: more registers would mean fewer programs."""
-    return min(_AT_ONCE // width, blocks.block) // 32
+@triton.jit
+def unlike_pairs(x, y, n, W: tl.constexpr):
+    """W words of a bitmap: which elements of two rows of pairs differ, of which `n` are left."""
+    even, odd = tl.split(tl.reshape(_unlike(x, y), [W, 8, 2]))
+    power = (tl.zeros([8], tl.uint32) + 1) << tl.arange(0, 8).to(tl.uint32)
+    mask = natural(tl.sum((odd * 256 + even) * power[None, :], axis=1).to(tl.uint32))
+    left = tl.minimum(tl.maximum(n - tl.arange(0, W) * 32, 0), 32).to(tl.uint64)
+    return mask & (((tl.zeros([W], tl.uint64) + 1) << left) - 1).to(tl.uint32)
 
 
 def diff(blocks: Blocks, old: Side, new: Side) -> tuple[torch.Tensor, torch.Tensor]:
     """A bitmap of the elements whose bits differ, and how many there are in each block."""
     words, counts = blocks.empty(blocks.words, torch.int32), blocks.empty(blocks.count, torch.int32)
+    nbytes, warps = SHAPES["diff"]
     if blocks.count:
         _diff_kernel[(blocks.count,)](
             *(old.base, new.base, old.at, new.at, blocks.entry, blocks.first, blocks.numel, words, counts),
             *(blocks.block, old.step(blocks.width), new.step(blocks.width)),
-            *(blocks.width == 2 and old.aligned and new.aligned, _words_at_once(blocks, blocks.width)),
-            num_warps=4,
+            *(blocks.width == 2 and old.aligned and new.aligned, min(nbytes // blocks.width, blocks.block) // 32),
+            num_warps=warps,
         )
     return words, counts
 
@@ -448,23 +455,26 @@ def compact(
     sign_magnitude: bool = True,
     tile_log: torch.Tensor | None = None,
     keep_old: bool = False,
+    ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The changes of a bitmap: positions, new bits or steps, old bits where they are to be kept, and the digest's sums.
 
     tile_log: of each part. Positions are then counted from the start of their tile, and bit 31 is set in the first of
         each tile: what gaps are made of.
+    ends: the changes up to the end of each block, where they are known.
     """
     ints = INTS[blocks.width]
     positions, out = blocks.empty(changes, torch.int32), blocks.empty(changes, ints)
     before = blocks.empty(changes if keep_old else 0, ints)
     sums = new_sums(blocks.device)
+    together, warps = SHAPES["compact"]
     if blocks.count and changes:
-        ends = torch.cumsum(counts, 0, dtype=torch.int64)
+        ends = torch.cumsum(counts, 0, dtype=torch.int64) if ends is None else ends
         _compact_kernel[(blocks.count,)](
             *(old.base, new.base, old.at, new.at, blocks.entry, blocks.first, blocks.numel, blocks.keys, blocks.start),
             *(words, ends, tile_log, positions, before, out, sums, blocks.block, 8 * blocks.width, sign_magnitude),
-            *(steps, tile_log is not None, keep_old, _SLOTS, _DENSE),
-            num_warps=1,
+            *(steps, tile_log is not None, keep_old, _SLOTS, together),
+            num_warps=warps,
         )
     return positions, out, before, sums
 
@@ -523,6 +533,25 @@ def _rounded(x, CAST: tl.constexpr, NAN: tl.constexpr):
 
 
 @triton.jit
+def _rounded_pairs(x, CAST: tl.constexpr, NAN: tl.constexpr):
+    """Two fp32 patterns in one number as a pair of bf16; or a pair as it is."""
+    if not CAST:
+        return x
+    elif _INTERPRETED:
+        even = _rounded(x.to(tl.int32), CAST, NAN).to(tl.int32) & 0xFFFF
+        return even | (_rounded((x >> 32).to(tl.int32), CAST, NAN).to(tl.int32) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a, b; mov.b64 {a, b}, $1; cvt.rn.bf16x2.f32 $0, b, a; }",
+            "=r,l",
+            [x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
 def _mark_kernel(
     master,
     weight,
@@ -538,39 +567,58 @@ def _mark_kernel(
     SB: tl.constexpr,
     CAST: tl.constexpr,
     NAN: tl.constexpr,
+    PAIRED: tl.constexpr,
     W: tl.constexpr,
 ):
     block = tl.program_id(0)
     e, begin, n = whereabouts(block, entry, first, numel, B)
-    a = tl.load(master_at + e) + begin
-    b = tl.load(weight_at + e) + begin
+    a = tl.multiple_of(tl.load(master_at + e) + begin, SA)
+    b = tl.multiple_of(tl.load(weight_at + e) + begin, SB)
     count = tl.zeros([W], tl.int32)
     for i in range(0, B, W * 32):
-        mask = _landed(master, weight, tl.multiple_of(a + i, SA), tl.multiple_of(b + i, SB), n - i, W, CAST, NAN)
         there = words + block.to(tl.int64) * (B // 32) + i // 32 + tl.arange(0, W)
-        marks = mask | tl.load(there).to(tl.uint32, bitcast=True)
+        marks = tl.load(there).to(tl.uint32, bitcast=True)
+        marks |= _landed(master, weight, a + i, b + i, n - i, W, CAST, NAN, PAIRED)
         tl.store(there, marks.to(tl.int32, bitcast=True))
         count += popcount(marks)
     tl.store(counts + block, tl.sum(count, axis=0))
 
 
 @triton.jit
-def _landed(master, weight, a, b, n, W: tl.constexpr, CAST: tl.constexpr, NAN: tl.constexpr):
+def _landed(master, weight, a, b, n, W: tl.constexpr, CAST: tl.constexpr, NAN: tl.constexpr, PAIRED: tl.constexpr):
     """Write W words' elements of the weight that differ from the master's. Returns which did, as words of a bitmap."""
-    bit = tl.arange(0, 32)[None, :]
-    j = tl.arange(0, W)[:, None] * 32 + bit
-    if n >= W * 32:
-        new = _rounded(tl.load(master + a + j), CAST, NAN)
-        differs = (new != tl.load(weight + b + j)).to(tl.uint32)
-        mask = tl.sum(differs << bit.to(tl.uint32), axis=1).to(tl.uint32)
+    if PAIRED:
+        k = tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        if CAST:
+            wide = master.to(tl.pointer_type(tl.int64)) + a // 2 + k
+            near = tl.load(wide, mask=(k // 2) * 4 < n, other=0, eviction_policy="evict_first")
+        else:
+            near = read_pairs(master, a, n, W)
+        near = _rounded_pairs(near, CAST, NAN)
+        mask = unlike_pairs(near, read_pairs(weight, b, n, W, False), n, W)
         # A word without changes is not written, any other as a whole: memory has less to do.
-        wanted, _ = tl.broadcast((mask != 0)[:, None], new)
-        tl.store(weight + b + j, new, mask=wanted)
+        wanted, _ = tl.broadcast((mask != 0)[:, None], near)
+        pairs = weight.to(tl.pointer_type(tl.int32)) + b // 2 + k
+        if n >= W * 32:
+            tl.store(pairs, near, mask=wanted)
+        else:
+            tl.store(pairs, near, mask=wanted & (2 * k + 1 < n))
+            last = tl.sum(tl.sum(tl.where(2 * k + 1 == n, near, 0), axis=1), axis=0)
+            tl.store(weight + b + n - 1, last.to(tl.int16), mask=(n > 0) & (n % 2 == 1))
     else:
-        new = _rounded(tl.load(master + a + j, mask=j < n, other=0), CAST, NAN)
-        edge = (new != tl.load(weight + b + j, mask=j < n, other=0)) & (j < n)
-        mask = tl.sum(edge.to(tl.uint32) << bit.to(tl.uint32), axis=1).to(tl.uint32)
-        tl.store(weight + b + j, new, mask=edge)
+        bit = tl.arange(0, 32)[None, :]
+        j = tl.arange(0, W)[:, None] * 32 + bit
+        if n >= W * 32:
+            new = _rounded(tl.load(master + a + j), CAST, NAN)
+            differs = (new != tl.load(weight + b + j)).to(tl.uint32)
+            mask = tl.sum(differs << bit.to(tl.uint32), axis=1).to(tl.uint32)
+            wanted, _ = tl.broadcast((mask != 0)[:, None], new)
+            tl.store(weight + b + j, new, mask=wanted)
+        else:
+            new = _rounded(tl.load(master + a + j, mask=j < n, other=0), CAST, NAN)
+            edge = (new != tl.load(weight + b + j, mask=j < n, other=0)) & (j < n)
+            mask = tl.sum(edge.to(tl.uint32) << bit.to(tl.uint32), axis=1).to(tl.uint32)
+            tl.store(weight + b + j, new, mask=edge)
     return mask
 
 
@@ -582,12 +630,17 @@ def mark(blocks: Blocks, masters: Side, weights: Side, words: torch.Tensor, coun
     wide = masters.base.element_size()
     if (wide, blocks.width) != (4, 2) and wide != blocks.width:
         raise ValueError("masters are fp32 for bf16 weights, or as wide as the weights")
+    together, warps = SHAPES["mark"]
     if blocks.count:
         _mark_kernel[(blocks.count,)](
             *(masters.base, weights.base, masters.at, weights.at, blocks.entry, blocks.first, blocks.numel),
             *(words, counts, blocks.block, masters.step(wide), weights.step(blocks.width), wide != blocks.width),
-            *(0x7FFF if blocks.device.type == "cuda" else 0x7FC0, _words_at_once(blocks, wide)),
-            num_warps=4,
+            *(
+                0x7FFF if blocks.device.type == "cuda" else 0x7FC0,
+                blocks.width == 2 and masters.aligned and weights.aligned,
+            ),
+            min(2 * together // max(blocks.width, 2), blocks.block // 32),
+            num_warps=warps,
         )
 
 

@@ -1,7 +1,8 @@
 """Magnitude classes on a GPU, in Triton: from a bitmap of changes to ranks inside classes, and back.
 
+    count (how many of each class lie before each word), for encoding together with the diff
     encode: emit (class and rank inside the block) ──► scan ──► sort (rank inside the tile, by class)
-    decode: count (how many of each class lie before each word) ──► scan ──► select (the element of a rank) ──► land
+    decode: scan ──► select (the element of a rank) ──► land
 
 A word is the 32 elements of a word of the bitmap. For each limit a mask says which of them are below it. Two-byte
 floats are compared in pairs, four elements in a few instructions; their masks are in the order that `natural` undoes.
@@ -25,6 +26,7 @@ from .gpu import (
     Side,
     add_sums,
     advance,
+    differing,
     fold,
     lowest,
     moved,
@@ -33,6 +35,7 @@ from .gpu import (
     popcount,
     read_pairs,
     store_word,
+    unlike_pairs,
     unsigned,
     weyl_of,
     whereabouts,
@@ -40,8 +43,15 @@ from .gpu import (
 
 _FLOAT, _SIGNED, _PLAIN = 0, 1, 2  # kinds of magnitude
 MOST = 7  # thresholds
-_AT_ONCE = 128  # changes of a tile and class that are handled together
-_FEW = 32  # changes of a block: at usual densities there are not many more
+# What a program looks at together, and its warps.
+SHAPES = {
+    "count": (256, 4),  # words
+    "diff and count": (256, 4),
+    "emit": (32, 1),  # changes of a block: at usual densities there are not many more
+    "sort": (32, 1),
+    "select": (32, 1),  # changes of a tile and class
+    "land": (512, 4),
+}
 
 
 @dataclass(frozen=True)
@@ -87,14 +97,22 @@ def magnitude(x, KIND: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _read_words(bits, a, n, B: tl.constexpr, PAIRED: tl.constexpr):
-    """The elements of a block, a word a row: one by one, or as pairs without signs and with the top bits set."""
+def _read_words(bits, a, n, W: tl.constexpr, PAIRED: tl.constexpr):
+    """The elements of W words, a word a row: one by one, or as pairs."""
     if PAIRED:
-        x = read_pairs(bits, a, n, B // 32).to(tl.uint32, bitcast=True)
-        return (x & 0x7FFF7FFF) | 0x80008000
+        return read_pairs(bits, a, n, W)
     else:
-        j = tl.arange(0, B // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-        return unsigned(tl.load(bits + a + j, mask=j < n, other=0)).to(tl.uint64)
+        j = tl.arange(0, W)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        return tl.load(bits + a + j, mask=j < n, other=0)
+
+
+@triton.jit
+def _sizes(x, PAIRED: tl.constexpr):
+    """Elements as they are compared with limits: unsigned, or as pairs without signs and with the top bits set."""
+    if PAIRED:
+        return (x.to(tl.uint32, bitcast=True) & 0x7FFF7FFF) | 0x80008000
+    else:
+        return unsigned(x).to(tl.uint64)
 
 
 @triton.jit
@@ -107,10 +125,10 @@ def _read_rows(bits, at, n, whole, PAIRED: tl.constexpr):
             x = tl.load(pairs)
         else:
             x = tl.load(pairs, mask=(j // 4) * 8 < n[:, None], other=0)
-        return (x.to(tl.uint32, bitcast=True) & 0x7FFF7FFF) | 0x80008000
     else:
         j = tl.arange(0, 32)[None, :]
-        return unsigned(tl.load(bits + at[:, None] + j, mask=j < n[:, None], other=0)).to(tl.uint64)
+        x = tl.load(bits + at[:, None] + j, mask=j < n[:, None], other=0)
+    return _sizes(x, PAIRED)
 
 
 @triton.jit
@@ -148,23 +166,59 @@ def _below(x, limit, KIND: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexp
 
 
 @triton.jit
-def _count_below(x, one, two, KIND: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr):
-    """How many of each row's elements are below two limits, in 16 bits each."""
-    if PAIRED:
-        # Bytes count, half of a byte for each limit: up to eight, since a word has eight groups of four elements.
-        first, second = one.to(tl.uint32), two.to(tl.uint32)
-        even, odd = tl.split(tl.reshape(x, [x.shape[0], 8, 2]))
+def _reached_sums(even, odd, one, two, three, four):
+    """Of two pairs each, minus how many elements reach each of four limits; 1, 64, 2^16 and 2^22 count one."""
+    if _INTERPRETED:
         ones = tl.full([1, 1], 0x01010101, tl.uint32)
-        reached = _reached4(even, odd, first | (first << 16), ones)
-        reached += _reached4(even, odd, second | (second << 16), ones) * 16
-        sums = tl.sum(reached, axis=1).to(tl.uint32)
-        low = ((sums & 0x0F0F0F0F) * 0x01010101) >> 24
-        high = (((sums >> 4) & 0x0F0F0F0F) * 0x01010101) >> 24
-        return ((32 - low) | ((32 - high) << 16)).to(tl.int64)
+        low = (_reached4(even, odd, one, ones) * ones) >> 24
+        low += ((_reached4(even, odd, two, ones) * ones) >> 24) << 6
+        low += ((_reached4(even, odd, three, ones) * ones) >> 24) << 16
+        return -(low + (((_reached4(even, odd, four, ones) * ones) >> 24) << 22)).to(tl.int32, bitcast=True)
     else:
-        low = popcount(_below(x, one, KIND, BITS, PAIRED))
-        high = popcount(_below(x, two, KIND, BITS, PAIRED))
-        return (low | (high << 16)).to(tl.int64)
+        # Bytes of ones are -1, and are added up four at a time.
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 x, y, a, b;
+            sub.u32 x, $1, $3; sub.u32 y, $2, $3; prmt.b32 x, x, y, 0xFBD9; dp4a.s32.s32 a, x, 0x01010101, 0;
+            sub.u32 x, $1, $4; sub.u32 y, $2, $4; prmt.b32 x, x, y, 0xFBD9; dp4a.s32.s32 a, x, 0x40404040, a;
+            sub.u32 x, $1, $5; sub.u32 y, $2, $5; prmt.b32 x, x, y, 0xFBD9; dp4a.s32.s32 b, x, 0x01010101, 0;
+            sub.u32 x, $1, $6; sub.u32 y, $2, $6; prmt.b32 x, x, y, 0xFBD9; dp4a.s32.s32 b, x, 0x40404040, b;
+            mad.lo.s32 $0, b, 65536, a; }""",
+            "=r,r,r,r,r,r,r",
+            [even, odd, one, two, three, four],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def _limit(limits, k: tl.constexpr, K: tl.constexpr, PAIRED: tl.constexpr):
+    """Limit k, or the last; for pairs twice in a word."""
+    limit = tl.load(limits + min(k, K - 1)).to(tl.uint64, bitcast=True)
+    if PAIRED:
+        half = limit.to(tl.uint32)
+        return half | (half << 16)
+    else:
+        return limit
+
+
+@triton.jit
+def _count_below(
+    x, limits, k: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr
+):
+    """How many of each row's elements are below each of four limits, from limit k on, in 16 bits each."""
+    one, two = _limit(limits, k, K, PAIRED), _limit(limits, k + 1, K, PAIRED)
+    three, four = _limit(limits, k + 2, K, PAIRED), _limit(limits, k + 3, K, PAIRED)
+    if PAIRED:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], 8, 2]))
+        sums = (-tl.sum(_reached_sums(even, odd, one, two, three, four), axis=1)).to(tl.uint32, bitcast=True)
+        low = 0x200020 - ((sums & 0x3F) | ((sums & 0xFC0) << 10))
+        high = 0x200020 - (((sums >> 16) & 0x3F) | ((sums >> 6) & 0x3F0000))
+        return low.to(tl.int64) | (high.to(tl.int64) << 32)
+    else:
+        low = popcount(_below(x, one, KIND, BITS, PAIRED)) | (popcount(_below(x, two, KIND, BITS, PAIRED)) << 16)
+        high = popcount(_below(x, three, KIND, BITS, PAIRED)) | (popcount(_below(x, four, KIND, BITS, PAIRED)) << 16)
+        return low.to(tl.int64) | (high.to(tl.int64) << 32)
 
 
 @triton.jit
@@ -364,21 +418,30 @@ class Emitted:
 
 
 def emit(
-    blocks: Blocks, classing: Classing, old: Side, new: Side, words: torch.Tensor, counts: torch.Tensor, changes: int
+    blocks: Blocks,
+    classing: Classing,
+    old: Side,
+    new: Side,
+    words: torch.Tensor,
+    ends: torch.Tensor,
+    found: Ranks,
+    changes: int,
 ) -> Emitted:
-    """The changes of a bitmap with their classes: one read of the old bits, and of the words with changes once more."""
-    found = count(blocks, classing, old)
+    """The changes of a bitmap with their classes, from the ranks of the old bits and the words with changes.
+
+    ends: the changes up to the end of each block.
+    """
     places, ranks = blocks.empty(changes, torch.int16), blocks.empty(changes, torch.int16)
     kinds, steps = blocks.empty(changes, torch.uint8), blocks.empty(changes, INTS[blocks.width])
     sums, changed = new_sums(blocks.device), blocks.empty((classing.K + 1) * blocks.count, torch.int32)
-    ends = torch.cumsum(counts, 0, dtype=torch.int64)
+    together, warps = SHAPES["emit"]
     if blocks.count:
         _emit_kernel[(blocks.count,)](
             *(old.base, new.base, old.at, new.at, blocks.entry, blocks.first, blocks.numel, blocks.keys, blocks.start),
             *(words, ends, classing.limits, places, ranks, kinds, steps, changed, found.low, found.high, sums),
             *(blocks.count, blocks.block, classing.K, classing.kind, 8 * blocks.width, classing.sign_magnitude),
-            *(classing.paired(blocks, old), _SLOTS, _FEW),
-            num_warps=1,
+            *(classing.paired(blocks, old), _SLOTS, together),
+            num_warps=warps,
         )
     return Emitted(ranks, kinds, steps, ends, exclusive(changed), found.before, sums)
 
@@ -391,12 +454,13 @@ def sort(
     Ranks are among the members of the class in the tile; bit 31 is set in the first change of each tile.
     """
     ranks, steps = blocks.empty(emitted.steps.numel(), torch.int32), torch.empty_like(emitted.steps)
+    together, warps = SHAPES["sort"]
     if blocks.count:
         _sort_kernel[(blocks.count,)](
             *(blocks.entry, blocks.first, classing.tile_log, counts, emitted.ends, emitted.members, emitted.before),
             *(emitted.ranks, emitted.kinds, emitted.steps, ranks, steps, blocks.count, blocks.block),
-            *(classing.K + 1, _AT_ONCE),
-            num_warps=1,
+            *(classing.K + 1, together),
+            num_warps=warps,
         )
     return ranks, steps
 
@@ -408,6 +472,7 @@ class Tiles:
     part: torch.Tensor
     block: torch.Tensor
     blocks: torch.Tensor
+    of_part: np.ndarray[Any, Any]  # how many each part has
     owner: np.ndarray[Any, Any]
     count: int
     most_blocks: int
@@ -425,7 +490,7 @@ class Tiles:
         inside = (torch.arange(owner.size, device=blocks.device) - first[part]) * per[part]
         lengths = torch.minimum(per[part], total[part] - inside)
         most = int(np.minimum(per_tile, part_blocks).max(initial=1))
-        return cls(part, blocks.first[part] + inside, lengths, owner, int(owner.size), most)
+        return cls(part, blocks.first[part] + inside, lengths, tiles, owner, int(owner.size), most)
 
     def counts(self, before: torch.Tensor, changes: int, C: int) -> torch.Tensor:
         """Changes by tile and class (tiles × C, int32), from those before each block and how many there are in all."""
@@ -437,7 +502,9 @@ class Tiles:
 @triton.jit
 def _count_kernel(
     bits,
+    new,
     at,
+    new_at,
     entry,
     first,
     numel,
@@ -445,41 +512,53 @@ def _count_kernel(
     members,
     low_ranks,
     high_ranks,
+    words,
+    changes,
     NB,
     B: tl.constexpr,
-    S: tl.constexpr,
+    SA: tl.constexpr,
+    SB: tl.constexpr,
     K: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     PAIRED: tl.constexpr,
+    DIFF: tl.constexpr,
+    NEW_PAIRED: tl.constexpr,
+    W: tl.constexpr,
 ):
     block = tl.program_id(0)
     e, begin, n = whereabouts(block, entry, first, numel, B)
-    a = tl.multiple_of(tl.load(at + e) + begin, S)
-    x = _read_words(bits, a, n, B, PAIRED)
-    low = tl.zeros([B // 32], tl.int64)
-    high = tl.zeros([B // 32], tl.int64)
-    for k in tl.static_range(0, K, 2):
-        one = tl.load(limits + e * K + k).to(tl.uint64, bitcast=True)
-        two = tl.load(limits + e * K + min(k + 1, K - 1)).to(tl.uint64, bitcast=True)
-        count = _count_below(x, one, two, KIND, BITS, PAIRED)  # of two limits, in 16 bits each
-        if k + 1 == K:
-            count = count & 0xFFFF
-        if k < 4:
-            low += count << (16 * k)
-        else:
-            high += count << (16 * (k - 4))
-    whole, whole_high = tl.sum(low, axis=0), tl.sum(high, axis=0)
+    a = tl.multiple_of(tl.load(at + e) + begin, SA)
+    b = tl.multiple_of(tl.load(new_at + e) + begin, SB)
+    whole = tl.zeros([], tl.int64)
+    whole_high = tl.zeros([], tl.int64)
+    changed = tl.zeros([W], tl.int32)
+    for i in tl.static_range(0, B, W * 32):
+        there = block.to(tl.int64) * (B // 32) + i // 32 + tl.arange(0, W)
+        x = _read_words(bits, a + i, n - i, W, PAIRED)
+        if DIFF:
+            if PAIRED and NEW_PAIRED:
+                mask = unlike_pairs(x, read_pairs(new, b + i, n - i, W), n - i, W)
+            else:
+                mask = differing(bits, new, a + i, b + i, n - i, W, False)
+            tl.store(words + there, mask.to(tl.int32, bitcast=True))
+            changed += popcount(mask)
+        x = _sizes(x, PAIRED)
+        low = _count_below(x, limits + e * K, 0, K, KIND, BITS, PAIRED)
+        tl.store(low_ranks + there, whole + tl.cumsum(low, 0) - low)
+        whole += tl.sum(low, axis=0)
+        if K > 4:
+            high = _count_below(x, limits + e * K, 4, K, KIND, BITS, PAIRED)
+            tl.store(high_ranks + there, whole_high + tl.cumsum(high, 0) - high)
+            whole_high += tl.sum(high, axis=0)
     last = 0
     for k in tl.static_range(K):
         below = _field(whole, whole_high, k, K)
         tl.store(members + tl.full([], k, tl.int64) * NB + block, below - last)
         last = below
     tl.store(members + tl.full([], K, tl.int64) * NB + block, B - last)
-    there = block.to(tl.int64) * (B // 32) + tl.arange(0, B // 32)
-    tl.store(low_ranks + there, tl.cumsum(low, 0) - low)
-    if K > 4:
-        tl.store(high_ranks + there, tl.cumsum(high, 0) - high)
+    if DIFF:
+        tl.store(changes + block, tl.sum(changed, axis=0))
 
 
 @triton.jit
@@ -560,23 +639,29 @@ def _select_kernel(
             rank = last + tl.cumsum(gap, 0)
             last += tl.sum(gap, axis=0)
             b = tl.zeros([Q], tl.int64)
+            passed = tl.zeros([Q], tl.int64)
             for s in tl.static_range(LOG):
                 reach = b + (1 << (LOG - 1 - s))
                 there = ok & (reach < length)
-                passed = (tl.load(before + into + reach, mask=there, other=0) - zero).to(tl.int64) & 0xFFFFFFFF
-                b = tl.where(there & (passed <= rank), reach, b)
-            rank -= (tl.load(before + into + b) - zero).to(tl.int64) & 0xFFFFFFFF
-            wrong = ok & (rank >= tl.load(members + into + b))
-            ok = ok & (rank < tl.load(members + into + b))
+                more = (tl.load(before + into + reach, mask=there, other=0) - zero).to(tl.int64) & 0xFFFFFFFF
+                there = there & (more <= rank)
+                b = tl.where(there, reach, b)
+                passed = tl.where(there, more, passed)
+            rank -= passed
+            inside = rank < tl.load(members + into + b)
+            wrong = ok & (inside == 0)
+            ok = ok & inside
             r = tl.where(ok, rank, 0).to(tl.int32)
             row = (head + b) * WORDS
             w = tl.zeros([Q], tl.int32)
+            passed_words = tl.zeros([Q], tl.int32)
             for s in tl.static_range(0, 16):
                 if (WORDS >> (s + 1)) > 0:
                     reach_word = w + (WORDS >> (s + 1))
-                    passed_word = _members_before(low_ranks, high_ranks, row, reach_word, c, K, B)
-                    w = tl.where(passed_word <= r, reach_word, w)
-            r -= _members_before(low_ranks, high_ranks, row, w, c, K, B)
+                    more_words = _members_before(low_ranks, high_ranks, row, reach_word, c, K, B)
+                    w = tl.where(more_words <= r, reach_word, w)
+                    passed_words = tl.where(more_words <= r, more_words, passed_words)
+            r -= passed_words
             place = tile + b * B + w * 32
             x = _read_rows(bits, a + place, n - place, whole, PAIRED)
             mask = _class_mask(x, under, upper, c, K, KIND, BITS, PAIRED, Q)
@@ -637,15 +722,32 @@ class Ranks:
 
 def count(blocks: Blocks, classing: Classing, side: Side) -> Ranks:
     """Ranks of the old bits: one read of them."""
+    none = blocks.empty(0, torch.int32)
+    return _count(blocks, classing, side, side, none, none, "count")
+
+
+def diff_and_count(
+    blocks: Blocks, classing: Classing, old: Side, new: Side
+) -> tuple[torch.Tensor, torch.Tensor, Ranks]:
+    """`diff` and `count` in one pass over both sides."""
+    words, counts = blocks.empty(blocks.words, torch.int32), blocks.empty(blocks.count, torch.int32)
+    return words, counts, _count(blocks, classing, old, new, words, counts, "diff and count")
+
+
+def _count(
+    blocks: Blocks, classing: Classing, old: Side, new: Side, words: torch.Tensor, counts: torch.Tensor, shape: str
+) -> Ranks:
     members = blocks.empty((classing.K + 1) * blocks.count, torch.int32)
     low = blocks.empty(blocks.words, torch.int64)
     high = blocks.empty(blocks.words if classing.K > 4 else 0, torch.int64)
+    together, warps = SHAPES[shape]
     if blocks.count:
         _count_kernel[(blocks.count,)](
-            *(side.base, side.at, blocks.entry, blocks.first, blocks.numel, classing.limits, members, low, high),
-            *(blocks.count, blocks.block, side.step(blocks.width), classing.K, classing.kind, 8 * blocks.width),
-            classing.paired(blocks, side),
-            num_warps=4 if blocks.width <= 2 else 8,
+            *(old.base, new.base, old.at, new.at, blocks.entry, blocks.first, blocks.numel, classing.limits, members),
+            *(low, high, words, counts, blocks.count, blocks.block, old.step(blocks.width), new.step(blocks.width)),
+            *(classing.K, classing.kind, 8 * blocks.width, classing.paired(blocks, old)),
+            *(words.numel() > 0, classing.paired(blocks, new), min(together, blocks.block // 32)),
+            num_warps=warps if blocks.width <= 2 else 2 * warps,
         )
     return Ranks(members, exclusive(members), low, high)
 
@@ -689,6 +791,7 @@ def select(
         counts,
         torch.cumsum(by_class, 0, dtype=torch.int64) - by_class,
     )
+    together, warps = SHAPES["select"]
     if tiles.count:
         _select_kernel[(tiles.count * (classing.K + 1),)](
             *(side.base, side.at, blocks.first, blocks.numel, blocks.keys, blocks.start, classing.limits),
@@ -696,8 +799,8 @@ def select(
             *(out.starts, counts, gaps, steps, out.where, out.old, out.new, out.sums, bad),
             *(blocks.count, tiles.count, blocks.block, classing.K, (tiles.most_blocks - 1).bit_length()),
             *(classing.kind, 8 * blocks.width, classing.sign_magnitude, classing.paired(blocks, side)),
-            *(_AT_ONCE, _SLOTS),
-            num_warps=4,
+            *(together, _SLOTS),
+            num_warps=warps,
         )
     return out
 
@@ -724,7 +827,8 @@ def land(side: Side, found: Found, bits: torch.Tensor, bad: torch.Tensor) -> Non
     Tile by tile: the classes of a tile write to the same lines of memory, at about the same time.
     """
     tiles, classes = found.counts.shape
+    together, warps = SHAPES["land"]
     if tiles:
         _land_kernel[(tiles * classes,)](
-            *(side.base, found.where, bits, found.counts, found.starts, bad, tiles, classes, _AT_ONCE), num_warps=4
+            *(side.base, found.where, bits, found.counts, found.starts, bad, tiles, classes, together), num_warps=warps
         )

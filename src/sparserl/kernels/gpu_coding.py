@@ -1,6 +1,6 @@
 """Numbers to bytes and back on a GPU, in Triton: tokens and low bits, frequency tables, interleaved rANS.
 
-    encode: pack (tokens, low bits, histogram) ──► tables (frequencies as shares and as bytes) ──► encode ──► gather
+    encode: pack (tokens, low bits, histogram) ──► tables (frequencies: shares and bytes) ──► encode ──► lay out, copy
     decode: read_tables (shares) ──► slots ──► decode (tokens) ──► unpack
 
 The bytes are those of docs/format.md, so either side may be a CPU. A program works on a chunk, for which a lane of the
@@ -20,8 +20,9 @@ import triton.language as tl
 from .gpu import _INTERPRETED, Blocks, lowest, popcount, store_word, unsigned
 
 TABLE_BYTES = 1024
-_PACKED = 1024  # numbers that a program packs together
 _PIECE = 4096  # bytes that a program copies
+_CHUNKS = 32  # chunks of a stream that are laid out together
+SHAPES = {"pack": (1024, 4), "unpack": (1024, 4)}  # numbers that a program handles together, and its warps
 MOST_LANES = 32
 
 
@@ -59,6 +60,12 @@ class Cuts:
         begin = (np.cumsum(sizes) - sizes)[stream] + inside
         return cls.of(blocks, begin, np.minimum(chunk, sizes[stream] - inside)), stream
 
+    def part(self, first: int, end: int) -> Cuts:
+        """Some of the chunks."""
+        here = slice(first, end)
+        host, device = (self.host_begin[here], self.host_size[here]), (self.begin[here], self.size[here])
+        return Cuts(*host, *device, self.lanes[here], self.blocks)
+
     @property
     def count(self) -> int:
         return int(self.host_size.size)
@@ -66,30 +73,34 @@ class Cuts:
 
 @triton.jit
 def highest(v):
-    """The index of the highest bit that is set, of a uint64 that is not zero."""
+    """The index of the highest bit that is set, of an unsigned number that is not zero."""
     if _INTERPRETED:
-        upper = v >> 32
-        half = tl.where(upper != 0, upper, v).to(tl.float64)  # exact, and its exponent is the index
+        wide = v.to(tl.uint64)
+        upper = wide >> 32
+        half = tl.where(upper != 0, upper, wide).to(tl.float64)  # exact, and its exponent is the index
         index = (half.to(tl.int64, bitcast=True) >> 52).to(tl.int32) - 1023
         return tl.where(upper != 0, index + 32, index)
+    elif v.dtype == tl.uint32:
+        return tl.inline_asm_elementwise("bfind.u32 $0, $1;", "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return tl.inline_asm_elementwise("bfind.u64 $0, $1;", "=r,l", [v], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _values(values, at, ok, begin, RANKED: tl.constexpr):
-    """Numbers as uint64. Ranks, flagged where a tile begins, become gaps."""
-    v = unsigned(tl.load(values + at, mask=ok, other=0)).to(tl.uint64)
+def _values(values, at, ok, first, RANKED: tl.constexpr, WIDE: tl.constexpr):
+    """Numbers of a type. Ranks, flagged where a tile begins, become gaps."""
+    v = unsigned(tl.load(values + at, mask=ok, other=0)).to(WIDE)
     if RANKED:
-        before = unsigned(tl.load(values + at - 1, mask=ok & (at > 0), other=0)).to(tl.uint64) & 0x7FFFFFFF
+        before = unsigned(tl.load(values + at - 1, mask=ok & (at > first), other=0)).to(WIDE) & 0x7FFFFFFF
         v = tl.where(v >= 0x80000000, v & 0x7FFFFFFF, v - before - 1)
         v = tl.where(ok, v, v ^ v)
     return v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skipped"])
 def _pack_kernel(
     values,
+    skipped,
     begins,
     sizes,
     low_at,
@@ -101,23 +112,29 @@ def _pack_kernel(
     BITS: tl.constexpr,
     P: tl.constexpr,
 ):
+    WIDE: tl.constexpr = tl.uint64 if BITS > 32 else tl.uint32
+    BINS: tl.constexpr = 4 * BITS  # tokens are below
     chunk = tl.program_id(0)
-    begin, size = tl.load(begins + chunk), tl.load(sizes + chunk)
+    begin, size = tl.load(begins + chunk), tl.load(sizes + chunk).to(tl.int32)
+    values += begin - skipped
+    first = tl.where(begin > skipped, -1, 0)  # before the very first number there is nothing to read
+    tokens += begin
     out = lows + tl.load(low_at + chunk)
-    seen = tl.zeros([256], tl.int32)
+    seen = tl.zeros([BINS], tl.int32)
     used = size - size
     i = size - size
     while i < size:
         lane = i + tl.arange(0, P)
         ok = lane < size
-        v = _values(values, begin + lane, ok, begin, RANKED)
+        v = _values(values, lane, ok, first, RANKED, WIDE)
         large = (v >= 16) & ok
         e = highest(v | 16)
         width = tl.where(large, e - 2, 0)
-        token = tl.where(large, 4 * e + ((v >> width.to(tl.uint64)).to(tl.int32) & 3), v.to(tl.int32))
-        tl.store(tokens + begin + lane, token.to(tl.uint8), mask=ok)
-        seen += tl.histogram(tl.where(ok, token, 0), 256)
-        low = tl.where(large, v - ((v >> width.to(tl.uint64)) << width.to(tl.uint64)), v ^ v)
+        top = v >> width.to(WIDE)
+        token = tl.where(large, 4 * e + (top.to(tl.int32) & 3), v.to(tl.int32))
+        tl.store(tokens + lane, token.to(tl.uint8), mask=ok)
+        seen += tl.histogram(tl.where(ok, token, 0), BINS)
+        low = tl.where(large, v - (top << width.to(WIDE)), v ^ v).to(tl.uint64)
         at = used + tl.cumsum(width, 0) - width
         fill = (at & 31).to(tl.uint64)
         near = low << fill
@@ -139,44 +156,49 @@ def _pack_kernel(
         used += tl.sum(width, axis=0)
         i += P
     spare = (P - size % P) % P  # what stood behind the end was counted as zeros
-    seen -= tl.where(tl.arange(0, 256) == 0, spare.to(tl.int32), 0)
-    tl.store(counts + chunk * 256 + tl.arange(0, 256), seen)
-    tl.store(bits + chunk, used)
+    seen -= tl.where(tl.arange(0, BINS) == 0, spare, 0)
+    tl.store(counts + chunk * 256 + tl.arange(0, BINS), seen)
+    tl.store(bits + chunk, used.to(tl.int64))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Chunks of numbers as tokens and low bits: `bits` of them in each chunk, from a word of its own on."""
+    """Chunks of numbers as tokens and low bits: `bits` of them in each chunk, from a word of its own on.
+
+    numbers: three for each chunk: its low bits, the bytes of its table, and its words; `encode` adds the last two.
+    """
 
     cuts: Cuts
     tokens: torch.Tensor
     lows: torch.Tensor
-    low_at: np.ndarray[Any, Any]
-    bits: torch.Tensor
+    low_at: torch.Tensor
     counts: torch.Tensor
+    numbers: torch.Tensor
 
-
-def pack(cuts: Cuts, values: torch.Tensor, *, ranked: bool = False, tokens: torch.Tensor | None = None) -> Packed:
-    """Token bytes, low bits and a histogram of the tokens, chunk by chunk. `tokens` is room for them."""
-    bits = 32 if ranked else 8 * values.element_size()
-    room = (cuts.host_size * (bits - 3) + 31) // 32 + 2
-    low_at = np.cumsum(room) - room
-    put, empty = cuts.blocks.put, cuts.blocks.empty
-    out = Packed(
-        cuts,
-        empty(values.numel(), torch.uint8) if tokens is None else tokens,
-        torch.zeros(int(room.sum()), dtype=torch.int32, device=values.device),
-        low_at,
-        empty(cuts.count, torch.int64),
-        empty(cuts.count * 256, torch.int32),
-    )
-    if cuts.count:
-        _pack_kernel[(cuts.count,)](
-            *(values, cuts.begin, cuts.size, put(low_at), out.tokens, out.lows, out.bits, out.counts),
-            *(ranked, bits, _PACKED),
-            num_warps=4,
+    @classmethod
+    def of(cls, cuts: Cuts, bits: Any) -> Packed:
+        """Room for numbers of so many bits, which may differ from chunk to chunk."""
+        empty = cuts.blocks.empty
+        room = (cuts.host_size * (np.asarray(bits) - 3) + 31) // 32 + 2
+        return cls(
+            cuts,
+            empty(int(cuts.host_size.sum()), torch.uint8),
+            torch.zeros(int(room.sum()), dtype=torch.int32, device=cuts.begin.device),
+            cuts.blocks.put(np.cumsum(room) - room),
+            torch.zeros(cuts.count * 256, dtype=torch.int32, device=cuts.begin.device),
+            empty(cuts.count * 3, torch.int64).view(3, -1),
         )
-    return out
+
+    def pack(self, first: int, end: int, values: torch.Tensor, ranked: bool = False) -> None:
+        """Token bytes, low bits and a histogram of the tokens of some chunks, which follow each other."""
+        together, warps = SHAPES["pack"]
+        if end > first:
+            _pack_kernel[(end - first,)](
+                *(values, int(self.cuts.host_begin[first]), self.cuts.begin[first:], self.cuts.size[first:]),
+                *(self.low_at[first:], self.tokens, self.lows, self.numbers[0, first:], self.counts[256 * first :]),
+                *(ranked, 32 if ranked else 8 * values.element_size(), together),
+                num_warps=warps,
+            )
 
 
 @triton.jit
@@ -256,43 +278,67 @@ def _ballot(x, lane):
 
 
 @triton.jit
+def _row(tokens, row, n, size, lane):
+    """A row of tokens, and which lanes have one."""
+    ok = (lane < n) & (row >= 0) & (row + lane < size)
+    return tl.load(tokens + row + lane, mask=ok, other=0).to(tl.int32), ok
+
+
+@triton.jit
+def _share(shares, inverses, token, ok):
+    return tl.load(shares + token, mask=ok, other=65536), tl.load(inverses + token, mask=ok, other=0)
+
+
+@triton.jit
+def _pushed(x, at, share, inverse, ok, words, lane, lower):
+    """States and the place of the last word written, when a row of tokens has gone in."""
+    f = (share >> 16).to(tl.uint32)
+    full = ok & ((x >> 20) >= f)
+    due = _ballot(full, lane)
+    at -= popcount(due)
+    word = (x & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
+    tl.store(words + at + popcount(due & lower), word, mask=full)
+    x = tl.where(full, x >> 16, x)
+    q = ((x.to(tl.uint64) * inverse.to(tl.uint64, bitcast=True)) >> 44).to(tl.uint32)
+    return tl.where(ok, (q << 12) + (x - q * f) + (share & 0xFFFF).to(tl.uint32), x), at
+
+
+@triton.jit
 def _encode_kernel(tokens, begins, sizes, lanes, shares, inverses, states, words, made):
     chunk = tl.program_id(0).to(tl.int64)
-    begin, size, n = tl.load(begins + chunk), tl.load(sizes + chunk), tl.load(lanes + chunk)
+    begin, size = tl.load(begins + chunk), tl.load(sizes + chunk).to(tl.int32)
+    n = tl.load(lanes + chunk).to(tl.int32)
     lane = tl.arange(0, 32)
     lower = ((tl.zeros([32], tl.uint32) + 1) << lane.to(tl.uint32)) - 1
     x = tl.zeros([32], tl.uint32) + 65536
-    at = tl.zeros([32], tl.int32) + size.to(tl.int32)
+    at = tl.zeros([32], tl.int32) + size
     shares += chunk * 256
     inverses += chunk * 256
     tokens += begin
     words += begin
     row = (size - 1) // n * n
-    # Tokens are fetched two rows ahead, what they stand for one row ahead.
-    ok = (lane < n) & (row + lane < size)
-    token = tl.load(tokens + row + lane, mask=ok, other=0).to(tl.int32)
-    share = tl.load(shares + token, mask=ok, other=65536)
-    inverse = tl.load(inverses + token, mask=ok, other=0)
-    token = tl.load(tokens + row - n + lane, mask=(lane < n) & (row >= n), other=0).to(tl.int32)
+    # Four rows at a time. Their tokens were fetched while the four before went in: memory is slow, and a warp is alone.
+    t0, ok0 = _row(tokens, row, n, size, lane)
+    t1, ok1 = _row(tokens, row - n, n, size, lane)
+    t2, ok2 = _row(tokens, row - 2 * n, n, size, lane)
+    t3, ok3 = _row(tokens, row - 3 * n, n, size, lane)
     while row >= 0:
-        soon = (lane < n) & (row >= n)
-        next_share = tl.load(shares + token, mask=soon, other=65536)
-        next_inverse = tl.load(inverses + token, mask=soon, other=0)
-        token = tl.load(tokens + row - 2 * n + lane, mask=(lane < n) & (row >= 2 * n), other=0).to(tl.int32)
-        f = (share >> 16).to(tl.uint32)
-        full = ok & ((x >> 20) >= f)
-        due = _ballot(full, lane)
-        at -= popcount(due)
-        word = (x & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
-        tl.store(words + at + popcount(due & lower), word, mask=full)
-        x = tl.where(full, x >> 16, x)
-        q = ((x.to(tl.uint64) * inverse.to(tl.uint64, bitcast=True)) >> 44).to(tl.uint32)
-        x = tl.where(ok, (q << 12) + (x - q * f) + (share & 0xFFFF).to(tl.uint32), x)
-        share, inverse = next_share, next_inverse
-        ok = soon
-        row -= n
+        share0, inverse0 = _share(shares, inverses, t0, ok0)
+        share1, inverse1 = _share(shares, inverses, t1, ok1)
+        share2, inverse2 = _share(shares, inverses, t2, ok2)
+        share3, inverse3 = _share(shares, inverses, t3, ok3)
+        row -= 4 * n
+        t0, soon0 = _row(tokens, row, n, size, lane)
+        t1, soon1 = _row(tokens, row - n, n, size, lane)
+        t2, soon2 = _row(tokens, row - 2 * n, n, size, lane)
+        t3, soon3 = _row(tokens, row - 3 * n, n, size, lane)
+        x, at = _pushed(x, at, share0, inverse0, ok0, words, lane, lower)
+        x, at = _pushed(x, at, share1, inverse1, ok1, words, lane, lower)
+        x, at = _pushed(x, at, share2, inverse2, ok2, words, lane, lower)
+        x, at = _pushed(x, at, share3, inverse3, ok3, words, lane, lower)
+        ok0, ok1, ok2, ok3 = soon0, soon1, soon2, soon3
     tl.store(states + chunk * 32 + lane, x.to(tl.int32, bitcast=True))
-    tl.store(made + chunk, size - tl.min(at, axis=0))
+    tl.store(made + chunk, (size - tl.min(at, axis=0)).to(tl.int64))
 
 
 @dataclass(frozen=True)
@@ -300,56 +346,131 @@ class Coded:
     """Tokens through the entropy coder. The words of a chunk end where its room, one for each token, ends."""
 
     tables: torch.Tensor
-    lengths: torch.Tensor
     states: torch.Tensor
     words: torch.Tensor
-    made: torch.Tensor
 
 
-def encode(cuts: Cuts, tokens: torch.Tensor, counts: torch.Tensor) -> Coded:
+def encode(packed: Packed) -> Coded:
     """All chunks of tokens, whose histograms are known, through the rans coder."""
+    cuts, tokens = packed.cuts, packed.tokens
     n, empty = cuts.count, cuts.blocks.empty
     shares, scratch, inverses = empty(n * 256, torch.int32), empty(n * 256, torch.int32), empty(n * 256, torch.int64)
     out = Coded(
         torch.zeros(n * 256 + 1, dtype=torch.int32, device=tokens.device),
-        empty(n, torch.int64),
         empty(n * 32, torch.int32),
         empty(tokens.numel(), torch.int16),
-        empty(n, torch.int64),
     )
     if n:
-        _tables_kernel[(n,)](counts, cuts.size, shares, inverses, out.tables, out.lengths, scratch, num_warps=4)
+        _tables_kernel[(n,)](
+            packed.counts, cuts.size, shares, inverses, out.tables, packed.numbers[1], scratch, num_warps=4
+        )
         _encode_kernel[(n,)](
-            *(tokens, cuts.begin, cuts.size, cuts.lanes, shares, inverses, out.states, out.words, out.made),
+            *(tokens, cuts.begin, cuts.size, cuts.lanes, shares, inverses, out.states, out.words, packed.numbers[2]),
             num_warps=1,
         )
     return out
 
 
-@triton.jit
-def _copy_kernel(source, target, source_at, target_at, sizes, P: tl.constexpr):
+@triton.jit(do_not_specialize=["N", "tokens", "lows", "tables", "states", "words"])
+def _lay_out_kernel(
+    firsts,
+    ends,
+    places,
+    begins,
+    sizes,
+    lanes,
+    numbers,
+    low_at,
+    source,
+    runs,
+    N,
+    tokens,
+    lows,
+    tables,
+    states,
+    words,
+    P: tl.constexpr,
+):
+    """A program knows a stream: whether rans makes it shorter, and so what its chunks consist of."""
+    stream = tl.program_id(0)
+    first, end = tl.load(firsts + stream), tl.load(ends + stream)
+    saved = tl.zeros([P], tl.int64)
+    i = first
+    while i < end:
+        c = i + tl.arange(0, P)
+        ok = c < end
+        coded = tl.load(numbers + N + c, mask=ok, other=0) + 2 * tl.load(numbers + 2 * N + c, mask=ok, other=0)
+        saved += tl.load(sizes + c, mask=ok, other=0) - coded - 4 * tl.load(lanes + c, mask=ok, other=0)
+        i += P
+    rans = tl.sum(saved, axis=0) > 0
+    i = first
+    while i < end:
+        c = i + tl.arange(0, P)
+        ok = c < end
+        begin, size = tl.load(begins + c, mask=ok, other=0), tl.load(sizes + c, mask=ok, other=0)
+        table, made = tl.load(numbers + N + c, mask=ok, other=0), 2 * tl.load(numbers + 2 * N + c, mask=ok, other=0)
+        to = 3 * tl.load(places + c, mask=ok, other=0)
+        tl.store(source + to, tl.where(rans, tables + 1024 * c, tokens + begin), mask=ok)
+        tl.store(source + to + 1, states + 128 * c, mask=ok)
+        tl.store(source + to + 2, words + 2 * (begin + size) - made, mask=ok)
+        tl.store(runs + to, tl.where(rans, table, size), mask=ok)
+        tl.store(runs + to + 1, tl.where(rans, 4 * tl.load(lanes + c, mask=ok, other=0), 0), mask=ok)
+        tl.store(runs + to + 2, tl.where(rans, made, 0), mask=ok)
+        to = 3 * tl.load(places + N + c, mask=ok, other=0)
+        low = lows + 4 * tl.load(low_at + c, mask=ok, other=0)
+        for k in tl.static_range(3):
+            tl.store(source + to + k, low, mask=ok)
+        tl.store(runs + to, (tl.load(numbers + c, mask=ok, other=0) + 7) >> 3, mask=ok)
+        tl.store(runs + to + 1, c - c, mask=ok)
+        tl.store(runs + to + 2, c - c, mask=ok)
+        i += P
+
+
+def lay_out(packed: Packed, code: Coded, stream: Any, place: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the bytes of all chunks lie, and how many they are: three runs for a chunk's tokens, and for its low bits.
+
+    stream: of each chunk, rising; one that rans does not make shorter is stored.
+    place: where the tokens of each chunk belong among all chunks, and then where their low bits do.
+    """
+    cuts, n = packed.cuts, packed.cuts.count
+    ends = np.flatnonzero(np.append(np.diff(stream) != 0, True)) + 1 if n else np.empty(0, np.int64)
+    table = cuts.blocks.put(np.concatenate((np.append(0, ends[:-1]) if n else ends, ends, place)))
+    source, runs = cuts.blocks.empty(6 * n, torch.int64), cuts.blocks.empty(6 * n, torch.int64)
+    if n:
+        _lay_out_kernel[(ends.size,)](
+            *(table, table[ends.size :], table[2 * ends.size :], cuts.begin, cuts.size, cuts.lanes, packed.numbers),
+            *(packed.low_at, source, runs, n, packed.tokens.data_ptr(), packed.lows.data_ptr()),
+            *(code.tables.data_ptr(), code.states.data_ptr(), code.words.data_ptr(), _CHUNKS),
+            num_warps=1,
+        )
+    return source, runs
+
+
+@triton.jit(do_not_specialize=["origin"])
+def _copy_kernel(source, origin, target, source_at, target_at, sizes, P: tl.constexpr):
     segment = tl.program_id(0)
     i = tl.program_id(1) * P + tl.arange(0, P)
     ok = i < tl.load(sizes + segment)
-    a, b = tl.load(source_at + segment), tl.load(target_at + segment)
+    a, b = tl.load(source_at + segment) - origin, tl.load(target_at + segment)
     tl.store(target + b + i, tl.load(source + a + i, mask=ok, other=0), mask=ok)
 
 
 def copy(
-    blocks: Blocks, source: torch.Tensor, target: torch.Tensor, source_at: Any, target_at: Any, sizes: Any
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_at: torch.Tensor,
+    target_at: torch.Tensor,
+    sizes: torch.Tensor,
+    longest: int,
+    origin: int = 0,
 ) -> None:
-    """Copy runs of bytes from one place to another, given by their offsets from two tensors."""
-    if len(sizes):
-        columns = blocks.put(np.stack((source_at, target_at, sizes)).astype(np.int64))
-        grid = (len(sizes), triton.cdiv(int(np.max(sizes)), _PIECE))
-        _copy_kernel[grid](source, target, columns[0], columns[1], columns[2], _PIECE, num_warps=4)
+    """Copy runs of bytes from one place to another, given by their offsets from two tensors.
 
-
-def gather(blocks: Blocks, addresses: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Bytes that lie at addresses of the device, one run after the other."""
-    out = blocks.empty(int(sizes.sum()), torch.uint8)
-    copy(blocks, out, out, addresses - out.data_ptr(), np.cumsum(sizes) - sizes, sizes)
-    return out
+    origin: what the first tensor's offsets are counted from, where it is not the tensor itself.
+    """
+    if sizes.numel() and longest:
+        grid = (sizes.numel(), triton.cdiv(longest, _PIECE))
+        _copy_kernel[grid](source, origin, target, source_at, target_at, sizes, _PIECE, num_warps=4)
 
 
 @triton.jit
@@ -427,22 +548,57 @@ def _slots_kernel(shares, bodies, slots):
 
 
 @triton.jit
+def _of_lane(x, lane):
+    """What other lanes have; their numbers are modulo 32. The kernel has one warp, and a lane an element."""
+    if _INTERPRETED:
+        return tl.gather(x, lane & 31, 0)
+    else:
+        return tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+            "=r,r,r",
+            [x, lane],
+            dtype=tl.uint32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _bytes(source, at, room):
+    """Low and high byte of the words at some places; behind the last there are zeros."""
+    low = tl.load(source + 2 * at, mask=at < room, other=0)
+    return low, tl.load(source + 2 * at + 1, mask=at < room, other=0)
+
+
+@triton.jit
+def _word(low, high):
+    return low.to(tl.uint32) | (high.to(tl.uint32) << 8)
+
+
+@triton.jit
 def _decode_kernel(data, offsets, lengths, begins, sizes, lanes, bodies, slots, tokens, bad):
     chunk = tl.program_id(0).to(tl.int64)
     body = tl.load(bodies + chunk)
     if body >= 0:
         source = data + tl.load(offsets + chunk) + body
-        begin, size, n = tl.load(begins + chunk), tl.load(sizes + chunk), tl.load(lanes + chunk)
+        size, n = tl.load(sizes + chunk).to(tl.int32), tl.load(lanes + chunk).to(tl.int32)
         lane = tl.arange(0, 32)
         x = tl.zeros([32], tl.uint32)
         for i in tl.static_range(4):
             x |= tl.load(source + 4 * lane + i, mask=lane < n, other=0).to(tl.uint32) << (8 * i)
         source += 4 * n
         room = ((tl.load(lengths + chunk) - body - 4 * n) // 2).to(tl.int32)
-        at = tl.zeros([32], tl.int32)
         lower = ((tl.zeros([32], tl.uint32) + 1) << lane.to(tl.uint32)) - 1
         slots += chunk * 4096
-        tokens += begin
+        tokens += tl.load(begins + chunk)
+        # Lanes hold the next 64 words, and the 32 behind are on their way: memory is slow, and a warp is alone.
+        low, high = _bytes(source, lane, room)
+        near = _word(low, high)
+        low, high = _bytes(source, 32 + lane, room)
+        far = _word(low, high)
+        low, high = _bytes(source, 64 + lane, room)
+        held = size - size  # the first word that lanes hold
+        at = tl.zeros([32], tl.int32)
         row = size - size
         while row < size:
             ok = (lane < n) & (row + lane < size)
@@ -450,16 +606,18 @@ def _decode_kernel(data, offsets, lengths, begins, sizes, lanes, bodies, slots, 
             y = (((slot >> 12) & 4095) + 1) * (x >> 12) + (slot & 4095)
             short = ok & (y < 65536)
             due = _ballot(short, lane)
-            word = at + popcount(due & lower)
-            there = short & (word < room)
-            low = tl.load(source + 2 * word, mask=there, other=0).to(tl.uint32)
-            high = tl.load(source + 2 * word + 1, mask=there, other=0).to(tl.uint32)
-            y = tl.where(short, (y << 16) | (high << 8) | low, y)
-            x = tl.where(ok, y, x)
+            place = at + popcount(due & lower)
+            word = tl.where(place < 32, _of_lane(near, place), _of_lane(far, place))
+            x = tl.where(ok, tl.where(short, (y << 16) | word, y), x)
             tl.store(tokens + row + lane, (slot >> 24).to(tl.uint8), mask=ok)
             at += popcount(due)
+            if tl.max(at, axis=0) >= 32:
+                near, far = far, _word(low, high)
+                at -= 32
+                held += 32
+                low, high = _bytes(source, held + 64 + lane, room)
             row += n
-        wrong = (at != room) | ((lane < n) & (x != 65536))
+        wrong = (held + at != room) | ((lane < n) & (x != 65536))
         if tl.max(wrong.to(tl.int32), axis=0) > 0:
             tl.store(bad, 1)
 
@@ -493,22 +651,25 @@ def _unpack_kernel(
     offsets,
     lengths,
     values,
-    limit,
     bad,
+    LIMIT: tl.constexpr,
     BITS: tl.constexpr,
     BYTES: tl.constexpr,
     P: tl.constexpr,
 ):
     chunk = tl.program_id(0)
-    begin, size = tl.load(begins + chunk), tl.load(sizes + chunk)
-    source, length = data + tl.load(offsets + chunk), tl.load(lengths + chunk)
+    begin, size = tl.load(begins + chunk), tl.load(sizes + chunk).to(tl.int32)
+    source, whole = data + tl.load(offsets + chunk), tl.load(lengths + chunk)
+    length = tl.minimum(whole, 1 << 27).to(tl.int32)  # no chunk has so many, and then what is used does not match
+    tokens += begin
+    values += begin
     used = size - size
     i = size - size
     wrong = tl.zeros([P], tl.int32)
     while i < size:
         lane = i + tl.arange(0, P)
         ok = lane < size
-        token = tl.load(tokens + begin + lane, mask=ok, other=0).to(tl.int32)
+        token = tl.load(tokens + lane, mask=ok, other=0).to(tl.int32)
         large = token >= 16
         width = tl.where(large, ((token - 16) >> 2) + 2, 0)
         at = used + tl.cumsum(width, 0) - width
@@ -521,12 +682,13 @@ def _unpack_kernel(
         low &= (one << width.to(tl.uint64)) - 1
         head = (4 + (token & 3)).to(tl.uint64) << width.to(tl.uint64)
         v = tl.where(large, head | low, token.to(tl.uint64))
-        wrong |= (ok & ((v > tl.load(limit).to(tl.uint64, bitcast=True)) | (at + width > 8 * length))).to(tl.int32)
-        store_word(values + begin + lane, v, ok, BITS)
+        above = v > tl.full([1], LIMIT, tl.uint64)
+        wrong |= (ok & (above | (at + width > 8 * length))).to(tl.int32)
+        store_word(values + lane, tl.where(above, v ^ v, v), ok, BITS)  # what comes next counts on the limit
         used += tl.sum(width, axis=0)
         i += P
-    last = tl.load(source + (used >> 3), mask=(used & 7) != 0, other=0).to(tl.int32)
-    even = ((used + 7) >> 3) == length
+    last = tl.load(source + (used >> 3), mask=((used & 7) != 0) & ((used >> 3) < length), other=0).to(tl.int32)
+    even = ((used + 7) >> 3) == whole
     if (tl.max(wrong, axis=0) > 0) | (even == 0) | ((last >> (used & 7).to(tl.int32)) != 0):
         tl.store(bad, 1)
 
@@ -553,10 +715,10 @@ def unpack(
 ) -> None:
     """Numbers, none above the limit, from tokens and the low bits in `data`."""
     bits = 8 * values.element_size()
+    together, warps = SHAPES["unpack"]
     if cuts.count:
-        wide = limit if limit < 1 << 63 else limit - (1 << 64)
         _unpack_kernel[(cuts.count,)](
-            *(tokens, cuts.begin, cuts.size, data, offsets, lengths, values, cuts.blocks.put([wide]), bad),
-            *(bits, (min(bits, 64) - 3 + 7 + 7) // 8, _PACKED),
-            num_warps=4,
+            *(tokens, cuts.begin, cuts.size, data, offsets, lengths, values, bad),
+            *(limit, bits, (min(bits, 64) - 3 + 7 + 7) // 8, together),
+            num_warps=warps,
         )

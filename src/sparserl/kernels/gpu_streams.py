@@ -1,6 +1,6 @@
 """The streams of many buckets at once on a GPU: from two versions of the weights to coded bytes, and back.
 
-    old, new ──► diff ──► changes per part │ emit, sort ──► changes per class │ pack, encode ──► sizes │ gather
+    old, new ──► diff, count ──► changes per part │ emit, sort ──► changes per class │ pack, encode ──► sizes │ copy
     bytes ──► tile counts │ tokens, gaps, steps ──► select ──► digest moved as promised? ──► land
 
 A bar is a place where the host waits for a few numbers, for all buckets together. Profiles, streams and coders are
@@ -11,19 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from . import gpu, gpu_classes, gpu_coding
 from .gpu import Blocks, Side
-from .gpu_classes import Classing, Found, Ranks, Tiles
-from .gpu_coding import Cuts
+from .gpu_classes import Classing, Found, Tiles
+from .gpu_coding import Coded, Cuts, Packed
 
 STORED, RANS = 0, 2
 _TILES, _GAPS, _CLASSES = 4, 6, 64  # streams; low bits have the number behind that of the tokens
 Column = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Plan:
     tiles: Tiles
     classing: Classing | None
     chunk: int
+    heads: torch.Tensor  # the first block of each bucket
+    logs: torch.Tensor  # tile_log, on the device
     sign_magnitude: bool = True
 
     @classmethod
@@ -73,7 +76,12 @@ class Plan:
         classing = None
         if limits is not None:
             classing = Classing.of(blocks, limits, logs, sign_magnitude, signed)
-        return cls(blocks, np.asarray(bucket), logs, Tiles.of(blocks, logs), classing, chunk, sign_magnitude)
+        owner = np.asarray(bucket)
+        heads = blocks.first_block[np.searchsorted(owner, np.arange(int(owner.max(initial=-1)) + 1))]
+        return cls(
+            *(blocks, owner, logs, Tiles.of(blocks, logs), classing, chunk),
+            *(blocks.put(heads), blocks.put(logs, torch.int32), sign_magnitude),
+        )
 
     @property
     def buckets(self) -> int:
@@ -83,30 +91,42 @@ class Plan:
     def classes(self) -> int:
         return 1 if self.classing is None else self.classing.K + 1
 
-    @property
-    def head_blocks(self) -> Column:
-        """The first block of each bucket."""
-        heads: Column = self.blocks.first_block[np.searchsorted(self.bucket, np.arange(self.buckets))]
-        return heads
+    def told(self, changes: Column) -> tuple[torch.Tensor | None, Column]:
+        """Which tiles have counts in the streams (None for all), and how many counts each bucket has.
 
-    def told_tiles(self, changes: Column) -> Column:
-        """Which tiles have counts in the streams: those of parts that changed, in `ulp` if there are several."""
-        told = changes > 0
+        They are those of parts that changed, and in `ulp` only of those with several.
+        """
+        parts = changes > 0
         if self.classing is None:
-            told &= np.bincount(self.tiles.owner, minlength=told.size) > 1
-        out: Column = told[self.tiles.owner]
+            parts &= self.tiles.of_part > 1
+        counts = self.by_bucket(self.tiles.of_part * parts) * self.classes
+        if parts.all():
+            return None, counts
+        return self.blocks.put(np.flatnonzero(parts[self.tiles.owner])), counts
+
+    def by_bucket(self, numbers: Column) -> Column:
+        """Numbers of the parts, added up."""
+        out: Column = np.bincount(self.bucket, numbers, self.buckets).astype(np.int64)
         return out
 
-    def class_cuts(self, sizes: Column) -> tuple[Cuts, Column, Column]:
-        """Chunks of the changes by class and bucket; the bucket of each chunk, and the first stream of its class."""
-        cuts, stream = Cuts.of_streams(self.blocks, sizes, self.chunk)
+    def class_streams(self) -> Column:
+        """Bucket and number (as bucket × 256 + number) of the streams of gaps, by class and bucket."""
         first = _GAPS if self.classing is None else _CLASSES
-        return cuts, stream % self.buckets, first + 4 * (stream // self.buckets)
+        keys: Column = (np.arange(self.buckets) * 256 + first + 4 * np.arange(self.classes)[:, None]).ravel()
+        return keys
 
 
 def part_changes(blocks: Blocks, counts: torch.Tensor) -> torch.Tensor:
     """Changes of each part, from those of its blocks."""
-    ends = torch.cat((counts.new_zeros(1, dtype=torch.int64), torch.cumsum(counts, 0, dtype=torch.int64)))
+    return _between(blocks, _ends(counts))
+
+
+def _ends(counts: torch.Tensor) -> torch.Tensor:
+    """The changes up to the beginning of each block, and up to the end of the last."""
+    return torch.cat((counts.new_zeros(1, dtype=torch.int64), torch.cumsum(counts, 0, dtype=torch.int64)))
+
+
+def _between(blocks: Blocks, ends: torch.Tensor) -> torch.Tensor:
     return ends[blocks.first + blocks.blocks_of] - ends[blocks.first]
 
 
@@ -120,78 +140,81 @@ class Encoded:
     moved: torch.Tensor  # how the digest's sums move
 
 
-def encode(plan: Plan, old: Side, new: Side) -> Encoded:
-    """Streams in `ctx`, or in `ulp` where the plan has no classes, of all changes between two versions."""
-    blocks, many = plan.blocks, plan.classes
-    words, counts = gpu.diff(blocks, old, new)
-    changes = blocks.fetch(part_changes(blocks, counts))()
-    total = int(changes.sum())
-    heads = blocks.put(plan.head_blocks)
+def encode(plan: Plan, old: Side, new: Side, found: tuple[torch.Tensor, torch.Tensor] | None = None) -> Encoded:
+    """Streams in `ctx`, or in `ulp` where the plan has no classes, of all changes between two versions.
+
+    found: what `diff` says of the two, where it was asked already.
+    """
+    blocks = plan.blocks
     if plan.classing is None:
-        before = gpu_classes.exclusive(counts)
-        rows = blocks.fetch(before[heads])
-        logs = blocks.put(plan.tile_log, torch.int32)
+        words, counts = found or gpu.diff(blocks, old, new)
+        ends, before = _ends(counts), gpu_classes.exclusive(counts)
+        per_part, rows = blocks.fetch(_between(blocks, ends)), blocks.fetch(before[plan.heads])
+        changes = per_part()
+        total = int(changes.sum())
         ranks, steps, _, sums = gpu.compact(
-            blocks, old, new, words, counts, total, steps=True, sign_magnitude=plan.sign_magnitude, tile_log=logs
+            *(blocks, old, new, words, counts, total),
+            steps=True,
+            sign_magnitude=plan.sign_magnitude,
+            tile_log=plan.logs,
+            ends=ends[1:],
         )
     else:
-        emitted = gpu_classes.emit(blocks, plan.classing, old, new, words, counts, total)
+        if found:
+            (words, counts), members = found, gpu_classes.count(blocks, plan.classing, old)
+        else:
+            words, counts, members = gpu_classes.diff_and_count(blocks, plan.classing, old, new)
+        ends = _ends(counts)
+        changes = blocks.fetch(_between(blocks, ends))()
+        total = int(changes.sum())
+        emitted = gpu_classes.emit(blocks, plan.classing, old, new, words, ends[1:], members, total)
+        del words, members  # the largest of all that is made here
         before, sums = emitted.before, emitted.sums
-        rows = blocks.fetch(before.view(many, -1)[:, heads].reshape(-1))
+        rows = blocks.fetch(before.view(plan.classes, -1)[:, plan.heads].reshape(-1))
         ranks, steps = gpu_classes.sort(blocks, plan.classing, counts, emitted)
-    # What only needs the changes of the parts is prepared while the device is at work.
-    told = plan.told_tiles(changes)
-    tile_counts = plan.tiles.counts(before, total, many)
-    if not told.all():
-        tile_counts = tile_counts[blocks.put(np.flatnonzero(told))]
-    tile_sizes = np.bincount(plan.bucket[plan.tiles.owner[told]], minlength=plan.buckets) * many
-    tile_cuts, tile_stream = Cuts.of_streams(blocks, tile_sizes, plan.chunk)
-    n = int(tile_sizes.sum())
-    tokens = blocks.empty(n + 2 * total, torch.uint8)
-    tiles = gpu_coding.pack(tile_cuts, tile_counts.view(-1), tokens=tokens[:n])
-    cuts, owner, ids = plan.class_cuts(np.diff(np.append(rows(), total)))
-    parts = [
-        (tiles, tile_stream, np.full(tile_stream.size, _TILES)),
-        (gpu_coding.pack(cuts, ranks, ranked=True, tokens=tokens[n : n + total]), owner, ids),
-        (gpu_coding.pack(cuts, steps, tokens=tokens[n + total :]), owner, ids + 2),
-    ]
-    data, directory = _coded(blocks, parts, tokens)
-    return Encoded(data, directory, changes, gpu.total(sums))
+    # What the host prepares from here on it prepares while the device is at work.
+    told, tile_sizes = plan.told(changes)
+    tile_counts = plan.tiles.counts(before, total, plan.classes)
+    if told is not None:
+        tile_counts = tile_counts[told]
+    moved = gpu.total(sums)
+    sizes, gaps = np.diff(np.append(rows(), total)), plan.class_streams()
+    cuts, stream = Cuts.of_streams(blocks, np.concatenate((tile_sizes, sizes, sizes)), plan.chunk)
+    keys = np.concatenate((np.arange(plan.buckets) * 256 + _TILES, gaps, gaps + 2))[stream]
+    ends = np.searchsorted(stream, np.cumsum((tile_sizes.size, sizes.size, sizes.size))).tolist()
+    packed = Packed.of(cuts, np.where(np.arange(cuts.count) < ends[1], 32, 8 * blocks.width))
+    packed.pack(0, ends[0], tile_counts.view(-1))
+    packed.pack(ends[0], ends[1], ranks, ranked=True)
+    packed.pack(ends[1], ends[2], steps)
+    data, directory = _gathered(blocks, packed, gpu_coding.encode(packed), stream, keys)
+    return Encoded(data, directory, changes, moved)
 
 
-def _coded(
-    blocks: Blocks, parts: list[tuple[gpu_coding.Packed, Column, Column]], tokens: torch.Tensor
+def _gathered(
+    blocks: Blocks, packed: Packed, code: Coded, stream: Column, key: Column
 ) -> tuple[torch.Tensor, Directory]:
-    """Code all chunks of tokens, and bring tokens and low bits into the order of buckets."""
-    packed = [p for p, _, _ in parts]
-    offset = [p.tokens.data_ptr() - tokens.data_ptr() for p in packed]
-    begin = np.concatenate([p.cuts.host_begin + at for p, at in zip(packed, offset, strict=True)])
-    size = np.concatenate([p.cuts.host_size for p in packed])
-    cuts = Cuts.of(blocks, begin, size)
-    code = gpu_coding.encode(cuts, tokens, torch.cat([p.counts for p in packed]))
-    numbers = blocks.fetch(torch.cat((code.lengths, code.made, *(p.bits for p in packed))))
-    key = np.concatenate([bucket * 256 + stream for _, bucket, stream in parts])
-    low_at = np.concatenate([p.lows.data_ptr() + 4 * p.low_at for p in packed])
-    lanes, most = 4 * gpu_coding.lanes(size), int(key.max(initial=0)) + 1
-    order = np.argsort(np.concatenate((key, key + 1)), kind="stable")  # chunks stay in order
-    n = size.size
-    told = numbers()
-    length, made, lows = told[:n], 2 * told[n : 2 * n], (told[2 * n :] + 7) >> 3
+    """All chunks, coded or stored, and their low bits, in the order of buckets and streams."""
+    n, size = packed.cuts.count, packed.cuts.host_size
+    keys = np.concatenate((key, key + 1))
+    order = np.argsort(keys, kind="stable")  # chunks stay in order
+    place = np.empty(2 * n, np.int64)
+    place[order] = np.arange(2 * n)
+    source, runs = gpu_coding.lay_out(packed, code, stream, place)
+    target = torch.cumsum(runs, 0) - runs
+    summary = blocks.fetch(torch.stack((runs.sum(), runs.amax())) if n else runs.new_zeros(2))
+    numbers = blocks.fetch(packed.numbers)
+    lanes, most = 4 * gpu_coding.lanes(size), int(stream.max(initial=-1)) + 1
+    whole, longest = summary().tolist()
+    data = blocks.empty(whole, torch.uint8)
+    gpu_coding.copy(data, data, source, target, runs, longest, data.data_ptr())
+    bits, table, made = numbers()
     # A stream that does not shrink is stored, and one of low bits without any is left out.
-    rans = np.bincount(key, size - length - lanes - made, minlength=most)[key] > 0
-    some = np.bincount(key, lows, minlength=most)[key] > 0
-    index = np.arange(n)
-    first = np.where(rans, code.tables.data_ptr() + 1024 * index, tokens.data_ptr() + begin)
-    address = np.stack((first, code.states.data_ptr() + 128 * index, code.words.data_ptr() + 2 * (begin + size) - made))
-    sizes = np.stack((np.where(rans, length, size), np.where(rans, lanes, 0), np.where(rans, made, 0)))
-    address = np.concatenate((address, np.stack((low_at,) * 3)), 1)
-    sizes = np.concatenate((sizes, np.stack((lows, 0 * lows, 0 * lows))), 1)
+    rans = np.bincount(stream, size - table - lanes - 2 * made, minlength=most)[stream] > 0
+    some = np.bincount(stream, bits, minlength=most)[stream] > 0
     order = order[np.concatenate((np.ones(n, bool), some))[order]]
-    keys, coder = np.concatenate((key, key + 1))[order], np.concatenate((np.where(rans, RANS, STORED), 0 * key))[order]
-    runs, at = sizes[:, order].T.ravel(), address[:, order].T.ravel()
-    data = gpu_coding.gather(blocks, at[runs > 0], runs[runs > 0])
-    whole = sizes[:, order].sum(0)
-    return data, Directory(keys >> 8, keys & 255, coder, whole, np.cumsum(whole) - whole)
+    length = np.concatenate((np.where(rans, table + lanes + 2 * made, size), (bits + 7) >> 3))[order]
+    coder = np.concatenate((np.where(rans, RANS, STORED), np.zeros(n, np.int64)))[order]
+    return data, Directory(keys[order] >> 8, keys[order] & 255, coder, length, np.cumsum(length) - length)
 
 
 @dataclass(frozen=True)
@@ -226,8 +249,8 @@ class _Incoming:
         where = self.blocks.put(np.stack((offset[rans], length[rans])))
         gpu_coding.decode(some, self.data, where[0], where[1], tokens, self.bad)
         if not rans.all():
-            stored = offset[~rans], cuts.host_begin[~rans], cuts.host_size[~rans]
-            gpu_coding.copy(self.blocks, self.data, tokens, *stored)
+            stored = self.blocks.put(np.stack((offset, cuts.host_begin, cuts.host_size))[:, ~rans])
+            gpu_coding.copy(self.data, tokens, stored[0], stored[1], stored[2], int(cuts.host_size.max()))
         return tokens
 
     def numbers(self, cuts: Cuts, wanted: Column, tokens: torch.Tensor, dtype: torch.dtype, limit: int) -> torch.Tensor:
@@ -241,23 +264,22 @@ class _Incoming:
         return values
 
 
-def _aside(blocks: Blocks, work: Callable[[], Ranks]) -> Callable[[], Ranks]:
-    """Begin work on a stream of its own. What it returns makes the current stream wait for it."""
+def _beside(blocks: Blocks, long: Callable[[], T], urgent: Callable[[], tuple[torch.Tensor, ...]]) -> Any:
+    """Long work, and urgent work that is in its way as little as in that of the host: on a stream that goes first."""
     if blocks.device.type != "cuda":
-        done = work()
-        return lambda: done
-    here, aside = torch.cuda.current_stream(), _streams.setdefault(blocks.device, torch.cuda.Stream(blocks.device))
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        ranks = work()
-
-    def join() -> Ranks:
-        here.wait_stream(aside)
-        for tensor in (ranks.members, ranks.before, ranks.low, ranks.high):
-            tensor.record_stream(here)
-        return ranks
-
-    return join
+        return long(), urgent()
+    here = torch.cuda.current_stream(blocks.device)
+    first = _streams.get(blocks.device) or _streams.setdefault(blocks.device, torch.cuda.Stream(blocks.device, -1))
+    first.wait_stream(here)
+    done = long()
+    try:
+        with torch.cuda.stream(first):
+            made = urgent()
+    finally:
+        here.wait_stream(first)
+    for tensor in made:
+        tensor.record_stream(here)
+    return done, made
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -272,31 +294,40 @@ def decode(
     """
     if (classing := plan.classing) is None:
         raise ValueError("positions of ulp are landed by `exchange`")
-    blocks, many, buckets = plan.blocks, plan.classes, plan.buckets
-    counted = _aside(blocks, lambda: gpu_classes.count(blocks, classing, side))
-    incoming = _Incoming(blocks, data, directory, bad)
-    told = plan.told_tiles(changes)
+    ranks, (counts, gaps, steps) = _beside(
+        plan.blocks,
+        lambda: gpu_classes.count(plan.blocks, classing, side),
+        lambda: _numbers(plan, _Incoming(plan.blocks, data, directory, bad), changes),
+    )
+    return gpu_classes.select(plan.blocks, classing, side, plan.tiles, ranks, counts, gaps, steps, bad)
+
+
+def _numbers(plan: Plan, incoming: _Incoming, changes: Column) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Changes by tile and class, and all gaps and steps."""
+    blocks, many = plan.blocks, plan.classes
+    told, tile_sizes = plan.told(changes)
     largest = 1 << int(plan.tile_log.max(initial=0))
-    tile_sizes = np.bincount(plan.bucket[plan.tiles.owner[told]], minlength=buckets) * many
     cuts, owner = Cuts.of_streams(blocks, tile_sizes, plan.chunk)
     wanted = owner * 256 + _TILES
     counts = incoming.numbers(cuts, wanted, incoming.tokens(cuts, wanted), torch.int32, largest).view(-1, many)
-    if not told.all():
+    if told is not None:
         spread = torch.zeros((plan.tiles.count, many), dtype=torch.int32, device=blocks.device)
-        spread[blocks.put(np.flatnonzero(told))] = counts
+        spread[told] = counts
         counts = spread
     sums = torch.zeros((blocks.sizes.size, many), dtype=torch.int64, device=blocks.device)
-    by_part = blocks.fetch(sums.index_add_(0, plan.tiles.part, counts.to(torch.int64)))
-    if (by_part().sum(1) != changes).any():
+    by_part = blocks.fetch(sums.index_add_(0, plan.tiles.part, counts.to(torch.int64)))()
+    if (by_part.sum(1) != changes).any():
         raise ValueError("tile counts do not add up to the changes of the parts")
-    sizes = np.zeros((buckets, many), np.int64)
-    np.add.at(sizes, plan.bucket, by_part())
-    cuts, owner, ids = plan.class_cuts(sizes.T)
-    total = int(sizes.sum())
-    wanted = np.concatenate((owner * 256 + ids, owner * 256 + ids + 2))
-    both = Cuts.of(blocks, np.append(cuts.host_begin, cuts.host_begin + total), np.tile(cuts.host_size, 2))
+    sizes = np.concatenate([plan.by_bucket(column) for column in by_part.T])
+    total, gaps = int(sizes.sum()), plan.class_streams()
+    both, stream = Cuts.of_streams(blocks, np.tile(sizes, 2), plan.chunk)
+    wanted = np.concatenate((gaps, gaps + 2))[stream]
     tokens = incoming.tokens(both, wanted)
-    gaps = incoming.numbers(cuts, wanted[: cuts.count], tokens[:total], torch.int32, largest - 1)
+    half = both.count // 2
+    cuts = both.part(0, half)
     widest = (1 << (8 * blocks.width)) - 1
-    steps = incoming.numbers(cuts, wanted[cuts.count :], tokens[total:], gpu.INTS[blocks.width], widest)
-    return gpu_classes.select(blocks, classing, side, plan.tiles, counted(), counts, gaps, steps, bad)
+    return (
+        counts,
+        incoming.numbers(cuts, wanted[:half], tokens[:total], torch.int32, largest - 1),
+        incoming.numbers(cuts, wanted[half:], tokens[total:], gpu.INTS[blocks.width], widest),
+    )

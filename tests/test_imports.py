@@ -27,6 +27,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("memory",),
     ("shards",),
     ("pieces", "codec"),
+    ("device",),
     ("digest",),
     ("wire",),
     ("plan",),

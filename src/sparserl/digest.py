@@ -7,7 +7,7 @@ docs/format.md says what it protects against, and what not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,8 +89,18 @@ def element_sums(
         del alive  # copies may go only now
         return part, batch.elements * batch.dtype.width
 
+    def found() -> Iterator[tuple[Digest, int]]:
+        near = [*places]
+        if held.devices:
+            from . import device
+
+            near, far = device.near_and_far(near, held)
+            for first, second, done in device.sums(held, far):
+                yield Digest(first, second), done
+        yield from ordered(one, batches(held.table, near), threads)
+
     total = Digest()
-    for part, done in ordered(one, batches(held.table, places), threads):
+    for part, done in found():
         total += part
         if progress is not None:
             progress(done)

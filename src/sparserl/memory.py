@@ -11,6 +11,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,21 +91,26 @@ class Foreign:
 
 
 class _ForeignMemory(Memory):
-    """The memory that foreign bits do not have: every reading is a copy, in a buffer that is used again."""
+    """Memory that kernels on a CPU cannot see, on a device, or that is not there: every reading is a copy.
+
+    Copies lie in buffers that are used again. A tensor on a device with kernels is its own owner, the address is the
+    device's, and `strides` are never None. `Foreign` bits have the address 0 and cannot be written.
+    """
 
     __slots__ = ()
 
     def view(self) -> UIntArray:
-        out = np.empty(self.shape, self.dtype.uint)
+        out, found = np.empty(self.shape, self.dtype.uint), self._foreign
         for region in whole(self.shape).split(_AT_ONCE):
-            self._foreign.fill(region, out[region.slices])
+            found.fill(region, out[region.slices])
         out.flags.writeable = False
         return out
 
     def read(self, region: Region | None) -> tuple[int, object]:
         region = region or whole(self.shape)
-        lent = _Lent(region.numel * self.dtype.width, self._foreign.pinned)
-        self._foreign.fill(region, lent.array.view(self.dtype.uint).reshape(region.size))
+        found = self._foreign
+        lent = _Lent(region.numel * self.dtype.width, found.pinned)
+        found.fill(region, lent.array.view(self.dtype.uint).reshape(region.size))
         return _address(lent.array), lent
 
     def copied(self) -> UIntArray:
@@ -113,8 +120,27 @@ class _ForeignMemory(Memory):
 
     @property
     def _foreign(self) -> Foreign:
-        assert isinstance(self.owner, Foreign)
-        return self.owner
+        return self.owner if isinstance(self.owner, Foreign) else foreign(self.owner)
+
+
+def on_device(tensor: Any) -> bool:
+    """Whether a torch tensor is on a device that the kernels in `kernels/gpu.py` run on."""
+    return bool(tensor.is_cuda) and _runs_kernels(tensor.device)
+
+
+@lru_cache
+def _runs_kernels(device: Any) -> bool:
+    """They are compiled by Triton, and have instructions that NVIDIA's GPUs have from Hopper on."""
+    import torch
+
+    if torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def far_tensor(memory: Memory) -> Any:
+    """The torch tensor on a device with kernels that some memory is, or None where it is no such memory."""
+    return memory.owner if isinstance(memory, _ForeignMemory) and memory.writable else None
 
 
 _AT_ONCE = 1 << 22  # elements that are brought here together, where all are wanted
@@ -244,6 +270,10 @@ def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
         raise UnsupportedTensor(f"tensor {name!r} is a DTensor; hand over its local shard with its region")
     if tensor.is_neg() or (dtype.name in _COMPLEX and tensor.is_conj()):
         raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative view; resolve it first")
+    if on_device(tensor):
+        if tensor.numel() and not tensor.data_ptr():
+            raise _without_memory(name, tensor)
+        return _ForeignMemory(dtype, tuple(tensor.shape), tensor.data_ptr(), tensor.stride(), True, tensor.detach())
     if tensor.is_cuda:
         return memory_of(name, foreign(tensor))
     memory = Memory(
@@ -273,18 +303,20 @@ def memories(weights: Weights) -> dict[str, Memory]:
         return {name: memory_of(name, tensor) for name, tensor in weights.items()}
     # Ten thousand tensors are common: what most of them are is seen with as few calls as possible.
     kinds, strided, known = (torch.Tensor, torch.nn.Parameter), torch.strided, _TORCH_NAMES
-    out = {}
+    out: dict[str, Memory] = {}
     for name, tensor in weights.items():
         if (
             type(tensor) in kinds
             and (dtype := known.get(tensor.dtype)) is not None
-            and tensor.is_cpu
+            and ((far := on_device(tensor)) or tensor.is_cpu)
             and tensor.layout is strided
             and tensor.is_contiguous()
             and not tensor.is_neg()
             and dtype.name not in _COMPLEX
         ):
-            out[name] = tuple.__new__(Memory, (dtype, tensor.shape, tensor.data_ptr(), None, True, tensor))
+            strides = tensor.stride() if far else None
+            columns = (dtype, tensor.shape, tensor.data_ptr(), strides, True, tensor)
+            out[name] = tuple.__new__(_ForeignMemory if far else Memory, columns)
             if not out[name].address and tensor.numel():
                 raise _without_memory(name, tensor)
         else:
@@ -326,8 +358,8 @@ def tensor_table(weights: Weights) -> TensorTable:
 def require_writable(held: Iterable[tuple[str, Memory]]) -> None:
     """Refuse memory that a patch cannot be written into: read-only, or with elements that share an address."""
     for name, m in held:
-        if isinstance(m, _ForeignMemory):
-            raise UnsupportedTensor(f"tensor {name!r} can only be read: it is on a device, or cast")
+        if isinstance(m, _ForeignMemory) and not m.writable:
+            raise UnsupportedTensor(f"tensor {name!r} can only be read: it is cast, or on a device without kernels")
         if not m.writable:
             raise UnsupportedTensor(f"tensor {name!r} is read-only; a patch cannot be applied in place")
         if m.strides is not None and _folds(m.shape, m.strides):
@@ -380,7 +412,8 @@ def _join(cluster: list[list[str]], name: str, held: Mapping[str, Memory]) -> No
 
 def _share(a: Memory, b: Memory) -> bool:
     try:
-        return bool(_shares_memory(a.view(), b.view(), max_work=1_000_000))
+        # Addresses are compared and nothing is read, so memory on a device will do.
+        return bool(_shares_memory(Memory.view(a), Memory.view(b), max_work=1_000_000))
     except np.exceptions.TooHardError:
         return True
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .bits import DType, UIntArray
 from .errors import TensorMismatch
-from .memory import Memory, Weights, memories, require_like, table_of
+from .memory import Memory, Weights, far_tensor, memories, require_like, table_of
 from .region import Region, Shape, collapse, row_major, whole
 from .shards import Place, Shards
 from .table import TensorTable
@@ -91,13 +92,17 @@ class Held:
         self.parts = sorted(parts, key=lambda part: part[0][0])
         self._of: list[list[int]] = [[] for _ in table.specs]
         address, plain = [0] * len(table), [False] * len(table)
+        self.devices: dict[Any, Any] = {}  # on which some parts are, and the stream for what is done there
         for i, ((tensor, region), memory) in enumerate(self.parts):
             self._of[tensor].append(i)
+            if memory.strides is not None and (there := far_tensor(memory)) is not None:
+                self.devices[there.device] = None
             if region is None:
                 address[tensor], plain[tensor] = memory.address, memory.strides is None
         self._address = np.array(address, np.int64)
         self._plain = np.array(plain, bool)  # whole and contiguous: it can be read where it lies
         self._all_plain = all(plain)
+        self.begin()
 
     @classmethod
     def of(
@@ -114,6 +119,15 @@ class Held:
         else:
             require_like(table, memory, ours, theirs)
         return cls(table, [((i, None), memory[spec.name]) for i, spec in enumerate(table.specs)])
+
+    def begin(self) -> None:
+        """From now on, what any thread does with parts on devices comes behind what this thread gave them to do."""
+        for device in self.devices:
+            if device.type == "cuda":
+                import torch
+
+                self.devices[device] = torch.cuda.current_stream(device)
+                self.devices[device].wait_stream(torch.cuda.default_stream(device))
 
     @property
     def places(self) -> list[Place]:
@@ -145,7 +159,7 @@ class Held:
         alive: list[object] = []
         for i in self._special(batch.tensor, batch.region):
             tensor = int(batch.tensor[i])
-            memory, local = self._local(tensor, batch.region[i])
+            memory, local = self.local(tensor, batch.region[i])
             addresses[i], owner = memory.read(local)
             alive.append(owner)
         return addresses, alive
@@ -157,14 +171,14 @@ class Held:
 
     def bits(self, tensor: int, region: Region | None) -> UIntArray:
         """The bits of one part in row-major order: a view of its memory where that is possible."""
-        memory, local = self._local(tensor, region)
+        memory, local = self.local(tensor, region)
         address, owner = memory.read(local)
         numel = math.prod(memory.shape) if local is None else local.numel
         return Memory(memory.dtype, (numel,), address, None, False, owner).view()
 
     def view(self, tensor: int, region: Region | None) -> UIntArray:
         """The bits of one part where they lie, in its shape."""
-        memory, local = self._local(tensor, region)
+        memory, local = self.local(tensor, region)
         return memory.view() if local is None else memory.view()[local.slices]
 
     def geometry(self, tensor: Numbers, regions: Sequence[Region | None]) -> Geometry:
@@ -186,14 +200,14 @@ class Held:
         """Geometry of a box, or of a tensor that is not contiguous."""
         shape = self.table.specs[tensor].shape
         region = region or whole(shape)
-        memory, local = self._local(tensor, region)
+        memory, local = self.local(tensor, region)
         local = local or whole(memory.shape)
         outer = row_major(shape)
         inner = row_major(memory.shape) if memory.strides is None else memory.strides
         geometry.first[e] = memory.address + memory.dtype.width * _dot(local.start, inner)
         geometry.box(e, _dot(region.start, outer), *collapse(region.size, inner, outer))
 
-    def _local(self, tensor: int, region: Region | None) -> tuple[Memory, Region | None]:
+    def local(self, tensor: int, region: Region | None) -> tuple[Memory, Region | None]:
         """The memory that a region of a tensor is in, and the region in its coordinates; None is all of it."""
         (_, origin), memory = self.parts[self.part(tensor, region)]
         if origin is None or region is None:

@@ -93,6 +93,11 @@ class Reader:
             )
         return chunk
 
+    def left(self) -> dict[int, tuple[Coder, list[Buffer]]]:
+        """What nobody asked for yet, as it is coded, for whoever decodes it elsewhere."""
+        rest = {stream: (coder, chunks[self._taken[stream] :]) for stream, (coder, chunks) in self._coded.items()}
+        return {stream: (coder, chunks) for stream, (coder, chunks) in rest.items() if chunks}
+
     def finish(self) -> None:
         """Raise unless every chunk of every stream was used."""
         for stream, (_, chunks) in self._coded.items():

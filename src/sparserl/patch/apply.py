@@ -13,25 +13,30 @@ in between, or memory that runs out while changes are decoded for the second tim
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ..bits import UIntArray
-from ..codec.profile import Counts, Positions
 from ..digest import Digest, element_sums, sums, table_digest
 from ..errors import InvalidField, TensorMismatch, TiedConflict, WrongBase
 from ..kernels import cpu
-from ..memory import Weights, require_writable, tied_groups
+from ..memory import Weights, far_tensor, require_writable, tied_groups
 from ..parallel import Progress, ordered, uninterrupted
 from ..pieces import Batch, Geometry, Held
 from ..plan import advance
-from ..shards import Place, Shards
+from ..shards import Shards
 from ..wire import Head
 from .decode import Decoded, flatten, sparse
+from .overlay import Overlay
 from .patch import Patch
+
+if TYPE_CHECKING:
+    from ..device import Cells
+    from .device_apply import Bucket, Resident
 
 KEEP_BYTES = 256 << 20  # of decoded changes, while the result is not known yet
 
@@ -43,33 +48,6 @@ class Applied:
     digest: Digest
     changed: int
     already: bool
-
-
-@dataclass(frozen=True)
-class Overlay:
-    """Bits and where they go: positions in regions of some tensors, and regions as a whole."""
-
-    tag: UIntArray
-    geometry: Geometry
-    count: Counts
-    positions: Positions
-    bits: UIntArray
-    dense: list[tuple[Place, UIntArray]]
-
-    @property
-    def nbytes(self) -> int:
-        return self.positions.nbytes + self.bits.nbytes + sum(bits.nbytes for _, bits in self.dense)
-
-    def write(self, held: Held) -> None:
-        """Write these bits, and nothing but them."""
-        g = self.geometry
-        cpu.scatter(self.tag, self.count, g.first, g.dims, g.size, g.inside, self.positions, self.bits)
-        self.write_dense(held)
-
-    def write_dense(self, held: Held) -> None:
-        for place, bits in self.dense:
-            there = held.view(*place)
-            there[...] = bits.reshape(there.shape)
 
 
 @dataclass(frozen=True)
@@ -110,7 +88,9 @@ def apply(
     touched = {t for head in patch.heads for t in np.unique(head.entries.tensor).tolist()}
     require_writable((patch.table[t].name, memory) for (t, _), memory in held.parts if t in touched)
     tied = _tied(held)
-    if tied or _undo_bytes(patch) > KEEP_BYTES:
+    if held.devices:
+        _landing(patch, held, current, tied, threads).commit(threads)
+    elif tied or _undo_bytes(patch) > KEEP_BYTES:
         _stage_then_commit(patch, held, current, tied, threads)
     else:
         _exchange_or_undo(patch, held, current, threads)
@@ -229,10 +209,10 @@ def stage(held: Held, decoded: Decoded) -> Staged:
     """Read the old bits, compute the new ones, and see how the digest moves. Writes nothing."""
     geometry = _geometry(held, decoded.head)
     old = _overlay(geometry, decoded, np.empty_like(decoded.words) if decoded.old is None else decoded.old)
-    old = replace(old, dense=[(place, held.bits(*place)) for place, _ in decoded.dense_bits])
-    g = old.geometry
+    dense = [(place, held.bits(*place)) for place, _ in decoded.dense_bits]
+    old = replace(old, dense=dense, far=_far(held, decoded, geometry))
     if decoded.old is None:
-        cpu.gather(old.tag, old.count, g.first, g.dims, g.size, g.inside, old.positions, old.bits)
+        old.gather(old.bits)
     absolute = decoded.head.profile.absolute
     new = decoded.words if absolute else advance(decoded.head.dtype, old.bits, decoded.words)
     moved = _moved(held, old, new, decoded)
@@ -242,6 +222,16 @@ def stage(held: Held, decoded: Decoded) -> Staged:
 def _geometry(held: Held, head: Head) -> Geometry:
     entries = sparse(head)
     return held.geometry(entries.tensor, entries.region)
+
+
+def _far(held: Held, decoded: Decoded, geometry: Geometry) -> Cells | None:
+    """Those of the changes that are on devices; None where none is."""
+    homes = [far_tensor(held.local(*place)[0]) for place in decoded.sparse_places] if held.devices else []
+    if all(there is None for there in homes):
+        return None
+    from ..device import Cells
+
+    return Cells(held, homes, geometry, decoded.sparse_count, decoded.positions)
 
 
 def _overlay(geometry: Geometry, decoded: Decoded, bits: UIntArray | None) -> Overlay:
@@ -272,7 +262,7 @@ class Landing:
     held: Held
     base: Digest
     result: Digest
-    parts: tuple[Staged, ...]
+    parts: tuple[Staged | Resident, ...]
     tied: bool  # whether some tensors share memory: what one name writes, the other finds written
     changed: int
 
@@ -282,7 +272,9 @@ class Landing:
         The bits that are there must still be those that were staged on: the digest is tracked while they are swapped.
         If it does not come out right, or anything else fails, everything is put back.
         """
-        log: list[tuple[Overlay, Digest]] = []
+        log: list[tuple[Overlay | Resident, Digest]] = []
+        near = [part for part in self.parts if isinstance(part, Staged)]
+        self.held.begin()
 
         def undo() -> None:
             while log:
@@ -290,11 +282,15 @@ class Landing:
 
         def work() -> None:
             try:
+                for part in self.parts:
+                    if not isinstance(part, Staged):
+                        log.append((part, part.moved))
+                        part.swap()
                 if self.tied:
-                    log.extend((_require_old(self.held, part), part.moved) for part in self.parts)
-                    deque(ordered(lambda part: part.new.write(self.held), self.parts, threads), maxlen=0)
+                    log.extend((_require_old(self.held, part), part.moved) for part in near)
+                    deque(ordered(lambda part: part.new.write(self.held), near, threads), maxlen=0)
                 else:
-                    deque(ordered(lambda part: log.append(_swap(self.held, part)), self.parts, threads), maxlen=0)
+                    deque(ordered(lambda part: log.append(_swap(self.held, part)), near, threads), maxlen=0)
                 self._require_tracked(sum((moved for _, moved in log), self.base))
             except BaseException:
                 undo()
@@ -326,18 +322,48 @@ def stage_all(
     current = digest_of(patch, held, threads) if digest is None else digest
     _require_base(patch, current)
     require_writable((patch.table[t].name, memory) for (t, _), memory in held.parts)
-    found = ordered(lambda i: stage(held, patch.decode(i, held)), patch.ready(), threads)
-    parts = tuple(found)
-    _require_result(patch, sum((part.moved for part in parts), current))
-    tied = _tied(held)
-    _refuse_conflicts(patch, held, tied, list(parts))
-    return Landing(held, patch.base, patch.result, parts, bool(tied), patch.changed)
+    return _landing(patch, held, current, _tied(held), threads)
+
+
+def _landing(patch: Patch, held: Held, base: Digest, tied: list[list[int]], threads: int | None) -> Landing:
+    """All buckets, staged. Those that can be are decoded where the weights are, together, behind the others."""
+    far: list[Bucket] = []
+    shared = {tensor for group in tied for tensor in group}
+
+    def near() -> Iterator[int]:
+        for index in patch.ready():
+            if not held.devices or (bucket := _on_device(patch, held, index, shared)) is None:
+                yield index
+            else:
+                far.append(bucket)
+
+    staged = [*ordered(lambda i: stage(held, patch.decode(i, held)), near(), threads)]
+    parts: list[Staged | Resident] = [*staged]
+    if far:
+        from . import device_apply
+
+        if sum(bucket.nbytes for bucket in far) < device_apply.FEW_BYTES:
+            parts += [stage(held, patch.decode(bucket.index, held)) for bucket in far]
+        else:
+            for found, dense in device_apply.located(patch, held, far):
+                parts += [found, *(stage(held, decoded) for decoded in dense)]
+    _require_result(patch, sum((part.moved for part in parts), base))
+    _refuse_conflicts(patch, held, tied, staged)
+    return Landing(held, patch.base, patch.result, tuple(parts), bool(tied), patch.changed)
+
+
+def _on_device(patch: Patch, held: Held, index: int, shared: set[int]) -> Bucket | None:
+    """A bucket that can be decoded on a device; None for any other, and where it has tensors that share memory."""
+    from . import device_apply
+
+    head, reader = patch.opened(index)
+    return None if shared.intersection(head.entries.tensor.tolist()) else device_apply.bucket(held, index, head, reader)
 
 
 def _require_old(held: Held, part: Staged) -> Overlay:
     """The old bits, if they are still those that were staged on. For names that share memory."""
-    g, found = part.new.geometry, np.empty_like(part.old)
-    cpu.gather(part.new.tag, part.new.count, g.first, g.dims, g.size, g.inside, part.new.positions, found)
+    found = np.empty_like(part.old)
+    part.new.gather(found)
     if not np.array_equal(found, part.old):
         raise WrongBase("the weights were changed after the patch was staged on them; nothing was written")
     return replace(part.new, bits=found, dense=[(place, held.bits(*place).copy()) for place, _ in part.new.dense])
@@ -347,8 +373,7 @@ def _swap(held: Held, part: Staged) -> tuple[Overlay, Digest]:
     """Write the new bits of a staged bucket, and return what was there and how the digest moved."""
     dtype, new = part.decoded.head.dtype, part.new
     old = replace(new, bits=np.empty_like(new.bits), dense=[])
-    g, order = new.geometry, (True, dtype.top, dtype.sign_magnitude)
-    cpu.exchange(new.tag, new.count, g.first, g.dims, g.size, g.inside, new.positions, new.bits, *order, old.bits)
+    new.swap(dtype, old.bits)
     return _with_dense(held, old, new.bits, part.decoded)
 
 

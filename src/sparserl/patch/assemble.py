@@ -11,7 +11,7 @@ from .. import plan
 from ..digest import Digest
 from ..files import replacing
 from ..parallel import ordered
-from ..plan import Changes, Chooser
+from ..plan import Changes, Chooser, Draft
 from ..shards import Place
 from ..table import TensorTable
 from ..wire import InMemory, OnDisk, PatchReader, PatchWriter
@@ -21,7 +21,7 @@ Target = str | os.PathLike[str] | None
 
 def assemble(
     table: TensorTable,
-    parts: Iterable[Changes],
+    parts: Iterable[Changes | Draft],
     profile: str,
     digests: Callable[[], tuple[Digest, Digest]],
     covers: Sequence[Place] | None,

@@ -18,7 +18,7 @@ from ..kernels import cpu
 from ..memory import Weights
 from ..parallel import Progress, default_threads, ordered
 from ..pieces import Batch, Held, batches
-from ..plan import Changes, Chooser, Dense, Link, Speeds, estimate
+from ..plan import Changes, Chooser, Dense, Draft, Link, Speeds, estimate
 from ..shards import Place, Shards
 from ..wire import encode_table, table_hash
 from .assemble import Target, assemble
@@ -26,6 +26,7 @@ from .patch import Patch
 from .stream import Stream
 
 _HUGE = 1 << 22  # bytes: arrays as large as this are asked to lie in huge pages
+_Part = tuple[list[Changes | Draft], Digest, Digest, int]
 _Found = tuple[npt.NDArray[np.uint32], UIntArray, UIntArray, npt.NDArray[np.int64]]
 
 
@@ -73,7 +74,7 @@ class Captured:
     Made by `capture`, for a trainer that goes on with its weights while they are encoded and sent.
     """
 
-    def __init__(self, difference: _Difference, parts: list[Changes], profile: str) -> None:
+    def __init__(self, difference: _Difference, parts: list[Changes | Draft], profile: str) -> None:
         self._difference, self._parts, self._profile = difference, parts, profile
 
     def encode(
@@ -135,16 +136,27 @@ class _Difference:
             self.base += table_digest(self.table)
         self.delta = Digest()
 
-    def parts(self, threads: int | None, progress: Progress | None) -> Iterator[Changes]:
-        for routed, read, moved, done in ordered(self.search.run, self.search.batches(self.covers), threads):
+    def parts(self, threads: int | None, progress: Progress | None) -> Iterator[Changes | Draft]:
+        for routed, read, moved, done in self._found(threads):
             self.base += read
             self.delta += moved
             yield from routed
             if progress is not None:
                 progress(done)
 
+    def _found(self, threads: int | None) -> Iterator[_Part]:
+        """What is on a device in both versions is compared there, the rest here."""
+        search, near = self.search, self.covers
+        if search.was.devices and search.now.devices:
+            from ..device import near_and_far
+            from . import device_diff
+
+            near, far = near_and_far(near, search.was, search.now)
+            yield from device_diff.search(search.was, search.now, far, search.names, search.digest_base)
+        yield from ordered(search.run, search.batches(near), threads)
+
     def encode(
-        self, parts: Iterator[Changes], profile: str, link: Link | str | None, to: Target, threads: int | None
+        self, parts: Iterator[Changes | Draft], profile: str, link: Link | str | None, to: Target, threads: int | None
     ) -> Patch:
         chooser = None if link is None else _chooser(link, threads)
         covers = None if self.complete else self.covers
@@ -153,7 +165,7 @@ class _Difference:
 
     def stream(
         self,
-        parts: list[Changes],
+        parts: list[Changes | Draft],
         profile: str,
         link: Link | str | None,
         profiles: Collection[str] | None,
@@ -176,7 +188,7 @@ class _Difference:
             (bucket for bucket, _ in filter(None, written)),
         )
 
-    def back(self, parts: list[Changes], to: Target, threads: int | None) -> Patch:
+    def back(self, parts: list[Changes | Draft], to: Target, threads: int | None) -> Patch:
         def turned(part: Changes) -> Changes:
             dense = [Dense(d.place, d.count, self.search.was.bits(*d.place).copy()) for d in part.dense]
             cost = estimate(replace(part, after=part.before), ("gap",)) if part.count.size else {}
@@ -184,7 +196,8 @@ class _Difference:
 
         covers = None if self.complete else self.covers
         ends = self.base + self.delta, self.base
-        return Patch(assemble(self.table, map(turned, parts), "gap", lambda: ends, covers, to, threads))
+        found = (p for part in parts for p in (part.parts if isinstance(part, Draft) else [part]))
+        return Patch(assemble(self.table, map(turned, found), "gap", lambda: ends, covers, to, threads))
 
 
 def _chooser(link: Link | str, threads: int | None) -> Chooser:
@@ -211,10 +224,11 @@ class _Search:
 
     def batches(self, covers: Sequence[Place]) -> Iterator[Batch]:
         """Batches to compare in full, then batches whose possible changes are known."""
-        yield from batches(self.table, (p for i, p in enumerate(covers) if i not in self.known))
-        yield from batches(self.table, (p for i, p in enumerate(covers) if i in self.known))
+        known = {p for p in covers if self.now.part(*p) in self.known} if self.known else set()
+        yield from batches(self.table, (p for p in covers if p not in known))
+        yield from batches(self.table, (p for p in covers if p in known))
 
-    def run(self, batch: Batch) -> tuple[list[Changes], Digest, Digest, int]:
+    def run(self, batch: Batch) -> _Part:
         """Routed changes, the element sums of the old bits (if wanted), how the changes move them, bytes covered."""
         old, old_alive = self.was.read(batch)
         new, new_alive = self.now.read(batch)
@@ -226,7 +240,7 @@ class _Search:
         read = sums(self.table, batch, old) if self.digest_base else Digest()
         changes = self._changes(batch, counts, positions, before, after)
         moved = self._moved(changes, before)
-        routed = list(plan.route(changes, self.names, self.table))
+        routed: list[Changes | Draft] = list(plan.route(changes, self.names, self.table))
         del old_alive, new_alive  # copies may go only now
         return routed, read, moved, batch.elements * batch.dtype.width
 

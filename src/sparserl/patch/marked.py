@@ -11,18 +11,20 @@ it, the part is sent dense. A marked element whose bits are what they were is se
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from .. import codec, plan
 from ..bitmap import Bitmap
 from ..bits import UIntArray
+from ..codec.profile import Positions
 from ..digest import Digest, sums, table_digest
 from ..errors import NeedsBase, TensorMismatch
 from ..kernels import cpu
-from ..memory import Weights
+from ..memory import Weights, far_tensor
 from ..parallel import Progress, ordered
-from ..pieces import Batch, Held, batches
+from ..pieces import Batch, Held, Numbers, batches
 from ..plan import Changes, Dense, Link
 from ..plan.route import BUCKET_PAYLOAD_BYTES
 from ..region import whole
@@ -85,8 +87,10 @@ def capture_marked(
             told = part in marks and part in moved and known[place] + moved[part] == now[place]
             (sparse if told else dense).append(place)
     parts: list[Changes] = []
-    for routed in ordered(lambda batch: _look(held, marks, batch, names), batches(held.table, sparse), threads):
-        parts += routed
+    there = {place for place, memory in held.parts if far_tensor(memory) is not None}
+    for some in ([p for p in sparse if p not in there], [p for p in sparse if p in there]):
+        for routed in ordered(lambda batch: _look(held, marks, batch, names), batches(held.table, some), threads):
+            parts += routed
     for place in dense:
         parts += _whole(held, place)
     return Marked(held, parts, profile, sum(known.values(), Digest()), now)
@@ -104,8 +108,16 @@ def part_sums(held: Held, threads: int | None = None, progress: Progress | None 
         del alive  # copies may go only now
         return batch, found
 
-    out = dict.fromkeys(held.places, Digest())
-    for batch, found in ordered(one, batches(held.table, held.places), threads):
+    out, near = dict.fromkeys(held.places, Digest()), held.places
+    if held.devices:
+        from .. import device
+
+        near, far = device.near_and_far(near, held)
+        for place, first, second, done in device.part_sums(held, far):
+            out[held.parts[held.part(*place)][0]] += Digest(first, second)
+            if progress is not None:
+                progress(done)
+    for batch, found in ordered(one, batches(held.table, near), threads):
         for tensor, region, part in zip(batch.tensor.tolist(), batch.region, found, strict=True):
             out[held.parts[held.part(tensor, region)][0]] += part
         if progress is not None:
@@ -133,18 +145,16 @@ def _moved(held: Held, shards: Shards) -> dict[int, Digest]:
 
 def _look(held: Held, marks: Mapping[int, Bitmap | _Listed], batch: Batch, names: Sequence[str]) -> list[Changes]:
     """The marked elements of a batch and their bits, routed."""
-    addresses, alive = held.read(batch)
     slices = []
     for tensor, region, numel in zip(batch.tensor.tolist(), batch.region, batch.numel.tolist(), strict=True):
         slices.append(marks[held.part(tensor, region)].between(batch.offset, batch.offset + numel))
     counts = np.array([s.size for s in slices], np.int64)
     live = np.flatnonzero(counts)
     positions = np.concatenate(slices)
-    flat, ones = np.ones((live.size, 1), np.int64), np.ones(live.size, np.int64)
-    tag: UIntArray = np.empty(0, batch.dtype.uint)
-    after: UIntArray = np.empty(positions.size, batch.dtype.uint)
-    cpu.gather(tag, counts[live], addresses[live], ones, flat, flat, positions, after)
     tensors, regions = batch.tensor[live], [batch.region[i] for i in live.tolist()]
+    after = _gathered(
+        held, replace(batch, tensor=tensors, region=regions, numel=batch.numel[live]), counts[live], positions
+    )
     changes = Changes(
         batch.dtype,
         tensors,
@@ -157,9 +167,23 @@ def _look(held: Held, marks: Mapping[int, Bitmap | _Listed], batch: Batch, names
         batch.elements,
         lambda entry: held.bits(int(tensors[entry]), regions[entry]),
     )
-    routed = list(plan.route(changes, names, held.table))
+    return list(plan.route(changes, names, held.table))
+
+
+def _gathered(held: Held, batch: Batch, counts: Numbers, positions: Positions) -> UIntArray:
+    """The bits at positions of some parts."""
+    out: UIntArray = np.empty(positions.size, batch.dtype.uint)
+    homes = [far_tensor(held.local(*place)[0]) for place in zip(batch.tensor.tolist(), batch.region, strict=True)]
+    if homes and all(there is not None for there in homes):
+        from ..device import Cells
+
+        Cells(held, homes, held.geometry(batch.tensor, batch.region), counts, positions).take(out)
+        return out
+    addresses, alive = held.read(batch)
+    flat, ones = np.ones((counts.size, 1), np.int64), np.ones(counts.size, np.int64)
+    cpu.gather(np.empty(0, batch.dtype.uint), counts, addresses, ones, flat, flat, positions, out)
     del alive  # copies may go only now
-    return routed
+    return out
 
 
 def _whole(held: Held, place: Place) -> Iterator[Changes]:

@@ -156,9 +156,13 @@ class Patch:
         `ctx` buckets need the weights that the patch applies to. With `land`, the new bits may be written to them at
         once: see `Decoded.landed`.
         """
+        return decode(*self.opened(index), base, land=land)
+
+    def opened(self, index: int) -> tuple[Head, Reader]:
+        """What a bucket says about itself, and a reader of its streams."""
         if (opened := self._opened.get(index)) is not None:
-            return decode(opened[0], opened[1].copy(), base, land=land)
-        return decode(*self._open(index, self.bucket(index)), base, land=land)
+            return opened[0], opened[1].copy()
+        return self._open(index, self.bucket(index))
 
     def parse(self, index: int, data: bytes | memoryview, base: Held | None = None) -> Decoded:
         """The bytes of a bucket, decoded."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .buckets import cut, write
+from .buckets import Draft, cut, write
 from .changes import Changes, Dense, advance, steps_between
 from .cost import Chooser, Estimate, Link, Speed, Speeds, Work, best, predict
 from .estimate import candidates, estimate
@@ -12,6 +12,7 @@ __all__ = [
     "Changes",
     "Chooser",
     "Dense",
+    "Draft",
     "Estimate",
     "Link",
     "Speed",

@@ -52,6 +52,15 @@ class Draft:
         """How many elements change, those of dense entries among them."""
         return self.count + sum(d.count for part in self.parts for d in part.dense)
 
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return self.parts[0].dtype.width
+
+    def coded(self, name: str) -> tuple[Head, codec.Coded]:
+        """The head without estimates and the coded streams in a profile, which may turn out to be `ulp` for `ctx`."""
+        return _coded(self, name)
+
     def payload(self) -> float:
         return self.dense_bytes + min(self.costs.values(), default=0.0) / 8
 
@@ -68,10 +77,13 @@ class Draft:
         return covered <= most and count <= BUCKET_CHANGES and payload <= BUCKET_PAYLOAD_BYTES
 
 
-def cut(parts: Iterable[Changes]) -> Iterator[Draft]:
-    """Fill buckets, one at a time for each dtype, in the order the parts come."""
+def cut(parts: Iterable[Changes | Draft]) -> Iterator[Draft]:
+    """Fill buckets, one at a time for each dtype, in the order the parts come; full ones may be among these."""
     drafts: dict[int, Draft] = {}
     for part in parts:
+        if isinstance(part, Draft):
+            yield part
+            continue
         draft = drafts.setdefault(part.dtype.code, Draft())
         if not draft.takes(part):
             yield draft
@@ -85,14 +97,23 @@ def write(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | No
 
     It takes the profile with the fewest estimated bits, or the one that the chooser picks for a link.
     """
-    parts = draft.parts
-    costs = draft.costs
-    dense = [d for p in parts for d in p.dense]
-    if not draft.count and not dense:
+    if not draft.changed:
         return None
-    name = _pick(draft, names, chooser)
+    head, streams = draft.coded(_pick(draft, names, chooser))
+    if len(names) > 1:
+        estimates = [(codec.profile(n).id, round(b / 8)) for n, b in sorted(draft.costs.items())]
+        if chooser is not None:
+            estimates.append((LINK, min(round(chooser.link.bits_per_second), 1 << 62)))
+        head = replace(head, estimates=tuple(estimates))
+    return encode_bucket(head, streams, hash), draft.changed
+
+
+def _coded(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
+    """Head and streams of a draft in a profile."""
+    parts, costs = draft.parts, draft.costs
+    dense = [d for p in parts for d in p.dense]
     entries, order = _entries(parts, dense)
-    head = Head(codec.profile(name), parts[0].dtype, _tile_log(entries), CHUNK_LOG, (), entries)
+    head = Head(codec.profile(name), parts[0].dtype, tile_log(entries), CHUNK_LOG, (), entries)
     live = [p for p in parts if p.count.size]
     streams: codec.Chunks = {}
     old, alive, classes = None, None, None
@@ -102,11 +123,6 @@ def write(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | No
     if head.profile.conditional and classes is None:
         head = replace(head, profile=codec.profile("ulp"))
         costs.pop("ctx", None)
-    if len(names) > 1:
-        estimates = [(codec.profile(n).id, round(b / 8)) for n, b in sorted(costs.items())]
-        if chooser is not None:
-            estimates.append((LINK, min(round(chooser.link.bits_per_second), 1 << 62)))
-        head = replace(head, estimates=tuple(estimates))
     profile, layout = head.profile, replace(head.layout, old=old, classes=classes)
     if live:
         positions = np.concatenate([p.positions for p in live])
@@ -117,8 +133,7 @@ def write(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | No
         bits = np.concatenate([dense[i].bits for i in _dense_order(dense)])
         writer = value.write_planes if profile.planar else value.write_words
         streams |= writer(layout, bits, codec.Stream.DENSE_PLANE if profile.planar else codec.Stream.DENSE)
-    bucket = encode_bucket(head, codec.code(streams), hash)
-    return bucket, draft.count + sum(d.count for d in dense)
+    return head, codec.code(streams)
 
 
 def _pick(draft: Draft, names: Sequence[str], chooser: Chooser | None) -> str:
@@ -128,7 +143,7 @@ def _pick(draft: Draft, names: Sequence[str], chooser: Chooser | None) -> str:
         return next(iter(costs), names[0])
     if chooser is None:
         return min(costs, key=lambda n: (costs[n], n))
-    chooser.expect(costs, draft.count / (draft.covered // draft.parts[0].dtype.width))
+    chooser.expect(costs, draft.count / (draft.covered // draft.width))
     return chooser.pick(costs, draft.covered, draft.count)
 
 
@@ -184,7 +199,7 @@ def _reorder(
     return positions[take], words[take]
 
 
-def _tile_log(entries: Entries) -> int:
+def tile_log(entries: Entries) -> int:
     """Tiles of about 2048 changes, between 2^16 and 2^22 elements."""
     sparse = entries.sparse
     changes, elements = int(entries.count[sparse].sum()), int(entries.numel[sparse].sum())

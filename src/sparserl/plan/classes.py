@@ -38,23 +38,37 @@ def choose(
     """The classes to use and their estimated bits; None where telling elements apart does not pay."""
     kind, keep = magnitude(dtype)
     members = np.zeros(KEYS, np.int64)
-    every = max(1, int(numel.sum()) // _MEMBERS)
-    shift = _shift(dtype, parts, kind, keep)
-    seen = kernel.key_histogram(kind, old, numel, keep, np.uint64(shift), every, members)
-    whole = members * (int(numel.sum()) / max(1, int(seen)))
-    counted = np.zeros((KEYS, 4), np.int64)
+    shift = key_shift(dtype, parts)
+    kernel.key_histogram(kind, old, numel, keep, np.uint64(shift), sampling(numel), members)
     total = sum(part.positions.size for part in parts)
-    every = max(1, total // _CHANGES)
+    return decide(dtype, shift, members, int(numel.sum()), parts, total, tiles)
+
+
+def sampling(numel: Counts) -> int:
+    """Of how many stretches of 64 elements one is looked at, where there are so many elements."""
+    return max(1, int(numel.sum()) // _MEMBERS)
+
+
+def decide(
+    dtype: DType, shift: int, members: Array, elements: int, parts: Sequence[Changes], total: int, tiles: int
+) -> tuple[Classes | None, float]:
+    """`choose`, once the keys of some of the `elements` are counted. `parts` have all of `total` changes, or some."""
+    kind, keep = magnitude(dtype)
+    whole = members * (elements / max(1, int(members.sum())))
+    counted = np.zeros((KEYS, 4), np.int64)
+    there = sum(part.positions.size for part in parts)
+    every = max(1, there // _CHANGES)
     for part in parts:
         kernel.change_histogram(kind, keep, np.uint64(shift), every, part.before, part.steps, counted)
     changed = counted * (total / max(1, int(counted.sum())))
     thresholds, bits = _partition(np.maximum(whole, changed.sum(1)), changed, tiles)
-    bits += _inside_columns(parts, changed)
+    bits += _inside_columns(parts, changed, total / max(1, there))
     return (Classes(shift, thresholds) if thresholds and tiles <= limits.TILES else None), bits
 
 
-def _shift(dtype: DType, parts: Sequence[Changes], kind: Any, keep: Any) -> int:
+def key_shift(dtype: DType, parts: Sequence[Changes]) -> int:
     """Keys are the highest nine bits of a magnitude: of any in floats, of the largest that changed in integers."""
+    kind, keep = magnitude(dtype)
     if dtype.sign_magnitude:
         bits = 8 * dtype.width - 1
     else:
@@ -62,11 +76,11 @@ def _shift(dtype: DType, parts: Sequence[Changes], kind: Any, keep: Any) -> int:
     return max(0, bits - (KEYS.bit_length() - 1))
 
 
-def _inside_columns(parts: Sequence[Changes], changed: Array) -> float:
+def _inside_columns(parts: Sequence[Changes], changed: Array, scale: float) -> float:
     """Bits of steps that their histogram leaves out, since a column holds many; the same for any partition."""
     count = changed.sum(0)
     fine = sum(number_bits(part.steps) * part.steps.size for part in parts if part.steps is not None)
-    return max(0.0, fine - float(_xlogx(count.sum()) - _xlogx(count).sum()))
+    return max(0.0, fine * scale - float(_xlogx(count.sum()) - _xlogx(count).sum()))
 
 
 def _partition(members: Array, changed: Array, tiles: int) -> tuple[tuple[int, ...], float]:

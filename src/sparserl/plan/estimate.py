@@ -60,12 +60,12 @@ def word_bits(changes: Changes, name: str, part: slice = slice(None)) -> float |
     return plane_bits(words[part]) if name == "gap" else number_bits(words[part])
 
 
-def estimate(changes: Changes, names: Sequence[str]) -> dict[str, float]:
-    """Bits of the sparse part in each profile that can hold it.
+def estimate(changes: Changes, names: Sequence[str], total: int | None = None) -> dict[str, float]:
+    """Bits of the sparse part in each profile that can hold it; `total` changes, where words are a sample of them.
 
     Of `ctx` only a bound is known here, that of `ulp`; what it takes shows when its bucket is full.
     """
-    total = changes.total
+    total = changes.total if total is None else total
     gaps = float(index_bits(changes.numel, changes.count).sum())
     out = {}
     for name in names:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ..bits import UIntArray
+from ..bits import DType, UIntArray
+from ..codec.profile import Counts
 from ..region import Region, whole
 from ..table import TensorTable
 from .changes import Changes, Dense
@@ -27,8 +28,7 @@ def route(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterato
         yield replace(_columns(changes, [], sum(d.bits.size for d in changes.dense)), dense=changes.dense)
     keep = np.ones(changes.count.size, bool)
     if changes.bits is not None:
-        width = 8 * changes.dtype.width
-        heavy = changes.count * (width + 2) > _DENSE_GATE * width * changes.numel
+        heavy = may_be_dense(changes.dtype, changes.numel, changes.count)
         cuts = np.cumsum(changes.count) - changes.count
         for e in np.flatnonzero(heavy).tolist():
             part = slice(int(cuts[e]), int(cuts[e] + changes.count[e]))
@@ -37,6 +37,12 @@ def route(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterato
                 keep[e] = False
                 yield from _as_dense(changes, e, part, table)
     yield from _fit(_select(changes, keep), names, table)
+
+
+def may_be_dense(dtype: DType, numel: Counts, count: Counts) -> npt.NDArray[np.bool_]:
+    """Which entries have so many changes that their dense bits may be smaller."""
+    width = 8 * dtype.width
+    return count * (width + 2) > _DENSE_GATE * width * numel
 
 
 def _compare(changes: Changes, whole_bits: UIntArray, e: int, part: slice, names: Sequence[str]) -> tuple[float, float]:

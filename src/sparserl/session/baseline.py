@@ -3,10 +3,11 @@
 | baseline | memory | finding changes |
 | --- | --- | --- |
 | host | all bits at hand | a comparison of all bits; any profile |
+| device | all bits at hand, where the weights are | the same, there |
 | none | 16 bytes a part | one full digest read; needs marks from the source; profiles `raw` and `gap` |
 
-Weights on a device are compared in host memory: pieces are copied to staging buffers that are used again, on threads,
-so that some pieces are on their way while others are compared.
+With a baseline in host memory weights on a device are compared there: pieces are copied to staging buffers that are
+used again, on threads, so that some pieces are on their way while others are compared.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Baseline(Protocol):
 
 
 class HostBaseline:
-    """A copy of all bits in host memory."""
+    """A copy of all bits in host memory; or, of those on a device, there."""
 
     def __init__(
         self,
@@ -73,10 +74,14 @@ class HostBaseline:
         known: Digest | None = None,
         *,
         own: bool = False,
+        there: bool = False,
         threads: int | None = None,
     ) -> None:
-        """A copy of the weights, whose digest may be known; `own` says that they are nobody else's already."""
-        self.weights = weights if own else copied(weights, threads)
+        """A copy of the weights, whose digest may be known; `own` says that they are nobody else's already.
+
+        there: whether the copy of a tensor on a device lies on that device.
+        """
+        self.weights = weights if own else copied(weights, threads, there=there)
         self._digest, self._threads = known, threads
 
     @property
@@ -151,8 +156,8 @@ def choose(
     """A baseline of the weights, and where it is, in words.
 
     memory: bytes that the baseline and marks may take; None for as many as it needs.
-    kind: `host`; `device`, which is the same as long as weights are compared in host memory; `none`; or `auto`, which
-        takes none where the copy does not fit the budget.
+    kind: `host`; `device`, which is where the weights are; `none`; or `auto`, which is `host`, but takes none where the
+        copy does not fit the budget.
     tracked: whether the source marks changes, and is told of every commit.
     own: the digest of weights that are nobody else's already: they need not be copied.
     """
@@ -164,8 +169,10 @@ def choose(
     fits = memory is None or dense + marks <= memory
     aside = f", and up to {size(marks)} of marks" if tracked else ""
     if kind != "none" and fits:
-        kept = HostBaseline(weights, own, own=own is not None, threads=threads)
-        return kept, f"baseline: {size(dense)} in host memory{aside}"
+        there = kind == "device" and own is None
+        kept = HostBaseline(weights, own, own=own is not None, there=there, threads=threads)
+        where = "where the weights are" if there and held.devices else "in host memory"
+        return kept, f"baseline: {size(dense)} {where}{aside}"
     if kind in ("host", "device"):
         raise SessionError(f"a baseline takes {size(dense + marks)}, the budget is {size(memory or 0)}")
     why = "" if kind == "none" else f": {size(dense)} would not fit {size(memory or 0)}"

@@ -17,7 +17,7 @@ import numpy as np
 from ..bits import Bits, DType
 from ..digest import Digest, digest, table_digest
 from ..errors import ChecksumMismatch, InvalidField, LimitExceeded
-from ..memory import Memory, Weights, memories, memory_of, table_of
+from ..memory import Memory, Weights, far_tensor, memories, memory_of, table_of
 from ..parallel import Progress, ordered
 from ..patch import Patch, diff
 from ..patch.assemble import rewrite
@@ -43,12 +43,18 @@ def _blank(shape: Shape, dtype: DType, table: TensorTable) -> Bits:
         raise LimitExceeded(f"there is no room for {table.dense_bytes} bytes of weights: {error}") from error
 
 
-def copied(weights: Weights | Shards, threads: int | None = None) -> Any:
-    """Bits of our own, which nobody else writes to; several tensors at a time, so that copies from a device overlap."""
+def copied(weights: Weights | Shards, threads: int | None = None, *, there: bool = False) -> Any:
+    """Bits of our own, which nobody else writes to; several tensors at a time, so that copies from a device overlap.
 
-    def copy(memory: Memory) -> Bits:
+    there: whether what is on a device is copied to the same device, not to host memory.
+    """
+
+    def copy(memory: Memory) -> Any:
+        if there and (tensor := far_tensor(memory)) is not None:
+            return tensor.new_empty(tensor.shape).copy_(tensor.detach())
         return Bits(memory.copied(), memory.dtype)
 
+    threads = 1 if there else threads  # a device copies in the order of this thread
     if isinstance(weights, Shards):
         bits = ordered(copy, [memory_of(part.tensor, part.data) for part in weights.parts], threads)
         parts = zip(weights.parts, bits, strict=True)

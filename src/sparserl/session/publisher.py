@@ -104,9 +104,10 @@ class Publisher:
     writers: the process group of a sharded trainer, each rank of which has a publisher with the `Shards` it holds. All
         call `publish` in step; each uploads its own buckets, and rank 0 moves the head when all are there.
     timeout: seconds that writers wait for one another. A process that was stopped or killed is noticed within 30.
-    baseline: where the bits of the last version are kept, to find changes against: `host`, or `none` for a source that
-        tracks changes itself (see `sparserl.sources.track`), at the price of one read of all weights per publish and
-        of the profiles `ulp` and `ctx`. `auto` takes `host` if `memory` has room for it.
+    baseline: where the bits of the last version are kept, to find changes against: `host`; `device`, which is where the
+        weights are, so that changes of weights on a GPU are found and coded there; or `none` for a source that tracks
+        changes itself (see `sparserl.sources.track`), at the price of one read of all weights per publish and of the
+        profiles `ulp` and `ctx`. `auto` takes `host` if `memory` has room for it.
     memory: bytes that a baseline may take in this process.
     process_group: instead of a url, a process group that the subscribers are ranks of: what is made then is a
         `CollectivePublisher`, with options of its own.

@@ -15,7 +15,7 @@ from ..bitmap import Bitmap
 from ..bits import UIntArray
 from ..errors import TensorMismatch
 from ..kernels import cpu, marks
-from ..memory import Foreign, Memory, _address, _Lent, _span, memory_of
+from ..memory import Foreign, Memory, _address, _leading, _Lent, _span, far_tensor, memory_of
 from ..patch.diff import _scan
 from ..pieces import PIECE_BYTES, Batch, Geometry, Numbers, batches, outline
 from ..region import Region, whole
@@ -62,6 +62,7 @@ class Step(NamedTuple):
     places: list[int]
     due: Mask
     copies: list[Copy]
+    there: dict[int, Any]  # old bits of rows without masters that are on a device, by row
 
 
 class Found(NamedTuple):
@@ -98,6 +99,9 @@ class Plan:
         self.seen: list[int | None] = [None] * len(rows)  # how often each had been written to
         self.where: list[object] = []
         self._address = np.empty(0, np.int64)
+        self.there: Mask = np.zeros(len(rows), bool)  # which ones can be marked on a device
+        self.kept = self.there  # those of them without masters: their old bits are kept there during a step
+        self.start = [0] * len(rows)  # where they begin in their tensors
         self._due: tuple[list[int], Mask] = [], np.zeros(len(rows), bool)
 
     def _cut(self, mastered: bool) -> Iterator[Cut]:
@@ -120,12 +124,22 @@ class Plan:
     def place(self, data: Sequence[Any]) -> None:
         """Learn where the data is. Rows whose bits cannot be read where they are have the address 0."""
         address = []
-        for (_, (name, region), _, _), d in zip(self.rows, data, strict=True):
-            memory, dtype = memory_of(name, d), self._table.specs[self._table.index[name]].dtype
+        for r, ((_, (name, region), _, _), d) in enumerate(zip(self.rows, data, strict=True)):
+            memory, spec = memory_of(name, d), self._table.specs[self._table.index[name]]
             if memory.shape != region.size:
                 raise TensorMismatch(f"{name!r}: region {region} cannot be {list(memory.shape)}")
-            address.append(memory.address if memory.strides is None and memory.dtype is dtype else 0)
+            address.append(memory.address if memory.strides is None and memory.dtype is spec.dtype else 0)
+            there = far_tensor(memory)
+            start = None if there is None or not there.is_contiguous() else _leading(region, spec.shape)
+            self.there[r], self.start[r] = start is not None, start or 0
         self._address, self.where = np.array(address, np.int64), [sign(d) for d in data]
+        if self.there.any():
+            self.there &= _alone(extents(data))
+        self.kept = self.there & np.array([row.weight is None for row in self.rows], bool)
+
+    def keys(self, rows: Sequence[int]) -> Any:
+        """The keys of the rows' tensors, for digests."""
+        return self._table.keys[[self._table.index[self.rows[r].key[0]] for r in rows]]
 
     def span(self, r: int) -> slice:
         """The words of a row."""
@@ -183,6 +197,25 @@ class Since:
         self.words = np.zeros(plan.first[-1], np.uint64)  # the bitmaps, one behind the other
         self.moved = np.zeros((len(plan.rows), 2), np.uint64)
         self.unknown = np.full(len(plan.rows), unknown)
+        self._there: dict[tuple[Any, ...], Any] = {}  # what is marked on devices, by rows and kind
+
+    def mark(self, plan: Plan, pairs: dict[int, tuple[Any, Any]]) -> None:
+        """What a step changed in rows on devices: their new bits and their old ones, which become the new ones."""
+        from .resident import Marked, grouped
+
+        groups = {(*kind, *rows): rows for kind, rows in grouped(pairs).items()}
+        if self._there.keys() != groups.keys():
+            self.settle(plan)
+        for key, rows in groups.items():
+            if key not in self._there:
+                keys, numel = plan.keys(rows), [plan.rows[r].key[1].numel for r in rows]
+                self._there[key] = Marked(rows, pairs[rows[0]][1], numel, keys, [plan.start[r] for r in rows])
+            self._there[key].add([pairs[r] for r in rows])
+
+    def settle(self, plan: Plan) -> None:
+        """Bring what is marked on devices to the host."""
+        while self._there:
+            self._there.popitem()[1].settle(plan.first, self.words, self.moved)
 
     def add(self, plan: Plan, found: Found) -> None:
         """What a step changed."""
@@ -192,12 +225,14 @@ class Since:
 
     def keep(self, plan: Plan, r: int, other: Since, theirs: Plan, old: int) -> None:
         """What is known of a row that was another one in another plan; nothing is, if it was elsewhere."""
+        other.settle(theirs)
         self.words[plan.span(r)] = other.words[theirs.span(old)]
         self.moved[r] = other.moved[old]
         self.unknown[r] = other.unknown[old] or plan.where[r] != theirs.where[old]
 
     def handed(self, plan: Plan, r: int, earlier: Handed | None) -> Handed:
         """What is known of a row, and was earlier; it must not be written to any more."""
+        self.settle(plan)
         marks, moved, unknown = Bitmap(0), self.moved[r], bool(self.unknown[r])
         marks.numel, marks.words = plan.rows[r].key[1].numel, self.words[plan.span(r)]
         if earlier is not None:
@@ -285,6 +320,19 @@ def sign(data: Any) -> object:
     if isinstance(data, Foreign):
         return data.dtype, sign(data.origin)
     return getattr(getattr(data, "array", data), "__array_interface__", None)
+
+
+def _alone(extents: Numbers) -> Mask:
+    """Which extents no other reaches into."""
+    order = np.argsort(extents[:, 0], kind="stable")
+    low, high = extents[order].T
+    reach = np.maximum.accumulate(high)
+    free = np.ones(order.size, bool)
+    free[1:] &= low[1:] >= reach[:-1]
+    free[:-1] &= low[1:] >= high[:-1]
+    out = np.empty_like(free)
+    out[order] = free
+    return out
 
 
 def places(tensors: Iterable[Any]) -> list[int]:

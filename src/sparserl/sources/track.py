@@ -148,7 +148,8 @@ class Tracker:
             self._open = None
             return
         landing = []
-        for found in ordered(lambda copy: self._compare(copy, data), step.copies, self._threads):
+        copies = self._mark(step, data) if self._plan.there.any() or step.there else step.copies
+        for found in ordered(lambda copy: self._compare(copy, data), copies, self._threads):
             self._now.add(self._plan, found)
             if found.cut.mastered:
                 landing.append(found)
@@ -186,10 +187,13 @@ class Tracker:
         self.after()  # a step that raised has no end of its own
         _, data = self._follow()
         due = self._plan.due(params)
-        cuts = [(cut, some) for cut in self._plan.cuts if (some := np.flatnonzero(due[cut.rows])).size]
+        there = self._kept(np.flatnonzero(due & self._plan.kept).tolist(), data)
+        wanted = due.copy()
+        wanted[[*there]] = False
+        cuts = [(cut, some) for cut in self._plan.cuts if (some := np.flatnonzero(wanted[cut.rows])).size]
         copies = list(ordered(lambda cut: self._plan.copied(*cut, data), cuts, self._threads))
         watched = [*params, *(weight for weight in self._masters if not isinstance(weight, str))]
-        self._open = Step(data, watched, places(watched), due, copies)
+        self._open = Step(data, watched, places(watched), due, copies, there)
 
     def _there(self, step: Step) -> list[Any] | None:
         """The data of the tracked parts after a step, which may have moved it; None if there are other parts now."""
@@ -212,6 +216,42 @@ class Tracker:
             return compared(cut, some, old, now)
         masters = [self._master(self._plan.rows[r], data[r]) for r in cut.rows[some].tolist()]
         return compared(cut, some, now, brought(masters, cut, some))
+
+    def _kept(self, rows: list[int], data: Sequence[Any]) -> dict[int, Any]:
+        """Copies of rows on their devices, by row; none where there is no room for them."""
+        if not rows:
+            return {}
+        from .resident import room
+
+        return {r: data[r].detach().clone() for r in rows} if room([data[r] for r in rows]) else {}
+
+    def _mark(self, step: Step, data: Sequence[Any]) -> list[Copy]:
+        """Mark on their devices the rows that can be. Returns what is left to compare in host memory."""
+        from .resident import fits
+
+        pairs: dict[int, tuple[Any, Any]] = {}
+        for r, old in step.there.items():
+            if self._plan.there[r] and fits(data[r], old):
+                pairs[r] = data[r], old
+            else:  # it went elsewhere during the step
+                self._now.unknown[r] = True
+        left = []
+        for copy in step.copies:
+            near = []
+            for i, r in zip(copy.some.tolist(), copy.cut.rows[copy.some].tolist(), strict=True):
+                master = (
+                    self._master(self._plan.rows[r], data[r]) if copy.cut.mastered and self._plan.there[r] else None
+                )
+                if master is not None and fits(master, data[r]):
+                    pairs[r] = master, data[r]
+                else:
+                    near.append(i)
+            if len(near) == copy.some.size:
+                left.append(copy)
+            elif near:
+                left.append(Copy(copy.cut, np.array(near), (np.array(near), None)))
+        self._now.mark(self._plan, pairs)
+        return left
 
     def _written(self) -> list[Any]:
         """All that steps may write to; what is frozen is not among it."""

@@ -1,0 +1,85 @@
+"""Bits, and where they go in the weights at hand: in host memory, or on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..bits import DType, UIntArray
+from ..codec.profile import Counts, Positions
+from ..kernels import cpu
+from ..pieces import Geometry, Held
+from ..shards import Place
+
+if TYPE_CHECKING:
+    from ..device import Cells
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """Bits and where they go: positions in regions of some tensors, and regions as a whole."""
+
+    tag: UIntArray
+    geometry: Geometry
+    count: Counts
+    positions: Positions
+    bits: UIntArray
+    dense: list[tuple[Place, UIntArray]]
+    far: Cells | None = None  # those of the positions that are on devices
+
+    @property
+    def nbytes(self) -> int:
+        return self.positions.nbytes + self.bits.nbytes + sum(bits.nbytes for _, bits in self.dense)
+
+    def write(self, held: Held) -> None:
+        """Write these bits, and nothing but them."""
+        self.scatter()
+        self.write_dense(held)
+
+    def scatter(self) -> None:
+        """Write these bits but for the dense ones."""
+        args, here = self._near()
+        cpu.scatter(*args, self.bits[here])
+        if self.far is not None:
+            self.far.put(self.bits)
+
+    def gather(self, out: UIntArray) -> None:
+        """Read the bits that are at these positions."""
+        args, here = self._near()
+        found = out[here]
+        cpu.gather(*args, found)
+        if self.far is not None:
+            out[here] = found
+            self.far.take(out)
+
+    def swap(self, dtype: DType, out: UIntArray) -> None:
+        """Write these bits but for the dense ones, and read what was there."""
+        if self.far is not None:
+            self.gather(out)
+            try:
+                self.scatter()
+            except BaseException:
+                replace(self, bits=out).scatter()
+                raise
+            return
+        args, _ = self._near()
+        cpu.exchange(*args, self.bits, True, dtype.top, dtype.sign_magnitude, out)
+
+    def _near(self) -> tuple[tuple[Any, Any, Any, Any, Any, Any, Any], Any]:
+        """What kernels are told about the positions in host memory, and which ones these are."""
+        g = self.geometry
+        if self.far is None:
+            return (self.tag, self.count, g.first, g.dims, g.size, g.inside, self.positions), slice(None)
+        near, here = self.far.near, self.far.here
+        where = g.first[near], g.dims[near], g.size[near], g.inside[near]
+        return (self.tag, self.count[near], *where, self.positions[here]), here
+
+    def write_dense(self, held: Held) -> None:
+        for place, bits in self.dense:
+            if held.devices:
+                from .. import device
+
+                if device.write(held, place, bits):
+                    continue
+            there = held.view(*place)
+            there[...] = bits.reshape(there.shape)

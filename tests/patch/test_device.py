@@ -1,0 +1,676 @@
+"""Weights on a device: changes are found, coded, decoded and landed there, bit for bit as on the CPU.
+
+Where there is no GPU, Triton's interpreter runs the kernels on CPU tensors, in a process of its own, and every torch
+tensor passes for one on a device: what is near is then an array. `python tests/patch/test_device.py` does either.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+CUDA = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parents[2]
+inside = pytest.mark.skipif(not CUDA and not INTERPRETED, reason="runs in the interpreter, see test_interpreted")
+
+if CUDA or INTERPRETED:
+    import sparserl
+    from sparserl import Part, Region, Shards, codec, device, errors, memory
+    from sparserl.bits import BY_NAME, Bits
+    from sparserl.codec.coders import CODERS, Zstd
+    from sparserl.kernels import classes as cpu_classes
+    from sparserl.kernels import gpu, gpu_cells
+    from sparserl.patch import Patch, capture, device_apply, device_diff, stage_all
+    from sparserl.patch.assemble import rewrite
+    from sparserl.pieces import Held
+    from sparserl.plan import buckets
+    from sparserl.session.baseline import NoBaseline, choose
+    from sparserl.wire import encode_bucket, encode_table, table_hash
+    from tests.classes import always
+
+    DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+    FEW = 10  # changes that are coded, of 9000 elements: the interpreter takes 10 ms for a symbol
+
+if INTERPRETED and not CUDA:
+    from triton.runtime.interpreter import interpreter_builder
+
+    torch.set_num_threads(1)
+    # Sums wrap on purpose here, and looking for overflows takes a third of the time.
+    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+
+
+outside = pytest.mark.skipif(CUDA or INTERPRETED, reason="starts a process of its own")
+
+
+def run(*command, **env):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))), **env}
+    done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def run_all():
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__)
+    return run(*command, TRITON_INTERPRET="0" if CUDA else "1")
+
+
+@outside
+def test_interpreted():
+    """All tests below pass in Triton's interpreter."""
+    assert "passed" in run_all()
+
+
+@outside
+def test_compiled():
+    """The compiler takes the kernels that are used here alone, for an H200: the interpreter accepts what it rejects."""
+    assert "compiled 6 kernels" in run(__file__, "compile", TRITON_INTERPRET="0")
+
+
+def poisoned(_, size, dtype):
+    """Whatever a kernel does not write is wrong, not zero by chance."""
+    return torch.full((size * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _there(monkeypatch):
+    """Torch tensors are on a device, few changes are coded there too, and classes always pay."""
+    if CUDA or INTERPRETED:
+        if not CUDA:
+            monkeypatch.setattr(memory, "on_device", lambda _: True)
+            monkeypatch.setattr(gpu.Blocks, "empty", poisoned)
+        monkeypatch.setattr(device_diff, "FEW_CHANGES", 0)
+        monkeypatch.setattr(device_apply, "FEW_BYTES", 0)
+        monkeypatch.setattr(device_diff, "decide", always)
+        monkeypatch.setattr(buckets, "choose", always)
+
+
+@pytest.fixture
+def stay(monkeypatch):
+    """No bits of weights come to the host but those that changed, and tensors so small that most of them did."""
+    read = memory._ForeignMemory.read
+
+    def small(self, region):
+        assert np.prod(region.size if region else self.shape) <= 70, "weights were brought to the host"
+        return read(self, region)
+
+    monkeypatch.setattr(memory._ForeignMemory, "read", small)
+    monkeypatch.setattr(memory._ForeignMemory, "view", None)
+
+
+def far(bits):
+    """Bits as a torch tensor on the device."""
+    signed = bits.array.view(np.uint8 if bits.dtype.width == 1 else f"i{bits.dtype.width}").copy()
+    return torch.from_numpy(signed).view(getattr(torch, bits.dtype.name)).to(DEVICE)
+
+
+def near(tensor):
+    """A tensor on the device as bits in host memory."""
+    if isinstance(tensor, Bits):
+        return Bits(tensor.array.copy(), tensor.dtype)
+    dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
+    ints = tensor.detach().contiguous().view(gpu.INTS[dtype.width]).cpu().numpy()
+    return Bits(ints.view(dtype.uint).copy().reshape(tuple(tensor.shape)), dtype)
+
+
+def there(weights):
+    return {name: far(bits) for name, bits in weights.items()}
+
+
+def here(weights):
+    return {name: near(bits) for name, bits in weights.items()}
+
+
+def same(a, b):
+    a, b = here(a), here(b)
+    return a.keys() == b.keys() and all(np.array_equal(a[name].array, b[name].array) for name in a)
+
+
+def drawn(name, shapes, changes=None, seed=0):
+    """Two versions: small steps in as many elements as said, of each tensor some; one named `all` has other bits."""
+    rng, dtype = np.random.default_rng(seed), BY_NAME[name]
+    total = sum(int(np.prod(shape)) for n, shape in shapes.items() if n != "all")
+    changes = FEW * max(1, total // 9000) if changes is None else changes
+    old, new = {}, {}
+    for tensor, shape in shapes.items():
+        bits = rng.integers(0, 256, int(np.prod(shape)) * dtype.width, dtype=np.uint8).view(dtype.uint)
+        other = bits.copy()
+        where = rng.permutation(bits.size)[: -(-changes * bits.size // max(1, total))]
+        other[where] += rng.integers(1, 4, where.size).astype(dtype.uint)
+        if tensor == "all":
+            other = rng.permutation(bits)
+        old[tensor], new[tensor] = Bits(bits.reshape(shape), dtype), Bits(other.reshape(shape), dtype)
+    return old, new
+
+
+SHAPES = {"empty": (0, 3), "one": (), "tiny": (5,), "odd": (7, 41), "large": (3, 700_001 if CUDA else 3001)}
+TWO = {"odd": (7, 41), "large": (3, 700_001 if CUDA else 2003)}
+
+
+def profiles(patch):
+    return {head.profile.name for head in patch.heads}
+
+
+def alike(a, b):
+    """Patches with the same ends and entries, whatever their streams are."""
+    told = [sorted((e.tensor, str(e.region), e.changed, e.dense) for e in patch) for patch in (a, b)]
+    return told[0] == told[1] and (a.base, a.result, a.changed) == (b.base, b.result, b.changed)
+
+
+@inside
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [
+        *((n, "ctx") for n in ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "int32", "int64")),
+        *(("bfloat16", p) for p in ("raw", "gap", "ulp", "auto")),
+        ("int32", "ulp"),
+    ],
+)
+def test_round_trips(name, profile, stay):
+    """Whoever encodes and whoever decodes, the new bits come out; no weights come to the host."""
+    every = (name, profile) == ("bfloat16", "ctx")
+    old, new = drawn(name, SHAPES if every else TWO if name == "bfloat16" else {"odd": TWO["large"]})
+    known = None if every else sparserl.digest(old)
+    mine, theirs = (sparserl.diff(f(old), f(new), profile=profile, base_digest=known) for f in (there, here))
+    assert alike(mine, theirs)
+    assert ("ctx" if profile == "auto" else profile) in profiles(mine)
+    both = [(mine, there(old))] if name == "bfloat16" else []
+    for patch, weights in ((mine, here(old)), *both, (theirs, there(old))):
+        done = Patch.from_bytes(patch.to_bytes()).apply(weights, digest=known)
+        assert (done.changed, done.already) == (patch.changed, False)
+        assert same(weights, new)
+        assert not every or (sparserl.digest(weights) == patch.result and patch.apply(weights).already)
+
+
+@inside
+def test_every_pattern():
+    """Payloads of NaNs, signs of zeros, infinities and subnormals are bits like all others."""
+    dtype = BY_NAME["bfloat16"]
+    old = np.arange(1 << 16, dtype=np.uint16)[:: 1 if CUDA else 512].repeat(2)
+    old[::2] = [0x7FC0, 0x7F81, 0xFFFF, 0x0000, 0x8000, 0x7F80, 0x0001, 0x8001] * (old.size // 16)
+    new = old.copy()
+    new[::16] ^= 0x8000
+    new[1::16] ^= 0x0041
+    was, now = {"w": Bits(old, dtype)}, {"w": Bits(new, dtype)}
+    for profile in ("ulp", "ctx"):
+        patch = sparserl.diff(there(was), there(now), profile=profile, base_digest=sparserl.digest(was))
+        weights = there(was)
+        patch.apply(weights, digest=patch.base)
+        assert same(weights, now)
+        assert patch.changed == (old != new).sum()
+
+
+@inside
+def test_dense_entries_and_many_changes():
+    """Tensors that change as a whole are sent dense, beside others that are not; both land on either side."""
+    old, new = drawn("bfloat16", {"all": (40,), "large": (9000,)})
+    mine, theirs = (sparserl.diff(f(old), f(new), profile="ctx") for f in (there, here))
+    assert any(e.dense for e in theirs)
+    assert {e.tensor for e in mine if e.dense} == {e.tensor for e in theirs if e.dense}
+    for patch in (mine, theirs):
+        for weights in (there(old), here(old)):
+            patch.apply(weights, digest=patch.base)
+            assert same(weights, new)
+
+
+@inside
+def test_nothing_changed():
+    """A patch of nothing lands on weights that stay as they are."""
+    old, _ = drawn("bfloat16", SHAPES)
+    patch, weights = sparserl.diff(there(old), there(old)), there(old)
+    assert (patch.changed, patch.buckets, patch.base) == (0, 0, sparserl.digest(old))
+    assert patch.apply(weights).already
+    assert same(weights, old)
+
+
+@inside
+def test_small_weights_are_decoded_by_the_cpu(monkeypatch):
+    """Below the crossover old bits are brought to the host, and the changes written back."""
+    monkeypatch.setattr(device_apply, "FEW_BYTES", 1 << 30)
+    monkeypatch.setattr(device_apply, "located", None)
+    old, new = drawn("bfloat16", TWO)
+    weights = there(old)
+    sparserl.diff(old, new, profile="ctx").apply(weights)
+    assert same(weights, new)
+
+
+@inside
+def test_squashed_and_inverted():
+    """Patches of patches are made with a base that is on the device."""
+    old, new = drawn("bfloat16", TWO)
+    last = {name: Bits(bits.array[::-1].copy(), bits.dtype) for name, bits in new.items()}
+    one, two = sparserl.diff(old, new, profile="ctx"), sparserl.diff(new, last)
+    for patch, start, end in (
+        (sparserl.squash(one, two, base=there(old)), old, last),
+        (one.invert(there(old)), new, old),
+    ):
+        weights = there(start)
+        patch.apply(weights)
+        assert same(weights, end)
+
+
+@inside
+def test_few_changes_are_left_to_the_cpu(monkeypatch, stay):
+    """Below the crossover nothing is coded on the device, and still no weights leave it."""
+    monkeypatch.setattr(device_diff, "FEW_CHANGES", 1 << 30)
+    monkeypatch.setattr(device_diff, "_encode", None)
+    old, new = drawn("bfloat16", TWO)
+    for profile in ("ctx", "auto"):
+        patch, weights = sparserl.diff(there(old), there(new), profile=profile), there(old)
+        assert profiles(patch) == {"ulp"}
+        patch.apply(weights)
+        assert same(weights, new)
+
+
+@inside
+def test_mixed_weights():
+    """Some tensors on the device, some not, also in one bucket; a side in host memory and one that is not."""
+    old, new = drawn("bfloat16", TWO)
+
+    def mixed(weights):
+        return {n: far(b) if n == "odd" else near(b) for n, b in weights.items()}
+
+    for profile in ("gap", "ctx"):
+        for was, now in ((mixed(old), mixed(new)), (here(old), there(new)), (there(old), mixed(new))):
+            patch = sparserl.diff(was, now, profile=profile)
+            assert (patch.base, patch.result) == (sparserl.digest(old), sparserl.digest(new))
+            patch.apply(was, digest=patch.base)
+            assert same(was, new)
+
+
+@inside
+def test_any_layout():
+    """Transposed tensors and slices of columns are read and written where they are; so are shards of both kinds."""
+    old, new = drawn("bfloat16", {"w": (40, 30), "v": (20, 10)})
+    for profile in ("ctx", "ulp"):
+        patch = sparserl.diff(there(old), there(new), profile=profile)
+        room = torch.zeros((40, 64), dtype=torch.bfloat16, device=DEVICE)
+        room[:, 7:37] = far(old["w"])
+        weights = {"w": room[:, 7:37], "v": far(Bits(old["v"].array.T.copy(), old["v"].dtype)).T}
+        assert sparserl.digest(weights) == patch.base
+        assert alike(sparserl.diff(weights, there(new), profile=profile), patch)
+        patch.apply(weights)
+        assert same(weights, new)
+        assert not room[:, :7].any()
+        assert not room[:, 37:].any()
+    table = sparserl.tensor_table(old)
+    for box in (Region((10, 0), (20, 30)), Region((0, 5), (40, 9))):
+        was, now, bare = (Shards(table, [Part("w", box, f(v["w"].array[box.slices].copy()))]) for v, f in (
+            (old, lambda a: far(Bits(a, old["w"].dtype))),
+            (new, lambda a: far(Bits(a, old["w"].dtype))),
+            (new, lambda a: Bits(a, old["w"].dtype)),
+        ))  # fmt: skip
+        patch = sparserl.diff(was, now, profile="ctx")
+        assert patch.result == sparserl.digest(bare)
+        patch.apply(was)
+        assert np.array_equal(near(was.parts[0].data).array, bare.parts[0].data.array)
+
+
+def forged(patch, change):
+    """A patch whose first bucket has other streams, with every checksum right."""
+    head, reader = patch.opened(0)
+    streams = {stream: (coder, [bytes(c) for c in chunks]) for stream, (coder, chunks) in reader.left().items()}
+    streams.pop(codec.Stream.ENTRIES, None)
+    change(streams)
+    others = [patch.bucket(i) for i in range(1, patch.buckets)]
+    bucket = encode_bucket(head, streams, table_hash(encode_table(patch.table)))
+    return Patch(rewrite(patch.table, [bucket, *others], patch.base, patch.result, patch.changed, None))
+
+
+def flip(stream, at):
+    def change(streams):
+        coder, chunks = streams[stream]
+        spoiled = bytearray(chunks[0])
+        spoiled[at] ^= 1
+        streams[stream] = coder, [bytes(spoiled), *chunks[1:]]
+
+    return change
+
+
+@inside
+def test_spoiled_buckets():
+    """Flipped bits, streams that are missing or too long: an error of the CPU's kind, and weights as before."""
+    old, new = drawn("bfloat16", {"w": (2000,)}, changes=20)
+    patch = sparserl.diff(old, new, profile="ctx")
+    streams = dict(patch.opened(0)[1].left())
+    weights = there(old)
+    data = bytearray(patch.to_bytes())
+    data[len(data) // 2] ^= 4
+    with pytest.raises(errors.FormatError):
+        Patch.from_bytes(bytes(data)).apply(weights)
+    first = min(stream for stream in streams if stream >= codec.Stream.CLASS)
+    changes = [
+        flip(codec.Stream.CLASSES, 1),
+        flip(codec.Stream.TILE_TOKENS, 0),
+        flip(first, -1),
+        lambda s: s.pop(first),
+        lambda s: s.update({first: (s[first][0], [*s[first][1], b"x"])}),
+        lambda s: s.update({codec.Stream.POSITIONS: (CODERS[0], [b"1234"])}),
+        lambda s: s.update({first + 1: (CODERS[0], [b"\0" * 99])}),
+    ]
+    for change in changes:
+        bad = forged(patch, change)
+        with pytest.raises(errors.FormatError) as on_cpu:
+            bad.apply(here(old))
+        with pytest.raises(errors.FormatError) as on_device:
+            bad.apply(weights)
+        assert type(on_device.value) is type(on_cpu.value)
+        assert same(weights, old)
+    patch.apply(weights)
+    assert same(weights, new)
+
+
+@inside
+def test_counts_of_tiles_in_zstd():
+    """The device reads what the CPU may write: counts in zstd are carried over as tokens."""
+    old, new = drawn("bfloat16", {"w": (70000,)}, changes=20)
+    patch = sparserl.diff(old, new, profile="ctx")
+    counts = 4 * codec.ctx.tiles(patch.heads[0].layout)
+
+    def squeezed(streams):
+        coder, (chunk,) = streams[codec.Stream.TILE_TOKENS]
+        raw = coder.decode(chunk, counts)
+        streams[codec.Stream.TILE_TOKENS] = Zstd(), [Zstd().encode(raw)]
+
+    other, weights = forged(patch, squeezed), there(old)
+    held = Held.of(weights)
+    assert device_apply.bucket(held, 0, *other.opened(0)) is not None
+    other.apply(weights)
+    assert same(weights, new)
+
+
+@inside
+def test_wrong_base():
+    """Weights that are not the base are refused; vouched for wrongly, they are as they were in the end."""
+    old, new = drawn("bfloat16", {"w": (3000,)})
+    where = int(np.flatnonzero(old["w"].array != new["w"].array)[5])
+    for profile in ("ctx", "ulp"):
+        patch, weights = sparserl.diff(there(old), there(new), profile=profile), there(old)
+        weights["w"].view(torch.int16)[where] ^= 3
+        before = here(weights)
+        with pytest.raises(errors.WrongBase):
+            patch.apply(weights)
+        with pytest.raises(errors.SparserlError):
+            patch.apply(weights, digest=patch.base)
+        assert same(weights, before)
+
+
+@inside
+def test_staged_and_committed():
+    """Staging writes nothing, a commit can be taken back, and weights that moved meanwhile are left as they are."""
+    old, new = drawn("bfloat16", {"all": (20,), "large": (9000,)})
+    for profile in ("ctx", "gap"):
+        patch, weights = sparserl.diff(there(old), there(new), profile=profile), there(old)
+        landing = stage_all(patch, weights)
+        assert same(weights, old)
+        undo = landing.commit()
+        assert same(weights, new)
+        undo()
+        assert same(weights, old)
+        where = int(np.flatnonzero(old["large"].array != new["large"].array)[3])
+        weights["large"].view(torch.int16)[where] ^= 1
+        before = here(weights)
+        with pytest.raises(errors.WrongBase):
+            landing.commit()
+        assert same(weights, before)
+        weights["large"].view(torch.int16)[where] ^= 1
+        weights["all"].view(torch.int16)[2] ^= 1  # which is written last
+        before = here(weights)
+        with pytest.raises(errors.WrongBase):
+            landing.commit()
+        assert same(weights, before)
+
+
+@inside
+def test_tied_tensors():
+    """Two names for one tensor change together, or not at all; tensors that share some elements are refused."""
+    old, new = drawn("bfloat16", {"a": (50, 20)})
+    twice = [{"a": v["a"], "b": v["a"]} for v in (old, new)]
+    patch = sparserl.diff(*map(there, twice), profile="ctx")
+    shared = far(old["a"])
+    patch.apply({"a": shared, "b": shared})
+    assert same({"a": shared}, new)
+    split = sparserl.diff(there(twice[0]), there({"a": new["a"], "b": old["a"]}), profile="ctx")
+    shared = far(old["a"])
+    with pytest.raises(errors.TiedConflict):
+        split.apply({"a": shared, "b": shared})
+    assert same({"a": shared}, old)
+    flat = shared.reshape(-1)
+    apart = sparserl.diff(*map(there, drawn("bfloat16", {"a": (9,), "b": (9,)})), profile="raw")
+    with pytest.raises(errors.SparserlError):
+        apart.apply({"a": flat[:9], "b": flat[5:14]}, digest=apart.base)
+
+
+@inside
+def test_captured():
+    """What was captured can be encoded in any profile after the weights went on, and turned round."""
+    old, new = drawn("bfloat16", TWO)
+    was, now = there(old), there(new)
+    found = capture(was, now)
+    for tensor in now.values():
+        tensor.zero_()
+    for patch in (found.encode(), found.encode(link="100GB/s"), found.back()):
+        start, end = (new, old) if patch.base == sparserl.digest(new) else (old, new)
+        weights = here(start)
+        patch.apply(weights)
+        assert same(weights, end)
+    assert profiles(found.encode(link="100GB/s")) != profiles(found.encode(link="1Mbit"))
+    for allowed in ({"raw"}, {"gap"}, {"ulp", "gap"}):
+        stream = found.stream(profiles=allowed)
+        patch, weights = stream.patch([*stream.buckets]), there(old)
+        assert profiles(patch) <= allowed
+        patch.apply(weights)
+        assert same(weights, new)
+
+
+@inside
+def test_large_tensors_are_cut(monkeypatch):
+    """Pieces, groups and buckets have bounds; the parts of a tensor are entries of their own, in any of them."""
+    monkeypatch.setattr(device, "PIECE_BYTES", 6000)
+    monkeypatch.setattr(device, "GROUP_BYTES", 20000)
+    monkeypatch.setattr(device_apply, "GROUP_BYTES", 20000)
+    for name in ("ENOUGH_COVER_BYTES", "BUCKET_COVER_BYTES"):
+        monkeypatch.setattr(device_diff, name, 10000)
+    old, new = drawn("bfloat16", {"a": (20, 500), "b": (77,)}, changes=20)
+    patch, weights = sparserl.diff(there(old), there(new), profile="ctx"), there(old)
+    assert len([*patch]) > 4
+    assert patch.buckets > 2
+    assert (patch.base, patch.result) == (sparserl.digest(old), sparserl.digest(new))
+    patch.apply(weights, digest=patch.base)
+    assert same(weights, new)
+    weights = here(old)
+    patch.apply(weights)
+    assert same(weights, new)
+
+
+@inside
+def test_histograms_are_those_of_the_cpu():
+    """The keys of a sample are counted as the CPU counts them, so that classes are the same."""
+    for name, shift in (("bfloat16", 6), ("int32", 20), ("float8_e4m3fn", 0)):
+        old, _ = drawn(name, {"a": (5000,), "b": (3,), "c": (900,)})
+        dtype, held = BY_NAME[name], Held.of(there(old))
+        (runs,) = device.groups(held.places, held)
+        blocks, (side,) = runs.blocks(held.table.keys)
+        kind = 0 if dtype.sign_magnitude else 1
+        every, row = np.array([3, 2]), np.array([0, 0, 1])
+        found = gpu_cells.key_histogram(blocks, side, kind, row, every, np.array([shift, shift])).cpu().numpy()
+        sample, keep = codec.ctx.magnitude(dtype)
+        for r, parts in enumerate((["a", "b"], ["c"])):
+            wanted = np.zeros(512, np.int64)
+            address = np.array([old[p].array.ctypes.data for p in parts])
+            numel = np.array([old[p].array.size for p in parts])
+            cpu_classes.key_histogram(sample, address, numel, keep, np.uint64(shift), int(every[r]), wanted)
+            assert np.array_equal(found[r], wanted)
+
+
+@inside
+def test_classes_are_chosen(monkeypatch):
+    """Where small weights change and large ones do not, classes pay, and what is chosen says so."""
+    monkeypatch.undo()
+    if not CUDA:
+        monkeypatch.setattr(memory, "on_device", lambda _: True)
+    monkeypatch.setattr(device_diff, "FEW_CHANGES", 0)
+    monkeypatch.setattr("sparserl.plan.classes._TABLE_BITS", 0)  # there are few changes to pay for tables
+    rng = np.random.default_rng(0)
+    value = rng.normal(0, 0.02, 30000).astype(np.float32)
+    old = (value.view(np.uint32) >> 16).astype(np.uint16)
+    new = old.copy()
+    new[rng.permutation(np.flatnonzero(abs(value) < 0.001))[:64]] += 1
+    was, now = ({"w": Bits(bits, BY_NAME["bfloat16"])} for bits in (old, new))
+    mine, theirs = sparserl.diff(there(was), there(now)), sparserl.diff(was, now)
+    assert profiles(mine) == profiles(theirs) == {"ctx"}
+    assert mine.heads[0].estimates == theirs.heads[0].estimates
+    weights = there(was)
+    mine.apply(weights)
+    assert same(weights, now)
+
+
+class Model(torch.nn.Module):
+    """A few parameters on the device."""
+
+    def __init__(self, weights):
+        super().__init__()
+        for name, tensor in there(weights).items():
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+@inside
+def test_published_and_followed(tmp_path):
+    """A trainer with its baseline on the device, and a module there that follows it over a store."""
+    one, two = drawn("bfloat16", {"w": (300, 9), "v": (70,)}, changes=9)
+    _, other = drawn("bfloat16", {"w": (300, 9), "v": (70,)}, changes=9, seed=1)
+    trainer, rollout = Model(one), Model(other)
+    publisher = sparserl.Publisher(
+        tmp_path.as_uri(), sparserl.sources.module(trainer), baseline="device", profile="ctx"
+    )
+    subscriber = sparserl.Subscriber(tmp_path.as_uri(), sparserl.targets.module(rollout))
+    publisher.publish()
+    assert "where the weights are" in publisher.baseline
+    subscriber.goto(None)
+    assert same(rollout.state_dict(), one)
+    for weights in (two, one):
+        with torch.no_grad():
+            for name, tensor in there(weights).items():
+                getattr(trainer, name).copy_(tensor)
+        publisher.publish()
+        subscriber.goto(None)
+        assert same(rollout.state_dict(), weights)
+
+
+@inside
+def test_baselines():
+    """A baseline lies where the weights are, and moves on there; weights in host memory have theirs in host memory."""
+    old, new = drawn("bfloat16", TWO)
+    weights = there(old) | {"near": np.zeros(9, np.float32)}
+    kept, words = choose(weights, kind="device")
+    assert "where the weights are" in words
+    assert all(isinstance(bits, Bits) == (name == "near") for name, bits in kept.weights.items())
+    for name, tensor in there(new).items():
+        weights[name].copy_(tensor)
+    weights["near"][3] = 1.0
+    found = kept.capture(weights)
+    patch = found.encode()
+    kept.advance(patch, found)
+    assert same({name: kept.weights[name] for name in new}, new)
+    assert kept.digest == sparserl.digest(weights)
+    _, words = choose(here(old), kind="device")
+    assert "in host memory" in words
+
+
+@inside
+@pytest.mark.parametrize("mastered", [True, False])
+def test_tracked(mastered, stay):
+    """Steps on a device are marked there: the changes of each and no others, and how the sums moved with them."""
+    old, _ = drawn("bfloat16", {"w": (30, 40), "v": (70,), "tied": (50,)})
+    for bits in old.values():
+        bits.array[...] &= 0xBFFF  # neither NaNs nor infinities
+    model = Model(old)
+    model.twin = model.tied
+    params = dict(model.named_parameters())
+    masters = {p: p.detach().float() for p in params.values()} if mastered else {}
+    written = [*masters.values()] if mastered else [*params.values()]
+    source = sparserl.sources.track(None, model, params=written, masters=masters)
+    kept = NoBaseline(source.weights())
+    source.committed()
+    seen = here(model.state_dict())
+    marked = {name: np.zeros(bits.array.shape, bool) for name, bits in seen.items()}
+    rng, rollout = np.random.default_rng(0), there(seen)
+    for _ in range(2):
+        with source.step(), torch.no_grad():
+            for tensor in written:
+                flat = tensor.view(-1)
+                where = torch.from_numpy(rng.permutation(flat.numel())[:9])
+                flat[where.to(DEVICE)] = flat[where.to(DEVICE)] * 2 + 1
+        now = here(model.state_dict())
+        for name, bits in now.items():
+            marked[name] |= bits.array != seen[name].array
+        seen = now
+    shards = source.weights()
+    for part in shards.parts:
+        assert np.array_equal(part.marks.between(0, part.region.numel), np.flatnonzero(marked[part.tensor]))
+    found = kept.capture(shards)
+    patch = found.encode()
+    assert patch.changed == sum(map(np.count_nonzero, marked.values()))
+    rollout["twin"] = rollout["tied"]
+    patch.apply(rollout)
+    assert same(rollout, seen)
+
+
+def compile_all():
+    """Hand every kernel to the compiler, as if there were an H200, by calling it on CPU tensors without running it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from sparserl.kernels import gpu, gpu_cells, gpu_classes, gpu_sums
+
+    class Hopper:
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device=None):
+            return 0
+
+    driver.set_active(Hopper())
+    compile, made = JITFunction.run, set()
+
+    def only_compile(self, *args, grid, warmup, **options):
+        made.add(self.__name__)
+        return compile(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = only_compile
+    for width in (1, 2, 4, 8):
+        blocks, bits = gpu.Blocks(width, [9000], "cpu"), torch.zeros(9000, dtype=gpu.INTS[width])
+        side, where = blocks.side([bits]), torch.zeros(64, dtype=torch.int64)
+        gpu_cells.put(bits, where, gpu_cells.take(bits, where))
+        counts, starts = torch.ones((1, 2), dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+        found = gpu_classes.Found(where, bits, bits, gpu.new_sums("cpu"), counts, starts)
+        gpu_cells.swap(side, found, torch.zeros(1, dtype=torch.int32))
+        one = np.ones(1, np.int64)
+        for kind in (0, 1, 2):
+            gpu_cells.key_histogram(blocks, side, kind, 0 * one, one, one)
+        sums = gpu_sums.part_sums(blocks, side)
+        gpu_sums.part_moves(blocks, side, side, sums)
+        if width == 2:
+            gpu_sums.part_moves(blocks, gpu.Blocks(4, [9000], "cpu").side([torch.zeros(9000)]), side, sums)
+    assert made == {n for m in (gpu_cells, gpu_sums) for n in vars(m) if n.endswith("_kernel")}
+    print("compiled", len(made), "kernels")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["compile"]:
+        compile_all()
+    else:
+        print(run_all()[-8000:])

@@ -292,10 +292,11 @@ def test_locate_positions_past_two_to_the_31():
 def test_gather_and_scatter(uint, way):
     """Bits are read from, and written to, exactly the positions of the boxes; nothing else changes.
 
-    They are scattered, or exchanged for those that are there: as words, or as steps in either order.
+    They are scattered, or exchanged for those that are there: as words, or as steps in either order. An exchange tells
+    how the digest moves.
     """
     rng = np.random.default_rng(8)
-    rows = boxes(rng, 300)
+    rows = [*boxes(rng, 300), ([3], [700], [1], 999), ([0], [4096], [1], 4096)]
     dims, size, stride = columns(rows, 4)
     placed = [unaligned(random_bits(rng, numel, uint), i % 5) for i, (*_, numel) in enumerate(rows)]
     width = np.dtype(uint).itemsize
@@ -325,7 +326,10 @@ def test_gather_and_scatter(uint, way):
         words = bits.copy() if way == "words" else reference.steps(before, bits, way == "floats")
         out = poisoned(where.size, uint)
         given = where, words, way == "words", top, way == "floats", out[: where.size]
-        cpu.exchange(tag, counts, first, dims, size, stride, *given)
+        start, keys = rng.integers(0, 2**40, len(rows)), rng.integers(0, 2**64, (len(rows), 2), np.uint64)
+        other = stride + rng.integers(0, 3, stride.shape)  # strides in the tensor, which need not be those in memory
+        moved = cpu.exchange(tag, counts, first, start, dims, size, stride, other, keys, *given)
+        assert moved == cpu.digest_delta(counts, start, dims, size, other, keys, where, before, bits)
         assert (out[: where.size] == before).all()
         assert (words == bits).all()
         assert untouched(out, where.size)

@@ -187,7 +187,9 @@ def test_regions_of_every_size_in_one_call(width, magnitude, number):
     assert_classes(rng, width, magnitude, thresholds, entries, 10)
 
 
-@pytest.mark.parametrize("thresholds", [[0x80], [0x80, 0x3A00, 0x3F80, 0x7F80], [0x100, 0x4000], [0x80, 0x81]])
+@pytest.mark.parametrize(
+    "thresholds", [[0x80], [0x80, 0x3A00, 0x3F80, 0x7F80], [0x100, 0x4000], [0x80, 0x81], [0x80, 0x8000]]
+)
 @each_magnitude
 def test_thresholds_that_a_byte_tells(magnitude, thresholds):
     """Two-byte elements held against thresholds of which only the highest eight bits are set, or not only those."""

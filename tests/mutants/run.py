@@ -321,7 +321,7 @@ MUTANTS = (
         "kernels/classes.py",
         "short &= limit & ~_HIGH == 0",
         "short &= limit & np.uint64(127) == 0",
-        Tests(CLASSES, "every_size and 2-float-3"),
+        Tests(CLASSES, "byte_tells"),
     ),
     Mutant(
         "sixteen numbers may take more low bits than there are",

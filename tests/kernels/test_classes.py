@@ -187,6 +187,18 @@ def test_regions_of_every_size_in_one_call(width, magnitude, number):
     assert_classes(rng, width, magnitude, thresholds, entries, 10)
 
 
+@pytest.mark.parametrize(
+    "thresholds", [[0x80], [0x80, 0x3A00, 0x3F80, 0x7F80], [0x100, 0x4000], [0x80, 0x81], [0x80, 0x8000]]
+)
+@each_magnitude
+def test_thresholds_that_a_byte_tells(magnitude, thresholds):
+    """Two-byte elements held against thresholds of which only the highest eight bits are set, or not only those."""
+    rng = np.random.default_rng(len(thresholds))
+    sizes = (0, 1, 63, 64, 65, 1000, STRETCH - 1, STRETCH, STRETCH + 64)
+    entries = [(awkward(rng, n, 2, thresholds), some_positions(rng, n, HOW[i % 6])) for i, n in enumerate(sizes)]
+    assert_classes(rng, 2, magnitude, thresholds, entries, 12)
+
+
 @each_magnitude
 @each_width
 def test_regions_around_stretches_and_tiles(width, magnitude):

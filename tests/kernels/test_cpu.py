@@ -292,10 +292,11 @@ def test_locate_positions_past_two_to_the_31():
 def test_gather_and_scatter(uint, way):
     """Bits are read from, and written to, exactly the positions of the boxes; nothing else changes.
 
-    They are scattered, or exchanged for those that are there: as words, or as steps in either order.
+    They are scattered, or exchanged for those that are there: as words, or as steps in either order. An exchange tells
+    how the digest moves.
     """
     rng = np.random.default_rng(8)
-    rows = boxes(rng, 300)
+    rows = [*boxes(rng, 300), ([3], [700], [1], 999), ([0], [4096], [1], 4096)]
     dims, size, stride = columns(rows, 4)
     placed = [unaligned(random_bits(rng, numel, uint), i % 5) for i, (*_, numel) in enumerate(rows)]
     width = np.dtype(uint).itemsize
@@ -325,7 +326,10 @@ def test_gather_and_scatter(uint, way):
         words = bits.copy() if way == "words" else reference.steps(before, bits, way == "floats")
         out = poisoned(where.size, uint)
         given = where, words, way == "words", top, way == "floats", out[: where.size]
-        cpu.exchange(tag, counts, first, dims, size, stride, *given)
+        start, keys = rng.integers(0, 2**40, len(rows)), rng.integers(0, 2**64, (len(rows), 2), np.uint64)
+        other = stride + rng.integers(0, 3, stride.shape)  # strides in the tensor, which need not be those in memory
+        moved = cpu.exchange(tag, counts, first, start, dims, size, stride, other, keys, *given)
+        assert moved == cpu.digest_delta(counts, start, dims, size, other, keys, where, before, bits)
         assert (out[: where.size] == before).all()
         assert (words == bits).all()
         assert untouched(out, where.size)
@@ -531,7 +535,9 @@ def test_pack_in_every_width(uint):
     rng = np.random.default_rng(12)
     most = 2 ** (8 * np.dtype(uint).itemsize) - 1
     for size in range(0, 301, 3):
-        for values in (random_bits(rng, size, uint), np.full(size, most, uint), rng.integers(0, 16, size).astype(uint)):
+        any_size = random_bits(rng, size, uint) >> rng.integers(0, 8 * np.dtype(uint).itemsize, size).astype(uint)
+        small = rng.integers(0, 16, size).astype(uint)
+        for values in (random_bits(rng, size, uint), np.full(size, most, uint), small, any_size):
             tokens, lows, _ = run_pack(values)
             assert (tokens, lows) == reference.pack(values)
             bad, back = run_unpack(tokens, lows, most, uint)
@@ -569,6 +575,16 @@ def test_unpack_refuses_low_bits_that_do_not_match():
     assert run_unpack(tokens, lows[:-1] + spare, 2**32 - 1, np.uint32)[0] == values.size
     assert run_unpack(b"\x03", b"", 2**32 - 1, np.uint32)[0] == -1
     assert run_unpack(b"\x03", b"\0", 2**32 - 1, np.uint32)[0] == 1
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_unpack_names_the_first_number_without_its_low_bits(dtype):
+    """However many low bits are missing, the first number that lacks some is named, and none behind the end is read."""
+    values = (np.random.default_rng(3).geometric(0.006, 70) & 0xFFFF).astype(dtype)
+    tokens, lows, _ = run_pack(values)
+    upto = np.cumsum([reference.token(int(v))[2] for v in values])
+    for cut in range(len(lows)):
+        assert run_unpack(tokens, lows[:cut], 0xFFFF, dtype)[0] == int(np.argmax(upto > 8 * cut))
 
 
 def regions_of(rng, log):

@@ -312,9 +312,30 @@ MUTANTS = (
     Mutant(
         "masks of a class take in its threshold",
         "kernels/llvm.py",
-        'mask = b.bitcast(b.icmp_unsigned("<", x, limit), part)',
-        'mask = b.bitcast(b.icmp_unsigned("<=", x, limit), part)',
+        'b.bitcast(b.icmp_unsigned("<", x, limit), part)',
+        'b.bitcast(b.icmp_unsigned("<=", x, limit), part)',
         Tests(CLASSES, "every_size and 2-float-3"),
+    ),
+    Mutant(
+        "limits that a byte does not tell are taken for such",
+        "kernels/classes.py",
+        "short &= limit & ~_HIGH == 0",
+        "short &= limit & np.uint64(127) == 0",
+        Tests(CLASSES, "byte_tells"),
+    ),
+    Mutant(
+        "sixteen numbers may take more low bits than there are",
+        "kernels/llvm.py",
+        "b.select(b.and_(within, none), total, _I64(-1))",
+        "b.select(none, total, _I64(-1))",
+        Tests(KERNELS, "unpack"),
+    ),
+    Mutant(
+        "what is summed up on the way to a change is left out of the digest",
+        "kernels/cpu.py",
+        "        x += lanes[0, lane]\n",
+        "",
+        Tests(KERNELS, "test_gather_and_scatter"),
     ),
     Mutant(
         "magnitudes keep their sign",

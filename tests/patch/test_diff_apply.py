@@ -286,7 +286,7 @@ def test_what_landed_before_an_error_is_put_back(monkeypatch, threads):
     patch = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw")
     assert patch.buckets > 3
     assert any(entry.dense for entry in patch)
-    inner = {name: getattr(sparserl.patch.apply, name) for name in ("exchange", "_moved")}
+    inner = {name: getattr(sparserl.patch.apply, name) for name in ("exchange", "_dense_moved")}
 
     def third(name):
         seen = []

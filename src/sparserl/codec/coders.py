@@ -99,24 +99,13 @@ class Rans:
 
     def encode(self, raw: Buffer) -> Buffer:
         symbols = as_bytes(raw)
-        freq, table = np.empty(256, np.uint32), np.empty(rans.MOST_TABLE, np.uint8)
-        size = rans.write_table(freq, rans.frequencies(symbols, freq), table)
-        states, words = np.empty(rans.lanes(symbols.size), np.uint32), np.empty(symbols.size + 1, np.uint16)
-        start = rans.encode(symbols, freq, states, words)
-        return table[:size].tobytes() + states.tobytes() + words[start:].tobytes()
+        out = np.empty(rans.room(symbols.size), np.uint8)
+        return out[: rans.squeeze(symbols, out)].data
 
     def decode(self, coded: Buffer, size: int) -> Buffer:
-        data, freq = as_bytes(coded), np.empty(256, np.uint32)
-        begin = rans.read_table(data, freq)
-        end = begin + 4 * rans.lanes(size)
-        if begin < 0 or end > data.size or (data.size - end) % 2:
-            raise InvalidField("a rans chunk has no table that adds up, or ends inside it or its states")
-        states = data[begin:end].copy().view("<u4")
-        words = np.zeros((data.size - end) // 2 + rans.SPARE, "<u2")
-        words.view(np.uint8)[: data.size - end] = data[end:]
         symbols = np.empty(size, np.uint8)
-        if not rans.decode(states, words, freq, symbols):
-            raise InvalidField("a rans chunk does not come out even")
+        if not rans.expand(as_bytes(coded), symbols):
+            raise InvalidField("a rans chunk has no table that adds up, or does not come out even")
         return symbols.data
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from ..errors import InvalidField
 from ..kernels import cpu
 from . import numbers
-from .profile import Layout, Positions, empty
+from .profile import Layout, Positions, copy_into, empty
 from .streams import Chunks, Reader, Stream
 
 
@@ -21,7 +21,7 @@ def read_positions(layout: Layout, reader: Reader) -> Positions:
     positions = empty(layout.changes, np.uint32)
     at = 0
     for size in layout.chunk_sizes(layout.changes):
-        positions[at : at + size] = np.frombuffer(reader.take(Stream.POSITIONS, 4 * size), "<u4")
+        copy_into(positions[at : at + size], reader.take(Stream.POSITIONS, 4 * size))
         at += size
     if (bad := cpu.ascending(layout.count, layout.numel, positions)) >= 0:
         raise InvalidField(f"{reader.what}: sparse entry {bad}: positions are out of range or do not rise")

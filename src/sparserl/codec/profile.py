@@ -85,3 +85,8 @@ class Profile(Protocol):
 def empty(count: int, dtype: Any) -> npt.NDArray[Any]:
     """An array to be filled; one name for it, so that tests can poison every buffer."""
     return np.empty(count, dtype)
+
+
+def copy_into(items: npt.NDArray[Any], data: Buffer) -> None:
+    """Fill little-endian items from their bytes, which may begin at any address: NumPy would copy those one by one."""
+    items.view(np.uint8)[:] = np.frombuffer(data, np.uint8)

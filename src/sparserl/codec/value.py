@@ -8,7 +8,7 @@ import numpy as np
 
 from ..bits import UIntArray
 from . import numbers
-from .profile import Layout, empty
+from .profile import Layout, copy_into, empty
 from .streams import Chunks, Reader, Stream
 
 
@@ -22,8 +22,7 @@ def read_words(layout: Layout, reader: Reader, count: int, stream: int) -> UIntA
     words = empty(count, layout.dtype.uint)
     at = 0
     for size in layout.chunk_sizes(count):
-        part = reader.take(stream, layout.dtype.width * size)
-        words[at : at + size] = np.frombuffer(part, layout.dtype.uint)
+        copy_into(words[at : at + size], reader.take(stream, layout.dtype.width * size))
         at += size
     return words
 

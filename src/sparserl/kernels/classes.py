@@ -4,7 +4,7 @@ The class of an element is the number of thresholds that its old magnitude reach
 that the nearest caches hold: a vector comparison per threshold gives a mask for every 64 elements, popcounts give
 ranks, and only the places with changes are then touched one by one.
 
-`kind` is an empty array whose dtype tells width and magnitude (see `below64`), `keep` the magnitude bits of the
+`kind` is an empty array whose dtype tells width and magnitude (see `classify`), `keep` the magnitude bits of the
 unsigned ones. `address` names the old bits of each entry, contiguous.
 """
 
@@ -15,14 +15,29 @@ from typing import Any
 import numpy as np
 
 from .cpu import advanced
-from .llvm import alive, at_most8, at_most16, classify64, inline, kernel, load, popcount, prefetch, select, store
+from .llvm import (
+    STRETCH,
+    alive,
+    at_most8,
+    at_most16,
+    classify,
+    classify_short,
+    every8,
+    inline,
+    kernel,
+    load,
+    popcount,
+    prefetch,
+    select,
+    store,
+)
 from .llvm import width as width_of
 
 MOST = 8  # classes
-_BLOCKS = 128  # of 64 elements: a stretch
+_BLOCKS = STRETCH
 _ROW = _BLOCKS + 8
-_WALKERS = 4
 _ONE, _ALL = np.uint64(1), ~np.uint64(0)
+_SHORT, _HIGH = np.uint64(0x7FFF), np.uint64(0x7F80)  # the magnitude bits of 16-bit floats, and the highest eight
 
 
 @inline
@@ -82,38 +97,38 @@ def _fill(masks: Any, ranks: Any, last: Any) -> None:
 
 @inline
 def _grid(classes: Any) -> Any:
-    """Room for the masks and ranks of a stretch, and for the ranks inside each class."""
+    """Room for the masks and ranks of a stretch."""
     masks, ranks = np.zeros((classes + 1, _ROW), np.uint64), np.zeros((classes + 1, _ROW), np.int32)
     _fill(masks, ranks, classes)
-    return masks, ranks, np.empty((classes, _ROW), np.int32)
+    return masks, ranks
 
 
 @kernel
-def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ranks: Any, inside: Any) -> None:
+def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ranks: Any) -> None:
     """Look at a stretch of `n` elements, the last block perhaps not full.
 
     masks[k, b]: which elements of block b are below limit k - 1. The first row stands for none, the one behind the last
-    limit for all. ranks[k, b]: how many of those lie before the block; inside[c, b]: how many of class c do. Blocks
-    that are not there are empty.
+    limit for all. ranks[k, b]: how many of those lie before the block; so ranks[c + 1, b] - ranks[c, b] are of class c.
+    Blocks that are not there are empty.
     """
     line = 64 * width_of(kind)
     full, rest, last = n >> 6, n & 63, len(limits) + 1
     mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW, np.int64(ranks.ctypes.data) + 4 * _ROW
-    quarter = line * (_BLOCKS // _WALKERS)
     if masks[last, _BLOCKS - 1] != _ALL:  # the stretch before was not full
         _fill(masks, ranks, last)
-    for b in range(full):
-        # Meanwhile the next stretch is on its way, from several places at once, which keeps more of memory busy.
-        ahead = a + _BLOCKS * line + (b % _WALKERS) * quarter + b // _WALKERS * line
-        for byte in range(0, line, 64):
-            prefetch(ahead + byte)
-        classify64(kind, a + b * line, keep, limits, mask_at + 8 * b, rank_at + 4 * b, _ROW)
+    short = width_of(kind) == 2 and keep == _SHORT
+    for limit in limits:
+        short &= limit & ~_HIGH == 0
+    if short:
+        classify_short(a, full, limits, mask_at, rank_at, _ROW)
+    else:
+        classify(kind, a, full, keep, limits, mask_at, rank_at, _ROW)
     if full < _BLOCKS:
         if rest:
             edge = np.zeros(64, kind.dtype)
             for i in range(rest):
                 edge[i] = load(kind, a + full * line + i * width_of(kind))
-            classify64(kind, np.int64(edge.ctypes.data), keep, limits, mask_at + 8 * full, rank_at + 4 * full, _ROW)
+            classify(kind, np.int64(edge.ctypes.data), 1, keep, limits, mask_at + 8 * full, rank_at + 4 * full, _ROW)
             alive(edge)
             there = (_ONE << np.uint64(rest)) - _ONE
             for k in range(1, last + 1):
@@ -124,9 +139,12 @@ def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ran
             for b in range(full, _BLOCKS):
                 masks[k, b] = np.uint64(0)
                 ranks[k, b + 1] = ranks[k, b]
-    for c in range(last):
-        for b in range(_BLOCKS + 1):
-            inside[c, b] = ranks[c + 1, b] - ranks[c, b]
+
+
+@inline
+def _members(ranks: Any, at: Any) -> Any:
+    """How many elements of a class lie before a block; `at` is the address of the rank below the class."""
+    return np.int64(load(ranks, at + 4 * _ROW)) - np.int64(load(ranks, at))
 
 
 @kernel
@@ -150,9 +168,9 @@ def class_gaps(
     """
     width, word = width_of(kind), width_of(words)
     classes = len(limits) + 1
-    masks, ranks, inside = _grid(classes)
+    masks, ranks = _grid(classes)
     seen, last, before = np.empty(MOST, np.int64), np.empty(MOST, np.int64), np.empty(MOST, np.int64)
-    mask_at, rank_at = np.int64(masks.ctypes.data), np.int64(inside.ctypes.data)
+    mask_at, rank_at = np.int64(masks.ctypes.data), np.int64(ranks.ctypes.data)
     k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
@@ -166,7 +184,7 @@ def class_gaps(
             while low < stop and k < end and np.int64(positions[k]) < stop:
                 n = min(stop - low, np.int64(64 * _BLOCKS))
                 a = address[e] + low * width
-                _classify(kind, keep, a, n, limits, masks, ranks, inside)
+                _classify(kind, keep, a, n, limits, masks, ranks)
                 while k < end and np.int64(positions[k]) < low + n:
                     p = np.int64(positions[np.uint64(k)]) - low
                     size = magnitude(kind, keep, load(kind, a + p * width))
@@ -176,8 +194,8 @@ def class_gaps(
                     b, bit, column = p >> 6, np.uint64(p & 63), np.uint64(c)
                     at = mask_at + 8 * (_ROW * c + b)
                     members = load(masks, at + 8 * _ROW) & ~load(masks, at) & ((_ONE << bit) - _ONE)
-                    rank = seen[column] + np.int64(load(inside, rank_at + 4 * (_ROW * c + b))) + popcount(members)
-                    store(inside, gap_at[column], np.int32(rank - last[column] - 1))
+                    rank = seen[column] + _members(ranks, rank_at + 4 * (_ROW * c + b)) + popcount(members)
+                    store(ranks, gap_at[column], np.int32(rank - last[column] - 1))
                     store(words, word_at[column], words[np.uint64(k)])
                     gap_at[column] += 4
                     word_at[column] += word
@@ -185,7 +203,7 @@ def class_gaps(
                     prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))
                     k += 1
                 for j in range(classes):
-                    seen[j] += inside[j, _BLOCKS]
+                    seen[j] += _members(ranks, rank_at + 4 * (_ROW * j + _BLOCKS))
                 low += n
             for j in range(classes):
                 tiles[t + j] = (gap_at[j] - before[j]) >> 2
@@ -200,16 +218,18 @@ def _emit(
 
     The stretch lies at address `a`, position `low`. Returns the next rank, counted from the next stretch, and gap.
     """
-    masks, inside, coarse = grid
+    masks, ranks, coarse = grid
     positions, out_words, old, land, top, sign_magnitude = out
     width = width_of(tag)
-    mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW * c, np.int64(inside.ctypes.data) + 4 * _ROW * c
-    coarse_at, members = np.int64(coarse.ctypes.data) + 64 * c, np.int64(inside[c, _BLOCKS])
+    mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW * c, np.int64(ranks.ctypes.data) + 4 * _ROW * c
+    coarse_at, members = np.int64(coarse.ctypes.data), _members(ranks, rank_at + 4 * _BLOCKS)
+    if rank < members and q < end:
+        every8(rank_at, rank_at + 4 * _ROW, coarse_at)
     while rank < members and q < end:
         b = 8 * at_most16(coarse_at, rank) - 8
-        b += at_most8(rank_at + 4 * b, rank) - 1
+        b += at_most8(rank_at + 4 * b, rank_at + 4 * (_ROW + b), rank) - 1
         mask = load(masks, mask_at + 8 * _ROW + 8 * b) & ~load(masks, mask_at + 8 * b)
-        p = b * 64 + select(mask, rank - np.int64(load(inside, rank_at + 4 * b)))
+        p = b * 64 + select(mask, rank - _members(ranks, rank_at + 4 * b))
         bits, word = load(tag, a + p * width), words[np.uint64(q)]
         if land:
             word = advanced(tag, bits, word, top, sign_magnitude)
@@ -289,9 +309,8 @@ def _positions(
     """How many changes were found, and the first entry at fault or -1."""
     width = width_of(kind)
     classes = len(limits) + 1
-    masks, ranks, inside = _grid(classes)
-    coarse = np.empty((classes, 16), np.int32)
-    grid = masks, inside, coarse
+    masks, ranks = _grid(classes)
+    grid = masks, ranks, np.empty(16, np.int32)
     want, left = np.empty(MOST, np.int64), np.empty(MOST, np.int64)
     k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
@@ -311,10 +330,7 @@ def _positions(
             while here and low < stop:
                 n = min(stop - low, np.int64(64 * _BLOCKS))
                 a = address[e] + low * width
-                _classify(kind, keep, a, n, limits, masks, ranks, inside)
-                for c in range(classes):
-                    for j in range(16):
-                        coarse[c, j] = inside[c, 8 * j]
+                _classify(kind, keep, a, n, limits, masks, ranks)
                 for c in range(classes):
                     q, end = at[c], at[c] + left[c]
                     want[c], at[c] = _emit(tag, a, low, c, want[c], q, end, grid, gaps, sorted_words, k, out)

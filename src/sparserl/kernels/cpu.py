@@ -14,17 +14,21 @@ import numpy as np
 from .llvm import (
     GOLDEN,
     ROTATE,
+    alive,
     differ64,
     digest_blocks,
+    digest_move16,
     digest_moves,
     highest,
     inline,
     kernel,
     load,
     lowest,
+    number16,
     popcount,
     prefetch,
     store,
+    tokenize16,
 )
 from .llvm import width as width_of
 
@@ -32,9 +36,9 @@ _GOLDEN = np.uint64(GOLDEN)
 _TURN, _BACK, _HALF = np.uint64(ROTATE), np.uint64(64 - ROTATE), np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
-_WALKERS = 4  # places at which the comparing loop reads in turn
-_STRIDE = 1 << 13  # bytes between them
-_FAR = 48  # changes: how far gather and scatter prefetch
+_WALKERS = 8  # places at which the comparing loop reads in turn
+_STRIDE = 1 << 12  # bytes between them
+_FAR = 64  # changes: how far gather, scatter and exchange prefetch
 
 
 @inline
@@ -252,39 +256,90 @@ def _swap(tag: Any, at: Any, i: Any, words: Any, absolute: Any, top: Any, sign_m
     store(tag, at, new)
 
 
+@inline
+def _delta(e: Any, k: Any, end: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, changes: Any) -> Any:
+    """How the two sums move with the changes from `k` to `end`, which are of entry `e`."""
+    positions, old, new = changes
+    first, second = np.uint64(0), np.uint64(0)
+    key, line = keys[e, 1], dims[e] == 1
+    origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(stride[e, 0]) * _GOLDEN
+    blocks = (end - k) // 16 if line else 0
+    if blocks:
+        at, width = np.int64(positions.ctypes.data) + 4 * k, width_of(old) * k
+        first, second = digest_moves(
+            old, at, np.int64(old.ctypes.data) + width, np.int64(new.ctypes.data) + width, blocks, origin, step, key
+        )
+    for i in range(k + 16 * blocks, end):
+        p = np.int64(positions[i])
+        weyl = origin + np.uint64(_offset(p, e, dims, size, stride)) * _GOLDEN
+        was, now = _mix(weyl, key, np.uint64(old[i])), _mix(weyl, key, np.uint64(new[i]))
+        first += now - was
+        second += _turn(now) - _turn(was)
+    return first, second
+
+
 @kernel
 def exchange(
     tag: Any,
     counts: Any,
     first: Any,
+    start: Any,
     dims: Any,
     size: Any,
-    stride: Any,
+    inside: Any,
+    outside: Any,
+    keys: Any,
     positions: Any,
     words: Any,
     absolute: Any,
     top: Any,
     sign_magnitude: Any,
     old: Any,
-) -> None:
+) -> tuple[Any, Any]:
     """Write new bits to the changed positions, in place: the words, or a step of so much from what is there.
 
-    Afterwards `words` are the new bits and `old` those that were there. Every line of memory is fetched once.
+    Afterwards `words` are the new bits and `old` those that were there. Returns how the digest's two sums move. Every
+    line of memory is fetched once, and while some are on their way others are summed up.
     """
+    lanes = np.zeros((2, 16), np.uint64)
+    position_at, old_at, word_at = (
+        np.int64(positions.ctypes.data),
+        np.int64(old.ctypes.data),
+        np.int64(words.ctypes.data),
+    )
+    lane_at = np.int64(lanes.ctypes.data)
+    x, y = np.uint64(0), np.uint64(0)
     k = np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
-        if dims[e] == 1 and stride[e, 0] == 1:
-            for i in range(k, end - _FAR):
-                prefetch(_spot(tag, first[e], positions, i + _FAR))
+        if dims[e] == 1 and inside[e, 0] == 1:
+            origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(outside[e, 0]) * _GOLDEN
+            near = k + max(0, end - k - _FAR) // 16 * 16
+            for low in range(k, near, 16):
+                for i in range(low, low + 16):
+                    prefetch(_spot(tag, first[e], positions, i + _FAR))
+                    _swap(tag, _spot(tag, first[e], positions, i), i, words, absolute, top, sign_magnitude, old)
+                here = width_of(tag) * low
+                digest_move16(
+                    old, position_at + 4 * low, old_at + here, word_at + here, origin, step, keys[e, 1], lane_at
+                )
+            for i in range(near, end):
                 _swap(tag, _spot(tag, first[e], positions, i), i, words, absolute, top, sign_magnitude, old)
-            for i in range(max(k, end - _FAR), end):
-                _swap(tag, _spot(tag, first[e], positions, i), i, words, absolute, top, sign_magnitude, old)
+            a, b = _delta(e, near, end, start, dims, size, outside, keys, (positions, old, words))
+            x += a
+            y += b
         else:
             for i in range(k, end):
-                at = first[e] + _offset(np.int64(positions[i]), e, dims, size, stride) * width_of(tag)
+                at = first[e] + _offset(np.int64(positions[i]), e, dims, size, inside) * width_of(tag)
                 _swap(tag, at, i, words, absolute, top, sign_magnitude, old)
+            a, b = _delta(e, k, end, start, dims, size, outside, keys, (positions, old, words))
+            x += a
+            y += b
         k = end
+    for lane in range(16):
+        x += lanes[0, lane]
+        y += lanes[1, lane]
+    return x, y
 
 
 @kernel
@@ -293,30 +348,12 @@ def digest_delta(
 ) -> tuple[Any, Any]:
     """How the two sums move when the old bits at the changed positions become the new ones."""
     first, second = np.uint64(0), np.uint64(0)
-    k = 0
+    k = np.int64(0)
     for e in range(counts.size):
-        key = keys[e, 1]
-        end = k + counts[e]
-        line = dims[e] == 1
-        origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(stride[e, 0]) * _GOLDEN
-        blocks = (end - k) // 16 if line else 0
-        if blocks:
-            at, width = np.int64(positions.ctypes.data) + 4 * k, width_of(old) * k
-            x, y = digest_moves(
-                old, at, np.int64(old.ctypes.data) + width, np.int64(new.ctypes.data) + width, blocks, origin, step, key
-            )
-            first += x
-            second += y
-        for i in range(k + 16 * blocks, end):
-            p = np.int64(positions[i])
-            if line:
-                weyl = origin + np.uint64(p) * step
-            else:
-                weyl = origin + np.uint64(_offset(p, e, dims, size, stride)) * _GOLDEN
-            was, now = _mix(weyl, key, np.uint64(old[i])), _mix(weyl, key, np.uint64(new[i]))
-            first += now - was
-            second += _turn(now) - _turn(was)
-        k = end
+        x, y = _delta(e, k, k + counts[e], start, dims, size, stride, keys, (positions, old, new))
+        first += x
+        second += y
+        k += counts[e]
     return first, second
 
 
@@ -339,16 +376,6 @@ def advance(old: Any, step: Any, top: Any, sign_magnitude: Any, out: Any) -> Non
     """The new bits: `steps` undone."""
     for i in range(old.size):
         out[i] = advanced(old, old[i], step[i], top, sign_magnitude)
-
-
-@inline
-def _small(values: Any, i: Any, tokens: Any) -> Any:
-    """Copy 16 values, and tell whether all of them are below 16, so that they are their own tokens."""
-    seen = np.uint64(0)
-    for j in range(16):
-        seen |= np.uint64(values[np.uint64(i + j)])
-        tokens[np.uint64(i + j)] = values[np.uint64(i + j)]
-    return seen < np.uint64(16)
 
 
 @inline
@@ -378,22 +405,21 @@ def _add(low: Any, width: Any, lows: Any, state: Any) -> Any:
 def pack(values: Any, tokens: Any, lows: Any) -> Any:
     """Token bytes and low bits (uint64 words, room for one per value and one more). Returns the number of bits."""
     state = np.uint64(0), np.uint64(0), np.uint64(0)
-    whole = values.size & -16
+    whole = values.size & -16 if width_of(values) <= 4 else 0
+    joined = np.empty(24, np.uint64)
+    value_at, token_at = np.int64(values.ctypes.data), np.int64(tokens.ctypes.data)
+    joined_at = np.int64(joined.ctypes.data)
     for i in range(0, whole, 16):
-        if _small(values, i, tokens):
+        most = tokenize16(values, value_at + i * width_of(values), token_at + i, joined_at)
+        if most == 0:
             continue
-        if width_of(values) <= 4:  # the low bits of two fit a word
-            for j in range(i, i + 16, 2):
-                token, low, width = tokenize(np.uint64(values[np.uint64(j)]))
-                tokens[np.uint64(j)] = token
-                token, high, more = tokenize(np.uint64(values[np.uint64(j + 1)]))
-                tokens[np.uint64(j + 1)] = token
-                state = _add(low | high << width, width + more, lows, state)
+        if most <= 32:
+            for j in range(16, 20):
+                state = _add(joined[j], joined[j + 4], lows, state)
         else:
-            for j in range(i, i + 16):
-                token, low, width = tokenize(np.uint64(values[np.uint64(j)]))
-                tokens[np.uint64(j)] = token
-                state = _add(low, width, lows, state)
+            for j in range(8):
+                state = _add(joined[j], joined[j + 8], lows, state)
+    alive(joined)
     for i in range(whole, values.size):
         token, low, width = tokenize(np.uint64(values[i]))
         tokens[i] = token
@@ -422,24 +448,15 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
     base = np.int64(lows.ctypes.data)
     at, end = np.uint64(0), np.uint64(bits)
     i, n = np.int64(0), tokens.size
+    token_at, out_at = np.int64(tokens.ctypes.data), np.int64(out.ctypes.data)
     while i < n:
-        if limit >= np.uint64(15) and i + 16 <= n and _small(tokens, i, out):
-            i += 16
-            continue
+        if width_of(out) <= 4 and i + 16 <= n:
+            took = number16(out, token_at + i, base, np.int64(at), np.int64(end), limit, out_at + i * width_of(out))
+            if took >= 0:
+                at += np.uint64(took)
+                i += 16
+                continue
         stop = min(i + 16, n)
-        while width_of(out) <= 4 and i + 2 <= stop:  # two at a time, if their low bits come with one load
-            one, two = np.uint64(tokens[np.uint64(i)]), np.uint64(tokens[np.uint64(i + 1)])
-            width = widths[one] + widths[two]
-            if width > np.uint64(56):
-                break
-            low = load(lows, base + np.int64(at >> np.uint64(3))) >> (at & np.uint64(7))
-            v = heads[one] | (low & ((_ONE << widths[one]) - _ONE))
-            u = heads[two] | ((low >> widths[one]) & ((_ONE << widths[two]) - _ONE))
-            at += width
-            if max(u, v) > limit or at > end:
-                return i if v > limit or at - widths[two] > end else i + 1
-            out[np.uint64(i)], out[np.uint64(i + 1)] = v, u
-            i += 2
         while i < stop:
             token = np.uint64(tokens[np.uint64(i)])
             width, byte, shift = widths[token], base + np.int64(at >> np.uint64(3)), at & np.uint64(7)
@@ -510,15 +527,14 @@ def tile_positions(counts: Any, numel: Any, log: Any, tiles: Any, gaps: Any, pos
 @kernel
 def ascending(counts: Any, numel: Any, positions: Any) -> Any:
     """-1, or the first entry whose positions do not rise strictly or leave its region."""
-    k = 0
+    k = np.int64(0)
     for e in range(counts.size):
-        last = np.int64(-1)
-        for _ in range(counts[e]):
-            p = np.int64(positions[k])
-            if p <= last or p >= numel[e]:
-                return e
-            last = p
-            k += 1
+        falls = np.uint32(0)
+        for i in range(k + 1, k + counts[e]):  # without a branch, several at a time
+            falls |= np.uint32(positions[np.uint64(i)] <= positions[np.uint64(i - 1)])
+        k += counts[e]
+        if falls or (counts[e] and np.int64(positions[k - 1]) >= numel[e]):
+            return e
     return -1
 
 

@@ -127,14 +127,19 @@ def differ64(_: Any, tag: Any, left: Any, right: Any) -> Any:
     return types.uint64(tag, types.int64, types.int64), codegen
 
 
+def _fetch(b: Any, address: Any) -> None:
+    """Ask for the cache line at an address."""
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    b.call(function, [_pointer(b, address, _I8), _I32(0), _I32(3), _I32(1)])
+
+
 @machine
 def prefetch(_: Any, address: Any) -> Any:
     """Ask for the cache line at an address; any address is allowed."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-        b.call(function, [_pointer(b, args[0], _I8), _I32(0), _I32(3), _I32(1)])
+        _fetch(b, args[0])
         return ctx.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -162,68 +167,178 @@ def popcount(_: Any, mask: Any) -> Any:
     return types.int64(types.uint64), lambda ctx, b, sig, args: b.ctpop(args[0])
 
 
-@machine
-def classify64(_: Any, kind: Any, address: Any, keep: Any, limits: Any, masks: Any, ranks: Any, row: Any) -> Any:
-    """For each limit, the mask of the 64 elements at an address whose magnitude is below it, and how many there are.
+STRETCH = 128  # blocks of 64 elements that are looked at together
+_WALKERS = 4
 
-    Where `kind` is unsigned, the magnitude is the bits in `keep`; where it is signed, the absolute value. Masks and
-    int32 ranks have a row of so many items for each limit, and `masks` and `ranks` are addresses in the first row: the
-    mask is stored there, and the rank that is there plus the number of elements goes behind it.
+
+class _Classified:
+    """Blocks of 64 elements held against limits: for each limit a mask per block, and how many elements came before.
+
+    Masks and int32 ranks have a row of so many items for each limit; `masks` and `ranks` are addresses in the first. A
+    mask is stored there for every block, and the rank that is there plus the elements so far goes behind it.
+    """
+
+    def __init__(self, b: Any, blocks: Any, limits: int, masks: Any, ranks: Any, row: Any) -> None:
+        self.b, self.blocks, self.limits = b, blocks, limits
+        self.masks, self.ranks, self.row = masks, ranks, row
+
+    def run(self, look: Callable[[Any], list[list[Any]]]) -> None:
+        """`look(index of the block)` gives the mask of each limit in parts, the first elements first."""
+        b = self.b
+        rows = [b.mul(self.row, _I64(k)) for k in range(self.limits)]
+        mask_at = [_pointer(b, b.add(self.masks, b.mul(row, _I64(8))), _I64) for row in rows]
+        rank_at = [_pointer(b, b.add(self.ranks, b.mul(row, _I64(4))), _I32) for row in rows]
+        first = [b.load(at) for at in rank_at]
+        before, loop, done = b.block, b.append_basic_block("blocks"), b.append_basic_block("done")
+        b.cbranch(b.icmp_signed(">", self.blocks, _I64(0)), loop, done)
+        b.position_at_end(loop)
+        i, counts = b.phi(_I64), [b.phi(_I32) for _ in rows]
+        after, found = b.add(i, _I64(1)), look(i)
+        for k, parts in enumerate(found):
+            lanes, total = parts[0].type.width, counts[k]
+            for j, mask in enumerate(parts):
+                place = b.gep(b.bitcast(b.gep(mask_at[k], [i]), mask.type.as_pointer()), [_I64(j)])
+                b.store(mask, place).align = 1
+                bits = b.ctpop(mask)
+                total = b.add(total, b.trunc(bits, _I32) if lanes > 32 else b.zext(bits, _I32) if lanes < 32 else bits)
+            b.store(total, b.gep(rank_at[k], [after]))
+            counts[k].add_incoming(first[k], before)
+            counts[k].add_incoming(total, loop)
+        i.add_incoming(_I64(0), before)
+        i.add_incoming(after, loop)
+        b.cbranch(b.icmp_signed("<", after, self.blocks), loop, done)
+        b.position_at_end(done)
+
+
+def _fetch_ahead(b: Any, start: Any, i: Any, line: int) -> None:
+    """While a block is looked at: one of the next stretch, from several places in turn, which keeps memory busier."""
+    place = b.add(b.mul(b.urem(i, _I64(_WALKERS)), _I64(STRETCH // _WALKERS)), b.udiv(i, _I64(_WALKERS)))
+    at = b.add(start, b.mul(b.add(place, _I64(STRETCH)), _I64(line)))
+    for byte in range(0, line, 64):
+        _fetch(b, b.add(at, _I64(byte)))
+
+
+@machine
+def classify(
+    _: Any, kind: Any, start: Any, blocks: Any, keep: Any, limits: Any, masks: Any, ranks: Any, row: Any
+) -> Any:
+    """For each limit, the masks of the elements of blocks whose magnitude is below it: see `_Classified`.
+
+    Where `kind` is unsigned, the magnitude is the bits in `keep`; where it is signed, the absolute value.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        element = _element(ctx, sig.args[0])
+        element, many = _element(ctx, sig.args[0]), sig.args[4].count
         lanes = min(64, 512 // element.width)  # of a register: longer masks would have to be put together
         vector, part = ir.VectorType(element, lanes), ir.IntType(lanes)
 
         def everywhere(value: Any) -> Any:
             return splat(b, value if element.width == 64 else b.trunc(value, element), vector)
 
-        def size(i: int) -> Any:
-            x = b.load(_pointer(b, b.add(args[1], _I64(i * element.width // 8)), vector))
+        def size(at: Any) -> Any:
+            x = b.load(_pointer(b, at, vector))
             x.align = 1
             if sig.args[0].dtype.signed:
                 sign = b.ashr(x, ir.Constant(vector, [element.width - 1] * lanes))
                 return b.sub(b.xor(x, sign), sign)
-            return b.and_(x, everywhere(args[2]))
+            return b.and_(x, keep)
 
-        sizes = [size(i) for i in range(0, 64, lanes)]
-        for k in range(sig.args[3].count):
-            limit = everywhere(b.extract_value(args[3], k))
-            over = b.mul(args[6], _I64(k))
-            mask_at, rank_at = b.add(args[4], b.mul(over, _I64(8))), b.add(args[5], b.mul(over, _I64(4)))
-            count = b.load(_pointer(b, rank_at, _I32))
-            for i, x in enumerate(sizes):
-                mask = b.bitcast(b.icmp_unsigned("<", x, limit), part)
-                b.store(mask, _pointer(b, b.add(mask_at, _I64(i * lanes // 8)), part)).align = 1
-                bits = b.ctpop(mask)
-                count = b.add(count, b.trunc(bits, _I32) if lanes > 32 else b.zext(bits, _I32) if lanes < 32 else bits)
-            b.store(count, _pointer(b, b.add(rank_at, _I64(4)), _I32))
+        keep, limits = everywhere(args[3]), [everywhere(b.extract_value(args[4], k)) for k in range(many)]
+
+        def look(i: Any) -> list[list[Any]]:
+            line = 8 * element.width
+            _fetch_ahead(b, args[1], i, line)
+            at = b.add(args[1], b.mul(i, _I64(line)))
+            sizes = [size(b.add(at, _I64(j * element.width // 8))) for j in range(0, 64, lanes)]
+            return [[b.bitcast(b.icmp_unsigned("<", x, limit), part) for x in sizes] for limit in limits]
+
+        _Classified(b, args[2], many, *args[5:]).run(look)
         return ctx.get_dummy_value()
 
     i64 = types.int64
-    return types.void(kind, i64, types.uint64, limits, i64, i64, i64), codegen
+    return types.void(kind, i64, i64, types.uint64, limits, i64, i64, i64), codegen
 
 
-def _at_most(lanes: int) -> Any:
-    @machine
-    def at_most(_: Any, address: Any, value: Any) -> Any:
-        """How many of the int32 numbers at an address are not above a value."""
+@machine
+def classify_short(_: Any, start: Any, blocks: Any, limits: Any, masks: Any, ranks: Any, row: Any) -> Any:
+    """The same for 16-bit floats and limits of which only the highest eight bits of a magnitude are set.
 
-        def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            vector = ir.VectorType(_I32, lanes)
-            x = b.load(_pointer(b, args[0], vector))
-            x.align = 4
-            limit = splat(b, b.trunc(args[1], _I32), vector)
-            mask = b.bitcast(b.icmp_signed("<=", x, limit), ir.IntType(lanes))
-            return b.zext(b.ctpop(mask), _I64)
+    These eight bits of all 64 elements fit one register, and a comparison gives a whole mask.
+    """
 
-        return types.int64(types.int64, types.int64), codegen
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        shorts, bytes_, many = ir.VectorType(ir.IntType(16), 32), ir.VectorType(_I8, 64), sig.args[2].count
+        odd = ir.Constant(ir.VectorType(_I32, 64), [2 * i + 1 for i in range(64)])
+        high = [b.trunc(b.lshr(b.extract_value(args[2], k), _I64(7)), _I8) for k in range(many)]
+        limits = [splat(b, value, bytes_) for value in high]
 
-    return at_most
+        def look(i: Any) -> list[list[Any]]:
+            _fetch_ahead(b, args[0], i, 128)
+            at = b.add(args[0], b.mul(i, _I64(128)))
+            halves = []
+            for byte in (0, 64):
+                x = b.load(_pointer(b, b.add(at, _I64(byte)), shorts))
+                x.align = 1
+                halves.append(b.bitcast(b.shl(x, ir.Constant(shorts, [1] * 32)), bytes_))
+            sizes = b.shuffle_vector(*halves, odd)
+            return [[b.bitcast(b.icmp_unsigned("<", sizes, limit), _I64)] for limit in limits]
+
+        _Classified(b, args[1], many, *args[3:]).run(look)
+        return ctx.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, limits, i64, i64, i64), codegen
 
 
-at_most8, at_most16 = _at_most(8), _at_most(16)
+def _between(b: Any, low: Any, high: Any, lanes: int) -> Any:
+    """The int32 numbers at one address less those at another."""
+    x, y = (b.load(_pointer(b, at, ir.VectorType(_I32, lanes))) for at in (low, high))
+    x.align = y.align = 4
+    return b.sub(y, x)
+
+
+def _at_most(b: Any, numbers: Any, value: Any) -> Any:
+    """How many numbers are not above a value."""
+    lanes = numbers.type.count
+    mask = b.icmp_signed("<=", numbers, splat(b, b.trunc(value, _I32), numbers.type))
+    return b.zext(b.ctpop(b.bitcast(mask, ir.IntType(lanes))), _I64)
+
+
+@machine
+def every8(_: Any, low: Any, high: Any, out: Any) -> Any:
+    """Store every eighth of the 128 int32 numbers at `high` less those at `low`; all arguments are addresses."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        vector, wide = ir.VectorType(_I32, 16), ir.VectorType(_I64, 16)
+        steps = ir.Constant(wide, [32 * i for i in range(16)])
+        rows = [_gather(b, b.add(splat(b, at, wide), steps), vector) for at in args[:2]]
+        b.store(b.sub(rows[1], rows[0]), _pointer(b, args[2], vector)).align = 4
+        return ctx.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64), codegen
+
+
+@machine
+def at_most16(_: Any, address: Any, value: Any) -> Any:
+    """How many of the 16 int32 numbers at an address are not above a value."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        x = b.load(_pointer(b, args[0], ir.VectorType(_I32, 16)))
+        x.align = 4
+        return _at_most(b, x, args[1])
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@machine
+def at_most8(_: Any, low: Any, high: Any, value: Any) -> Any:
+    """How many of the 8 int32 numbers at `high` less those at `low` are not above a value."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return _at_most(b, _between(b, args[0], args[1], 8), args[2])
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
 
 
 def _has(feature: str) -> bool:
@@ -259,6 +374,131 @@ def select(_: Any, mask: Any, rank: Any) -> Any:
     return types.int64(types.uint64, types.int64), deposit if _HAS_PDEP else halve
 
 
+def _gather(b: Any, addresses: Any, kind: Any) -> Any:
+    """The 32- or 64-bit numbers at 16 addresses."""
+    size, everywhere = kind.element.width // 8, ir.Constant(ir.VectorType(_I1, 16), [1] * 16)
+    places = b.inttoptr(addresses, ir.VectorType(kind.element.as_pointer(), 16))
+    signature = ir.FunctionType(kind, [places.type, _I32, everywhere.type, kind])
+    name = f"llvm.masked.gather.v16i{kind.element.width}.v16p0"
+    function = cgutils.get_or_insert_function(b.module, signature, name)
+    return b.call(function, [places, _I32(size), everywhere, ir.Constant(kind, ir.Undefined)])
+
+
+def _reduce(b: Any, name: str, vector: Any) -> Any:
+    """All lanes of a vector of 16 as one number: "umax" or "or"."""
+    kind = ir.FunctionType(vector.type.element, [vector.type])
+    function = cgutils.get_or_insert_function(b.module, kind, f"llvm.vector.reduce.{name}.v16i32")
+    return b.call(function, [vector])
+
+
+def _resized(b: Any, vector: Any, element: Any) -> Any:
+    """16 numbers in another width."""
+    kind, width = ir.VectorType(element, 16), vector.type.element.width
+    if width == element.width:
+        return vector
+    return b.zext(vector, kind) if width < element.width else b.trunc(vector, kind)
+
+
+def _lanes16(value: int) -> Any:
+    return ir.Constant(ir.VectorType(_I32, 16), [value] * 16)
+
+
+def _some(b: Any, vector: Any, lanes: range) -> Any:
+    """Some lanes of a vector."""
+    kind = ir.VectorType(_I32, len(lanes))
+    return b.shuffle_vector(vector, vector, ir.Constant(kind, list(lanes)))
+
+
+@machine
+def tokenize16(_: Any, values: Any, at: Any, tokens: Any, out: Any) -> Any:
+    """The tokens of 16 values of at most four bytes, and their low bits in eights and in fours.
+
+    `values` tells their kind; all others are addresses. Low bits of two values each go to `out` as eight uint64 with
+    eight widths behind them, then those of four values each as four and four, which hold only where no two values have
+    more than 32 bits. Returns the most bits that two values have. See `cpu.tokenize` for the same, one by one.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        v32, v64 = ir.VectorType(_I32, 16), ir.VectorType(_I64, 8)
+        element = _element(ctx, sig.args[0])
+        v = b.load(_pointer(b, args[1], ir.VectorType(element, 16)))
+        v.align = element.width // 8
+        v = _resized(b, v, _I32)
+        large = b.icmp_unsigned(">=", v, _lanes16(16))
+        ctlz = cgutils.get_or_insert_function(b.module, ir.FunctionType(v32, [v32, _I1]), "llvm.ctlz.v16i32")
+        e = b.sub(_lanes16(31), b.call(ctlz, [b.or_(v, _lanes16(16)), _I1(1)]))
+        width = b.select(large, b.sub(e, _lanes16(2)), _lanes16(0))
+        head = b.add(b.shl(e, _lanes16(2)), b.and_(b.lshr(v, width), _lanes16(3)))
+        token = b.trunc(b.select(large, head, v), ir.VectorType(_I8, 16))
+        b.store(token, _pointer(b, args[2], token.type)).align = 1
+        low = b.and_(v, b.sub(b.shl(_lanes16(1), width), _lanes16(1)))
+
+        def joined(low: Any, width: Any, many: int) -> tuple[Any, Any]:
+            """Two and two as one."""
+            even, odd = range(0, 2 * many, 2), range(1, 2 * many, 2)
+            first, shift = _some(b, low, even), _some(b, width, even)
+            return b.or_(first, b.shl(_some(b, low, odd), shift)), b.add(shift, _some(b, width, odd))
+
+        halves = []
+        for lanes in (range(0, 16, 2), range(1, 16, 2)):
+            halves += [b.zext(_some(b, x, lanes), v64) for x in (low, width)]
+        eights, widths = b.or_(halves[0], b.shl(halves[2], halves[1])), b.add(halves[1], halves[3])
+        at = args[3]
+        for part in (eights, widths, *joined(eights, widths, 4)):
+            b.store(part, _pointer(b, at, part.type)).align = 8
+            at = b.add(at, _I64(8 * part.type.count))
+        pairs = b.add(width, b.shuffle_vector(width, width, ir.Constant(v32, [i ^ 1 for i in range(16)])))
+        return b.zext(_reduce(b, "umax", pairs), _I64)
+
+    i64 = types.int64
+    return i64(values, i64, i64, i64), codegen
+
+
+@machine
+def number16(_: Any, out: Any, tokens: Any, lows: Any, at: Any, end: Any, limit: Any, to: Any) -> Any:
+    """16 numbers of at most four bytes from their tokens and a string of low bits, from bit `at` on.
+
+    `out` tells their kind; `tokens`, `lows` and `to` are addresses. Returns how many bits they took, or -1 where one is
+    above the limit, has more than 25 low bits, or lies behind bit `end`; then nothing of what was stored holds.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        v32, element = ir.VectorType(_I32, 16), _element(ctx, sig.args[0])
+        zero = _lanes16(0)
+        t = b.load(_pointer(b, args[1], ir.VectorType(_I8, 16)))
+        t.align = 1
+        t = b.zext(t, v32)
+        large = b.icmp_unsigned(">=", t, _lanes16(16))
+        width = b.select(large, b.sub(b.lshr(t, _lanes16(2)), _lanes16(2)), zero)
+        wide = b.icmp_unsigned(">", width, _lanes16(25))
+        width = b.select(wide, zero, width)
+        head = b.select(large, b.shl(b.or_(b.and_(t, _lanes16(3)), _lanes16(4)), width), t)
+        upto = width
+        for step in (1, 2, 4, 8):
+            moved = ir.Constant(v32, [16 + i - step if i >= step else 0 for i in range(16)])
+            upto = b.add(upto, b.shuffle_vector(zero, upto, moved))
+        total = b.zext(b.extract_element(upto, _I32(15)), _I64)
+        within = b.icmp_signed("<=", b.add(args[3], total), args[4])
+        fine = b.select(
+            within, b.trunc(args[3], _I32), _I32(0)
+        )  # where they end too soon, look where there is something
+        first = b.select(within, b.sub(upto, width), zero)
+        bit = b.add(splat(b, b.and_(fine, _I32(7)), v32), first)
+        start = b.add(args[2], b.select(within, b.lshr(args[3], _I64(3)), _I64(0)))
+        wide64 = ir.VectorType(_I64, 16)
+        places = b.add(splat(b, start, wide64), b.zext(b.lshr(bit, _lanes16(3)), wide64))
+        low = b.lshr(_gather(b, places, v32), b.and_(bit, _lanes16(7)))
+        v = b.or_(head, b.and_(low, b.sub(b.shl(_lanes16(1), width), _lanes16(1))))
+        most = b.select(b.icmp_unsigned(">", args[5], ir.Constant(_I64, 0xFFFFFFFF)), _I64(0xFFFFFFFF), args[5])
+        above = b.or_(wide, b.icmp_unsigned(">", v, splat(b, b.trunc(most, _I32), v32)))
+        b.store(_resized(b, v, element), _pointer(b, args[6], ir.VectorType(element, 16))).align = element.width // 8
+        none = b.icmp_unsigned("==", b.bitcast(above, ir.IntType(16)), ir.Constant(ir.IntType(16), 0))
+        return b.select(b.and_(within, none), total, _I64(-1))
+
+    i64 = types.int64
+    return i64(out, i64, i64, i64, i64, types.uint64, i64), codegen
+
+
 class _Rans:
     """What the steps of 16 rANS states have in common."""
 
@@ -279,12 +519,9 @@ class _Rans:
 
     def gather(self, base: Any, index: Any, kind: Any) -> Any:
         """Items of a table of 32- or 64-bit numbers, one for each lane."""
-        b, element = self.b, kind.element
-        offset = b.zext(b.mul(index, self.constant(element.width // 8)), self.v64)
-        places = b.inttoptr(b.add(splat(b, base, self.v64), offset), ir.VectorType(element.as_pointer(), 16))
-        everywhere, nothing = ir.Constant(self.v1, [1] * 16), ir.Constant(kind, ir.Undefined)
-        name = f"llvm.masked.gather.v16i{element.width}.v16p0"
-        return self.call(name, kind, places, _I32(element.width // 8), everywhere, nothing)
+        b = self.b
+        offset = b.zext(b.mul(index, self.constant(kind.element.width // 8)), self.v64)
+        return _gather(b, b.add(splat(b, base, self.v64), offset), kind)
 
     def keep(self, x: Any, due: Any) -> Any:
         """Store the states; how many words they took or gave."""
@@ -376,6 +613,13 @@ class _Mix:
         z = self.turn(self.turn(z))
         return z, self.turn(z)
 
+    def moved(self, at: Any, was: Any, now: Any, index: Any, origin: Any, stride: Any) -> list[Any]:
+        """How both sums move with the 16 changes from an index on: positions, old bits and new bits behind pointers."""
+        b, element = self.b, was.type.pointee
+        weyl = b.add(origin, b.mul(self.wide(_I32, at, index), stride))
+        before, after = (self.both(weyl, self.wide(element, bits, index)) for bits in (was, now))
+        return [b.sub(y, x) for x, y in zip(before, after, strict=True)]
+
     def sums(self, blocks: Any, step: Any) -> list[Any]:
         """Run `step(index of the block, [two sums]) -> [two sums]` over the blocks and add up the lanes."""
         b = self.b
@@ -430,17 +674,42 @@ def digest_moves(
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        element, mix = _element(ctx, sig.args[0]), _Mix(b, args[7])
-        at, was, now = (_pointer(b, a, k) for a, k in zip(args[1:4], (_I32, element, element), strict=True))
+        mix = _Mix(b, args[7])
+        at, was, now = (_pointer(b, a, k) for a, k in zip(args[1:4], _moving(ctx, sig), strict=True))
         origin, stride = splat(b, args[5], mix.vector), splat(b, args[6], mix.vector)
 
         def step(i: Any, s: Any, t: Any) -> list[Any]:
-            index = b.mul(i, _I64(_LANES))
-            weyl = b.add(origin, b.mul(mix.wide(_I32, at, index), stride))
-            before, after = mix.both(weyl, mix.wide(element, was, index)), mix.both(weyl, mix.wide(element, now, index))
-            return [b.add(total, b.sub(y, x)) for total, x, y in zip((s, t), before, after, strict=True)]
+            moved = mix.moved(at, was, now, b.mul(i, _I64(_LANES)), origin, stride)
+            return [b.add(total, change) for total, change in zip((s, t), moved, strict=True)]
 
         return ctx.make_tuple(b, sig.return_type, mix.sums(args[4], step))
 
     i64, u64 = types.int64, types.uint64
     return _SUMS(tag, i64, i64, i64, i64, u64, u64, u64), codegen
+
+
+@machine
+def digest_move16(
+    _: Any, tag: Any, positions: Any, old: Any, new: Any, origin: Any, stride: Any, key: Any, sums: Any
+) -> Any:
+    """The same for one block, added to the 16 lanes of each sum, which lie one behind the other at an address."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        mix = _Mix(b, args[6])
+        at, was, now = (_pointer(b, a, k) for a, k in zip(args[1:4], _moving(ctx, sig), strict=True))
+        moved = mix.moved(at, was, now, _I64(0), *(splat(b, a, mix.vector) for a in args[4:6]))
+        for i, change in enumerate(moved):
+            home = _pointer(b, b.add(args[7], _I64(8 * _LANES * i)), mix.vector)
+            before = b.load(home)
+            before.align = 8
+            b.store(b.add(before, change), home).align = 8
+        return ctx.get_dummy_value()
+
+    i64, u64 = types.int64, types.uint64
+    return types.void(tag, i64, i64, i64, u64, u64, u64, i64), codegen
+
+
+def _moving(ctx: Any, sig: Any) -> tuple[Any, Any, Any]:
+    """The kinds of positions, old bits and new bits."""
+    element = _element(ctx, sig.args[0])
+    return _I32, element, element

@@ -220,3 +220,35 @@ def decode(states: Any, words: Any, freq: Any, out: Any) -> Any:
         if np.uint64(x[lane]) != _LOW:
             return False
     return at == end
+
+
+@kernel
+def squeeze(symbols: Any, out: Any) -> Any:
+    """Encode a chunk: table, states and words. Returns how many bytes; `room` says how many there must be."""
+    freq = np.empty(256, np.uint32)
+    size = write_table(freq, frequencies(symbols, freq), out[:MOST_TABLE])
+    states, words = np.empty(lanes(symbols.size), np.uint32), np.empty(symbols.size + 1, np.uint16)
+    start = encode(symbols, freq, states, words)
+    for part in (states.view(np.uint8), words[start:].view(np.uint8)):
+        out[size : size + part.size] = part
+        size += part.size
+    return size
+
+
+def room(size: int) -> int:
+    """Bytes that a chunk of so many symbols may take at most."""
+    return MOST_TABLE + 4 * MOST_LANES + 2 * (size + 1)
+
+
+@kernel
+def expand(data: Any, out: Any) -> Any:
+    """Decode a chunk. False where it is not what `squeeze` made of so many symbols."""
+    freq = np.empty(256, np.uint32)
+    begin = read_table(data, freq)
+    end = begin + 4 * lanes(out.size)
+    if begin < 0 or end > data.size or (data.size - end) % 2:
+        return False
+    states = data[begin:end].copy().view(np.uint32)
+    words = np.zeros((data.size - end) // 2 + SPARE, np.uint16)
+    words.view(np.uint8)[: data.size - end] = data[end:]
+    return decode(states, words, freq, out)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -186,18 +186,30 @@ def exchange(held: Held, patch: Patch, index: int) -> tuple[Overlay, Digest]:
     decoded = patch.decode(index, held, land=True)
     dtype, new = decoded.head.dtype, decoded.words
     old = _overlay(geometry, decoded, decoded.old if decoded.landed else np.empty_like(new))
-    g = old.geometry
+    moved = None
     if not decoded.landed:
-        order = decoded.head.profile.absolute, dtype.top, dtype.sign_magnitude
-        cpu.exchange(old.tag, old.count, g.first, g.dims, g.size, g.inside, old.positions, new, *order, old.bits)
-    return _with_dense(held, old, new, decoded)
+        moved = _exchanged(old, new, (decoded.head.profile.absolute, dtype.top, dtype.sign_magnitude))
+    return _with_dense(held, old, new, moved, decoded)
 
 
-def _with_dense(held: Held, old: Overlay, new: UIntArray, decoded: Decoded) -> tuple[Overlay, Digest]:
-    """Write the dense entries behind the sparse ones. Returns what was there before, and how the digest moved."""
+def _exchanged(old: Overlay, new: UIntArray, order: tuple[bool, Any, bool]) -> Digest:
+    """Swap the new bits, or steps, for the old ones; how the digest moves. `order` says what the new ones are."""
+    g = old.geometry
+    places = g.first, g.start, g.dims, g.size, g.inside, g.outside, g.keys
+    first, second = cpu.exchange(old.tag, old.count, *places, old.positions, new, *order, old.bits)
+    return Digest(int(first), int(second))
+
+
+def _with_dense(
+    held: Held, old: Overlay, new: UIntArray, moved: Digest | None, decoded: Decoded
+) -> tuple[Overlay, Digest]:
+    """Write the dense entries behind the sparse ones. Returns what was there before, and how the digest moved.
+
+    `moved` is what the sparse ones did to it, where that is known already.
+    """
     try:
         old = replace(old, dense=[(place, held.bits(*place).copy()) for place, _ in decoded.dense_bits])
-        moved = _moved(held, old, new, decoded)
+        moved = (_sparse_moved(old, new) if moved is None else moved) + _dense_moved(held, old, decoded)
         replace(old, dense=decoded.dense_bits).write_dense(held)
     except BaseException:
         old.write(held)
@@ -215,7 +227,7 @@ def stage(held: Held, decoded: Decoded) -> Staged:
         old.gather(old.bits)
     absolute = decoded.head.profile.absolute
     new = decoded.words if absolute else advance(decoded.head.dtype, old.bits, decoded.words)
-    moved = _moved(held, old, new, decoded)
+    moved = _sparse_moved(old, new) + _dense_moved(held, old, decoded)
     return Staged(decoded, replace(old, bits=new, dense=decoded.dense_bits), old.bits, moved)
 
 
@@ -240,13 +252,18 @@ def _overlay(geometry: Geometry, decoded: Decoded, bits: UIntArray | None) -> Ov
     return Overlay(tag, geometry, decoded.sparse_count, decoded.positions, bits, [])
 
 
-def _moved(held: Held, old: Overlay, new: UIntArray, decoded: Decoded) -> Digest:
+def _sparse_moved(old: Overlay, new: UIntArray) -> Digest:
     """How the digest moves when old bits become new ones."""
     g = old.geometry
     first, second = cpu.digest_delta(
         old.count, g.start, g.dims, g.size, g.outside, g.keys, old.positions, old.bits, new
     )
-    moved = Digest(int(first), int(second))
+    return Digest(int(first), int(second))
+
+
+def _dense_moved(held: Held, old: Overlay, decoded: Decoded) -> Digest:
+    """How the digest moves when old regions become new ones."""
+    moved = Digest()
     for (place, was), (_, now) in zip(old.dense, decoded.dense_bits, strict=True):
         batch = Batch.of(held.table, *place)
         at = (np.array([bits.ctypes.data], np.int64) for bits in (was, now))
@@ -373,8 +390,12 @@ def _swap(held: Held, part: Staged) -> tuple[Overlay, Digest]:
     """Write the new bits of a staged bucket, and return what was there and how the digest moved."""
     dtype, new = part.decoded.head.dtype, part.new
     old = replace(new, bits=np.empty_like(new.bits), dense=[])
-    new.swap(dtype, old.bits)
-    return _with_dense(held, old, new.bits, part.decoded)
+    moved = None
+    if new.far is None:
+        moved = _exchanged(old, new.bits, (True, dtype.top, dtype.sign_magnitude))
+    else:
+        new.swap(old.bits)
+    return _with_dense(held, old, new.bits, moved, part.decoded)
 
 
 def _refuse_conflicts(patch: Patch, held: Held, tied: list[list[int]], staged: list[Staged]) -> None:

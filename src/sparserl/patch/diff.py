@@ -299,7 +299,9 @@ def _scan(tag: Any, old: Any, new: Any, size: Any) -> _Found:
         n = cpu.diff(tag, old, new, size, positions, before, after, counts)
         if n >= 0:
             break
-    return positions[:n].copy(), before[:n].copy(), after[:n].copy(), counts
+    for found in (positions, before, after):
+        found.resize(n, refcheck=False)  # gives back what was not needed, without a copy
+    return positions, before, after, counts
 
 
 class _Listed:

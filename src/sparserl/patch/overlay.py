@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..bits import DType, UIntArray
+from ..bits import UIntArray
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
 from ..pieces import Geometry, Held
@@ -52,18 +52,14 @@ class Overlay:
             out[here] = found
             self.far.take(out)
 
-    def swap(self, dtype: DType, out: UIntArray) -> None:
-        """Write these bits but for the dense ones, and read what was there."""
-        if self.far is not None:
-            self.gather(out)
-            try:
-                self.scatter()
-            except BaseException:
-                replace(self, bits=out).scatter()
-                raise
-            return
-        args, _ = self._near()
-        cpu.exchange(*args, self.bits, True, dtype.top, dtype.sign_magnitude, out)
+    def swap(self, out: UIntArray) -> None:
+        """Write these bits but for the dense ones, some of them on a device, and read what was there."""
+        self.gather(out)
+        try:
+            self.scatter()
+        except BaseException:
+            replace(self, bits=out).scatter()
+            raise
 
     def _near(self) -> tuple[tuple[Any, Any, Any, Any, Any, Any, Any], Any]:
         """What kernels are told about the positions in host memory, and which ones these are."""

@@ -23,7 +23,7 @@ from .changes import Changes
 from .estimate import number_bits
 
 MOST_CLASSES = 5  # more would save a percent or two and cost more time than that
-_MEMBERS, _CHANGES = 1 << 16, 1 << 14  # how many of a bucket are looked at
+_MEMBERS, _CHANGES = 1 << 15, 1 << 13  # how many of a bucket are looked at
 _CANDIDATES = 64
 _TABLE_BITS = 500  # of one more class: tables and states of its streams, and their place in the directory
 _COUNT_BITS = 6  # of one more number per tile
@@ -67,12 +67,15 @@ def decide(
 
 
 def key_shift(dtype: DType, parts: Sequence[Changes]) -> int:
-    """Keys are the highest nine bits of a magnitude: of any in floats, of the largest that changed in integers."""
-    kind, keep = magnitude(dtype)
+    """Keys are the highest bits of a magnitude: eight of any in floats, nine of the largest that changed in integers.
+
+    A ninth bit of a float would say little, as the size of a step is a matter of the exponent; and kernels are faster
+    without.
+    """
     if dtype.sign_magnitude:
-        bits = 8 * dtype.width - 1
-    else:
-        bits = max((int(kernel.largest(kind, keep, part.before)) for part in parts), default=0).bit_length()
+        return max(0, 8 * dtype.width - 9)
+    kind, keep = magnitude(dtype)
+    bits = max((int(kernel.largest(kind, keep, part.before)) for part in parts), default=0).bit_length()
     return max(0, bits - (KEYS.bit_length() - 1))
 
 

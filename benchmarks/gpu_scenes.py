@@ -406,3 +406,85 @@ def sync_7b() -> dict[str, Any]:
         "ms": {name: round(statistics.median(r[name] for r in kept), 2) for name in kept[0]},
         "peak MiB": peak,
     }
+
+
+# -- the library ------------------------------------------------------------------------------------------------------
+
+
+def library(repeats: int = 4) -> dict[str, Any]:
+    """`sparserl.diff` and `Patch.apply` of a 7B model on the device, by the host's clock, with heads and checksums.
+
+    The base's digest is known, as a session knows it. Every result is compared bit for bit.
+    """
+    import sparserl
+
+    shapes = list(_shapes_7b())
+    numel = [int(np.prod(s)) for s in shapes]
+
+    def named(flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = zip(flat.view(torch.bfloat16).split(numel), shapes, strict=True)
+        return {f"tensor.{i}": part.view(shape) for i, (part, shape) in enumerate(parts)}
+
+    old, new = synthetic(2 * sum(numel), 0.006, 1)
+    rollout = old.clone()
+    sides = named(old), named(new), named(rollout)
+    digest = sparserl.digest(sides[0])
+    out: dict[str, Any] = {"parameters": sum(numel), "tensors": len(numel)}
+    for profile in ("raw", "ulp", "ctx", "auto"):
+        times: dict[str, list[float]] = {"diff": [], "apply": []}
+        for _ in range(repeats):
+            rollout.copy_(old)
+            torch.cuda.synchronize()
+            marks = [time.perf_counter()]
+            patch = sparserl.diff(*sides[:2], profile=profile, base_digest=digest)
+            torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+            patch.apply(sides[2], digest=patch.base)
+            torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+            require(torch.equal(rollout, new), f"{profile} of 7B through the library")
+            for name, a, b in zip(times, marks, marks[1:], strict=False):
+                times[name].append(1e3 * (b - a))
+        row: dict[str, Any] = {f"{name} ms": round(min(found[1:]), 1) for name, found in times.items()}
+        out[profile] = row | {"buckets": patch.buckets, "bits per change": round(8 * patch.nbytes / patch.changed, 3)}
+    return out
+
+
+def small() -> dict[str, Any]:
+    """Small patches through the library: coded where the weights are, or on the CPU, whatever their number."""
+    import sparserl
+    from sparserl.patch import device_apply, device_diff
+
+    torch.manual_seed(4)
+    never, always = 0, 1 << 62
+    diffs, lands = [], []
+    old = torch.randint(0x3000, 0x3F80, (32 << 20,), dtype=torch.int16, device="cuda")
+    digest = sparserl.digest({"w": old.view(torch.bfloat16)})
+    for exponent in range(6, 22, 2):
+        new = old.clone()
+        new[torch.randint(old.numel(), (1 << exponent,), device="cuda")] ^= 1
+        row: dict[str, Any] = {"changes": 1 << exponent}
+        for name, few in (("GPU ms", never), ("CPU ms", always)):
+            device_diff.FEW_CHANGES = few
+            sides = {"w": old.view(torch.bfloat16)}, {"w": new.view(torch.bfloat16)}
+            work = lambda: sparserl.diff(*sides, profile="ulp", base_digest=digest)  # noqa: B023, E731
+            work()
+            row[name] = round(_by_the_host(work), 2)
+        diffs.append(row)
+    for exponent in range(16, 28, 2):
+        a, b = (t[: 1 << (exponent - 1)].clone() for t in synthetic(max(2 << 20, 1 << exponent), 0.006, 2))
+        device_diff.FEW_CHANGES = never
+        there, back = ({"w": a.view(torch.bfloat16)}, {"w": b.view(torch.bfloat16)})
+        patches = [sparserl.diff(*pair, profile="ctx") for pair in ((there, back), (back, there))]
+        weights, row = {"w": a.clone().view(torch.bfloat16)}, {"bytes": 1 << exponent}
+        for name, few in (("GPU ms", never), ("CPU ms", always)):
+            device_apply.FEW_BYTES = few
+
+            def work() -> None:
+                for patch in patches:  # noqa: B023
+                    patch.apply(weights, digest=patch.base)  # noqa: B023
+
+            work()
+            row[name] = round(_by_the_host(work) / 2, 2)
+        lands.append(row)
+    return {"diff in ulp, 64 MiB": diffs, "apply in ctx, 0.6%": lands}

@@ -48,7 +48,7 @@ ENDS = {
     "classes_past_the_tiles": "LimitExceeded: bucket 0: 1048577 tiles",
     "classes_without_streams": "Truncated: bucket 0: stream 4",
     "classes_of_many_entries": "InvalidField: bucket 0: the changes of all tiles do not add up",
-    "symbols_that_end_too_early": "InvalidField: bucket 0: stream 6: a rans chunk has no table that adds up, or does not come out even",
+    "symbols_that_end_too_early": "InvalidField: bucket 0: stream 6: a rans chunk has no table",
     "symbols_of_a_table_without_end": "InvalidField: bucket 0: stream 6: a rans chunk has no table",
     "dense_of_zeros": "valid: 1 buckets",
     "chunks_of_nothing": "InvalidField: bucket 0: stream 6",

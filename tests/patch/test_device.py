@@ -59,15 +59,16 @@ def run(*command, **env):
     return done.stdout
 
 
-def run_all():
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__)
+def run_all(which):
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", which, __file__)
     return run(*command, TRITON_INTERPRET="0" if CUDA else "1")
 
 
 @outside
-def test_interpreted():
-    """All tests below pass in Triton's interpreter."""
-    assert "passed" in run_all()
+@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_interpreted(which):
+    """The tests below pass in Triton's interpreter."""
+    assert "passed" in run_all(which)
 
 
 @outside
@@ -170,7 +171,8 @@ def alike(a, b):
 @pytest.mark.parametrize(
     ("name", "profile"),
     [
-        *((n, "ctx") for n in ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "int32", "int64")),
+        *((n, "ctx") for n in ("bfloat16", "float32", "float8_e4m3fn", "int32")),
+        *(pytest.param(n, "ctx", marks=pytest.mark.long) for n in ("float16", "int8", "int64")),
         *(("bfloat16", p) for p in ("raw", "gap", "ulp", "auto")),
         ("int32", "ulp"),
     ],
@@ -287,6 +289,7 @@ def test_mixed_weights():
             assert same(was, new)
 
 
+@pytest.mark.long
 @inside
 def test_any_layout():
     """Transposed tensors and slices of columns are read and written where they are; so are shards of both kinds."""
@@ -430,6 +433,7 @@ def test_staged_and_committed():
         assert same(weights, before)
 
 
+@pytest.mark.long
 @inside
 def test_tied_tensors():
     """Two names for one tensor change together, or not at all; tensors that share some elements are refused."""
@@ -450,6 +454,7 @@ def test_tied_tensors():
         apart.apply({"a": flat[:9], "b": flat[5:14]}, digest=apart.base)
 
 
+@pytest.mark.long
 @inside
 def test_captured():
     """What was captured can be encoded in any profile after the weights went on, and turned round."""
@@ -472,6 +477,7 @@ def test_captured():
         assert same(weights, new)
 
 
+@pytest.mark.long
 @inside
 def test_large_tensors_are_cut(monkeypatch):
     """Pieces, groups and buckets have bounds; the parts of a tensor are entries of their own, in any of them."""
@@ -566,6 +572,7 @@ def test_published_and_followed(tmp_path):
         assert same(rollout.state_dict(), weights)
 
 
+@pytest.mark.long
 @inside
 def test_baselines():
     """A baseline lies where the weights are, and moves on there; weights in host memory have theirs in host memory."""
@@ -673,4 +680,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["compile"]:
         compile_all()
     else:
-        print(run_all()[-8000:])
+        print(run_all("long or not long")[-8000:])

@@ -237,7 +237,7 @@ def test_the_shards_of_two_writers_become_one_version():
 
 def struck(rank, group, pipe, writer, victim, blow):
     """One sync that works, and one in the middle of which a rank is killed or stopped."""
-    bits, limit = policy(4, WIDE), 4.0
+    bits, limit = policy(4, WIDE), 30.0
     if rank == writer:
         session = CollectivePublisher(tensors(bits), group, writers=(writer,), timeout=limit)
         turn = session.publish
@@ -246,6 +246,7 @@ def struck(rank, group, pipe, writer, victim, blow):
         session = CollectiveSubscriber(tensors(bits), group, writers=(writer,), timeout=limit)
         turn = session.sync
     turn()
+    session._line.timeout = 4.0
     first = seal(bits)
     if rank == writer:
         step(bits, np.random.default_rng(6), 0.9)

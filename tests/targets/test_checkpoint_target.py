@@ -498,9 +498,9 @@ print(json.dumps({"kills": n, **seen}))
     ("write", "place", "exchange"),
     [
         (write_file, "in place", "exchange"),
-        (write_file, "beside", "exchange"),
+        pytest.param(write_file, "beside", "exchange", marks=pytest.mark.long),
         (write_folder, "in place", "exchange"),
-        (write_folder, "beside", "exchange"),
+        pytest.param(write_folder, "beside", "exchange", marks=pytest.mark.long),
         (write_folder, "in place", "two renames"),
     ],
 )

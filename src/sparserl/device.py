@@ -21,6 +21,7 @@ from .pieces import PIECE_BYTES, Geometry, Held, Numbers
 from .region import whole
 from .shards import Place
 
+LARGE_BYTES = 64 << 20  # of a piece: kernels look at all of them in one launch, and each takes the host a while
 GROUP_BYTES = 8 << 30  # of weights that kernels look at together; what they make of them takes up to a fifth of that
 
 
@@ -117,19 +118,19 @@ def near_and_far(places: Iterable[Place], *versions: Held) -> tuple[list[Place],
     return near, far
 
 
-def groups(places: Iterable[Place], *versions: Held) -> Iterator[Runs]:
-    """Runs in the pieces that batches have, in groups of at most 8 GiB, in order of tensor and region.
+def groups(places: Iterable[Place], *versions: Held, piece_bytes: int | None = None) -> Iterator[Runs]:
+    """Runs in pieces, in groups of at most 8 GiB, in order of tensor and region.
 
     What does not begin at a 16-byte boundary has groups of its own: kernels are faster without it.
     """
-    table = versions[0].table
+    table, most = versions[0].table, LARGE_BYTES if piece_bytes is None else piece_bytes
     drafts: dict[tuple[DType, Any, bool], list[_Piece]] = {}
     room: dict[tuple[DType, Any, bool], int] = {}
     for place in sorted(places, key=lambda p: (p[0], () if p[1] is None else p[1].start)):
         spec = table.specs[place[0]]
         every = place[1] or whole(spec.shape)
-        small = every.numel * spec.dtype.width <= PIECE_BYTES
-        regions = [place[1]] if small else every.split(PIECE_BYTES // spec.dtype.width)
+        small = every.numel * spec.dtype.width <= most
+        regions = [place[1]] if small else every.split(most // spec.dtype.width)
         for region in regions if every.numel else ():
             found = [run(held, (place[0], region)) for held in versions]
             piece = _Piece((place[0], region), [f for f in found if f is not None])
@@ -154,8 +155,8 @@ def sums(held: Held, places: Iterable[Place]) -> Iterator[tuple[int, int, int]]:
 
 
 def part_sums(held: Held, places: Iterable[Place]) -> Iterator[tuple[Place, int, int, int]]:
-    """Both element sums of every piece of some runs, and its bytes."""
-    for runs in groups(places, held):
+    """Both element sums of every piece of some runs, and its bytes; pieces are those of batches."""
+    for runs in groups(places, held, piece_bytes=PIECE_BYTES):
         with working(held, runs.device):
             blocks, (side,) = runs.blocks(held.table.keys)
             found = fetch(gpu_sums.part_sums(blocks, side))().view(np.uint64).tolist()

@@ -481,11 +481,10 @@ def test_captured():
 @inside
 def test_large_tensors_are_cut(monkeypatch):
     """Pieces, groups and buckets have bounds; the parts of a tensor are entries of their own, in any of them."""
-    monkeypatch.setattr(device, "PIECE_BYTES", 6000)
+    monkeypatch.setattr(device, "LARGE_BYTES", 6000)
     monkeypatch.setattr(device, "GROUP_BYTES", 20000)
     monkeypatch.setattr(device_apply, "GROUP_BYTES", 20000)
-    for name in ("ENOUGH_COVER_BYTES", "BUCKET_COVER_BYTES"):
-        monkeypatch.setattr(device_diff, name, 10000)
+    monkeypatch.setattr(device_diff, "BUCKET_COVER_BYTES", 10000)
     old, new = drawn("bfloat16", {"a": (20, 500), "b": (77,)}, changes=20)
     patch, weights = sparserl.diff(there(old), there(new), profile="ctx"), there(old)
     assert len([*patch]) > 4

@@ -31,8 +31,6 @@ from ..plan import Changes, Draft
 from ..plan.buckets import (
     BUCKET_COVER_BYTES,
     CHUNK_LOG,
-    ENOUGH_CHANGES,
-    ENOUGH_COVER_BYTES,
     tile_log,
 )
 from ..plan.classes import decide, key_shift, sampling
@@ -41,13 +39,12 @@ from ..plan.route import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES, may_be_dense
 from ..shards import Place
 from ..wire import Entries, Head
 
-FEW_CHANGES = 1 << 15
-"""Changes of a group below which the CPU codes them: launches and waits cost a device as much, whatever the number.
+FEW_CHANGES = 1 << 18
+"""Changes of a group below which the CPU codes them: launches and waits take a device as long, whatever the number.
 
-Not measured yet. How to: `diff` in `ulp` of one 64 MiB tensor on the device, of which 2^k elements changed, with this
-constant at 0 and at 2^62; it belongs where the two take the same time. Until then it is a guess: some 60 launches of
-20 µs and a few waits, against 70 ns a change.
+Measured on an H200 by `benchmarks.gpu` (`small`): `diff` in `ulp` of 64 MiB takes 7.0 ms with as many, either way.
 """
+_FEW_FOR_CTX = 1 << 10  # the same where `ctx` is wanted, which only the device can code: it saves half of the bytes
 _SAMPLE = 1 << 13  # changes of a bucket that estimates look at
 _WORD_BITS = 8  # taken for a word where buckets are cut
 _CODED = ("ctx", "ulp")  # profiles that are coded on the device
@@ -182,7 +179,7 @@ def _routed(found: _Compared, names: Sequence[str]) -> tuple[list[Changes | Draf
     live = np.flatnonzero(found.changes)
     count = found.changes[live]
     alone = may_be_dense(found.runs.dtype, found.runs.numel[live], count) | (count > BUCKET_CHANGES)
-    if int(count.sum()) < FEW_CHANGES or set(names) == {"gap"}:
+    if int(count.sum()) < (min(FEW_CHANGES, _FEW_FOR_CTX) if "ctx" in names else FEW_CHANGES) or set(names) == {"gap"}:
         alone[:] = True
     out: list[Changes | Draft] = []
     moved = Digest()
@@ -200,7 +197,7 @@ def _routed(found: _Compared, names: Sequence[str]) -> tuple[list[Changes | Draf
 
 
 def _cut(found: _Compacted, names: Sequence[str]) -> Iterator[slice]:
-    """Runs that make a bucket each."""
+    """Runs that make a bucket each: larger ones than a CPU makes, since each takes the host a while."""
     width = found.runs.dtype.width
     bits = index_bits(found.runs.numel, found.changes) + _WORD_BITS * found.changes
     if set(names) == {"raw"}:
@@ -209,8 +206,7 @@ def _cut(found: _Compacted, names: Sequence[str]) -> Iterator[slice]:
     rows = zip((found.runs.numel * width).tolist(), found.changes.tolist(), (bits / 8).tolist(), strict=True)
     for i, (nbytes, changes, cost) in enumerate(rows):
         covered, count, payload = covered + nbytes, count + changes, payload + cost
-        most = ENOUGH_COVER_BYTES if count > ENOUGH_CHANGES else BUCKET_COVER_BYTES
-        if i > begin and (covered > most or count > BUCKET_CHANGES or payload > BUCKET_PAYLOAD_BYTES):
+        if i > begin and (covered > BUCKET_COVER_BYTES or count > BUCKET_CHANGES or payload > BUCKET_PAYLOAD_BYTES):
             yield slice(begin, i)
             begin, covered, count, payload = i, nbytes, changes, cost
     yield slice(begin, found.changes.size)

@@ -1,4 +1,4 @@
-"""What `make soak`, `make load` and `make collective` found last, as sections of docs/results.md."""
+"""What `make soak`, `make load`, `make collective` and `benchmarks.gpu` found last, as sections of docs/results.md."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ def tables(home: Path) -> list[str]:
         out += _load(json.loads((home / "load.json").read_text()))
     if (home / "collective.json").exists():
         out += _collective(json.loads((home / "collective.json").read_text()))
+    if (home / "gpu.json").exists():
+        out += _gpu(json.loads((home / "gpu.json").read_text()))
     return out
 
 
@@ -84,5 +86,62 @@ def _collective(r: dict[str, Any]) -> list[str]:
         "| way | messages | bytes | " + " | ".join(names) + " | pause |",
         "| --- | ---: | ---: |" + " ---: |" * len(names) + " ---: |",
         *rows,
+        "",
+    ]
+
+
+_TARGETS = {  # of the time of a floor, or in milliseconds
+    "diff + raw": "1.5×",
+    "diff + ulp": "2×",
+    "diff + ctx": "4×",
+    "raw: check + apply": "2 ms",
+    "ctx: decode + apply": "4×",
+}
+
+
+def _gpu(r: dict[str, Any]) -> list[str]:
+    main, traces = r["kernels"], r.get("traces", {})
+    floor = main["ms"]
+
+    def cell(run: dict[str, Any], name: str) -> str:
+        if name not in run["ms"]:
+            return ""
+        ms, ratio = run["ms"][name], run["times floor"].get(name)
+        return f"{ms:.2f} ms" if ratio is None else f"{ms:.2f} ms ({ratio:.2f}×)"
+
+    runs = [main, *traces.values()]
+    names = [name for name in main["ms"] if name not in ("read one", "read both", "copy")]
+    heads = [f"synthetic, {main['density']:.2%}", *(f"{run}, {t['density']:.2%}" for run, t in traces.items())]
+    tracking, training, sync = main["tracking ms"], r["training"], r["7b"]
+    plain, marked = tracking.values()
+    read, both, copy = (f"{floor[name]:.2f} ms" for name in ("read one", "read both", "copy"))
+    others = {
+        f"cast, compare, mark, copy, over cast and copy ({plain:.2f} ms)": (
+            f"{marked:.2f} ms ({main['tracking ratio']:.2f}×)",
+            "1.2×",
+        ),
+        f"a training step with marks, over one without ({training['step ms']['off']:.1f} ms)": (
+            f"{training['step ms']['on']:.1f} ms ({training['step ratio']:.3f}×)",
+            "",
+        ),
+        f"kernels and copies of a sync of {sync['parameters'] / 1e9:.1f}B parameters": (
+            f"{sync['ms']['total']:.1f} ms",
+            "60 ms",
+        ),
+    }
+    if (row := r.get("library", {}).get("ctx")) is not None:
+        times = f"{row['diff ms']:.0f} + {row['apply ms']:.0f} ms"
+        others["the same through `sparserl.diff` and `apply`, in `ctx`"] = times, ""
+    return [
+        "## On a GPU",
+        "",
+        f"`python -m benchmarks.gpu` on one {r['device']}: {main['GiB']:g} GiB of bf16, synthetic and the traces tiled to",
+        f"that size. Floors of the same run: reading one copy {read}, both {both}, copying one {copy}. In brackets, times",
+        "the floor: both for encoding, one for decoding. [gpu.md](gpu.md) has all of it, and how far to trust it.",
+        "",
+        "| what | " + " | ".join(heads) + " | target |",
+        "| --- " * (len(runs) + 2) + "|",
+        *(f"| {n} | " + " | ".join(cell(run, n) for run in runs) + f" | {_TARGETS.get(n, '')} |" for n in names),
+        *(f"| {n} | {figure}" + " |" * len(traces) + f" | {target} |" for n, (figure, target) in others.items()),
         "",
     ]

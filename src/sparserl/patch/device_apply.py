@@ -32,8 +32,8 @@ from .patch import Patch
 FEW_BYTES = 12 << 20
 """Weights of all buckets below which these are brought to the CPU and decoded there: launches take a device as long.
 
-Measured on an H200 by `benchmarks.gpu` (`small`): `apply` in `ctx` takes the CPU 4.4 ms for 4 MiB and 7.7 for 16 MiB, and
-the device 6.5 to 6.8 for either.
+Measured on an H200 by `benchmarks.gpu` (`small`): `apply` in `ctx` takes the CPU 4.4 ms for 4 MiB and 7.7 for 16 MiB,
+and the device 6.5 to 6.8 for either.
 """
 
 

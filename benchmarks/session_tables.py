@@ -137,7 +137,7 @@ def _gpu(r: dict[str, Any]) -> list[str]:
         "",
         f"`python -m benchmarks.gpu` on one {r['device']}: {main['GiB']:g} GiB of bf16, synthetic and the traces tiled",
         f"to that size. Floors of the same run: reading one copy {read}, both {both}, copying one {copy}. In brackets,",
-        "times the floor: both for encoding, one for decoding. [gpu.md](gpu.md) has all of it, and how far to trust it.",
+        "times the floor: both for encoding, one for decoding. [gpu.md](gpu.md) says how far to trust it.",
         "",
         "| what | " + " | ".join(heads) + " | target |",
         "| --- " * (len(runs) + 2) + "|",

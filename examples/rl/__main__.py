@@ -4,7 +4,7 @@
     python -m examples.rl --algorithm dapo --staleness 0    trainer and workers in turn
     python -m examples.rl --dtype fp8                       workers hold fp8 codes and scales
     python -m examples.rl --lora 8                          train a LoRA, publish merged weights
-    python -m examples.rl --modes observe --patches         sync all weights, keep what patches would have been
+    python -m examples.rl --modes observe --patches         sync all weights, keep statistics and the patches
     python -m examples.rl --kill 20                         kill a worker with -9 after version 20; it is replaced
 
 Exit code 0 means that every version was verified bit for bit.
@@ -38,7 +38,8 @@ def summary(syncs: list[Sync], options: Options, replaced: int) -> tuple[list[st
     good = not checked or all(sync.verified for sync in syncs)
     how = "digest and all bits compared" if "validate" in options.modes else "digest"
     workers = f"{max(1, options.workers)} worker(s)"
-    verdict = f"all {len(syncs)} versions verified bit for bit at {workers}: {how}"
+    least = min(len({landed.worker for landed in sync.landed}) for sync in syncs)
+    verdict = f"all {len(syncs)} versions verified bit for bit, each at {least} worker(s) or more: {how}"
     if not checked:
         verdict = f"{len(syncs)} versions sent whole to {workers}; patches were only observed"
     elif not good:
@@ -46,14 +47,14 @@ def summary(syncs: list[Sync], options: Options, replaced: int) -> tuple[list[st
     sent, dense = sum(sync.bytes for sync in later), sum(sync.dense_bytes for sync in later)
     tenth = max(1, len(later) // 10)
     start, end = (statistics.fmean(sync.reward for sync in part) for part in (later[:tenth], later[-tenth:]))
+    stale = [sync.staleness for sync in later]
     pauses = sorted(1000 * landed.pause for sync in later for landed in sync.landed)
     lines = [
         verdict,
         f"reward {start:.3f} → {end:.3f} (means of the first and last {tenth} of {len(later)} syncs)",
         f"{sent:,} bytes instead of {dense:,}: {dense / max(1, sent):.1f}× less",
-        f"density {statistics.fmean(sync.density for sync in later):.2%} in the mean; "
-        f"staleness {statistics.fmean(sync.staleness for sync in later):.2f} in the mean, "
-        f"{max(sync.staleness for sync in later)} at most",
+        f"density {statistics.fmean(sync.density for sync in later):.2%} in the mean",
+        f"staleness {statistics.fmean(stale):.2f} in the mean, {max(stale)} at most",
     ]
     if pauses:
         lines.append(f"pause of a worker {statistics.median(pauses):.2f} ms in the median, {pauses[-1]:.2f} ms at most")
@@ -79,7 +80,7 @@ def run(options: Options, kill: int | None, show: Lines | LiveTable, page: Path)
     return good
 
 
-def arguments() -> tuple[Options, argparse.Namespace]:
+def arguments(argv: list[str] | None) -> tuple[Options, argparse.Namespace]:
     """What was asked for."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.rl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -94,7 +95,7 @@ def arguments() -> tuple[Options, argparse.Namespace]:
     add("--url", default="", help="where to publish to: file://, s3://, … (default: in the folder)")
     add("--folder", type=Path, help="for the report, the queue and the store (default: a temporary folder)")
     add("--json", action="store_true", help="one JSON object per version, and one at the end")
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     known = {field.name for field in fields(Options)} - {"folder"}
     picked = {name: value for name, value in vars(given).items() if name in known}
     try:
@@ -103,9 +104,9 @@ def arguments() -> tuple[Options, argparse.Namespace]:
         parser.error(str(error))
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run it; 0 when every version was verified."""
-    options, given = arguments()
+    options, given = arguments(argv)
     if given.folder is not None:
         given.folder.mkdir(parents=True, exist_ok=True)
     home = (given.folder or Path(tempfile.mkdtemp(prefix="sparserl-rl-"))).resolve()
@@ -125,7 +126,7 @@ def main() -> int:
         print(f"failed: {error}", file=sys.stderr)
     finally:
         show.close()
-    if good and not options.patches:
+    if good and "observe" not in options.modes:
         shutil.rmtree(work)
     else:
         print(f"everything is left in {work}", file=sys.stderr)

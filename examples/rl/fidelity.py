@@ -1,7 +1,8 @@
 """A proof: a run that syncs patches and a run that syncs all weights cannot be told apart.
 
-Both runs are made side by side, with one seed and a fixed schedule. After every sync the tokens, the rewards and the
-weights that the tokens were sampled with must be the same, bit for bit, and in the end the fp32 weights of the trainers.
+Both runs are made side by side, with one seed and a fixed schedule. After every sync the tokens (and their
+log-probabilities), the rewards and the weights that the tokens were sampled with must be the same, bit for bit; in the
+end the fp32 weights of the trainers, too.
 
     python -m examples.rl.fidelity --syncs 50 --algorithm grpo
     python -m examples.rl.fidelity --syncs 50 --inject 20       # one ulp in one element: must be found out
@@ -24,7 +25,7 @@ from .fleet import Failed
 from .options import Options, add_to
 from .trainer import Sync, Trainer
 
-PROVEN = ("tokens", "rewards", "rollout")  # what a sync is compared by
+PROVEN = ("rollout", "tokens", "rewards")  # what a sync is compared by
 CALLED = {"rollout": "weights at the workers"}
 
 
@@ -45,6 +46,8 @@ def prove(full: Trainer, sparse: Trainer) -> str:
             return found
         if ours.version:
             print(line(ours), flush=True)
+    if not any(sync.changed for sync in sparse.syncs[1:]):
+        return "no weight has changed, so nothing is proven; let it learn more before RL"
     last = {one.weights for trainer in (full, sparse) for one in trainer.syncs[-1].landed}
     if len(last) != 1:
         return f"after the last sync: weights at the workers differ: {' and '.join(sorted(h[:16] for h in last))}"
@@ -70,7 +73,7 @@ def line(sync: Sync) -> str:
     return f"sync {sync.version:3}  staleness {sync.staleness}  reward {sync.reward:.3f}  {sync.density:7.3%}  {hashes}"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Print the proof; 1 if there is a difference."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.rl.fidelity",
@@ -80,7 +83,7 @@ def main() -> int:
     add_to(parser)
     parser.add_argument("--inject", type=int, help="change one element by one ulp in the patched run, at this version")
     parser.set_defaults(syncs=50, workers=0, staleness=0)
-    given = vars(parser.parse_args())
+    given = vars(parser.parse_args(argv))
     try:
         options = Options(**given, schedule="fixed", fingerprint=True)
     except ValueError as error:
@@ -89,7 +92,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="sparserl-fidelity-") as folder:
         runs: list[Trainer] = []
         try:
-            runs = [ready(options, Path(folder) / mode, mode) for mode in ("observe", "update")]
+            runs.extend(ready(options, Path(folder) / mode, mode) for mode in ("observe", "update"))
             found = prove(*runs)
         except Failed as error:
             found = str(error)

@@ -82,11 +82,11 @@ class Processes:
         """Send all to the last version, and wait until they have left."""
         self._queue.stop(version)
         end = time.monotonic() + PATIENCE
-        while any(process.poll() is None for process in self._running.values()):
+        while any(process.poll() != 0 for process in self._running.values()):
+            self._watch()
             if time.monotonic() > end:
                 raise Failed(f"a worker did not leave within {PATIENCE} s; their logs: {self._folder}")
             time.sleep(PAUSE)
-        self._watch(replace=False)
 
     def kill(self, number: int) -> None:
         """As the kernel does it when memory is short: without a word."""
@@ -110,10 +110,11 @@ class Processes:
                 stderr=log,
             )
 
-    def _watch(self, replace: bool = True) -> None:
+    def _watch(self) -> None:
+        """Replace those that were killed."""
         for number, process in self._running.items():
             code = process.poll()
-            if code is not None and code < 0 and replace:
+            if code is not None and code < 0:
                 self._queue.release(number)
                 self._running[number] = self._start(number)
                 self.replaced += 1

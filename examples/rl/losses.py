@@ -23,7 +23,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
 
 
 def informative(rewards: Tensor) -> Tensor:
-    """Which groups teach anything: those whose answers are not all equally good. DAPO samples until it has enough."""
+    """Which groups teach anything: those whose answers are not all equally good."""
     return rewards.amax(1) > rewards.amin(1)
 
 
@@ -39,7 +39,10 @@ def grpo(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, low: float 
 
 
 def dapo(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, low: float = 0.2, high: float = 0.28) -> Tensor:
-    """L = -1/Σ|oᵢ| Σᵢ Σₜ surr(rᵢₜ, Aᵢ), high > low: every token counts the same, rare ones may gain. arXiv 2503.14476."""
+    """L = -1/Σ|oᵢ| Σᵢ Σₜ surr(rᵢₜ, Aᵢ), high > low: every token counts the same. arXiv 2503.14476.
+
+    Dynamic sampling, its other half, is `informative`: workers sample until enough groups teach something.
+    """
     gain = surrogate((new - old).exp(), advantages[:, None], low, high)
     return -(gain * mask).sum() / mask.sum()
 

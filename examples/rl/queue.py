@@ -1,8 +1,8 @@
 """Jobs and rollouts, through a folder. Files take their name when they are whole, and a job is claimed by renaming it.
 
-    jobs/000007-1.json ──► claimed/000007-1.json.0 (by worker 0) ──► rollouts/000007-1.safetensors
-    landed/…: which worker holds which version, and whether it is what the trainer published
-    stop.json: the last version; workers go there and leave
+jobs/000007-1.json ──► claimed/000007-1.json.0 (by worker 0) ──► rollouts/000007-1.safetensors
+landed/…: which worker holds which version, and whether it is what the trainer published
+stop.json: the last version; workers go there and leave
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Landed:
 
     worker: int
     version: int
-    digest: str  # of all live weights, read anew; "" if the version did not come as a patch
+    digest: str  # of all weights that patches have made, read anew; "" where there are none, or a proof does without
     pause: float  # seconds for which nothing could be generated
     compared: bool = False  # with all weights that the trainer wrote down
     difference: str = ""  # the first one found

@@ -78,7 +78,10 @@ def page(syncs: Sequence[Sync], options: Options, lines: Sequence[str], good: bo
         plot("Reward", [[s.reward for s in later]], lambda v: f"{v:.2f}"),
         plot("Density: elements that changed", [[s.density for s in later]], lambda v: f"{v:.2%}"),
         plot(
-            "Bytes of a sync; dashed: all weights", [[s.bytes for s in later], [s.dense_bytes for s in later]], size, True
+            "Bytes of a sync; dashed: all weights",
+            [[s.bytes for s in later], [s.dense_bytes for s in later]],
+            size,
+            True,
         ),
         plot("Staleness of the rollouts", [[s.staleness for s in later]], lambda v: f"{v:g}"),
         plot("Pause of a worker", [[1000 * s.pause for s in later]], lambda v: f"{v:.1f} ms"),

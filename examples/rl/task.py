@@ -46,7 +46,7 @@ def questions(count: int, rng: random.Random) -> list[str]:
 
 
 def reward(question: str, answer: str) -> float:
-    """1 for the digits in ascending order and the end of the line; else up to a fifth, for characters in their place."""
+    """1 for the digits in ascending order and the end of the line; else a little for each character in its place."""
     right = "".join(sorted(question[:DIGITS])) + END
     return 1.0 if answer == right else 0.2 * sum(a == b for a, b in zip(answer, right, strict=False)) / len(right)
 

@@ -9,6 +9,7 @@ repeated bit for bit.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class Sync:
     @property
     def verified(self) -> bool:
         """Whether every worker that holds it has the bits that were published."""
-        good = (not one.difference and one.digest in ("", self.digest) for one in self.landed)
+        good = (not one.difference and one.digest == self.digest != "" for one in self.landed)
         return bool(self.landed) and all(good)
 
 
@@ -168,7 +169,10 @@ class Trainer:
         patch, self._before = sparserl.diff(before, bits), bits
         if self.options.patches:
             patch.save(self.folder / f"{version:06}.patch")
-        return patch.stats()
+        stats = patch.stats()
+        with (self.folder / "observed.jsonl").open("a") as file:
+            file.write(json.dumps({"version": version, **stats.as_dict()}) + "\n")
+        return stats
 
     def _hear(self) -> None:
         """Note down what has landed; bits that are not what was published end the run."""
@@ -178,7 +182,9 @@ class Trainer:
             if landed.difference:
                 raise Failed(f"version {landed.version} at worker {landed.worker}: {landed.difference}")
             if landed.digest not in ("", sync.digest):
-                raise Failed(f"version {landed.version} at worker {landed.worker}: digest {landed.digest}, {sync.digest}")
+                raise Failed(
+                    f"version {landed.version} at worker {landed.worker}: digest {landed.digest}, {sync.digest}"
+                )
 
 
 def with_lora(model: torch.nn.Module, options: Options) -> torch.nn.Module:

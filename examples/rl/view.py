@@ -47,7 +47,7 @@ def cells(sync: Sync) -> tuple[str, ...]:
         f"{sync.dense_bytes:,}",
         f"{sync.ratio:.1f}×",
         f"{1000 * sync.pause:.2f}" if sync.landed else "",
-        f"{seen} ✓" if sync.verified else "✗" if sync.landed else "…",
+        f"{seen} ✓" if sync.verified else "✗" if sync.digest and seen else "…" if sync.digest else "",
     )
 
 
@@ -73,7 +73,7 @@ class Lines:
         ):
             self._print()
 
-    def summary(self, lines: Sequence[str], good: bool) -> None:
+    def summary(self, lines: Sequence[str], good: bool) -> None:  # noqa: ARG002  # the first line says it
         """Print what is left, and the lines."""
         while self._shown < len(self._syncs):
             self._print()

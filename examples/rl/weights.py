@@ -75,7 +75,7 @@ def bits(tensor: Tensor) -> Tensor:
 def first_difference(sparse: Weights, full: Weights) -> str:
     """Where two sets of weights first differ by a bit; empty if nowhere."""
     if sparse.keys() != full.keys():
-        return f"tensors: {sorted(sparse.keys() ^ full.keys())[0]} is on one side only"
+        return f"tensors: {min(sparse.keys() ^ full.keys())} is on one side only"
     for name in sorted(full):
         ours, theirs = bits(sparse[name].contiguous()), bits(full[name])
         if not torch.equal(ours, theirs):
@@ -125,11 +125,11 @@ class Holder:
         options, pause, digest, difference = self._options, 0.0, "", ""
         full = load_file(self._file(version)) if options.full else {}
         if self._subscriber is not None:
-            self._subscriber.stage(version)
-            pause = self._subscriber.commit().seconds["commit"]
+            if self._subscriber.stage(version) is not None:  # else these are the bits that the worker began with
+                pause = self._subscriber.commit().seconds["commit"]
             if version == options.inject:
                 flip(self._sparse)
-            digest = sparserl.digest(self._sparse, threads=1).hex
+            digest = "" if options.fingerprint else sparserl.digest(self._sparse, threads=1).hex
         if full and options.sparse:
             difference = first_difference(self._sparse, full)
         began = time.perf_counter()

@@ -48,9 +48,11 @@ def prove(full: Trainer, sparse: Trainer) -> str:
             print(line(ours), flush=True)
     if not any(sync.changed for sync in sparse.syncs[1:]):
         return "no weight has changed, so nothing is proven; let it learn more before RL"
-    last = {one.weights for trainer in (full, sparse) for one in trainer.syncs[-1].landed}
-    if len(last) != 1:
-        return f"after the last sync: weights at the workers differ: {' and '.join(sorted(h[:16] for h in last))}"
+    last: set[str] = set()
+    for syncs in zip(full.syncs, sparse.syncs, strict=True):
+        last = {landed.weights for sync in syncs for landed in sync.landed}
+        if len(last) != 1 or not all(sync.landed for sync in syncs):
+            return f"version {syncs[0].version}: weights at the workers differ: {' and '.join(h[:16] for h in last)}"
     masters = [weights.sha256(trainer.model.state_dict()) for trainer in (full, sparse)]
     if masters[0] != masters[1]:
         return f"after the last sync: the trainers' weights differ: {masters[0][:16]} and {masters[1][:16]}"

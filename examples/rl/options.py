@@ -47,6 +47,8 @@ class Options:
             raise ValueError(f"{self.prompts} prompts cannot be cut into {PARTS} jobs and {self.steps} steps")
         if min(self.staleness, self.workers, self.warm_up, self.lora) < 0:
             raise ValueError("staleness, workers, warm-up and the rank of LoRA cannot be negative")
+        if self.inject is not None and not 0 <= self.inject <= self.syncs:
+            raise ValueError(f"version {self.inject} is never published")
         if not set(self.modes) <= set(MODES) or not self.modes:
             raise ValueError(f"modes are some of {', '.join(MODES)}, with commas between them")
 

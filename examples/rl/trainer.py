@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class Trainer:
 
     def __init__(self, options: Options, folder: Path, doing: Callable[[str], None]) -> None:
         self.options, self.folder, self._doing = options, folder, doing
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or CUDA refuses to be deterministic
         torch.use_deterministic_algorithms(True)
         doing("compiling kernels: a few seconds on the first run, cached for later ones")
         compile_kernels(options)
@@ -148,7 +150,7 @@ class Trainer:
         if options.full or "observe" in options.modes:
             bits = self._published.dense()
             if options.full:
-                weights.save(bits, self.folder, version)
+                weights.save(bits, self.folder, version, options.staleness + 32)
             if "observe" in options.modes:
                 stats = self._observe(version, bits)
                 changed, elements, dense = stats.changed, stats.elements, stats.dense_bytes

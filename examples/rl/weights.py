@@ -24,7 +24,6 @@ from .options import Options
 from .queue import Landed
 
 Weights = dict[str, Tensor]
-KEPT = 32  # versions of which all weights are kept; more than the staleness
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -110,13 +109,16 @@ class Holder:
         self._subscriber = sparserl.Subscriber(options.url, self._sparse, threads=1) if options.sparse else None
 
     def goto(self, version: int | None, at_least: int = 0) -> None:
-        """Hold a version, by default the newest. Where every version is to be validated, none is left out."""
+        """Hold a version, by default the newest. Where versions are compared, none on the way there is left out."""
         if version is None:
             version = newest(self._folder, at_least)
-        start = version if self.version is None or "validate" not in self._options.modes else self.version + 1
-        for step in range(start, version + 1):
-            if step != self.version and (step == version or not self._options.full or self._file(step).exists()):
-                self._land(step)
+        every = "validate" in self._options.modes or self._options.fingerprint
+        if every and self.version is not None:
+            for step in range(self.version + 1, version):
+                if self._file(step).exists() or not self._options.full:
+                    self._land(step)
+        if self.version != version:
+            self._land(version)
 
     def _file(self, version: int) -> Path:
         return self._folder / "full" / f"{version:06}.safetensors"
@@ -161,13 +163,13 @@ def flip(weights: Weights) -> None:
     bits(tensor).view(-1)[tensor.numel() // 2] ^= 1
 
 
-def save(weights: Weights, folder: Path, version: int) -> None:
-    """Write all weights of a version down, and forget those of versions that are long over."""
+def save(weights: Weights, folder: Path, version: int, keep: int) -> None:
+    """Write all weights of a version down, and forget all but the last versions."""
     half = folder / "full" / f"{version:06}.half"
     half.parent.mkdir(exist_ok=True)
     save_file({name: tensor.clone() for name, tensor in weights.items()}, half)  # tied ones would be refused
     half.rename(half.with_suffix(".safetensors"))
-    for old in sorted(half.parent.glob("*.safetensors"))[:-KEPT]:
+    for old in sorted(half.parent.glob("*.safetensors"))[:-keep]:
         old.unlink()
 
 

@@ -19,14 +19,14 @@ class Options:
 
     model: str = "tiny"
     algorithm: str = "grpo"
-    syncs: int = 150
+    syncs: int = 120
     steps: int = 1
     staleness: int = 1
     schedule: str = "free"
     lora: int = 0
     dtype: str = "bf16"
     device: str = "cpu"
-    lr: float = 4e-6
+    lr: float = 5e-6
     prompts: int = 16
     group: int = 8
     warm_up: int = 200

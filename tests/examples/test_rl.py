@@ -134,7 +134,7 @@ def test_observe_touches_nothing(tmp_path: Path) -> None:
     assert 0 < patches[1].changed < patches[1].table.elements / 2
 
 
-@pytest.mark.parametrize("wrong", [("--prompts", "3"), ("--syncs", "0"), ("--modes", "all"), ("--inject", "151")])
+@pytest.mark.parametrize("wrong", [("--prompts", "3"), ("--syncs", "0"), ("--modes", "all"), ("--inject", "121")])
 def test_senseless_options_are_refused(wrong: tuple[str, str]) -> None:
     """They end in a usage message before anything is written."""
     with pytest.raises(SystemExit) as error:

@@ -34,16 +34,16 @@ from .view import Lines, LiveTable, view
 def summary(syncs: list[Sync], options: Options, replaced: int) -> tuple[list[str], bool]:
     """The figures of a run, the verdict first; and whether it was good."""
     later = syncs[1:]
-    checked = options.sparse
-    good = not checked or all(sync.verified for sync in syncs)
+    due = [sync for sync in syncs if sync.landed or "validate" in options.modes or sync is syncs[-1]]
+    bad = [str(sync.version) for sync in due if options.sparse and not sync.verified]
+    least = min(len({landed.worker for landed in sync.landed}) for sync in due)
+    count = f"all {len(syncs)}" if len(due) == len(syncs) else f"{len(due)} of {len(syncs)}"
     how = "digest and all bits compared" if "validate" in options.modes else "digest"
-    workers = f"{max(1, options.workers)} worker(s)"
-    least = min(len({landed.worker for landed in sync.landed}) for sync in syncs)
-    verdict = f"all {len(syncs)} versions verified bit for bit, each at {least} worker(s) or more: {how}"
-    if not checked:
-        verdict = f"{len(syncs)} versions sent whole to {workers}; patches were only observed"
-    elif not good:
-        verdict = "NOT verified: " + ", ".join(str(sync.version) for sync in syncs if not sync.verified)
+    verdict = f"{count} versions verified bit for bit, each at {least} worker(s) or more: {how}"
+    if not options.sparse:
+        verdict = f"{count} versions landed whole; patches were only observed"
+    elif bad:
+        verdict = f"NOT verified: {', '.join(bad)}"
     sent, dense = sum(sync.bytes for sync in later), sum(sync.dense_bytes for sync in later)
     tenth = max(1, len(later) // 10)
     start, end = (statistics.fmean(sync.reward for sync in part) for part in (later[:tenth], later[-tenth:]))
@@ -60,7 +60,7 @@ def summary(syncs: list[Sync], options: Options, replaced: int) -> tuple[list[st
         lines.append(f"pause of a worker {statistics.median(pauses):.2f} ms in the median, {pauses[-1]:.2f} ms at most")
     if replaced:
         lines.append(f"{replaced} worker(s) were killed and replaced")
-    return lines, good
+    return lines, not bad
 
 
 def run(options: Options, kill: int | None, show: Lines | LiveTable, page: Path) -> bool:

@@ -16,7 +16,6 @@ import sparserl
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 from examples.rl import __main__ as demo  # noqa: E402
 from examples.rl import fidelity, losses, task  # noqa: E402

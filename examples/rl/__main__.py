@@ -112,7 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     home = (given.folder or Path(tempfile.mkdtemp(prefix="sparserl-rl-"))).resolve()
     work = Path(tempfile.mkdtemp(prefix="run-", dir=home))
     options = replace(options, folder=str(work), url=options.url or f"file://{work / 'store'}")
-    torch.set_num_threads(max(1, torch.get_num_threads() - options.workers // 2))
+    if options.model == "tiny":
+        torch.set_num_threads(1)  # too small to gain from more
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     show = view(options.workers, given.json)
     good = False

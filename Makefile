@@ -10,11 +10,11 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,store,serve,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,store,serve,rl,dev]'
 	touch $@
 
-demo: $(STAMP)  ## train a small transformer, ship every version as a patch, verify each in a second process
-	$(BIN)/python examples/demo.py
+demo: $(STAMP)  ## RL with two rollout workers that follow by patches; every version is verified at each of them
+	$(BIN)/python -m examples.rl --folder demo-run
 
 test: lint types unit mutants  ## everything that must be green
 

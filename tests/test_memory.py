@@ -313,7 +313,14 @@ def cut_short():
     return tensor
 
 
-@pytest.mark.parametrize("make", [freed, cut_short, lambda: torch._efficientzerotensor((1000,))])
+def freed_from_the_middle():
+    whole = torch.zeros(1010)
+    tensor = whole[10:]
+    whole.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("make", [freed, freed_from_the_middle, cut_short, lambda: torch._efficientzerotensor((1000,))])
 def test_tensors_without_memory(make):
     """A tensor whose storage was freed or never was there is refused by name, not read."""
     with pytest.raises(UnsupportedTensor, match=r"'w'.*no memory"):

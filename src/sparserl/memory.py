@@ -7,6 +7,7 @@ its owner alive for as long as the address is in use.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -130,10 +131,13 @@ def on_device(tensor: Any) -> bool:
 
 @lru_cache
 def _runs_kernels(device: Any) -> bool:
-    """They are compiled by Triton, and have instructions that NVIDIA's GPUs have from Hopper on."""
+    """They are compiled by Triton, and have instructions that NVIDIA's GPUs have from Hopper on.
+
+    SPARSERL_GPU=off is for machines on which they cannot be compiled: weights are then read through host memory.
+    """
     import torch
 
-    if torch.version.hip is not None or find_spec("triton") is None:
+    if torch.version.hip is not None or find_spec("triton") is None or os.environ.get("SPARSERL_GPU") == "off":
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -271,7 +275,7 @@ def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
     if tensor.is_neg() or (dtype.name in _COMPLEX and tensor.is_conj()):
         raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative view; resolve it first")
     if on_device(tensor):
-        if tensor.numel() and not tensor.data_ptr():
+        if tensor.numel() and _freed(tensor):
             raise _without_memory(name, tensor)
         return _ForeignMemory(dtype, tuple(tensor.shape), tensor.data_ptr(), tensor.stride(), True, tensor.detach())
     if tensor.is_cuda:
@@ -284,6 +288,11 @@ def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
     if tensor.numel() and not storage.data_ptr() <= low < high <= storage.data_ptr() + storage.nbytes():
         raise _without_memory(name, tensor)
     return memory
+
+
+def _freed(tensor: Any) -> bool:
+    """Whether the storage is nowhere: what is left of an address is then how far into the storage it was."""
+    return bool(tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize)
 
 
 def _without_memory(name: str, tensor: Any) -> UnsupportedTensor:
@@ -317,7 +326,7 @@ def memories(weights: Weights) -> dict[str, Memory]:
             strides = tensor.stride() if far else None
             columns = (dtype, tensor.shape, tensor.data_ptr(), strides, True, tensor)
             out[name] = tuple.__new__(_ForeignMemory if far else Memory, columns)
-            if not out[name].address and tensor.numel():
+            if _freed(tensor) and tensor.numel():
                 raise _without_memory(name, tensor)
         else:
             out[name] = memory_of(name, tensor)

@@ -318,9 +318,10 @@ def test_any_layout():
         assert np.array_equal(near(was.parts[0].data).array, bare.parts[0].data.array)
 
 
-def forged(patch, change):
-    """A patch whose first bucket has other streams, with every checksum right."""
+def forged(patch, change, **fields):
+    """A patch whose first bucket has other streams and fields, with every checksum right."""
     head, reader = patch.opened(0)
+    head = replace(head, **fields)
     streams = {stream: (coder, [bytes(c) for c in chunks]) for stream, (coder, chunks) in reader.left().items()}
     streams.pop(codec.Stream.ENTRIES, None)
     change(streams)
@@ -359,6 +360,7 @@ def test_spoiled_buckets():
         lambda s: s.update({first: (s[first][0], [*s[first][1], b"x"])}),
         lambda s: s.update({codec.Stream.POSITIONS: (CODERS[0], [b"1234"])}),
         lambda s: s.update({first + 1: (CODERS[0], [b"\0" * 99])}),
+        lambda s: s.update({codec.Stream.DENSE_PLANE: (CODERS[0], [b"x"])}),
     ]
     for change in changes:
         bad = forged(patch, change)
@@ -389,6 +391,35 @@ def test_counts_of_tiles_in_zstd():
     assert device_apply.bucket(held, 0, *other.opened(0)) is not None
     other.apply(weights)
     assert same(weights, new)
+
+
+@inside
+def test_counts_of_tiles_that_are_negative():
+    """2^31 is no 32-bit count, though the counts of every part and class then add up to what they should be."""
+    old, new = drawn("bfloat16", {"a": (2000,), "b": (2000,), "c": (2000,)}, changes=60)
+    patch = sparserl.diff(old, new, profile="ctx")
+    names = codec.Stream.TILE_TOKENS, codec.Stream.TILE_LOWS
+    layout, reader = patch.heads[0].layout, patch.opened(0)[1]
+    n = codec.numbers.read(layout, reader, 12, 1 << 31, np.int64, *names).reshape(3, 4)
+    v, top, parts, totals = n.copy(), 1 << 31, n.sum(1), n.sum(0)
+    v[0, 0] = v[1, 1] = v[2, 2] = top
+    v[0, 1] = top // 2
+    v[0, 2] = top + parts[0] - n[0, 3] - v[0, 1]
+    v[1, 2] = top + totals[2] - v[0, 2]
+    v[1, 0] = top + parts[1] - n[1, 3] - v[1, 2]
+    v[2, 0], v[2, 1] = top + totals[0] - v[1, 0], top + totals[1] - v[0, 1]
+    wrapped = v.astype(np.int32).astype(np.int64)
+    assert np.array_equal(wrapped.sum(0), totals)
+    assert np.array_equal(wrapped.sum(1), parts)
+
+    def change(streams):
+        streams.update(codec.code(codec.numbers.write(layout, v.ravel().astype(np.uint32), *names)))
+
+    bad, weights = forged(patch, change, tile_log=31), there(old)
+    for where in (here(old), weights):
+        with pytest.raises(errors.InvalidField, match="tile"):
+            bad.apply(where)
+    assert same(weights, old)
 
 
 @inside
@@ -434,6 +465,19 @@ def test_staged_and_committed():
 
 
 @pytest.mark.long
+@inside
+def test_overlapping_entries_are_not_staged():
+    """A patch that changes elements twice is refused before a bit is written, though its digests add up."""
+    old, new = drawn("bfloat16", {"w": (2000,)}, changes=20)
+    patch = sparserl.diff(old, new, profile="ctx")
+    bucket, result = patch.bucket(0), patch.result + patch.result - patch.base
+    twice = Patch(rewrite(patch.table, [bucket, bucket], patch.base, result, 2 * patch.changed, None))
+    for weights in (here(old), there(old)):
+        with pytest.raises(errors.RegionOverlap):
+            stage_all(Patch.from_bytes(twice.to_bytes()), weights).commit()
+        assert same(weights, old)
+
+
 @inside
 def test_tied_tensors():
     """Two names for one tensor change together, or not at all; tensors that share some elements are refused."""

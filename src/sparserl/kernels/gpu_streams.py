@@ -309,7 +309,8 @@ def _numbers(plan: Plan, incoming: _Incoming, changes: Column) -> tuple[torch.Te
     largest = 1 << int(plan.tile_log.max(initial=0))
     cuts, owner = Cuts.of_streams(blocks, tile_sizes, plan.chunk)
     wanted = owner * 256 + _TILES
-    counts = incoming.numbers(cuts, wanted, incoming.tokens(cuts, wanted), torch.int32, largest).view(-1, many)
+    most = min(largest, (1 << 31) - 1)  # none is negative, so those that add up to the changes are not above them
+    counts = incoming.numbers(cuts, wanted, incoming.tokens(cuts, wanted), torch.int32, most).view(-1, many)
     if told is not None:
         spread = torch.zeros((plan.tiles.count, many), dtype=torch.int32, device=blocks.device)
         spread[told] = counts

@@ -364,6 +364,7 @@ def _landing(patch: Patch, held: Held, base: Digest, tied: list[list[int]], thre
         else:
             for found, dense in device_apply.located(patch, held, far):
                 parts += [found, *(stage(held, decoded) for decoded in dense)]
+    patch.heads  # noqa: B018  # reading them checks that no entries overlap, which nothing on a device would notice
     _require_result(patch, sum((part.moved for part in parts), base))
     _refuse_conflicts(patch, held, tied, staged)
     return Landing(held, patch.base, patch.result, tuple(parts), bool(tied), patch.changed)

@@ -102,8 +102,11 @@ def bucket(held: Held, index: int, head: Head, reader: Reader) -> Bucket | None:
     classes = _read_classes(head.dtype, reader)
     if (streams := _readable(head, classes, reader)) is None:
         return None
+    dense = _dense(head, reader)
+    if any(map(Stream.is_dense, reader.left())):  # more than there are dense entries for
+        return None
     bits, start = zip(*there, strict=True)
-    return Bucket(index, head, classes, list(bits), list(start), streams, _dense(head, reader))
+    return Bucket(index, head, classes, list(bits), list(start), streams, dense)
 
 
 def _readable(head: Head, classes: Classes, reader: Reader) -> Coded | None:

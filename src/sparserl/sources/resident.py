@@ -9,6 +9,7 @@ memory and in their tensor, and no other row shares them: a tied weight is compa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,11 @@ def _free(device: Any) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + idle
 
 
+def _at(device: Any) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device, which need not be that of the rows."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class Marked:
     """Marks and moved sums of some rows on one device, since some moment."""
 
@@ -65,8 +71,9 @@ class Marked:
         news = [new.detach() for new, _ in pairs]
         wide = blocks if news[0].element_size() == blocks.width else gpu.Blocks(4, sizes, blocks.device)
         new, old = wide.side(news), blocks.side([old.detach() for _, old in pairs])
-        gpu_sums.part_moves(blocks, new, old, self._sums)
-        gpu.mark(blocks, new, old, self._words, self._counts)
+        with _at(blocks.device):
+            gpu_sums.part_moves(blocks, new, old, self._sums)
+            gpu.mark(blocks, new, old, self._words, self._counts)
 
     def settle(self, first: npt.NDArray[np.int64], words: npt.NDArray[np.uint64], moved: Any) -> None:
         """Add marks and sums to those of the host; `first` is the first word of each row there."""

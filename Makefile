@@ -31,6 +31,7 @@ unit: $(STAMP)
 
 long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
 	$(BIN)/python -m pytest -n 2 -m long
+	$(BIN)/python tests/mutants/run.py --all
 
 coverage: $(STAMP)  ## which lines no test reaches; takes a third longer
 	rm -f .coverage .coverage.*

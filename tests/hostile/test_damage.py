@@ -43,7 +43,7 @@ def test_every_single_bit_flipped(name):
     assert survivors == []
 
 
-@pytest.mark.parametrize("name", ["ctx", "rans"])
+@pytest.mark.parametrize("name", ["ctx", pytest.param("rans", marks=pytest.mark.long)])
 def test_every_single_bit_flipped_under_checksums_that_hold(name):
     """What a bucket says is checked for itself: no flip of one bit of it does anything but what the patch promises."""
     it = sample(name)

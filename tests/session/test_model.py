@@ -24,9 +24,12 @@ EXPLORED = {
         30_000,
     ),
 }
+LONG = ("garbage, with lost and late replies", "garbage, with three versions")
 
 
-@pytest.mark.parametrize("name", EXPLORED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in EXPLORED]
+)
 def test_the_protocol_holds_in_every_state(name):
     bounds, least = EXPLORED[name]
     found = explore(Protocol(), bounds)

@@ -501,7 +501,7 @@ print(json.dumps({"kills": n, **seen}))
         pytest.param(write_file, "beside", "exchange", marks=pytest.mark.long),
         (write_folder, "in place", "exchange"),
         pytest.param(write_folder, "beside", "exchange", marks=pytest.mark.long),
-        (write_folder, "in place", "two renames"),
+        pytest.param(write_folder, "in place", "two renames", marks=pytest.mark.long),
     ],
 )
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new(

@@ -7,26 +7,21 @@ Whether Triton interprets is decided when it is imported, so both happen in proc
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.gpu_runs import hasten_interpreter, only_compile, run
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[2]
 UINT = {w: np.dtype(f"u{w}") for w in (1, 2, 4, 8)}
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, see test_interpreted")
 outside = pytest.mark.skipif(INTERPRETED, reason="starts a process of its own")
 
 if INTERPRETED:
-    from triton.runtime.interpreter import interpreter_builder
-
     from sparserl import codec
     from sparserl.bits import BY_NAME
     from sparserl.codec.coders import Rans
@@ -34,17 +29,7 @@ if INTERPRETED:
     from sparserl.errors import InvalidField
     from sparserl.kernels import gpu, gpu_classes, gpu_coding, gpu_streams, reference
 
-    torch.set_num_threads(1)
-    # Sums wrap on purpose here, and looking for overflows takes a third of the time.
-    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
-
-
-def run(*command, **env):
-    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-    env = {**os.environ, "PYTHONPATH": path, **env}
-    done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    hasten_interpreter()
 
 
 @outside
@@ -355,30 +340,8 @@ def test_rans_chunks_are_those_of_the_cpu():
 
 
 def compile_all() -> None:
-    """Hand every kernel to the compiler, as if there were an H200, by calling it on CPU tensors without running it."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    class Hopper:
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device=None):
-            return 0
-
-    driver.set_active(Hopper())
-    run = JITFunction.run
-
-    def only_compile(self, *args, grid, warmup, **options):
-        made.add(self.__name__)
-        return run(self, *args, grid=grid, warmup=True, **options)
-
-    JITFunction.run = only_compile
-    made: set[str] = set()
+    """Hand every kernel to the compiler."""
+    made = only_compile()
     from sparserl.kernels import gpu, gpu_classes, gpu_coding
 
     bad = torch.zeros(1, dtype=torch.int32)

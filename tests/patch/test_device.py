@@ -1,26 +1,25 @@
 """Weights on a device: changes are found, coded, decoded and landed there, bit for bit as on the CPU.
 
 Where there is no GPU, Triton's interpreter runs the kernels on CPU tensors, in a process of its own, and every torch
-tensor passes for one on a device: what is near is then an array. `python tests/patch/test_device.py` does either.
+tensor passes for one on a device: what is near is then an array. `python -m tests.patch.test_device` does either.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.gpu_runs import hasten_interpreter, only_compile, run
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[2]
 inside = pytest.mark.skipif(not CUDA and not INTERPRETED, reason="runs in the interpreter, see test_interpreted")
 
 if CUDA or INTERPRETED:
@@ -42,21 +41,10 @@ if CUDA or INTERPRETED:
     FEW = 10  # changes that are coded, of 9000 elements: the interpreter takes 10 ms for a symbol
 
 if INTERPRETED and not CUDA:
-    from triton.runtime.interpreter import interpreter_builder
-
-    torch.set_num_threads(1)
-    # Sums wrap on purpose here, and looking for overflows takes a third of the time.
-    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+    hasten_interpreter()
 
 
 outside = pytest.mark.skipif(CUDA or INTERPRETED, reason="starts a process of its own")
-
-
-def run(*command, **env):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))), **env}
-    done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def run_all(which):
@@ -676,31 +664,10 @@ def test_tracked(mastered, stay):
 
 
 def compile_all():
-    """Hand every kernel to the compiler, as if there were an H200, by calling it on CPU tensors without running it."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
+    """Hand every kernel to the compiler."""
     from sparserl.kernels import gpu, gpu_cells, gpu_classes, gpu_sums
 
-    class Hopper:
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device=None):
-            return 0
-
-    driver.set_active(Hopper())
-    compile, made = JITFunction.run, set()
-
-    def only_compile(self, *args, grid, warmup, **options):
-        made.add(self.__name__)
-        return compile(self, *args, grid=grid, warmup=True, **options)
-
-    JITFunction.run = only_compile
+    made = only_compile()
     for width in (1, 2, 4, 8):
         blocks, bits = gpu.Blocks(width, [9000], "cpu"), torch.zeros(9000, dtype=gpu.INTS[width])
         side, where = blocks.side([bits]), torch.zeros(64, dtype=torch.int64)

@@ -385,7 +385,7 @@ def _gather(b: Any, addresses: Any, kind: Any) -> Any:
 
 
 def _reduce(b: Any, name: str, vector: Any) -> Any:
-    """All lanes of a vector of 16 as one number: "umax" or "or"."""
+    """All lanes of a vector of 16 as one number, by an operation that LLVM names."""
     kind = ir.FunctionType(vector.type.element, [vector.type])
     function = cgutils.get_or_insert_function(b.module, kind, f"llvm.vector.reduce.{name}.v16i32")
     return b.call(function, [vector])
@@ -400,6 +400,7 @@ def _resized(b: Any, vector: Any, element: Any) -> Any:
 
 
 def _lanes16(value: int) -> Any:
+    """The same 32-bit number 16 times."""
     return ir.Constant(ir.VectorType(_I32, 16), [value] * 16)
 
 
@@ -479,9 +480,8 @@ def number16(_: Any, out: Any, tokens: Any, lows: Any, at: Any, end: Any, limit:
             upto = b.add(upto, b.shuffle_vector(zero, upto, moved))
         total = b.zext(b.extract_element(upto, _I32(15)), _I64)
         within = b.icmp_signed("<=", b.add(args[3], total), args[4])
-        fine = b.select(
-            within, b.trunc(args[3], _I32), _I32(0)
-        )  # where they end too soon, look where there is something
+        # Where they end too soon, look where there is something.
+        fine = b.select(within, b.trunc(args[3], _I32), _I32(0))
         first = b.select(within, b.sub(upto, width), zero)
         bit = b.add(splat(b, b.and_(fine, _I32(7)), v32), first)
         start = b.add(args[2], b.select(within, b.lshr(args[3], _I64(3)), _I64(0)))
@@ -509,9 +509,7 @@ class _Rans:
         self.x = b.load(self.home)
         self.x.align = 4
 
-    @classmethod
-    def constant(cls, value: int) -> Any:
-        return ir.Constant(cls.v32, [value] * 16)
+    constant = staticmethod(_lanes16)
 
     def call(self, name: str, kind: Any, *values: Any) -> Any:
         signature = ir.FunctionType(kind, [v.type for v in values])

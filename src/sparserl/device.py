@@ -16,7 +16,7 @@ import torch
 
 from .bits import DType, UIntArray
 from .kernels import cpu, gpu, gpu_cells, gpu_sums
-from .memory import _leading, far_tensor
+from .memory import far_tensor, leading
 from .pieces import PIECE_BYTES, Geometry, Held, Numbers
 from .region import whole
 from .shards import Place
@@ -42,8 +42,8 @@ def _lies(held: Held, place: Place) -> tuple[torch.Tensor, int, int, int] | None
     there, (tensor, region) = far_tensor(memory), place
     if there is None or not there.is_contiguous():
         return None
-    start = 0 if region is None else _leading(region, held.table.specs[tensor].shape)
-    lead = 0 if local is None else _leading(local, memory.shape)
+    start = 0 if region is None else leading(region, held.table.specs[tensor].shape)
+    lead = 0 if local is None else leading(local, memory.shape)
     if start is None or lead is None:
         return None
     return there, lead, lead + (there.numel() if local is None else local.numel), start

@@ -55,7 +55,7 @@ class Memory(NamedTuple):
         if self.strides is None:
             if region is None:
                 return self.address, self.owner
-            lead = _leading(region, self.shape)
+            lead = leading(region, self.shape)
             if lead is not None:
                 return self.address + lead * self.dtype.width, self.owner
         part = self.view() if region is None else self.view()[region.slices]
@@ -206,7 +206,7 @@ class _Interface:
         self.owner = owner
 
 
-def _leading(region: Region, shape: Shape) -> int | None:
+def leading(region: Region, shape: Shape) -> int | None:
     """Offset of the region's first element, if the region is one contiguous run of a row-major tensor."""
     inner = False
     for d in range(len(shape) - 1, -1, -1):

@@ -62,7 +62,7 @@ class Ctx:
         args = kind, keep, layout.old, layout.numel, layout.count, layout.tile_log, limits
         kernel.class_gaps(*args, positions, words, counts, *rows)
         counts = counts.reshape(-1, len(limits) + 1)[:, spare:]
-        streams: Chunks = {Stream.CLASSES: [_write_classes(layout.classes)]}
+        streams: Chunks = {Stream.CLASSES: [write_classes(layout.classes)]}
         streams |= numbers.write(layout, counts.ravel(), Stream.TILE_TOKENS, Stream.TILE_LOWS)
         for c, size in enumerate(counts.sum(0, np.int64).tolist()):
             stream, row = Stream.CLASS + 4 * c, c + spare
@@ -73,7 +73,7 @@ class Ctx:
     def decode(self, layout: Layout, reader: Reader) -> Found:
         if layout.old is None:
             raise NeedsBase(f"{reader.what} is in profile ctx: hand over the base weights, it cannot be read without")
-        classes = _read_classes(layout.dtype, reader)
+        classes = read_classes(layout.dtype, reader)
         kind, keep = magnitude(layout.dtype)
         spare, limits = _limits(classes)
         due, most = len(classes.thresholds) + 1, 1 << layout.tile_log
@@ -105,11 +105,12 @@ class Ctx:
         return found
 
 
-def _write_classes(classes: Classes) -> bytes:
+def write_classes(classes: Classes) -> bytes:
+    """Shift and thresholds as a stream."""
     return bytes((classes.shift,)) + np.array(classes.thresholds, "<u2").tobytes()
 
 
-def _read_classes(dtype: DType, reader: Reader) -> Classes:
+def read_classes(dtype: DType, reader: Reader) -> Classes:
     """Shift and thresholds, which rise strictly and stay where a magnitude of the dtype can reach them."""
     data = reader.take_stored(Stream.CLASSES, 1 + 2 * (kernel.MOST - 1))
     if len(data) < 3 or len(data) % 2 == 0:

@@ -19,7 +19,7 @@ import torch
 
 from ..codec import Classes, Coded, Reader, Stream, value
 from ..codec.coders import Stored, Zstd
-from ..codec.ctx import _read_classes, tiles
+from ..codec.ctx import read_classes, tiles
 from ..device import GROUP_BYTES, fetch, pair, run, upload, working
 from ..digest import Digest
 from ..errors import InvalidField, WrongBase
@@ -99,7 +99,7 @@ def bucket(held: Held, index: int, head: Head, reader: Reader) -> Bucket | None:
     there = [run for run in found if run is not None]
     if len(there) < len(found) or len({bits.device for bits, _ in there}) > 1:
         return None
-    classes = _read_classes(head.dtype, reader)
+    classes = read_classes(head.dtype, reader)
     if (streams := _readable(head, classes, reader)) is None:
         return None
     dense = _dense(head, reader)

@@ -22,7 +22,7 @@ import torch
 from .. import codec, plan
 from ..codec import Classes, Coded
 from ..codec.coders import CODERS, Stored
-from ..codec.ctx import _write_classes, tiles
+from ..codec.ctx import tiles, write_classes
 from ..device import Runs, fetch, groups, pair, upload, working
 from ..digest import Digest
 from ..kernels import gpu, gpu_cells, gpu_streams
@@ -321,7 +321,7 @@ def _streams(
 
     def made() -> Coded:
         data = memoryview(wait())
-        out: Coded = {} if classes is None else {codec.Stream.CLASSES: (Stored(), [_write_classes(classes)])}
+        out: Coded = {} if classes is None else {codec.Stream.CLASSES: (Stored(), [write_classes(classes)])}
         for stream, (coder, chunks) in directory.of(b).items():
             out[stream] = CODERS[coder], [data[at : at + n] for at, n in chunks]
         return out

@@ -15,7 +15,7 @@ from ..bitmap import Bitmap
 from ..bits import UIntArray
 from ..errors import TensorMismatch
 from ..kernels import cpu, marks
-from ..memory import Foreign, Memory, _address, _leading, _Lent, _span, far_tensor, memory_of
+from ..memory import Foreign, Memory, _address, _Lent, _span, far_tensor, leading, memory_of
 from ..patch.diff import _scan
 from ..pieces import PIECE_BYTES, Batch, Geometry, Numbers, batches, outline
 from ..region import Region, whole
@@ -130,7 +130,7 @@ class Plan:
                 raise TensorMismatch(f"{name!r}: region {region} cannot be {list(memory.shape)}")
             address.append(memory.address if memory.strides is None and memory.dtype is spec.dtype else 0)
             there = far_tensor(memory)
-            start = None if there is None or not there.is_contiguous() else _leading(region, spec.shape)
+            start = None if there is None or not there.is_contiguous() else leading(region, spec.shape)
             self.there[r], self.start[r] = start is not None, start or 0
         self._address, self.where = np.array(address, np.int64), [sign(d) for d in data]
         if self.there.any():

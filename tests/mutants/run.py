@@ -3,14 +3,12 @@
 Each mutant is one exact replacement in one file. It is run against the tests that are there to catch it; a mutant
 that survives, or whose text is no longer found, makes this program fail. The same tests are run on the unbroken code
 first, so that red means something.
-
-    python tests/mutants/run.py [--all | part of a mutant's name …]
-
-Some that take long, and are near others, are left out unless they are named or all are asked for.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -657,47 +655,62 @@ def mutated(folder: Path, mutant: Mutant) -> Iterator[None]:
         os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
 
 
-def pytest(folder: Path, tests: Iterable[Tests], cache: str | None = None) -> tuple[int, str]:
-    """Exit code and output of the tests, on the code in the folder. Kernels are cached beside it, or elsewhere."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(folder / "src"),
-        "PYTHONDONTWRITEBYTECODE": "1",  # stale bytecode would hide a mutant
-    }
-    environment.pop("NUMBA_CACHE_DIR", None)
-    if cache is not None:
-        environment["NUMBA_CACHE_DIR"] = str(folder / cache)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-    files = sorted({f"tests/{t.file}" for t in tests})
-    words = " or ".join(sorted({t.keywords for t in tests}))
-    done = subprocess.run(
-        [*command, *files, "-k", words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+class Pytest:
+    """Runs tests on the code in a folder. A run is a fork of one process, which saves importing what they all need."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(folder / "src"),
+            "PYTHONDONTWRITEBYTECODE": "1",  # stale bytecode would hide a mutant
+        }
+        environment.pop("NUMBA_CACHE_DIR", None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", Path(__file__).with_name("nursery.py")],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, tests: Iterable[Tests], cache: Path | None = None) -> tuple[int, str]:
+        """Exit code and output. Kernels are cached beside the code, or elsewhere."""
+        files = sorted({f"tests/{t.file}" for t in tests})
+        words = " or ".join(sorted({t.keywords for t in tests}))
+        imported = "ignore::pytest.PytestAssertRewriteWarning"  # that plugins are there already is what we want
+        options = ["-W", imported, "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        output = self._folder / "output"
+        there = None if cache is None else str(cache)
+        order = {"args": [*options, *files, "-k", words], "cache": there, "seconds": SECONDS, "output": str(output)}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        code = int(self._process.stdout.readline())
+        return code, output.read_text(errors="replace")
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
-def judge(folder: Path, mutant: Mutant) -> str | None:
+def judge(folder: Path, pytest: Pytest, mutant: Mutant) -> str | None:
     """None if the tests notice the mutant, else what went wrong."""
     cache = None
     if mutant.compiled:  # what is compiled from the mutant must not be found again
-        cache = "numba-mutant"
-        shutil.rmtree(folder / cache, ignore_errors=True)
+        cache = folder / "numba-mutant"
+        shutil.rmtree(cache, ignore_errors=True)
     with mutated(folder, mutant):
-        code, output = pytest(folder, [mutant.tests], cache)
+        code, output = pytest([mutant.tests], cache)
     if code == RED:
         return None
     return "survived" if code == GREEN else f"pytest ended with {code}:\n{output[-2000:]}"
 
 
-def control(folder: Path, mutants: Iterable[Mutant]) -> str | None:
+def control(pytest: Pytest, mutants: Iterable[Mutant]) -> str | None:
     """None if the tests pass on the code as it is, else what they say."""
-    code, output = pytest(folder, [m.tests for m in mutants])
+    code, output = pytest([m.tests for m in mutants])
     return None if code == GREEN else f"pytest ended with {code}:\n{output[-2000:]}"
 
 
@@ -708,20 +721,21 @@ def report(name: str, wrong: str | None, began: float) -> bool:
     return wrong is None
 
 
-def work(folder: Path, mutants: list[Mutant]) -> bool:
-    """The tests without a mutant, then each mutant in turn. True if all were noticed."""
+def work(folder: Path, mutants: list[Mutant], green: bool) -> bool:
+    """The tests without a mutant, if it is not known that they pass, then each mutant. True if all were noticed."""
     skip = shutil.ignore_patterns("*.pyc", "data", ".hypothesis")  # what is compiled for the kernels comes along
     for part in ("src", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=skip)
     shutil.copy2(ROOT / "pyproject.toml", folder)
-    began = time.monotonic()
-    if not report(f"no mutant in the way of {len(mutants)}", control(folder, mutants), began):
-        return False
-    good = True
-    for mutant in mutants:
+    with closing(Pytest(folder)) as pytest:
         began = time.monotonic()
-        good &= report(mutant.name, judge(folder, mutant), began)
-    return good
+        if not green and not report(f"no mutant in the way of {len(mutants)}", control(pytest, mutants), began):
+            return False
+        good = True
+        for mutant in mutants:
+            began = time.monotonic()
+            good &= report(mutant.name, judge(folder, pytest, mutant), began)
+        return good
 
 
 def shared(mutants: Iterable[Mutant]) -> list[list[Mutant]]:
@@ -758,18 +772,25 @@ LONG = frozenset(
 )
 
 
-def main(words: list[str]) -> int:
-    """0 if every mutant, or every one whose name has one of the words in it, was noticed."""
-    mutants = [m for m in MUTANTS if any(w in m.name for w in words)]
-    if not words or words == ["--all"]:
-        mutants = [m for m in MUTANTS if words or m.name not in LONG]
+def main(arguments: list[str]) -> int:
+    """0 if every mutant that was asked for was noticed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only mutants with one of these in their name")
+    parser.add_argument("--all", action="store_true", help="also those that take long and are near others")
+    parser.add_argument("--green", action="store_true", help="the tests have just passed: do not begin with them")
+    asked = parser.parse_args(arguments)
     if missing := LONG - {m.name for m in MUTANTS}:
         raise SystemExit(f"there are no mutants named {sorted(missing)}")
+    if asked.names:
+        mutants = [m for m in MUTANTS if any(name in m.name for name in asked.names)]
+    else:
+        mutants = [m for m in MUTANTS if asked.all or m.name not in LONG]
     require_texts(mutants)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sparserl-mutants-") as home, ThreadPoolExecutor(WORKERS) as pool:
         shares = shared(mutants)
-        good = all(list(pool.map(work, [Path(home) / str(i) for i in range(len(shares))], shares)))
+        folders = [Path(home) / str(i) for i in range(len(shares))]
+        good = all(list(pool.map(lambda folder, share: work(folder, share, asked.green), folders, shares)))
     print(f"{len(mutants)} mutants, {'all noticed' if good else 'NOT all noticed'}, {time.monotonic() - began:.0f} s")
     return 0 if good else 1
 

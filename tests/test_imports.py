@@ -17,11 +17,12 @@ ROOT = Path(sparserl.__file__).parent
 FOREIGN = (
     *("torch", "matplotlib", "typer", "rich", "vllm", "sglang", "transformers", "ray"),
     *("safetensors", "ml_dtypes", "obstore", "cryptography", "starlette", "uvicorn"),
+    *("prometheus_client", "tensorboard", "wandb"),
 )
 
 # A room imports from rows above its own, and from itself. A new room takes a row here.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "bits", "files", "kernels"),
+    ("errors", "bits", "files", "kernels", "words"),
     ("region", "parallel"),
     ("table", "bitmap"),
     ("memory",),
@@ -35,6 +36,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("sources",),
     ("targets", "transport"),
     ("session",),
+    ("record", "metrics"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .commands import app
 from .plan import plan  # noqa: F401  # registers the command
+from .report import report  # noqa: F401
 from .serve import serve  # noqa: F401
 from .session import publish  # noqa: F401  # registers the commands of sessions
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from .. import words
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from ..patch import Patch, Stats
     from ..plan import Estimate, Link
 
+duration, size = words.duration, words.size
 _PIPE_WIDTH = 240  # of tables that no terminal bounds: names must not be folded
 
 
@@ -68,15 +71,6 @@ def summary(stats: Stats) -> str:
     )
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
-
-
 def patch_tables(path: Path, stats: Stats, with_tensors: bool) -> None:
     """A patch as tables: the whole, its buckets, and on demand its tensors."""
     console = _console()
@@ -102,13 +96,6 @@ def plan_table(link: Link, estimates: list[Estimate], words: list[str]) -> None:
     console.print(f"Fastest at {link}: {fastest.name}\n", soft_wrap=True)
     for line in words:
         console.print(line, soft_wrap=True)
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people."""
-    if seconds < 1:
-        return f"{1000 * seconds:,.3g} ms"
-    return f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def _even(bits_per_second: float) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from .callbacks import Callback
 from .publisher import Publisher
 from .report import SyncReport
 from .subscriber import Subscriber
 
-__all__ = ["Publisher", "Subscriber", "SyncReport"]
+__all__ = ["Callback", "Publisher", "Subscriber", "SyncReport"]

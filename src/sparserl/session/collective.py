@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from .. import plan
@@ -36,6 +35,7 @@ from ..table import TensorTable
 from ..transport.collective import TIMEOUT, Bucket, CalledOff, Line
 from . import parcel, rounds
 from .baseline import HostBaseline
+from .callbacks import Callback, Callbacks
 from .flight import Flight
 from .report import SyncReport, Watch
 from .rounds import Apart, Behind, Course, Leg, Note, Round, Share
@@ -116,6 +116,7 @@ class CollectivePublisher:
     previous: the publisher on a group that this one replaces: its run, version and baseline are taken over.
     files: what travels with an anchor (config, tokenizer), by name.
     timeout: seconds that any single wait may take: for a rank to come, for a frame, for a rank to stage or commit.
+    callbacks: are told what was published, and what went wrong; see `sparserl.metrics`.
     device: where frames lie while they are broadcast; "cuda" for NCCL.
     """
 
@@ -132,6 +133,7 @@ class CollectivePublisher:
         timeout: float = TIMEOUT,
         threads: int | None = None,
         progress: Progress | None = None,
+        callbacks: Sequence[Callback] = (),
         device: str = "cpu",
     ) -> None:
         plan.candidates(profile)  # raises here, not in the middle of a publish
@@ -142,6 +144,7 @@ class CollectivePublisher:
         self._source, self._files = source, dict(files or {})
         self._profile, self._link, self._threads, self._progress = profile, link, threads, progress
         self._flight = Flight()
+        self._callbacks = Callbacks(callbacks)
         self._run, self._created = secrets.token_hex(8), time.time()
         self._now: _Baseline | None = None
         self._last = -1  # the last version that some rank may have committed
@@ -174,9 +177,16 @@ class CollectivePublisher:
         self.settle()
         self._line.require()
         watch = Watch()
-        taken = self._take(call, watch)
+        with self._callbacks.failures("publish"):
+            taken = self._take(call, watch)
         lead = self._line.rank == self.writers[0]
-        work = partial(self._lead if lead else self._go_along, taken, watch)
+
+        def work() -> SyncReport:
+            with self._callbacks.failures("publish"):
+                report = (self._lead if lead else self._go_along)(taken, watch)
+            self._callbacks.published(report)
+            return report
+
         if wait:
             return work()
         self._flight.launch(work)

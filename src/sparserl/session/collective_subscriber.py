@@ -15,6 +15,7 @@ from ..memory import Weights
 from ..targets import Target
 from ..transport.collective import TIMEOUT, CalledOff, Line
 from . import rounds
+from .callbacks import Callback
 from .incoming import Arrival
 from .receiver import Held, Receiver, Staged
 from .report import SyncReport, Watch
@@ -30,6 +31,7 @@ class CollectiveSubscriber(Receiver):
     before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
         worked, if `before` did.
     audit_every: after so many commits all bits of the targets are read and compared with the digest.
+    callbacks: are told what was committed, and what went wrong; see `sparserl.metrics`.
     timeout: seconds that any single wait inside a sync may take.
     """
 
@@ -44,9 +46,10 @@ class CollectiveSubscriber(Receiver):
         audit_every: int | None = None,
         timeout: float = TIMEOUT,
         threads: int | None = None,
+        callbacks: Sequence[Callback] = (),
         device: str = "cpu",
     ) -> None:
-        super().__init__(target, before, after, audit_every, threads)
+        super().__init__(target, before, after, audit_every, threads, callbacks)
         self._line = Line(process_group, timeout, device)
         self._lead, self._writers = writers[0], list(writers)
         if self._line.rank in writers:
@@ -60,7 +63,8 @@ class CollectiveSubscriber(Receiver):
 
         On return every rank has staged it, and all are to commit.
         """
-        return self._stage(timeout, None)
+        with self._callbacks.failures("stage"):
+            return self._stage(timeout, None)
 
     def commit(self) -> SyncReport:
         """Make the staged version the one that is held: in O(changed), all targets or none."""
@@ -95,6 +99,9 @@ class CollectiveSubscriber(Receiver):
                 staged = self._stage(left, stop)
             except rounds.Closed:
                 return
+            except Exception as error:
+                self._callbacks.failed("stage", error)
+                raise
             if staged is None:
                 return
             report = self._commit_or_discard()

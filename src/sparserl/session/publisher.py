@@ -13,7 +13,7 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from ..transport.ranks import Ranks
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
 from .baseline import Baseline, Found, HostBaseline, choose
+from .callbacks import Callback, Callbacks
 from .flight import Flight
 from .head import OwnHead, Steps
 from .kept import KeptAnchor
@@ -109,6 +110,7 @@ class Publisher:
         changes itself (see `sparserl.sources.track`), at the price of one read of all weights per publish and of the
         profiles `ulp` and `ctx`. `auto` takes `host` if `memory` has room for it.
     memory: bytes that a baseline may take in this process.
+    callbacks: are told what was published, and what went wrong; see `sparserl.metrics`.
     process_group: instead of a url, a process group that the subscribers are ranks of: what is made then is a
         `CollectivePublisher`, with options of its own.
     """
@@ -143,6 +145,7 @@ class Publisher:
         timeout: float = 600.0,
         baseline: str = "auto",
         memory: int | None = None,
+        callbacks: Sequence[Callback] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.store = open_store(url) if isinstance(url, str) else url
@@ -158,6 +161,8 @@ class Publisher:
         self._flight = Flight()
         self._writers = Writers(None if writers is None else Ranks(writers, timeout))
         self._kind, self._memory = baseline, memory
+        self._callbacks = Callbacks(callbacks)
+        self._callbacks.hear_retries(self.store)
         self.baseline = ""  # where the bits of the last version are kept, in words
         if self._writers.size > 1:
             if state is not None:
@@ -202,19 +207,23 @@ class Publisher:
         """
         self.settle()
         watch = Watch()
-        with self._writers.call():
+        with self._callbacks.failures("publish"), self._writers.call():
             self._head.resolve()
             self._meet(step)
             work = self._captured(watch)
             if wait:
-                return work()
+                return self._told(work())
 
         def rest() -> SyncReport:
-            with self._writers.call(begin=False):
-                return work()
+            with self._callbacks.failures("publish"), self._writers.call(begin=False):
+                return self._told(work())
 
         self._flight.launch(rest)
         return None
+
+    def _told(self, report: SyncReport) -> SyncReport:
+        self._callbacks.published(report)
+        return report
 
     def _meet(self, step: int | None) -> None:
         """All ranks must be at one step, and start from one version; if one has lost its baseline, a new run begins."""

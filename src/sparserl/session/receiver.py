@@ -14,6 +14,7 @@ from ..errors import ChecksumMismatch, CommitFailed, SessionError, SparserlError
 from ..memory import Weights
 from ..table import TensorTable
 from ..targets import Change, Prepared, Target, module
+from .callbacks import Callback, Callbacks
 from .report import SyncReport
 
 
@@ -42,6 +43,7 @@ class Receiver(ABC):
     before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
         worked, if `before` did.
     audit_every: after so many commits all bits of the targets are read and compared with the digest.
+    callbacks: are told what was committed, and what went wrong.
     """
 
     def __init__(
@@ -51,11 +53,13 @@ class Receiver(ABC):
         after: Callable[[], None] | None,
         audit_every: int | None,
         threads: int | None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         several = target if isinstance(target, Sequence) else [target]
         self.targets = [_as_target(t, threads) for t in several]
         self._before, self._after, self.threads = before, after, threads
         self._audit_every, self._commits = audit_every, 0
+        self._callbacks = Callbacks(callbacks)
         self._table: TensorTable | None = None
         self._held: Held | None = None
         self._staged: Staged | None = None
@@ -76,6 +80,12 @@ class Receiver(ABC):
 
         If a target fails, those before it are taken back, and `CommitFailed` says what happened.
         """
+        with self._callbacks.failures("commit"):
+            report = self._commit_staged()
+        self._callbacks.committed(report)
+        return report
+
+    def _commit_staged(self) -> SyncReport:
         if self._staged is None:
             raise SessionError("nothing is staged; call stage() first")
         started = time.perf_counter()

@@ -55,9 +55,10 @@ class Relay(Subscriber):
         self.discard()
         self._line.require()
         watch = Watch()
-        with watch.stage("plan"):
-            view, held = self._wanted(version)
-        return None if held == self._everywhere else self._hand_on(view, held, watch)
+        with self._callbacks.failures("stage"):
+            with watch.stage("plan"):
+                view, held = self._wanted(version)
+            return None if held == self._everywhere else self._hand_on(view, held, watch)
 
     def commit(self) -> SyncReport:
         """Commit on this rank, and wait until all others have."""

@@ -23,6 +23,7 @@ class SyncReport:
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what went wrong beside it, and will be tried again
     messages: int = 0  # broadcasts that it took, over a process group
+    behind: int | None = None  # of a commit: how many versions of the run the targets were behind the newest one
 
     @property
     def density(self) -> float:

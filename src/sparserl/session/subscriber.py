@@ -29,6 +29,7 @@ from ..parallel import Progress
 from ..targets import Change, Target
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
+from .callbacks import Callback
 from .receiver import Held, Receiver, Staged
 from .records import HEAD, MOST_FILE, Head, Index, Lease, Run, Step, get_named, lease_name, path
 from .report import SyncReport, Watch
@@ -73,6 +74,7 @@ class Subscriber(Receiver):
     before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
         worked, if `before` did.
     audit_every: after so many commits all bits of the targets are read and compared with the digest.
+    callbacks: are told what was committed, and what went wrong; see `sparserl.metrics`.
     process_group: where the publisher is a rank of the same process group, that group, and no url: what is made then is
         a `CollectiveSubscriber`. With both, a `Relay`, which hands on what it fetches to the other ranks of the group.
     """
@@ -99,10 +101,12 @@ class Subscriber(Receiver):
         token: str | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
+        callbacks: Sequence[Callback] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.store = open_store(url, token=token) if isinstance(url, str) else url
-        super().__init__(target, before, after, audit_every, threads)
+        super().__init__(target, before, after, audit_every, threads, callbacks)
+        self._callbacks.hear_retries(self.store)
         if key is not None:
             signing.require_public(key)
         self._key, self._pinned, self._progress, self._clock = key, run, progress, clock
@@ -118,6 +122,10 @@ class Subscriber(Receiver):
 
         Everything is fetched, verified and decoded. Nothing of it can be seen before `commit`.
         """
+        with self._callbacks.failures("stage"):
+            return self._stage_newest(version)
+
+    def _stage_newest(self, version: int | None) -> SyncReport | None:
         self.discard()
         watch = Watch()
         for attempt in range(_REPLANS):
@@ -277,9 +285,14 @@ class Subscriber(Receiver):
         kind = "anchor" if fresh is not None else "patch" if steps else "none"
         changed = max((p.changed for p in prepared), default=0)
         ends = run.run, held.version, held.digest.hex
-        report = SyncReport(*ends, kind, changed, table.elements, size, table.dense_bytes, watch.seconds)
+        behind = self._behind(view)
+        report = SyncReport(*ends, kind, changed, table.elements, size, table.dense_bytes, watch.seconds, behind=behind)
         self._staged = Staged(held, prepared, report)
         return report
+
+    def _behind(self, view: View) -> int | None:
+        held = self._held
+        return view.head.version - held.version if held is not None and held.run == view.head.run else None
 
     def _settle(self, staged: Staged) -> None:
         super()._settle(staged)

@@ -15,12 +15,14 @@ import errno
 import hashlib
 import hmac
 import io
+import json
 import logging
 import os
 import re
 import resource
 import socket
 import stat
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +52,7 @@ _STALL_SECONDS = 30.0  # that a client may take nothing of its answer
 _IDLE_SECONDS = 30
 _END_SECONDS = 5  # that answers under way get when the server ends
 
+_EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 _FOREVER = "public, max-age=31536000, immutable"
 _HASH = re.compile(r"[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
@@ -67,6 +70,14 @@ class Head(NamedTuple):
     data: bytes
     tag: str
 
+    @property
+    def version(self) -> int | None:
+        """The version it names; None where it is no head of ours."""
+        try:
+            return int(json.loads(json.loads(self.data)["body"])["version"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
 
 @dataclass(frozen=True)
 class Span:
@@ -76,13 +87,38 @@ class Span:
     size: int
 
 
+class Meter:
+    """What the server has done so far, in the text format of Prometheus. It has no labels but the status."""
+
+    def __init__(self) -> None:
+        self.answers: Counter[int] = Counter()
+        self.sent = 0
+
+    def text(self, head: Head | None, waiting: int) -> str:
+        """All metrics; see docs/metrics.md."""
+        answers = {f'{{status="{status}"}}': count for status, count in sorted(self.answers.items())}
+        rows = [
+            ("requests_total", "counter", "Requests answered, by status.", answers),
+            ("sent_bytes_total", "counter", "Bytes of answers, without their headers.", {"": self.sent}),
+            ("waiting", "gauge", "Subscribers that wait for another head.", {"": waiting}),
+        ]
+        if head is not None and (version := head.version) is not None:
+            rows.append(("version", "gauge", "The version that the head names.", {"": version}))
+        lines = []
+        for name, kind, help, samples in rows:
+            name = f"sparserl_serve_{name}"
+            lines += [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]
+            lines += [f"{name}{labels} {value}" for labels, value in samples.items()]
+        return "\n".join(lines) + "\n"
+
+
 class Site:
     """The application. `root` is the folder; without tokens everyone may read."""
 
     def __init__(self, root: Path, tokens: tuple[str, ...] = (), record: Callable[[str], object] | None = None) -> None:
         self.root, self._record = root, record
         self._tokens = [token.encode() for token in tokens]
-        self.news = News(root)
+        self.news, self.meter = News(root), Meter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -102,6 +138,8 @@ class Site:
                 response = _refusal(503)
             await response(scope, receive, counted)
         finally:
+            self.meter.answers[status] += 1
+            self.meter.sent += size
             if self._record is not None:
                 self._record(f"{request.method} {_target(request)} {status} {size}\n")
 
@@ -117,6 +155,9 @@ class Site:
             return Response(status_code=204, headers={"Cache-Control": "no-store"})
         if request.method not in ("GET", "HEAD"):
             return _refusal(405, {"Allow": "GET, HEAD"})
+        if target == "/metrics":
+            text = self.meter.text(await asyncio.to_thread(self.news.read), self.news.waiting)
+            return Response(text, headers={"Cache-Control": "no-store", "Content-Type": _EXPOSITION})
         try:
             name = require_name(target.removeprefix("/"))
         except InvalidField:
@@ -189,7 +230,7 @@ class News:
     def __init__(self, root: Path) -> None:
         self.closing = False
         self._root = root
-        self._waiting = 0
+        self.waiting = 0
         self._found: Head | None = None
         self._change: asyncio.Event | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -201,8 +242,8 @@ class News:
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         change = self._change = self._change or asyncio.Event()
-        found = await asyncio.to_thread(self._read)
-        self._waiting += 1
+        found = await asyncio.to_thread(self.read)
+        self.waiting += 1
         try:
             while found is not None and known(found.tag) and not self.closing and loop.time() < end:
                 if self._watcher is None:
@@ -215,15 +256,15 @@ class News:
                 else:
                     change, found = self._change, self._found
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
         return found
 
     async def _watch(self) -> None:
         """Look as long as somebody waits. The first look counts as a change: it may have come before it."""
         seen: Head | None = None
-        while self._waiting:
+        while self.waiting:
             try:
-                found = await asyncio.to_thread(self._read)
+                found = await asyncio.to_thread(self.read)
             except OSError as error:
                 _log.error("%s cannot be read: %s", HEAD, error)
                 found = seen
@@ -235,7 +276,8 @@ class News:
             await asyncio.sleep(_POLL)
         self._watcher = None
 
-    def _read(self) -> Head | None:
+    def read(self) -> Head | None:
+        """The head as it is now; None where there is none."""
         file = open_inside(self._root, HEAD)
         if file is None:
             return None
@@ -411,9 +453,11 @@ def listen(address: str) -> socket.socket:
         raise StoreError(f"{address!r} is not an address to listen on; write HOST:PORT, as 127.0.0.1:8000")
     try:
         family, _, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
-        return socket.create_server(place[:2], family=family, backlog=2048)
+        found = socket.create_server(place[:2], family=family, backlog=2048)
     except OSError as error:
         raise StoreError(f"cannot listen on {address}: {error.strerror or error}") from error
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or a body waits 40 ms until its headers are confirmed
+    return found
 
 
 def serve(

@@ -1,0 +1,160 @@
+"""Metrics of a session, for those who watch it: Prometheus, TensorBoard, Weights & Biases.
+
+>>> from sparserl import Publisher, metrics
+>>> import numpy as np, tempfile
+>>> class Writer:
+...     def add_scalar(self, name, value, step):
+...         if name == "sparserl/publish/bytes":
+...             print(step)
+>>> weights = {"w": np.zeros(1000, np.float32)}
+>>> _ = Publisher(f"file://{tempfile.mkdtemp()}", weights, callbacks=[metrics.TensorBoard(Writer())]).publish()
+0
+
+Each is a `Callback` for `Publisher(…, callbacks=[…])` and `Subscriber(…, callbacks=[…])`; so is
+`sparserl.record.Recorder`. The names are listed in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+from .errors import SparserlError
+from .session.callbacks import Callback
+from .session.report import SyncReport
+
+__all__ = ["Callback", "Prometheus", "TensorBoard", "WandB"]
+
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class Prometheus(Callback):
+    """Counters, gauges and histograms in a registry of prometheus-client, by default in its global one.
+
+    One object serves any number of publishers and subscribers of a process.
+    """
+
+    def __init__(self, registry: Any = None) -> None:
+        try:
+            import prometheus_client as client
+        except ModuleNotFoundError as error:
+            raise SparserlError("this needs prometheus-client: pip install 'sparserl[metrics]'") from error
+        registry = client.REGISTRY if registry is None else registry
+
+        def made(kind: Any, name: str, help: str, labels: tuple[str, ...] = (), **more: Any) -> Any:
+            return kind(f"sparserl_{name}", help, labels, registry=registry, **more)
+
+        time: dict[str, Any] = {"buckets": _SECONDS}
+        side, stage = ("side",), ("side", "stage")
+        self._seconds = {
+            "publish": made(client.Histogram, "publish_seconds", "Seconds that a publish took.", **time),
+            "commit": made(client.Histogram, "commit_seconds", "Seconds from planning to the end of a commit.", **time),
+        }
+        self._pause = made(client.Histogram, "pause_seconds", "Seconds that a commit paused the targets.", **time)
+        self._stages = made(client.Counter, "stage_seconds", "Seconds spent in each stage.", stage)
+        self._bytes = made(client.Counter, "bytes", "Bytes written to a store or sent, and fetched.", side)
+        self._dense = made(client.Counter, "dense_bytes", "Bytes that all weights would have been.", side)
+        self._density = made(client.Gauge, "density", "Share of the elements that changed, last time.", side)
+        self._version = made(client.Gauge, "version", "The version last published or committed.", side)
+        self._behind = made(client.Gauge, "staleness_versions", "Versions that the targets were behind.")
+        self._faults = made(client.Counter, "faults", "Errors of a publish, a stage or a commit.", ("stage", "error"))
+        self._retries = made(client.Counter, "retries", "Requests to a store that were made again.")
+
+    def published(self, report: SyncReport) -> None:
+        self._told("publish", report)
+
+    def committed(self, report: SyncReport) -> None:
+        self._told("commit", report)
+        self._pause.observe(report.seconds["commit"])
+        if report.behind is not None:
+            self._behind.set(report.behind)
+
+    def failed(self, stage: str, error: BaseException) -> None:
+        self._faults.labels(stage, type(error).__name__).inc()
+
+    def retried(self) -> None:
+        self._retries.inc()
+
+    def _told(self, side: str, report: SyncReport) -> None:
+        self._seconds[side].observe(sum(report.seconds.values()))
+        for stage, seconds in report.seconds.items():
+            self._stages.labels(side, stage).inc(seconds)
+        self._bytes.labels(side).inc(report.bytes)
+        self._dense.labels(side).inc(report.dense_bytes)
+        self._density.labels(side).set(report.density)
+        self._version.labels(side).set(report.version)
+
+
+class _Scalars(Callback):
+    """Named numbers about each version, to be written somewhere."""
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._version = 0
+
+    def published(self, report: SyncReport) -> None:
+        self._told("publish", report, {})
+
+    def committed(self, report: SyncReport) -> None:
+        more: dict[str, float] = {"pause_seconds": report.seconds["commit"]}
+        if report.behind is not None:
+            more["staleness_versions"] = report.behind
+        self._told("commit", report, more)
+
+    def failed(self, stage: str, error: BaseException) -> None:  # noqa: ARG002  # a scalar has no room for it
+        self._counted(f"faults/{stage}")
+
+    def retried(self) -> None:
+        self._counted("retries")
+
+    def write(self, values: dict[str, float], version: int) -> None:
+        raise NotImplementedError
+
+    def _told(self, side: str, report: SyncReport, more: dict[str, float]) -> None:
+        self._version = report.version
+        values = {
+            "seconds": sum(report.seconds.values()),
+            "bytes": report.bytes,
+            "density": report.density,
+            "ratio": report.dense_bytes / max(1, report.bytes),
+            **{f"{stage}_stage_seconds": seconds for stage, seconds in report.seconds.items()},
+            **more,
+        }
+        self.write({f"sparserl/{side}/{name}": value for name, value in values.items()}, report.version)
+
+    def _counted(self, name: str) -> None:
+        with self._lock:
+            self._count[name] += 1
+        self.write({f"sparserl/{name}": self._count[name]}, self._version)
+
+
+class TensorBoard(_Scalars):
+    """Scalars by version, through a `SummaryWriter` or anything that has its `add_scalar`; or into a folder."""
+
+    def __init__(self, writer: Any) -> None:
+        super().__init__()
+        if not hasattr(writer, "add_scalar"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(writer)
+        self.writer = writer
+
+    def write(self, values: dict[str, float], version: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, version)
+
+
+class WandB(_Scalars):
+    """Scalars in a run of Weights & Biases, or anything that has its `log`; `sparserl/version` is among them.
+
+    No step is given to `log`, since the trainer counts its own.
+    """
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.run = run
+
+    def write(self, values: dict[str, float], version: int) -> None:
+        self.run.log({**values, "sparserl/version": version})

@@ -1,0 +1,8 @@
+"""Recordings: what the syncs of a run looked like, one line of JSON each, and the page that shows them."""
+
+from __future__ import annotations
+
+from .recorder import Recorder
+from .recording import Recording, Sync
+
+__all__ = ["Recorder", "Recording", "Sync"]

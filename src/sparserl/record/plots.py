@@ -1,0 +1,211 @@
+"""Plots as inline SVG: lines, columns, rows and a heat map. Everything that is drawn can be pointed at.
+
+They are 400 units wide, which is about a phone: text stays readable there, and two stand side by side on a desk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 210, 56, 8, 10, 36
+POINTS = 150  # at most so many of a series are drawn
+Shown = Callable[[float], str]
+
+
+def figure(title: str, drawn: str, height: float, legend: Sequence[str] = (), note: str = "") -> str:
+    """A titled picture with its legend."""
+    keys = "".join(f'<span class="key"><i class="c{n % 8}"></i>{escape(name)}</span>' for n, name in enumerate(legend))
+    below = f"<figcaption>{keys}{f' <span>{escape(note)}</span>' if note else ''}</figcaption>" if keys or note else ""
+    box = f'viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}"'
+    return f"<figure><h3>{escape(title)}</h3><svg {box}>{drawn}</svg>{below}</figure>"
+
+
+def lines(
+    title: str,
+    series: Mapping[str, Mapping[int, float]],
+    shown: Shown,
+    *,
+    beside: Sequence[Mapping[int, float]] = (),
+    note: str = "",
+) -> str:
+    """Curves over versions; on a logarithmic axis where they spread over more than a factor of twenty.
+
+    beside: what each of them is held against, dashed.
+    """
+    curves = {name: _thinned(values) for name, values in series.items()}
+    others = [_thinned(values) for values in beside]
+    every = [*curves.values(), *others]
+    axis = _Axis([value for values in every for value in values.values()])
+    first, last = min(min(values) for values in every), max(max(values) for values in every)
+
+    def x(version: int) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * ((version - first) / (last - first) if last > first else 0.5)
+
+    parts = [axis.grid(shown), *_ticks_below(sorted({first, (first + last) // 2, last}), x, "version")]
+    for kind, some in (("line", curves.values()), ("line dashed", others)):
+        for n, values in enumerate(some):
+            path = " ".join(f"{x(v):.1f},{axis.y(value):.1f}" for v, value in values.items())
+            parts.append(f'<polyline class="{kind} s{n % 8}" points="{path}"/>')
+    for n, (name, values) in enumerate(curves.items()):
+        for version, value in values.items():
+            hover = escape(f"{name}, version {version}: {shown(value)}")
+            at = f'cx="{x(version):.1f}" cy="{axis.y(value):.1f}"'
+            parts.append(f'<circle class="c{n % 8}" {at} r="2.4"><title>{hover}</title></circle>')
+    return figure(title, "".join(parts), HEIGHT, list(series) if len(series) > 1 else (), note)
+
+
+def columns(
+    title: str,
+    labels: Sequence[str],
+    stacks: Mapping[str, Sequence[float]],
+    shown: Shown,
+    *,
+    hover: Sequence[str] | None = None,
+    log: bool = False,
+    below: str = "",
+    note: str = "",
+) -> str:
+    """Columns side by side, stacked where there are several series; a logarithmic axis is for one alone."""
+    totals = [sum(column) for column in zip(*stacks.values(), strict=True)]
+    axis = _Axis(totals, log)
+    step = (WIDTH - LEFT - RIGHT) / len(labels)
+    parts = [axis.grid(shown)]
+    for i, label in enumerate(labels):
+        reached = 0.0
+        for n, (name, values) in enumerate(stacks.items()):
+            if values[i] <= 0:
+                continue
+            low, reached = reached, reached + values[i]
+            top, foot = axis.y(reached), axis.y(low)
+            text = hover[i] if hover is not None else f"{label}, {name}: {shown(values[i])}"
+            box = f'x="{LEFT + i * step + step * 0.1:.1f}" width="{step * 0.8:.1f}" y="{top:.1f}"'
+            parts.append(
+                f'<rect class="c{n % 8}" {box} height="{max(0.5, foot - top):.1f}"><title>{escape(text)}</title></rect>'
+            )
+    every = max(1, math.ceil(len(labels) * 44 / (WIDTH - LEFT - RIGHT)))
+    parts += _ticks_below(range(0, len(labels), every), lambda i: LEFT + (i + 0.5) * step, below, labels.__getitem__)
+    return figure(title, "".join(parts), HEIGHT, list(stacks) if len(stacks) > 1 else (), note)
+
+
+def rows(title: str, stacks: Mapping[str, Mapping[str, float]], shown: Shown, note: str = "") -> str:
+    """Horizontal bars, stacked: row → part → value, with the sum behind each."""
+    names = list(next(iter(stacks.values())))
+    most = max(sum(parts.values()) for parts in stacks.values()) or 1.0
+    reach, high = WIDTH - LEFT - 64, 26
+    drawn = []
+    for r, (row, parts) in enumerate(stacks.items()):
+        y, at = TOP + r * high, float(LEFT)
+        drawn.append(f'<text x="{LEFT - 6}" y="{y + 14}" text-anchor="end">{escape(row)}</text>')
+        for n, name in enumerate(names):
+            wide = reach * parts[name] / most
+            text = escape(f"{row}, {name}: {shown(parts[name])}")
+            box = f'x="{at:.2f}" y="{y}" width="{wide:.2f}" height="{high - 8}"'
+            drawn.append(f'<rect class="c{n % 8}" {box}><title>{text}</title></rect>')
+            at += wide
+        drawn.append(f'<text x="{at + 5:.1f}" y="{y + 14}">{escape(shown(sum(parts.values())))}</text>')
+    return figure(title, "".join(drawn), TOP + high * len(stacks), names, note)
+
+
+def heat(
+    title: str,
+    across: Sequence[str],
+    down: Sequence[str],
+    cells: Mapping[tuple[str, str], tuple[float, str]],
+    shown: Shown,
+    note: str = "",
+) -> str:
+    """A map of (row, column) → value and hover text. Colour follows the logarithm; a zero is an empty frame."""
+    live = [value for value, _ in cells.values() if value > 0]
+    low, high = (min(live), max(live)) if live else (1.0, 1.0)
+    span = math.log(high / low) or 1.0
+    left, tall = 34, 13 if len(down) > 16 else 18
+    wide = (WIDTH - left - RIGHT) / max(1, len(across))
+    small = min(11.0, wide / (0.62 * max(map(len, across), default=1)))
+    drawn = [
+        f'<text x="{left + (i + 0.5) * wide:.1f}" y="11" text-anchor="middle" style="font-size:{small:.1f}px">'
+        f"{escape(name)}</text>"
+        for i, name in enumerate(across)
+    ]
+    for r, row in enumerate(down):
+        y = 18 + r * tall
+        if len(down) <= 20 or r % 5 == 0 or r == len(down) - 1:
+            drawn.append(f'<text x="{left - 5}" y="{y + tall - 4}" text-anchor="end">{escape(row)}</text>')
+        for i, column in enumerate(across):
+            if (cell := cells.get((row, column))) is None:
+                continue
+            value, text = cell
+            box = f'x="{left + i * wide + 0.75:.2f}" y="{y}" width="{wide - 1.5:.2f}" height="{tall - 1.5}"'
+            look = f'class="heat" fill-opacity="{_shade(value, low, span):.3f}"' if value > 0 else 'class="none"'
+            drawn.append(f"<rect {look} {box}><title>{escape(text)}</title></rect>")
+    foot = 18 + len(down) * tall + 8
+    for n in range(40 if high > low else 0):
+        shade = _shade(low * math.exp(span * n / 39), low, span)
+        drawn.append(
+            f'<rect class="heat" fill-opacity="{shade:.3f}" x="{left + 70 + 3 * n}" y="{foot}" width="3" height="9"/>'
+        )
+    ends = ((left + 64, "end", low), (left + 196, "start", high)) if live else ()
+    drawn += [f'<text x="{x}" y="{foot + 9}" text-anchor="{side}">{escape(shown(v))}</text>' for x, side, v in ends]
+    return figure(title, "".join(drawn), foot + 16, note=note)
+
+
+class _Axis:
+    """The vertical axis of some values: linear from zero, or logarithmic where they spread too far."""
+
+    def __init__(self, values: Sequence[float], log: bool | None = None) -> None:
+        live = [value for value in values if value > 0]
+        wide = bool(live) and len(live) == len(values) and max(live) > 20 * min(live)
+        self._log = bool(live) and (wide if log is None else log)
+        if self._log:
+            first, last = math.floor(math.log10(min(live)) - 1e-9), math.ceil(math.log10(max(live)) - 1e-9)
+            last = max(last, first + 1)
+            every = max(1, math.ceil((last - first) / 5))
+            self.ticks = [10.0**power for power in range(first, last + 1, every)]
+            self._low, self._high = float(first), float(last)
+            return
+        low, high = min(0.0, *values), max(0.0, *values)
+        step = _nice((high - low) or 1.0)
+        self._low, self._high = math.floor(low / step) * step, math.ceil(high / step - 1e-9) * step
+        if self._high <= self._low:
+            self._high = self._low + step
+        self.ticks = [self._low + step * n for n in range(round((self._high - self._low) / step) + 1)]
+
+    def y(self, value: float) -> float:
+        if self._log:
+            value = max(self._low, math.log10(value)) if value > 0 else self._low
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - self._low) / (self._high - self._low))
+
+    def grid(self, shown: Shown) -> str:
+        parts = []
+        for tick in self.ticks:
+            y = self.y(tick)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{escape(shown(tick))}</text>')
+        return "".join(parts)
+
+
+def _nice(span: float) -> float:
+    """A step of 1, 2 or 5 times a power of ten, of which four or so make the span."""
+    power = 10.0 ** math.floor(math.log10(span / 4))
+    return next(power * n for n in (1, 2, 5, 10) if span / (power * n) <= 5)
+
+
+def _shade(value: float, low: float, span: float) -> float:
+    return 0.1 + 0.9 * math.log(value / low) / span if span and value > low else 0.1
+
+
+def _thinned(values: Mapping[int, float]) -> dict[int, float]:
+    """Some of the values, in order, the last always among them."""
+    versions = sorted(values)
+    every = math.ceil(len(versions) / POINTS)
+    return {version: values[version] for version in versions[:: -every or -1][::-1]}
+
+
+def _ticks_below(
+    at: Sequence[int], x: Callable[[int], float], name: str, label: Callable[[int], str] = str
+) -> list[str]:
+    ends = {i: "end" if x(i) > WIDTH - 24 else "middle" for i in at}
+    places = [(x(i), HEIGHT - BOTTOM + 16, ends[i], label(i)) for i in at]
+    places.append(((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "middle", name))
+    return [f'<text x="{x:.1f}" y="{y}" text-anchor="{end}">{escape(text)}</text>' for x, y, end, text in places]

@@ -1,0 +1,159 @@
+"""`Recorder`: writes a recording, one line of JSON for everything it is told.
+
+{"kind": "run", …}        the first line: what the run is
+{"kind": "tensors", …}    before the first sync of a precision: names and sizes
+{"kind": "sync", …}       the figures of one sync
+{"kind": "note", …}       what was learnt otherwise about a version: seconds of its stages, its reward, …
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import SparserlError
+from ..memory import Weights, tensor_table
+from ..parallel import Progress
+from ..session import Callback, SyncReport
+from .statistics import Seen, observe
+
+FORMAT = 1
+
+
+STAGES = {  # what a report calls a stage, and what a recording calls it
+    "capture": "find",
+    "find": "find",
+    "encode": "encode",
+    "upload": "upload",
+    "send": "transfer",
+    "receive": "transfer",
+    "fetch": "fetch",
+    "build": "stage",
+    "stage": "stage",
+}
+
+
+class Recorder(Callback):
+    """Appends to a recording.
+
+    Among the `callbacks` of a publisher or a subscriber it notes sizes and seconds; `observe` looks at the weights.
+
+    >>> import numpy as np, tempfile
+    >>> old, new = {"w": np.zeros(1000, np.float32)}, {"w": np.ones(1000, np.float32)}
+    >>> recorder = Recorder(f"{tempfile.mkdtemp()}/run.jsonl", meta={"model": "a line"})
+    >>> recorder.observe(old, new, version=1)["changed"]
+    [1000]
+
+    path: the file. One that is a recording already is gone on with; elements count as seen from here on.
+    meta: what to say about the run: the model, the algorithm, anything that is JSON.
+    """
+
+    def __init__(self, path: str | Path, meta: Mapping[str, Any] | None = None) -> None:
+        self.path = Path(path)
+        if not _is_begun(self.path):
+            self._write("run", {"format": FORMAT, "time": time.time(), "meta": dict(meta or {})})
+        self._seen: dict[str, Seen] = {}
+
+    def observe(
+        self,
+        old: Weights,
+        new: Weights,
+        *,
+        version: int,
+        precision: str | None = None,
+        seconds: Mapping[str, float] | None = None,
+        reward: float | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Compare two versions of the weights and write down what a sync from one to the other is.
+
+        Both have the same names, dtypes and shapes. Tensors on a device are brought to the host first.
+
+        version: the one that `new` is.
+        precision: what to call it, where weights are recorded in several; the most common dtype if it is not given.
+        seconds: by stage: `find`, `encode`, `upload`, `transfer`, `fetch`, `stage`, `pause`, or any other name.
+        reward: of the rollouts that `new` was learnt from.
+        """
+        before, after = _on_host(old), _on_host(new)
+        table = tensor_table(before)
+        name = precision or _commonest(before)
+        known = self._seen.get(name)
+        figures, self._seen[name] = observe(before, after, known, threads, progress)
+        if known is None:
+            columns = {"names": [s.name for s in table.specs], "dtypes": [s.dtype.name for s in table.specs]}
+            self._write("tensors", {"precision": name, **columns, "elements": table.numel.tolist()})
+        line = {"version": version, "precision": name, **figures} | _told(seconds, {"reward": reward})
+        self._write("sync", line)
+        return line
+
+    def note(self, version: int, *, seconds: Mapping[str, float] | None = None, **numbers: float | None) -> None:
+        """Write down what was learnt about a version beside its bits: seconds by stage, `reward`, any other number."""
+        self._write("note", {"version": version} | _told(seconds, numbers))
+
+    def published(self, report: SyncReport) -> None:
+        """Write down a report of a publisher."""
+        sizes = {name: getattr(report, name) for name in ("changed", "elements", "bytes", "dense_bytes")}
+        sent = {} if report.kind == "anchor" else {"sent": sizes}
+        self._write("note", {"version": report.version, **sent} | _told(_stages(report), {}))
+
+    def committed(self, report: SyncReport) -> None:
+        """Write down a report of a subscriber."""
+        seconds = _stages(report) | {"pause": report.seconds["commit"]}
+        self.note(report.version, seconds=seconds, staleness=report.behind)
+
+    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+        line = json.dumps({"kind": kind, **values}, separators=(",", ":")) + "\n"
+        with self.path.open("ab", buffering=0) as file:  # one write: lines of several writers do not mix
+            file.write(line.encode())
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether there is a recording already; anything else that has the name is not touched."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = file.readline(1 << 20)
+    try:
+        begun = json.loads(first)
+        if begun["kind"] == "run" and begun["format"] == FORMAT:
+            return True
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise SparserlError(f"{path} exists and is not a recording of this release; choose another name")
+
+
+def _told(seconds: Mapping[str, float] | None, numbers: Mapping[str, float | None]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    if seconds:
+        told["seconds"] = {stage: round(taken, 6) for stage, taken in seconds.items()}
+    if there := {name: float(number) for name, number in numbers.items() if number is not None}:
+        told["numbers"] = there
+    return told
+
+
+def _stages(report: SyncReport) -> dict[str, float]:
+    """Seconds by the names that recordings have for stages; what a sync does not wait for is left out."""
+    found: dict[str, float] = {}
+    for stage, seconds in report.seconds.items():
+        if (name := STAGES.get(stage)) is not None:
+            found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+def _on_host(weights: Weights) -> Weights:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return weights
+    return {n: t.cpu() if isinstance(t, torch.Tensor) and not t.is_cpu else t for n, t in weights.items()}
+
+
+def _commonest(weights: Weights) -> str:
+    sizes: dict[str, int] = {}
+    for spec in tensor_table(weights).specs:
+        sizes[spec.dtype.name] = sizes.get(spec.dtype.name, 0) + spec.numel
+    return max(sizes, key=lambda name: sizes[name], default="none")

@@ -1,0 +1,132 @@
+"""A recording, read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import SparserlError
+from .recorder import FORMAT
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of one precision, column by column."""
+
+    names: list[str]
+    dtypes: list[str]
+    elements: list[int]
+
+
+@dataclass
+class Sync:
+    """One sync in one precision, as it was observed."""
+
+    version: int
+    precision: str
+    dense_bytes: int
+    changed: list[int]  # by tensor
+    elements: int
+    again: int  # changed elements that had changed in an earlier sync
+    ever: int  # elements that changed in any sync so far
+    steps: dict[str, int]
+    classes: dict[str, dict[str, Any]]
+    profiles: dict[str, dict[str, int]]  # bytes by what they are for
+
+    @property
+    def total(self) -> int:
+        return sum(self.changed)
+
+    @property
+    def density(self) -> float:
+        return self.total / max(1, self.elements)
+
+    @property
+    def inactive(self) -> int:
+        """Tensors in which nothing changed."""
+        return self.changed.count(0)
+
+    def bytes(self, profile: str = "auto") -> int:
+        """Of the patch, without the tensor table, which a run sends once."""
+        return sum(size for part, size in self.profiles[profile].items() if part != "table")
+
+    @property
+    def ratio(self) -> float:
+        return self.dense_bytes / max(1, self.bytes())
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One version as its publisher reported it."""
+
+    changed: int
+    elements: int
+    bytes: int
+    dense_bytes: int
+
+
+@dataclass
+class Recording:
+    """All that is in a file: syncs in the order they came, and what was noted about their versions."""
+
+    meta: dict[str, Any]
+    time: float
+    tensors: dict[str, Tensors] = field(default_factory=dict)
+    syncs: list[Sync] = field(default_factory=list)
+    sent: dict[int, Sent] = field(default_factory=dict)  # by version
+    seconds: dict[int, dict[str, float]] = field(default_factory=dict)  # by version and stage, of the slowest
+    numbers: dict[str, dict[int, float]] = field(default_factory=dict)  # by name and version
+    cut: bool = False  # the last line is not whole: the recorder was killed, or still writes
+
+    @classmethod
+    def read(cls, path: str | Path) -> Recording:
+        """A recording from its file. A last line that is not whole is left out; any other is an error."""
+        lines = Path(path).read_bytes().split(b"\n")
+        cut = bool(lines.pop())
+        try:
+            first, *rest = [json.loads(line) for line in lines]
+            if first["kind"] != "run" or first["format"] != FORMAT:
+                raise SparserlError(f"{path} is not a recording of this release")
+            found = cls(first["meta"], first["time"], cut=cut)
+            for line in rest:
+                found._add(line)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SparserlError(f"{path} is not a recording: {error!r}") from error
+        return found
+
+    @property
+    def rewards(self) -> dict[int, float]:
+        """By version."""
+        return self.numbers.get("reward", {})
+
+    def of(self, precision: str) -> list[Sync]:
+        """The syncs of one precision."""
+        return [sync for sync in self.syncs if sync.precision == precision]
+
+    def rows(self, precision: str) -> Iterator[tuple[str, int, int]]:
+        """Name, elements and changes over all syncs of every tensor."""
+        syncs, tensors = self.of(precision), self.tensors[precision]
+        for i, (name, elements) in enumerate(zip(tensors.names, tensors.elements, strict=True)):
+            yield name, elements, sum(sync.changed[i] for sync in syncs)
+
+    def _add(self, line: dict[str, Any]) -> None:
+        kind = line.pop("kind")
+        if kind == "run":  # of a second recorder that began at the same moment
+            return
+        if kind == "tensors":
+            precision = line.pop("precision")
+            self.tensors[precision] = Tensors(**line)
+            return
+        version = line["version"]
+        for stage, seconds in line.pop("seconds", {}).items():
+            taken = self.seconds.setdefault(version, {})
+            taken[stage] = max(seconds, taken.get(stage, 0.0))
+        for name, number in line.pop("numbers", {}).items():
+            self.numbers.setdefault(name, {})[version] = number
+        if "sent" in line:
+            self.sent[version] = Sent(**line.pop("sent"))
+        if kind == "sync":
+            self.syncs.append(Sync(elements=sum(self.tensors[line["precision"]].elements), **line))

@@ -1,0 +1,128 @@
+"""A recording in figures: what the page shows in words, and `sparserl report --json` prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import median
+from typing import Any
+
+from ..parallel import default_threads
+from ..plan import Link, Speeds, best, predict
+from .recording import Recording, Sync
+from .statistics import PARTS
+
+LINKS = ("100Mbit", "1Gbit", "10Gbit", "100Gbit", "400Gbit")
+SIZES = (7e9, 70e9, 671e9)  # elements of other models
+
+
+def summary(recording: Recording) -> dict[str, Any]:
+    """Everything in figures; medians are over the syncs of a precision."""
+    return {
+        "meta": recording.meta,
+        "precisions": {name: _precision(recording, name) for name in recording.tensors if recording.of(name)},
+        "sent": _sent(recording),
+        "seconds": {stage: median(values) for stage, values in _by_stage(recording).items()},
+        "numbers": {name: _ends(values) for name, values in recording.numbers.items()},
+        "missing": missing(recording),
+    }
+
+
+def missing(recording: Recording) -> list[str]:
+    """What the recording does not have, in words."""
+    out = []
+    if not recording.syncs:
+        out.append("no weights were observed: nothing is said about tensors, classes, profiles or other models")
+    if not recording.seconds:
+        out.append("no timings were recorded: there is no timeline")
+    if not recording.rewards:
+        out.append("no rewards were recorded")
+    if recording.cut:
+        out.append("the last line of the file is not whole, and was left out")
+    return out
+
+
+def _precision(recording: Recording, name: str) -> dict[str, Any]:
+    syncs = recording.of(name)
+    last = syncs[-1]
+    steps: Counter[str] = Counter()
+    for sync in syncs:
+        steps.update(sync.steps)
+    changes = sum(sync.total for sync in syncs)
+    return {
+        "syncs": len(syncs),
+        "versions": [syncs[0].version, last.version],
+        "tensors": len(last.changed),
+        "elements": last.elements,
+        "dense_bytes": last.dense_bytes,
+        "changed": changes,
+        "density": median(sync.density for sync in syncs),
+        "density_range": [min(sync.density for sync in syncs), max(sync.density for sync in syncs)],
+        "bytes": {profile: median(sync.bytes(profile) for sync in syncs) for profile in last.profiles},
+        "ratio": sum(s.dense_bytes for s in syncs) / max(1, sum(s.bytes() for s in syncs)),
+        "bits_per_change": {profile: bits(syncs, profile) for profile in last.profiles},
+        "steps": {step: count / max(1, changes) for step, count in steps.items()},
+        "inactive_tensors": median(sync.inactive for sync in syncs),
+        "changed_before": last.again / max(1, last.total),
+        "ever_changed": last.ever / max(1, last.elements),
+        "projection": projection(syncs) if changes else [],
+    }
+
+
+def bits(syncs: list[Sync], profile: str) -> dict[str, float]:
+    """Bits per change by what they are for, over all syncs, without the tensor table."""
+    changes = sum(sync.total for sync in syncs)
+    parts = [part for part in PARTS if part != "table"]
+    return {part: 8 * sum(s.profiles[profile][part] for s in syncs) / changes if changes else 0.0 for part in parts}
+
+
+def projection(syncs: list[Sync]) -> list[dict[str, Any]]:
+    """How long a sync takes over other links and for other models, of the same density and bits per change."""
+    last = syncs[-1]
+    changes, elements = sum(sync.total for sync in syncs), sum(sync.elements for sync in syncs)
+    speeds = Speeds.known(default_threads())
+    known = {name: sum(bits(syncs, name).values()) for name in speeds.profiles}
+    out = []
+    for size in (last.elements, *SIZES):
+        for text in LINKS:
+            width = last.dense_bytes / last.elements
+            estimates = predict(size, width, changes / elements, Link.parse(text), speeds, known)
+            dense, fastest = estimates[0], best(estimates)
+            out.append(
+                {
+                    "elements": size,
+                    "link": text,
+                    "dense_s": dense.total_s,
+                    "best": fastest.name,
+                    "best_s": fastest.total_s,
+                    "speeds": speeds.origin,
+                }
+            )
+    return out
+
+
+def _sent(recording: Recording) -> dict[str, Any] | None:
+    sent = list(recording.sent.values())
+    if not sent:
+        return None
+    return {
+        "syncs": len(sent),
+        "density": median(one.changed / max(1, one.elements) for one in sent),
+        "bytes": median(one.bytes for one in sent),
+        "ratio": sum(one.dense_bytes for one in sent) / max(1, sum(one.bytes for one in sent)),
+    }
+
+
+def _by_stage(recording: Recording) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for stages in recording.seconds.values():
+        for stage, seconds in stages.items():
+            found.setdefault(stage, []).append(seconds)
+    return found
+
+
+def _ends(values: dict[int, float]) -> dict[str, float]:
+    """First and last are means of a tenth of the versions."""
+    ordered = [values[version] for version in sorted(values)]
+    tenth = max(1, len(ordered) // 10)
+    first, last = ordered[:tenth], ordered[-tenth:]
+    return {"first": sum(first) / tenth, "last": sum(last) / tenth}

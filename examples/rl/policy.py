@@ -17,6 +17,7 @@ from .task import Tokenizer
 
 RATE = 1e-3  # of the training before RL
 IGNORED = -100
+BLOCK = 32  # weights that are quantized together in a GGUF file
 
 
 class Pretrained:
@@ -66,7 +67,35 @@ def build(model: str, seed: int) -> tuple[Any, Tokenizer, str]:
     elif not folder.is_dir():
         raise SystemExit(f"--model {model}: neither tiny nor smollm2-135m, and no such folder")
     tokenizer = Pretrained(AutoTokenizer.from_pretrained(folder, **options))
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options), tokenizer, task.SHOWN
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    if options:
+        dither(found, seed)
+    return found, tokenizer, task.SHOWN
+
+
+def dither(model: Any, seed: int) -> None:
+    """Put quantized weights at random places inside their step, at most half of it away.
+
+    A quantized block has few values, and hardly any near zero. Trained weights have all magnitudes, and which of them
+    an optimizer's step changes in bf16 depends on that. The step is the smallest distance of two values in a block.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            blocks = parameter.data.view(-1, BLOCK)
+            steps = blocks.sort(1).values.diff(dim=1)
+            steps = steps.masked_fill_(steps == 0, torch.inf).amin(1, keepdim=True)
+            steps = steps.masked_fill_(steps.isinf(), 0)  # all the same
+            blocks += steps * (torch.rand(blocks.shape, generator=generator) - 0.5)
+
+
+def line_loss(model: Any, tokenizer: Tokenizer, before: str, lines: Sequence[str]) -> Tensor:
+    """What is to be learnt from lines: the answers. Questions are drawn at random: nothing to learn from them."""
+    text = torch.tensor([tokenizer.encode(before + line) for line in lines], device=model.device)
+    target = text[:, 1:].clone()
+    target[:, : -task.LONGEST] = IGNORED
+    logits = model(text[:, :-1]).logits.float()
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
 
 
 def learn(model: Any, steps: int, right: float, seed: int, doing: Callable[[str], None]) -> None:
@@ -76,11 +105,7 @@ def learn(model: Any, steps: int, right: float, seed: int, doing: Callable[[str]
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1.0, (step + 1) / 20, 2 * (1 - step / steps))
-        text = torch.tensor([characters.encode(line) for line in task.lines(64, right, rng)])
-        target = text[:, 1:].clone()
-        target[:, : task.DIGITS] = IGNORED  # the question is drawn at random: nothing to learn from it
-        logits = model(text[:, :-1]).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+        loss = line_loss(model, characters, "", task.lines(64, right, rng))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

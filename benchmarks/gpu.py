@@ -146,7 +146,7 @@ _KINDS = ((1, "float"), (2, "float"), (4, "float"), (8, "float"), (1, "signed"),
 
 def _check_width(width: int, kind: str) -> int:
     """Returns how many changes were found, coded, decoded and landed."""
-    from sparserl.kernels import gpu, gpu_classes, gpu_streams, reference
+    from sparserl.kernels import gpu, gpu_cells, gpu_classes, gpu_streams, reference
 
     torch.manual_seed(width)
     rng = np.random.default_rng(width)
@@ -186,21 +186,26 @@ def _check_width(width: int, kind: str) -> int:
     got = gpu.digest(small, small.side([olds[0][:300_001]])).cpu().numpy().view(np.uint64).tolist()
     require(list(first) == got, "digest")
     bad = torch.zeros(1, dtype=torch.int32, device="cuda")
-    gpu.rising(blocks, per, positions, bad)
-    for given, absolute in ((after, True), (steps, False)):
+    changes, parts = per.cpu().numpy(), [0, 0, 0, 0, 1, 1, 1]
+    ulp = gpu_streams.Plan.of(blocks, parts, 16, sign_magnitude=sign)
+    sent = gpu_streams.encode(ulp, old, new)
+    for locate in (
+        lambda side: gpu_cells.at_positions(blocks, side, changes, positions, after, bad),
+        lambda side: gpu_streams.decode(ulp, side, sent.data, sent.directory, sent.changes, bad),
+    ):
         target = blocks.side([a.clone() for a in olds])
-        was, sums = gpu.exchange(
-            blocks, target, per, positions, given.clone(), bad, absolute=absolute, sign_magnitude=sign
-        )
-        require(int(bad) == 0 and torch.equal(was, before) and torch.equal(gpu.total(sums), moved), "exchange")
+        found = locate(target)
+        same = torch.equal(found.old, before) and torch.equal(found.new, after)
+        require(int(bad) == 0 and same and torch.equal(gpu.total(found.sums), moved), "located")
+        gpu_classes.land(target, found, found.new, bad)
         require(all(map(torch.equal, target.alive, new.alive)), "landed")
     broken = positions.clone()
     broken[total // 2] = broken[total // 2 - 1]
-    gpu.rising(blocks, per, broken, bad)
+    gpu_cells.at_positions(blocks, target, changes, broken, after, bad)
     require(int(bad) == 1, "positions that do not rise are refused")
     bits = 8 * width
     limits = np.array([[1 << (bits - 4), 1 << (bits - 3), (1 << (bits - 2)) - 1]] * len(sizes), np.uint64)
-    plan = gpu_streams.Plan.of(blocks, [0, 0, 0, 0, 1, 1, 1], 16, limits, sign_magnitude=sign, signed=kind == "signed")
+    plan = gpu_streams.Plan.of(blocks, parts, 16, limits, sign_magnitude=sign, signed=kind == "signed")
     encoded = gpu_streams.encode(plan, old, new)
     require(torch.equal(encoded.moved, moved), "the digest's way, by classes")
     target = blocks.side([a.clone() for a in olds])
@@ -304,7 +309,7 @@ def floors(old: torch.Tensor, new: torch.Tensor) -> dict[str, float]:
 
 def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     """All passes on one pair, beside the floors and the PyTorch way."""
-    from sparserl.kernels import gpu, gpu_classes, gpu_streams
+    from sparserl.kernels import gpu, gpu_cells, gpu_classes, gpu_streams
 
     out: dict[str, Any] = {
         "GiB": old_flat.numel() * 2 / 2**30,
@@ -321,8 +326,8 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     blocks = gpu.Blocks(2, sizes, "cuda", rng.integers(0, 2**64, (len(sizes), 2), dtype=np.uint64))
     old, new = blocks.side(olds), blocks.side(news)
     words, counts = gpu.diff(blocks, old, new)
-    per = gpu_streams.part_changes(blocks, counts)
-    total = int(per.sum())
+    changes = gpu_streams.part_changes(blocks, counts).cpu().numpy()
+    total = int(changes.sum())
     out["changed"], out["density"] = total, total / old_flat.numel()
     bucket = buckets_of(sizes)
     ulp = gpu_streams.Plan.of(blocks, bucket, 18)
@@ -336,18 +341,16 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
 
     positions, after, _, sums = raw()
     moved = gpu.total(sums)
-    target = blocks.side([t.clone() for t in olds])
+    sent = {"ulp": gpu_streams.encode(ulp, old, new), "ctx": gpu_streams.encode(ctx, old, new)}
+    for name, encoded in sent.items():
+        out[f"{name} bits per change"] = round(8 * encoded.data.numel() / total, 3)
 
-    def land_raw() -> None:
-        gpu.rising(blocks, per, positions, bad)
-        gpu.exchange(blocks, target, per, positions, after, bad)
-
-    encoded = gpu_streams.encode(ctx, old, new)
-    out["ctx bits per change"] = round(8 * encoded.data.numel() / total, 3)
-    out["ulp bits per change"] = round(8 * gpu_streams.encode(ulp, old, new).data.numel() / total, 3)
-
-    def land_ctx(side: gpu.Side, back: bool) -> None:
-        found = gpu_streams.decode(ctx, side, encoded.data, encoded.directory, encoded.changes, bad)
+    def land(name: str, side: gpu.Side, back: bool = True) -> None:  # old bits, to be repeatable
+        if name == "raw":
+            found = gpu_cells.at_positions(blocks, side, changes, positions, after, bad)
+        else:
+            plan, data, directory = ctx if name == "ctx" else ulp, sent[name].data, sent[name].directory
+            found = gpu_streams.decode(plan, side, data, directory, changes, bad)
         wrong = bad | (gpu.total(found.sums) != moved).any().to(torch.int32)
         gpu_classes.land(side, found, found.old if back else found.new, wrong)
 
@@ -356,8 +359,9 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
         "diff + raw": (raw, "read both"),
         "diff + ulp": (lambda: gpu_streams.encode(ulp, old, new), "read both"),
         "diff + ctx": (lambda: gpu_streams.encode(ctx, old, new), "read both"),
-        "raw: check + apply": (land_raw, "read one"),
-        "ctx: decode + apply": (lambda: land_ctx(old, back=True), "read one"),  # old bits, to be repeatable
+        "raw: check + apply": (lambda: land("raw", old), "read one"),
+        "ulp: decode + apply": (lambda: land("ulp", old), "read one"),
+        "ctx: decode + apply": (lambda: land("ctx", old), "read one"),
         "digest": (lambda: gpu.digest(blocks, old), "read one"),
     }
     for name, (work, floor) in works.items():
@@ -366,10 +370,10 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
         out["peak MiB"][name] = peak_over(work)
         out["kernels"][name] = kernels_of(work)
     ms["PyTorch: ne, nonzero, gather, per tensor"] = milliseconds(lambda: _torch_way(olds, news), 3)
-    require(int(bad) == 0 and all(map(torch.equal, target.alive, new.alive)), "raw landed")
-    target = blocks.side([t.clone() for t in olds])
-    land_ctx(target, back=False)
-    require(int(bad) == 0 and all(map(torch.equal, target.alive, new.alive)), "ctx landed")
+    for name in ("raw", "ulp", "ctx"):
+        target = blocks.side([t.clone() for t in olds])
+        land(name, target, back=False)
+        require(int(bad) == 0 and all(map(torch.equal, target.alive, new.alive)), f"{name} landed")
     del words, counts
     torch.cuda.empty_cache()
     out |= _time_tracking(old_flat, new_flat)
@@ -423,13 +427,14 @@ _WAYS = {
     "unpack": ("decode", "_unpack_kernel", ((2048, 4), (2048, 8), (4096, 8))),
     "select": ("decode", "_select_kernel", ((32, 1), (64, 1), (64, 2))),
     "land": ("decode", "_land_kernel", ((32, 1), (512, 4), (1024, 8))),
+    "locate": ("ulp decode", "_locate_kernel", ((128, 1), (64, 2), (128, 4))),
     "mark": ("mark", "_mark_kernel", ((32, 2), (64, 4), (64, 8), (128, 8), (256, 8))),
 }
 
 
 def sweep(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     """Milliseconds of each kernel in its shape and in others."""
-    from sparserl.kernels import gpu, gpu_classes, gpu_coding, gpu_streams
+    from sparserl.kernels import gpu, gpu_cells, gpu_classes, gpu_coding, gpu_streams
 
     olds, news = parts_of(old_flat), parts_of(new_flat)
     sizes = [t.numel() for t in olds]
@@ -446,10 +451,13 @@ def sweep(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
         words, counts = gpu.diff(blocks, old, new)
         gpu.compact(blocks, old, new, words, counts, int(sent.changes.sum()))
 
+    ulp = gpu_streams.Plan.of(blocks, bucket, 18)
+    short = gpu_streams.encode(ulp, old, new)
     works = {"raw": raw, "ctx": lambda: gpu_streams.encode(plan, old, new), "decode": decode}
+    works["ulp decode"] = lambda: gpu_streams.decode(ulp, old, short.data, short.directory, short.changes, bad)
     works["mark"] = _tracking(old_flat, new_flat)[1]
     out: dict[str, Any] = {}
-    for module in (gpu, gpu_classes, gpu_coding):
+    for module in (gpu, gpu_cells, gpu_classes, gpu_coding):
         for name, usual in list(module.SHAPES.items()):
             way, kernel, others = _WAYS[name]
             for shape in (usual, *others):

@@ -411,10 +411,10 @@ def sync_7b() -> dict[str, Any]:
 # -- the library ------------------------------------------------------------------------------------------------------
 
 
-def library(repeats: int = 4) -> dict[str, Any]:
+def library(repeats: int = 8) -> dict[str, Any]:
     """`sparserl.diff` and `Patch.apply` of a 7B model on the device, by the host's clock, with heads and checksums.
 
-    The base's digest is known, as a session knows it. Every result is compared bit for bit.
+    The base's digest is known, as a session knows it. Every result is compared bit for bit. Medians after two warm-ups.
     """
     import sparserl
 
@@ -432,21 +432,30 @@ def library(repeats: int = 4) -> dict[str, Any]:
     out: dict[str, Any] = {"parameters": sum(numel), "tensors": len(numel)}
     for profile in ("raw", "ulp", "ctx", "auto"):
         times: dict[str, list[float]] = {"diff": [], "apply": []}
+        peaks = dict.fromkeys(times, 0)
+        made: list[sparserl.Patch] = []
+        works: dict[str, Callable[[], Any]] = {
+            "diff": lambda: made.append(sparserl.diff(*sides[:2], profile=profile, base_digest=digest)),  # noqa: B023
+            "apply": lambda: made[-1].apply(sides[2], digest=made[-1].base),  # noqa: B023
+        }
         for _ in range(repeats):
+            made.clear()
             rollout.copy_(old)
-            torch.cuda.synchronize()
-            marks = [time.perf_counter()]
-            patch = sparserl.diff(*sides[:2], profile=profile, base_digest=digest)
-            torch.cuda.synchronize()
-            marks.append(time.perf_counter())
-            patch.apply(sides[2], digest=patch.base)
-            torch.cuda.synchronize()
-            marks.append(time.perf_counter())
+            for name, work in works.items():
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before, begin = torch.cuda.memory_allocated(), time.perf_counter()
+                work()
+                torch.cuda.synchronize()
+                times[name].append(1e3 * (time.perf_counter() - begin))
+                peaks[name] = (torch.cuda.max_memory_allocated() - before) >> 20
             require(torch.equal(rollout, new), f"{profile} of 7B through the library")
-            for name, a, b in zip(times, marks, marks[1:], strict=False):
-                times[name].append(1e3 * (b - a))
-        row: dict[str, Any] = {f"{name} ms": round(min(found[1:]), 1) for name, found in times.items()}
-        out[profile] = row | {"buckets": patch.buckets, "bits per change": round(8 * patch.nbytes / patch.changed, 3)}
+        row: dict[str, Any] = {f"{name} ms": round(statistics.median(found[2:]), 1) for name, found in times.items()}
+        row |= {f"{name} ms, best": round(min(found[2:]), 1) for name, found in times.items()}
+        row |= {"sync ms": round(statistics.median(map(sum, zip(*(t[2:] for t in times.values()), strict=True))), 1)}
+        row |= {f"{name} peak MiB": peak for name, peak in peaks.items()}
+        size = round(8 * made[0].nbytes / made[0].changed, 3)
+        out[profile] = row | {"buckets": made[0].buckets, "bits per change": size}
     return out
 
 
@@ -457,34 +466,45 @@ def small() -> dict[str, Any]:
 
     torch.manual_seed(4)
     never, always = 0, 1 << 62
-    diffs, lands = [], []
+    diffs, lands, plain = [], [], []
     old = torch.randint(0x3000, 0x3F80, (32 << 20,), dtype=torch.int16, device="cuda")
     digest = sparserl.digest({"w": old.view(torch.bfloat16)})
     for exponent in range(6, 22, 2):
         new = old.clone()
         new[torch.randint(old.numel(), (1 << exponent,), device="cuda")] ^= 1
         row: dict[str, Any] = {"changes": 1 << exponent}
+        sides = {"w": old.view(torch.bfloat16)}, {"w": new.view(torch.bfloat16)}
         for name, few in (("GPU ms", never), ("CPU ms", always)):
             device_diff.FEW_CHANGES = few
-            sides = {"w": old.view(torch.bfloat16)}, {"w": new.view(torch.bfloat16)}
             work = lambda: sparserl.diff(*sides, profile="ulp", base_digest=digest)  # noqa: B023, E731
             work()
             row[name] = round(_by_the_host(work), 2)
         diffs.append(row)
+        there, back = (sparserl.diff(*pair, profile="ulp") for pair in (sides, sides[::-1]))
+        weights, row = {"w": old.clone().view(torch.bfloat16)}, {"changes": 1 << exponent}
+        for name, few in (("GPU ms", never), ("CPU ms", always)):
+            device_apply.FEW_CHANGES = few
+            row[name] = _there_and_back(weights, [there, back])
+        plain.append(row)
     for exponent in range(16, 28, 2):
         a, b = (t[: 1 << (exponent - 1)].clone() for t in synthetic(max(2 << 20, 1 << exponent), 0.006, 2))
         device_diff.FEW_CHANGES = never
-        there, back = ({"w": a.view(torch.bfloat16)}, {"w": b.view(torch.bfloat16)})
-        patches = [sparserl.diff(*pair, profile="ctx") for pair in ((there, back), (back, there))]
+        sides = {"w": a.view(torch.bfloat16)}, {"w": b.view(torch.bfloat16)}
+        patches = [sparserl.diff(*pair, profile="ctx") for pair in (sides, sides[::-1])]
         weights, row = {"w": a.clone().view(torch.bfloat16)}, {"bytes": 1 << exponent}
         for name, few in (("GPU ms", never), ("CPU ms", always)):
             device_apply.FEW_BYTES = few
-
-            def work() -> None:
-                for patch in patches:  # noqa: B023
-                    patch.apply(weights, digest=patch.base)  # noqa: B023
-
-            work()
-            row[name] = round(_by_the_host(work) / 2, 2)
+            row[name] = _there_and_back(weights, patches)
         lands.append(row)
-    return {"diff in ulp, 64 MiB": diffs, "apply in ctx, 0.6%": lands}
+    return {"diff in ulp, 64 MiB": diffs, "apply in ulp, 64 MiB": plain, "apply in ctx, 0.6%": lands}
+
+
+def _there_and_back(weights: dict[str, torch.Tensor], patches: list[Any]) -> float:
+    """Milliseconds of applying a patch, from the mean over one and the one that undoes it."""
+
+    def work() -> None:
+        for patch in patches:
+            patch.apply(weights, digest=patch.base)
+
+    work()
+    return round(_by_the_host(work) / 2, 2)

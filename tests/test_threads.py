@@ -158,6 +158,23 @@ def test_few_items_are_taken_ahead(threads):
         assert len(taken) - done <= 2 * threads
 
 
+def test_more_items_can_be_taken_ahead():
+    """As many as said wait for a thread, however few these are, and no more."""
+    taken, go = [], threading.Event()
+
+    def items():
+        for i in range(20):
+            taken.append(i)
+            if len(taken) == 7:
+                threading.Timer(0.05, go.set).start()
+            yield i
+
+    results = ordered(lambda i: go.wait(30) and i, items(), 2, ahead=7)
+    assert next(results) == 0
+    assert len(taken) == 7
+    assert list(results) == list(range(1, 20))
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_an_error_reaches_the_caller(threads):
     """An exception in the work comes out where its result would have; what lies behind is not begun without need."""

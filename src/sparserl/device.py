@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .bits import DType, UIntArray
@@ -20,9 +22,11 @@ from .memory import far_tensor, leading
 from .pieces import PIECE_BYTES, Geometry, Held, Numbers
 from .region import whole
 from .shards import Place
+from .table import TensorTable
 
-LARGE_BYTES = 64 << 20  # of a piece: kernels look at all of them in one launch, and each takes the host a while
+LARGE_BYTES = 128 << 20  # of a piece: kernels look at all of them in one launch, and each takes the host a while
 GROUP_BYTES = 8 << 30  # of weights that kernels look at together; what they make of them takes up to a fifth of that
+_SMALL = 1 << 20  # bytes that are not worth a stream of their own
 
 
 @contextmanager
@@ -36,131 +40,132 @@ def working(held: Held, device: Any) -> Iterator[None]:
         yield
 
 
-def _lies(held: Held, place: Place) -> tuple[torch.Tensor, int, int, int] | None:
-    """The device's tensor that a run is in, where it begins and ends there, and where it begins in its own tensor."""
-    memory, local = held.local(*place)
-    there, (tensor, region) = far_tensor(memory), place
-    if there is None or not there.is_contiguous():
-        return None
-    start = 0 if region is None else leading(region, held.table.specs[tensor].shape)
-    lead = 0 if local is None else leading(local, memory.shape)
-    if start is None or lead is None:
-        return None
-    return there, lead, lead + (there.numel() if local is None else local.numel), start
-
-
-def run(held: Held, place: Place) -> tuple[torch.Tensor, int] | None:
-    """The bits of a place on a device, flat, and where it begins in its tensor; None where it is no run there."""
-    if (found := _lies(held, place)) is None:
-        return None
-    there, low, high, start = found
-    bits = gpu.as_ints(there)
-    return (bits if high - low == bits.numel() else bits[low:high]), start
-
-
-class _Piece(NamedTuple):
-    """A run in all versions: the bits, and where they begin in their tensor."""
+class Run(NamedTuple):
+    """A place that is a run in all versions: where it begins in its tensor; the memory and the address of each."""
 
     place: Place
-    sides: list[tuple[torch.Tensor, int]]
+    dtype: DType
+    numel: int
+    start: int
+    homes: list[torch.Tensor]
+    address: list[int]
+
+
+def run(place: Place, *versions: Held) -> Run | None:
+    """A place as a run; None where it is none, or not on the same device in all versions."""
+    (tensor, region), table = place, versions[0].table
+    spec = table.specs[tensor]
+    start = 0 if region is None else leading(region, spec.shape)
+    homes, address = list[torch.Tensor](), list[int]()
+    for held in versions:
+        memory, local = held.local(tensor, region)
+        there = far_tensor(memory)
+        lead = 0 if local is None else leading(local, memory.shape)
+        if there is None or start is None or lead is None or not there.is_contiguous():
+            return None
+        homes.append(there)
+        address.append(memory.address + lead * spec.dtype.width)
+    if any(there.device != homes[0].device for there in homes[1:]):
+        return None
+    return Run(place, spec.dtype, spec.numel if region is None else region.numel, start or 0, homes, address)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of one dtype on one device, column by column, with their bits in one version or more."""
+    """Runs of one dtype on one device, column by column, with where they are in one version or more."""
 
     dtype: DType
     device: Any
     places: list[Place]
     numel: Numbers
     start: Numbers
-    sides: list[list[torch.Tensor]]
+    address: Numbers  # versions × runs
+    alive: list[torch.Tensor]
 
     @classmethod
-    def of(cls, dtype: DType, device: Any, pieces: Sequence[_Piece]) -> Runs:
+    def of(cls, runs: Sequence[Run]) -> Runs:
         """Runs that were found one by one."""
-        places = [piece.place for piece in pieces]
-        sides = [[bits for bits, _ in side] for side in zip(*(piece.sides for piece in pieces), strict=True)]
-        numel, start = ([piece.sides[0][0].numel() for piece in pieces], [piece.sides[0][1] for piece in pieces])
-        return cls(dtype, device, places, np.array(numel, np.int64), np.array(start, np.int64), sides)
+        places, _, numel, start, homes, address = zip(*runs, strict=True)
+        columns = np.array(numel, np.int64), np.array(start, np.int64), np.array(address, np.int64).T
+        return cls(runs[0].dtype, homes[0][0].device, list(places), *columns, [t for row in homes for t in row])
 
     @property
     def nbytes(self) -> int:
         return int(self.numel.sum()) * self.dtype.width
 
-    @property
+    @cached_property
     def tensor(self) -> Numbers:
         return np.array([tensor for tensor, _ in self.places], np.int64)
 
-    def some(self, which: Sequence[int]) -> Runs:
+    def some(self, which: Numbers) -> Runs:
         """Some of the runs."""
-        sides = [[side[i] for i in which] for side in self.sides]
-        return Runs(
-            self.dtype, self.device, [self.places[i] for i in which], self.numel[which], self.start[which], sides
-        )
+        places = [self.places[i] for i in which.tolist()]
+        columns = self.numel[which], self.start[which], self.address[:, which]
+        return Runs(self.dtype, self.device, places, *columns, self.alive)
 
     def blocks(self, keys: np.ndarray[Any, Any]) -> tuple[gpu.Blocks, list[gpu.Side]]:
         """As kernels want them; `keys` are those of all tensors, for digests."""
-        made = gpu.Blocks(self.dtype.width, self.numel.tolist(), self.device, keys[self.tensor], self.start.tolist())
-        return made, [made.side(side) for side in self.sides]
+        made = gpu.Blocks(self.dtype.width, self.numel, self.device, keys[self.tensor], self.start)
+        return made, [made.side_at(address, self.alive) for address in self.address]
 
 
-def near_and_far(places: Iterable[Place], *versions: Held) -> tuple[list[Place], list[Place]]:
+def near_and_far(places: Iterable[Place], *versions: Held) -> tuple[list[Place], list[Run]]:
     """Places for the CPU, and those that are runs on the same device in all versions."""
-    near: list[Place] = []
-    far: list[Place] = []
     if not all(held.devices for held in versions):
-        return [*places], far
-    for place in places:
-        found = [_lies(held, place) for held in versions]
-        there = {None if one is None else one[0].device for one in found}
-        (near if None in there or len(there) > 1 else far).append(place)
-    return near, far
+        return [*places], []
+    found = [(place, run(place, *versions)) for place in places]
+    return [place for place, one in found if one is None], [one for _, one in found if one is not None]
 
 
-def groups(places: Iterable[Place], *versions: Held, piece_bytes: int | None = None) -> Iterator[Runs]:
+def groups(runs: Iterable[Run], table: TensorTable, piece_bytes: int | None = None) -> Iterator[Runs]:
     """Runs in pieces, in groups of at most 8 GiB, in order of tensor and region.
 
     What does not begin at a 16-byte boundary has groups of its own: kernels are faster without it.
     """
-    table, most = versions[0].table, LARGE_BYTES if piece_bytes is None else piece_bytes
-    drafts: dict[tuple[DType, Any, bool], list[_Piece]] = {}
+    most = LARGE_BYTES if piece_bytes is None else piece_bytes
+    drafts: dict[tuple[DType, Any, bool], list[Run]] = {}
     room: dict[tuple[DType, Any, bool], int] = {}
-    for place in sorted(places, key=lambda p: (p[0], () if p[1] is None else p[1].start)):
-        spec = table.specs[place[0]]
-        every = place[1] or whole(spec.shape)
-        small = every.numel * spec.dtype.width <= most
-        regions = [place[1]] if small else every.split(most // spec.dtype.width)
-        for region in regions if every.numel else ():
-            found = [run(held, (place[0], region)) for held in versions]
-            piece = _Piece((place[0], region), [f for f in found if f is not None])
-            key = spec.dtype, piece.sides[0][0].device, not any(bits.data_ptr() % 16 for bits, _ in piece.sides)
-            nbytes = piece.sides[0][0].nbytes
+    for one in sorted(runs, key=lambda r: (r.place[0], () if r.place[1] is None else r.place[1].start)):
+        for piece in _pieces(one, table, most // one.dtype.width):
+            key = piece.dtype, piece.homes[0].device, not any(at % 16 for at in piece.address)
+            nbytes = piece.numel * piece.dtype.width
             if room.get(key, 0) < nbytes:
                 if key in drafts:
-                    yield Runs.of(*key[:2], drafts[key])
+                    yield Runs.of(drafts[key])
                 drafts[key], room[key] = [], GROUP_BYTES
             drafts[key].append(piece)
             room[key] -= nbytes
-    for key, pieces in drafts.items():
-        yield Runs.of(*key[:2], pieces)
+    for pieces in drafts.values():
+        yield Runs.of(pieces)
 
 
-def sums(held: Held, places: Iterable[Place]) -> Iterator[tuple[int, int, int]]:
+def _pieces(one: Run, table: TensorTable, most: int) -> Iterator[Run]:
+    """A run in parts of at most so many elements, which follow each other."""
+    if 0 < one.numel <= most:
+        yield one
+    elif one.numel:
+        (tensor, region), passed = one.place, 0
+        for part in (region or whole(table.specs[tensor].shape)).split(most):
+            address = [at + passed * one.dtype.width for at in one.address]
+            yield Run((tensor, part), one.dtype, part.numel, one.start + passed, one.homes, address)
+            passed += part.numel
+
+
+def sums(held: Held, found: Iterable[Run]) -> Iterator[tuple[int, int, int]]:
     """Both element sums of the digest over runs, group by group, and the bytes that were read."""
-    for runs in groups(places, held):
+    for runs in groups(found, held.table):
         with working(held, runs.device):
             blocks, (side,) = runs.blocks(held.table.keys)
             yield *pair(gpu.digest(blocks, side)), runs.nbytes
 
 
-def part_sums(held: Held, places: Iterable[Place]) -> Iterator[tuple[Place, int, int, int]]:
+def part_sums(held: Held, found: Iterable[Run]) -> Iterator[tuple[Place, int, int, int]]:
     """Both element sums of every piece of some runs, and its bytes; pieces are those of batches."""
-    for runs in groups(places, held, piece_bytes=PIECE_BYTES):
+    for runs in groups(found, held.table, PIECE_BYTES):
         with working(held, runs.device):
             blocks, (side,) = runs.blocks(held.table.keys)
-            found = fetch(gpu_sums.part_sums(blocks, side))().view(np.uint64).tolist()
-        for place, numel, (first, second) in zip(runs.places, runs.numel.tolist(), found, strict=True):
+            both = fetch(gpu_sums.part_sums(blocks, side))().view(np.uint64).tolist()
+        for place, numel, (first, second) in zip(runs.places, runs.numel.tolist(), both, strict=True):
             yield place, first, second, numel * runs.dtype.width
 
 
@@ -172,33 +177,83 @@ def pair(both: torch.Tensor) -> tuple[int, int]:
 
 def upload(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
     """An array on a device, as signed integers where it has more than a byte an element; through page-locked memory."""
-    dtype = gpu.INTS[array.itemsize]
-    if device.type != "cuda":
-        return torch.from_numpy(array.copy().view(np.uint8)).view(dtype)
-    host = torch.empty(array.size, dtype=dtype, pin_memory=True)  # torch uses such memory again
-    host.view(torch.uint8).numpy()[...] = array.view(np.uint8)
-    return host.to(device, non_blocking=True)
+    host, send = staging(array.nbytes, device)
+    host[...] = array.view(np.uint8)
+    return send().view(gpu.INTS[array.itemsize])
+
+
+def staging(nbytes: int, device: Any) -> tuple[npt.NDArray[np.uint8], Callable[[], torch.Tensor]]:
+    """Bytes to be filled, in page-locked memory, and what begins to bring them to the device."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")  # torch uses such memory again
+    return host.numpy(), lambda: host.to(device, non_blocking=True)
 
 
 def fetch(tensor: torch.Tensor) -> Callable[[], np.ndarray[Any, Any]]:
-    """Begin to bring a tensor to page-locked memory, beside whatever comes next. What it returns waits for it."""
+    """Begin to bring a tensor to page-locked memory. What it returns waits for it."""
     if tensor.device.type != "cuda":
         return tensor.numpy
-    aside = _aside.setdefault(tensor.device, torch.cuda.Stream(tensor.device))  # type: ignore[no-untyped-call]
-    aside.wait_stream(torch.cuda.current_stream(tensor.device))
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    with torch.cuda.stream(aside):
-        host.copy_(tensor, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(aside)
-    tensor.record_stream(aside)
+    wait = _coming(tensor.device, [tensor], lambda: host.copy_(tensor, non_blocking=True))
 
-    def wait() -> np.ndarray[Any, Any]:
-        copied.synchronize()
-        found: np.ndarray[Any, Any] = host.numpy()
-        return found
+    def found() -> np.ndarray[Any, Any]:
+        wait()
+        array: np.ndarray[Any, Any] = host.numpy()
+        return array
 
-    return wait
+    return found
+
+
+def fetch_apart(
+    bodies: Sequence[Sequence[torch.Tensor]], before: Sequence[int], behind: int
+) -> Callable[[], list[tuple[memoryview, int, int]]]:
+    """Begin to bring bodies, of some tensors each, to page-locked memory, with bytes to spare before and behind them.
+
+    What it returns waits for all: the memory of each, and where the body begins and ends in it.
+    """
+    tensors = [tensor for body in bodies for tensor in body]
+    ends = np.cumsum([n + sum(t.nbytes for t in body) + behind for n, body in zip(before, bodies, strict=True)])
+    device = tensors[0].device
+    host = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    spans = list[tuple[memoryview, int, int]]()
+
+    def copy() -> None:
+        view, at = host.numpy().data, 0
+        for room, body, end in zip(before, bodies, ends.tolist(), strict=True):
+            high = at + room
+            for tensor in body:
+                host[high : high + tensor.nbytes].copy_(tensor.view(torch.uint8), non_blocking=True)
+                high += tensor.nbytes
+            spans.append((view[at:end], room, high - at))
+            at = end
+
+    wait = _coming(device, tensors, copy)
+
+    def found() -> list[tuple[memoryview, int, int]]:
+        wait()
+        return spans
+
+    return found
+
+
+def _coming(device: Any, tensors: Sequence[torch.Tensor], copy: Callable[[], object]) -> Callable[[], object]:
+    """Begin to copy some tensors. What it returns waits for it.
+
+    Large ones are copied on a stream of their own, beside whatever comes next.
+    """
+    if device.type != "cuda":
+        copy()
+        return lambda: None
+    here = torch.cuda.current_stream(device)
+    stream = here
+    if sum(tensor.nbytes for tensor in tensors) >= _SMALL:
+        stream = _aside.get(device) or _aside.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        copy()
+        done: torch.cuda.Event = stream.record_event()
+    for tensor in tensors if stream is not here else ():
+        tensor.record_stream(stream)
+    return lambda: done.synchronize()  # noqa: PLW0108  # whose type is not known
 
 
 _aside: dict[Any, torch.cuda.Stream] = {}

@@ -37,8 +37,10 @@ def _pool(threads: int, _process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="sparserl")
 
 
-def ordered(work: Callable[[T], R], items: Iterable[T], threads: int | None = None) -> Iterator[R]:
-    """`map` on threads, lazily: at most two items per thread are taken ahead of the consumer."""
+def ordered(
+    work: Callable[[T], R], items: Iterable[T], threads: int | None = None, ahead: int | None = None
+) -> Iterator[R]:
+    """`map` on threads, lazily: at most so many items are taken ahead of the consumer, else two per thread."""
     threads = threads or default_threads()
     if threads == 1:
         yield from map(work, items)
@@ -48,7 +50,7 @@ def ordered(work: Callable[[T], R], items: Iterable[T], threads: int | None = No
     try:
         for item in items:
             flight.append(pool.submit(work, item))
-            while flight and (len(flight) >= 2 * threads or flight[0].done()):
+            while flight and (len(flight) >= (ahead or 2 * threads) or flight[0].done()):
                 yield flight.popleft().result()
         while flight:
             yield flight.popleft().result()

@@ -27,7 +27,7 @@ if INTERPRETED:
     from sparserl.codec.coders import Rans
     from sparserl.codec.profile import Classes, Layout
     from sparserl.errors import InvalidField
-    from sparserl.kernels import gpu, gpu_classes, gpu_coding, gpu_streams, reference
+    from sparserl.kernels import gpu, gpu_cells, gpu_classes, gpu_coding, gpu_streams, reference
 
     hasten_interpreter()
 
@@ -122,28 +122,30 @@ def test_changes_found_and_landed(width, shift):
     was, now = digests(keys, starts, olds), digests(keys, starts, news)
     assert numbers(gpu.digest(blocks, old)) == was
     assert [(a + b) % 2**64 for a, b in zip(was, numbers(gpu.total(sums)), strict=True)] == now
-    bad, per = torch.zeros(1, dtype=torch.int32), torch.tensor([p.size for p, _, _ in wanted])
-    gpu.rising(blocks, per, found, bad)
-    undo, moved = gpu.exchange(blocks, old, per, found, steps, bad, absolute=False)
+    bad, per = torch.zeros(1, dtype=torch.int32), np.array([p.size for p, _, _ in wanted])
+    located = gpu_cells.at_positions(blocks, old, per, found, out, bad)
     assert int(bad) == 0
-    assert np.array_equal(array(undo, width), before)
-    assert torch.equal(gpu.total(moved), gpu.total(sums))
+    assert np.array_equal(array(located.old, width), before)
+    assert torch.equal(gpu.total(located.sums), gpu.total(sums))
+    gpu_classes.land(old, located, located.new, bad)
     assert all(map(torch.equal, old.alive, new.alive))
 
 
 @inside
-@pytest.mark.parametrize("fault", ["twice", "behind the end"])
-def test_wrong_positions_are_refused(fault):
-    """Positions that do not rise, or leave their part, are noticed, and then nothing is written."""
+@pytest.mark.parametrize("fault", ["none", "twice", "behind the end"])
+def test_wrong_positions_are_refused(fault, monkeypatch):
+    """Positions that do not rise, also from span to span, or leave their part, are noticed; then nothing is written."""
+    monkeypatch.setattr(gpu_cells, "_SPAN", 1)
     blocks = gpu.Blocks(2, [100, 50], "cpu", block=1024)
     target = blocks.side([tensor(np.zeros(n, np.uint16)) for n in (100, 50)])
     positions = torch.tensor([3, 99, 3, 49], dtype=torch.int32)
-    positions[1 if fault == "twice" else 3] = 3 if fault == "twice" else 50
-    bad = torch.zeros(1, dtype=torch.int32)
-    gpu.rising(blocks, torch.tensor([2, 2]), positions, bad)
-    assert int(bad) == 1
-    gpu.exchange(blocks, target, torch.tensor([2, 2]), positions, torch.ones(4, dtype=torch.int16), bad)
-    assert not any(part.any() for part in target.alive)
+    if fault != "none":
+        positions[1 if fault == "twice" else 3] = 3 if fault == "twice" else 50
+    bad, ones = torch.zeros(1, dtype=torch.int32), torch.ones(4, dtype=torch.int16)
+    found = gpu_cells.at_positions(blocks, target, np.array([2, 2]), positions, ones, bad)
+    assert int(bad) == (fault != "none")
+    gpu_classes.land(target, found, ones, bad)
+    assert sum(int(part.sum()) for part in target.alive) == (4 if fault == "none" else 0)
 
 
 @inside
@@ -284,7 +286,8 @@ def test_ulp_is_that_of_the_cpu():
     olds, news = pair(2, sizes, share=0.02)
     blocks = gpu.Blocks(2, sizes, "cpu", block=1024)
     old, new = (blocks.side([tensor(p) for p in side]) for side in (olds, news))
-    encoded = gpu_streams.encode(gpu_streams.Plan.of(blocks, [0, 0, 0], log, chunk=256), old, new)
+    plan = gpu_streams.Plan.of(blocks, [0, 0, 0], log, chunk=256)
+    encoded = gpu_streams.encode(plan, old, new)
     found = [reference.diff(a, b) for a, b in zip(olds, news, strict=True)]
     told = [reference.tile_gaps(p, n, 1 << log) for (p, _, _), n in zip(found, sizes, strict=True)]
     gaps = np.array([gap for _, part in told for gap in part])
@@ -299,6 +302,27 @@ def test_ulp_is_that_of_the_cpu():
             coded = data[at : at + n]
             assert tokens == (bytes(Rans().decode(coded, len(tokens))) if coder == Rans.id else coded)
             assert tail == data[low_at : low_at + low_n]
+    bad = torch.zeros(1, dtype=torch.int32)
+    located = gpu_streams.decode(plan, old, encoded.data, encoded.directory, encoded.changes, bad)
+    assert int(bad) == 0
+    assert torch.equal(gpu.total(located.sums), encoded.moved)
+    gpu_classes.land(old, located, located.new, bad)
+    assert all(map(torch.equal, old.alive, new.alive))
+
+
+@inside
+@pytest.mark.parametrize(("gap", "wrong"), [(451, 0), (452, 1), (2**31, 1)])
+def test_a_gap_that_leaves_its_tile_or_part_is_refused(gap, wrong):
+    """Where a gap leads out, that is noticed, and then nothing is written."""
+    blocks = gpu.Blocks(2, [2500], "cpu", block=1024)
+    side = blocks.side([tensor(np.zeros(2500, np.uint16))])
+    tiles, bad = gpu_classes.Tiles.of(blocks, 11), torch.zeros(1, dtype=torch.int32)
+    numbers = torch.tensor([0, 1], dtype=torch.int32), torch.from_numpy(np.array([gap], np.uint32).view(np.int32))
+    log, steps = torch.tensor([11], dtype=torch.int32), torch.ones(1, dtype=torch.int16)
+    found = gpu_cells.follow_gaps(blocks, side, tiles, log, *numbers, steps, bad, True)
+    assert int(bad) == wrong
+    gpu_classes.land(side, found, found.new, bad)
+    assert np.flatnonzero(side.alive[0].numpy()).tolist() == ([] if wrong else [2048 + gap])
 
 
 @inside
@@ -352,16 +376,11 @@ def compile_all() -> None:
         side = blocks.side([room[begin : begin + 9000]])
         words, counts = gpu.diff(blocks, side, side)
         counts.zero_()
-        logs, per, where = (
-            torch.full((1,), 16, dtype=torch.int32),
-            torch.tensor([64]),
-            torch.zeros(64, dtype=torch.int32),
-        )
+        logs, where = torch.full((1,), 16, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
         bits = torch.zeros(64, dtype=gpu.INTS[width])
         gpu.compact(blocks, side, side, words, counts, 64, steps=True, tile_log=logs)
         gpu.digest(blocks, side)
         gpu.mark(blocks, side, side, words, counts)
-        gpu.exchange(blocks, side, per, where, bits, bad, absolute=False)
         classing = gpu_classes.Classing.of(blocks, np.ones((1, 4 if width == 2 else 5)), 16, True)
         tiles, ranks = gpu_classes.Tiles.of(blocks, 16), gpu_classes.count(blocks, classing, side)
         gpu_classes.diff_and_count(blocks, classing, side, side)
@@ -376,7 +395,6 @@ def compile_all() -> None:
         gpu_coding.unpack(cuts, packed.tokens, packed.tokens, cuts.begin, cuts.size, bits, 9, bad)
         if width == 2:
             gpu.mark(blocks, gpu.Blocks(4, [9000], "cpu").side([torch.zeros(9000)]), side, words, counts)
-            gpu.rising(blocks, per, where, bad)
             packed.pack(0, 1, where, ranked=True)
             gpu_coding.lay_out(packed, gpu_coding.encode(packed), np.zeros(1, int), np.arange(2))
             gpu_coding.decode(cuts, packed.tokens, cuts.begin, cuts.size, packed.tokens, bad)

@@ -62,7 +62,7 @@ def test_interpreted(which):
 @outside
 def test_compiled():
     """The compiler takes the kernels that are used here alone, for an H200: the interpreter accepts what it rejects."""
-    assert "compiled 6 kernels" in run(__file__, "compile", TRITON_INTERPRET="0")
+    assert "compiled 7 kernels" in run(__file__, "compile", TRITON_INTERPRET="0")
 
 
 def poisoned(_, size, dtype):
@@ -79,6 +79,7 @@ def _there(monkeypatch):
             monkeypatch.setattr(gpu.Blocks, "empty", poisoned)
         monkeypatch.setattr(device_diff, "FEW_CHANGES", 0)
         monkeypatch.setattr(device_apply, "FEW_BYTES", 0)
+        monkeypatch.setattr(device_apply, "FEW_CHANGES", 0)
         monkeypatch.setattr(device_diff, "decide", always)
         monkeypatch.setattr(buckets, "choose", always)
 
@@ -141,8 +142,8 @@ def drawn(name, shapes, changes=None, seed=0):
     return old, new
 
 
-SHAPES = {"empty": (0, 3), "one": (), "tiny": (5,), "odd": (7, 41), "large": (3, 700_001 if CUDA else 3001)}
-TWO = {"odd": (7, 41), "large": (3, 700_001 if CUDA else 2003)}
+SHAPES = {"empty": (0, 3), "one": (), "tiny": (5,), "odd": (7, 41), "large": (3, 600_001 if CUDA else 3001)}
+TWO = {"odd": (7, 41), "large": (3, 600_001 if CUDA else 2003)}
 
 
 def profiles(patch):
@@ -226,11 +227,13 @@ def test_nothing_changed():
 def test_small_weights_are_decoded_by_the_cpu(monkeypatch):
     """Below the crossover old bits are brought to the host, and the changes written back."""
     monkeypatch.setattr(device_apply, "FEW_BYTES", 1 << 30)
-    monkeypatch.setattr(device_apply, "located", None)
+    monkeypatch.setattr(device_apply, "FEW_CHANGES", 1 << 30)
+    monkeypatch.setattr(device_apply, "_located", None)
     old, new = drawn("bfloat16", TWO)
-    weights = there(old)
-    sparserl.diff(old, new, profile="ctx").apply(weights)
-    assert same(weights, new)
+    for profile in ("ctx", "ulp"):
+        weights = there(old)
+        sparserl.diff(old, new, profile=profile).apply(weights)
+        assert same(weights, new)
 
 
 @inside
@@ -252,6 +255,7 @@ def test_squashed_and_inverted():
 def test_few_changes_are_left_to_the_cpu(monkeypatch, stay):
     """Below the crossover nothing is coded on the device, and still no weights leave it."""
     monkeypatch.setattr(device_diff, "FEW_CHANGES", 1 << 30)
+    monkeypatch.setattr(device_diff, "_FEW_FOR_CTX", 1 << 30)
     monkeypatch.setattr(device_diff, "_encode", None)
     old, new = drawn("bfloat16", TWO)
     for profile in ("ctx", "auto"):
@@ -328,6 +332,17 @@ def flip(stream, at):
     return change
 
 
+def refused(patch, change, old, weights):
+    """A patch that was changed so is refused by the device as by the CPU, and the weights are as before."""
+    bad = forged(patch, change)
+    with pytest.raises(errors.FormatError) as on_cpu:
+        bad.apply(here(old))
+    with pytest.raises(errors.FormatError) as on_device:
+        bad.apply(weights)
+    assert type(on_device.value) is type(on_cpu.value)
+    assert same(weights, old)
+
+
 @inside
 def test_spoiled_buckets():
     """Flipped bits, streams that are missing or too long: an error of the CPU's kind, and weights as before."""
@@ -351,34 +366,94 @@ def test_spoiled_buckets():
         lambda s: s.update({codec.Stream.DENSE_PLANE: (CODERS[0], [b"x"])}),
     ]
     for change in changes:
-        bad = forged(patch, change)
-        with pytest.raises(errors.FormatError) as on_cpu:
-            bad.apply(here(old))
-        with pytest.raises(errors.FormatError) as on_device:
-            bad.apply(weights)
-        assert type(on_device.value) is type(on_cpu.value)
-        assert same(weights, old)
+        refused(patch, change, old, weights)
     patch.apply(weights)
     assert same(weights, new)
 
 
 @inside
-def test_counts_of_tiles_in_zstd():
-    """The device reads what the CPU may write: counts in zstd are carried over as tokens."""
+@pytest.mark.parametrize("profile", ["raw", "ulp"])
+def test_spoiled_buckets_without_classes(profile, monkeypatch):
+    """Positions and gaps that lead astray, streams that are missing, too short or too long are refused alike."""
+    monkeypatch.setattr(buckets, "_TILE_CHANGES", 1)  # several tiles, and so counts
+    old, new = drawn("bfloat16", {"v": (70_000,), "w": (2000,)}, changes=20)
+    patch, weights = sparserl.diff(old, new, profile=profile), there(old)
+    first = codec.Stream.POSITIONS if profile == "raw" else codec.Stream.GAP_TOKENS
+    changes = [
+        lambda s: s.pop(first),
+        lambda s: s.update({first: (s[first][0], [*s[first][1], b"x"])}),
+        lambda s: s.update({codec.Stream.CLASS: (CODERS[0], [b"x"])}),
+        lambda s: s.update({first: (s[first][0], [s[first][1][0][:-1]])}),
+        flip(first, 2),
+    ]
+    if profile == "ulp":
+        changes += [flip(codec.Stream.TILE_TOKENS, 0), flip(codec.Stream.GAP_LOWS, 0)]
+    for change in changes:
+        refused(patch, change, old, weights)
+    patch.apply(weights)
+    assert same(weights, new)
+
+
+@inside
+@pytest.mark.parametrize("profile", ["ctx", "ulp"])
+def test_tokens_in_zstd(profile, monkeypatch):
+    """The device reads what the CPU may write: what is in zstd is carried over as tokens."""
+    monkeypatch.setattr(buckets, "_TILE_CHANGES", 1)  # several tiles, and so counts
     old, new = drawn("bfloat16", {"w": (70000,)}, changes=20)
-    patch = sparserl.diff(old, new, profile="ctx")
-    counts = 4 * codec.ctx.tiles(patch.heads[0].layout)
+    patch = sparserl.diff(old, new, profile=profile)
+    layout, told = patch.heads[0].layout, codec.Stream
+    sizes = {told.TILE_TOKENS: (4 if profile == "ctx" else 1) * codec.ctx.tiles(layout)}
+    if profile == "ulp":
+        sizes |= {told.GAP_TOKENS: layout.changes, told.STEP_TOKENS: layout.changes}
 
     def squeezed(streams):
-        coder, (chunk,) = streams[codec.Stream.TILE_TOKENS]
-        raw = coder.decode(chunk, counts)
-        streams[codec.Stream.TILE_TOKENS] = Zstd(), [Zstd().encode(raw)]
+        for stream, size in sizes.items():
+            coder, (chunk,) = streams[stream]
+            streams[stream] = Zstd(), [Zstd().encode(coder.decode(chunk, size))]
 
     other, weights = forged(patch, squeezed), there(old)
     held = Held.of(weights)
     assert device_apply.bucket(held, 0, *other.opened(0)) is not None
     other.apply(weights)
     assert same(weights, new)
+
+
+@inside
+@pytest.mark.parametrize("profile", ["raw", "ulp", "ctx"])
+def test_chunks_are_found(profile, monkeypatch):
+    """What is given to the device has every chunk of the streams, in order, where the directory says."""
+    monkeypatch.setattr(buckets, "CHUNK_LOG", 8)
+    old, new = drawn("bfloat16", {"v": (50,), "w": (40_000,), "all": (90,)}, changes=3000)
+    patch = sparserl.diff(old, new, profile=profile)
+    head, reader = patch.opened(0)
+    wanted = {s: (coder.id, [bytes(c) for c in chunks]) for s, (coder, chunks) in reader.left().items()}
+    found = device_apply.bucket(Held.of(there(old)), 0, head, reader)
+    assert found.dense
+    directory, data = device_apply._directory([found, found]), bytes(found.body) * 2
+    for b in range(2):
+        rows = directory.of(b)
+        for stream, (coder, places) in rows.items():
+            assert (coder, [data[at : at + n] for at, n in places]) == wanted[stream]
+        missing = [s for s in wanted if s not in rows]
+        assert all(codec.Stream.is_dense(s) or s == codec.Stream.CLASSES for s in missing)
+    assert max(len(chunks) for _, chunks in wanted.values()) > 3
+
+
+@inside
+@pytest.mark.parametrize("profile", ["raw", *(pytest.param(p, marks=pytest.mark.long) for p in ("ulp", "ctx"))])
+def test_streams_of_several_chunks(profile, monkeypatch):
+    """They are decoded on the device, whoever cut them."""
+    monkeypatch.setattr(buckets, "CHUNK_LOG", 8)
+    monkeypatch.setattr(device_diff, "CHUNK_LOG", 8)
+    monkeypatch.setattr(gpu_cells, "_SPAN", 100)
+    old, new = drawn("bfloat16", {"w": (9000,)}, changes=270)
+    for f in (here, there):
+        patch, weights = sparserl.diff(f(old), f(new), profile=profile), there(old)
+        assert patch.heads[0].chunk_log == 8
+        with monkeypatch.context() as context:
+            context.setattr(Patch, "decode", None)  # by the CPU
+            patch.apply(weights, digest=patch.base)
+        assert same(weights, new)
 
 
 @inside
@@ -516,7 +591,7 @@ def test_large_tensors_are_cut(monkeypatch):
     monkeypatch.setattr(device, "LARGE_BYTES", 6000)
     monkeypatch.setattr(device, "GROUP_BYTES", 20000)
     monkeypatch.setattr(device_apply, "GROUP_BYTES", 20000)
-    monkeypatch.setattr(device_diff, "BUCKET_COVER_BYTES", 10000)
+    monkeypatch.setattr(device_diff, "COVER_BYTES", 10000)
     old, new = drawn("bfloat16", {"a": (20, 500), "b": (77,)}, changes=20)
     patch, weights = sparserl.diff(there(old), there(new), profile="ctx"), there(old)
     assert len([*patch]) > 4
@@ -535,7 +610,7 @@ def test_histograms_are_those_of_the_cpu():
     for name, shift in (("bfloat16", 6), ("int32", 20), ("float8_e4m3fn", 0)):
         old, _ = drawn(name, {"a": (5000,), "b": (3,), "c": (900,)})
         dtype, held = BY_NAME[name], Held.of(there(old))
-        (runs,) = device.groups(held.places, held)
+        (runs,) = device.groups(device.near_and_far(held.places, held)[1], held.table)
         blocks, (side,) = runs.blocks(held.table.keys)
         kind = 0 if dtype.sign_magnitude else 1
         every, row = np.array([3, 2]), np.array([0, 0, 1])
@@ -674,7 +749,12 @@ def compile_all():
         gpu_cells.put(bits, where, gpu_cells.take(bits, where))
         counts, starts = torch.ones((1, 2), dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
         found = gpu_classes.Found(where, bits, bits, gpu.new_sums("cpu"), counts, starts)
-        gpu_cells.swap(side, found, torch.zeros(1, dtype=torch.int32))
+        bad = torch.zeros(1, dtype=torch.int32)
+        gpu_cells.swap(side, found, bad)
+        gpu_cells.at_positions(blocks, side, np.array([64]), torch.zeros(64, dtype=torch.int32), bits[:64], bad)
+        tiles, log = gpu_classes.Tiles.of(blocks, 16), torch.full((1,), 16, dtype=torch.int32)
+        numbers = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), bits[:1]
+        gpu_cells.follow_gaps(blocks, side, tiles, log, *numbers, bad, True)
         one = np.ones(1, np.int64)
         for kind in (0, 1, 2):
             gpu_cells.key_histogram(blocks, side, kind, 0 * one, one, one)

@@ -15,7 +15,7 @@ from sparserl.codec import Stream, value
 from sparserl.errors import ChecksumMismatch, InvalidField, LimitExceeded, UnsupportedFormat
 from sparserl.patch.decode import decode
 from sparserl.pieces import Held
-from sparserl.wire import Entries, Head, decode_bucket, encode_bucket, limits
+from sparserl.wire import Entries, Head, Laid, decode_bucket, encode_bucket, limits
 from sparserl.wire.cursor import checksum
 from sparserl.wire.table import encode_table, table_hash
 
@@ -190,3 +190,21 @@ def test_buckets_past_the_limit_are_not_even_summed():
     """A bucket that is too long is refused by its length."""
     with pytest.raises(LimitExceeded, match="bucket 3: 268435457 bytes, the limit is 268435456"):
         decode_bucket(bytes(limits.BUCKET_BYTES + 1), TABLE, HASH, "bucket 3")
+
+
+@pytest.mark.parametrize(("before", "behind"), [(200, 16), (200, 15), (9, 16), (0, 0)])
+def test_streams_that_lie_together(before, behind):
+    """Streams that are laid out already make the same bucket, in their own memory where there is room for the rest."""
+    head = Head(codec.profile("raw"), U8, 16, 16, (), entries((0, None, 3, False), (1, None, 2, False)))
+    positions, words = np.array([0, 5, 9, 7, 8], np.uint32), np.arange(5, dtype=np.uint8)
+    streams = codec.code(head.profile.encode(head.layout, positions, words))
+    expected = encode_bucket(head, streams, HASH)
+    body = b"".join(chunk for _, chunks in streams.values() for chunk in chunks)
+    numbers = [n for id, (coder, its) in sorted(streams.items()) for n in (id, coder.id, len(its), *map(len, its))]
+    room = np.full(before + len(body) + behind, 0xA5, np.uint8)
+    room[before : before + len(body)] = np.frombuffer(body, np.uint8)
+    laid = Laid(2, numbers, room.data, before, before + len(body))
+    made = encode_bucket(head, {}, HASH, laid)
+    assert bytes(made) == expected
+    assert np.shares_memory(np.frombuffer(made, np.uint8), room) == ((before, behind) == (200, 16))
+    assert bytes(encode_bucket(head, {}, HASH, laid.bare)) == expected

@@ -57,8 +57,9 @@ def test_numbers_in_any_other_form_are_refused(coded):
     """There is one way to write a number, alone and in a column."""
     with pytest.raises(FormatError):
         Cursor(coded, "here").varint("n", MOST)
-    with pytest.raises(InvalidField, match="here: n ends too early, is not canonical, or is above"):
-        Cursor(coded, "here").varints(1, "n", MOST)
+    for read in (Cursor.varints, Cursor.numbers):
+        with pytest.raises(InvalidField, match="here: n ends too early, is not canonical, or is above"):
+            read(Cursor(coded, "here"), 1, "n", MOST)
 
 
 @given(st.lists(st.integers(0, (1 << 63) - 1), max_size=50))
@@ -66,23 +67,26 @@ def test_columns_round_trip(values):
     """Any numbers come back, one by one and as a column."""
     data = varints(np.array(values, np.uint64))
     assert data == b"".join(map(varint, values))
-    cursor = Cursor(data, "here")
-    assert cursor.varints(len(values), "column", MOST >> 1).tolist() == values
-    cursor.finish()
+    for read in (Cursor.varints, Cursor.numbers):
+        cursor = Cursor(data, "here")
+        assert [*read(cursor, len(values), "column", MOST >> 1)] == values
+        cursor.finish()
 
 
 @given(st.binary(max_size=30), st.integers(0, MOST >> 1))
 def test_one_reader_and_the_other_agree(data, most):
     """Reading a number alone and reading a column of one accept the same bytes."""
-    alone, column = Cursor(data, "here"), Cursor(data, "here")
+    alone, column, listed = (Cursor(data, "here") for _ in range(3))
     try:
         expected = alone.varint("n", most)
     except FormatError:
-        with pytest.raises(FormatError):
-            column.varints(1, "n", most)
+        for cursor, read in ((column, column.varints), (listed, listed.numbers)):
+            with pytest.raises(FormatError):
+                read(1, "n", most)
+            assert cursor.at == 0
         return
-    assert column.varints(1, "n", most).tolist() == [expected]
-    assert column.at == alone.at
+    assert column.varints(1, "n", most).tolist() == listed.numbers(1, "n", most) == [expected]
+    assert column.at == listed.at == alone.at
 
 
 def test_bounds_are_inclusive():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sparserl import Digest, Patch, Region, TensorSpec, TensorTable
 from sparserl.bits import BY_NAME
 from sparserl.errors import FormatError, InvalidField, RegionOverlap, Truncated
-from sparserl.wire import InMemory, OnDisk, PatchReader, PatchWriter
+from sparserl.wire import InMemory, InParts, OnDisk, PatchReader, PatchWriter
 from sparserl.wire.cursor import checksum
 from tests.hostile.samples import PROFILES, sample
 
@@ -54,6 +54,18 @@ def test_header_and_footer_round_trip(bodies, changed):
     assert (reader.footer.base, reader.footer.result, reader.footer.changed) == (BASE, RESULT, changed)
     assert reader.footer.covers is None
     assert [bytes(reader.bucket(i)) for i in range(len(reader))] == buckets
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.data())
+def test_parts_read_like_one(parts, data):
+    """A patch in parts has the bytes that its parts have one behind the other, wherever one reads."""
+    kept, whole = InParts(), b"start" + b"".join(parts)
+    for part in (b"start", *parts):
+        kept.write(part)
+    at = data.draw(st.integers(0, len(whole)))
+    size = data.draw(st.integers(0, len(whole) - at + 3))
+    assert kept.size == len(whole)
+    assert bytes(kept.read(at, size)) == whole[at : at + size]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 
 from ..errors import FormatError, InvalidField, Truncated
@@ -61,14 +61,17 @@ def code(streams: Chunks) -> Coded:
 class Reader:
     """Hands out decoded chunks and keeps the books: at the end every chunk must have been asked for."""
 
-    def __init__(self, coded: Mapping[int, tuple[Coder, list[Buffer]]], what: str = "bucket") -> None:
-        self.what = what
+    def __init__(
+        self, coded: Mapping[int, tuple[Coder, list[Buffer]]], what: str = "bucket", body: Buffer = b""
+    ) -> None:
+        """body: all chunks, one behind the other, where they lie so."""
+        self.what, self.body = what, body
         self._coded = coded
         self._taken = dict.fromkeys(coded, 0)
 
     def copy(self) -> Reader:
         """A reader of what is left."""
-        other = Reader(self._coded, self.what)
+        other = Reader(self._coded, self.what, self.body)
         other._taken |= self._taken
         return other
 
@@ -92,6 +95,14 @@ class Reader:
                 f"{self.what}: stream {stream}: a chunk of low bits is coded or longer than {most} bytes"
             )
         return chunk
+
+    def places(self) -> Iterator[tuple[int, int, int, int]]:
+        """Stream, coder, length and place in the body of every chunk."""
+        at = 0
+        for stream, (coder, chunks) in self._coded.items():
+            for chunk in chunks:
+                yield stream, coder.id, len(chunk), at
+                at += len(chunk)
 
     def left(self) -> dict[int, tuple[Coder, list[Buffer]]]:
         """What nobody asked for yet, as it is coded, for whoever decodes it elsewhere."""

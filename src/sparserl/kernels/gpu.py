@@ -1,4 +1,4 @@
-"""The kernels on a GPU, in Triton: finding changes, writing them down, landing them, marks and the digest.
+"""The kernels on a GPU, in Triton: finding changes, writing them down, marks and the digest.
 
 Each is specified by `reference.py`. Weights are contiguous tensors of one width, as integers; all are one launch:
 
@@ -25,7 +25,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
 BLOCK = 8192  # elements that a program looks at; tiles are whole numbers of blocks
 _SLOTS = 512  # sums that programs add to, so that few meet in one
-_CHANGES = 128  # changes that a program handles, where it is given changes
 _SMALL = 1 << 16  # bytes that travel with the command to copy them, from anywhere
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What a program looks at together, and its warps: more registers would mean fewer programs at a time.
@@ -52,24 +51,27 @@ class Blocks:
     def __init__(
         self,
         width: int,
-        numel: Sequence[int],
+        numel: Any,
         device: Any,
         keys: np.ndarray[Any, Any] | None = None,
-        start: Sequence[int] | None = None,
+        start: Any = None,
         block: int = BLOCK,
     ) -> None:
         self.width, self.block, self.device = width, block, torch.device(device)
         sizes = np.asarray(numel, np.int64)
         per = -(-sizes // block)
         self.count = int(per.sum())
-        self.sizes, self.first_block = sizes, np.cumsum(per) - per
-        self.numel, self.first = self.put(sizes), self.put(self.first_block)
-        self.blocks_of = self.put(per)
+        self.sizes, self.first_block, n = sizes, np.cumsum(per) - per, sizes.size
+        table = np.zeros((6, n + n % 2), np.int64)  # rows begin at 16-byte boundaries: kernels are compiled for these
+        table[:3, :n] = sizes, self.first_block, per
+        table[3, :n] = 0 if start is None else start
+        table[4:].reshape(-1)[: 2 * n] = 0 if keys is None else np.asarray(keys, np.uint64).view(np.int64).ravel()
+        there = self.put(table)
+        self.numel, self.first, self.blocks_of, self.start = there[:4, :n]
+        self.keys = there[4:].view(-1)[: 2 * n].view(n, 2)
         self.entry = torch.repeat_interleave(
-            torch.arange(sizes.size, dtype=torch.int32, device=self.device), self.blocks_of, output_size=self.count
+            torch.arange(n, dtype=torch.int32, device=self.device), self.blocks_of, output_size=self.count
         )
-        self.keys = self.put(np.zeros((sizes.size, 2)) if keys is None else np.asarray(keys, np.uint64).view(np.int64))
-        self.start = self.put(np.zeros(sizes.size) if start is None else start)
 
     def put(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Numbers of the host on the device."""
@@ -111,10 +113,12 @@ class Blocks:
         sizes = [t.numel() for t in flat]
         if sizes != self.sizes.tolist() or any(t.element_size() != self.width for t in flat):
             raise ValueError("the tensors are not those that the blocks were made for")
-        base = next((t for t in flat if t.numel()), self.empty(1, INTS[self.width]))
-        address = np.array([t.data_ptr() for t in flat], np.int64)
-        aligned = not (address % 16).any()
-        return Side(base, self.put((address - base.data_ptr()) // self.width), aligned, flat)
+        return self.side_at(np.array([t.data_ptr() for t in flat], np.int64), flat)
+
+    def side_at(self, address: np.ndarray[Any, Any], alive: list[torch.Tensor]) -> Side:
+        """Parts at some addresses, in the memory of some tensors."""
+        base = next((as_ints(t) for t in alive if t.numel()), self.empty(1, INTS[self.width]))
+        return Side(base, self.put((address - base.data_ptr()) // self.width), not (address % 16).any(), alive)
 
 
 @dataclass(frozen=True)
@@ -642,105 +646,3 @@ def mark(blocks: Blocks, masters: Side, weights: Side, words: torch.Tensor, coun
             min(2 * together // max(blocks.width, 2), blocks.block // 32),
             num_warps=warps,
         )
-
-
-@triton.jit
-def part_of(ends, k, E, LOG: tl.constexpr):
-    """The part that change `k` is in: how many of the `E` ends are not above it."""
-    low = tl.zeros_like(k)
-    for i in tl.static_range(LOG):
-        step = 1 << (LOG - 1 - i)
-        reach = low + step
-        low = tl.where((reach <= E) & (tl.load(ends + reach - 1, mask=reach <= E, other=0) <= k), reach, low)
-    return low
-
-
-@triton.jit
-def _rising_kernel(positions, ends, numel, bad, changes, E, LOG: tl.constexpr, C: tl.constexpr):
-    k = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
-    ok = k < changes
-    e = tl.where(ok, part_of(ends, k, E, LOG), 0)
-    p = tl.load(positions + k, mask=ok, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
-    q = tl.load(positions + k - 1, mask=ok & (k > 0), other=0).to(tl.uint32, bitcast=True).to(tl.int64)
-    begins = tl.load(ends + e - 1, mask=e > 0, other=0) == k
-    wrong = ok & ((p >= tl.load(numel + e)) | ((p <= q) & ~begins))
-    if tl.sum(wrong.to(tl.int32), axis=0) > 0:
-        tl.store(bad, 1)
-
-
-def rising(blocks: Blocks, counts: torch.Tensor, positions: torch.Tensor, bad: torch.Tensor) -> None:
-    """Set `bad` unless the positions of every part rise strictly and lie inside it."""
-    if positions.numel():
-        parts = counts.numel()
-        _rising_kernel[(triton.cdiv(positions.numel(), _CHANGES),)](
-            *(positions, torch.cumsum(counts, 0), blocks.numel, bad, positions.numel(), parts),
-            *(parts.bit_length(), _CHANGES),
-            num_warps=4,
-        )
-
-
-@triton.jit
-def _exchange_kernel(
-    weight,
-    at,
-    keys,
-    start,
-    ends,
-    positions,
-    words,
-    old,
-    sums,
-    bad,
-    changes,
-    E,
-    LOG: tl.constexpr,
-    C: tl.constexpr,
-    BITS: tl.constexpr,
-    SIGN: tl.constexpr,
-    ABSOLUTE: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    program = tl.program_id(0)
-    if tl.load(bad) == 0:
-        k = program.to(tl.int64) * C + tl.arange(0, C)
-        ok = k < changes
-        e = tl.where(ok, part_of(ends, k, E, LOG), 0)
-        p = tl.load(positions + k, mask=ok, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
-        there = weight + tl.load(at + e) + p
-        x = unsigned(tl.load(there, mask=ok, other=0)).to(tl.uint64)
-        y = unsigned(tl.load(words + k, mask=ok, other=0)).to(tl.uint64)
-        if not ABSOLUTE:
-            y = advance(x, y, SIGN, BITS)
-        store_word(there, y, ok, BITS)
-        store_word(old + k, x, ok, BITS)
-        weyl = weyl_of(tl.load(keys + 2 * e), tl.load(start + e) + p)
-        key2 = tl.load(keys + 2 * e + 1).to(tl.uint64, bitcast=True)
-        one, two = moved(weyl, key2, x, y, ok)
-        add_sums(sums, program % SLOTS, one, two)
-
-
-def exchange(
-    blocks: Blocks,
-    weights: Side,
-    counts: torch.Tensor,
-    positions: torch.Tensor,
-    words: torch.Tensor,
-    bad: torch.Tensor,
-    *,
-    absolute: bool = True,
-    sign_magnitude: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write new bits, or a step from the old ones, to the positions of each part. Returns the old bits and the sums.
-
-    Where `bad` is set nothing is written.
-    """
-    old, sums = torch.empty_like(words), new_sums(blocks.device)
-    if positions.numel():
-        parts = counts.numel()
-        _exchange_kernel[(triton.cdiv(positions.numel(), _CHANGES),)](
-            *(weights.base, weights.at, blocks.keys, blocks.start, torch.cumsum(counts, 0), positions, words, old),
-            *(sums, bad, positions.numel(), parts, parts.bit_length(), _CHANGES, 8 * blocks.width, sign_magnitude),
-            *(absolute, _SLOTS),
-            num_warps=4,
-        )
-    return old, sums

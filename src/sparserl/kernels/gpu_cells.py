@@ -1,23 +1,27 @@
-"""Single elements on a GPU, in Triton: reading and writing them by address, swapping located changes, a histogram.
+"""Single elements on a GPU, in Triton: by address, by gap or position, swapping located changes, a histogram.
 
 An address here is a number of elements from a tensor that stands for all: see `gpu.Side`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from .gpu import Blocks, Side, unsigned
-from .gpu_classes import Found, magnitude
+from .gpu import _SLOTS, Blocks, Side, add_sums, advance, moved, new_sums, store_word, unsigned, weyl_of
+from .gpu_classes import Found, Tiles, magnitude
 
 KEYS = 512  # of a histogram
 _AT_ONCE = 128  # changes of a tile and class that are swapped together
 _CELLS = 1024  # elements that a program reads or writes
 _STRETCH = 64  # elements that lie together in a sample
 _STRETCHES = 16  # that a program looks at
+_SPAN = 4096  # changes with positions that a program locates
+SHAPES = {"locate": (512, 4)}  # changes that a program locates at a time, and its warps
 
 
 @triton.jit
@@ -46,6 +50,146 @@ def put(base: torch.Tensor, where: torch.Tensor, bits: torch.Tensor) -> None:
     """Write bits to some addresses."""
     if where.numel():
         _put_kernel[(triton.cdiv(where.numel(), _CELLS),)](base, where, bits, where.numel(), _CELLS, num_warps=4)
+
+
+@triton.jit
+def _locate_kernel(
+    weights,
+    at,
+    numel,
+    keys,
+    start,
+    part,
+    begin,
+    tile_log,
+    starts,
+    counts,
+    given,
+    words,
+    where,
+    old,
+    out,
+    sums,
+    bad,
+    GAPS: tl.constexpr,
+    SIGN: tl.constexpr,
+    BITS: tl.constexpr,
+    Q: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """A program has the changes of a tile, from gaps and steps; or a span of those of a part, from positions and bits.
+
+    `begin` is where the tile begins in its part; or the first change of the part.
+    """
+    span = tl.program_id(0)
+    due = tl.load(counts + span)
+    if (due > 0) & (tl.load(bad) == 0):
+        e, first, low = tl.load(part + span), tl.load(begin + span), tl.load(starts + span)
+        a, end = tl.load(at + e), tl.load(numel + e)
+        key, key2 = tl.load(keys + 2 * e), tl.load(keys + 2 * e + 1).to(tl.uint64, bitcast=True)
+        origin = tl.load(start + e)
+        if GAPS:
+            end = tl.minimum(end, first + (tl.full([], 1, tl.int64) << tl.load(tile_log + e)))
+        last = first - 1
+        one = tl.zeros([Q], tl.uint64)
+        two = tl.zeros([Q], tl.uint64)
+        i = due - due
+        while i < due:
+            q = low + i + tl.arange(0, Q)
+            ok = i + tl.arange(0, Q) < due
+            place = tl.load(given + q, mask=ok, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+            if GAPS:
+                gap = place + 1
+                place = last + tl.cumsum(gap, 0)
+                last += tl.sum(gap, axis=0)
+                wrong = ok & (place >= end)
+            else:
+                ahead = tl.load(given + q - 1, mask=ok & (q > first), other=0)
+                rises = (q == first) | (place > ahead.to(tl.uint32, bitcast=True).to(tl.int64))
+                wrong = ok & ((place >= end) | (rises == 0))
+            ok = ok & (wrong == 0)
+            x = unsigned(tl.load(weights + a + place, mask=ok, other=0)).to(tl.uint64)
+            y = unsigned(tl.load(words + q, mask=ok, other=0)).to(tl.uint64)
+            if GAPS:
+                y = advance(x, y, SIGN, BITS)
+                store_word(out + q, y, ok, BITS)
+            tl.store(where + q, a + place, mask=ok)
+            store_word(old + q, x, ok, BITS)
+            first_moved, second_moved = moved(weyl_of(key, origin + place), key2, x, y, ok)
+            one += first_moved
+            two += second_moved
+            if tl.max(wrong.to(tl.int32), axis=0) > 0:
+                tl.store(bad, 1)
+            i += Q
+        add_sums(sums, span % SLOTS, one, two)
+
+
+def follow_gaps(
+    blocks: Blocks,
+    side: Side,
+    tiles: Tiles,
+    tile_log: torch.Tensor,
+    counts: torch.Tensor,
+    gaps: torch.Tensor,
+    steps: torch.Tensor,
+    bad: torch.Tensor,
+    sign_magnitude: bool,
+) -> Found:
+    """The changes of gaps inside tiles, and of steps; `counts` says how many a tile has. Writes no weights.
+
+    Where a gap leads out of its tile, `bad` is set; where it is set before, nothing is located.
+    """
+    begin = (tiles.block - blocks.first[tiles.part]) * blocks.block
+    starts = torch.cumsum(counts, 0, dtype=torch.int64) - counts
+    new = blocks.empty(steps.numel(), steps.dtype)
+    spans = (tiles.part, begin, tile_log, starts, counts)
+    return _located(blocks, side, spans, gaps, steps, new, bad, True, sign_magnitude)
+
+
+def at_positions(
+    blocks: Blocks,
+    side: Side,
+    changes: np.ndarray[Any, Any],
+    positions: torch.Tensor,
+    bits: torch.Tensor,
+    bad: torch.Tensor,
+) -> Found:
+    """Changes at positions of the parts, so many of each. Writes no weights.
+
+    Unless the positions of every part rise strictly and lie inside it, `bad` is set.
+    """
+    per = -(-changes // _SPAN)
+    many, first, spans, passed = blocks.put(
+        np.stack((changes, np.cumsum(changes) - changes, per, np.cumsum(per) - per))
+    )
+    part = torch.repeat_interleave(spans, output_size=int(per.sum()))
+    inside = (torch.arange(part.numel(), device=blocks.device) - passed[part]) * _SPAN
+    counts, heads = (many[part] - inside).clamp(max=_SPAN).to(torch.int32), first[part]
+    return _located(blocks, side, (part, heads, part, heads + inside, counts), positions, bits, bits, bad, False, True)
+
+
+def _located(
+    blocks: Blocks,
+    side: Side,
+    spans: tuple[torch.Tensor, ...],
+    given: torch.Tensor,
+    words: torch.Tensor,
+    new: torch.Tensor,
+    bad: torch.Tensor,
+    gaps: bool,
+    sign_magnitude: bool,
+) -> Found:
+    *_, starts, counts = spans
+    where, old = blocks.empty(given.numel(), torch.int64), blocks.empty(given.numel(), words.dtype)
+    found = Found(where, old, new, new_sums(blocks.device), counts.view(-1, 1), starts)
+    together, warps = SHAPES["locate"]
+    if counts.numel():
+        _locate_kernel[(counts.numel(),)](
+            *(side.base, side.at, blocks.numel, blocks.keys, blocks.start, *spans, given, words, where, old, new),
+            *(found.sums, bad, gaps, sign_magnitude, 8 * blocks.width, together, _SLOTS),
+            num_warps=warps,
+        )
+    return found
 
 
 @triton.jit

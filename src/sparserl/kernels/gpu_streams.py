@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from . import gpu, gpu_classes, gpu_coding
+from . import gpu, gpu_cells, gpu_classes, gpu_coding
 from .gpu import Blocks, Side
 from .gpu_classes import Classing, Found, Tiles
 from .gpu_coding import Coded, Cuts, Packed
@@ -40,9 +40,10 @@ class Directory:
     def of(self, bucket: int) -> dict[int, tuple[int, list[tuple[int, int]]]]:
         """Coder, and offset and length of each chunk, by stream."""
         out: dict[int, tuple[int, list[tuple[int, int]]]] = {}
-        for i in np.flatnonzero(self.bucket == bucket).tolist():
-            row = out.setdefault(int(self.stream[i]), (int(self.coder[i]), []))
-            row[1].append((int(self.offset[i]), int(self.length[i])))
+        low, high = np.searchsorted(self.bucket, (bucket, bucket + 1)).tolist()
+        rows = (column[low:high].tolist() for column in (self.stream, self.coder, self.offset, self.length))
+        for stream, coder, at, size in zip(*rows, strict=True):
+            out.setdefault(stream, (coder, []))[1].append((at, size))
         return out
 
 
@@ -140,17 +141,25 @@ class Encoded:
     moved: torch.Tensor  # how the digest's sums move
 
 
-def encode(plan: Plan, old: Side, new: Side, found: tuple[torch.Tensor, torch.Tensor] | None = None) -> Encoded:
+def encode(
+    plan: Plan,
+    old: Side,
+    new: Side,
+    found: tuple[torch.Tensor, torch.Tensor] | None = None,
+    changes: Column | None = None,
+) -> Encoded:
     """Streams in `ctx`, or in `ulp` where the plan has no classes, of all changes between two versions.
 
     found: what `diff` says of the two, where it was asked already.
+    changes: of each part, where they are known.
     """
     blocks = plan.blocks
     if plan.classing is None:
         words, counts = found or gpu.diff(blocks, old, new)
         ends, before = _ends(counts), gpu_classes.exclusive(counts)
-        per_part, rows = blocks.fetch(_between(blocks, ends)), blocks.fetch(before[plan.heads])
-        changes = per_part()
+        rows = blocks.fetch(before[plan.heads])
+        if changes is None:
+            changes = blocks.fetch(_between(blocks, ends))()
         total = int(changes.sum())
         ranks, steps, _, sums = gpu.compact(
             *(blocks, old, new, words, counts, total),
@@ -165,7 +174,8 @@ def encode(plan: Plan, old: Side, new: Side, found: tuple[torch.Tensor, torch.Te
         else:
             words, counts, members = gpu_classes.diff_and_count(blocks, plan.classing, old, new)
         ends = _ends(counts)
-        changes = blocks.fetch(_between(blocks, ends))()
+        if changes is None:
+            changes = blocks.fetch(_between(blocks, ends))()
         total = int(changes.sum())
         emitted = gpu_classes.emit(blocks, plan.classing, old, new, words, ends[1:], members, total)
         del words, members  # the largest of all that is made here
@@ -235,6 +245,17 @@ class _Incoming:
         rows = np.minimum(first + inside, max(keys.size - 1, 0))
         return rows, keys[rows] == wanted if keys.size else np.zeros(wanted.size, bool)
 
+    def require_chunks(self, plan: Plan, tile_counts: Column, sizes: Column) -> None:
+        """Raise unless there are as many chunks of every stream as there are numbers for; low bits may be left out."""
+        due = np.zeros(plan.buckets * 256, np.int64)
+        due[_TILES::256] = tile_counts
+        due[plan.class_streams()] = due[plan.class_streams() + 2] = sizes
+        due = -(-due // plan.chunk)
+        there = np.bincount(self.directory.bucket * 256 + self.directory.stream, minlength=due.size)
+        lows = np.roll(due, 1)  # behind the tokens
+        if ((there != due) & ((there != lows) | (due != 0))).any():
+            raise ValueError("there are more chunks, or fewer, than there are numbers for")
+
     def tokens(self, cuts: Cuts, wanted: Column) -> torch.Tensor:
         """Tokens of chunks, coded or stored."""
         rows, there = self.rows(wanted)
@@ -288,16 +309,20 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 def decode(
     plan: Plan, side: Side, data: torch.Tensor, directory: Directory, changes: Column, bad: torch.Tensor
 ) -> Found:
-    """The changes of all buckets in `ctx`, located; nothing is written. `bad` is set where streams are wrong.
+    """The changes of all buckets, located; nothing is written. `bad` is set where streams are wrong.
 
     changes: of each part; none of a part that no bucket speaks of.
     """
+    incoming = _Incoming(plan.blocks, data, directory, bad)
     if (classing := plan.classing) is None:
-        raise ValueError("positions of ulp are landed by `exchange`")
+        counts, gaps, steps = _numbers(plan, incoming, changes)
+        return gpu_cells.follow_gaps(
+            plan.blocks, side, plan.tiles, plan.logs, counts.view(-1), gaps, steps, bad, plan.sign_magnitude
+        )
     ranks, (counts, gaps, steps) = _beside(
         plan.blocks,
         lambda: gpu_classes.count(plan.blocks, classing, side),
-        lambda: _numbers(plan, _Incoming(plan.blocks, data, directory, bad), changes),
+        lambda: _numbers(plan, incoming, changes),
     )
     return gpu_classes.select(plan.blocks, classing, side, plan.tiles, ranks, counts, gaps, steps, bad)
 
@@ -312,13 +337,20 @@ def _numbers(plan: Plan, incoming: _Incoming, changes: Column) -> tuple[torch.Te
     most = min(largest, (1 << 31) - 1)  # none is negative, so those that add up to the changes are not above them
     counts = incoming.numbers(cuts, wanted, incoming.tokens(cuts, wanted), torch.int32, most).view(-1, many)
     if told is not None:
-        spread = torch.zeros((plan.tiles.count, many), dtype=torch.int32, device=blocks.device)
+        # Where counts are not told, a part without classes has one tile, and any other no changes.
+        alone = plan.tiles.of_part == 1 if plan.classing is None else np.zeros(changes.size, bool)
+        spread = blocks.put(changes * alone, torch.int32)[plan.tiles.part].repeat(many, 1).t().contiguous()
         spread[told] = counts
         counts = spread
     sums = torch.zeros((blocks.sizes.size, many), dtype=torch.int64, device=blocks.device)
-    by_part = blocks.fetch(sums.index_add_(0, plan.tiles.part, counts.to(torch.int64)))()
-    if (by_part.sum(1) != changes).any():
-        raise ValueError("tile counts do not add up to the changes of the parts")
+    sums.index_add_(0, plan.tiles.part, counts.to(torch.int64))
+    if plan.classing is None:
+        by_part = changes[:, None]
+        incoming.bad.bitwise_or_((sums[:, 0] != blocks.put(changes)).any())
+    else:
+        by_part = blocks.fetch(sums)()
+        if (by_part.sum(1) != changes).any():
+            raise ValueError("tile counts do not add up to the changes of the parts")
     sizes = np.concatenate([plan.by_bucket(column) for column in by_part.T])
     total, gaps = int(sizes.sum()), plan.class_streams()
     both, stream = Cuts.of_streams(blocks, np.tile(sizes, 2), plan.chunk)
@@ -327,8 +359,7 @@ def _numbers(plan: Plan, incoming: _Incoming, changes: Column) -> tuple[torch.Te
     half = both.count // 2
     cuts = both.part(0, half)
     widest = (1 << (8 * blocks.width)) - 1
-    return (
-        counts,
-        incoming.numbers(cuts, wanted[:half], tokens[:total], torch.int32, largest - 1),
-        incoming.numbers(cuts, wanted[half:], tokens[total:], gpu.INTS[blocks.width], widest),
-    )
+    values = incoming.numbers(cuts, wanted[:half], tokens[:total], torch.int32, largest - 1)
+    steps = incoming.numbers(cuts, wanted[half:], tokens[total:], gpu.INTS[blocks.width], widest)
+    incoming.require_chunks(plan, tile_sizes, sizes)
+    return counts, values, steps

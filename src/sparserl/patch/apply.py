@@ -36,7 +36,7 @@ from .patch import Patch
 
 if TYPE_CHECKING:
     from ..device import Cells
-    from .device_apply import Bucket, Resident
+    from .device_apply import Resident
 
 KEEP_BYTES = 256 << 20  # of decoded changes, while the result is not known yet
 
@@ -85,12 +85,14 @@ def apply(
     if current == patch.result:
         return Applied(patch.result, 0, already=True)
     _require_base(patch, current)
-    touched = {t for head in patch.heads for t in np.unique(head.entries.tensor).tolist()}
-    require_writable((patch.table[t].name, memory) for (t, _), memory in held.parts if t in touched)
     tied = _tied(held)
     if held.devices:
-        _landing(patch, held, current, tied, threads).commit(threads)
-    elif tied or _undo_bytes(patch) > KEEP_BYTES:
+        landing = _landing(patch, held, current, tied, threads)
+        _require_writable(patch, held)
+        landing.commit(threads)
+        return Applied(patch.result, patch.changed, already=False)
+    _require_writable(patch, held)
+    if tied or _undo_bytes(patch) > KEEP_BYTES:
         _stage_then_commit(patch, held, current, tied, threads)
     else:
         _exchange_or_undo(patch, held, current, threads)
@@ -109,6 +111,12 @@ def _tied(held: Held) -> list[list[int]]:
     """Tensors that share memory, by their numbers."""
     number = {name: t for name, ((t, _), _) in zip(held.named(), held.parts, strict=True)}
     return [[number[name] for name in group] for group in tied_groups(held.named())]
+
+
+def _require_writable(patch: Patch, held: Held) -> None:
+    """Refuse weights that the patch changes and that cannot be written."""
+    touched = {t for head in patch.heads for t in head.entries.tensor.tolist()}
+    require_writable((patch.table[t].name, memory) for (t, _), memory in held.parts if t in touched)
 
 
 def _undo_bytes(patch: Patch) -> int:
@@ -146,7 +154,7 @@ def _stage_then_commit(patch: Patch, held: Held, base: Digest, tied: list[list[i
         if tied:
             kept.append(part)
     _require_result(patch, result)
-    _refuse_conflicts(patch, held, tied, kept)
+    refuse_conflicts(patch, held, tied, kept)
 
     def land(part: Overlay | tuple[int, bytes]) -> None:
         (part if isinstance(part, Overlay) else stage(held, patch.parse(*part, held)).new).write(held)
@@ -344,38 +352,44 @@ def stage_all(
 
 def _landing(patch: Patch, held: Held, base: Digest, tied: list[list[int]], threads: int | None) -> Landing:
     """All buckets, staged. Those that can be are decoded where the weights are, together, behind the others."""
-    far: list[Bucket] = []
-    shared = {tensor for group in tied for tensor in group}
-
-    def near() -> Iterator[int]:
-        for index in patch.ready():
-            if not held.devices or (bucket := _on_device(patch, held, index, shared)) is None:
-                yield index
-            else:
-                far.append(bucket)
-
-    staged = [*ordered(lambda i: stage(held, patch.decode(i, held)), near(), threads)]
-    parts: list[Staged | Resident] = [*staged]
-    if far:
-        from . import device_apply
-
-        if sum(bucket.nbytes for bucket in far) < device_apply.FEW_BYTES:
-            parts += [stage(held, patch.decode(bucket.index, held)) for bucket in far]
-        else:
-            for found, dense in device_apply.located(patch, held, far):
-                parts += [found, *(stage(held, decoded) for decoded in dense)]
+    if held.devices:
+        staged, far = _with_devices(patch, held, tied, threads)
+    else:
+        far, staged = [], [*ordered(lambda i: stage(held, patch.decode(i, held)), patch.ready(), threads)]
     patch.heads  # noqa: B018  # reading them checks that no entries overlap, which nothing on a device would notice
+    parts: tuple[Staged | Resident, ...] = (*far, *staged)
     _require_result(patch, sum((part.moved for part in parts), base))
-    _refuse_conflicts(patch, held, tied, staged)
-    return Landing(held, patch.base, patch.result, tuple(parts), bool(tied), patch.changed)
+    refuse_conflicts(patch, held, tied, staged)
+    return Landing(held, patch.base, patch.result, parts, bool(tied), patch.changed)
 
 
-def _on_device(patch: Patch, held: Held, index: int, shared: set[int]) -> Bucket | None:
-    """A bucket that can be decoded on a device; None for any other, and where it has tensors that share memory."""
+def _with_devices(
+    patch: Patch, held: Held, tied: list[list[int]], threads: int | None
+) -> tuple[list[Staged], list[Resident]]:
+    """All buckets, staged here or located on a device; those with tensors that share memory are staged here."""
     from . import device_apply
 
-    head, reader = patch.opened(index)
-    return None if shared.intersection(head.entries.tensor.tolist()) else device_apply.bucket(held, index, head, reader)
+    shared = {tensor for group in tied for tensor in group}
+    groups = device_apply.Groups()
+    far: list[Resident] = []
+
+    def near() -> Iterator[int]:
+        for index, head, reader in patch.opening(threads):
+            found = None
+            if not shared.intersection(head.entries.tensor.tolist()):
+                found = device_apply.bucket(held, index, head, reader)
+            if found is None:
+                yield index
+            else:
+                far.extend(device_apply.located(patch, held, group) for group in groups.add(found))
+        if not far and groups.few:
+            yield from groups.indices
+        else:
+            far.extend(device_apply.located(patch, held, group) for group in groups.rest)
+
+    staged = [*ordered(lambda i: stage(held, patch.decode(i, held)), near(), threads)]
+    device_apply.require_right(patch, held, far)
+    return staged + [stage(held, decoded) for part in far for decoded in part.dense], far
 
 
 def _require_old(held: Held, part: Staged) -> Overlay:
@@ -399,7 +413,7 @@ def _swap(held: Held, part: Staged) -> tuple[Overlay, Digest]:
     return _with_dense(held, old, new.bits, moved, part.decoded)
 
 
-def _refuse_conflicts(patch: Patch, held: Held, tied: list[list[int]], staged: list[Staged]) -> None:
+def refuse_conflicts(patch: Patch, held: Held, tied: list[list[int]], staged: list[Staged]) -> None:
     """Names that share memory must change alike, or writing one would silently change the other."""
     for group in tied:
         first, *others = group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from ..parallel import ordered
 from ..plan import Changes, Chooser, Draft
 from ..shards import Place
 from ..table import TensorTable
-from ..wire import InMemory, OnDisk, PatchReader, PatchWriter
+from ..wire import InParts, OnDisk, PatchReader, PatchWriter
 
 Target = str | os.PathLike[str] | None
 
@@ -28,17 +27,20 @@ def assemble(
     to: Target = None,
     threads: int | None = None,
     chooser: Chooser | None = None,
+    ahead: int | None = None,
 ) -> PatchReader:
     """Cut routed changes into buckets, encode them on threads, and write them in order as they come.
 
     `digests` is called when all changes went through: only then are base and result known. Without `to` the patch
-    stays in memory; with it, the file gets its name when it is whole. `chooser` picks profiles for a link.
+    stays in memory; with it, the file gets its name when it is whole. `chooser` picks profiles for a link. `ahead` is
+    how many buckets may wait to be written.
     """
     names = plan.candidates(profile)
 
     def write(writer: PatchWriter) -> None:
         changed = 0
-        for written in ordered(lambda draft: plan.write(draft, names, writer.hash, chooser), plan.cut(parts), threads):
+        write = lambda draft: plan.write(draft, names, writer.hash, chooser)  # noqa: E731
+        for written in ordered(write, plan.cut(parts), threads, ahead):
             if written is not None:
                 bucket, count = written
                 writer.add(bucket)
@@ -61,7 +63,7 @@ def rewrite(
 
     def write(writer: PatchWriter) -> None:
         for bucket in buckets:
-            writer.add(bucket)
+            writer.add(bytes(bucket))
         writer.finish(base, result, changed, covers)
 
     return _written(table, write, to)
@@ -69,9 +71,9 @@ def rewrite(
 
 def _written(table: TensorTable, write: Callable[[PatchWriter], None], to: Target) -> PatchReader:
     if to is None:
-        buffer = io.BytesIO()
-        write(PatchWriter(buffer, table))
-        return PatchReader(InMemory(buffer.getbuffer()), table)
+        parts = InParts()
+        write(PatchWriter(parts, table))
+        return PatchReader(parts, table)
     with replacing(Path(to)) as file:
         write(PatchWriter(file, table))
     return PatchReader(OnDisk(to), table)

@@ -3,16 +3,16 @@
     old, new ──► bitmap ──► changes per part │ compacted on the device ──► `ulp`, `ctx`: coded there ──► bytes
                                                                       └──► few, heavy, `raw`, `gap`: to the CPU's coders
 
-Buckets are cut by the number of changes alone. Each takes the profile with the fewest bits, estimated as on a CPU: from
-a sample of its changes and, for `ctx`, a histogram of its old bits. What was compacted stays on the device as long as a
-bucket may still be wanted in another profile.
+Buckets are cut by the number of changes alone. Four of them make a lot, which takes the profile with the fewest bits,
+estimated as on a CPU: from a sample of its changes and, for `ctx`, a histogram of its old bits. What was compacted
+stays on the device as long as a bucket may still be wanted in another profile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,50 +20,71 @@ import numpy.typing as npt
 import torch
 
 from .. import codec, plan
+from ..bits import DType
 from ..codec import Classes, Coded
-from ..codec.coders import CODERS, Stored
+from ..codec.coders import Stored
 from ..codec.ctx import tiles, write_classes
-from ..device import Runs, fetch, groups, pair, upload, working
+from ..device import Run, Runs, fetch, fetch_apart, groups, pair, upload, working
 from ..digest import Digest
 from ..kernels import gpu, gpu_cells, gpu_streams
 from ..pieces import Held
 from ..plan import Changes, Draft
-from ..plan.buckets import (
-    BUCKET_COVER_BYTES,
-    CHUNK_LOG,
-    tile_log,
-)
+from ..plan.buckets import CHUNK_LOG, ENOUGH_CHANGES, ENOUGH_COVER_BYTES, tile_log
 from ..plan.classes import decide, key_shift, sampling
 from ..plan.estimate import index_bits
 from ..plan.route import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES, may_be_dense
-from ..shards import Place
-from ..wire import Entries, Head
+from ..wire import Entries, Head, Laid
+from ..wire.cursor import CHECKSUM_BYTES
 
 FEW_CHANGES = 1 << 18
 """Changes of a group below which the CPU codes them: launches and waits take a device as long, whatever the number.
 
-Measured on an H200 by `benchmarks.gpu` (`small`): `diff` in `ulp` of 64 MiB takes 7.0 ms with as many, either way.
+Measured on an H200 by `benchmarks.gpu` (`small`): `diff` in `ulp` of 64 MiB takes the CPU 5.7 ms with as many and 13.4
+with four times as many, the device 5.5 to 6.8.
 """
 _FEW_FOR_CTX = 1 << 10  # the same where `ctx` is wanted, which only the device can code: it saves half of the bytes
-_SAMPLE = 1 << 13  # changes of a bucket that estimates look at
+_SAMPLE = 1 << 13  # changes of a lot that estimates look at
+_LOT = 4  # buckets, one behind the other, for which profile and classes are chosen together
 _WORD_BITS = 8  # taken for a word where buckets are cut
+COVER_BYTES = 512 << 20  # of a bucket: twice what a CPU makes, since each takes the host a while
+_BUCKETS = 8  # at least, of a group: a receiver without a device decodes them on threads
 _CODED = ("ctx", "ulp")  # profiles that are coded on the device
 Numbers = npt.NDArray[np.int64]
 
 
 def search(
-    was: Held, now: Held, places: Sequence[Place], names: Sequence[str], digest_base: bool
+    was: Held, now: Held, far: Sequence[Run], names: Sequence[str], digest_base: bool
 ) -> Iterator[tuple[list[Changes | Draft], Digest, Digest, int]]:
-    """Changes of runs, element sums of the old bits (if wanted), how the changes move them, bytes covered."""
-    for runs in groups(places, was, now):
+    """Changes of runs, element sums of the old bits (if wanted), how the changes move them, bytes covered.
+
+    While the device compares a group, the host prepares the next.
+    """
+    ahead: Callable[[], tuple[list[Changes | Draft], Digest, Digest, int]] | None = None
+    for runs in groups(far, was.table):
+        found = _begun(was, now, runs, names, digest_base)
+        if ahead is not None:
+            yield ahead()
+        ahead = found
+    if ahead is not None:
+        yield ahead()
+
+
+def _begun(
+    was: Held, now: Held, runs: Runs, names: Sequence[str], digest_base: bool
+) -> Callable[[], tuple[list[Changes | Draft], Digest, Digest, int]]:
+    """Begin to compare a group. What it returns finds and encodes its changes."""
+    with working(was, runs.device):
+        blocks, (old, new) = runs.blocks(was.table.keys)
+        words, counts = gpu.diff(blocks, old, new)
+        changes = blocks.fetch(gpu_streams.part_changes(blocks, counts))
+
+    def rest() -> tuple[list[Changes | Draft], Digest, Digest, int]:
         with working(was, runs.device):
-            blocks, (old, new) = runs.blocks(was.table.keys)
-            words, counts = gpu.diff(blocks, old, new)
-            changes = blocks.fetch(gpu_streams.part_changes(blocks, counts))()
-            found = _Compared(was, now, runs, blocks, old, new, words, counts, changes)
-            routed, moved = _routed(found, names)
+            routed, moved = _routed(_Compared(was, now, runs, blocks, old, new, words, counts, changes()), names)
             read = Digest(*pair(gpu.digest(blocks, old))) if digest_base else Digest()
-        yield routed, read, moved, runs.nbytes
+        return routed, read, moved, runs.nbytes
+
+    return rest
 
 
 @dataclass(frozen=True)
@@ -84,7 +105,7 @@ class _Compared:
         """Some of the runs."""
         if which.size == self.changes.size:
             return self
-        runs = self.runs.some(which.tolist())
+        runs = self.runs.some(which)
         blocks, (old, new) = runs.blocks(self.was.table.keys)
         mine = np.zeros(self.changes.size, bool)
         mine[which] = True
@@ -95,8 +116,11 @@ class _Compared:
     def compacted(self) -> _Compacted:
         """The changes without the bitmap. Every run must have some."""
         total = int(self.changes.sum())
-        found = gpu.compact(self.blocks, self.old, self.new, self.words, self.counts, total, keep_old=True)
-        return _Compacted(self.was, self.now, self.runs, self.changes, *found)
+        positions, after, before, sums = gpu.compact(
+            self.blocks, self.old, self.new, self.words, self.counts, total, keep_old=True
+        )
+        moved = self.blocks.fetch(gpu.total(sums))
+        return _Compacted(self.was, self.now, self.runs, self.changes, positions, after, before, moved)
 
 
 @dataclass(frozen=True)
@@ -110,7 +134,7 @@ class _Compacted:
     positions: torch.Tensor
     after: torch.Tensor
     before: torch.Tensor
-    sums: torch.Tensor
+    sums: Callable[[], Any]  # when they have come
 
     @cached_property
     def ends(self) -> Numbers:
@@ -119,35 +143,30 @@ class _Compacted:
 
     @property
     def moved(self) -> Digest:
-        return Digest(*pair(gpu.total(self.sums)))
+        return Digest(*self.sums().view(np.uint64).tolist())
 
     def columns(self, part: slice) -> dict[str, Any]:
         """The entries of some runs."""
-        places = self.runs.places[part]
         return {
             "dtype": self.runs.dtype,
-            "tensor": np.array([t for t, _ in places], np.int64),
-            "region": [region for _, region in places],
+            "tensor": self.runs.tensor[part],
+            "region": [region for _, region in self.runs.places[part]],
             "numel": self.runs.numel[part],
             "count": self.changes[part],
             "covered": int(self.runs.numel[part].sum()),
         }
 
-    def fetched(self, part: slice, *columns: torch.Tensor) -> list[Any]:
-        """Positions and some other columns of the changes of some runs, in host memory."""
-        low, high = self.ends[part.start], self.ends[part.stop]
-        with working(self.was, self.runs.device):
-            waits = [fetch(column[low:high]) for column in (self.positions, *columns)]
-        positions, *words = (wait() for wait in waits)
-        return [positions.view(np.uint32), *(w.view(self.runs.dtype.uint) for w in words)]
-
     def changed(self, part: slice) -> Changes:
         """The changes of some runs in host memory. Without a base: the old bits stay where they are, so no `ctx`."""
-        positions, after, before = self.fetched(part, self.after, self.before)
+        low, high = self.ends[part.start], self.ends[part.stop]
+        with working(self.was, self.runs.device):
+            waits = [fetch(column[low:high]) for column in (self.positions, self.after, self.before)]
+        positions, after, before = (wait() for wait in waits)
+        after, before = after.view(self.runs.dtype.uint), before.view(self.runs.dtype.uint)
         places = self.runs.places[part]
         return Changes(
             **self.columns(part),
-            positions=positions,
+            positions=positions.view(np.uint32),
             after=after,
             steps=plan.steps_between(self.runs.dtype, before, after),
             bits=lambda entry: self.now.bits(*places[entry]),
@@ -155,7 +174,7 @@ class _Compacted:
         )
 
     def sampled(self, parts: Sequence[slice]) -> list[Changes]:
-        """Some of the changes of each bucket, for estimates."""
+        """Some of the changes of each lot, for estimates."""
         low = np.array([self.ends[part.start] for part in parts])
         size = np.array([self.ends[part.stop] for part in parts]) - low
         every = np.maximum(1, size // _SAMPLE)
@@ -202,11 +221,13 @@ def _cut(found: _Compacted, names: Sequence[str]) -> Iterator[slice]:
     bits = index_bits(found.runs.numel, found.changes) + _WORD_BITS * found.changes
     if set(names) == {"raw"}:
         bits = (32 + 8 * width) * found.changes.astype(np.float64)
+    most = min(COVER_BYTES, max(ENOUGH_COVER_BYTES, found.runs.nbytes // _BUCKETS))
     begin, covered, count, payload = 0, 0, 0, 0.0
     rows = zip((found.runs.numel * width).tolist(), found.changes.tolist(), (bits / 8).tolist(), strict=True)
     for i, (nbytes, changes, cost) in enumerate(rows):
         covered, count, payload = covered + nbytes, count + changes, payload + cost
-        if i > begin and (covered > BUCKET_COVER_BYTES or count > BUCKET_CHANGES or payload > BUCKET_PAYLOAD_BYTES):
+        full = covered > (most if count > ENOUGH_CHANGES else COVER_BYTES)
+        if i > begin and (full or count > BUCKET_CHANGES or payload > BUCKET_PAYLOAD_BYTES):
             yield slice(begin, i)
             begin, covered, count, payload = i, nbytes, changes, cost
     yield slice(begin, found.changes.size)
@@ -215,9 +236,9 @@ def _cut(found: _Compacted, names: Sequence[str]) -> Iterator[slice]:
 class _Draft(Draft):
     """A bucket of changes that were compacted on a device, and may have been coded there."""
 
-    def __init__(self, found: _Compacted, part: slice, costs: dict[str, float]) -> None:
+    def __init__(self, found: _Compacted, part: slice) -> None:
         super().__init__()
-        self._found, self._part, self.costs = found, part, costs
+        self._found, self.part = found, part
         self.covered = int(found.runs.numel[part].sum()) * found.runs.dtype.width
         self.count = int(found.changes[part].sum())
         columns = found.columns(part)
@@ -225,13 +246,15 @@ class _Draft(Draft):
         self.entries = Entries(
             columns["tensor"], columns["count"], np.zeros(size, bool), columns["region"], columns["numel"]
         )
+        self.tile_log = tile_log(self.entries)
         self.classes: Classes | None = None
-        self.made: Callable[[], Coded] | None = None  # its streams in `ctx`, or in `ulp` where it has no classes
+        self._given = False  # whether a bucket was written around its streams
+        self.made: Callable[[], Laid] | None = None  # its streams in `ctx`, or in `ulp` where it has no classes
 
     @property
     def parts(self) -> list[Changes]:
         """The changes in host memory, for a profile that they were not coded in."""
-        return [self._found.changed(self._part)]
+        return [self._found.changed(self.part)]
 
     @parts.setter
     def parts(self, none: list[Changes]) -> None:
@@ -246,84 +269,126 @@ class _Draft(Draft):
         return self._found.runs.dtype.width
 
     def head(self, name: str) -> Head:
-        return Head(codec.profile(name), self._found.runs.dtype, tile_log(self.entries), CHUNK_LOG, (), self.entries)
+        return Head(codec.profile(name), self._found.runs.dtype, self.tile_log, CHUNK_LOG, (), self.entries)
 
-    def coded(self, name: str) -> tuple[Head, Coded]:
+    def coded(self, name: str) -> tuple[Head, Coded, Laid | None]:
         made = "ulp" if self.classes is None else "ctx"
         if self.made is not None and name in ("ctx", made):
-            return self.head(made), self.made()
+            laid = self.made()
+            given, self._given = self._given, True
+            streams: Coded = {}
+            if self.classes is not None:
+                streams[codec.Stream.CLASSES] = Stored(), [write_classes(self.classes)]
+            return self.head(made), streams, laid.bare if given else laid
         if name == "raw":
-            head, (positions, words) = self.head(name), self._found.fetched(self._part, self._found.after)
-            return head, codec.code(head.profile.encode(head.layout, positions, words))
+            return self.head(name), {}, self._raw()
         return super().coded(name)
+
+    def _raw(self) -> Laid:
+        """The streams of `raw`."""
+        found, sizes = self._found, self.head("raw").layout.chunk_sizes(self.count)
+        numbers = [codec.Stream.POSITIONS, Stored.id, len(sizes), *(4 * n for n in sizes)]
+        numbers += [codec.Stream.WORDS, Stored.id, len(sizes), *(self.width * n for n in sizes)]
+        low, high = found.ends[self.part.start], found.ends[self.part.stop]
+        with working(found.was, found.runs.device):
+            columns = found.positions[low:high], found.after[low:high]
+            wait = fetch_apart([columns], [_room(self.entries, numbers)], CHECKSUM_BYTES)
+        return _laid(wait, 0, 2, numbers)
+
+
+class _Lot:
+    """Buckets that are one behind the other, and what is estimated of them together."""
+
+    def __init__(self, packed: _Compacted, parts: Sequence[slice]) -> None:
+        self.part = slice(parts[0].start, parts[-1].stop)
+        self.drafts = [_Draft(packed, part) for part in parts]
+        self.count = sum(draft.count for draft in self.drafts)
+        self.best = ""
+
+    def estimated(self, costs: dict[str, float]) -> None:
+        """Bits of all in each profile, which buckets share by their changes."""
+        self.best = min(costs, key=lambda n: (costs[n], n))
+        for draft in self.drafts:
+            draft.costs = {name: bits * draft.count / self.count for name, bits in costs.items()}
+
+    def choose(self, dtype: DType, shift: int, members: npt.NDArray[Any], sample: Changes) -> None:
+        """Classes, and what `ctx` costs with them; none where telling elements apart does not pay."""
+        elements, all_tiles = int(sample.numel.sum()), sum(tiles(draft.head("ctx").layout) for draft in self.drafts)
+        classes, bits = decide(dtype, shift, members, elements, [sample], self.count, all_tiles)
+        for draft in self.drafts:
+            draft.classes, draft.costs["ctx"] = classes, bits * draft.count / self.count
+            if classes is None:
+                del draft.costs["ctx"]
 
 
 def _drafts(found: _Compared, packed: _Compacted, parts: list[slice], names: Sequence[str]) -> list[_Draft]:
     """Buckets with estimates; those that would be smallest in `ulp` or `ctx` are coded."""
-    samples = packed.sampled(parts)
-    out = [
-        _Draft(packed, part, plan.estimate(sample, names, int(found.changes[part].sum())))
-        for part, sample in zip(parts, samples, strict=True)
-    ]
-    best = [min(draft.costs, key=lambda n: (draft.costs[n], n)) for draft in out]
-    wanted = [b for b, name in enumerate(best) if name == "ctx"]
-    _choose(found, [parts[b] for b in wanted], [out[b] for b in wanted], [samples[b] for b in wanted])
-    by_classes: dict[int, list[int]] = {}
-    for b, (name, draft) in enumerate(zip(best, out, strict=True)):
-        if name in _CODED:
-            by_classes.setdefault(0 if draft.classes is None else len(draft.classes.thresholds), []).append(b)
-    for buckets in by_classes.values():
-        _encode(found, [parts[b] for b in buckets], [out[b] for b in buckets])
-    return out
+    if set(names) == {"raw"}:
+        return [_Draft(packed, part) for part in parts]
+    lots = [_Lot(packed, parts[i : i + _LOT]) for i in range(0, len(parts), _LOT)]
+    samples = packed.sampled([lot.part for lot in lots])
+    for lot, sample in zip(lots, samples, strict=True):
+        lot.estimated(plan.estimate(sample, names, lot.count))
+    _choose(found, [(lot, sample) for lot, sample in zip(lots, samples, strict=True) if lot.best == "ctx"])
+    by_classes: dict[int, list[_Draft]] = {}
+    for lot in lots:
+        for draft in lot.drafts if lot.best in _CODED else ():
+            by_classes.setdefault(0 if draft.classes is None else len(draft.classes.thresholds), []).append(draft)
+    for drafts in by_classes.values():
+        _encode(found, drafts)
+    return [draft for lot in lots for draft in lot.drafts]
 
 
-def _choose(found: _Compared, parts: list[slice], drafts: list[_Draft], samples: list[Changes]) -> None:
-    """Classes for buckets in `ctx`, and what they cost; none where telling elements apart does not pay."""
-    if not drafts:
+def _choose(found: _Compared, lots: list[tuple[_Lot, Changes]]) -> None:
+    """Classes for lots in `ctx`."""
+    if not lots:
         return
-    dtype, mine = found.runs.dtype, found.some(np.concatenate([np.arange(p.start, p.stop) for p in parts]))
-    shift = np.array([key_shift(dtype, [sample]) for sample in samples])
-    every = np.array([sampling(draft.entries.numel) for draft in drafts])
-    row = np.repeat(np.arange(len(parts)), [p.stop - p.start for p in parts])
+    dtype, mine = found.runs.dtype, found.some(_rows([lot.part for lot, _ in lots]))
+    shift = np.array([key_shift(dtype, [sample]) for _, sample in lots])
+    sizes = [lot.part.stop - lot.part.start for lot, _ in lots]
+    every = np.array([sampling(found.runs.numel[lot.part]) for lot, _ in lots])
     kind = 0 if dtype.sign_magnitude else 1 if dtype.signed else 2
+    row = np.repeat(np.arange(len(lots)), sizes)
     members = fetch(gpu_cells.key_histogram(mine.blocks, mine.old, kind, row, every, shift))()
-    for b, (draft, sample) in enumerate(zip(drafts, samples, strict=True)):
-        layout = draft.head("ctx").layout
-        elements = int(layout.numel.sum())
-        draft.classes, bits = decide(dtype, int(shift[b]), members[b], elements, [sample], draft.count, tiles(layout))
-        draft.costs["ctx"] = bits
-        if draft.classes is None:
-            del draft.costs["ctx"]
+    for (lot, sample), bits, seen in zip(lots, shift.tolist(), members, strict=True):
+        lot.choose(dtype, bits, seen, sample)
 
 
-def _encode(found: _Compared, parts: list[slice], drafts: list[_Draft]) -> None:
+def _rows(parts: Sequence[slice]) -> Numbers:
+    return np.concatenate([np.arange(part.start, part.stop) for part in parts])
+
+
+def _encode(found: _Compared, drafts: list[_Draft]) -> None:
     """Code buckets that have as many classes, together."""
-    mine = found.some(np.concatenate([np.arange(p.start, p.stop) for p in parts]))
-    dtype, sizes = mine.runs.dtype, [p.stop - p.start for p in parts]
+    mine = found.some(_rows([draft.part for draft in drafts]))
+    dtype, sizes = mine.runs.dtype, [len(draft.entries) for draft in drafts]
     limits = None
     if drafts[0].classes is not None:
         rows = [np.array(d.classes.thresholds, np.uint64) << np.uint64(d.classes.shift) for d in drafts if d.classes]
         limits = np.repeat(np.stack(rows), sizes, axis=0)
-    logs = np.repeat([draft.head("ulp").tile_log for draft in drafts], sizes)
+    logs = np.repeat([draft.tile_log for draft in drafts], sizes)
     order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
-    bucket = np.repeat(np.arange(len(parts)), sizes)
+    bucket = np.repeat(np.arange(len(drafts)), sizes)
     made = gpu_streams.Plan.of(mine.blocks, bucket, logs, limits, 1 << CHUNK_LOG, **order)
-    encoded = gpu_streams.encode(made, mine.old, mine.new, (mine.words, mine.counts))
-    wait = fetch(encoded.data)
-    for b, draft in enumerate(drafts):
-        draft.made = _streams(wait, encoded.directory, b, draft.classes)
+    encoded = gpu_streams.encode(made, mine.old, mine.new, (mine.words, mine.counts), mine.changes)
+    directory = encoded.directory
+    sizes = np.bincount(directory.bucket, directory.length, len(drafts)).astype(np.int64).tolist()
+    told = [_numbers(directory.of(b)) for b in range(len(drafts))]
+    room = [_room(draft.entries, numbers) for draft, (_, numbers) in zip(drafts, told, strict=True)]
+    wait = fetch_apart([[body] for body in torch.split(encoded.data, sizes)], room, CHECKSUM_BYTES)
+    for b, (draft, (streams, numbers)) in enumerate(zip(drafts, told, strict=True)):
+        draft.made = partial(_laid, wait, b, streams, numbers)
 
 
-def _streams(
-    wait: Callable[[], Any], directory: gpu_streams.Directory, b: int, classes: Classes | None
-) -> Callable[[], Coded]:
-    """What waits for the bytes of all buckets, and has the streams of one."""
+def _numbers(rows: dict[int, tuple[int, list[tuple[int, int]]]]) -> tuple[int, list[int]]:
+    """How many streams there are, and what the directory of a bucket says of them."""
+    return len(rows), [n for id, (coder, its) in rows.items() for n in (id, coder, len(its), *(n for _, n in its))]
 
-    def made() -> Coded:
-        data = memoryview(wait())
-        out: Coded = {} if classes is None else {codec.Stream.CLASSES: (Stored(), [write_classes(classes)])}
-        for stream, (coder, chunks) in directory.of(b).items():
-            out[stream] = CODERS[coder], [data[at : at + n] for at, n in chunks]
-        return out
 
-    return made
+def _room(entries: Entries, numbers: list[int]) -> int:
+    """Bytes that will do for what stands before the streams of a bucket, but for regions of many dimensions."""
+    return 512 + 64 * len(entries) + 5 * len(numbers)
+
+
+def _laid(wait: Callable[[], list[tuple[memoryview, int, int]]], b: int, streams: int, numbers: list[int]) -> Laid:
+    return Laid(streams, numbers, *wait()[b])

@@ -25,6 +25,7 @@ from .assemble import Target, assemble
 from .patch import Patch
 from .stream import Stream
 
+_WRITERS, _WAITING = 4, 64
 _HUGE = 1 << 22  # bytes: arrays as large as this are asked to lie in huge pages
 _Part = tuple[list[Changes | Draft], Digest, Digest, int]
 _Found = tuple[npt.NDArray[np.uint32], UIntArray, UIntArray, npt.NDArray[np.int64]]
@@ -161,7 +162,17 @@ class _Difference:
         chooser = None if link is None else _chooser(link, threads)
         covers = None if self.complete else self.covers
         ends = lambda: (self.base, self.base + self.delta)  # noqa: E731  # known when all parts went through
-        return Patch(assemble(self.table, parts, profile, ends, covers, to, threads, chooser))
+        writers, ahead = self._writers(profile, threads)
+        return Patch(assemble(self.table, parts, profile, ends, covers, to, writers, chooser, ahead))
+
+    def _writers(self, profile: str, threads: int | None) -> tuple[int | None, int | None]:
+        """Threads that write buckets, and how many may wait for them.
+
+        Where a device codes buckets there is little left to do: more threads would wait for the interpreter's lock.
+        """
+        if profile == "gap" or not (self.search.was.devices and self.search.now.devices):
+            return threads, None
+        return threads or min(_WRITERS, default_threads()), _WAITING
 
     def stream(
         self,
@@ -177,7 +188,8 @@ class _Difference:
         chooser = None if link is None else _chooser(link, threads)
         drafts = [draft for draft in plan.cut(parts) if draft.changed]
         hash = table_hash(encode_table(self.table))
-        written = ordered(lambda draft: plan.write(draft, names, hash, chooser), drafts, threads)
+        write = lambda draft: plan.write(draft, names, hash, chooser)  # noqa: E731
+        written = ordered(write, drafts, *self._writers(profile, threads))
         return Stream(
             self.table,
             self.base,

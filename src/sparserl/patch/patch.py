@@ -13,7 +13,7 @@ from ..codec import Reader
 from ..digest import Digest
 from ..files import replacing
 from ..memory import Weights
-from ..parallel import Progress
+from ..parallel import Progress, default_threads, ordered
 from ..pieces import Held
 from ..region import Region, whole
 from ..shards import Place, Shards
@@ -25,6 +25,8 @@ from .decode import Decoded, decode
 if TYPE_CHECKING:
     from .apply import Applied
     from .stats import Stats
+
+_LARGE, _FEW = 2 << 20, 4  # bytes of a bucket; threads
 
 
 @dataclass(frozen=True)
@@ -160,9 +162,16 @@ class Patch:
 
     def opened(self, index: int) -> tuple[Head, Reader]:
         """What a bucket says about itself, and a reader of its streams."""
-        if (opened := self._opened.get(index)) is not None:
-            return opened[0], opened[1].copy()
-        return self._open(index, self.bucket(index))
+        if (opened := self._opened.get(index)) is None:
+            opened = self._open(index, self.bucket(index))
+            if self._reader.in_memory:
+                self._opened[index] = opened
+        return opened[0], opened[1].copy()
+
+    def opening(self, threads: int | None = None) -> Iterator[tuple[int, Head, Reader]]:
+        """All buckets in order, opened; on a few threads, where checksums take longer than what threads cost."""
+        few = min(_FEW, threads or default_threads()) if self.nbytes > self.buckets * _LARGE else 1
+        return ordered(lambda i: (i, *self.opened(i)), self.ready(), few)
 
     def parse(self, index: int, data: bytes | memoryview, base: Held | None = None) -> Decoded:
         """The bytes of a bucket, decoded."""
@@ -208,7 +217,4 @@ class Patch:
         return decode_bucket(data, self.table, self._reader.hash, f"bucket {index}")
 
     def _head(self, index: int) -> Head:
-        opened = self._open(index, self.bucket(index))
-        if self._reader.in_memory:
-            self._opened[index] = opened
-        return opened[0]
+        return self.opened(index)[0]

@@ -16,7 +16,7 @@ from ..codec.ctx import tiles
 from ..codec.profile import Counts, Positions
 from ..pieces import Batch
 from ..shards import Place
-from ..wire import LINK, Entries, Head, encode_bucket
+from ..wire import LINK, Entries, Head, Laid, encode_bucket
 from .changes import Changes, Dense
 from .classes import choose
 from .cost import Chooser
@@ -57,9 +57,9 @@ class Draft:
         """Bytes of an element."""
         return self.parts[0].dtype.width
 
-    def coded(self, name: str) -> tuple[Head, codec.Coded]:
+    def coded(self, name: str) -> tuple[Head, codec.Coded, Laid | None]:
         """The head without estimates and the coded streams in a profile, which may turn out to be `ulp` for `ctx`."""
-        return _coded(self, name)
+        return *_coded(self, name), None
 
     def payload(self) -> float:
         return self.dense_bytes + min(self.costs.values(), default=0.0) / 8
@@ -92,20 +92,22 @@ def cut(parts: Iterable[Changes | Draft]) -> Iterator[Draft]:
     yield from drafts.values()
 
 
-def write(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | None = None) -> tuple[bytes, int] | None:
+def write(
+    draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | None = None
+) -> tuple[bytes | memoryview, int] | None:
     """The bytes of a bucket and its number of changes, or None where nothing changed.
 
     It takes the profile with the fewest estimated bits, or the one that the chooser picks for a link.
     """
     if not draft.changed:
         return None
-    head, streams = draft.coded(_pick(draft, names, chooser))
+    head, streams, laid = draft.coded(_pick(draft, names, chooser))
     if len(names) > 1:
         estimates = [(codec.profile(n).id, round(b / 8)) for n, b in sorted(draft.costs.items())]
         if chooser is not None:
             estimates.append((LINK, min(round(chooser.link.bits_per_second), 1 << 62)))
         head = replace(head, estimates=tuple(estimates))
-    return encode_bucket(head, streams, hash), draft.changed
+    return encode_bucket(head, streams, hash, laid), draft.changed
 
 
 def _coded(draft: Draft, name: str) -> tuple[Head, codec.Coded]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from . import limits
-from .bucket import LINK, Entries, Estimates, Head, decode_bucket, encode_bucket
+from .bucket import LINK, Entries, Estimates, Head, Laid, decode_bucket, encode_bucket
 from .check import gather_heads
-from .patchfile import Bytes, Footer, InMemory, OnDisk, PatchReader, PatchWriter
+from .patchfile import Bytes, Footer, InMemory, InParts, OnDisk, PatchReader, PatchWriter
 from .table import compress_table, decode_table, decompress_table, encode_table, table_hash
 
 __all__ = [
@@ -16,6 +16,8 @@ __all__ = [
     "Footer",
     "Head",
     "InMemory",
+    "InParts",
+    "Laid",
     "OnDisk",
     "PatchReader",
     "PatchWriter",

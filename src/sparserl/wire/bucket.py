@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +56,7 @@ class Head:
     entries: Entries
     dense_bytes: int = 0  # of the streams that hold dense bits, as coded
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         sparse = self.entries.sparse
         return Layout(self.dtype, self.entries.numel[sparse], self.entries.count[sparse], self.tile_log, self.chunk_log)
@@ -64,7 +66,27 @@ class Head:
         return int(self.entries.numel[self.entries.dense].sum())
 
 
-def encode_bucket(head: Head, streams: Coded, hash: bytes) -> bytes:
+@dataclass(frozen=True)
+class Laid:
+    """Coded streams that lie one behind the other already, as they do in a bucket: behind all others.
+
+    They are in a part of some memory. What stands before and behind them in a bucket is written to the rest of it, if
+    there is room: memory is not used twice for that.
+    """
+
+    streams: int
+    directory: list[int]  # of each stream id, coder, number of chunks, and their lengths
+    memory: memoryview
+    low: int
+    high: int
+
+    @property
+    def bare(self) -> Laid:
+        """The same without room."""
+        return Laid(self.streams, self.directory, self.memory[self.low : self.high], 0, self.high - self.low)
+
+
+def encode_bucket(head: Head, streams: Coded, hash: bytes, laid: Laid | None = None) -> bytes | memoryview:
     """The bytes of a bucket, checksum included."""
     raw_entries = _encode_entries(head.entries)
     streams = {Stream.ENTRIES: squeeze([raw_entries]), **streams}
@@ -74,12 +96,27 @@ def encode_bucket(head: Head, streams: Coded, hash: bytes) -> bytes:
     out += varint(len(head.estimates))
     for id, size in head.estimates:
         out += varint(id) + varint(size)
-    out += varint(len(streams))
+    out += varint(len(streams) + (0 if laid is None else laid.streams))
+    directory: list[int] = []
+    parts: list[Buffer | bytearray] = [out]
     for stream, (its_coder, chunks) in sorted(streams.items()):
-        out += bytes((stream, its_coder.id)) + varint(len(chunks))
-        out += varints(np.array([len(c) for c in chunks], np.int64))
-    parts = [out, *(chunk for _, (_, chunks) in sorted(streams.items()) for chunk in chunks)]
-    return b"".join((*parts, checksum(*parts)))
+        directory += (stream, its_coder.id, len(chunks), *map(len, chunks))  # the first two are below 128: a byte each
+        parts += chunks
+    out += varints(np.array(directory + (laid.directory if laid else []), np.int64))
+    if laid is None:
+        return b"".join((*parts, checksum(*parts)))
+    return _around(b"".join(parts), laid)
+
+
+def _around(front: bytes, laid: Laid) -> bytes | memoryview:
+    """A bucket of what stands before its body, the body, and a checksum; in the body's memory, if there is room."""
+    memory, begin, end = laid.memory, laid.low - len(front), laid.high + CHECKSUM_BYTES
+    if begin < 0 or end > len(memory):
+        body = memory[laid.low : laid.high]
+        return b"".join((front, body, checksum(front, body)))
+    memory[begin : laid.low] = front
+    memory[laid.high : end] = checksum(memory[begin : laid.high])
+    return memory[begin:end].toreadonly()
 
 
 def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, what: str) -> tuple[Head, Reader]:
@@ -98,8 +135,8 @@ def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, wha
         (cursor.varint("estimate: profile", 255), cursor.varint("estimate: bytes", 1 << 62))
         for _ in range(cursor.varint("estimate count", 16))
     )
-    streams = _streams(cursor)
-    reader = Reader(streams, what)
+    streams, body = _streams(cursor)
+    reader = Reader(streams, what, body)
     raw_entries = reader.take(Stream.ENTRIES, entry_bytes)
     entries = _decode_entries(raw_entries, entry_count, table, dtype, what)
     dense_bytes = sum(len(c) for id, (_, chunks) in streams.items() if Stream.is_dense(id) for c in chunks)
@@ -131,8 +168,9 @@ def _between(cursor: Cursor, field: str, low: int, high: int) -> int:
     return value
 
 
-def _streams(cursor: Cursor) -> dict[int, tuple[Coder, list[Buffer]]]:
-    directory: list[tuple[int, Coder, Column]] = []
+def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, list[Buffer]]], memoryview]:
+    """The chunks of every stream, and all of them, one behind the other."""
+    directory: list[tuple[int, Coder, list[int]]] = []
     room = limits.CHUNKS
     for _ in range(cursor.varint("stream count", limits.STREAMS)):
         id = cursor.byte("stream id")
@@ -142,16 +180,19 @@ def _streams(cursor: Cursor) -> dict[int, tuple[Coder, list[Buffer]]]:
             raise InvalidField(f"{cursor.what}: stream {id} is out of order")
         its_coder = coder(cursor.byte(f"coder of stream {id}"))
         chunks = cursor.varint(f"chunk count of stream {id}", room)
-        lengths = cursor.varints(chunks, f"chunk lengths of stream {id}", len(cursor.data))
-        if not lengths.any():
+        lengths = cursor.numbers(chunks, f"chunk lengths of stream {id}", len(cursor.data))
+        if not any(lengths):
             raise InvalidField(f"{cursor.what}: stream {id} is empty; empty streams are left out")
         directory.append((id, its_coder, lengths))
         room -= chunks
     out: dict[int, tuple[Coder, list[Buffer]]] = {}
+    body = cursor.data[cursor.at :]
     for id, its_coder, lengths in directory:
-        out[id] = its_coder, [cursor.take(n, f"a chunk of stream {id}") for n in lengths.tolist()]
+        mine = cursor.take(sum(lengths), f"a chunk of stream {id}")
+        ends = accumulate(lengths)
+        out[id] = its_coder, [mine[end - n : end] for n, end in zip(lengths, ends, strict=True)]
     cursor.finish()
-    return out
+    return out, body
 
 
 def encode_places(tensor: Column, values: Column, regions: Sequence[Region | None]) -> bytes:

@@ -12,6 +12,7 @@ from ..errors import ChecksumMismatch, InvalidField, LimitExceeded, Truncated
 from ..kernels import cpu
 
 CHECKSUM_BYTES = 16
+_FEW = 32  # numbers
 
 
 class Cursor:
@@ -33,12 +34,12 @@ class Cursor:
         return self.data[self.at - size : self.at]
 
     def byte(self, field: str) -> int:
-        return self.take(1, field)[0]
+        if self.at == len(self.data):
+            raise Truncated(f"{self.what}: {field} needs 1 bytes, 0 are left")
+        self.at += 1
+        return self.data[self.at - 1]
 
     def varint(self, field: str, most: int) -> int:
-        if self.at < len(self.data) and (value := self.data[self.at]) < 128 and value <= most:
-            self.at += 1
-            return value
         value = shift = 0
         while True:
             byte = self.byte(field)
@@ -64,6 +65,24 @@ class Cursor:
             raise InvalidField(f"{self.what}: {field} ends too early, is not canonical, or is above {most}")
         self.at = end
         return out.astype(np.int64)
+
+    def numbers(self, count: int, field: str, most: int) -> list[int]:
+        """`varints` as a list: if there are few, kernels would take longer to begin than to read them."""
+        if count > _FEW or count > self.left:
+            found: list[int] = self.varints(count, field, most).tolist()
+            return found
+        out, data, at, end = [], self.data, self.at, len(self.data)
+        for _ in range(count):
+            value, shift, byte = 0, 0, 128
+            while byte >= 128 and at < end and shift <= 63:
+                byte = data[at]
+                value |= (byte & 127) << shift
+                at, shift = at + 1, shift + 7
+            if byte >= 128 or value > most or (byte == 0 and shift > 7):
+                raise InvalidField(f"{self.what}: {field} ends too early, is not canonical, or is above {most}")
+            out.append(value)
+        self.at = at
+        return out
 
     def finish(self) -> None:
         if self.left:

@@ -6,6 +6,7 @@ import os
 import stat
 import struct
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
@@ -81,6 +82,27 @@ class InMemory:
         return self._data[at : at + size]
 
 
+class InParts:
+    """A patch held as the parts that were written, one behind the other: none is copied to join them."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes | memoryview] = []
+        self._starts: list[int] = []
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._parts.append(data)
+        self._starts.append(self.size)
+        self.size += len(data)
+
+    def read(self, at: int, size: int) -> bytes | memoryview:
+        i = max(bisect_right(self._starts, at) - 1, 0)
+        low = at - self._starts[i]
+        if low + size <= len(self._parts[i]):
+            return memoryview(self._parts[i])[low : low + size]
+        return b"".join(self._parts[i:])[low : low + size]
+
+
 class OnDisk:
     """A patch in a file, read piece by piece; the file may be unlinked meanwhile."""
 
@@ -99,7 +121,7 @@ class OnDisk:
 class PatchWriter:
     """Writes a patch front to back into any file object; nothing but the footer's few fields is kept."""
 
-    def __init__(self, file: BinaryIO, table: TensorTable) -> None:
+    def __init__(self, file: BinaryIO | InParts, table: TensorTable) -> None:
         raw = encode_table(table)
         self.hash = table_hash(raw)
         self._file = file
@@ -137,7 +159,7 @@ class PatchReader:
 
     @property
     def in_memory(self) -> bool:
-        return isinstance(self._source, InMemory)
+        return not isinstance(self._source, OnDisk)
 
     def ready(self) -> Iterable[int]:
         """The buckets by their numbers, each as soon as it is there."""

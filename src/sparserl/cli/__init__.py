@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .commands import app
+from .doctor import doctor  # noqa: F401  # registers the command
 from .plan import plan  # noqa: F401  # registers the command
 from .report import report  # noqa: F401
 from .serve import serve  # noqa: F401

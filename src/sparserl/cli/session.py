@@ -112,7 +112,7 @@ def publish(
     secret = None if key is None else _secret(key)
     weights = open_checkpoint(checkpoint)
     files = checkpoint if checkpoint.is_dir() else None
-    with _store(url, endpoint, region) as store, show.progress() as stage:
+    with opened(url, endpoint, region) as store, show.progress() as stage:
         publisher = Publisher(
             store,
             weights,
@@ -203,7 +203,7 @@ def follow(
 
         target = folder(output, keep=keep, threads=threads)
         pinned = _public(key)
-        with _store(url, endpoint, region, token_file) as store, contextlib.closing(target):
+        with opened(url, endpoint, region, token_file) as store, contextlib.closing(target):
             bar = _Bar()
             subscriber = Subscriber(store, target, key=pinned, run=run, threads=threads, progress=bar)
             ended.append(lambda: _where(subscriber))
@@ -323,7 +323,7 @@ def log(
     from ..session.upkeep import read_head, read_index, read_run
 
     pinned = _public(key)
-    with _store(url, endpoint, region, token_file) as store:
+    with opened(url, endpoint, region, token_file) as store:
         head, _ = read_head(store, pinned)
         run, index = read_run(store, head), read_index(store, head)
     steps = sorted(index.steps, key=lambda s: (s.version, s.base is not None, -(s.base or 0)))
@@ -377,7 +377,7 @@ def fsck(
     from ..session.upkeep import faults, read_head, read_index
 
     pinned = _public(key)
-    with _store(url, endpoint, region, token_file) as store, show.progress() as stage:
+    with opened(url, endpoint, region, token_file) as store, show.progress() as stage:
         total = 0
         with contextlib.suppress(StoreError, FormatError, SessionError):
             total = sum(step.bytes for step in read_index(store, read_head(store, pinned)[0]).steps)
@@ -458,7 +458,7 @@ def gc(
     from ..session.upkeep import collect, read_head
 
     pinned = _public(key)
-    with _store(url, endpoint, region) as store:
+    with opened(url, endpoint, region) as store:
         if not store.writable:
             raise StoreError(f"{url} can only be read")
         read_head(store, pinned)
@@ -479,7 +479,7 @@ def squash_store(
 
     if len(urls) != 1 or first is None or last is None:
         raise typer.BadParameter("in a store: squash URL --from VERSION --to VERSION")
-    with _store(urls[0], None, None) as store:
+    with opened(urls[0], None, None) as store:
         step = squash_versions(store, first, last, key=None if key is None else _secret(key), threads=threads)
     values = {"url": urls[0], "from": first, "to": last, "bytes": step.bytes, "changed": step.changed}
     show.result(json, values, f"{step.name}: {step.changed:,} changed, {show.size(step.bytes)}")
@@ -515,7 +515,7 @@ def keygen(
 
 
 @contextlib.contextmanager
-def _store(
+def opened(
     url: str, endpoint: str | None = None, region: str | None = None, token_file: Path | None = None
 ) -> Iterator[Store]:
     """The store at a URL, with what the options say of it, until it is no longer needed."""

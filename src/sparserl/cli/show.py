@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ..doctor import Finding
     from ..patch import Patch, Stats
     from ..plan import Estimate, Link
 
@@ -96,6 +97,15 @@ def plan_table(link: Link, estimates: list[Estimate], words: list[str]) -> None:
     console.print(f"Fastest at {link}: {fastest.name}\n", soft_wrap=True)
     for line in words:
         console.print(line, soft_wrap=True)
+
+
+def findings(several: Sequence[Finding]) -> None:
+    """What a doctor found, as a table."""
+    table = _table("", "", "", "")
+    table.show_header = False
+    for found in several:
+        table.add_row(found.topic, _plain(found.name), found.state, _plain(found.words))
+    _console().print(table)
 
 
 def _even(bits_per_second: float) -> str:

@@ -6,9 +6,12 @@ width of the elements behind the address. LLVM lowers the vectors to AVX-512, AV
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from llvmlite import binding, ir
@@ -29,9 +32,33 @@ _ALL = (1 << 64) - 1
 def kernel(function: F) -> F:
     """Compile for the CPU without the GIL, cached on disk where a folder for it can be written."""
     try:
-        return cast("F", njit(nogil=True, cache=True)(function))
+        compiled = njit(nogil=True, cache=True)(function)
     except RuntimeError:
         return cast("F", njit(nogil=True)(function))
+    _take_turns(getattr(getattr(compiled, "_cache", None), "_cache_file", None))
+    return cast("F", compiled)
+
+
+def _take_turns(cache: Any) -> None:
+    """Have processes use Numba's cache one after the other.
+
+    It gives kernels numbers: two processes that save at once may take the same one, and from then on whoever loads one
+    of the two kernels is given the other.
+    """
+    if cache is None:
+        return
+    place = Path(cache._cache_path) / "sparserl.lock"  # noqa: SLF001  # nothing public says where it is
+
+    def alone(work: Callable[..., Any], how: int) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with ExitStack() as stack:
+                with suppress(OSError):  # a folder that is not there yet, or can only be read, or has no locks
+                    fcntl.flock(stack.enter_context(place.open("a")), how)
+                return work(*args)
+
+        return run
+
+    cache.save, cache.load = alone(cache.save, fcntl.LOCK_EX), alone(cache.load, fcntl.LOCK_SH)
 
 
 class _Notice(event.Listener):  # type: ignore[misc]  # Numba has no types

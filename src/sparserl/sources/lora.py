@@ -94,7 +94,7 @@ class MergedSource:
 
         modules = list(self._model.named_modules())  # once: some layers make new parameters whenever they are walked
         shared = {id(t): t for _, m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
-        for name, layer in _layers(modules):
+        for name, layer in adapter_layers(modules):
             for part, tensor in layer.get_base_layer().named_parameters():
                 if not tensor.is_floating_point():
                     raise UnsupportedTensor(
@@ -109,7 +109,7 @@ class MergedSource:
         return shared
 
 
-def _layers(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def adapter_layers(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """The modules that have adapters, with their names."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -118,7 +118,7 @@ def _layers(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 def _first_layer(model: Any) -> str:
     """The first layer that still has adapters: merging goes from layer to layer, and takes them away."""
-    layers = _layers(model.named_modules())
+    layers = adapter_layers(model.named_modules())
     return layers[0][0] if layers else type(model).__name__
 
 

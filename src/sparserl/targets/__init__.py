@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from .checkpoint import Landed, apply_to_checkpoint
 from .folder import FolderTarget, folder
+from .lora import AdapterTarget, MergedTarget, lora
 from .module import ModuleTarget, module
 from .target import Change, Prepared, Target
 
 __all__ = [
+    "AdapterTarget",
     "Change",
     "FolderTarget",
     "Landed",
+    "MergedTarget",
     "ModuleTarget",
     "Prepared",
     "Target",
     "apply_to_checkpoint",
     "folder",
+    "lora",
     "module",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .. import sources
@@ -16,14 +17,21 @@ from .target import Change, Undo
 class ModuleTarget:
     """Weights that an engine is using. They are read while it serves, and written only inside a commit.
 
-    `weights` is asked for whenever they are needed: a module's parameters may have been replaced meanwhile.
+    weights: asked for whenever they are needed, if it is a function: a module's parameters may have been replaced.
+    lock: held while they are written, or written back; whoever reads them under it sees one version or the other.
     """
 
     profiles: frozenset[str] | None = None
     keeps_files = False
 
-    def __init__(self, weights: Weights | Callable[[], Weights], threads: int | None = None) -> None:
+    def __init__(
+        self,
+        weights: Weights | Callable[[], Weights],
+        threads: int | None = None,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
         self._weights, self._threads = weights, threads
+        self.lock = nullcontext() if lock is None else lock
 
     def weights(self) -> Weights:
         """The tensors as they are now."""
@@ -41,6 +49,9 @@ class ModuleTarget:
 
     def held(self) -> None:
         """Memory does not outlive its process."""
+
+    def written(self) -> None:
+        """Called under the lock when the weights were written, or written back: for what is made of them."""
 
     def prepare(self, change: Change) -> PreparedModule:
         """Decode everything, and see that it leads to the version's digest; nothing is written."""
@@ -66,9 +77,26 @@ class PreparedModule:
         self.changed = landing.changed
 
     def commit(self) -> Undo:
-        if _addresses(self._target.weights()) != self._addresses:
-            raise WrongBase("some tensors of the target lie elsewhere than when the patch was staged on them")
-        return self._landing.commit()
+        with self._target.lock:
+            if _addresses(self._target.weights()) != self._addresses:
+                raise WrongBase("some tensors of the target lie elsewhere than when the patch was staged on them")
+            undo = self._landing.commit()
+
+            def back() -> None:
+                undo()
+                self._target.written()
+
+            try:
+                self._target.written()
+            except BaseException:
+                back()
+                raise
+
+        def taken_back() -> None:
+            with self._target.lock:
+                back()
+
+        return taken_back
 
     def finish(self) -> None:
         """Nothing is kept."""
@@ -81,10 +109,14 @@ def _addresses(weights: Weights) -> dict[str, int]:
     return {name: memory.address for name, memory in memories(weights).items()}
 
 
-def module(module: Any, threads: int | None = None) -> ModuleTarget:
-    """The live parameters and persistent buffers of a torch module, or a mapping from names to tensors or arrays."""
+def module(module: Any, threads: int | None = None, lock: AbstractContextManager[Any] | None = None) -> ModuleTarget:
+    """The live parameters and persistent buffers of a torch module, or a mapping from names to tensors or arrays.
+
+    lock: a `threading.Lock`, say, under which the model is used; commits take it, staging does not. Where several
+        targets are to change under one lock, give it to the subscriber: `before=lock.acquire, after=lock.release`.
+    """
     if callable(getattr(module, "state_dict", None)):
-        return ModuleTarget(sources.module(module).weights, threads)
+        return ModuleTarget(sources.module(module).weights, threads, lock)
     if not isinstance(module, Mapping):
         raise UnsupportedTensor(f"expected a torch module or a mapping to tensors, got {type(module).__name__}")
-    return ModuleTarget(module, threads)
+    return ModuleTarget(module, threads, lock)

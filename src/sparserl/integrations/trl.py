@@ -1,0 +1,137 @@
+"""TRL: a callback that makes a trainer publish its weights after optimizer steps.
+
+`GRPOTrainer` and every other `transformers.Trainer` take it. Rollouts are subscribers in processes of their own; where
+the trainer shall use what they generate, its `rollout_func` asks them.
+
+Limits: a model whose parameters are sharded (FSDP, ZeRO-3) needs a `source` of its own, which each rank has the parts
+of, and `writers`.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .. import sources
+from ..errors import SessionError, Unavailable, UnsupportedTensor
+from ..session import Publisher, SyncReport
+from ..transport.store import Store
+
+try:
+    import torch
+    from transformers import TrainerCallback
+except ImportError as missing:
+    raise ImportError("TRL is not installed: pip install 'sparserl[trl]'") from missing
+
+_log = logging.getLogger("sparserl.trl")
+
+
+class PublishCallback(TrainerCallback):
+    """Publishes the weights when training begins, after every so many optimizer steps, and when it ends.
+
+    >>> trainer = GRPOTrainer(model, ..., callbacks=[PublishCallback("s3://bucket/run")])          # doctest: +SKIP
+
+    url: where to, as for a `Publisher`, which also takes all other options.
+    every: optimizer steps from one version to the next.
+    wait: False to go on training while a version is encoded and sent; `settle` waits for it.
+    cast: the dtype to publish in, where the trainer's weights are wider: `torch.bfloat16`, say. What the optimizer
+        changes is tracked then (`sparserl.sources.track`).
+    source: makes the source, from the model and the optimizer. By default all weights of the model, and of a peft model
+        the base weights with the active adapters merged in.
+
+    A store that is away costs no training: it is logged, and the next version has the changes of both.
+    Config and tokenizer travel as files, so that a folder that follows can be loaded.
+    """
+
+    def __init__(
+        self,
+        url: str | Store,
+        *,
+        every: int = 1,
+        wait: bool = True,
+        cast: Any = None,
+        source: Callable[[Any, Any], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if cast is not None and source is not None:
+            raise SessionError("cast belongs to the source: give one of them")
+        self._url, self._every, self._wait, self._cast, self._source = url, max(1, every), wait, cast, source
+        self._options = options
+        self._step = -1  # the last step that was published
+        self.publisher: Publisher | None = None
+        self.report: SyncReport | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:  # noqa: ARG002
+        """Open the publisher, and publish what training begins with."""
+        model, optimizer = about["model"], about.get("optimizer")
+        if args.process_index and self._options.get("writers") is None:
+            return
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model = model.module
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        made = (self._source or self._default)(model, inner)
+        options = {"files": _files(model, about.get("processing_class"))} | self._options
+        self.publisher = Publisher(self._url, made, **options)
+        self._publish(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:  # noqa: ARG002
+        """Publish, if it is time."""
+        if state.global_step % self._every == 0:
+            self._publish(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:  # noqa: ARG002
+        """Publish what was not, and close the publisher."""
+        if self.publisher is not None:
+            self._patiently(self.settle)
+            if self._step != state.global_step:
+                self.report = self.publisher.publish(step=state.global_step)
+            self.publisher.close()
+
+    def settle(self) -> SyncReport | None:
+        """The report of the newest version, when it is in the store."""
+        if self.publisher is not None:
+            self.report = self.publisher.settle() or self.report
+        return self.report
+
+    def _publish(self, step: int) -> None:
+        publisher = self.publisher
+        if publisher is None:
+            return
+
+        def publish() -> None:
+            self.report = publisher.publish(wait=self._wait, step=step) or self.report
+            self._step = step
+
+        self._patiently(self.settle)
+        self._patiently(publish)
+
+    def _patiently(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Unavailable as error:
+            self._step = -1
+            _log.warning("what was not published goes with the next version: %s", error)
+
+    def _default(self, model: Any, optimizer: Any) -> Any:
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor":
+                raise UnsupportedTensor(f"{name} is sharded: give `source` and `writers`, see sparserl.sources.fsdp")
+        is_peft = hasattr(model, "peft_config") and hasattr(model, "merge_and_unload")
+        if self._cast is not None:
+            if is_peft:
+                raise SessionError("an adapter is merged in the dtype of the base model; load that in the one you want")
+            return sources.track(optimizer, model, cast=self._cast)
+        return sources.lora(model, merged=True) if is_peft else sources.module(model)
+
+
+def _files(model: Any, tokenizer: Any) -> dict[str, bytes]:
+    """Configs and tokenizer, as `save_pretrained` writes them."""
+    parts = getattr(model, "config", None), getattr(model, "generation_config", None), tokenizer
+    with tempfile.TemporaryDirectory(prefix="sparserl-") as folder:
+        for part in parts:
+            if part is not None:
+                part.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}

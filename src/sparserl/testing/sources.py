@@ -1,0 +1,105 @@
+"""What a session relies on in a source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..digest import digest
+from ..errors import StoreError
+from ..memory import tensor_table
+from ..session import Publisher, Subscriber
+from ..shards import Shards
+from ..sources import Source
+from ..table import TensorTable
+from ..transport.folder import FolderStore
+from .weights import blank
+
+
+class SourceConformance:
+    """Every source passes this. Where it has parts of the weights, they must be all of them: one process is enough.
+
+    A subclass has a fixture `source`, and a method `step` that changes its weights as the trainer would.
+    """
+
+    @pytest.fixture
+    def source(self) -> Source:
+        """To be overridden."""
+        raise NotImplementedError("a subclass of SourceConformance has a fixture `source`")
+
+    def step(self, source: Any) -> None:
+        """To be overridden: change some of the weights."""
+        raise NotImplementedError("a subclass of SourceConformance has a method `step`")
+
+    def test_its_tensors_stay_the_same(self, source: Source) -> None:
+        """Names, dtypes and shapes are those of the first time, whatever was trained."""
+        first = _table(source)
+        assert len(first) > 0
+        self.step(source)
+        assert _table(source) == first
+
+    def test_asking_changes_nothing(self, source: Source) -> None:
+        """The same bits as often as they are asked for."""
+        assert len({digest(source.weights()).hex for _ in range(3)}) == 1
+
+    def test_steps_are_seen(self, source: Source) -> None:
+        """After a step there are other bits."""
+        seen = [digest(source.weights()).hex]
+        for _ in range(3):
+            self.step(source)
+            seen.append(digest(source.weights()).hex)
+        assert len(set(seen)) == 4
+
+    @pytest.mark.parametrize("baseline", ["host", "none"])
+    def test_versions_arrive_bit_for_bit(self, source: Source, baseline: str, tmp_path: Path) -> None:
+        """With a copy of the last version to compare with; and without one, if the source tracks changes itself."""
+        if baseline == "none" and not hasattr(source, "committed"):
+            pytest.skip("it does not track changes")
+        mine = blank(_table(source))
+        with (
+            Publisher(FolderStore(tmp_path), source, baseline=baseline) as publisher,
+            Subscriber(FolderStore(tmp_path), mine) as subscriber,
+        ):
+            for version in range(4):
+                if version:
+                    self.step(source)
+                report = publisher.publish()
+                assert report is not None
+                assert (report.kind, report.changed > 0) == ("patch" if version else "anchor", True)
+                subscriber.sync()
+                assert subscriber.version == version
+                assert digest(mine) == digest(source.weights())
+
+    def test_a_failed_publish_loses_nothing(self, source: Source, tmp_path: Path) -> None:
+        """What it would have sent goes with the next one."""
+        mine, store = blank(_table(source)), _Breaks(tmp_path)
+        with Publisher(store, source) as publisher, Subscriber(FolderStore(tmp_path), mine) as subscriber:
+            publisher.publish()
+            self.step(source)
+            store.broken = True
+            with pytest.raises(StoreError, match="broken on purpose"):
+                publisher.publish()
+            store.broken = False
+            self.step(source)
+            publisher.publish()
+            subscriber.sync()
+            assert subscriber.version == 1
+            assert digest(mine) == digest(source.weights())
+
+
+class _Breaks(FolderStore):
+    """A folder that cannot be written to for a while."""
+
+    broken = False
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        if self.broken:
+            raise StoreError("broken on purpose")
+        super().put(name, data)
+
+
+def _table(source: Source) -> TensorTable:
+    found = source.weights()
+    return found.table if isinstance(found, Shards) else tensor_table(found)

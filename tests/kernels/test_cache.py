@@ -1,0 +1,58 @@
+"""Compiled kernels on disk, where several processes begin at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numba
+import pytest
+
+from sparserl.kernels.llvm import kernel
+
+
+def add(a, b):
+    return a + b
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Opens the cache of one kernel, as each of several processes does."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def opened():
+        found = kernel(add)._cache._cache_file
+        Path(found._cache_path).mkdir(parents=True, exist_ok=True)
+        return found
+
+    return opened
+
+
+def test_two_that_save_at_once_keep_both(cache) -> None:
+    """Each is loaded under its own name afterwards, although both began before either had ended."""
+
+    def save(key: str) -> None:
+        slow = cache()
+        write = slow._save_index
+        slow._save_index = lambda rows: (time.sleep(0.3), write(rows))
+        slow.save(key, f"kernel {key}")
+
+    threads = [threading.Thread(target=save, args=(key,)) for key in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [cache().load(key) for key in "abcd"] == ["kernel a", "kernel b", "kernel c", None]
+
+
+def test_a_cache_that_can_only_be_read_is_read(cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a lock, where none can be had; and a kernel that is not cached is compiled."""
+    cache().save("a", "kernel a")
+
+    def refuse(*_args, **_options):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert cache().load("a") == "kernel a"
+    assert kernel(add)(1, 2) == 3

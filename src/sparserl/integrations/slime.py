@@ -1,0 +1,108 @@
+"""slime: its disk weight sync, with patches in a store between the trainer's disk and the disks of rollout hosts.
+
+    trainer: weight_v000007/ on its disk ──► publish ──► store ──► fetch ──► weight_v000007 on a rollout host ──► engine
+
+slime calls the first hook on every rank of the trainer when a version is written, and SGLang, as slime patches it, the
+second one on every rank of an engine before it reads that version (see docs/integrations/slime.md):
+
+    --update-weight-mode full --update-weight-transport disk --update-weight-disk-dir /scratch/weights
+    --update-weight-local-checkpoint-dir /scratch/checkpoint
+    --custom-update-weight-post-write-path sparserl.integrations.slime.publish
+    --sglang-custom-pull-weights-pre-read-hook sparserl.integrations.slime.fetch
+
+Both take the store from the environment: SPARSERL_URL. Also SPARSERL_STATE, a folder in which the trainer keeps what it
+needs to go on with its run, SPARSERL_KEY_FILE, its secret key, and SPARSERL_PUBLIC_KEY, the only one that is believed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import SessionError
+from ..memory import Weights
+from ..session import Publisher, Subscriber
+from ..session.upkeep import read_head
+from ..sources import open_checkpoint
+from ..targets import folder
+from ..transport.store import open_store
+
+
+class _Written:
+    """The checkpoint that was written last."""
+
+    path: Path
+
+    def weights(self) -> Weights:
+        return open_checkpoint(self.path)
+
+
+_written = _Written()
+_publishers: dict[str, Publisher] = {}
+
+
+def publish(args: Any, version_dir: str, rollout_engines: Any) -> None:  # noqa: ARG001  # slime says all three
+    """Publish the checkpoint in `version_dir`; rank 0 does it, the others have nothing to do."""
+    if _rank() != 0:
+        return
+    _written.path = Path(version_dir)
+    url = _url()
+    if url not in _publishers:
+        secret = os.environ.get("SPARSERL_KEY_FILE")
+        key = None if secret is None else Path(secret).read_text().strip()
+        state = os.environ.get("SPARSERL_STATE")
+        _publishers[url] = Publisher(url, _written, key=key, files=_written.path, state=state)
+    _publishers[url].publish()
+
+
+def fetch(source_dir: str, target_version: int) -> None:
+    """Have the newest version of the store in `source_dir`, under the name that slime expects; one rank a host works.
+
+    slime writes a version before it has any engine read it, so the newest one is the one that is meant. Where the
+    trainer's own files are at hand, on one machine or on a shared disk, nothing is fetched.
+    """
+    root = Path(source_dir)
+    name = root / f"weight_v{target_version:06d}"
+    if name.is_dir() and not name.is_symlink():
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    key = os.environ.get("SPARSERL_PUBLIC_KEY")
+    with _alone(root), closing(open_store(_url())) as store, closing(folder(root / "sparserl", keep=2)) as target:
+        head, _ = read_head(store, key)
+        if target.held() != (head.run, head.created, head.version):
+            Subscriber(store, target, key=key).sync()
+        draft = root / f".{name.name}"
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(target.current.resolve())
+        draft.replace(name)
+        for link in root.glob("weight_v*"):
+            if link.is_symlink() and not link.exists():  # of a version that has gone
+                link.unlink()
+
+
+def _url() -> str:
+    try:
+        return os.environ["SPARSERL_URL"]
+    except KeyError:
+        raise SessionError("SPARSERL_URL is not set: the store between the trainer and its rollouts") from None
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """One process of this host at a time."""
+    handle = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

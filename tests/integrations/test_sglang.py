@@ -1,0 +1,293 @@
+"""The loader for SGLang on two real ranks, the client that drives it over HTTP, and the seams that both stand on."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import time
+
+import pytest
+import torch
+
+import sparserl
+from sparserl.errors import SessionError
+from sparserl.integrations import sglang as ours
+from sparserl.targets import folder
+from tests.integrations import sglang_real
+from tests.integrations.sglang_server import (
+    REQUESTS,
+    VOCAB,
+    Folded,
+    Refreshed,
+    bits,
+    checkpoint,
+    expected,
+    in_group,
+    running,
+)
+from tests.integrations.wheels import calls, definition, fields, parameters, wheel
+from tests.session.ranks import ranks, results
+
+VERSION = "0.5.23"
+
+
+@pytest.fixture(name="sglang", scope="module")
+def _sglang():
+    return wheel("sglang", VERSION)
+
+
+class Trainer:
+    """Publishes versions of the checkpoint."""
+
+    def __init__(self, path) -> None:
+        self.url, self._now = f"file://{path}/store", checkpoint()
+        self._publisher = sparserl.Publisher(self.url, self._now, profile="ulp", files={"config.json": b"{}"})
+
+    def publish(self, version):
+        for name, tensor in checkpoint(version).items():
+            self._now[name].copy_(tensor)
+        return self._publisher.publish()
+
+
+def held(server):
+    """What the ranks of a server hold."""
+    return [found for found, _ in server.ask("bits")]
+
+
+def wanted(version, size=2):
+    return [expected(version, rank, size) for rank in range(size)]
+
+
+def test_two_ranks_follow(sglang, tmp_path):
+    """Versions, an older one too, are committed in a pause, on both ranks: bit for bit what they would have loaded."""
+    trainer = Trainer(tmp_path)
+    with running(sglang) as server:
+        client = ours.Client(server.url)
+        assert client.marks() == ["never updated"] * 2
+        for version in range(3):
+            run = trainer.publish(version).run
+            assert (run, version) == client.update(trainer.url)
+            assert wanted(version) == held(server)
+            assert server.version == f"{run}:{version}"
+        sum_2 = client.checksum()
+        assert client.update(trainer.url, 1) == (run, 1)
+        assert wanted(1) == held(server)
+        assert client.checksum() != sum_2
+        client.update(trainer.url)
+        assert client.checksum() == sum_2
+        first = server.calls.index("pause_generation")
+        assert server.calls[first : first + 7] == [
+            "pause_generation",
+            "begin_weight_update",
+            "update_weights_from_tensor",
+            "end_weight_update",
+            "weights_checker",
+            "update_weight_version",
+            "continue_generation",
+        ]
+        assert not server.paused
+
+
+def test_what_fails(sglang, tmp_path):
+    """Where anything fails on a rank, both keep what they have and say so; where they differ, nothing is generated."""
+    trainer = Trainer(tmp_path)
+    run = trainer.publish(0).run
+    with running(sglang, model="Refreshed") as server:
+        client = ours.Client(server.url)
+        with pytest.raises(SessionError, match=r"kept the weights that it had: failed: .*there is no head"):
+            client.update(f"file://{tmp_path}/nowhere")
+        assert wanted(0) == held(server)
+        assert client.update(trainer.url) == (run, 0)
+
+        server.ask("break", True, only=1)
+        trainer.publish(1)
+        with pytest.raises(SessionError, match=r"generation stays paused: .*failed: RuntimeError: broken"):
+            client.update(trainer.url)
+        assert server.paused
+        server.ask("break", False, only=1)
+        assert client.update(trainer.url) == (run, 1)
+        assert not server.paused
+        for rank, (_, made) in enumerate(server.ask("bits")):
+            fresh = Refreshed(rank, 2)
+            fresh.load_weights(checkpoint(1).items())
+            assert torch.equal(fresh.made, made)
+
+        server.ask("spoil", ("model.layers.0.mlp.down_proj.weight", (0, 1)), only=1)  # which version 2 changes
+        spoilt = held(server)
+        trainer.publish(2)
+        with pytest.raises(SessionError, match="failed: ChecksumMismatch"):
+            client.update(trainer.url)
+        assert spoilt == held(server)
+        assert client.update(trainer.url) == (run, 2)
+        assert wanted(2) == held(server)
+
+        server.ask("move", only=1)
+        trainer.publish(3)
+        with pytest.raises(SessionError, match=r"rank 1 of the engine: UnsupportedTensor.*laid out otherwise"):
+            client.update(trainer.url)
+        assert wanted(2) == held(server)
+        assert not server.paused
+
+
+def test_the_folder_route(sglang, tmp_path):
+    """What is followed into a folder, an engine loads from disk."""
+    trainer = Trainer(tmp_path)
+    with running(sglang, size=1) as server:
+        client = ours.Client(server.url, mode="abort")
+
+        def reload(report) -> None:
+            client.reload((tmp_path / "model/current").resolve(), str(report.version))
+
+        with sparserl.Subscriber(trainer.url, folder(tmp_path / "model")) as subscriber:
+            for version in range(2):
+                trainer.publish(version)
+                subscriber.follow(once=True, on_commit=reload)
+                assert wanted(version, 1) == held(server)
+                assert server.version == str(version)
+        with pytest.raises(SessionError, match=r"400 .*no /nothing"):
+            client.reload("/nothing")
+        assert server.calls[-1] == "continue_generation"
+
+
+def control(url, **said):
+    """The tensor that a client sends."""
+    said = {"url": url, "key": None, "run": None, "token": None, "version": None, "ahead": False} | said
+    return [("sparserl", torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8))]
+
+
+def marks(model):
+    return [name for name, _ in model.named_buffers() if name.startswith("sparserl")]
+
+
+@pytest.fixture(name="alone")
+def _alone(monkeypatch):
+    for name in ("sglang", "sglang.srt", "sglang.srt.distributed"):
+        monkeypatch.setitem(sys.modules, name, None)  # put back after the test
+    in_group(0, 1, None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_made_of_weights(tmp_path):
+    """What a model computes of its weights is computed anew at every commit; else the model is refused."""
+    trainer = Trainer(tmp_path)
+    models = [made(0, 1) for made in (Refreshed, Folded)]
+    for version in range(2):
+        run = trainer.publish(version).run
+        for model in models:
+            if version == 0:
+                model.load_weights(checkpoint(0).items())
+            ours.load(model, control(trainer.url))
+        assert marks(models[0]) == [f"sparserl: {run} {version}"]
+        assert "computed of the weights" in marks(models[1])[0]
+        fresh = Refreshed(0, 1)
+        fresh.load_weights(checkpoint(version).items())
+        assert torch.equal(fresh.made, models[0].made)
+    first = Folded(0, 1)
+    first.load_weights(checkpoint(0).items())
+    assert bits(first) == bits(models[1])
+    assert torch.equal(first.made, models[1].made)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_moved(tmp_path):
+    """Where the engine has put a parameter elsewhere since, the new place is written and the old one is not."""
+    trainer, model = Trainer(tmp_path), Refreshed(0, 1)
+    trainer.publish(0)
+    ours.load(model, control(trainer.url))
+    old = model.lm_head.weight.data
+    model.lm_head.weight.data, kept = old.clone(), old.clone()
+    trainer.publish(1)
+    for _ in range(2):
+        ours.load(model, control(trainer.url))
+    assert marks(model)[0].endswith(" 1")
+    assert torch.equal(model.lm_head.weight[:VOCAB], checkpoint(1)["lm_head.weight"])
+    assert torch.equal(kept, old)
+
+
+@pytest.mark.usefixtures("alone")
+def test_staged_ahead(tmp_path):
+    """While the engine serves, a thread stages what is published; a commit then fetches nothing."""
+    trainer, model = Trainer(tmp_path), Refreshed(0, 1)
+    trainer.publish(0)
+    ours.load(model, control(trainer.url, ahead=True))
+    trainer.publish(1)
+    subscriber = ours._followers[model]._subscriber
+    for _ in range(100):
+        if subscriber._staged is not None:
+            break
+        time.sleep(0.1)
+    report = subscriber._staged.report
+    ours.load(model, control(trainer.url))
+    assert report.seconds["commit"] > 0
+    assert torch.equal(model.model.norm.weight, checkpoint(1)["model.norm.weight"])
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # SGLang's own
+@pytest.mark.parametrize("architecture", ["Qwen2", "Qwen3Moe"])
+def test_with_models_of_sglang(tmp_path, architecture):
+    """Where SGLang is installed, its own models, groups, updater and checker do it, on two ranks."""
+    pytest.importorskip("sglang.srt.models.qwen2", reason="SGLang is not installed", exc_type=ImportError)
+    sglang_real.saved(tmp_path / "model", architecture)
+    url, versions = f"file://{tmp_path}/store", range(3)
+    with ranks(2, sglang_real.follow, 2, tmp_path / "model", url, versions) as started:
+        for seen in results(started, 240):
+            for version, (mark, same) in zip(versions, seen, strict=True):
+                assert mark.endswith(f" {version}")
+                assert same
+
+
+# -- what SGLang has ---------------------------------------------------------------------------------------------------
+
+
+def test_loaders_are_called_so(sglang):
+    """A path that `--custom-weight-loader` names is imported, and called with the model and the tensors."""
+    tree = sglang.tree("sglang/srt/model_executor/model_runner_components/weight_updater.py")
+    update = definition(tree, "WeightUpdater", "update_weights_from_tensor")
+    (call,) = calls(update, "custom_loader")
+    assert [ast.unparse(a) for a in call.args] == ["self.get_model()", "named_tensors"]
+    assert [ast.unparse(c) for c in calls(update, "dynamic_import")] == ["dynamic_import(load_format)"]
+    assert "custom_weight_loader" in fields(definition(sglang.tree("sglang/srt/arg_groups/fields/model.py"), "Model"))
+    assert ours.LOADER == "sparserl.integrations.sglang.load"
+
+
+def test_marks_are_told(sglang):
+    """The checker takes the buffers of a model, under their names, but for those that a request leaves out."""
+    tree = sglang.tree("sglang/srt/utils/weight_checker.py")
+    assert "model.named_buffers()" in ast.unparse(definition(tree, "WeightChecker", "_model_state"))
+    assert "any((pat in name for pat in skip_tensor_list or ()))" in ast.unparse(
+        definition(tree, "_is_skip_weight_check")
+    )
+    assert {"checksums", "per_gpu_checksum"} <= fields(definition(tree, "ChecksumInfo"))
+
+
+def test_models_compute_anew(sglang):
+    """Other loaders have a model compute what it makes of its weights by a method of this name."""
+    post = definition(sglang.tree("sglang/srt/model_loader/loader.py"), "post_load_weights")
+    assert "model.post_load_weights()" in ast.unparse(post)
+
+
+def test_groups_are_so(sglang):
+    """Where the loader finds its rank, and a group for objects."""
+    tree = sglang.tree("sglang/srt/distributed/parallel_state.py")
+    assert parameters(definition(tree, "get_tp_group")) == []
+    made = ast.unparse(definition(tree, "GroupCoordinator"))
+    for name in ("rank_in_group", "world_size", "cpu_group"):
+        assert f"self.{name} = " in made
+    assert "parallel_state import *" in sglang.text("sglang/srt/distributed/__init__.py")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["server_info", *REQUESTS],
+)
+def test_endpoints_are_there(sglang, path):
+    """Every path that the client asks for is served."""
+    routes = [
+        ast.unparse(decorator)
+        for node in ast.walk(sglang.tree("sglang/srt/entrypoints/http_server.py"))
+        if isinstance(node, ast.AsyncFunctionDef)
+        for decorator in node.decorator_list
+    ]
+    assert any(f"'/{path}'" in route for route in routes)

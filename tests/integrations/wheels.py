@@ -1,0 +1,77 @@
+"""Wheels of the frameworks that adapters are written for: fetched once, without their dependencies, and only read."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparserl-tests"
+
+
+class Wheel:
+    """The Python files of one wheel."""
+
+    def __init__(self, path: Path) -> None:
+        self._zip = zipfile.ZipFile(path)
+
+    def text(self, name: str) -> str:
+        return self._zip.read(name).decode()
+
+    @functools.cache  # noqa: B019  # there are three of them
+    def tree(self, name: str) -> ast.Module:
+        return ast.parse(self.text(name))
+
+
+@functools.cache
+def wheel(project: str, version: str) -> Wheel:
+    """A wheel from the package index, or from an earlier run; the test is skipped where there is no index."""
+    pattern = f"{project}-{version}-*.whl"
+    if not (found := sorted(CACHE.glob(pattern))):
+        CACHE.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+        command += ["-d", str(CACHE), f"{project}=={version}"]
+        try:
+            said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240).stderr
+        except subprocess.TimeoutExpired:
+            said = "it took too long"
+        if not (found := sorted(CACHE.glob(pattern))):
+            pytest.skip(
+                f"no wheel of {project} {version} to be had: {(said.strip().splitlines() or ['nothing came'])[-1]}"
+            )
+    return Wheel(found[0])
+
+
+def definition(tree: ast.AST, *names: str) -> ast.AST:
+    """A class or function by its name, or one inside another."""
+    for name in names:
+        found = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
+        matches = [n for n in found if n.name == name and n is not tree]
+        assert matches, f"there is no {name} any more"
+        tree = matches[0]
+    return tree
+
+
+def parameters(function: ast.AST) -> list[str]:
+    """The names of a function's parameters, without `self` and `cls`."""
+    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def fields(class_: ast.AST) -> set[str]:
+    """The annotated fields of a class."""
+    assert isinstance(class_, ast.ClassDef)
+    return {n.target.id for n in class_.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+
+
+def calls(tree: ast.AST, name: str) -> list[ast.Call]:
+    """Calls of a function or method by its last name."""
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    return [c for c in found if getattr(c.func, "attr", getattr(c.func, "id", None)) == name]

@@ -21,9 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import median
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from rich.console import Console
 
 import sparserl
 from benchmarks import traces
+from benchmarks.throttle import Line, carry
 from benchmarks.traces import Bits
 from sparserl.bits import BY_NAME
 from sparserl.codec import PROFILES
@@ -45,7 +44,6 @@ _STUBBORN = 90.0  # seconds for one link to be measured on a calm machine
 _HOME = Path(__file__).parent.parent / "docs"
 _HEADER = struct.Struct("<cQ")  # what comes, how many bytes
 _PATCH, _DENSE, _PROBE, _END = b"p", b"d", b"?", b"."
-_CHUNK = 1 << 16
 _SPAWN = get_context("spawn")
 
 
@@ -145,45 +143,13 @@ def _fill(there: socket.socket, data: memoryview) -> None:
 
 
 def throttle(control: Connection, port: int, link: Link) -> None:
-    """The link: a line that is free again when the last bit is through, and bits that arrive after the latency.
-
-    The line keeps its own schedule, so that waking up late does not add up.
-    """
+    """The link: one connection, to the receiver."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         control.send(server.getsockname()[1])
         near, _ = server.accept()
     with near, socket.create_connection(("127.0.0.1", port)) as far:
         far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
-        out = Thread(target=_deliver, args=(line, far))
-        out.start()
-        free = 0.0
-        while True:
-            try:
-                data = near.recv(_CHUNK, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                data = near.recv(_CHUNK)
-                free = max(free, time.monotonic())  # the line was idle
-            free += 8 * len(data) / link.bits_per_second
-            line.put((free + link.latency_s, data))
-            if not data:
-                break
-            _sleep_until(free)
-        out.join()
-
-
-def _deliver(line: SimpleQueue[tuple[float, bytes]], far: socket.socket) -> None:
-    while True:
-        due, data = line.get()
-        _sleep_until(due)
-        if not data:
-            return
-        far.sendall(data)
-
-
-def _sleep_until(due: float) -> None:
-    if (wait := due - time.monotonic()) > 0:
-        time.sleep(wait)
+        carry(near, far, Line(link.bits_per_second, link.latency_s))
 
 
 class Sender:

@@ -1,10 +1,13 @@
-"""What `make soak`, `make load`, `make collective` and `benchmarks.gpu` found last, as sections of docs/results.md."""
+"""What `make soak`, `make load`, `make collective` and so on found last, as sections of docs/results.md."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
+
+from benchmarks import study_page
 
 
 def tables(home: Path) -> list[str]:
@@ -16,8 +19,12 @@ def tables(home: Path) -> list[str]:
         out += _load(json.loads((home / "load.json").read_text()))
     if (home / "collective.json").exists():
         out += _collective(json.loads((home / "collective.json").read_text()))
+    if (home / "slow_link.json").exists():
+        out += ["## RL over a slow link", "", *slow_link(json.loads((home / "slow_link.json").read_text())), ""]
     if (home / "gpu.json").exists():
         out += _gpu(json.loads((home / "gpu.json").read_text()))
+    if (home / "study.json").exists():
+        out += study_page.section(json.loads((home / "study.json").read_text()))
     return out
 
 
@@ -87,6 +94,36 @@ def _collective(r: dict[str, Any]) -> list[str]:
         "| --- | ---: | ---: |" + " ---: |" * len(names) + " ---: |",
         *rows,
         "",
+    ]
+
+
+def slow_link(r: dict[str, Any]) -> list[str]:
+    """What a sync took in every format, and the whole run."""
+    dense, rows = r["runs"][0]["rows"][1]["dense"], []
+    for run in r["runs"]:
+        first, *syncs = run["rows"]
+        size, took = fmean(s["bytes"] for s in syncs), sorted(s["sync"] for s in syncs)
+        stages = [f"{median(s[name] for s in syncs):.2f} s" for name in ("encode", "transfer", "apply")]
+        whole = f"{median(took):.2f} s ({took[0]:.2f} to {took[-1]:.2f})"
+        ends = [f"{run['wall']:.1f} s", f"{sum(took) / run['wall']:.0%}", f"{first['sync']:.1f} s"]
+        cells = [run["way"], f"{size:,.0f}", f"{dense / size:.1f}×", *stages, whole, *ends]
+        rows.append(f"| {' | '.join(cells)} |")
+    count = len(r["runs"][0]["rows"]) - 1
+    loads = [load for run in r["runs"] for load in run["load"]]
+    others = [run["wall"] - sum(s["sync"] for s in run["rows"][1:]) for run in r["runs"]]
+    return [
+        f"`make slow-link`: {r['model']}, {r['options']}, {count} syncs in turn with one worker. All",
+        f"weights go over a link of {r['link']}; dense they are {dense:,} bytes. A sync lasts from the",
+        "beginning of the publish until the worker holds the version; of it, transfer is what is neither encoding nor",
+        f"applying. Times are medians of {count} syncs, bytes are means; the first copy, of all weights, stands apart.",
+        f"The wall time is that of the {count} syncs; for a part of it the rollout waits for weights. Rollouts,",
+        f"learning and hashing, the same work in each run, took {min(others):.1f} to {max(others):.1f} s of it: other",
+        f"programs ran on the machine, {r['machine']}, at load averages of {min(loads):.1f} to {max(loads):.1f}.",
+        "Tokens, rewards and the weights of every version were the same in all runs, bit for bit.",
+        "",
+        "| format | bytes a sync | less by | encode | transfer | apply | sync | wall time | waiting | first copy |",
+        "| --- |" + " ---: |" * 9,
+        *rows,
     ]
 
 

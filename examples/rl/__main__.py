@@ -5,6 +5,7 @@
     python -m examples.rl --dtype fp8                       workers hold fp8 codes and scales
     python -m examples.rl --lora 8                          train a LoRA, publish merged weights
     python -m examples.rl --modes observe --patches         sync all weights, keep statistics and the patches
+    python -m examples.rl --url s3://bucket/run             through an object store; `--url gloo:` over a process group
     python -m examples.rl --kill 20                         kill a worker with -9 after version 20; it is replaced
 
 Exit code 0 means that every version was verified bit for bit.
@@ -23,11 +24,13 @@ from pathlib import Path
 import torch
 
 import sparserl
+from sparserl.record import Recording
+from sparserl.record.page import page
 
-from . import report
+from . import ways
 from .fleet import Failed
 from .options import MODES, Options, add_to
-from .trainer import Sync, Trainer
+from .trainer import RECORDING, Sync, Trainer
 from .view import Lines, LiveTable, view
 
 
@@ -63,7 +66,7 @@ def summary(syncs: list[Sync], options: Options, replaced: int) -> tuple[list[st
     return lines, not bad
 
 
-def run(options: Options, kill: int | None, show: Lines | LiveTable, page: Path) -> bool:
+def run(options: Options, kill: int | None, show: Lines | LiveTable, report: Path) -> bool:
     """A whole run; whether every version was verified."""
     trainer = Trainer(options, Path(options.folder), show.doing)
     try:
@@ -75,8 +78,9 @@ def run(options: Options, kill: int | None, show: Lines | LiveTable, page: Path)
         lines, good = summary(trainer.syncs, options, trainer.fleet.replaced)
     finally:
         trainer.close()
-    report.write(page, trainer.syncs, options, lines, good)
-    show.summary([*lines, f"report: {page}"], good)
+    recording = Recording.read(trainer.folder / RECORDING)
+    report.write_text(page(recording, title=lines[0], lines=lines[1:], good=good), encoding="utf-8")
+    show.summary([*lines, f"report: {report}"], good)
     return good
 
 
@@ -92,16 +96,20 @@ def arguments(argv: list[str] | None) -> tuple[Options, argparse.Namespace]:
     add("--patches", action="store_true", help="with observe: keep every change as a patch in the folder")
     add("--inject", type=int, help="change one element by one ulp at this version: validate must find it")
     add("--kill", type=int, help="kill worker 0 with -9 after this version")
-    add("--url", default="", help="where to publish to: file://, s3://, … (default: in the folder)")
+    add("--url", default="", help="where to publish to: a folder, s3://, …; gloo: broadcasts (default: in the folder)")
+    add("--follow", default="", help="where workers read it, if elsewhere: http://…, of `sparserl serve`")
     add("--folder", type=Path, help="for the report, the queue and the store (default: a temporary folder)")
     add("--json", action="store_true", help="one JSON object per version, and one at the end")
     given = parser.parse_args(argv)
     known = {field.name for field in fields(Options)} - {"folder"}
     picked = {name: value for name, value in vars(given).items() if name in known}
     try:
-        return Options(**picked | {"modes": tuple(given.modes.split(","))}), given
+        options = Options(**picked | {"modes": tuple(given.modes.split(","))})
     except ValueError as error:
         parser.error(str(error))
+    if options.broadcast and given.kill is not None:
+        parser.error("a worker that was killed cannot come back into a process group")
+    return options, given
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         given.folder.mkdir(parents=True, exist_ok=True)
     home = (given.folder or Path(tempfile.mkdtemp(prefix="sparserl-rl-"))).resolve()
     work = Path(tempfile.mkdtemp(prefix="run-", dir=home))
-    options = replace(options, folder=str(work), url=options.url or f"file://{work / 'store'}")
+    options = replace(options, folder=str(work), url=ways.complete(options.url, work))
     if options.model == "tiny":
         torch.set_num_threads(1)  # too small to gain from more
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]

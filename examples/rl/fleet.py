@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from .options import Options
 from .queue import Job, Landed, Queue, Rollouts
+from .ways import Way
 from .worker import PAUSE, Worker
 
 PATIENCE = 300  # seconds that a batch may take
@@ -25,10 +25,10 @@ class Failed(Exception):
 class Inside:
     """A worker in the trainer's own process: it answers as soon as it is asked."""
 
-    def __init__(self, options: Options, folder: Path) -> None:
+    def __init__(self, options: Options, folder: Path, way: Way) -> None:
         self._landed: list[Landed] = []
         self._answers: dict[Job, Rollouts] = {}
-        self._worker = Worker(options, folder, self._landed.append, 0)
+        self._worker = Worker(options, folder, self._landed.append, 0, way)
         self.replaced = 0
 
     def ask(self, job: Job) -> None:
@@ -51,13 +51,14 @@ class Inside:
 
     def stop(self) -> None:
         """Nothing runs."""
+        self._worker.holder.close()
 
 
 class Processes:
     """Workers in processes of their own. One that was killed is replaced; one that fails ends the run."""
 
-    def __init__(self, options: Options, folder: Path) -> None:
-        self._folder, self._queue = folder, Queue(folder)
+    def __init__(self, options: Options, folder: Path, way: Way) -> None:
+        self._folder, self._queue, self._program, self._broadcast = folder, Queue(folder), way.worker, options.broadcast
         options.save(folder / "options.json")
         self._running = {number: self._start(number) for number in range(options.workers)}
         self.replaced = 0
@@ -103,7 +104,7 @@ class Processes:
         home = Path(__file__).resolve().parents[2]
         with (self._folder / f"worker-{number}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "examples.rl.worker", str(self._folder), str(number)],
+                [*self._program, str(self._folder), str(number)],
                 cwd=home,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -114,6 +115,8 @@ class Processes:
         """Replace those that were killed."""
         for number, process in self._running.items():
             code = process.poll()
+            if code is not None and code < 0 and self._broadcast:
+                raise Failed(f"worker {number} was killed, and nobody can take its place in a process group")
             if code is not None and code < 0:
                 self._queue.release(number)
                 self._running[number] = self._start(number)
@@ -123,6 +126,6 @@ class Processes:
                 raise Failed(f"worker {number} ended with code {code}: {log.splitlines()[-1] if log else ''}")
 
 
-def start(options: Options, folder: Path) -> Inside | Processes:
+def start(options: Options, folder: Path, way: Way) -> Inside | Processes:
     """The workers that were asked for."""
-    return Processes(options, folder) if options.workers else Inside(options, folder)
+    return Processes(options, folder, way) if options.workers else Inside(options, folder, way)

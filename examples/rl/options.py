@@ -10,6 +10,7 @@ from pathlib import Path
 from .losses import ALGORITHMS
 
 MODES = ("observe", "update", "validate")
+GROUP = "gloo:"  # how the URL of a process group begins
 PARTS = 2  # jobs that a batch is cut into, whatever the number of workers: the same jobs give the same answers
 
 
@@ -38,6 +39,7 @@ class Options:
     fingerprint: bool = False
     seed: int = 0
     url: str = ""
+    follow: str = ""
     folder: str = ""
 
     def __post_init__(self) -> None:
@@ -51,6 +53,15 @@ class Options:
             raise ValueError(f"version {self.inject} is never published")
         if not set(self.modes) <= set(MODES) or not self.modes:
             raise ValueError(f"modes are some of {', '.join(MODES)}, with commas between them")
+        if self.broadcast and (not self.workers or self.follow):
+            raise ValueError("a process group has workers in processes of their own, and no other address")
+        if self.broadcast and self.schedule == "fixed" and self.staleness:
+            raise ValueError("workers in a process group cannot go back to the stalest version allowed")
+
+    @property
+    def broadcast(self) -> bool:
+        """Whether weights are broadcast over a process group."""
+        return self.url.startswith(GROUP)
 
     @property
     def sparse(self) -> bool:
@@ -61,6 +72,21 @@ class Options:
     def full(self) -> bool:
         """Whether all weights are written down for every version."""
         return "update" not in self.modes or "validate" in self.modes
+
+    def described(self) -> dict[str, object]:
+        """What a recording says about the run."""
+        return {
+            "model": self.model,
+            "algorithm": self.algorithm,
+            "rollouts": self.dtype,
+            "weights": f"LoRA of rank {self.lora}" if self.lora else "all",
+            "learning rate": self.lr,
+            "steps a sync": self.steps,
+            "staleness up to": self.staleness,
+            "workers": self.workers,
+            "modes": "+".join(self.modes),
+            "seed": self.seed,
+        }
 
     def save(self, path: Path) -> None:
         """Write them down for a worker."""

@@ -9,7 +9,6 @@ repeated bit for bit.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +19,16 @@ import torch
 from torch import Tensor
 
 import sparserl
+from sparserl.record import Recorder
 
 from . import policy, weights
 from .fleet import Failed, Inside, Processes, start
 from .losses import ALGORITHMS, group_advantages
 from .options import PARTS, Options
 from .queue import Job, Landed, Rollouts
+from .ways import Publisher, Way
+
+RECORDING = "recording.jsonl"
 
 
 @dataclass
@@ -69,14 +72,16 @@ class Sync:
 class Trainer:
     """A model in fp32, its optimizer, the publisher and the workers."""
 
-    def __init__(self, options: Options, folder: Path, doing: Callable[[str], None]) -> None:
-        self.options, self.folder, self._doing = options, folder, doing
+    def __init__(self, options: Options, folder: Path, doing: Callable[[str], None], way: Way | None = None) -> None:
+        self.options, self.folder, self._doing, self._way = options, folder, doing, way or Way()
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or CUDA refuses to be deterministic
         torch.use_deterministic_algorithms(True)
         doing("compiling kernels: a few seconds on the first run, cached for later ones")
         compile_kernels(options)
-        self.fleet: Inside | Processes = start(options, folder)
+        self.fleet: Inside | Processes = start(options, folder, self._way)
         self.syncs: list[Sync] = []
+        self._publisher: Publisher | None = None
+        self._recorder = Recorder(folder / RECORDING, options.described())
         self._before: weights.Weights | None = None  # the last version, for observing
 
     def learn_before(self) -> None:
@@ -91,7 +96,8 @@ class Trainer:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0)
         self._published = weights.Published(self.model, self._optimizer, options)
-        self._publisher = sparserl.Publisher(options.url, self._published.source) if options.sparse else None
+        if options.sparse:
+            self._publisher = self._way.publisher(options, self._published, [self._recorder])
 
     def run(self) -> Iterator[Sync]:
         """All syncs, each as it is published."""
@@ -114,6 +120,8 @@ class Trainer:
     def close(self) -> None:
         """Leave nobody behind."""
         self.fleet.stop()
+        if self._publisher is not None:
+            self._publisher.close()
 
     def _jobs(self, batch: int) -> list[Job]:
         options = self.options
@@ -137,7 +145,12 @@ class Trainer:
 
     def _publish(self, version: int, found: Rollouts | None, staleness: int) -> Sync:
         """Send the weights on their way, in each form that the modes ask for."""
-        options, began = self.options, time.perf_counter()
+        options, bits = self.options, None
+        if options.full or "observe" in options.modes:
+            bits = self._published.dense()
+        if bits is not None and options.full:  # before it is published: workers may have it before that returns
+            weights.save(bits, self.folder, version, options.staleness + 32)
+        began = time.perf_counter()
         changed = elements = size = dense = 0
         digest = ""
         if self._publisher is not None:
@@ -147,40 +160,41 @@ class Trainer:
             changed, elements, size, dense = report.changed, report.elements, report.bytes, report.dense_bytes
             digest = report.digest
         took = time.perf_counter() - began
-        if options.full or "observe" in options.modes:
-            bits = self._published.dense()
-            if options.full:
-                weights.save(bits, self.folder, version, options.staleness + 32)
-            if "observe" in options.modes:
-                stats = self._observe(version, bits)
-                changed, elements, dense = stats.changed, stats.elements, stats.dense_bytes
-                size = size or stats.bytes
+        if bits is not None and "observe" in options.modes:
+            changed, elements, observed, dense = self._observe(version, bits)
+            size = size or observed
         weights.announce(self.folder, version)
         sync = Sync(version, 0.0, staleness, 0, changed, elements, size, dense, digest, took)
         if found is not None:
             sync.reward, sync.sampled, sync.rollout = found.reward, found.sampled, found.weights
+            self._recorder.note(version, reward=sync.reward, staleness=staleness)
             if options.fingerprint:
                 sync.tokens, sync.rewards = sha256(found.tokens, found.mask, found.old), sha256(found.rewards)
         self.syncs.append(sync)
         self._hear()
         return sync
 
-    def _observe(self, version: int, bits: weights.Weights) -> sparserl.Stats:
-        """What a patch from the last version would be; it is kept if that was asked for. Nothing else is touched."""
-        before = self._before or {name: torch.zeros_like(tensor) for name, tensor in bits.items()}
-        patch, self._before = sparserl.diff(before, bits), bits
+    def _observe(self, version: int, bits: weights.Weights) -> tuple[int, int, int, int]:
+        """Record what a patch from the last version would be, and keep it if that was asked for.
+
+        Changes, elements, bytes of the patch and of all weights. Nothing else is touched.
+        """
+        before, self._before = self._before, bits
         if self.options.patches:
-            patch.save(self.folder / f"{version:06}.patch")
-        stats = patch.stats()
-        with (self.folder / "observed.jsonl").open("a") as file:
-            file.write(json.dumps({"version": version, **stats.as_dict()}) + "\n")
-        return stats
+            base = before or {name: torch.zeros_like(tensor) for name, tensor in bits.items()}
+            sparserl.diff(base, bits, to=self.folder / f"{version:06}.patch")
+        table = sparserl.tensor_table(bits)
+        if before is None:
+            return table.elements, table.elements, table.dense_bytes, table.dense_bytes
+        line = self._recorder.observe(before, bits, version=version, precision=self.options.dtype)
+        return sum(line["changed"]), table.elements, sum(line["profiles"]["auto"].values()), table.dense_bytes
 
     def _hear(self) -> None:
         """Note down what has landed; bits that are not what was published end the run."""
         for landed in self.fleet.news():
             sync = self.syncs[landed.version]
             sync.landed.append(landed)
+            self._recorder.note(landed.version, seconds={"pause": landed.pause})
             if landed.difference:
                 raise Failed(f"version {landed.version} at worker {landed.worker}: {landed.difference}")
             if landed.digest not in ("", sync.digest):

@@ -22,6 +22,7 @@ from sparserl import sources
 
 from .options import Options
 from .queue import Landed
+from .ways import Way
 
 Weights = dict[str, Tensor]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,14 +40,30 @@ def narrow(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
+def distinct(weights: Mapping[str, Tensor]) -> Weights:
+    """Weights without second names of tied ones, as in a checkpoint: the embedding stays, not the head."""
+    kept = {tensor.data_ptr(): name for name, tensor in sorted(weights.items())}
+    return {name: tensor.detach() for name, tensor in weights.items() if kept[tensor.data_ptr()] == name}
+
+
+class Trained:
+    """The weights of a model as they are trained."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def weights(self) -> Weights:
+        return distinct(self._model.state_dict())
+
+
 class Published:
     """What workers get of the trainer's model: `source` for a publisher, `dense()` cast afresh, without sparserl."""
 
     def __init__(self, model: Any, optimizer: Any, options: Options) -> None:
-        self._model, self._options = model, options
+        self._options, self._trained = options, Trained(model)
         self._lora = sources.lora(model, merged=True) if options.lora else None
         tracked = not options.lora and options.dtype != "fp8"
-        self.source: Any = sources.track(optimizer, model, cast=float_dtype(options)) if tracked else self
+        self.source: Any = sources.track(optimizer, self._trained, cast=float_dtype(options)) if tracked else self
 
     def weights(self) -> Weights:
         """The weights as a source has them, for LoRA and fp8."""
@@ -54,8 +71,8 @@ class Published:
 
     def dense(self) -> Weights:
         """All weights as the workers must hold them."""
-        found = self._lora.weights() if self._lora else self._model.state_dict()
-        cast = {n: t.detach().to("cpu", float_dtype(self._options), copy=True) for n, t in found.items()}
+        found = distinct(self._lora.weights()) if self._lora else self._trained.weights()
+        cast = {n: t.to("cpu", float_dtype(self._options), copy=True) for n, t in found.items()}
         return packed(cast) if self._options.dtype == "fp8" else cast
 
 
@@ -88,17 +105,19 @@ def sha256(weights: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name in sorted(weights):
         found.update(name.encode())
-        found.update(bits(weights[name].detach().contiguous()).numpy())
+        found.update(bits(weights[name].detach().contiguous().cpu()).numpy())
     return found.hexdigest()
 
 
 class Holder:
     """The weights of a worker. Patches land in the live weights; or, without `update`, in a copy to compare with."""
 
-    def __init__(self, model: Any, options: Options, folder: Path, tell: Callable[[Landed], None], worker: int) -> None:
+    def __init__(
+        self, model: Any, options: Options, folder: Path, tell: Callable[[Landed], None], worker: int, way: Way
+    ) -> None:
         self.model = narrow(model, float_dtype(options)).to(options.device)
         self._options, self._folder, self._tell, self._worker = options, folder, tell, worker
-        state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        state = distinct(self.model.state_dict())
         apart = options.dtype == "fp8" or options.device != "cpu"  # from the parameters: they must be copied there
         on_cpu = {name: tensor.cpu() for name, tensor in state.items()}
         self.live = packed(on_cpu) if options.dtype == "fp8" else on_cpu
@@ -106,10 +125,14 @@ class Holder:
         self.version: int | None = None
         self.fingerprint = ""
         self._sparse = self.live if "update" in options.modes else {n: t.clone() for n, t in self.live.items()}
-        self._subscriber = sparserl.Subscriber(options.url, self._sparse, threads=1) if options.sparse else None
+        self._follower = way.follower(options, self._sparse, worker) if options.sparse else None
 
     def goto(self, version: int | None, at_least: int = 0) -> None:
         """Hold a version, by default the newest. Where versions are compared, none on the way there is left out."""
+        if self._follower is not None and self._follower.told:  # all that was published has landed already
+            assert self.version is not None
+            assert self.version >= (at_least if version is None else version)
+            return
         if version is None:
             version = newest(self._folder, at_least)
         every = "validate" in self._options.modes or self._options.fingerprint
@@ -120,15 +143,26 @@ class Holder:
         if self.version != version:
             self._land(version)
 
+    def look(self) -> None:
+        """Between jobs: take what is broadcast; or the newest version, where workers are free to."""
+        if self._follower is not None and (version := self._follower.look()) is not None:
+            self._land(version)
+        elif self._options.schedule == "free" and self.version is not None:
+            self.goto(None)
+
+    def close(self) -> None:
+        """Let go of where the weights come from."""
+        if self._follower is not None:
+            self._follower.close()
+
     def _file(self, version: int) -> Path:
         return self._folder / "full" / f"{version:06}.safetensors"
 
     def _land(self, version: int) -> None:
         options, pause, digest, difference = self._options, 0.0, "", ""
         full = load_file(self._file(version)) if options.full else {}
-        if self._subscriber is not None:
-            if self._subscriber.stage(version) is not None:  # else these are the bits that the worker began with
-                pause = self._subscriber.commit().seconds["commit"]
+        if self._follower is not None:
+            pause = self._follower.land(version)
             if version == options.inject:
                 flip(self._sparse)
             digest = "" if options.fingerprint else sparserl.digest(self._sparse, threads=1).hex

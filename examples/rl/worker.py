@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,29 +21,28 @@ from . import policy, task
 from .losses import informative
 from .options import PARTS, Options
 from .queue import Job, Landed, Queue, Rollouts
+from .task import Tokenizer
+from .ways import Way
 from .weights import Holder
 
 ROUNDS = 3  # times that DAPO samples at most to find enough groups that teach something
 PAUSE = 0.01  # seconds between two looks into the queue
 
 
-class Worker:
-    """A model that answers questions, and the weights it does so with."""
+class Answers:
+    """A model that answers the questions of jobs."""
 
-    def __init__(self, options: Options, folder: Path, tell: Callable[[Landed], None], number: int) -> None:
-        model, self._tokenizer, self._before = policy.build(options.model, options.seed)
-        self._options = options
-        self.holder = Holder(model.requires_grad_(False).eval(), options, folder, tell, number)
+    def __init__(self, options: Options, model: Any, tokenizer: Tokenizer, before: str) -> None:
+        self._options, self._model, self._tokenizer, self._before = options, model, tokenizer, before
 
-    def do(self, job: Job) -> Rollouts:
-        """Answer the questions of a job: the same job with the same weights always gives the same rollouts.
+    def to(self, job: Job, version: int) -> Rollouts:
+        """Rollouts: the same job with the same weights, which are of this version, always gives the same.
 
         The reward is the mean of the first round: DAPO's further rounds look for groups that teach something.
         """
-        self.holder.goto(job.version if job.exact else None, job.version)
-        wanted, rounds = self._options.prompts // PARTS, [self._sample(job, 0)]
+        wanted, rounds = self._options.prompts // PARTS, [self._sample(job, 0, version)]
         while self._options.algorithm == "dapo" and len(rounds) < ROUNDS and _useful(rounds) < wanted:
-            rounds.append(self._sample(job, len(rounds)))
+            rounds.append(self._sample(job, len(rounds), version))
         found = Rollouts.joined(rounds)
         best = informative(found.rewards).int().argsort(descending=True, stable=True)[:wanted].sort().values
         rows = (best[:, None] * self._options.group + torch.arange(self._options.group)).flatten()
@@ -53,10 +53,9 @@ class Worker:
             old=found.old[rows],
             rewards=found.rewards[best],
             reward=rounds[0].reward,
-            weights=self.holder.fingerprint,
         )
 
-    def _sample(self, job: Job, turn: int) -> Rollouts:
+    def _sample(self, job: Job, turn: int, version: int) -> Rollouts:
         """A group of answers to each of some new questions."""
         options, tokenizer = self._options, self._tokenizer
         rng = random.Random(f"{options.seed}/{job.name}/{turn}")
@@ -72,7 +71,7 @@ class Worker:
             given = torch.tensor([prompts[i] for i in alike for _ in range(options.group)], device=options.device)
             said, chances = (
                 t.cpu().view(len(alike), options.group, -1)
-                for t in policy.answer(self.holder.model, given, tokenizer.end, generator)
+                for t in policy.answer(self._model, given, tokenizer.end, generator)
             )
             tokens[alike, :, :length] = given.cpu().view(len(alike), options.group, -1)
             tokens[alike, :, length : length + task.LONGEST] = said.clamp(min=0)
@@ -81,34 +80,48 @@ class Worker:
             for i, answers in zip(alike, said.tolist(), strict=True):
                 texts = (tokenizer.decode([t for t in answer if t >= 0]) for answer in answers)
                 rewards[i] = torch.tensor([task.reward(asked[i], text) for text in texts])
-        assert self.holder.version is not None
         flat = (tensor.flatten(0, 1) for tensor in (tokens, mask, old))
-        return Rollouts(*flat, rewards, float(rewards.mean()), len(asked), self.holder.version)
+        return Rollouts(*flat, rewards, float(rewards.mean()), len(asked), version)
+
+
+class Worker:
+    """Answers questions with the weights that it holds."""
+
+    def __init__(self, options: Options, folder: Path, tell: Callable[[Landed], None], number: int, way: Way) -> None:
+        model, tokenizer, before = policy.build(options.model, options.seed)
+        self.holder = Holder(model.requires_grad_(False).eval(), options, folder, tell, number, way)
+        self._answers = Answers(options, self.holder.model, tokenizer, before)
+
+    def do(self, job: Job) -> Rollouts:
+        """Answer the questions of a job with the version that it asks for."""
+        self.holder.goto(job.version if job.exact else None, job.version)
+        assert self.holder.version is not None
+        return replace(self._answers.to(job, self.holder.version), weights=self.holder.fingerprint)
 
 
 def _useful(rounds: list[Rollouts]) -> int:
     return sum(int(informative(found.rewards).sum()) for found in rounds)
 
 
-def main() -> int:
+def main(folder: Path, number: int, way: Way) -> int:
     """Work until sent home."""
-    folder, number, trainer = Path(sys.argv[1]), int(sys.argv[2]), os.getppid()
+    trainer = os.getppid()
     torch.set_num_threads(1)
     queue = Queue(folder)
     options = Options.load(folder / "options.json")
-    worker = Worker(options, folder, queue.tell, number)
+    worker = Worker(options, folder, queue.tell, number, way)
     while os.getppid() == trainer:
         if (job := queue.claim(number)) is not None:
             queue.answer(job, worker.do(job), number)
         elif (last := queue.stopped()) is not None:
             worker.holder.goto(last)
+            worker.holder.close()
             return 0
         else:
-            if options.schedule == "free" and worker.holder.version is not None:
-                worker.holder.goto(None)
+            worker.holder.look()
             time.sleep(PAUSE)
     return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), Way()))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import sparserl
+from sparserl.record import Recording
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -127,8 +128,9 @@ def test_observe_touches_nothing(tmp_path: Path) -> None:
     (run,) = tmp_path.glob("run-*")
     assert not (run / "store").exists()
     patches = [sparserl.Patch.open(path) for path in sorted(run.glob("*.patch"))]
-    rows = [json.loads(row) for row in (run / "observed.jsonl").read_text().splitlines()]
-    assert [patch.changed for patch in patches] == [row["changed"] for row in rows]
+    recording = Recording.read(run / "recording.jsonl")
+    assert [patch.changed for patch in patches[1:]] == [sync.total for sync in recording.syncs]
+    assert sorted(recording.rewards) == [1, 2, 3]
     assert [patch.result for patch in patches[:3]] == [patch.base for patch in patches[1:]]
     assert 0 < patches[1].changed < patches[1].table.elements / 2
 
@@ -162,5 +164,5 @@ def test_the_demo_and_a_killed_worker(tmp_path: Path) -> None:
     assert max(sync["staleness"] for sync in syncs) <= 2
     assert "1 worker(s) were killed and replaced" in end["summary"]
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 6
     assert "//" not in page

@@ -540,3 +540,11 @@ def test_waiting_where_nothing_is_held(tmp_path: Path) -> None:
         assert store.changed("head.json", found.tag, 1.5) is None
         assert 1.4 < time.monotonic() - began < 3
         writer.close()
+
+
+def test_answers_do_not_wait_to_be_confirmed() -> None:
+    """Nagle's algorithm would hold a body back until its headers are acknowledged, 40 ms later."""
+    from sparserl.transport.server import listen
+
+    with listen("127.0.0.1:0") as server, socket.create_connection(server.getsockname()), server.accept()[0] as there:
+        assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

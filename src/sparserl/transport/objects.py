@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -43,8 +44,8 @@ class ObjectStore:
         headers = dict(client.pop("default_headers", {}))
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
-        if url.startswith("http://"):
-            client["allow_http"] = True
+        if url.startswith("http://") or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
+            client["allow_http"] = True  # obstore reads that variable only where it is given no client options
         retries: Any = {"max_retries": 0}
         try:
             if self._is_http:

@@ -213,7 +213,7 @@ MUTANTS = (
     Mutant(
         "tied tensors may be told to differ",
         "patch/apply.py",
-        "    _refuse_conflicts(patch, held, tied, kept)\n",
+        "    refuse_conflicts(patch, held, tied, kept)\n",
         "",
         Tests(APPLY, "tied"),
     ),

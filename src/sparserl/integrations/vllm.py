@@ -1,0 +1,301 @@
+"""vLLM, worker side: the weight-transfer backend `sparserl`. See docs/integrations/vllm.md.
+
+    vLLM loads the model ──► learn where the checkpoint lies in it ──► load it again ──► compare ──► serve
+    init_weight_transfer_engine ──► what do all ranks hold?      (meanwhile, on a thread: stage what is published)
+    update_weights ──► staged on all ranks ──► commit on all, or on none
+
+A worker whose weights cannot be followed does not start. vLLM makes these calls between two steps of the engine, on all
+ranks at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from ..digest import Digest, digest
+from ..errors import SessionError, TensorMismatch, UnsupportedTensor
+from ..targets.learn import Named, Piece, learn
+from ..targets.live import LiveTarget
+from .ranks import EngineSubscriber
+
+logger = init_logger(__name__)
+_LOOK = 1.0  # seconds that a thread waits for a new version before it sees whether it is to end
+
+
+@dataclass
+class SparserlInitInfo(WeightTransferInitInfo):
+    """The store of the run; `key`, `run` and `token` as for a `Subscriber`.
+
+    ahead: whether new versions are staged as they are published, and not only when they are to be committed.
+    """
+
+    url: str
+    key: str | None = None
+    run: str | None = None
+    token: str | None = None
+    audit_every: int | None = None
+    ahead: bool = True
+
+
+@dataclass
+class SparserlUpdateInfo(WeightTransferUpdateInfo):
+    """The version to commit, the newest if none is given; with `audit`, all bits are read and compared after that."""
+
+    version: int | None = None
+    audit: bool = False
+
+
+class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo]):
+    """Follows a run on one worker of vLLM."""
+
+    init_info_cls = SparserlInitInfo
+    update_info_cls = SparserlUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._world = get_world_group()
+        self._subscriber: EngineSubscriber | None = None
+        self._lock = threading.Lock()  # either the engine or the thread is at work on the subscriber
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        with set_current_vllm_config(vllm_config):
+            self._pieces = learnt(vllm_config, model)
+        logger.info(
+            "sparserl: %d pieces of %d checkpoint tensors", len(self._pieces), len({p.tensor for p in self._pieces})
+        )
+
+    @property
+    def subscriber(self) -> EngineSubscriber:
+        if self._subscriber is None:
+            raise SessionError("call init_weight_transfer_engine first, with the url of a run")
+        return self._subscriber
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> SparserlInitInfo | None:
+        with self._last_speaks():
+            info: SparserlInitInfo = super().parse_init_info(init_dict)
+            return info
+        return None
+
+    def init_transfer_engine(self, init_info: SparserlInitInfo | None) -> None:
+        """Follow a run from now on. Reads all bits of the weights, to know which version they are."""
+        self.shutdown()
+        if init_info is None:
+            return
+        target = LiveTarget(self._pieces, lambda: tensors_of(self.model), tied_names(self.model_config, self._pieces))
+        options = {"key": init_info.key, "run": init_info.run, "token": init_info.token}
+        rank, gather = self._world.rank_in_group, _gather(self._world)
+        with self._last_speaks():
+            follow = EngineSubscriber(init_info.url, target, rank, gather, audit_every=init_info.audit_every, **options)
+            follow.meet()
+            self._subscriber = follow
+        if init_info.ahead and self._subscriber is not None:
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._stage_ahead, name="sparserl-ahead", daemon=True)
+            self._thread.start()
+
+    def start_weight_update(self) -> None:
+        """Nothing: versions are staged as they come."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Commit a version. If it raises, the weights are what they were."""
+        with self._last_speaks():
+            self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: SparserlUpdateInfo) -> None:
+        subscriber = self.subscriber
+        with self._lock:
+            _settle(self.device)  # steps that were begun still read the weights
+            report = subscriber.hold(update_info.version)
+            _settle(self.device)
+            if update_info.audit:
+                subscriber.audit()
+        logger.info("sparserl: %s", report or f"version {subscriber.version} is held already")
+
+    def finish_weight_update(self) -> None:
+        """Nothing: what was committed is in place."""
+
+    def shutdown(self) -> None:
+        """Follow no longer; the weights stay as they are."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._subscriber is not None:
+            self._subscriber.close()
+            self._subscriber = None
+
+    @contextlib.contextmanager
+    def _last_speaks(self) -> Iterator[None]:
+        """What fails on all ranks is raised on the last one alone.
+
+        vLLM reads the answers of workers in order up to the first that failed, and takes those behind it for answers to
+        its next call (vllm-project/vllm#57846).
+        """
+        ranks = self.parallel_config.world_size
+        try:
+            yield
+        except Exception as error:
+            if self._world.rank_in_group % ranks == ranks - 1:
+                raise
+            logger.warning("sparserl: %s: %s", type(error).__name__, error)
+
+    def _stage_ahead(self) -> None:
+        subscriber = self.subscriber
+        while not self._ended.is_set():
+            with self._lock:
+                subscriber.ahead()
+            subscriber.wait(_LOOK)
+
+
+def _gather(world: Any) -> Any:
+    """What hands an object to all workers, and returns those of all."""
+
+    def gather(mine: Any) -> list[Any]:
+        out = [mine] * world.world_size
+        if world.world_size > 1:
+            torch.distributed.all_gather_object(out, mine, group=world.cpu_group)
+        return out
+
+    return gather
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a model, each memory once."""
+    out: dict[str, torch.Tensor] = {}
+    seen = set()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta or not tensor.numel() or tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        out[name] = tensor.data
+    return out
+
+
+def tied_names(model_config: Any, pieces: Iterable[Piece]) -> dict[str, str]:
+    """Checkpoint tensors that are left out when weights are loaded, and those that they are the same as."""
+    if not getattr(model_config.hf_text_config, "tie_word_embeddings", False):
+        return {}
+    ends = {piece.tensor for piece in pieces if piece.tensor.endswith("embed_tokens.weight")}
+    return {f"{name.removesuffix('model.embed_tokens.weight')}lm_head.weight": name for name in ends}
+
+
+def learnt(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
+    """Where the checkpoint of a model lies in its tensors, found by loading it some more times.
+
+    The last time it is loaded as it is. The model then is what it was before, or this raises.
+    """
+    loader = get_model_loader(vllm_config.load_config)
+    if not hasattr(loader, "get_all_weights"):
+        raise UnsupportedTensor(
+            f"weights of load format {vllm_config.load_config.load_format!r} cannot be loaded again"
+        )
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from loader.get_all_weights(vllm_config.model_config, model)
+
+    def load(some: Iterable[tuple[str, torch.Tensor]]) -> None:
+        _process_again(model)
+        initialize_layerwise_reload(model)
+        cast("Any", model).load_weights(some)
+        finalize_layerwise_reload(model, vllm_config.model_config)
+
+    if (emptied := next((name for name, tensor in model.named_parameters() if not tensor.numel()), None)) is not None:
+        raise UnsupportedTensor(
+            f"{emptied!r} is empty: vLLM packs it when it is loaded, and changes cannot be written into what it keeps. "
+            "On a CPU, start it with SPARSERL_VLLM_CPU=plain"
+        )
+    live = tensors_of(model)
+    before, made_before = _digests(live), _digests(_made(model, live))
+    pieces = learn([Named(name, tuple(t.shape), t.dtype) for name, t in weights()], live, load)
+    if changed := _changed(made_before, _digests(_made(model, live))):
+        raise UnsupportedTensor(
+            f"{changed!r} is computed of the weights when they are loaded: it would not follow them"
+        )
+    load(weights())
+    after = tensors_of(model)
+    moved = next((name for name in live if name not in after or after[name].data_ptr() != live[name].data_ptr()), None)
+    if changed := moved or _changed(before, _digests(after)):
+        raise UnsupportedTensor(f"{changed!r} is not what it was when the checkpoint has been loaded again")
+    _compare(pieces, live, weights())
+    return pieces
+
+
+def _process_again(model: torch.nn.Module) -> None:
+    """Have what follows on loading done as it was the first time: on the CPU, experts are packed only then."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
+            method.moe_kernel = None
+
+
+def _compare(
+    pieces: Iterable[Piece], live: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Refuse pieces that do not hold the bits of the checkpoint."""
+    by_tensor: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_tensor.setdefault(piece.tensor, []).append(piece)
+    for name, tensor in weights:
+        for piece in by_tensor.get(name, ()):
+            there = piece.view(live)
+            here = tensor[piece.region.slices].to(there.device, there.dtype)
+            if digest({name: here.contiguous()}) != digest({name: there}):
+                raise TensorMismatch(
+                    f"{name!r} {piece.region} is not what lies in {piece.live!r}: it was learnt wrongly"
+                )
+
+
+def _made(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors beside parameters and buffers, that modules and what they consist of keep for themselves."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
+    out: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        for label, value in _kept(name, module):
+            if value.numel() and not value.is_meta and value.untyped_storage().data_ptr() not in known:
+                out[label] = value.detach()
+    return out
+
+
+def _kept(label: str, owner: object, deep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in vars(owner).items():
+        here = f"{label}.{name}"
+        if isinstance(value, torch.Tensor):
+            yield here, value
+        elif isinstance(value, types.FunctionType):
+            for i, cell in enumerate(value.__closure__ or ()):
+                with contextlib.suppress(ValueError):  # an empty one
+                    if isinstance(cell.cell_contents, torch.Tensor):
+                        yield f"{here}[{i}]", cell.cell_contents
+        elif deep and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type | types.ModuleType):
+            yield from _kept(here, value, deep=False)
+
+
+def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
+    return {name: digest({name: tensor}) for name, tensor in tensors.items()}
+
+
+def _changed(before: dict[str, Digest], after: dict[str, Digest]) -> str | None:
+    return next((name for name, found in after.items() if before.get(name) != found), None)

@@ -1,0 +1,217 @@
+"""Engines of one rank and of several follow a run: all ranks hold one version, bit for bit, whatever fails on one."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import sparserl
+from sparserl.errors import ChecksumMismatch, CommitFailed, SessionError, TensorMismatch
+from sparserl.integrations.ranks import EngineSubscriber
+from sparserl.targets.learn import learn
+from sparserl.targets.live import LiveTarget
+from tests.targets.engines import Engine, checkpoint, named
+
+
+class Table:
+    """Where ranks on threads hand their objects to each other."""
+
+    def __init__(self, ranks):
+        self.barrier, self.said = threading.Barrier(ranks, timeout=20), [None] * ranks
+
+    def gather(self, rank):
+        def gather(mine):
+            self.said[rank] = mine
+            self.barrier.wait()
+            out = list(self.said)
+            self.barrier.wait()
+            return out
+
+        return gather
+
+
+class Fleet:
+    """All ranks of an engine that follow a run, and the weights that are published."""
+
+    def __init__(self, url, ranks, profile="ulp", tied=None, extra=None):
+        self.weights = checkpoint() | (extra or {})
+        self.publisher = sparserl.Publisher(url, self.weights, profile=profile, ladder=None)
+        self.publisher.publish()
+        self.engines = [Engine(rank, ranks) for rank in range(ranks)]
+        self.pool, table, self.subscribers = ThreadPoolExecutor(ranks), Table(ranks), []
+        for rank, engine in enumerate(self.engines):
+            pieces = learn(named(checkpoint()), engine.live, engine.load)
+            engine.load(checkpoint().items())
+            target = LiveTarget(pieces, lambda engine=engine: engine.live, tied, threads=1)
+            self.subscribers.append(EngineSubscriber(url, target, rank, table.gather(rank), threads=1))
+
+    def all(self, work):
+        """What each rank makes of some work, or raises."""
+
+        def one(subscriber):
+            try:
+                return work(subscriber)
+            except Exception as error:  # noqa: BLE001
+                return error
+
+        return [*self.pool.map(one, self.subscribers)]
+
+    def train(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in {id(tensor): tensor for tensor in self.weights.values()}.values():
+            chosen = torch.rand(tensor.shape, generator=generator) < 0.2
+            tensor[chosen] += torch.randn(tensor.shape, generator=generator).to(tensor.dtype)[chosen]
+        return self.publisher.publish().version
+
+    def live(self):
+        return [{name: tensor.clone() for name, tensor in engine.live.items()} for engine in self.engines]
+
+    def require_exact(self, weights=None):
+        """Every rank holds what its loader would load."""
+        for engine in self.engines:
+            fresh = Engine(engine.rank, engine.ranks)
+            fresh.load((weights or self.weights).items())
+            for name, tensor in fresh.live.items():
+                assert torch.equal(engine.live[name], tensor), (engine.rank, name)
+
+
+@contextmanager
+def fleet(tmp_path, ranks, **options):
+    made = Fleet(f"file://{tmp_path}/run", ranks, **options)
+    try:
+        yield made
+    finally:
+        made.all(lambda subscriber: subscriber.close())
+        made.pool.shutdown()
+
+
+@pytest.mark.parametrize(("ranks", "profile"), [(1, "ctx"), (2, "ulp"), (4, "raw"), (2, "gap")])
+def test_ranks_follow(tmp_path, ranks, profile):
+    """Version by version, from patches; the bits that the engine was loaded with are known for version 0."""
+    with fleet(tmp_path, ranks, profile=profile) as it:
+        assert it.all(lambda s: s.hold()) == [None] * ranks
+        for seed in range(3):
+            version = it.train(seed)
+            reports = it.all(lambda s, version=version: s.hold(version))
+            assert [(report.version, report.kind) for report in reports] == [(version, "patch")] * ranks
+            it.require_exact()
+        assert it.all(lambda s: s.audit()) == [None] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_versions_at_once(tmp_path, ranks):
+    """A way over several patches leads to the same bits, and back again."""
+    with fleet(tmp_path, ranks) as it:
+        first = {name: tensor.clone() for name, tensor in it.weights.items()}
+        it.train(1), it.train(2)
+        version = it.train(3)
+        assert {report.version for report in it.all(lambda s: s.hold())} == {version}
+        it.require_exact()
+        assert {report.kind for report in it.all(lambda s: s.hold(0))} == {"anchor"}
+        it.require_exact(first)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_with_other_weights(tmp_path, ranks):
+    """Bits that are of no version are replaced from an anchor."""
+    with fleet(tmp_path, ranks) as it:
+        for engine in it.engines:
+            engine.load(checkpoint(seed=7).items())
+        assert {report.kind for report in it.all(lambda s: s.hold())} == {"anchor"}
+        it.require_exact()
+        it.train(1)
+        assert {report.kind for report in it.all(lambda s: s.hold())} == {"patch"}
+        it.require_exact()
+
+
+def test_staged_ahead(tmp_path):
+    """What each rank has staged by itself is committed; nothing of it is seen before."""
+    with fleet(tmp_path, 2) as it:
+        it.all(lambda s: s.meet())
+        version = it.train(1)
+        before = it.live()
+        it.all(lambda s: s.ahead())
+        assert {s._staged.held.version for s in it.subscribers} == {version}
+        assert all(torch.equal(a[n], b[n]) for a, b in zip(before, it.live(), strict=True) for n in a)
+        assert {report.version for report in it.all(lambda s: s.hold(version))} == {version}
+        it.require_exact()
+
+
+def test_one_rank_cannot_commit(tmp_path):
+    """Something else wrote to one rank's weights after they were staged: no rank commits, and the next try recovers."""
+    with fleet(tmp_path, 2) as it:
+        it.all(lambda s: s.meet())
+        it.weights["model.layers.0.o.weight"][0, -1] += 1
+        version = it.train(1)
+        it.all(lambda s: s.ahead())
+        it.engines[1].live["o"][0, -1] += 3
+        before = it.live()
+        errors = it.all(lambda s: s.hold(version))
+        assert [type(error) for error in errors] == [CommitFailed] * 2
+        assert "rank 1 of the engine: WrongBase" in str(errors[0])
+        assert all(torch.equal(a[n], b[n]) for a, b in zip(before, it.live(), strict=True) for n in a)
+        assert {report.version for report in it.all(lambda s: s.hold(version))} == {version}
+        it.require_exact()
+
+
+def test_ranks_that_should_be_alike(tmp_path):
+    """A replica that differs is seen when all bits are read, on demand, and made right by the next commit."""
+    with fleet(tmp_path, 2) as it:
+        it.all(lambda s: s.hold())
+        it.engines[1].live["o.bias"][2] += 1
+        assert [type(error) for error in it.all(lambda s: s.audit())] == [ChecksumMismatch] * 2
+        it.train(1)
+        it.all(lambda s: s.hold())
+        it.require_exact()
+
+
+def test_tensors_that_moved(tmp_path):
+    """A parameter that the engine replaced is not written where it was."""
+    with fleet(tmp_path, 2) as it:
+        it.all(lambda s: s.meet())
+        version = it.train(1)
+        it.all(lambda s: s.ahead())
+        it.engines[0].live["o"] = it.engines[0].live["o"].clone()
+        assert [type(error) for error in it.all(lambda s: s.hold(version))] == [CommitFailed] * 2
+        assert {report.version for report in it.all(lambda s: s.hold(version))} == {version}
+        it.require_exact()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tied_tensors(tmp_path, ranks):
+    """A name that the loader leaves out follows the tensor it is tied to; where they part, nothing is written."""
+    extra = checkpoint()["model.embed_tokens.weight"]
+    with fleet(
+        tmp_path, ranks, tied={"lm_head.weight": "model.embed_tokens.weight"}, extra={"lm_head.weight": extra}
+    ) as it:
+        it.weights["lm_head.weight"] = it.weights["model.embed_tokens.weight"]
+        it.train(1)
+        assert {report.version for report in it.all(lambda s: s.hold())} == {1}
+        it.require_exact()
+        it.weights["lm_head.weight"] = it.weights["model.embed_tokens.weight"].clone()
+        it.weights["lm_head.weight"][1, 1] += 1
+        it.publisher.publish()
+        errors = it.all(lambda s: s.hold())
+        assert any("share memory" in str(error) for error in errors)
+        assert all(isinstance(error, sparserl.SparserlError) for error in errors)
+
+
+def test_a_tensor_that_no_rank_has(tmp_path):
+    """A run with a tensor that the engine does not load is refused by name, on all ranks."""
+    with fleet(tmp_path, 2, extra={"model.mtp.weight": torch.ones(3)}) as it:
+        errors = it.all(lambda s: s.meet())
+        assert [type(error) for error in errors] == [TensorMismatch] * 2
+        assert "'model.mtp.weight'" in str(errors[0])
+
+
+def test_another_dtype(tmp_path):
+    """Weights that are published in another dtype than the engine's are refused by name, on all ranks."""
+    wide = checkpoint()["model.layers.0.o.bias"].float()
+    with fleet(tmp_path, 2, extra={"model.layers.0.o.bias": wide}) as it:
+        errors = it.all(lambda s: s.meet())
+        assert all(isinstance(error, TensorMismatch | SessionError) for error in errors)
+        assert "'model.layers.0.o.bias'" in str(errors[0])

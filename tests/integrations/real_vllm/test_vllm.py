@@ -25,7 +25,7 @@ KINDS = ("llama", "qwen2", "moe")
 def engine(job, folder, *rest, ranks=1, timeout=280):
     """Run one job in a process of its own, and return what it wrote down."""
     folder.mkdir(parents=True, exist_ok=True)
-    run([sys.executable, "-m", "tests.integrations.vllm.engine", job, folder, *map(str, rest)], ranks, timeout)
+    run([sys.executable, "-m", "tests.integrations.real_vllm.engine", job, folder, *map(str, rest)], ranks, timeout)
     return json.loads((folder / f"{job}.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""One vLLM engine and its trainer, in a process of their own: `python -m tests.integrations.vllm.engine JOB FOLDER …`.
+"""One vLLM engine and its trainer, alone in a process: `python -m tests.integrations.real_vllm.engine JOB FOLDER …`.
 
 It writes down what it saw, as JSON, for tests to judge.
 """

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from ..digest import Digest, table_digest
 from ..errors import ChecksumMismatch, CommitFailed, NotFound, SessionError, SparserlError, Unavailable
 from ..session import Subscriber, SyncReport
@@ -179,3 +181,15 @@ class EngineSubscriber(Subscriber):
             if failed is not None:
                 raise SessionError(f"rank {rank} of the engine: {failed}")
         return [one for one, _ in said]
+
+
+def over(group: Any) -> Gather:
+    """A `gather` over the ranks of a group, as vLLM and SGLang have them."""
+
+    def gather(mine: Any) -> list[Any]:
+        out = [mine] * group.world_size
+        if group.world_size > 1:
+            torch.distributed.all_gather_object(out, mine, group=group.cpu_group)
+        return out
+
+    return gather

@@ -29,10 +29,10 @@ import torch
 from ..digest import digest
 from ..errors import SessionError, UnsupportedTensor
 from ..session.upkeep import read_head, read_run
-from ..targets.learn import Named, Piece, learn
+from ..targets.learn import Named, Piece, learn, parts_of
 from ..targets.live import LiveTarget
 from ..transport.store import open_store
-from .ranks import EngineSubscriber, Gather
+from .ranks import EngineSubscriber, over
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
@@ -76,7 +76,7 @@ class _Follower:
 
         group = get_tp_group()
         self._model: Any = weakref.proxy(model)
-        self._rank, self._gather = group.rank_in_group, _gather(group)
+        self._rank, self._gather = group.rank_in_group, over(group)
         self._pieces: list[Piece] = []
         self._layout: dict[str, Any] = {}
         self._from: dict[str, Any] = {}
@@ -150,18 +150,6 @@ def _stage_ahead(follower: Callable[[], _Follower | None]) -> None:
         del found
 
 
-def _gather(group: Any) -> Gather:
-    """What hands an object to all ranks of a group, and returns those of all."""
-
-    def gather(mine: Any) -> list[Any]:
-        out = [mine] * group.world_size
-        if group.world_size > 1:
-            torch.distributed.all_gather_object(out, mine, group=group.cpu_group)
-        return out
-
-    return gather
-
-
 def learnt(model: Any, tensors: Sequence[Named]) -> list[Piece]:
     """Where checkpoint tensors lie in a model, found by having it load some more times; it then is what it was."""
     live, made = tensors_of(model), _made(model)
@@ -182,14 +170,8 @@ def learnt(model: Any, tensors: Sequence[Named]) -> list[Piece]:
 
 
 def tensors_of(model: torch.nn.Module) -> Tensors:
-    """Parameters and buffers of a model, each memory once; marks are none."""
-    out: Tensors = {}
-    seen = set()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.numel() and tensor.data_ptr() not in seen and not name.startswith(_MARK):
-            seen.add(tensor.data_ptr())
-            out[name] = tensor.data
-    return out
+    """What a model consists of; marks are no part of it."""
+    return {name: tensor for name, tensor in parts_of(model).items() if not name.startswith(_MARK)}
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:

@@ -31,9 +31,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from ..digest import Digest, digest
 from ..errors import SessionError, TensorMismatch, UnsupportedTensor
-from ..targets.learn import Named, Piece, learn
+from ..targets.learn import Named, Piece, learn, parts_of
 from ..targets.live import LiveTarget
-from .ranks import EngineSubscriber
+from .ranks import EngineSubscriber, over
 
 logger = init_logger(__name__)
 _LOOK = 1.0  # seconds that a thread waits for a new version before it sees whether it is to end
@@ -99,9 +99,9 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         self.shutdown()
         if init_info is None:
             return
-        target = LiveTarget(self._pieces, lambda: tensors_of(self.model), tied_names(self.model_config, self._pieces))
+        target = LiveTarget(self._pieces, lambda: parts_of(self.model), tied_names(self.model_config, self._pieces))
         options = {"key": init_info.key, "run": init_info.run, "token": init_info.token}
-        rank, gather = self._world.rank_in_group, _gather(self._world)
+        rank, gather = self._world.rank_in_group, over(self._world)
         with self._last_speaks():
             follow = EngineSubscriber(init_info.url, target, rank, gather, audit_every=init_info.audit_every, **options)
             follow.meet()
@@ -165,33 +165,9 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
             subscriber.wait(_LOOK)
 
 
-def _gather(world: Any) -> Any:
-    """What hands an object to all workers, and returns those of all."""
-
-    def gather(mine: Any) -> list[Any]:
-        out = [mine] * world.world_size
-        if world.world_size > 1:
-            torch.distributed.all_gather_object(out, mine, group=world.cpu_group)
-        return out
-
-    return gather
-
-
 def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a model, each memory once."""
-    out: dict[str, torch.Tensor] = {}
-    seen = set()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta or not tensor.numel() or tensor.data_ptr() in seen:
-            continue
-        seen.add(tensor.data_ptr())
-        out[name] = tensor.data
-    return out
 
 
 def tied_names(model_config: Any, pieces: Iterable[Piece]) -> dict[str, str]:
@@ -227,7 +203,7 @@ def learnt(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
             f"{emptied!r} is empty: vLLM packs it when it is loaded, and changes cannot be written into what it keeps. "
             "On a CPU, start it with SPARSERL_VLLM_CPU=plain"
         )
-    live = tensors_of(model)
+    live = parts_of(model)
     before, made_before = _digests(live), _digests(_made(model, live))
     pieces = learn([Named(name, tuple(t.shape), t.dtype) for name, t in weights()], live, load)
     if changed := _changed(made_before, _digests(_made(model, live))):
@@ -235,7 +211,7 @@ def learnt(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
             f"{changed!r} is computed of the weights when they are loaded: it would not follow them"
         )
     load(weights())
-    after = tensors_of(model)
+    after = parts_of(model)
     moved = next((name for name in live if name not in after or after[name].data_ptr() != live[name].data_ptr()), None)
     if changed := moved or _changed(before, _digests(after)):
         raise UnsupportedTensor(f"{changed!r} is not what it was when the checkpoint has been loaded again")

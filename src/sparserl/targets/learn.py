@@ -216,6 +216,17 @@ class _Group:
             yield tensor, at[mine], number[mine] - self.first[tensor]
 
 
+def parts_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a model, each memory once."""
+    out: dict[str, torch.Tensor] = {}
+    seen = set()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta and tensor.numel() and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            out[name] = tensor.data
+    return out
+
+
 def _width(tensor: torch.Tensor) -> int:
     """Elements of a row, where rows lie behind each other."""
     return tensor.shape[-1] if tensor.dim() and tensor.numel() and tensor.is_contiguous() else 1

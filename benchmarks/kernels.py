@@ -14,7 +14,7 @@ import sparserl
 from benchmarks import ceiling
 from benchmarks.traces import Bits
 from sparserl.parallel import ordered
-from sparserl.patch.diff import _scan  # what `sparserl.diff` runs on every batch
+from sparserl.patch.diff import scan  # what `sparserl.diff` runs on every batch
 from sparserl.pieces import PIECE_BYTES
 
 SMALL = 10_000
@@ -91,7 +91,7 @@ def find(old: Bits, new: Bits, threads: int) -> int:
     def one(at: int) -> int:
         size = np.array([min(step, old.size - at)], np.int64)
         here = (np.array([a.ctypes.data + at * a.itemsize], np.int64) for a in (old, new))
-        return int(_scan(tag, *here, size)[0].size)
+        return int(scan(tag, *here, size)[0].size)
 
     return sum(ordered(one, range(0, old.size, step), threads))
 
@@ -113,8 +113,8 @@ def many_small(old: Bits, new: Bits) -> tuple[float, float]:
     tag = np.empty(0, old.dtype)
     starts = [np.array([a.ctypes.data], np.int64) for a in one]
     spread = [s + cuts * old.itemsize for s in starts]
-    whole = best(lambda: _scan(tag, *starts, np.array([total], np.int64)), 7)
-    parts = best(lambda: _scan(tag, *spread, sizes), 7)
+    whole = best(lambda: scan(tag, *starts, np.array([total], np.int64)), 7)
+    parts = best(lambda: scan(tag, *spread, sizes), 7)
     bf16 = torch.bfloat16
     joined = [{"w": torch.from_numpy(a.view(np.int16)).view(bf16)} for a in one]
     apart = [{f"t{i}": t.clone() for i, t in enumerate(w["w"].split(sizes.tolist()))} for w in joined]

@@ -79,8 +79,8 @@ MUTANTS = (
     Mutant(
         "the last element is not compared",
         "patch/diff.py",
-        "_scan(tag, old, new, batch.numel)",
-        "_scan(tag, old, new, batch.numel - 1)",
+        "scan(tag, old, new, batch.numel)",
+        "scan(tag, old, new, batch.numel - 1)",
         CHANGES,
     ),
     Mutant(

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import LimitExceeded, NotFound, Refused, StoreError, Truncated, Unavailable
 from ..session import Publisher, Subscriber, SyncReport
-from ..transport.store import Found, Listed, require_name
+from ..transport.store import Found, Listed, require_name, watch
 
 try:
     import ray
@@ -136,20 +136,7 @@ class RayStore:
         return after
 
     def changed(self, name: str, tag: str | None, timeout: float) -> Found | None:
-        end = time.monotonic() + timeout
-        while True:
-            try:
-                found = self.get(name, 1 << 30)
-            except NotFound:
-                if tag is not None:
-                    raise
-            else:
-                if found.tag != tag:
-                    return found
-            left = end - time.monotonic()
-            if left <= 0:
-                return None
-            self._ask(name, "wait", name, tag, min(left, _HOLD))
+        return watch(self, name, tag, timeout, lambda left: self._ask(name, "wait", name, tag, min(left, _HOLD)))
 
     def list(self, prefix: str) -> Iterator[Listed]:
         return iter([Listed(*row) for row in self._ask(prefix, "listed", prefix)])

@@ -85,7 +85,7 @@ def apply(
     if current == patch.result:
         return Applied(patch.result, 0, already=True)
     _require_base(patch, current)
-    tied = _tied(held)
+    tied = shared_memory(held)
     if held.devices:
         landing = _landing(patch, held, current, tied, threads)
         _require_writable(patch, held)
@@ -107,7 +107,7 @@ def _held(patch: Patch, weights: Weights | Shards) -> Held:
     return held
 
 
-def _tied(held: Held) -> list[list[int]]:
+def shared_memory(held: Held) -> list[list[int]]:
     """Tensors that share memory, by their numbers."""
     number = {name: t for name, ((t, _), _) in zip(held.named(), held.parts, strict=True)}
     return [[number[name] for name in group] for group in tied_groups(held.named())]
@@ -347,7 +347,7 @@ def stage_all(
     current = digest_of(patch, held, threads) if digest is None else digest
     _require_base(patch, current)
     require_writable((patch.table[t].name, memory) for (t, _), memory in held.parts)
-    return _landing(patch, held, current, _tied(held), threads)
+    return _landing(patch, held, current, shared_memory(held), threads)
 
 
 def _landing(patch: Patch, held: Held, base: Digest, tied: list[list[int]], threads: int | None) -> Landing:

@@ -248,7 +248,7 @@ class _Search:
         if self.now.part(int(batch.tensor[0]), batch.region[0]) in self.known:
             positions, before, after, counts = self._look(tag, old, new, batch)
         else:
-            positions, before, after, counts = _scan(tag, old, new, batch.numel)
+            positions, before, after, counts = scan(tag, old, new, batch.numel)
         read = sums(self.table, batch, old) if self.digest_base else Digest()
         changes = self._changes(batch, counts, positions, before, after)
         moved = self._moved(changes, before)
@@ -298,7 +298,7 @@ class _Search:
         return Digest(int(first), int(second))
 
 
-def _scan(tag: Any, old: Any, new: Any, size: Any) -> _Found:
+def scan(tag: Any, old: Any, new: Any, size: Any) -> _Found:
     """Run the comparing kernel with room for few changes, and once more where there are many.
 
     Room that is not written to costs nothing, as long as NumPy does not ask for huge pages, which come zeroed.

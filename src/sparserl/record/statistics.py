@@ -19,7 +19,7 @@ from ..kernels import classes as kernel
 from ..memory import Weights
 from ..parallel import Progress, ordered
 from ..patch import Patch, diff
-from ..patch.diff import _scan
+from ..patch.diff import scan
 from ..pieces import Batch, Held, batches
 from ..plan import steps_between
 from ..table import TensorTable
@@ -122,7 +122,7 @@ def _count(was: Held, now: Held, batch: Batch) -> _Found:
     dtype = batch.dtype
     old, old_alive = was.read(batch)
     new, new_alive = now.read(batch)
-    positions, before, after, counts = _scan(np.empty(0, dtype.uint), old, new, batch.numel)
+    positions, before, after, counts = scan(np.empty(0, dtype.uint), old, new, batch.numel)
     kind, keep = magnitude(dtype)
     shift, found = np.uint64(class_shift(dtype)), _Classes()
     kernel.key_histogram(kind, old, batch.numel, keep, shift, 1, found.members)

@@ -16,7 +16,7 @@ from ..bits import UIntArray
 from ..errors import TensorMismatch
 from ..kernels import cpu, marks
 from ..memory import Foreign, Memory, _address, _Lent, _span, far_tensor, leading, memory_of
-from ..patch.diff import _scan
+from ..patch.diff import scan
 from ..pieces import PIECE_BYTES, Batch, Geometry, Numbers, batches, outline
 from ..region import Region, whole
 from ..shards import Place
@@ -264,7 +264,7 @@ class Spans:
 def compared(cut: Cut, some: Numbers, old: Bits, new: Bits) -> Found:
     """What differs in some rows of a cut."""
     tag, g = np.empty(0, cut.batch.dtype.uint), cut.geometry
-    positions, before, after, counts = _scan(tag, old[0], new[0], cut.batch.numel[some])
+    positions, before, after, counts = scan(tag, old[0], new[0], cut.batch.numel[some])
     some, counts = some[counts > 0], counts[counts > 0]
     moved = np.empty((some.size, 2), np.uint64)
     where = g.start[some], g.dims[some], g.size[some], g.outside[some], g.keys[some]

@@ -15,10 +15,10 @@ from typing import Any
 from ..bits import Bits, UIntArray
 from ..digest import Digest, element_sums
 from ..errors import SessionError, WrongBase
-from ..memory import memories, memory_of, require_writable, tied_groups
+from ..memory import memories, memory_of, require_writable
 from ..parallel import ordered
 from ..patch import Landing, Patch, diff, stage_all
-from ..patch.apply import Staged, refuse_conflicts, stage
+from ..patch.apply import Staged, refuse_conflicts, shared_memory, stage
 from ..patch.decode import Decoded
 from ..pieces import Held
 from ..region import Region, whole
@@ -126,7 +126,7 @@ class LiveTarget:
                 return stage(held, carver.carve(bucket))
 
             staged = [*ordered(one, buckets, self._threads)]
-            tied = _tied(held)
+            tied = shared_memory(held)
             refuse_conflicts(patch, held, tied, staged)
             moved = sum((part.moved for part in staged), Digest())
             changed = sum(int(part.decoded.head.entries.count.sum()) for part in staged)
@@ -178,12 +178,6 @@ class PreparedLive:
 
     def discard(self) -> None:
         """Nothing was written."""
-
-
-def _tied(held: Held) -> list[list[int]]:
-    """Tensors that share memory, by their numbers."""
-    number = {name: tensor for name, ((tensor, _), _) in zip(held.named(), held.parts, strict=True)}
-    return [[number[name] for name in group] for group in tied_groups(held.named())]
 
 
 def _box(held: Held, tensor: int, region: Region | None) -> Region:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..errors import LimitExceeded, NotFound, Refused, StoreError, Truncated
 from ..files import sync
-from .store import Found, Listed, require_name
+from .store import Found, Listed, require_name, watch
 
 _POLL = 0.05  # seconds between looks at a head that others may swap
 
@@ -66,20 +66,7 @@ class FolderStore:
         return _tag(data)
 
     def changed(self, name: str, tag: str | None, timeout: float) -> Found | None:
-        end = time.monotonic() + timeout
-        while True:
-            try:
-                found = self.get(name, 1 << 30)
-            except NotFound:
-                if tag is not None:
-                    raise
-            else:
-                if found.tag != tag:
-                    return found
-            left = end - time.monotonic()
-            if left <= 0:
-                return None
-            time.sleep(min(_POLL, left))
+        return watch(self, name, tag, timeout, lambda left: time.sleep(min(_POLL, left)))
 
     def list(self, prefix: str) -> Iterator[Listed]:
         start = self.root / prefix

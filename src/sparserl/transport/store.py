@@ -150,3 +150,21 @@ def exists(store: Store, name: str) -> bool:
     except NotFound:
         return False
     return True
+
+
+def watch(store: Store, name: str, tag: str | None, timeout: float, wait: Callable[[float], object]) -> Found | None:
+    """`Store.changed` by looking again and again; `wait` is told how many seconds are left, and may take fewer."""
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            found = store.get(name, 1 << 30)
+        except NotFound:
+            if tag is not None:
+                raise
+        else:
+            if found.tag != tag:
+                return found
+        left = end - time.monotonic()
+        if left <= 0:
+            return None
+        wait(left)

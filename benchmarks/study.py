@@ -31,6 +31,7 @@ from benchmarks.study_summary import summary
 from benchmarks.study_traces import replay
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+SYNCS = 40  # of a run; longer and shorter ones are families of their own
 RATES = (5e-7, 1e-6, 3e-6, 5e-6, 2e-5)
 MODELS = {"tiny": "tiny", "135m": "smollm2-135m"}
 
@@ -44,6 +45,7 @@ def points(preset: str, model: str, syncs: int, start: str) -> dict[str, Point]:
     made.append(Point(f"grpo-{usual:g}-beta2-0.98", model, "grpo", usual, syncs, beta2=0.98))
     made.append(Point(f"grpo-{usual:g}-eps-1e-15", model, "grpo", usual, syncs, eps=1e-15))
     family = preset if start == "bf16" else f"{preset}-from-{start}"
+    family += "" if syncs == SYNCS else f"-{syncs}-syncs"
     return {f"{family}/{p.name}": replace(p, name=f"{family}-{p.name}", start=start) for p in made}
 
 
@@ -98,7 +100,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("preset", nargs="?", choices=[*MODELS, "traces"], default="tiny")
     add("--points", default="", help="only these runs of the preset, with commas between them")
-    add("--syncs", type=int, default=40, help="versions of a run (default %(default)s)")
+    add("--syncs", type=int, default=SYNCS, help="versions of a run (default %(default)s)")
     add("--start", choices=["bf16", "fp32"], default="bf16", help="which numbers masters are at first (%(default)s)")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--jobs", type=int, default=1, help="runs at a time (default %(default)s)")

@@ -5,7 +5,7 @@ Published figures are those of arXiv 2605.07330 (SparseRL-Sync) and arXiv 2602.0
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,18 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 ALGORITHMS = ("grpo", "dapo", "gspo", "sft")
 FAMILIES = ("135m", "135m-from-fp32", "tiny", "tiny-from-fp32")  # what the first of these found is told first
 CALLED = {
-    "135m": "SmolLM2-135M",
-    "135m-from-fp32": "SmolLM2-135M, masters not bf16 at first",
-    "tiny": "The tiny model",
-    "tiny-from-fp32": "The tiny model, masters not bf16 at first",
+    "135m": "SmolLM2-135M from bf16 numbers",
+    "135m-from-fp32": "SmolLM2-135M from fp32 numbers",
+    "tiny": "The tiny model from bf16 numbers",
+    "tiny-from-fp32": "The tiny model from fp32 numbers",
 }
 BEGIN, END = "<!-- written by python -m benchmarks.study --render -->", "<!-- end -->"
 
 
 def share(value: float) -> str:
     """A share in percent, with three digits or so."""
+    if value < 5e-6:
+        return "< 0.001%" if value else "0"
     return f"{value:.1%}" if value >= 0.1 else f"{value:.2%}" if value >= 0.001 else f"{value:.3%}"
 
 
@@ -100,18 +102,26 @@ def families(data: Mapping[str, Any]) -> dict[str, Family]:
     return out
 
 
+def starts(every: Mapping[str, Family]) -> dict[str, Family]:
+    """The model that is told first, by the numbers its masters are at first."""
+    model = next(iter(every)).partition("-")[0]
+    found = {name.partition("-")[2] or "from-bf16": every[name] for name in every if name.partition("-")[0] == model}
+    return {start.replace("-", " "): family for start, family in found.items()}
+
+
 def write(data: Mapping[str, Any], docs: Path) -> None:
     """The plots, and the part of docs/study.md between two comments."""
     folder = docs / "plots"
     folder.mkdir(exist_ok=True)
     every = families(data)
-    for name, drawn in plots(next(iter(every.values()))).items():
+    for name, drawn in plots(starts(every)).items():
         (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
     page = docs / "study.md"
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    lines: list[str] = []
+    lines = [f"## {next(CALLED[name] for name in every).partition(' from')[0]} beside published figures", ""]
+    lines += [*_beside(starts(every)), *(f"![{title}](plots/{file}.svg)\n" for file, title in TITLES.items())]
     for name, family in every.items():
-        lines += _chapter(CALLED[name], family, brief=bool(lines))
+        lines += _chapter(CALLED[name], family)
     lines += _traces({key.split("/")[1]: value for key, value in data.items() if key.startswith("traces/")})
     made = "\n".join(lines).rstrip("\n")
     page.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
@@ -119,18 +129,21 @@ def write(data: Mapping[str, Any], docs: Path) -> None:
 
 def section(data: Mapping[str, Any]) -> list[str]:
     """What docs/results.md has of it."""
-    name, family = next(iter(families(data).items()))
+    every = families(data)
+    name, family = next(iter(every.items()))
     one = next(iter(family.values()))
     where = f"{one.syncs} syncs of one optimizer step on {one.about['device']}"
     return [
         "## Sparsity of real RL",
         "",
         f"`python -m benchmarks.study`: {CALLED[name]}. {where}.",
-        f"Densities are means of syncs {one.settled + 1} to {one.syncs}. [study.md](study.md) has the rest: distances,",
-        "algorithms, kinds of tensors, magnitudes, and where these figures and published ones differ, and why.",
+        f"Densities are means of syncs {one.settled + 1} to {one.syncs}. *From bf16*: fp32 masters were bf16 numbers",
+        "at first, as those of a published checkpoint are; *from fp32*: they could be any. [study.md](study.md) has",
+        "the rest: distances, algorithms, kinds of tensors, magnitudes, and where these figures and published ones",
+        "differ, and why.",
         "",
         *_rates(family),
-        *_beside(family),
+        *_beside(starts(every)),
         *(f"![{title}](plots/{file}.svg)\n" for file, title in TITLES.items() if file != "layers"),
     ]
 
@@ -145,8 +158,9 @@ TITLES = {
 }
 
 
-def plots(family: Family) -> dict[str, str]:
-    """SVG files by name."""
+def plots(found: Mapping[str, Family]) -> dict[str, str]:
+    """SVG files by name: of the first start, and of the others how bf16 goes with the rate."""
+    (_, family), *others = found.items()
     grpo = _grpo(family)
     named = {f"rate {rate:g}": run for rate, run in grpo.items()}
     some = next(iter(grpo.values()))
@@ -160,6 +174,7 @@ def plots(family: Family) -> dict[str, str]:
     last = max(layers[next(iter(named))])
     layer = Axis("layer", _plain, marks=tuple(dict.fromkeys((0, *range(10, int(last), 10), last))))
     precisions = {p: {rate: run.density(p) for rate, run in grpo.items()} for p in some.precisions}
+    precisions |= {f"bf16, {s}": {r: run.density("bf16") for r, run in _grpo(f).items()} for s, f in others}
     by_sync = {name: run.densities("bf16") for name, run in named.items()}
     by_distance = {name: run.apart() for name, run in named.items()}
     by_exponent = {name: _by_exponent(run) for name, run in named.items()}
@@ -182,10 +197,10 @@ def _power(exponent: float) -> str:
     return "2" + f"{exponent:g}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def _chapter(title: str, family: Family, brief: bool) -> list[str]:
+def _chapter(title: str, family: Family) -> list[str]:
     one = next(iter(family.values()))
     about = one.about
-    out = [
+    return [
         f"## {title}",
         "",
         f"{one.syncs} syncs on {about['device']}, {about['prompts']} × {about['group']} answers each,",
@@ -201,15 +216,6 @@ def _chapter(title: str, family: Family, brief: bool) -> list[str]:
         "### Distance",
         "",
         *_distances(family),
-    ]
-    if brief:
-        return out
-    return [
-        *out,
-        "### Beside published figures",
-        "",
-        *_beside(family),
-        *(f"![{title}](plots/{file}.svg)\n" for file, title in TITLES.items()),
         "### Bits per changed element",
         "",
         *_bits(family),
@@ -334,44 +340,58 @@ def _magnitudes(family: Family) -> list[str]:
     return _table(("magnitude from", "of the weights", *(f"{rate:g}" for rate in grpo)), rows)
 
 
-def _beside(family: Family) -> list[str]:
-    grpo = _grpo(family)
-    run = family.get("grpo-1e-06") or next(iter(grpo.values()))
-    rows: list[tuple[str, ...]] = [
+def _beside(found: Mapping[str, Family]) -> list[str]:
+    """Figures of each start, where its runs were made, and those of others."""
+
+    def density(precision: str) -> Callable[[Found], str]:
+        return lambda run: share(run.density(precision))
+
+    def apart(distance: int) -> Callable[[Found], str]:
+        return lambda run: share(run.apart()[distance]) if distance in run.apart() else ""
+
+    def again(run: Found) -> str:
+        return share(run.again()[10]) if run.syncs >= 10 else ""
+
+    def chained(run: Found) -> str:
+        return f"{run.chained(32)[0]:.1f}×" if 32 in run.apart() else ""
+
+    def bits(run: Found) -> str:
+        return ", ".join(f"{run.bits('bf16', profile):.1f} (`{profile}`)" for profile in reversed(PROFILES))
+
+    usual, bf16 = "grpo-1e-06", share(PAPER["bf16"])
+    asked: list[tuple[str, str, Callable[[Found], str], str, str]] = [
+        (f"density, {p}, at 1e-6", usual, density(p), share(PAPER[p]), share(PULSE_RATES[1e-6]) if p == "bf16" else "")
+        for p in PRECISIONS
+    ]
+    asked += [
+        (f"density, bf16, at {rate:g}", f"grpo-{rate:g}", density("bf16"), "", share(published))
+        for rate, published in PULSE_RATES.items()
+        if rate != 1e-6
+    ]
+    asked += [
+        ("DAPO at 1e-6, bf16", "dapo-1e-06", density("bf16"), bf16, ""),
+        ("GSPO at 1e-6, bf16", "gspo-1e-06", density("bf16"), bf16, ""),
+        ("SFT at 1e-6, bf16", "sft-1e-06", density("bf16"), "", "2–4%"),
+        ("SFT at 2e-5, bf16", "sft-2e-05", density("bf16"), "", "2–4%"),
+        ("inactive tensors, bf16", usual, lambda run: share(run.inactive("bf16")), "5–6%", ""),
+        ("seen before, at sync 10", usual, again, "72–77%", ""),
+        *((f"density, bf16, {k} apart", usual, apart(k), "", f"{share(d)} (7B)") for k, d in PULSE_APART.items()),
+        ("elements of 32 patches over one", usual, chained, "", "14× (7B)"),
+        ("bits per changed element, bf16", usual, bits, "25.6; raw 48", "23"),
         (
-            f"density, {p}, at 1e-6",
-            share(run.density(p)),
-            share(PAPER[p]),
-            share(PULSE_RATES[1e-6]) if p == "bf16" else "",
-        )
-        for p in run.precisions
+            "all weights over a patch, bf16",
+            usual,
+            lambda run: f"{run.ratio('bf16'):.0f}×",
+            "60–101×; raw 32–54×",
+            "130×",
+        ),
     ]
-    rows += [
-        (f"density, bf16, at {rate:g}", share(found.density("bf16")), "", share(PULSE_RATES[rate]))
-        for rate, found in grpo.items()
-        if rate in PULSE_RATES and rate != 1e-6
-    ]
-    rows += [
-        (f"{_title(found)} at {found.about['lr']:g}, bf16", share(found.density("bf16")), *_published(found))
-        for name, found in family.items()
-        if name.startswith(("dapo", "gspo", "sft"))
-    ]
-    rows.append(("inactive tensors, bf16", share(run.inactive("bf16")), "5–6%", ""))
-    rows.append((f"seen before at sync {min(10, run.syncs)}", share(run.again()[min(10, run.syncs)]), "72–77%", ""))
-    for distance, density in PULSE_APART.items():
-        if distance in run.apart():
-            rows.append(
-                (f"density, bf16, {distance} apart", share(run.apart()[distance]), "", f"{share(density)} (7B)")
-            )
-    if 32 in run.apart():
-        rows.append(("elements of 32 patches over one", f"{run.chained(32)[0]:.1f}×", "", "14× (7B)"))
-    rows.append(("bits per changed element, bf16", f"{run.bits('bf16', 'ctx'):.1f} (`ctx`)", "25.6; raw 48", "23"))
-    rows.append(("all weights over a patch, bf16", f"{run.ratio('bf16'):.0f}×", "60–101×; raw 32–54×", "130×"))
-    return _table(("what", "here", "SparseRL-Sync", "PULSE"), rows)
-
-
-def _published(run: Found) -> tuple[str, str]:
-    return ("", "2–4%") if run.about["algorithm"] == "sft" else (share(PAPER["bf16"]), "")
+    rows = []
+    for what, name, ask, paper, pulse in asked:
+        cells = [ask(family[name]) if name in family else "" for family in found.values()]
+        if any(cells):
+            rows.append((what, *cells, paper, pulse))
+    return _table(("what", *(f"here, {start}" for start in found), "SparseRL-Sync", "PULSE"), rows)
 
 
 def _traces(found: Mapping[str, Any]) -> list[str]:
@@ -434,7 +454,11 @@ def _exponents(classes: Mapping[str, list[int]]) -> dict[int, tuple[int, int]]:
 
 def _by_exponent(run: Found) -> dict[float, float]:
     found = _exponents(run.precisions["bf16"]["classes"]["bfloat16"])
-    return {float(e): found[e][0] / found[e][1] for e in sorted(found) if -24 <= e <= 0 and found[e][0] >= 10}
+    return {
+        float(e): found[e][0] / found[e][1]
+        for e in sorted(found)
+        if -24 <= e <= 0 and found[e][0] >= 1e-6 * found[e][1]
+    }
 
 
 def _mean(values: list[Any]) -> float:

@@ -95,6 +95,17 @@ class Run:
         """The fp32 weights, where the optimizer writes them; tied ones once."""
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
+    @torch.no_grad()
+    def loss(self, lines: list[str], precision: str) -> float:
+        """What the casts of the masters to some floats still have to learn from lines, computed in fp32."""
+        kept = {name: master.clone() for name, master in self.masters().items()}
+        for name, master in self.masters().items():
+            master.copy_(cast({name: kept[name]}, precision)[name])
+        found = float(policy.line_loss(self._model, self._tokenizer, self._before, lines))
+        for name, master in self.masters().items():
+            master.copy_(kept[name])
+        return found
+
     @staticmethod
     @torch.no_grad()
     def _copy(to: Any, of: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks import session_tables, study, study_page, study_run, study_traces  # noqa: E402
+from benchmarks import session_tables, study, study_follow, study_page, study_run, study_traces  # noqa: E402
 from benchmarks.study_plots import Axis, plot  # noqa: E402
 from benchmarks.study_summary import summary  # noqa: E402
 from sparserl import sources  # noqa: E402
@@ -113,6 +113,27 @@ def test_masters_start_as_bf16_numbers() -> None:
         assert exact == all(torch.equal(t, t.bfloat16().float()) for t in masters.values())
 
 
+def test_the_cast_follows_later_where_masters_are_bf16_numbers() -> None:
+    """They must go half a step before it notices; from any numbers it goes along in the mean."""
+    point = replace(POINT, algorithm="sft", lr=1e-6)
+    bf16, fp32 = (list(study_follow.follow(replace(point, start=start), (0, 3))) for start in study_follow.STARTS)
+    assert [row.share for row in (bf16[0], fp32[0])] == [0, 0]
+    assert 0 < bf16[1].share < 0.5 < fp32[1].share < 1.5
+    assert bf16[1].masters < bf16[0].masters == bf16[0].rollout
+    masters = {"w": torch.tensor([1.0, 2.0, 3.0])}
+    moved = {"w": masters["w"] + torch.tensor([2.0**-9, 0.25, 0.0])}
+    assert study_follow.gone(masters, moved) == 0.25**2 / (0.25**2 + 2.0**-18)
+    assert study_follow.gone(masters, moved, "fp32") == 1
+
+
+def test_looking_at_the_loss_changes_nothing() -> None:
+    """Masters are what they were, whatever they were cast to."""
+    trained = study_run.Run(replace(POINT, start="fp32"), "cpu", lambda _: None)
+    before = {name: tensor.clone() for name, tensor in trained.masters().items()}
+    assert trained.loss(["49131=11349\n"], "bf16") != trained.loss(["49131=11349\n"], "fp32")
+    assert study_run.count(before, trained.masters()) == [0] * len(before)
+
+
 def test_fp8_is_that_of_the_library() -> None:
     """Codes and scales are bit for bit those of `fp8_blockwise`, at the edges and in a block of zeros too."""
     torch.manual_seed(0)
@@ -169,6 +190,29 @@ def test_pages(found: dict[str, Any], grpo: study_page.Found, tmp_path: Path) ->
     results = "\n".join(session_tables.tables(tmp_path))
     assert "## Sparsity of real RL" in results
     assert f"**{study_page.share(grpo.density('bf16'))}**" in results
+
+
+def test_starts_stand_side_by_side(found: dict[str, Any], grpo: study_page.Found) -> None:
+    """A figure has a column for each start of the first model; a start without the run has nothing there."""
+    run, sft = found["tiny/grpo-5e-06"], found["tiny/sft-5e-06"]
+    both = {"tiny/grpo-5e-06": run, "tiny-from-fp32/grpo-5e-06": run, "tiny-from-fp32/sft-1e-06": sft}
+    assert list(study_page.starts(study_page.families(both))) == ["from bf16", "from fp32"]
+    rows = study_page.section(both)
+    density = study_page.share(grpo.density("bf16"))
+    assert f"| density, bf16, at 5e-06 | {density} | {density} |  | 0.94% |" in rows
+    assert f"| SFT at 1e-6, bf16 |  | {study_page.share(study_page.Found(sft).density('bf16'))} |  | 2–4% |" in rows
+    assert not any(row.startswith("| DAPO") for row in rows)
+
+
+def test_a_share_that_is_not_zero_does_not_look_like_it() -> None:
+    """Nor does zero look like something that was rounded."""
+    assert [study_page.share(value) for value in (0, 4e-6, 5e-6, 0.00123, 0.5)] == [
+        "0",
+        "< 0.001%",
+        "0.001%",
+        "0.12%",
+        "50.0%",
+    ]
 
 
 def test_a_plot_places_its_points() -> None:

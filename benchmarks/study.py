@@ -29,6 +29,7 @@ from benchmarks import study_page, traces
 from benchmarks.study_run import SFT, Point, run
 from benchmarks.study_summary import summary
 from benchmarks.study_traces import replay
+from examples.rl import policy
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SYNCS = 40  # of a run; longer and shorter ones are families of their own
@@ -51,7 +52,7 @@ def points(preset: str, model: str, syncs: int, start: str) -> dict[str, Point]:
 
 def one(key: str, point: Point, folder: Path, device: str, threads: int) -> dict[str, Any]:
     """A run, in a process of its own where there are several."""
-    torch.set_num_threads(1 if point.model == "tiny" else threads)
+    torch.set_num_threads(1 if point.model in policy.MADE else threads)
     began = time.perf_counter()
     said = began
 

@@ -124,7 +124,7 @@ class Run:
 def _begun(model: str, warm_up: int, seed: int) -> tuple[Any, Tokenizer, str]:
     """The model before RL, which all runs of one process share."""
     found = policy.build(model, seed)
-    if model == "tiny":
+    if model in policy.MADE:
         policy.learn(found[0], warm_up, Options().right, seed, lambda _: None)
     return found
 

@@ -27,7 +27,7 @@ import sparserl
 from sparserl.record import Recording
 from sparserl.record.page import page
 
-from . import ways
+from . import policy, ways
 from .fleet import Failed
 from .options import MODES, Options, add_to
 from .trainer import RECORDING, Sync, Trainer
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     home = (given.folder or Path(tempfile.mkdtemp(prefix="sparserl-rl-"))).resolve()
     work = Path(tempfile.mkdtemp(prefix="run-", dir=home))
     options = replace(options, folder=str(work), url=ways.complete(options.url, work))
-    if options.model == "tiny":
+    if options.model in policy.MADE:
         torch.set_num_threads(1)  # too small to gain from more
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     show = view(options.workers, given.json)

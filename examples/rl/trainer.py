@@ -88,7 +88,7 @@ class Trainer:
         """Make the model, and let it learn the task by half."""
         options = self.options
         model, _, _ = policy.build(options.model, options.seed)
-        if options.model == "tiny":
+        if options.model in policy.MADE:
             policy.learn(model, options.warm_up, options.right, options.seed, self._doing)
         if options.lora:
             model = with_lora(model, options)

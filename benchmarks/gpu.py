@@ -33,7 +33,7 @@ from benchmarks.gpu_data import (
     trace_plan,
     write_traces,
 )
-from benchmarks.gpu_scenes import milliseconds, peak_over, require
+from benchmarks.gpu_scenes import decoded, milliseconds, peak_over, require
 
 _SRC = Path(__file__).resolve().parents[1] / "src"
 POISON = 0xA5
@@ -191,7 +191,7 @@ def _check_width(width: int, kind: str) -> int:
     sent = gpu_streams.encode(ulp, old, new)
     for locate in (
         lambda side: gpu_cells.at_positions(blocks, side, changes, positions, after, bad),
-        lambda side: gpu_streams.decode(ulp, side, sent.data, sent.directory, sent.changes, bad),
+        lambda side: decoded(ulp, side, sent, bad),
     ):
         target = blocks.side([a.clone() for a in olds])
         found = locate(target)
@@ -210,7 +210,7 @@ def _check_width(width: int, kind: str) -> int:
     require(torch.equal(encoded.moved, moved), "the digest's way, by classes")
     target = blocks.side([a.clone() for a in olds])
     bad.zero_()
-    found = gpu_streams.decode(plan, target, encoded.data, encoded.directory, encoded.changes, bad)
+    found = decoded(plan, target, encoded, bad)
     require(int(bad) == 0 and torch.equal(gpu.total(found.sums), moved), "decoded")
     gpu_classes.land(target, found, found.new, bad)
     require(all(map(torch.equal, target.alive, new.alive)), "landed by classes")
@@ -336,8 +336,8 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
 
     def raw() -> Any:
         words, counts = gpu.diff(blocks, old, new)
-        changes = int(gpu_streams.part_changes(blocks, counts).sum())
-        return gpu.compact(blocks, old, new, words, counts, changes)
+        ends = torch.cumsum(counts, 0, dtype=torch.int64)
+        return gpu.compact(blocks, old, new, words, counts, int(ends[-1]), ends=ends)
 
     positions, after, _, sums = raw()
     moved = gpu.total(sums)
@@ -349,8 +349,7 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
         if name == "raw":
             found = gpu_cells.at_positions(blocks, side, changes, positions, after, bad)
         else:
-            plan, data, directory = ctx if name == "ctx" else ulp, sent[name].data, sent[name].directory
-            found = gpu_streams.decode(plan, side, data, directory, changes, bad)
+            found = decoded(ctx if name == "ctx" else ulp, side, sent[name], bad)
         wrong = bad | (gpu.total(found.sums) != moved).any().to(torch.int32)
         gpu_classes.land(side, found, found.old if back else found.new, wrong)
 
@@ -426,7 +425,7 @@ _WAYS = {
     "count": ("decode", "_count_kernel", ((128, 4), (256, 8), (64, 4))),
     "unpack": ("decode", "_unpack_kernel", ((2048, 4), (2048, 8), (4096, 8))),
     "select": ("decode", "_select_kernel", ((32, 1), (64, 1), (64, 2))),
-    "land": ("decode", "_land_kernel", ((32, 1), (512, 4), (1024, 8))),
+    "land": ("decode", "_land_kernel", ((128, 4), (512, 4), (1024, 8))),
     "locate": ("ulp decode", "_locate_kernel", ((128, 1), (64, 2), (128, 4))),
     "mark": ("mark", "_mark_kernel", ((32, 2), (64, 4), (64, 8), (128, 8), (256, 8))),
 }
@@ -444,7 +443,7 @@ def sweep(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     sent, bad = gpu_streams.encode(plan, old, new), torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def decode() -> None:
-        found = gpu_streams.decode(plan, old, sent.data, sent.directory, sent.changes, bad)
+        found = decoded(plan, old, sent, bad)
         gpu_classes.land(old, found, found.old, bad)
 
     def raw() -> None:
@@ -454,7 +453,7 @@ def sweep(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     ulp = gpu_streams.Plan.of(blocks, bucket, 18)
     short = gpu_streams.encode(ulp, old, new)
     works = {"raw": raw, "ctx": lambda: gpu_streams.encode(plan, old, new), "decode": decode}
-    works["ulp decode"] = lambda: gpu_streams.decode(ulp, old, short.data, short.directory, short.changes, bad)
+    works["ulp decode"] = lambda: decoded(ulp, old, short, bad)
     works["mark"] = _tracking(old_flat, new_flat)[1]
     out: dict[str, Any] = {}
     for module in (gpu, gpu_cells, gpu_classes, gpu_coding):

@@ -47,6 +47,13 @@ def peak_over(work: Callable[[], Any]) -> int:
     return (torch.cuda.max_memory_allocated() - before) >> 20
 
 
+def decoded(plan: Any, side: Any, sent: Any, bad: torch.Tensor, data: torch.Tensor | None = None) -> Any:
+    """The changes of all buckets that were encoded, located; from another copy of their bytes if there is one."""
+    from sparserl.kernels import gpu_streams
+
+    return gpu_streams.decode(plan, side, sent.data if data is None else data, sent.directory, sent.changes, bad)
+
+
 # -- traces -----------------------------------------------------------------------------------------------------------
 
 
@@ -67,7 +74,7 @@ def time_traces(path: Path, nbytes: int, floors: dict[str, float]) -> dict[str, 
         total = int(sent.changes.sum())
 
         def land(side: gpu.Side, back: bool) -> None:
-            found = gpu_streams.decode(ctx, side, sent.data, sent.directory, sent.changes, bad)  # noqa: B023
+            found = decoded(ctx, side, sent, bad)  # noqa: B023
             wrong = bad | (gpu.total(found.sums) != sent.moved).any().to(torch.int32)  # noqa: B023
             gpu_classes.land(side, found, found.old if back else found.new, wrong)
 
@@ -378,7 +385,7 @@ def sync_7b() -> dict[str, Any]:
         back[:size].copy_(room[:size], non_blocking=True)
         bad = torch.zeros(1, dtype=torch.int32, device="cuda")
         lap()
-        found = gpu_streams.decode(there, rollout, back, encoded.directory, encoded.changes, bad)
+        found = decoded(there, rollout, encoded, bad, back)
         reached = current + gpu.total(found.sums)
         wrong = bad | (reached != result).any().to(torch.int32)
         lap()

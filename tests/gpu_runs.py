@@ -20,6 +20,16 @@ def run(*command, **env):
     return done.stdout
 
 
+def streams_of(directory, bucket):
+    """Coder, and offset and length of each chunk, by stream."""
+    out = {}
+    columns = directory.bucket, directory.stream, directory.coder, directory.offset, directory.length
+    for b, stream, coder, at, size in zip(*(column.tolist() for column in columns), strict=True):
+        if b == bucket:
+            out.setdefault(stream, (coder, []))[1].append((at, size))
+    return out
+
+
 def hasten_interpreter() -> None:
     """Sums wrap on purpose in these kernels, and looking for overflows takes a third of the interpreter's time."""
     import torch

@@ -18,7 +18,7 @@ import pytest
 import sparserl
 from sparserl import Patch
 from sparserl.errors import SparserlError
-from sparserl.parallel import default_threads, ordered
+from sparserl.parallel import default_threads, in_turn, ordered
 from tests.classes import always
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
@@ -173,6 +173,36 @@ def test_more_items_can_be_taken_ahead():
     assert next(results) == 0
     assert len(taken) == 7
     assert list(results) == list(range(1, 20))
+
+
+def test_light_items_are_worked_on_at_once():
+    """They are by the thread that takes the results, the others by those of the pool; all come in order."""
+    here = threading.get_ident()
+    done = ordered(lambda i: (i, threading.get_ident() == here), range(20), 2, light=lambda i: i % 3 == 0)
+    assert list(done) == [(i, i % 3 == 0) for i in range(20)]
+
+
+def test_jobs_take_steps_in_turn():
+    """Each is a step behind the one before, few are begun and not done, and what they return comes in order."""
+    steps, begun = [], []
+
+    def job(name, pauses):
+        begun.append(name)
+        for i in range(pauses):
+            steps.append((name, i))
+            yield
+        begun.remove(name)
+        return name
+
+    results = in_turn(job(name, pauses) for name, pauses in (("a", 3), ("b", 1), ("c", 2), ("d", 0)))
+    assert next(results) == "a"
+    assert steps == [("a", 0), ("a", 1), ("b", 0), ("a", 2), ("c", 0)]
+    assert list(results) == ["b", "c", "d"]
+    assert not begun
+    assert list(in_turn([])) == []
+    steps.clear()
+    for _ in in_turn(job(i, 4) for i in range(5)):
+        assert len(begun) <= 2
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -13,12 +13,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from .bits import DType, UIntArray
+from .bits import BY_NAME, DType, UIntArray
 from .kernels import cpu, gpu, gpu_cells, gpu_sums
-from .memory import far_tensor, leading
+from .memory import Memory, far_tensor, leading
 from .pieces import PIECE_BYTES, Geometry, Held, Numbers
 from .region import whole
 from .shards import Place
@@ -53,8 +52,8 @@ class Run(NamedTuple):
 
 def run(place: Place, *versions: Held) -> Run | None:
     """A place as a run; None where it is none, or not on the same device in all versions."""
-    (tensor, region), table = place, versions[0].table
-    spec = table.specs[tensor]
+    tensor, region = place
+    spec = versions[0].table.specs[tensor]
     start = 0 if region is None else leading(region, spec.shape)
     homes, address = list[torch.Tensor](), list[int]()
     for held in versions:
@@ -63,10 +62,10 @@ def run(place: Place, *versions: Held) -> Run | None:
         lead = 0 if local is None else leading(local, memory.shape)
         if there is None or start is None or lead is None or not there.is_contiguous():
             return None
+        if homes and there.device != homes[0].device:
+            return None
         homes.append(there)
         address.append(memory.address + lead * spec.dtype.width)
-    if any(there.device != homes[0].device for there in homes[1:]):
-        return None
     return Run(place, spec.dtype, spec.numel if region is None else region.numel, start or 0, homes, address)
 
 
@@ -177,15 +176,29 @@ def pair(both: torch.Tensor) -> tuple[int, int]:
 
 def upload(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
     """An array on a device, as signed integers where it has more than a byte an element; through page-locked memory."""
-    host, send = staging(array.nbytes, device)
-    host[...] = array.view(np.uint8)
-    return send().view(gpu.INTS[array.itemsize])
+    host = torch.empty(array.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")  # which torch uses again
+    host.numpy()[...] = array.reshape(-1).view(np.uint8)
+    return host.to(device, non_blocking=True).view(gpu.INTS[array.itemsize])
 
 
-def staging(nbytes: int, device: Any) -> tuple[npt.NDArray[np.uint8], Callable[[], torch.Tensor]]:
-    """Bytes to be filled, in page-locked memory, and what begins to bring them to the device."""
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")  # torch uses such memory again
-    return host.numpy(), lambda: host.to(device, non_blocking=True)
+def send(parts: Sequence[bytes | memoryview], device: Any) -> torch.Tensor:
+    """Begin to bring bytes to the device, one part behind the other; they must stay as they are until it is done.
+
+    What lies in page-locked memory is copied from there, and anything else by way of the driver's own.
+    """
+    out = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=device)
+    at = 0
+    for part in parts:
+        if len(part):
+            out[at : at + len(part)].copy_(_as_tensor(part), non_blocking=True)
+        at += len(part)
+    return out
+
+
+def _as_tensor(buffer: bytes | memoryview) -> torch.Tensor:
+    """A buffer as a tensor, of which torch need not know that it is read-only."""
+    array = np.frombuffer(buffer, np.uint8)
+    return torch.from_numpy(Memory(BY_NAME["uint8"], array.shape, array.ctypes.data, None, True, buffer).view())
 
 
 def fetch(tensor: torch.Tensor) -> Callable[[], np.ndarray[Any, Any]]:

@@ -323,10 +323,10 @@ def memories(weights: Weights) -> dict[str, Memory]:
             and not tensor.is_neg()
             and dtype.name not in _COMPLEX
         ):
-            strides = tensor.stride() if far else None
-            columns = (dtype, tensor.shape, tensor.data_ptr(), strides, True, tensor)
+            strides, address = tensor.stride() if far else None, tensor.data_ptr()
+            columns = (dtype, tensor.shape, address, strides, True, tensor)
             out[name] = tuple.__new__(_ForeignMemory if far else Memory, columns)
-            if _freed(tensor) and tensor.numel():
+            if address == tensor.storage_offset() * dtype.width and tensor.numel():
                 raise _without_memory(name, tensor)
         else:
             out[name] = memory_of(name, tensor)
@@ -334,8 +334,13 @@ def memories(weights: Weights) -> dict[str, Memory]:
 
 
 def table_of(held: Mapping[str, Memory]) -> TensorTable:
-    """The tensor table of weights whose tensors are whole."""
-    return TensorTable([TensorSpec(name, m.dtype, tuple(m.shape)) for name, m in held.items()])
+    """The tensor table of weights whose tensors are whole: the same one as the last time, if they are the same."""
+    return _table(tuple([(name, m.dtype.name, tuple(m.shape)) for name, m in held.items()]))
+
+
+@lru_cache(maxsize=8)
+def _table(rows: tuple[tuple[str, str, Shape], ...]) -> TensorTable:
+    return TensorTable([TensorSpec(name, BY_NAME[dtype], shape) for name, dtype, shape in rows])
 
 
 def require_like(table: TensorTable, held: Mapping[str, Memory], ours: str = "old", theirs: str = "new") -> None:
@@ -371,8 +376,13 @@ def require_writable(held: Iterable[tuple[str, Memory]]) -> None:
             raise UnsupportedTensor(f"tensor {name!r} can only be read: it is cast, or on a device without kernels")
         if not m.writable:
             raise UnsupportedTensor(f"tensor {name!r} is read-only; a patch cannot be applied in place")
-        if m.strides is not None and _folds(m.shape, m.strides):
+        if m.strides is not None and not _plain(m) and _folds(m.shape, m.strides):
             raise UnsupportedTensor(f"tensor {name!r} is expanded or overlaps itself: elements share an address")
+
+
+def _plain(m: Memory) -> bool:
+    """Whether it is known at once that a tensor is contiguous."""
+    return isinstance(m, _ForeignMemory) and bool(far_tensor(m).is_contiguous())
 
 
 def _folds(shape: Shape, strides: Shape) -> bool:
@@ -434,6 +444,10 @@ def _same(a: Memory, b: Memory) -> bool:
 def _span(m: Memory) -> tuple[int, int]:
     if m.strides is None:
         return m.address, m.address + math.prod(m.shape) * m.dtype.width
-    low = sum(s * (n - 1) for s, n in zip(m.strides, m.shape, strict=True) if s < 0)
-    high = sum(s * (n - 1) for s, n in zip(m.strides, m.shape, strict=True) if s > 0)
-    return m.address + low * m.dtype.width, m.address + (high + 1) * m.dtype.width
+    low, high = 0, 1
+    for stride, size in zip(m.strides, m.shape, strict=True):
+        if stride < 0:
+            low += stride * (size - 1)
+        else:
+            high += stride * (size - 1)
+    return m.address + low * m.dtype.width, m.address + high * m.dtype.width

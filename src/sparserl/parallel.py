@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import TypeVar
@@ -38,9 +38,16 @@ def _pool(threads: int, _process: int) -> ThreadPoolExecutor:
 
 
 def ordered(
-    work: Callable[[T], R], items: Iterable[T], threads: int | None = None, ahead: int | None = None
+    work: Callable[[T], R],
+    items: Iterable[T],
+    threads: int | None = None,
+    ahead: int | None = None,
+    light: Callable[[T], bool] | None = None,
 ) -> Iterator[R]:
-    """`map` on threads, lazily: at most so many items are taken ahead of the consumer, else two per thread."""
+    """`map` on threads, lazily: at most so many items are taken ahead of the consumer, else two per thread.
+
+    light: for which items it would take longer to wait for the interpreter's lock. They are worked on at once.
+    """
     threads = threads or default_threads()
     if threads == 1:
         yield from map(work, items)
@@ -49,13 +56,42 @@ def ordered(
     flight: deque[Future[R]] = deque()
     try:
         for item in items:
-            flight.append(pool.submit(work, item))
+            flight.append(_done(work, item) if light and light(item) else pool.submit(work, item))
             while flight and (len(flight) >= (ahead or 2 * threads) or flight[0].done()):
                 yield flight.popleft().result()
         while flight:
             yield flight.popleft().result()
     finally:
         wait([future for future in flight if not future.cancel()])  # nothing goes on behind the caller's back
+
+
+def _done(work: Callable[[T], R], item: T) -> Future[R]:
+    future = Future[R]()
+    future.set_result(work(item))
+    return future
+
+
+def in_turn(jobs: Iterable[Generator[None, None, R]], most: int = 2) -> Iterator[R]:
+    """What jobs return, in order; they pause where they would wait, and meanwhile others take their next step.
+
+    At most so many are begun and not done, each a step behind the one before. While what one returned is in use, the
+    others have something to wait for.
+    """
+    waiting, flight = iter(jobs), deque[tuple[Generator[None, None, R], list[R]]]()
+    while True:
+        ready = next((i for i, (_, done) in enumerate(flight) if not done), len(flight))
+        if len(flight) - ready < most and (job := next(waiting, None)) is not None:
+            flight.append((job, []))
+        for step, done in flight:
+            try:
+                if not done:
+                    next(step)
+            except StopIteration as end:
+                done.append(end.value)
+        for _ in range(ready):
+            yield flight.popleft()[1][0]
+        if not flight:
+            return
 
 
 def uninterrupted(work: Callable[[], object]) -> None:

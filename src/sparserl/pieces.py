@@ -17,7 +17,7 @@ from .region import Region, Shape, collapse, row_major, whole
 from .shards import Place, Shards
 from .table import TensorTable
 
-PIECE_BYTES = 16 << 20  # large enough to amortize Python, small enough to balance threads
+PIECE_BYTES = 32 << 20  # large enough to amortize Python, small enough to balance threads
 Numbers = npt.NDArray[np.int64]
 
 
@@ -91,6 +91,7 @@ class Held:
         self.table = table
         self.parts = sorted(parts, key=lambda part: part[0][0])
         self._of: list[list[int]] = [[] for _ in table.specs]
+        self._whole: list[Memory | None] = [None] * len(table)
         address, plain = [0] * len(table), [False] * len(table)
         self.devices: dict[Any, Any] = {}  # on which some parts are, and the stream for what is done there
         for i, ((tensor, region), memory) in enumerate(self.parts):
@@ -98,6 +99,7 @@ class Held:
             if memory.strides is not None and (there := far_tensor(memory)) is not None:
                 self.devices[there.device] = None
             if region is None:
+                self._whole[tensor] = memory
                 address[tensor], plain[tensor] = memory.address, memory.strides is None
         self._address = np.array(address, np.int64)
         self._plain = np.array(plain, bool)  # whole and contiguous: it can be read where it lies
@@ -209,6 +211,8 @@ class Held:
 
     def local(self, tensor: int, region: Region | None) -> tuple[Memory, Region | None]:
         """The memory that a region of a tensor is in, and the region in its coordinates; None is all of it."""
+        if (there := self._whole[tensor]) is not None:
+            return there, region
         (_, origin), memory = self.parts[self.part(tensor, region)]
         if origin is None or region is None:
             return memory, region

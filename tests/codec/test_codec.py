@@ -31,7 +31,7 @@ def poisoned(monkeypatch):
         out.view(np.uint8)[:] = 0xA5
         return out
 
-    for module in ("profile", "index", "numbers", "value", "ctx"):
+    for module in ("streams", "profile", "index", "numbers", "value", "ctx"):
         monkeypatch.setattr(importlib.import_module(f"sparserl.codec.{module}"), "empty", empty)
 
 
@@ -313,6 +313,63 @@ def test_low_bits_are_stored_and_bounded():
         reader.take_stored(Stream.GAP_LOWS, 3)
     with pytest.raises(InvalidField, match="coded"):
         reader.take_stored(Stream.STEP_LOWS, 100)
+
+
+def laid(coded, body=bytes):
+    """A reader of chunks that lie one behind the other, as those of a bucket do."""
+    whole = memoryview(body(b"?" + b"".join(bytes(c) for _, chunks in coded.values() for c in chunks)))[1:]
+    at, placed = 0, {}
+    for stream, (coder, chunks) in coded.items():
+        placed[stream] = (coder, [])
+        for chunk in chunks:
+            placed[stream][1].append(whole[at : at + len(chunk)])
+            at += len(chunk)
+    return Reader(placed, body=whole), whole
+
+
+@pytest.mark.parametrize("body", [bytes, bytearray])
+@pytest.mark.parametrize("lend", [False, True])
+def test_items_are_lent_where_nobody_can_change_them(body, lend):
+    """Positions that were checked must stay what they were: only of bytes that cannot change are they no copy."""
+    items = np.arange(5, dtype="<u4") * 7
+    coded = {
+        Stream.ENTRIES: (Stored(), [b"abc"]),
+        Stream.POSITIONS: (Stored(), [items[:4].tobytes(), items[4:].tobytes()]),
+    }
+    reader, whole = laid(coded, body)
+    found = reader.take_items(Stream.POSITIONS, np.dtype("<u4"), [4, 1], lend)
+    assert found.tolist() == items.tolist()
+    assert np.shares_memory(found, np.frombuffer(whole, np.uint8)) == (lend and body is bytes)
+    with pytest.raises(InvalidField, match="stream 1"):
+        laid(coded, body)[0].take_items(Stream.POSITIONS, np.dtype("<u4"), [5], lend)
+    squeezed = {Stream.WORDS: (Zstd(), [Zstd().encode(items.tobytes())])}
+    assert laid(squeezed, body)[0].take_items(Stream.WORDS, items.dtype, [5], lend).tolist() == items.tolist()
+
+
+def test_what_was_decoded_ahead_is_what_is_taken():
+    """Chunks of several streams decoded in one go: the same bytes, and the same errors from the same chunks."""
+    rng = np.random.default_rng(3)
+    sizes = {Stream.GAP_TOKENS: [65536, 40000, 9], Stream.STEP_TOKENS: [33000, 70001], Stream.TILE_TOKENS: [77]}
+    raw = {s: [rng.integers(0, 9, n, np.uint8).tobytes() for n in each] for s, each in sizes.items()}
+    coders = {Stream.GAP_TOKENS: Rans(), Stream.STEP_TOKENS: Rans(), Stream.TILE_TOKENS: Zstd()}
+    coded = {s: (coders[s], [bytes(coders[s].encode(r)) for r in each]) for s, each in raw.items()}
+    reader = Reader(coded)
+    reader.decode_ahead({**sizes, Stream.GAP_LOWS: [5]})
+    for stream, each in raw.items():
+        assert [bytes(reader.take(stream, len(r))) for r in each] == each
+    reader.finish()
+    broken = bytearray(coded[Stream.STEP_TOKENS][1][1])
+    broken[-5] ^= 4
+    coded[Stream.STEP_TOKENS][1][1] = bytes(broken)
+    reader = Reader(coded)
+    reader.decode_ahead(sizes)
+    assert bytes(reader.take(Stream.STEP_TOKENS, 33000)) == raw[Stream.STEP_TOKENS][0]
+    with pytest.raises(InvalidField, match="stream 8: a rans chunk"):
+        reader.take(Stream.STEP_TOKENS, 70001)
+    reader = Reader(coded)
+    reader.decode_ahead({Stream.GAP_TOKENS: sizes[Stream.GAP_TOKENS]})
+    with pytest.raises(InvalidField, match="stream 6"):
+        reader.take(Stream.GAP_TOKENS, 65535)
 
 
 # Magnitude classes.

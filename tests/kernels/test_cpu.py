@@ -325,14 +325,16 @@ def test_gather_and_scatter(uint, way):
         top = uint(1 << (8 * width - 1))
         words = bits.copy() if way == "words" else reference.steps(before, bits, way == "floats")
         out = poisoned(where.size, uint)
-        given = where, words, way == "words", top, way == "floats", out[: where.size]
+        given = words.ctypes.data, way == "words", top, way == "floats", out[: where.size]
+        odd, at = unaligned(where, 1)
         start, keys = rng.integers(0, 2**40, len(rows)), rng.integers(0, 2**64, (len(rows), 2), np.uint64)
         other = stride + rng.integers(0, 3, stride.shape)  # strides in the tensor, which need not be those in memory
-        moved = cpu.exchange(tag, counts, first, start, dims, size, stride, other, keys, *given)
+        moved = cpu.exchange(tag, counts, first, start, dims, size, stride, other, keys, at, *given)
         assert moved == cpu.digest_delta(counts, start, dims, size, other, keys, where, before, bits)
         assert (out[: where.size] == before).all()
         assert (words == bits).all()
         assert untouched(out, where.size)
+        assert (odd[1 : 1 + where.nbytes] == where.view(np.uint8)).all()
     for i, ((buffer, _), (after, _)) in enumerate(zip(placed, wanted, strict=True)):
         assert (buffer[i % 5 : i % 5 + after.nbytes] == after.view(np.uint8)).all()
         assert (buffer[: i % 5] == POISON).all()
@@ -531,13 +533,13 @@ def test_pack_and_unpack_64_bit_numbers(seed):
 
 @each_width
 def test_pack_in_every_width(uint):
-    """Every length up to 300 of numbers of a width, also all of them small or all of them largest."""
+    """Every length up to 300 of numbers of a width, also all of them small, a bit larger, or largest."""
     rng = np.random.default_rng(12)
     most = 2 ** (8 * np.dtype(uint).itemsize) - 1
     for size in range(0, 301, 3):
         any_size = random_bits(rng, size, uint) >> rng.integers(0, 8 * np.dtype(uint).itemsize, size).astype(uint)
-        small = rng.integers(0, 16, size).astype(uint)
-        for values in (random_bits(rng, size, uint), np.full(size, most, uint), small, any_size):
+        small, larger = rng.integers(0, 16, size).astype(uint), rng.integers(0, 256, size).astype(uint)
+        for values in (random_bits(rng, size, uint), np.full(size, most, uint), small, larger, any_size):
             tokens, lows, _ = run_pack(values)
             assert (tokens, lows) == reference.pack(values)
             bad, back = run_unpack(tokens, lows, most, uint)
@@ -684,7 +686,27 @@ def test_tile_positions_refuses_what_leaves_its_tile(counts, numel, tiles, gaps,
 )
 def test_ascending(counts, numel, positions, bad):
     """Positions must rise strictly and stay inside their region; the entry at fault is named."""
-    assert cpu.ascending(int64(*counts), int64(*numel), np.array(positions, np.uint32)) == bad
+    where = np.array(positions, np.uint32)
+    assert cpu.ascending(int64(*counts), int64(*numel), where.ctypes.data) == bad
+
+
+@pytest.mark.parametrize("size", [2, 16, 17, 18, 33, 70])
+def test_ascending_looks_at_all_neighbours(size):
+    """Wherever in an entry two positions do not rise; those of two entries are no neighbours."""
+
+    def bad(positions):
+        odd, address = unaligned(positions, 1)
+        entry = cpu.ascending(int64(3, size, 2), int64(9, 3 * size, 9), address)
+        del odd  # not before
+        return entry
+
+    good = np.concatenate(([1, 2, 8], 3 * np.arange(size), [0, 8])).astype(np.uint32)
+    assert bad(good) == -1
+    for at in range(4, 3 + size):
+        for lower in (0, 1):
+            falls = good.copy()
+            falls[at] = max(int(falls[at - 1]) - lower, 0)
+            assert bad(falls) == 1
 
 
 def leb128(value):
@@ -741,7 +763,7 @@ import sys
 {log}
 import numpy as np
 from sparserl.kernels import cpu
-cpu.ascending(np.array([1]), np.array([9]), np.array([3], np.uint32))
+cpu.ascending(np.array([1]), np.array([9]), np.array([3], np.uint32).ctypes.data)
 """
 
 

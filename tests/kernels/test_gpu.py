@@ -11,7 +11,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.gpu_runs import hasten_interpreter, only_compile, run
+from tests.gpu_runs import hasten_interpreter, only_compile, run, streams_of
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
@@ -190,6 +190,11 @@ def cpu_streams(dtype, olds, news, log, chunk_log, classes):
     return {int(id): (coder.id, [bytes(c) for c in chunks]) for id, (coder, chunks) in coded.items()}
 
 
+def decoded(plan, side, sent, bad):
+    """What was encoded, located."""
+    return gpu_streams.decode(plan, side, sent.data, sent.directory, sent.changes, bad)
+
+
 @inside
 @pytest.mark.parametrize(
     ("name", "shift", "classes"),
@@ -214,12 +219,12 @@ def test_ctx_is_that_of_the_cpu(name, shift, classes):
     data = encoded.data.numpy().tobytes()
     for b, parts in enumerate(([0, 1, 2], [3])):
         wanted = cpu_streams(dtype, [olds[i] for i in parts], [news[i] for i in parts], log, 8, Classes(*classes))
-        for id, (coder, places) in encoded.directory.of(b).items():
+        for id, (coder, places) in streams_of(encoded.directory, b).items():
             if id >= codec.Stream.CLASS:  # the CPU may take zstd for counts of tiles
                 assert (coder, [data[at : at + n] for at, n in places]) == wanted.pop(id)
         assert not [id for id in wanted if id >= codec.Stream.CLASS]
     bad = torch.zeros(1, dtype=torch.int32)
-    found = gpu_streams.decode(plan, old, encoded.data, encoded.directory, encoded.changes, bad)
+    found = decoded(plan, old, encoded, bad)
     assert int(bad) == 0
     assert torch.equal(gpu.total(found.sums), encoded.moved)
     gpu_classes.land(old, found, found.new, bad)
@@ -273,7 +278,8 @@ def test_a_gap_that_leaves_its_tile_is_refused():
     ranks = gpu_classes.count(blocks, classing, side)
     for gap, wrong in ((members - 1, 0), (2500, 1)):
         gaps = torch.tensor([gap], dtype=torch.int32)
-        found = gpu_classes.select(blocks, classing, side, tiles, ranks, counts, gaps, steps, bad)
+        spread = gpu_classes.Spread.of(counts)
+        found = gpu_classes.select(blocks, classing, side, tiles, ranks, spread, gaps, steps, bad)
         assert int(bad) == wrong
     gpu_classes.land(side, found, steps, bad)
     assert np.array_equal(array(side.alive[0], 2), old[0])
@@ -293,7 +299,7 @@ def test_ulp_is_that_of_the_cpu():
     gaps = np.array([gap for _, part in told for gap in part])
     steps = np.concatenate([reference.steps(x, y, True) for _, x, y in found])
     data = encoded.data.numpy().tobytes()
-    rows = encoded.directory.of(0)
+    rows = streams_of(encoded.directory, 0)
     for stream, values in ((4, np.array(told[0][0])), (6, gaps), (8, steps)):
         coder, places = rows[stream]
         lows = rows.get(stream + 1, (0, []))[1] or [(0, 0)] * len(places)
@@ -303,7 +309,7 @@ def test_ulp_is_that_of_the_cpu():
             assert tokens == (bytes(Rans().decode(coded, len(tokens))) if coder == Rans.id else coded)
             assert tail == data[low_at : low_at + low_n]
     bad = torch.zeros(1, dtype=torch.int32)
-    located = gpu_streams.decode(plan, old, encoded.data, encoded.directory, encoded.changes, bad)
+    located = decoded(plan, old, encoded, bad)
     assert int(bad) == 0
     assert torch.equal(gpu.total(located.sums), encoded.moved)
     gpu_classes.land(old, located, located.new, bad)
@@ -317,7 +323,8 @@ def test_a_gap_that_leaves_its_tile_or_part_is_refused(gap, wrong):
     blocks = gpu.Blocks(2, [2500], "cpu", block=1024)
     side = blocks.side([tensor(np.zeros(2500, np.uint16))])
     tiles, bad = gpu_classes.Tiles.of(blocks, 11), torch.zeros(1, dtype=torch.int32)
-    numbers = torch.tensor([0, 1], dtype=torch.int32), torch.from_numpy(np.array([gap], np.uint32).view(np.int32))
+    spread = gpu_classes.Spread.of(torch.tensor([[0], [1]], dtype=torch.int32))
+    numbers = spread, torch.from_numpy(np.array([gap], np.uint32).view(np.int32))
     log, steps = torch.tensor([11], dtype=torch.int32), torch.ones(1, dtype=torch.int16)
     found = gpu_cells.follow_gaps(blocks, side, tiles, log, *numbers, steps, bad, True)
     assert int(bad) == wrong
@@ -387,7 +394,8 @@ def compile_all() -> None:
         emitted = gpu_classes.emit(blocks, classing, side, side, words, counts.to(torch.int64), ranks, 64)
         gpu_classes.sort(blocks, classing, counts, emitted)
         none = torch.zeros((tiles.count, classing.K + 1), dtype=torch.int32)
-        found = gpu_classes.select(blocks, classing, side, tiles, ranks, none, where, bits, bad)
+        spread = gpu_classes.Spread.of(none)
+        found = gpu_classes.select(blocks, classing, side, tiles, ranks, spread, where, bits, bad)
         gpu_classes.land(side, found, bits, bad)
         cuts, _ = gpu_coding.Cuts.of_streams(blocks, [64], 256)
         packed = gpu_coding.Packed.of(cuts, 8 * width)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparserl.codec.coders import Rans
+from sparserl.codec.coders import Rans, expand
 from sparserl.errors import InvalidField
 from sparserl.kernels import rans, reference
 
@@ -76,6 +76,15 @@ def with_spare(words):
     return np.append(words, np.full(rans.SPARE, 0xA5A5, np.uint16))
 
 
+def decoded(states, words, freq, out, kernel=rans.decode):
+    """Whether a chunk comes out even; its symbols go to `out`."""
+    rows, spare = np.zeros((1, rans.MOST_LANES), np.uint32), with_spare(words)
+    rows[0, : states.size] = states
+    addresses = (np.array([array.ctypes.data]) for array in (spare, out))
+    words_at, out_at = addresses
+    return kernel(freq[None], rows, words_at, np.array([len(words)]), np.array([out.size]), out_at) == -1
+
+
 def as_table(freq):
     return {s: int(f) for s, f in enumerate(freq) if f}
 
@@ -89,7 +98,7 @@ def assert_coded(raw):
     table = as_table(freq)
     assert (states.tolist(), words.tolist()) == reference.rans_encode(raw, table)
     out = poisoned(len(raw) + 64, np.uint8)
-    assert rans.decode(states, with_spare(words), freq, out[: len(raw)])
+    assert decoded(states, words, freq, out[: len(raw)])
     assert out[: len(raw)].tobytes() == raw
     assert (out[len(raw) :] == POISON).all()
     assert reference.rans_decode(states.tolist(), words.tolist(), len(raw), table) == raw
@@ -124,11 +133,25 @@ def test_any_machine_reads_the_same(monkeypatch):
             (False, states, np.append(words, words[:1])),
             (False, states ^ np.uint32(1 << 20), words),
         ):
-            for decode in (rans.decode, plain):
+            for kernel in (rans.decode, plain):
                 out = poisoned(size + 64, np.uint8)
-                assert bool(decode(its_states, with_spare(its_words), freq, out[:size])) is good
+                assert decoded(its_states, its_words, freq, out[:size], kernel) is good
                 assert not good or out[:size].tobytes() == raw
                 assert (out[size:] == POISON).all()
+
+
+def test_many_chunks_at_once():
+    """Whatever their lanes and their order, each comes out as it would alone; one at fault is found among others."""
+    rng = np.random.default_rng(5)
+    sizes = [9, 65536, 40_001, 70_000, 33_000, 65_537, 32_768, 4096, 50_000, 65_536, 40_000, 33_333, 100_003]
+    for turn in range(3):
+        rng.shuffle(sizes)
+        raw = [drawn(rng, size, KINDS[(i + turn) % len(KINDS)]) for i, size in enumerate(sizes)]
+        coded = [bytes(Rans().encode(r)) for r in raw]
+        assert [bytes(out) for out in expand(coded, sizes)] == raw
+        for i in range(len(coded)):
+            for broken in (coded[i][:-2], coded[i] + b"\0\0", coded[i][:-1]):
+                assert expand([*coded[:i], broken, *coded[i + 1 :]], sizes) is None
 
 
 @given(st.binary(min_size=1, max_size=600))
@@ -152,7 +175,7 @@ def test_coding_under_any_frequencies(weights, seed, size):
     states, words = encoded(raw, freq)
     assert (states.tolist(), words.tolist()) == reference.rans_encode(raw, as_table(freq))
     out = poisoned(size, np.uint8)
-    assert rans.decode(states, with_spare(words), freq, out)
+    assert decoded(states, words, freq, out)
     assert out.tobytes() == raw
 
 

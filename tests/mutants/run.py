@@ -326,8 +326,8 @@ MUTANTS = (
     Mutant(
         "sixteen numbers may take more low bits than there are",
         "kernels/llvm.py",
-        "b.select(b.and_(within, none), total, _I64(-1))",
-        "b.select(none, total, _I64(-1))",
+        "b.select(b.and_(within, b.not_(_any(b, above))), total, _I64(-1))",
+        "b.select(b.not_(_any(b, above)), total, _I64(-1))",
         Tests(KERNELS, "unpack"),
     ),
     Mutant(
@@ -424,16 +424,23 @@ MUTANTS = (
     Mutant(
         "rans words may be left over",
         "kernels/rans.py",
-        "    return at == end\n",
-        "    return at <= end\n",
+        "    return left == 0\n",
+        "    return left >= 0\n",
         Tests(RANS, "behind_them"),
     ),
     Mutant(
         "rans words that are missing pass for zeros",
         "kernels/rans.py",
-        "    return at == end\n",
-        "    return at >= end\n",
+        "    return left == 0\n",
+        "    return left <= 0\n",
         Tests(RANS, "truncated or missing"),
+    ),
+    Mutant(
+        "items are lent from memory that may change",
+        "codec/streams.py",
+        ' and isinstance(getattr(self.body, "obj", self.body), bytes)',
+        "",
+        Tests(CODEC, "lent"),
     ),
     Mutant(
         "rans frequencies need not add up",

@@ -9,13 +9,13 @@ A profile is one file: it picks an index coder and a value coder; `ctx` has its 
 from __future__ import annotations
 
 from ..errors import UnsupportedFormat
-from . import value
+from . import numbers, value
 from .coders import Coder, coder
 from .ctx import Ctx
 from .gap import Gap
 from .profile import Classes, Found, Layout, Profile
 from .raw import Raw
-from .streams import Chunks, Coded, Reader, Stream, code
+from .streams import Chunks, Coded, Reader, Row, Stream, code
 from .ulp import Ulp
 
 PROFILES: dict[str, Profile] = {p.name: p for p in (Raw(), Gap(), Ulp(), Ctx())}
@@ -46,9 +46,11 @@ __all__ = [
     "Layout",
     "Profile",
     "Reader",
+    "Row",
     "Stream",
     "code",
     "coder",
+    "numbers",
     "profile",
     "profile_by_id",
     "value",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -103,10 +104,20 @@ class Rans:
         return out[: rans.squeeze(symbols, out)].data
 
     def decode(self, coded: Buffer, size: int) -> Buffer:
-        symbols = np.empty(size, np.uint8)
-        if not rans.expand(as_bytes(coded), symbols):
+        if (symbols := expand([coded], [size])) is None:
             raise InvalidField("a rans chunk has no table that adds up, or does not come out even")
-        return symbols.data
+        return symbols[0]
+
+
+def expand(coded: list[Buffer], sizes: list[int]) -> list[Buffer] | None:
+    """Rans chunks, decoded together, which is faster than one after the other; None where one of them is at fault."""
+    ends = np.cumsum([0, *sizes])
+    chunks, out = [as_bytes(chunk) for chunk in coded], np.empty(ends[-1], np.uint8)
+    data = np.array([chunk.ctypes.data for chunk in chunks], np.int64)
+    lengths = np.array([chunk.size for chunk in chunks], np.int64)
+    if rans.expand(data, lengths, np.array(sizes, np.int64), out.ctypes.data + ends[:-1]) >= 0:
+        return None
+    return [out[a:b].data for a, b in pairwise(ends.tolist())]
 
 
 CODERS: dict[int, Coder] = {c.id: c for c in (Stored(), Zstd(), Rans())}

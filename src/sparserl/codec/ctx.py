@@ -86,6 +86,13 @@ class Ctx:
         gaps, words = np.zeros(layout.changes + 1, np.uint32), empty(layout.changes, layout.dtype.uint)
         at = np.cumsum(totals) - totals
         widest = (1 << (8 * layout.dtype.width)) - 1
+        reader.decode_ahead(
+            {
+                Stream.CLASS + 4 * c + tokens: layout.chunk_sizes(size)
+                for c, size in enumerate(totals.tolist())
+                for tokens in (0, 2)
+            }
+        )
         for c, (low, size) in enumerate(zip(at.tolist(), totals.tolist(), strict=True)):
             stream, mine = Stream.CLASS + 4 * c, slice(low, low + size)
             numbers.read_into(layout, reader, gaps[mine], most - 1, stream, stream + 1)

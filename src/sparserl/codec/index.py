@@ -7,7 +7,7 @@ import numpy as np
 from ..errors import InvalidField
 from ..kernels import cpu
 from . import numbers
-from .profile import Layout, Positions, copy_into, empty
+from .profile import Layout, Positions, empty
 from .streams import Chunks, Reader, Stream
 
 
@@ -18,12 +18,8 @@ def write_positions(layout: Layout, positions: Positions) -> Chunks:
 
 def read_positions(layout: Layout, reader: Reader) -> Positions:
     """Positions, checked to rise strictly and to stay inside each region."""
-    positions = empty(layout.changes, np.uint32)
-    at = 0
-    for size in layout.chunk_sizes(layout.changes):
-        copy_into(positions[at : at + size], reader.take(Stream.POSITIONS, 4 * size))
-        at += size
-    if (bad := cpu.ascending(layout.count, layout.numel, positions)) >= 0:
+    positions = reader.take_items(Stream.POSITIONS, np.dtype("<u4"), layout.chunk_sizes(layout.changes), layout.lend)
+    if (bad := cpu.ascending(layout.count, layout.numel, positions.ctypes.data)) >= 0:
         raise InvalidField(f"{reader.what}: sparse entry {bad}: positions are out of range or do not rise")
     return positions
 
@@ -50,7 +46,7 @@ def read_gaps(layout: Layout, reader: Reader) -> Positions:
     largest = 1 << layout.tile_log
     counts = numbers.read(layout, reader, tiles(layout), largest, np.uint32, Stream.TILE_TOKENS, Stream.TILE_LOWS)
     gaps = numbers.read(layout, reader, layout.changes, largest - 1, np.uint32, Stream.GAP_TOKENS, Stream.GAP_LOWS)
-    positions = empty(gaps.size, np.uint32)
+    positions = gaps  # one takes the place of the other
     bad = cpu.tile_positions(layout.count, layout.numel, layout.tile_log, counts, gaps, positions)
     if bad >= 0:
         raise InvalidField(f"{reader.what}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile")

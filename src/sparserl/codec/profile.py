@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from ..bits import DType, UIntArray
 from .coders import Buffer
-from .streams import Chunks, Reader
+from .streams import Chunks, Reader, empty
+
+__all__ = ["Classes", "Counts", "Found", "Layout", "Positions", "Profile", "empty"]
 
 Positions = npt.NDArray[np.uint32]
 Counts = npt.NDArray[np.int64]
@@ -47,6 +49,7 @@ class Layout:
     old: Counts | None = None  # addresses of the entries' old bits, in row-major order, where they are at hand
     classes: Classes | None = None  # of a writer; a reader finds them in a stream
     land: bool = False  # whether a reader that sees the old bits writes the new ones over them
+    lend: bool = False  # whether what a reader finds may lie in the bucket's own memory
 
     @property
     def changes(self) -> int:
@@ -80,13 +83,3 @@ class Profile(Protocol):
     def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks: ...
 
     def decode(self, layout: Layout, reader: Reader) -> Found: ...
-
-
-def empty(count: int, dtype: Any) -> npt.NDArray[Any]:
-    """An array to be filled; one name for it, so that tests can poison every buffer."""
-    return np.empty(count, dtype)
-
-
-def copy_into(items: npt.NDArray[Any], data: Buffer) -> None:
-    """Fill little-endian items from their bytes, which may begin at any address: NumPy would copy those one by one."""
-    items.view(np.uint8)[:] = np.frombuffer(data, np.uint8)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import FormatError, InvalidField, Truncated
 from ..kernels.classes import MOST
-from .coders import Buffer, Coder, Stored, by_entropy, squeeze
+from .coders import Buffer, Coder, Rans, Stored, by_entropy, expand, squeeze
 
 
 class Stream(IntEnum):
@@ -30,14 +35,16 @@ class Stream(IntEnum):
 
     @staticmethod
     def known(id: int) -> bool:
-        return id in _NAMED or Stream.WORD_PLANE <= id < Stream.DENSE_PLANE + 8 or 0 <= id - Stream.CLASS < 4 * MOST
+        return id in _KNOWN
 
     @staticmethod
     def is_dense(id: int) -> bool:
-        return id == Stream.DENSE or Stream.DENSE_PLANE <= id < Stream.DENSE_PLANE + 8
+        return id in _DENSE
 
 
-_NAMED = frozenset(int(s) for s in Stream)
+_DENSE = frozenset((int(Stream.DENSE), *range(Stream.DENSE_PLANE, Stream.DENSE_PLANE + 8)))
+_PLANES, _OF_CLASSES = range(Stream.WORD_PLANE, Stream.WORD_PLANE + 8), range(Stream.CLASS, Stream.CLASS + 4 * MOST)
+_KNOWN = frozenset((*map(int, Stream), *_PLANES, *_DENSE, *_OF_CLASSES))
 _NOT_WORTH_CODING = frozenset(
     (
         *(Stream.POSITIONS, Stream.WORDS, Stream.CLASSES, Stream.DENSE),
@@ -49,6 +56,11 @@ Chunks = dict[int, list[Buffer]]
 Coded = dict[int, tuple[Coder, list[Buffer]]]
 
 
+def empty(count: int, dtype: Any) -> npt.NDArray[Any]:
+    """An array to be filled; one name for it, so that tests can poison every buffer."""
+    return np.empty(count, dtype)
+
+
 def code(streams: Chunks) -> Coded:
     """Every stream through the coder that suits it; empty streams are left out."""
     return {
@@ -58,16 +70,36 @@ def code(streams: Chunks) -> Coded:
     }
 
 
+class Row(Sequence[Buffer]):
+    """Chunks that lie one behind the other, cut out when they are asked for."""
+
+    def __init__(self, data: Buffer, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self._data = data
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, which: Any) -> Any:
+        self._ends = self._ends or [*accumulate(self.lengths)]
+        if isinstance(which, slice):
+            return [self[i] for i in range(*which.indices(len(self)))]
+        end = self._ends[which]
+        return self._data[end - self.lengths[which] : end]
+
+
 class Reader:
     """Hands out decoded chunks and keeps the books: at the end every chunk must have been asked for."""
 
     def __init__(
-        self, coded: Mapping[int, tuple[Coder, list[Buffer]]], what: str = "bucket", body: Buffer = b""
+        self, coded: Mapping[int, tuple[Coder, Sequence[Buffer]]], what: str = "bucket", body: Buffer = b""
     ) -> None:
         """body: all chunks, one behind the other, where they lie so."""
         self.what, self.body = what, body
         self._coded = coded
         self._taken = dict.fromkeys(coded, 0)
+        self._decoded: dict[tuple[int, int], Buffer] = {}
 
     def copy(self) -> Reader:
         """A reader of what is left."""
@@ -75,15 +107,52 @@ class Reader:
         other._taken |= self._taken
         return other
 
+    def decode_ahead(self, wanted: Mapping[int, list[int]]) -> None:
+        """Decode what will be taken, streams and the sizes of their next chunks, in one go.
+
+        Where something is wrong nothing happens, and whoever takes it will see what.
+        """
+        coded, sizes, names = [], [], []
+        for stream, each in wanted.items():
+            coder, chunks = self._coded.get(stream, (None, []))
+            first = self._taken.get(stream, 0)
+            if coder is not None and coder.id == Rans.id:
+                for i, (chunk, size) in enumerate(zip(chunks[first:], each, strict=False)):
+                    coded.append(chunk)
+                    sizes.append(size)
+                    names.append((stream, first + i + 1))
+        if coded and (ready := expand(coded, sizes)) is not None:
+            self._decoded = dict(zip(names, ready, strict=True))
+
     def take(self, stream: int, size: int) -> Buffer:
         """The next chunk of a stream, which must decode to exactly `size` bytes; absent streams are empty."""
         if size == 0 and stream not in self._coded:
             return b""
         coder, chunk = self._next(stream)
+        if (ready := self._decoded.pop((stream, self._taken[stream]), None)) is not None and len(ready) == size:
+            return ready
         try:
             return coder.decode(chunk, size)
         except FormatError as error:
             raise type(error)(f"{self.what}: stream {stream}: {error}") from error
+
+    def take_items(self, stream: int, dtype: Any, sizes: list[int], lend: bool = False) -> npt.NDArray[Any]:
+        """Items as they are, from chunks of so many.
+
+        They may be lent: then they lie in the bucket itself, at any address, if nobody can write to it meanwhile.
+        """
+        first = self._taken.get(stream, 0)
+        chunks = [self.take(stream, dtype.itemsize * size) for size in sizes]
+        if lend and chunks and first == 0 and isinstance(getattr(self.body, "obj", self.body), bytes):
+            coder, at = next((coder, at) for name, coder, at, _ in self.rows() if name == stream)
+            if coder == Stored.id:
+                return np.frombuffer(self.body, dtype, sum(sizes), at)
+        items = empty(sum(sizes), dtype)
+        bytes_, at = items.view(np.uint8), 0
+        for chunk in chunks:  # NumPy would copy items that are not aligned one by one
+            bytes_[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+            at += len(chunk)
+        return items
 
     def take_stored(self, stream: int, most: int) -> Buffer:
         """The next chunk of a stream whose length speaks for itself, up to `most` bytes."""
@@ -96,18 +165,22 @@ class Reader:
             )
         return chunk
 
-    def places(self) -> Iterator[tuple[int, int, int, int]]:
-        """Stream, coder, length and place in the body of every chunk."""
+    def rows(self) -> Iterator[tuple[int, int, int, list[int]]]:
+        """Stream, coder, place in the body, and the lengths of its chunks, of every stream."""
         at = 0
         for stream, (coder, chunks) in self._coded.items():
-            for chunk in chunks:
-                yield stream, coder.id, len(chunk), at
-                at += len(chunk)
+            lengths = chunks.lengths if isinstance(chunks, Row) else [*map(len, chunks)]
+            yield stream, coder.id, at, lengths
+            at += sum(lengths)
 
-    def left(self) -> dict[int, tuple[Coder, list[Buffer]]]:
+    def left(self) -> dict[int, tuple[Coder, Sequence[Buffer]]]:
         """What nobody asked for yet, as it is coded, for whoever decodes it elsewhere."""
-        rest = {stream: (coder, chunks[self._taken[stream] :]) for stream, (coder, chunks) in self._coded.items()}
-        return {stream: (coder, chunks) for stream, (coder, chunks) in rest.items() if chunks}
+        rest = ((stream, coder, chunks, self._taken[stream]) for stream, (coder, chunks) in self._coded.items())
+        return {
+            stream: (coder, chunks[taken:] if taken else chunks)
+            for stream, coder, chunks, taken in rest
+            if taken < len(chunks)
+        }
 
     def finish(self) -> None:
         """Raise unless every chunk of every stream was used."""

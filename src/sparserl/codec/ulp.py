@@ -8,7 +8,7 @@ from typing import ClassVar
 from ..bits import UIntArray
 from . import index, value
 from .profile import Found, Layout, Positions
-from .streams import Chunks, Reader
+from .streams import Chunks, Reader, Stream
 
 
 @dataclass(frozen=True)
@@ -24,5 +24,7 @@ class Ulp:
         return {**index.write_gaps(layout, positions), **value.write_steps(layout, words)}
 
     def decode(self, layout: Layout, reader: Reader) -> Found:
+        sizes = layout.chunk_sizes(layout.changes)
+        reader.decode_ahead({Stream.GAP_TOKENS: sizes, Stream.STEP_TOKENS: sizes})
         positions = index.read_gaps(layout, reader)
         return Found(positions, value.read_steps(layout, reader))

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..bits import UIntArray
 from . import numbers
-from .profile import Layout, copy_into, empty
+from .profile import Layout, empty
 from .streams import Chunks, Reader, Stream
 
 
@@ -19,12 +19,7 @@ def write_words(layout: Layout, words: UIntArray, stream: int) -> Chunks:
 
 def read_words(layout: Layout, reader: Reader, count: int, stream: int) -> UIntArray:
     """`count` words."""
-    words = empty(count, layout.dtype.uint)
-    at = 0
-    for size in layout.chunk_sizes(count):
-        copy_into(words[at : at + size], reader.take(stream, layout.dtype.width * size))
-        at += size
-    return words
+    return reader.take_items(stream, np.dtype(layout.dtype.uint), layout.chunk_sizes(count), layout.lend)
 
 
 def write_planes(layout: Layout, words: UIntArray, stream: int) -> Chunks:

@@ -14,11 +14,13 @@ import numpy as np
 from .llvm import (
     GOLDEN,
     ROTATE,
+    advance16,
     alive,
     differ64,
     digest_blocks,
     digest_move16,
     digest_moves,
+    falls16,
     highest,
     inline,
     kernel,
@@ -28,6 +30,7 @@ from .llvm import (
     popcount,
     prefetch,
     store,
+    sums16,
     tokenize16,
 )
 from .llvm import width as width_of
@@ -249,30 +252,42 @@ def advanced(tag: Any, bits: Any, step: Any, top: Any, sign_magnitude: Any) -> A
 
 
 @inline
-def _swap(tag: Any, at: Any, i: Any, words: Any, absolute: Any, top: Any, sign_magnitude: Any, old: Any) -> None:
-    was, word = load(tag, at), words[np.uint64(i)]
+def _position(index: Any, position_at: Any, k: Any) -> Any:
+    """Position `k` of those at an address."""
+    return np.int64(load(index, position_at + 4 * k))
+
+
+@inline
+def _swap(tag: Any, at: Any, word_at: Any, absolute: Any, top: Any, sign_magnitude: Any, old_at: Any) -> None:
+    was, word = load(tag, at), load(tag, word_at)
     new = word if absolute else advanced(tag, was, word, top, sign_magnitude)
-    old[np.uint64(i)], words[np.uint64(i)] = was, new
+    store(tag, old_at, was)
+    if not absolute:
+        store(tag, word_at, new)
     store(tag, at, new)
 
 
 @inline
-def _delta(e: Any, k: Any, end: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, changes: Any) -> Any:
-    """How the two sums move with the changes from `k` to `end`, which are of entry `e`."""
-    positions, old, new = changes
+def _delta(
+    tag: Any, e: Any, k: Any, end: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, changes: Any
+) -> Any:
+    """How the two sums move with the changes from `k` to `end`, which are of entry `e`.
+
+    `changes` are the addresses of positions, old bits and new bits.
+    """
+    position_at, old_at, new_at = changes
+    index, width = np.empty(0, np.uint32), width_of(tag)
     first, second = np.uint64(0), np.uint64(0)
     key, line = keys[e, 1], dims[e] == 1
     origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(stride[e, 0]) * _GOLDEN
     blocks = (end - k) // 16 if line else 0
     if blocks:
-        at, width = np.int64(positions.ctypes.data) + 4 * k, width_of(old) * k
-        first, second = digest_moves(
-            old, at, np.int64(old.ctypes.data) + width, np.int64(new.ctypes.data) + width, blocks, origin, step, key
-        )
+        here = width * k
+        first, second = digest_moves(tag, position_at + 4 * k, old_at + here, new_at + here, blocks, origin, step, key)
     for i in range(k + 16 * blocks, end):
-        p = np.int64(positions[i])
-        weyl = origin + np.uint64(_offset(p, e, dims, size, stride)) * _GOLDEN
-        was, now = _mix(weyl, key, np.uint64(old[i])), _mix(weyl, key, np.uint64(new[i]))
+        weyl = origin + np.uint64(_offset(_position(index, position_at, i), e, dims, size, stride)) * _GOLDEN
+        was, now = np.uint64(load(tag, old_at + width * i)), np.uint64(load(tag, new_at + width * i))
+        was, now = _mix(weyl, key, was), _mix(weyl, key, now)
         first += now - was
         second += _turn(now) - _turn(was)
     return first, second
@@ -289,8 +304,8 @@ def exchange(
     inside: Any,
     outside: Any,
     keys: Any,
-    positions: Any,
-    words: Any,
+    position_at: Any,
+    word_at: Any,
     absolute: Any,
     top: Any,
     sign_magnitude: Any,
@@ -298,43 +313,42 @@ def exchange(
 ) -> tuple[Any, Any]:
     """Write new bits to the changed positions, in place: the words, or a step of so much from what is there.
 
-    Afterwards `words` are the new bits and `old` those that were there. Returns how the digest's two sums move. Every
-    line of memory is fetched once, and while some are on their way others are summed up.
+    Positions and words are addresses, which need not be aligned. Afterwards steps are the new bits, and `old` those
+    that were there. Returns how the digest's two sums move. Every line of memory is fetched once, and while some are on
+    their way others are summed up.
     """
-    lanes = np.zeros((2, 16), np.uint64)
-    position_at, old_at, word_at = (
-        np.int64(positions.ctypes.data),
-        np.int64(old.ctypes.data),
-        np.int64(words.ctypes.data),
-    )
-    lane_at = np.int64(lanes.ctypes.data)
+    lanes, index, width = np.zeros((2, 16), np.uint64), np.empty(0, np.uint32), width_of(tag)
+    old_at, lane_at = np.int64(old.ctypes.data), np.int64(lanes.ctypes.data)
+    changes = position_at, old_at, word_at
     x, y = np.uint64(0), np.uint64(0)
     k = np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
+        near = k
         if dims[e] == 1 and inside[e, 0] == 1:
             origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(outside[e, 0]) * _GOLDEN
             near = k + max(0, end - k - _FAR) // 16 * 16
-            for low in range(k, near, 16):
-                for i in range(low, low + 16):
-                    prefetch(_spot(tag, first[e], positions, i + _FAR))
-                    _swap(tag, _spot(tag, first[e], positions, i), i, words, absolute, top, sign_magnitude, old)
-                here = width_of(tag) * low
-                digest_move16(
-                    old, position_at + 4 * low, old_at + here, word_at + here, origin, step, keys[e, 1], lane_at
-                )
-            for i in range(near, end):
-                _swap(tag, _spot(tag, first[e], positions, i), i, words, absolute, top, sign_magnitude, old)
-            a, b = _delta(e, near, end, start, dims, size, outside, keys, (positions, old, words))
-            x += a
-            y += b
-        else:
-            for i in range(k, end):
-                at = first[e] + _offset(np.int64(positions[i]), e, dims, size, inside) * width_of(tag)
-                _swap(tag, at, i, words, absolute, top, sign_magnitude, old)
-            a, b = _delta(e, k, end, start, dims, size, outside, keys, (positions, old, words))
-            x += a
-            y += b
+            for low in range(k, near + 16, 16):  # a block is read, and then the one before it, by now at hand, written
+                if low < near:
+                    for i in range(low, low + 16):
+                        prefetch(first[e] + width * _position(index, position_at, i + _FAR))
+                        at = first[e] + width * _position(index, position_at, i)
+                        store(tag, old_at + width * i, load(tag, at))
+                if low > k:
+                    there, here = position_at + 4 * (low - 16), width * (low - 16)
+                    was, now = old_at + here, word_at + here
+                    if not absolute:
+                        advance16(tag, was, now, np.uint64(top), sign_magnitude)
+                    digest_move16(tag, there, was, now, origin, step, keys[e, 1], lane_at)
+                    for i in range(16):
+                        at = first[e] + width * _position(index, there, i)
+                        store(tag, at, load(tag, now + width * i))
+        for i in range(near, end):
+            at = first[e] + width * _offset(_position(index, position_at, i), e, dims, size, inside)
+            _swap(tag, at, word_at + width * i, absolute, top, sign_magnitude, old_at + width * i)
+        a, b = _delta(tag, e, near, end, start, dims, size, outside, keys, changes)
+        x += a
+        y += b
         k = end
     for lane in range(16):
         x += lanes[0, lane]
@@ -347,13 +361,17 @@ def digest_delta(
     counts: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, positions: Any, old: Any, new: Any
 ) -> tuple[Any, Any]:
     """How the two sums move when the old bits at the changed positions become the new ones."""
+    changes = np.int64(positions.ctypes.data), np.int64(old.ctypes.data), np.int64(new.ctypes.data)
     first, second = np.uint64(0), np.uint64(0)
     k = np.int64(0)
     for e in range(counts.size):
-        x, y = _delta(e, k, k + counts[e], start, dims, size, stride, keys, (positions, old, new))
+        x, y = _delta(old, e, k, k + counts[e], start, dims, size, stride, keys, changes)
         first += x
         second += y
         k += counts[e]
+    alive(positions)
+    alive(old)
+    alive(new)
     return first, second
 
 
@@ -406,17 +424,18 @@ def pack(values: Any, tokens: Any, lows: Any) -> Any:
     """Token bytes and low bits (uint64 words, room for one per value and one more). Returns the number of bits."""
     state = np.uint64(0), np.uint64(0), np.uint64(0)
     whole = values.size & -16 if width_of(values) <= 4 else 0
-    joined = np.empty(24, np.uint64)
+    joined = np.empty(28, np.uint64)
     value_at, token_at = np.int64(values.ctypes.data), np.int64(tokens.ctypes.data)
     joined_at = np.int64(joined.ctypes.data)
     for i in range(0, whole, 16):
-        most = tokenize16(values, value_at + i * width_of(values), token_at + i, joined_at)
-        if most == 0:
-            continue
-        if most <= 32:
+        found = tokenize16(values, value_at + i * width_of(values), token_at + i, joined_at)
+        if found == 1:
+            for j in range(24, 26):
+                state = _add(joined[j], joined[j + 2], lows, state)
+        elif found == 2:
             for j in range(16, 20):
                 state = _add(joined[j], joined[j + 4], lows, state)
-        else:
+        elif found == 3:
             for j in range(8):
                 state = _add(joined[j], joined[j + 8], lows, state)
     alive(joined)
@@ -476,21 +495,32 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
     return -1
 
 
+@inline
+def _below(positions: Any, low: Any, high: Any, stop: Any) -> Any:
+    """Of rising positions, the first from `low` on that is not below `stop`, or `high`."""
+    while low < high:
+        middle = (low + high) >> 1
+        if np.int64(positions[np.uint64(middle)]) < stop:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
 @kernel
 def tile_gaps(counts: Any, numel: Any, log: Any, positions: Any, gaps: Any, tiles: Any) -> Any:
     """Gaps of all changes, and the changes per tile of every region of two tiles or more. Returns their number."""
     k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
+        for i in range(k + 1, end):  # as if there were no tiles, many at a time
+            gaps[np.uint64(i)] = positions[np.uint64(i)] - positions[np.uint64(i - 1)] - np.uint32(1)
         n_tiles = ((numel[e] - 1) >> log) + 1
         for tile in range(n_tiles):
-            stop = np.int64(tile + 1) << log
-            first, last = k, (np.int64(tile) << log) - 1
-            while k < end and np.int64(positions[np.uint64(k)]) < stop:
-                p = np.int64(positions[np.uint64(k)])
-                gaps[np.uint64(k)] = p - last - 1
-                last = p
-                k += 1
+            first = k
+            k = _below(positions, first, end, np.int64(tile + 1) << log)
+            if k > first:
+                gaps[first] = np.int64(positions[first]) - (np.int64(tile) << log)
             if n_tiles > 1:
                 tiles[t] = k - first
                 t += 1
@@ -499,7 +529,11 @@ def tile_gaps(counts: Any, numel: Any, log: Any, positions: Any, gaps: Any, tile
 
 @kernel
 def tile_positions(counts: Any, numel: Any, log: Any, tiles: Any, gaps: Any, positions: Any) -> Any:
-    """Positions from gaps and tile counts. -1, or the first entry whose counts or gaps leave its tiles."""
+    """Positions from gaps and tile counts. -1, or the first entry whose counts or gaps leave its tiles.
+
+    `positions` may be `gaps`, which are below the size of a tile.
+    """
+    gap_at, position_at = np.int64(gaps.ctypes.data), np.int64(positions.ctypes.data)
     k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
         n_tiles = ((numel[e] - 1) >> log) + 1
@@ -511,9 +545,15 @@ def tile_positions(counts: Any, numel: Any, log: Any, tiles: Any, gaps: Any, pos
             left -= inside
             last = (np.int64(j) << log) - 1
             end = min(np.int64(j + 1) << log, numel[e])
-            for i in range(k, k + inside):
+            whole = k + (inside & -16 if log <= 27 else 0)  # sixteen smaller gaps do not overflow 31 bits
+            i = k
+            while i < whole and last < end:
+                last = sums16(gap_at + 4 * i, last, position_at + 4 * i)
+                i += 16
+            while i < k + inside and last < end:
                 last += np.int64(gaps[np.uint64(i)]) + 1
                 positions[np.uint64(i)] = last
+                i += 1
             k += inside
             if last >= end:  # they rise, so the last one speaks for all
                 return e
@@ -521,19 +561,25 @@ def tile_positions(counts: Any, numel: Any, log: Any, tiles: Any, gaps: Any, pos
             return e
         if n_tiles > 1:
             t += n_tiles
+    alive(gaps)
+    alive(positions)
     return -1
 
 
 @kernel
-def ascending(counts: Any, numel: Any, positions: Any) -> Any:
-    """-1, or the first entry whose positions do not rise strictly or leave its region."""
+def ascending(counts: Any, numel: Any, position_at: Any) -> Any:
+    """-1, or the first entry whose positions, at an address, do not rise strictly or leave its region."""
+    index = np.empty(0, np.uint32)
     k = np.int64(0)
     for e in range(counts.size):
-        falls = np.uint32(0)
-        for i in range(k + 1, k + counts[e]):  # without a branch, several at a time
-            falls |= np.uint32(positions[np.uint64(i)] <= positions[np.uint64(i - 1)])
+        falls, i, end = np.int64(0), k + 1, k + counts[e]
+        while i + 16 <= end:  # without a branch
+            falls |= falls16(position_at + 4 * i)
+            i += 16
+        for j in range(i, end):
+            falls |= np.int64(_position(index, position_at, j) <= _position(index, position_at, j - 1))
         k += counts[e]
-        if falls or (counts[e] and np.int64(positions[k - 1]) >= numel[e]):
+        if falls or (counts[e] and _position(index, position_at, k - 1) >= numel[e]):
             return e
     return -1
 

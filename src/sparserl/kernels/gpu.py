@@ -75,9 +75,10 @@ class Blocks:
 
     def put(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Numbers of the host on the device."""
-        host = torch.from_numpy(np.array(numbers, order="C")).to(dtype)  # a copy: what came may be read-only
-        if self.device.type == "cuda" and host.nbytes > _SMALL:
-            host = host.pin_memory()
+        numbers = np.asarray(numbers)
+        large = self.device.type == "cuda" and numbers.size * dtype.itemsize > _SMALL
+        host = torch.empty(numbers.shape, dtype=dtype, pin_memory=large)
+        host.numpy()[...] = numbers  # torch would take all cores for it, and they would be busy for a while after it
         return host.to(self.device, non_blocking=True)
 
     def fetch(self, numbers: torch.Tensor) -> Callable[[], np.ndarray[Any, Any]]:

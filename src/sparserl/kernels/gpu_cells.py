@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from .gpu import _SLOTS, Blocks, Side, add_sums, advance, moved, new_sums, store_word, unsigned, weyl_of
-from .gpu_classes import Found, Tiles, magnitude
+from .gpu_classes import Found, Spread, Tiles, magnitude
 
 KEYS = 512  # of a histogram
-_AT_ONCE = 128  # changes of a tile and class that are swapped together
+_AT_ONCE = 128  # changes that a program swaps
 _CELLS = 1024  # elements that a program reads or writes
 _STRETCH = 64  # elements that lie together in a sample
 _STRETCHES = 16  # that a program looks at
@@ -71,20 +71,36 @@ def _locate_kernel(
     out,
     sums,
     bad,
+    parts,
     GAPS: tl.constexpr,
     SIGN: tl.constexpr,
     BITS: tl.constexpr,
+    SPAN: tl.constexpr,
     Q: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """A program has the changes of a tile, from gaps and steps; or a span of those of a part, from positions and bits.
 
-    `begin` is where the tile begins in its part; or the first change of the part.
+    Of tiles there are the part, where it begins in that, and its first change and how many it has. Of parts there are
+    the first change, the spans before it, and how many changes it has.
     """
     span = tl.program_id(0)
-    due = tl.load(counts + span)
+    if GAPS:
+        e, first, low, due = tl.load(part + span), tl.load(begin + span), tl.load(starts + span), tl.load(counts + span)
+    else:
+        e, step = span - span, span - span + 1
+        while 2 * step < parts:
+            step *= 2
+        while step > 0:
+            reach = e + step
+            before = tl.load(starts + reach, mask=reach < parts, other=0)
+            e = tl.where((reach < parts) & (before <= span), reach, e)
+            step = step // 2
+        first = tl.load(begin + e)
+        inside = (span - tl.load(starts + e)) * SPAN
+        low = first + inside
+        due = tl.minimum(tl.load(counts + e) - inside, SPAN).to(tl.int32)
     if (due > 0) & (tl.load(bad) == 0):
-        e, first, low = tl.load(part + span), tl.load(begin + span), tl.load(starts + span)
         a, end = tl.load(at + e), tl.load(numel + e)
         key, key2 = tl.load(keys + 2 * e), tl.load(keys + 2 * e + 1).to(tl.uint64, bitcast=True)
         origin = tl.load(start + e)
@@ -129,21 +145,20 @@ def follow_gaps(
     side: Side,
     tiles: Tiles,
     tile_log: torch.Tensor,
-    counts: torch.Tensor,
+    spread: Spread,
     gaps: torch.Tensor,
     steps: torch.Tensor,
     bad: torch.Tensor,
     sign_magnitude: bool,
 ) -> Found:
-    """The changes of gaps inside tiles, and of steps; `counts` says how many a tile has. Writes no weights.
+    """The changes of gaps inside tiles, and of steps. Writes no weights.
 
     Where a gap leads out of its tile, `bad` is set; where it is set before, nothing is located.
     """
     begin = (tiles.block - blocks.first[tiles.part]) * blocks.block
-    starts = torch.cumsum(counts, 0, dtype=torch.int64) - counts
     new = blocks.empty(steps.numel(), steps.dtype)
-    spans = (tiles.part, begin, tile_log, starts, counts)
-    return _located(blocks, side, spans, gaps, steps, new, bad, True, sign_magnitude)
+    spans = (tiles.part, begin, tile_log, spread.by_tile, spread.counts)
+    return _located(blocks, side, tiles.count, spans, gaps, steps, new, bad, True, sign_magnitude)
 
 
 def at_positions(
@@ -159,18 +174,15 @@ def at_positions(
     Unless the positions of every part rise strictly and lie inside it, `bad` is set.
     """
     per = -(-changes // _SPAN)
-    many, first, spans, passed = blocks.put(
-        np.stack((changes, np.cumsum(changes) - changes, per, np.cumsum(per) - per))
-    )
-    part = torch.repeat_interleave(spans, output_size=int(per.sum()))
-    inside = (torch.arange(part.numel(), device=blocks.device) - passed[part]) * _SPAN
-    counts, heads = (many[part] - inside).clamp(max=_SPAN).to(torch.int32), first[part]
-    return _located(blocks, side, (part, heads, part, heads + inside, counts), positions, bits, bits, bad, False, True)
+    table = blocks.put(np.stack((np.cumsum(changes) - changes, np.cumsum(per) - per, changes)))
+    spans = (table, table[0], table, table[1], table[2])
+    return _located(blocks, side, int(per.sum()), spans, positions, bits, bits, bad, False, True)
 
 
 def _located(
     blocks: Blocks,
     side: Side,
+    programs: int,
     spans: tuple[torch.Tensor, ...],
     given: torch.Tensor,
     words: torch.Tensor,
@@ -179,52 +191,37 @@ def _located(
     gaps: bool,
     sign_magnitude: bool,
 ) -> Found:
-    *_, starts, counts = spans
     where, old = blocks.empty(given.numel(), torch.int64), blocks.empty(given.numel(), words.dtype)
-    found = Found(where, old, new, new_sums(blocks.device), counts.view(-1, 1), starts)
+    found = Found(where, old, new, new_sums(blocks.device))
     together, warps = SHAPES["locate"]
-    if counts.numel():
-        _locate_kernel[(counts.numel(),)](
+    if programs:
+        _locate_kernel[(programs,)](
             *(side.base, side.at, blocks.numel, blocks.keys, blocks.start, *spans, given, words, where, old, new),
-            *(found.sums, bad, gaps, sign_magnitude, 8 * blocks.width, together, _SLOTS),
+            *(found.sums, bad, blocks.sizes.size, gaps, sign_magnitude, 8 * blocks.width, _SPAN, together, _SLOTS),
             num_warps=warps,
         )
     return found
 
 
 @triton.jit
-def _swap_kernel(weights, where, old, new, counts, starts, moved, T, C: tl.constexpr, Q: tl.constexpr):
-    program = tl.program_id(0)
-    t, c = (program // C).to(tl.int64), program % C
-    due = tl.load(counts + t * C + c)
-    if due > 0:
-        begin = tl.load(starts + c.to(tl.int64) * T + t)
-        i = due - due
-        while i < due:
-            lane = i + tl.arange(0, Q)
-            ok = lane < due
-            q = begin + lane
-            there = weights + tl.load(where + q, mask=ok, other=0)
-            found = tl.load(there, mask=ok, other=0)
-            other = ok & (found != tl.load(old + q, mask=ok, other=0))
-            tl.store(there, tl.load(new + q, mask=ok, other=0), mask=ok)
-            tl.store(old + q, found, mask=ok)
-            if tl.max(other.to(tl.int32), axis=0) > 0:
-                tl.store(moved, 1)
-            i += Q
+def _swap_kernel(weights, where, old, new, moved, changes, Q: tl.constexpr):
+    k = tl.program_id(0).to(tl.int64) * Q + tl.arange(0, Q)
+    ok = k < changes
+    there = weights + tl.load(where + k, mask=ok, other=0)
+    found = tl.load(there, mask=ok, other=0)
+    other = ok & (found != tl.load(old + k, mask=ok, other=0))
+    tl.store(there, tl.load(new + k, mask=ok, other=0), mask=ok)
+    tl.store(old + k, found, mask=ok)
+    if tl.max(other.to(tl.int32), axis=0) > 0:
+        tl.store(moved, 1)
 
 
 def swap(side: Side, found: Found, moved: torch.Tensor) -> None:
-    """Write the new bits of all changes; `found.old` is then what was there, and `moved` set if it was something else.
-
-    Tile by tile, as `gpu_classes.land` does.
-    """
-    tiles, classes = found.counts.shape
-    if tiles:
-        _swap_kernel[(tiles * classes,)](
-            *(side.base, found.where, found.old, found.new, found.counts, found.starts, moved, tiles, classes),
-            _AT_ONCE,
-            num_warps=4,
+    """Write the new bits of all changes; `found.old` is then what was there, and `moved` set if that was other bits."""
+    changes = found.where.numel()
+    if changes:
+        _swap_kernel[(triton.cdiv(changes, _AT_ONCE),)](
+            side.base, found.where, found.old, found.new, moved, changes, _AT_ONCE, num_warps=4
         )
 
 
@@ -254,7 +251,8 @@ def _keys_kernel(
     there = j < left[:, None]
     x = tl.load(bits + (tl.load(at + e) + first)[:, None] + j, mask=there, other=0)
     b = tl.load(row + r, mask=ok, other=0)
-    size = magnitude(unsigned(x).to(tl.uint64), KIND, BITS) >> tl.load(shifts + b)[:, None].to(tl.uint64)
+    shift = tl.load(shifts + r, mask=ok, other=0).to(tl.uint64)
+    size = magnitude(unsigned(x).to(tl.uint64), KIND, BITS) >> shift[:, None]
     key = tl.minimum(size, KEYS - 1).to(tl.int64)
     tl.atomic_add(counts + b[:, None] * KEYS + key, there.to(tl.int32), mask=there, sem="relaxed")
 
@@ -273,15 +271,14 @@ def key_histogram(
     """
     step = _STRETCH * np.asarray(every)[row]
     many = -(-blocks.sizes // step)
-    total, device = int(many.sum()), blocks.device
-    per, steps, rows = blocks.put(np.stack((many, step, row)))
-    part = torch.repeat_interleave(per, output_size=total)
-    begin = (torch.arange(total, device=device) - (torch.cumsum(per, 0) - per)[part]) * steps[part]
-    counts = torch.zeros((len(every), KEYS), dtype=torch.int32, device=device)
-    if total:
-        _keys_kernel[(triton.cdiv(total, _STRETCHES),)](
-            *(side.base, side.at, blocks.numel, part, begin, rows[part], blocks.put(shift), counts, total),
-            *(kind, 8 * blocks.width, _STRETCH, _STRETCHES, KEYS),
+    part = np.repeat(np.arange(many.size), many)
+    inside = np.arange(part.size) - (np.cumsum(many) - many)[part]
+    counts = torch.zeros((len(every), KEYS), dtype=torch.int32, device=blocks.device)
+    if part.size:
+        table = blocks.put(np.stack((part, inside * step[part], row[part], np.asarray(shift)[row[part]])))
+        _keys_kernel[(triton.cdiv(part.size, _STRETCHES),)](
+            *(side.base, side.at, blocks.numel, *table, counts, part.size, kind, 8 * blocks.width),
+            *(_STRETCH, _STRETCHES, KEYS),
             num_warps=4,
         )
     return counts

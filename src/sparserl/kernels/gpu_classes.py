@@ -11,7 +11,7 @@ floats are compared in pairs, four elements in a few instructions; their masks a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ SHAPES = {
     "emit": (32, 1),  # changes of a block: at usual densities there are not many more
     "sort": (32, 1),
     "select": (32, 1),  # changes of a tile and class
-    "land": (512, 4),
+    "land": (256, 4),  # changes
 }
 
 
@@ -492,11 +492,33 @@ class Tiles:
         most = int(np.minimum(per_tile, part_blocks).max(initial=1))
         return cls(part, blocks.first[part] + inside, lengths, tiles, owner, int(owner.size), most)
 
+    def by_part(self, counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Numbers of the tiles (tiles × C), added up for each part."""
+        some, out = self.of_part > 0, np.zeros((self.of_part.size, counts.shape[1]), np.int64)
+        if some.any():
+            first = (np.cumsum(self.of_part) - self.of_part)[some]
+            out[some] = np.add.reduceat(counts, first, axis=0, dtype=np.int64)
+        return out
+
     def counts(self, before: torch.Tensor, changes: int, C: int) -> torch.Tensor:
         """Changes by tile and class (tiles × C, int32), from those before each block and how many there are in all."""
         rows = before.view(C, -1)
         starts = torch.cat((rows[:, self.block].reshape(-1), torch.full_like(rows[0, :1], changes)))
         return (starts[1:] - starts[:-1]).view(C, -1).t().contiguous()
+
+
+class Spread(NamedTuple):
+    """How changes lie: how many each tile has of each class, where these begin by class, and where by tile."""
+
+    counts: torch.Tensor
+    by_class: torch.Tensor
+    by_tile: torch.Tensor
+
+    @classmethod
+    def of(cls, counts: torch.Tensor) -> Spread:
+        """From the changes by tile and class (tiles × C)."""
+        per, turned = counts.reshape(-1), counts.t().reshape(-1)
+        return cls(per, *(torch.cumsum(some, 0, dtype=torch.int64) - some for some in (turned, per)))
 
 
 @triton.jit
@@ -589,8 +611,9 @@ def _select_kernel(
     tile_part,
     tile_block,
     tile_blocks,
-    starts,
     counts,
+    starts,
+    places,
     gaps,
     steps,
     where,
@@ -627,6 +650,7 @@ def _select_kernel(
         under = tl.load(limits + e * K + c - 1, mask=c > 0, other=0).to(tl.uint64, bitcast=True)
         upper = tl.load(limits + e * K + c, mask=c < K, other=0).to(tl.uint64, bitcast=True)
         begin = tl.load(starts + c.to(tl.int64) * T + t)
+        to = tl.load(places + t * C + c)
         whole = tile + length * B <= n
         last = tl.full([], -1, tl.int64)
         one = tl.zeros([Q], tl.uint64)
@@ -671,9 +695,10 @@ def _select_kernel(
             ok = ok & (place < n)
             u = unsigned(tl.load(bits + a + place, mask=ok, other=0)).to(tl.uint64)
             y = advance(u, unsigned(tl.load(steps + q, mask=ok, other=0)).to(tl.uint64), SIGN, BITS)
-            tl.store(where + q, a + place, mask=ok)
-            store_word(old + q, u, ok, BITS)
-            store_word(out + q, y, ok, BITS)
+            k = to + i + tl.arange(0, Q)
+            tl.store(where + k, a + place, mask=ok)
+            store_word(old + k, u, ok, BITS)
+            store_word(out + k, y, ok, BITS)
             first_moved, second_moved = moved(weyl_of(key, origin + place), key2, u, y, ok)
             one += first_moved
             two += second_moved
@@ -754,17 +779,12 @@ def _count(
 
 @dataclass(frozen=True)
 class Found:
-    """Changes located: where each lies from the side's base, in elements, the bits that are there and the new ones.
-
-    They lie by class and tile; `counts` and `starts` say how many each tile has of each class, and where.
-    """
+    """Changes located: where each lies from the side's base, in elements, the bits that are there and the new ones."""
 
     where: torch.Tensor
     old: torch.Tensor
     new: torch.Tensor
     sums: torch.Tensor
-    counts: torch.Tensor
-    starts: torch.Tensor
 
 
 def select(
@@ -773,30 +793,27 @@ def select(
     side: Side,
     tiles: Tiles,
     ranks: Ranks,
-    counts: torch.Tensor,
+    spread: Spread,
     gaps: torch.Tensor,
     steps: torch.Tensor,
     bad: torch.Tensor,
 ) -> Found:
-    """The changes of gaps and steps by class; `counts` (tiles × C) says how many a tile has of each. Writes no weights.
+    """The changes of gaps and steps by class, tile by tile. Writes no weights.
 
     Where a gap leads out of its tile, `bad` is set.
     """
-    by_class = counts.t().contiguous().view(-1)
     out = Found(
         blocks.empty(gaps.numel(), torch.int64),
         blocks.empty(gaps.numel(), steps.dtype),
         blocks.empty(gaps.numel(), steps.dtype),
         new_sums(blocks.device),
-        counts,
-        torch.cumsum(by_class, 0, dtype=torch.int64) - by_class,
     )
     together, warps = SHAPES["select"]
     if tiles.count:
         _select_kernel[(tiles.count * (classing.K + 1),)](
             *(side.base, side.at, blocks.first, blocks.numel, blocks.keys, blocks.start, classing.limits),
             *(ranks.before, ranks.members, ranks.low, ranks.high, tiles.part, tiles.block, tiles.blocks),
-            *(out.starts, counts, gaps, steps, out.where, out.old, out.new, out.sums, bad),
+            *(*spread, gaps, steps, out.where, out.old, out.new, out.sums, bad),
             *(blocks.count, tiles.count, blocks.block, classing.K, (tiles.most_blocks - 1).bit_length()),
             *(classing.kind, 8 * blocks.width, classing.sign_magnitude, classing.paired(blocks, side)),
             *(together, _SLOTS),
@@ -806,29 +823,18 @@ def select(
 
 
 @triton.jit
-def _land_kernel(weights, where, bits, counts, starts, bad, T, C: tl.constexpr, Q: tl.constexpr):
-    program = tl.program_id(0)
-    t, c = (program // C).to(tl.int64), program % C
-    due = tl.load(counts + t * C + c)
-    if (due > 0) & (tl.load(bad) == 0):
-        begin = tl.load(starts + c.to(tl.int64) * T + t)
-        i = due - due
-        while i < due:
-            lane = i + tl.arange(0, Q)
-            ok = lane < due
-            q = begin + lane
-            tl.store(weights + tl.load(where + q, mask=ok, other=0), tl.load(bits + q, mask=ok, other=0), mask=ok)
-            i += Q
+def _land_kernel(weights, where, bits, bad, changes, Q: tl.constexpr):
+    if tl.load(bad) == 0:
+        k = tl.program_id(0).to(tl.int64) * Q + tl.arange(0, Q)
+        ok = k < changes
+        tl.store(weights + tl.load(where + k, mask=ok, other=0), tl.load(bits + k, mask=ok, other=0), mask=ok)
 
 
 def land(side: Side, found: Found, bits: torch.Tensor, bad: torch.Tensor) -> None:
-    """Write the new bits (or the old ones) of all changes, unless `bad` is set.
-
-    Tile by tile: the classes of a tile write to the same lines of memory, at about the same time.
-    """
-    tiles, classes = found.counts.shape
+    """Write the new bits (or the old ones) of all changes, unless `bad` is set."""
+    changes = found.where.numel()
     together, warps = SHAPES["land"]
-    if tiles:
-        _land_kernel[(tiles * classes,)](
-            *(side.base, found.where, bits, found.counts, found.starts, bad, tiles, classes, together), num_warps=warps
+    if changes:
+        _land_kernel[(triton.cdiv(changes, together),)](
+            side.base, found.where, bits, bad, changes, together, num_warps=warps
         )

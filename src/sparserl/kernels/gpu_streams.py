@@ -1,7 +1,7 @@
 """The streams of many buckets at once on a GPU: from two versions of the weights to coded bytes, and back.
 
     old, new ──► diff, count ──► changes per part │ emit, sort ──► changes per class │ pack, encode ──► sizes │ copy
-    bytes ──► tile counts │ tokens, gaps, steps ──► select ──► digest moved as promised? ──► land
+    bytes ──► tile counts │ tokens, gaps, steps ──► locate ──► digest moved as promised? ──► land
 
 A bar is a place where the host waits for a few numbers, for all buckets together. Profiles, streams and coders are
 those of docs/format.md. A bucket here is some consecutive parts; all buckets of a call have as many classes.
@@ -9,8 +9,9 @@ those of docs/format.md. A bucket here is some consecutive parts; all buckets of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 
 from . import gpu, gpu_cells, gpu_classes, gpu_coding
 from .gpu import Blocks, Side
-from .gpu_classes import Classing, Found, Tiles
+from .gpu_classes import Classing, Found, Spread, Tiles
 from .gpu_coding import Coded, Cuts, Packed
 
 STORED, RANS = 0, 2
@@ -37,14 +38,17 @@ class Directory:
     length: Column
     offset: Column
 
-    def of(self, bucket: int) -> dict[int, tuple[int, list[tuple[int, int]]]]:
-        """Coder, and offset and length of each chunk, by stream."""
-        out: dict[int, tuple[int, list[tuple[int, int]]]] = {}
-        low, high = np.searchsorted(self.bucket, (bucket, bucket + 1)).tolist()
-        rows = (column[low:high].tolist() for column in (self.stream, self.coder, self.offset, self.length))
-        for stream, coder, at, size in zip(*rows, strict=True):
-            out.setdefault(stream, (coder, []))[1].append((at, size))
-        return out
+    def told(self) -> tuple[Column, Column, Column]:
+        """What buckets say of their streams: for each its number, coder, how many chunks it has, and their lengths.
+
+        Those of all buckets one behind the other; the bucket of each number, and how many streams each bucket has.
+        """
+        keys = self.bucket * 256 + self.stream
+        first = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])) if keys.size else keys
+        many = np.diff(np.append(first, keys.size))
+        heads, at = np.stack((self.stream[first], self.coder[first], many), axis=1).ravel(), np.repeat(first, 3)
+        streams = np.bincount(self.bucket[first], minlength=int(self.bucket.max(initial=-1)) + 1)
+        return np.insert(self.length, at, heads), np.insert(self.bucket, at, self.bucket[at]), streams
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,11 @@ class Plan:
         heads = blocks.first_block[np.searchsorted(owner, np.arange(int(owner.max(initial=-1)) + 1))]
         return cls(
             *(blocks, owner, logs, Tiles.of(blocks, logs), classing, chunk),
-            *(blocks.put(heads), blocks.put(logs, torch.int32), sign_magnitude),
+            *(
+                blocks.put(heads),
+                blocks.put(logs, torch.int32) if classing is None else classing.tile_log,
+                sign_magnitude,
+            ),
         )
 
     @property
@@ -92,18 +100,15 @@ class Plan:
     def classes(self) -> int:
         return 1 if self.classing is None else self.classing.K + 1
 
-    def told(self, changes: Column) -> tuple[torch.Tensor | None, Column]:
-        """Which tiles have counts in the streams (None for all), and how many counts each bucket has.
+    def told(self, changes: Column) -> tuple[Column, Column]:
+        """Which tiles have counts in the streams, and how many counts each bucket has.
 
         They are those of parts that changed, and in `ulp` only of those with several.
         """
         parts = changes > 0
         if self.classing is None:
             parts &= self.tiles.of_part > 1
-        counts = self.by_bucket(self.tiles.of_part * parts) * self.classes
-        if parts.all():
-            return None, counts
-        return self.blocks.put(np.flatnonzero(parts[self.tiles.owner])), counts
+        return parts[self.tiles.owner], self.by_bucket(self.tiles.of_part * parts) * self.classes
 
     def by_bucket(self, numbers: Column) -> Column:
         """Numbers of the parts, added up."""
@@ -141,25 +146,42 @@ class Encoded:
     moved: torch.Tensor  # how the digest's sums move
 
 
-def encode(
+def encode(plan: Plan, old: Side, new: Side, found: tuple[torch.Tensor, torch.Tensor] | None = None) -> Encoded:
+    """Streams in `ctx`, or in `ulp` where the plan has no classes, of all changes between two versions.
+
+    found: what `diff` says of the two, where it was asked already.
+    """
+    steps = encoding(plan, old, new, found)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: Encoded = end.value
+            return made
+
+
+def encoding(
     plan: Plan,
     old: Side,
     new: Side,
     found: tuple[torch.Tensor, torch.Tensor] | None = None,
     changes: Column | None = None,
-) -> Encoded:
-    """Streams in `ctx`, or in `ulp` where the plan has no classes, of all changes between two versions.
+) -> Generator[None, None, Encoded]:
+    """`encode` step by step: it pauses where it would wait for the device, so that something else can be done.
 
-    found: what `diff` says of the two, where it was asked already.
     changes: of each part, where they are known.
     """
     blocks = plan.blocks
     if plan.classing is None:
         words, counts = found or gpu.diff(blocks, old, new)
-        ends, before = _ends(counts), gpu_classes.exclusive(counts)
+        del found  # of which nothing but this is needed, and bitmaps are large
+        ends = _ends(counts)
+        before = ends[:-1].to(torch.int32)
         rows = blocks.fetch(before[plan.heads])
         if changes is None:
-            changes = blocks.fetch(_between(blocks, ends))()
+            here = blocks.fetch(_between(blocks, ends))
+            yield
+            changes = here()
         total = int(changes.sum())
         ranks, steps, _, sums = gpu.compact(
             *(blocks, old, new, words, counts, total),
@@ -168,14 +190,18 @@ def encode(
             tile_log=plan.logs,
             ends=ends[1:],
         )
+        del words
     else:
         if found:
             (words, counts), members = found, gpu_classes.count(blocks, plan.classing, old)
         else:
             words, counts, members = gpu_classes.diff_and_count(blocks, plan.classing, old, new)
+        del found
         ends = _ends(counts)
         if changes is None:
-            changes = blocks.fetch(_between(blocks, ends))()
+            here = blocks.fetch(_between(blocks, ends))
+            yield
+            changes = here()
         total = int(changes.sum())
         emitted = gpu_classes.emit(blocks, plan.classing, old, new, words, ends[1:], members, total)
         del words, members  # the largest of all that is made here
@@ -185,9 +211,10 @@ def encode(
     # What the host prepares from here on it prepares while the device is at work.
     told, tile_sizes = plan.told(changes)
     tile_counts = plan.tiles.counts(before, total, plan.classes)
-    if told is not None:
-        tile_counts = tile_counts[told]
+    if not told.all():
+        tile_counts = tile_counts[blocks.put(np.flatnonzero(told))]
     moved = gpu.total(sums)
+    yield
     sizes, gaps = np.diff(np.append(rows(), total)), plan.class_streams()
     cuts, stream = Cuts.of_streams(blocks, np.concatenate((tile_sizes, sizes, sizes)), plan.chunk)
     keys = np.concatenate((np.arange(plan.buckets) * 256 + _TILES, gaps, gaps + 2))[stream]
@@ -196,13 +223,13 @@ def encode(
     packed.pack(0, ends[0], tile_counts.view(-1))
     packed.pack(ends[0], ends[1], ranks, ranked=True)
     packed.pack(ends[1], ends[2], steps)
-    data, directory = _gathered(blocks, packed, gpu_coding.encode(packed), stream, keys)
+    data, directory = yield from _gathered(blocks, packed, gpu_coding.encode(packed), stream, keys)
     return Encoded(data, directory, changes, moved)
 
 
 def _gathered(
     blocks: Blocks, packed: Packed, code: Coded, stream: Column, key: Column
-) -> tuple[torch.Tensor, Directory]:
+) -> Generator[None, None, tuple[torch.Tensor, Directory]]:
     """All chunks, coded or stored, and their low bits, in the order of buckets and streams."""
     n, size = packed.cuts.count, packed.cuts.host_size
     keys = np.concatenate((key, key + 1))
@@ -214,6 +241,7 @@ def _gathered(
     summary = blocks.fetch(torch.stack((runs.sum(), runs.amax())) if n else runs.new_zeros(2))
     numbers = blocks.fetch(packed.numbers)
     lanes, most = 4 * gpu_coding.lanes(size), int(stream.max(initial=-1)) + 1
+    yield
     whole, longest = summary().tolist()
     data = blocks.empty(whole, torch.uint8)
     gpu_coding.copy(data, data, source, target, runs, longest, data.data_ptr())
@@ -236,24 +264,25 @@ class _Incoming:
     directory: Directory
     bad: torch.Tensor
 
+    @cached_property
+    def keys(self) -> Column:
+        """Bucket and stream of each chunk."""
+        return self.directory.bucket * 256 + self.directory.stream
+
     def rows(self, wanted: Column) -> tuple[Column, Column]:
         """The rows of the directory for chunks wanted by bucket and stream; which are there."""
-        keys = self.directory.bucket * 256 + self.directory.stream
+        keys = self.keys
         first = np.searchsorted(keys, wanted)
         change = np.flatnonzero(np.append(True, wanted[1:] != wanted[:-1])) if wanted.size else np.empty(0, np.int64)
         inside = np.arange(wanted.size) - np.repeat(change, np.diff(np.append(change, wanted.size)))
         rows = np.minimum(first + inside, max(keys.size - 1, 0))
         return rows, keys[rows] == wanted if keys.size else np.zeros(wanted.size, bool)
 
-    def require_chunks(self, plan: Plan, tile_counts: Column, sizes: Column) -> None:
-        """Raise unless there are as many chunks of every stream as there are numbers for; low bits may be left out."""
-        due = np.zeros(plan.buckets * 256, np.int64)
-        due[_TILES::256] = tile_counts
-        due[plan.class_streams()] = due[plan.class_streams() + 2] = sizes
-        due = -(-due // plan.chunk)
-        there = np.bincount(self.directory.bucket * 256 + self.directory.stream, minlength=due.size)
-        lows = np.roll(due, 1)  # behind the tokens
-        if ((there != due) & ((there != lows) | (due != 0))).any():
+    def require_chunks(self, plan: Plan, streams: Column, sizes: Column) -> None:
+        """Raise unless streams of tokens have as many chunks as there are numbers for; low bits may be left out."""
+        there = np.bincount(self.keys, minlength=plan.buckets * 256)
+        due, lows = -(-sizes // plan.chunk), there[streams + 1]
+        if ((there[streams] != due) | ((lows != due) & (lows != 0))).any():
             raise ValueError("there are more chunks, or fewer, than there are numbers for")
 
     def tokens(self, cuts: Cuts, wanted: Column) -> torch.Tensor:
@@ -285,7 +314,9 @@ class _Incoming:
         return values
 
 
-def _beside(blocks: Blocks, long: Callable[[], T], urgent: Callable[[], tuple[torch.Tensor, ...]]) -> Any:
+def _beside(
+    blocks: Blocks, long: Callable[[], T], urgent: Callable[[], tuple[Spread, torch.Tensor, torch.Tensor]]
+) -> Any:
     """Long work, and urgent work that is in its way as little as in that of the host: on a stream that goes first."""
     if blocks.device.type != "cuda":
         return long(), urgent()
@@ -298,7 +329,7 @@ def _beside(blocks: Blocks, long: Callable[[], T], urgent: Callable[[], tuple[to
             made = urgent()
     finally:
         here.wait_stream(first)
-    for tensor in made:
+    for tensor in (*made[0], *made[1:]):
         tensor.record_stream(here)
     return done, made
 
@@ -307,59 +338,69 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def decode(
-    plan: Plan, side: Side, data: torch.Tensor, directory: Directory, changes: Column, bad: torch.Tensor
+    plan: Plan,
+    side: Side,
+    data: torch.Tensor,
+    directory: Directory,
+    changes: Column,
+    bad: torch.Tensor,
+    counts: Column | None = None,
 ) -> Found:
     """The changes of all buckets, located; nothing is written. `bad` is set where streams are wrong.
 
     changes: of each part; none of a part that no bucket speaks of.
+    counts: of each tile and class, where they are known; else the device is waited for.
     """
-    incoming = _Incoming(plan.blocks, data, directory, bad)
+    blocks, incoming = plan.blocks, _Incoming(plan.blocks, data, directory, bad)
     if (classing := plan.classing) is None:
-        counts, gaps, steps = _numbers(plan, incoming, changes)
-        return gpu_cells.follow_gaps(
-            plan.blocks, side, plan.tiles, plan.logs, counts.view(-1), gaps, steps, bad, plan.sign_magnitude
-        )
-    ranks, (counts, gaps, steps) = _beside(
-        plan.blocks,
-        lambda: gpu_classes.count(plan.blocks, classing, side),
-        lambda: _numbers(plan, incoming, changes),
+        spread, gaps, steps = _numbers(plan, incoming, changes, counts)
+        return gpu_cells.follow_gaps(blocks, side, plan.tiles, plan.logs, spread, gaps, steps, bad, plan.sign_magnitude)
+    ranks, (spread, gaps, steps) = _beside(
+        blocks,
+        lambda: gpu_classes.count(blocks, classing, side),
+        lambda: _numbers(plan, incoming, changes, counts),
     )
-    return gpu_classes.select(plan.blocks, classing, side, plan.tiles, ranks, counts, gaps, steps, bad)
+    return gpu_classes.select(blocks, classing, side, plan.tiles, ranks, spread, gaps, steps, bad)
 
 
-def _numbers(plan: Plan, incoming: _Incoming, changes: Column) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Changes by tile and class, and all gaps and steps."""
+def _tile_counts(plan: Plan, incoming: _Incoming, changes: Column) -> tuple[torch.Tensor, Column]:
+    """Changes by tile and class, from the streams that tell them, and by part and class; waits for the device."""
     blocks, many = plan.blocks, plan.classes
-    told, tile_sizes = plan.told(changes)
-    largest = 1 << int(plan.tile_log.max(initial=0))
-    cuts, owner = Cuts.of_streams(blocks, tile_sizes, plan.chunk)
+    told, sizes = plan.told(changes)
+    cuts, owner = Cuts.of_streams(blocks, sizes, plan.chunk)
+    incoming.require_chunks(plan, np.arange(plan.buckets) * 256 + _TILES, sizes)
     wanted = owner * 256 + _TILES
-    most = min(largest, (1 << 31) - 1)  # none is negative, so those that add up to the changes are not above them
+    most = min(1 << int(plan.tile_log.max(initial=0)), (1 << 31) - 1)  # those that add up to the changes are not above
     counts = incoming.numbers(cuts, wanted, incoming.tokens(cuts, wanted), torch.int32, most).view(-1, many)
-    if told is not None:
+    if not told.all():
         # Where counts are not told, a part without classes has one tile, and any other no changes.
         alone = plan.tiles.of_part == 1 if plan.classing is None else np.zeros(changes.size, bool)
         spread = blocks.put(changes * alone, torch.int32)[plan.tiles.part].repeat(many, 1).t().contiguous()
-        spread[told] = counts
+        spread[blocks.put(np.flatnonzero(told))] = counts
         counts = spread
     sums = torch.zeros((blocks.sizes.size, many), dtype=torch.int64, device=blocks.device)
     sums.index_add_(0, plan.tiles.part, counts.to(torch.int64))
-    if plan.classing is None:
-        by_part = changes[:, None]
-        incoming.bad.bitwise_or_((sums[:, 0] != blocks.put(changes)).any())
+    return counts, blocks.fetch(sums)()
+
+
+def _numbers(
+    plan: Plan, incoming: _Incoming, changes: Column, counts: Column | None
+) -> tuple[Spread, torch.Tensor, torch.Tensor]:
+    """Changes by tile and class, and all gaps and steps."""
+    if counts is None:
+        there, by_part = _tile_counts(plan, incoming, changes)
     else:
-        by_part = blocks.fetch(sums)()
-        if (by_part.sum(1) != changes).any():
-            raise ValueError("tile counts do not add up to the changes of the parts")
-    sizes = np.concatenate([plan.by_bucket(column) for column in by_part.T])
-    total, gaps = int(sizes.sum()), plan.class_streams()
-    both, stream = Cuts.of_streams(blocks, np.tile(sizes, 2), plan.chunk)
-    wanted = np.concatenate((gaps, gaps + 2))[stream]
-    tokens = incoming.tokens(both, wanted)
-    half = both.count // 2
-    cuts = both.part(0, half)
-    widest = (1 << (8 * blocks.width)) - 1
+        there, by_part = plan.blocks.put(counts, torch.int32), plan.tiles.by_part(counts)
+    if (by_part.sum(1) != changes).any():
+        raise ValueError("tile counts do not add up to the changes of the parts")
+    sizes, gaps = np.concatenate([*map(plan.by_bucket, by_part.T)]), plan.class_streams()
+    streams, total = np.concatenate((gaps, gaps + 2)), int(sizes.sum())
+    incoming.require_chunks(plan, streams, np.tile(sizes, 2))
+    both, stream = Cuts.of_streams(plan.blocks, np.tile(sizes, 2), plan.chunk)
+    wanted = streams[stream]
+    tokens, spread = incoming.tokens(both, wanted), Spread.of(there)
+    half, width = both.count // 2, plan.blocks.width
+    cuts, largest = both.part(0, half), 1 << int(plan.tile_log.max(initial=0))
     values = incoming.numbers(cuts, wanted[:half], tokens[:total], torch.int32, largest - 1)
-    steps = incoming.numbers(cuts, wanted[half:], tokens[total:], gpu.INTS[blocks.width], widest)
-    incoming.require_chunks(plan, tile_sizes, sizes)
-    return counts, values, steps
+    steps = incoming.numbers(cuts, wanted[half:], tokens[total:], gpu.INTS[width], (1 << 8 * width) - 1)
+    return spread, values, steps

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils, config, event
 from numba.extending import intrinsic
 
@@ -139,6 +139,17 @@ def store(_: Any, tag: Any, address: Any, value: Any) -> Any:
         return ctx.get_dummy_value()
 
     return types.void(tag, types.int64, tag.dtype), codegen
+
+
+@machine
+def _byte_pointer(_: Any, address: Any) -> Any:
+    return types.CPointer(types.uint8)(types.int64), lambda ctx, b, sig, args: _pointer(b, args[0], _I8)
+
+
+@inline
+def bytes_at(address: Any, size: Any) -> Any:
+    """The bytes at an address as an array, whose owner must be kept alive."""
+    return carray(_byte_pointer(address), size)
 
 
 @machine
@@ -411,11 +422,17 @@ def _gather(b: Any, addresses: Any, kind: Any) -> Any:
     return b.call(function, [places, _I32(size), everywhere, ir.Constant(kind, ir.Undefined)])
 
 
-def _reduce(b: Any, name: str, vector: Any) -> Any:
-    """All lanes of a vector of 16 as one number, by an operation that LLVM names."""
-    kind = ir.FunctionType(vector.type.element, [vector.type])
-    function = cgutils.get_or_insert_function(b.module, kind, f"llvm.vector.reduce.{name}.v16i32")
-    return b.call(function, [vector])
+def _gather32(b: Any, base: Any, index: Any, scale: int) -> Any:
+    """The 32-bit numbers at 16 distances from an address, in units of so many bytes."""
+    if HAS_EXPAND:
+        vector, everywhere = ir.VectorType(_I32, 16), ir.Constant(ir.VectorType(_I1, 16), [1] * 16)
+        values = ir.Constant(vector, [0] * 16), _pointer(b, base, _I8), index, everywhere, _I32(scale)
+        signature = ir.FunctionType(vector, [v.type for v in values])
+        function = cgutils.get_or_insert_function(b.module, signature, "llvm.x86.avx512.mask.gather.dpi.512")
+        return b.call(function, values)
+    wide = ir.VectorType(_I64, 16)
+    offsets = b.mul(b.zext(index, wide), ir.Constant(wide, [scale] * 16))
+    return _gather(b, b.add(splat(b, base, wide), offsets), index.type)
 
 
 def _resized(b: Any, vector: Any, element: Any) -> Any:
@@ -439,11 +456,12 @@ def _some(b: Any, vector: Any, lanes: range) -> Any:
 
 @machine
 def tokenize16(_: Any, values: Any, at: Any, tokens: Any, out: Any) -> Any:
-    """The tokens of 16 values of at most four bytes, and their low bits in eights and in fours.
+    """The tokens of 16 values of at most four bytes, and their low bits in eight words, in four, and in two.
 
     `values` tells their kind; all others are addresses. Low bits of two values each go to `out` as eight uint64 with
-    eight widths behind them, then those of four values each as four and four, which hold only where no two values have
-    more than 32 bits. Returns the most bits that two values have. See `cpu.tokenize` for the same, one by one.
+    eight widths behind them, then those of four values each as four and four, then as two and two. Returns which to
+    take, 1 for the two words, 2 for the four and 3 for the eight, as they fit; 0 where there are no low bits, and none
+    was stored. See `cpu.tokenize` for the same, one by one.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -459,6 +477,9 @@ def tokenize16(_: Any, values: Any, at: Any, tokens: Any, out: Any) -> Any:
         head = b.add(b.shl(e, _lanes16(2)), b.and_(b.lshr(v, width), _lanes16(3)))
         token = b.trunc(b.select(large, head, v), ir.VectorType(_I8, 16))
         b.store(token, _pointer(b, args[2], token.type)).align = 1
+        before, some, done = b.block, b.append_basic_block("lows"), b.append_basic_block("done")
+        b.cbranch(_any(b, large), some, done)
+        b.position_at_end(some)
         low = b.and_(v, b.sub(b.shl(_lanes16(1), width), _lanes16(1)))
 
         def joined(low: Any, width: Any, many: int) -> tuple[Any, Any]:
@@ -472,14 +493,68 @@ def tokenize16(_: Any, values: Any, at: Any, tokens: Any, out: Any) -> Any:
             halves += [b.zext(_some(b, x, lanes), v64) for x in (low, width)]
         eights, widths = b.or_(halves[0], b.shl(halves[2], halves[1])), b.add(halves[1], halves[3])
         at = args[3]
-        for part in (eights, widths, *joined(eights, widths, 4)):
+        fours = joined(eights, widths, 4)
+        for part in (eights, widths, *fours, *joined(*fours, 2)):
             b.store(part, _pointer(b, at, part.type)).align = 8
             at = b.add(at, _I64(8 * part.type.count))
         pairs = b.add(width, b.shuffle_vector(width, width, ir.Constant(v32, [i ^ 1 for i in range(16)])))
-        return b.zext(_reduce(b, "umax", pairs), _I64)
+        many = _I64(1)
+        for most in (16, 32):  # bits of two values, so that eight or four fit a word
+            many = b.add(many, b.zext(_any(b, b.icmp_unsigned(">", pairs, _lanes16(most))), _I64))
+        b.branch(done)
+        b.position_at_end(done)
+        found = b.phi(_I64)
+        found.add_incoming(_I64(0), before)
+        found.add_incoming(many, some)
+        return found
 
     i64 = types.int64
     return i64(values, i64, i64, i64), codegen
+
+
+def _any(b: Any, lanes: Any) -> Any:
+    """Whether one of 16 is true."""
+    return b.icmp_unsigned("!=", b.bitcast(lanes, ir.IntType(16)), ir.Constant(ir.IntType(16), 0))
+
+
+@machine
+def falls16(_: Any, address: Any) -> Any:
+    """Whether one of 16 uint32 is not above the one before it; the first of them is compared with what precedes it."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        here, before = (b.load(_pointer(b, b.sub(args[0], _I64(k)), ir.VectorType(_I32, 16))) for k in (0, 4))
+        here.align = before.align = 1
+        return b.zext(_any(b, b.icmp_unsigned("<=", here, before)), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+def _running(b: Any, v: Any) -> Any:
+    """Sums of 16 numbers from the first to each."""
+    for step in (1, 2, 4, 8):
+        moved = ir.Constant(v.type, [16 + i - step if i >= step else 0 for i in range(16)])
+        v = b.add(v, b.shuffle_vector(_lanes16(0), v, moved))
+    return v
+
+
+@machine
+def sums16(_: Any, gaps: Any, last: Any, to: Any) -> Any:
+    """The next 16 positions, which go to an address, from a last one and 16 gaps. Returns the last of them.
+
+    A gap is what lies between two; all must fit 32 bits.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        v32 = ir.VectorType(_I32, 16)
+        gaps = b.load(_pointer(b, args[0], v32))
+        gaps.align = 4
+        upto = _running(b, b.add(gaps, _lanes16(1)))
+        positions = b.add(upto, splat(b, b.trunc(args[1], _I32), v32))
+        b.store(positions, _pointer(b, args[2], v32)).align = 4
+        return b.add(args[1], b.zext(b.extract_element(upto, _I32(15)), _I64))
+
+    i64 = types.int64
+    return i64(i64, i64, i64), codegen
 
 
 @machine
@@ -501,10 +576,7 @@ def number16(_: Any, out: Any, tokens: Any, lows: Any, at: Any, end: Any, limit:
         wide = b.icmp_unsigned(">", width, _lanes16(25))
         width = b.select(wide, zero, width)
         head = b.select(large, b.shl(b.or_(b.and_(t, _lanes16(3)), _lanes16(4)), width), t)
-        upto = width
-        for step in (1, 2, 4, 8):
-            moved = ir.Constant(v32, [16 + i - step if i >= step else 0 for i in range(16)])
-            upto = b.add(upto, b.shuffle_vector(zero, upto, moved))
+        upto = _running(b, width)
         total = b.zext(b.extract_element(upto, _I32(15)), _I64)
         within = b.icmp_signed("<=", b.add(args[3], total), args[4])
         # Where they end too soon, look where there is something.
@@ -512,70 +584,143 @@ def number16(_: Any, out: Any, tokens: Any, lows: Any, at: Any, end: Any, limit:
         first = b.select(within, b.sub(upto, width), zero)
         bit = b.add(splat(b, b.and_(fine, _I32(7)), v32), first)
         start = b.add(args[2], b.select(within, b.lshr(args[3], _I64(3)), _I64(0)))
-        wide64 = ir.VectorType(_I64, 16)
-        places = b.add(splat(b, start, wide64), b.zext(b.lshr(bit, _lanes16(3)), wide64))
-        low = b.lshr(_gather(b, places, v32), b.and_(bit, _lanes16(7)))
-        v = b.or_(head, b.and_(low, b.sub(b.shl(_lanes16(1), width), _lanes16(1))))
+        before, some, all_ = b.block, b.append_basic_block("lows"), b.append_basic_block("all")
+        b.cbranch(b.icmp_unsigned("==", total, _I64(0)), all_, some)  # small numbers have none, and come together
+        b.position_at_end(some)
+        found = _gather32(b, start, b.lshr(bit, _lanes16(3)), 1)
+        low = b.and_(b.lshr(found, b.and_(bit, _lanes16(7))), b.sub(b.shl(_lanes16(1), width), _lanes16(1)))
+        with_lows = b.or_(head, low)
+        b.branch(all_)
+        b.position_at_end(all_)
+        v = b.phi(v32)
+        v.add_incoming(head, before)
+        v.add_incoming(with_lows, some)
         most = b.select(b.icmp_unsigned(">", args[5], ir.Constant(_I64, 0xFFFFFFFF)), _I64(0xFFFFFFFF), args[5])
         above = b.or_(wide, b.icmp_unsigned(">", v, splat(b, b.trunc(most, _I32), v32)))
         b.store(_resized(b, v, element), _pointer(b, args[6], ir.VectorType(element, 16))).align = element.width // 8
-        none = b.icmp_unsigned("==", b.bitcast(above, ir.IntType(16)), ir.Constant(ir.IntType(16), 0))
-        return b.select(b.and_(within, none), total, _I64(-1))
+        return b.select(b.and_(within, b.not_(_any(b, above))), total, _I64(-1))
 
     i64 = types.int64
     return i64(out, i64, i64, i64, i64, types.uint64, i64), codegen
 
 
+@machine
+def advance16(_: Any, tag: Any, old: Any, steps: Any, top: Any, sign_magnitude: Any) -> Any:
+    """16 zigzag steps become the bits so far from old ones; both are addresses. See `cpu.advanced`, one by one."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        element = _element(ctx, sig.args[0])
+        vector = ir.VectorType(element, 16)
+
+        def everywhere(value: int) -> Any:
+            return ir.Constant(vector, [value] * 16)
+
+        was, step = (b.load(_pointer(b, a, vector)) for a in args[1:3])
+        was.align = step.align = 1
+        top = splat(b, args[3] if element.width == 64 else b.trunc(args[3], element), vector)
+        mirrors = splat(b, b.sext(args[4], element), vector)  # where negative numbers run backwards
+        sign = everywhere(element.width - 1)
+        word = b.xor(was, b.and_(b.or_(top, b.ashr(was, sign)), mirrors))
+        delta = b.xor(b.lshr(step, everywhere(1)), b.neg(b.and_(step, everywhere(1))))
+        word = b.add(word, delta)
+        back = b.or_(top, b.not_(b.ashr(word, sign)))
+        word = b.xor(word, b.and_(back, mirrors))
+        b.store(word, _pointer(b, args[2], vector)).align = 1
+        return ctx.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(tag, i64, i64, types.uint64, types.boolean), codegen
+
+
 class _Rans:
-    """What the steps of 16 rANS states have in common."""
+    """What the steps of 16 rANS states have in common. Only where `HAS_EXPAND`."""
 
     v1, v8, v16, v32, v64 = (ir.VectorType(k, 16) for k in (_I1, _I8, ir.IntType(16), _I32, _I64))
-
-    def __init__(self, b: Any, states: Any) -> None:
-        self.b, self.home = b, _pointer(b, states, self.v32)
-        self.x = b.load(self.home)
-        self.x.align = 4
-
     constant = staticmethod(_lanes16)
+
+    def __init__(self, b: Any) -> None:
+        self.b, self.none = b, _lanes16(0)
 
     def call(self, name: str, kind: Any, *values: Any) -> Any:
         signature = ir.FunctionType(kind, [v.type for v in values])
         return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), values)
 
-    def gather(self, base: Any, index: Any, kind: Any) -> Any:
-        """Items of a table of 32- or 64-bit numbers, one for each lane."""
-        b = self.b
-        offset = b.zext(b.mul(index, self.constant(kind.element.width // 8)), self.v64)
-        return _gather(b, b.add(splat(b, base, self.v64), offset), kind)
+    def states(self, address: Any, vector: int) -> Any:
+        """Where the 16 states of a vector are."""
+        return _pointer(self.b, self.b.add(address, _I64(64 * vector)), self.v32)
 
-    def keep(self, x: Any, due: Any) -> Any:
-        """Store the states; how many words they took or gave."""
-        self.b.store(x, self.home).align = 4
-        return self.b.zext(self.b.ctpop(self.b.bitcast(due, ir.IntType(16))), _I64)
+    def count(self, mask: Any) -> Any:
+        """How many lanes a mask has."""
+        return self.b.zext(self.b.ctpop(self.b.bitcast(mask, ir.IntType(16))), _I64)
 
 
-@machine
-def rans16(_: Any, table: Any, states: Any, words: Any, out: Any) -> Any:
-    """Decode one symbol from each of 16 states; all arguments are addresses. Returns how many words were taken.
+def rans_rows(chunks: int, vectors: int) -> Any:
+    """A function that decodes chunks in step, each of so many vectors of 16 states, until one of them is out of words.
 
-    An item of the table is symbol << 24 | (frequency - 1) << 12 | rest. See `rans.decode` for the same, one by one.
+    One chunk alone would wait for memory and multiplications between two symbols of a state. See `rans.decode` for
+    the same, one by one.
     """
 
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        r = _Rans(b, args[1])
-        twelve = r.constant(0xFFF)
-        e = r.gather(args[0], b.and_(r.x, twelve), r.v32)
-        frequency = b.add(b.and_(b.lshr(e, r.constant(12)), twelve), r.constant(1))
-        x = b.add(b.mul(frequency, b.lshr(r.x, r.constant(12))), b.and_(e, twelve))
-        due = b.icmp_unsigned("<", x, r.constant(1 << 16))
-        source = _pointer(b, args[2], ir.IntType(16))
-        word = r.call("llvm.masked.expandload.v16i16", r.v16, source, due, ir.Constant(r.v16, [0] * 16))
-        longer = b.or_(b.shl(x, r.constant(16)), b.zext(word, r.v32))
-        b.store(b.trunc(b.lshr(e, r.constant(24)), r.v8), _pointer(b, args[3], r.v8)).align = 1
-        return r.keep(b.select(due, longer, x), due)
+    @machine
+    def rows(_: Any, slots: Any, states: Any, most: Any) -> Any:
+        """Decode up to `most` (at least one) symbols with every state; how many it were.
 
-    i64 = types.int64
-    return i64(i64, i64, i64, i64), codegen
+        For each chunk there are four numbers at `slots`: the addresses of its table, of the next word and of the next
+        symbol, which move on, and how many words are left; and 32 states at `states`. An item of a table is
+        symbol << 24 | (frequency - 1) << 12 | rest. There must be 32 words to spare behind the last.
+        """
+
+        def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            r, twelve = _Rans(b), _lanes16(0xFFF)
+            home = [[b.gep(_pointer(b, args[0], _I64), [_I64(4 * c + k)]) for k in range(4)] for c in range(chunks)]
+            at = [[r.states(b.add(args[1], _I64(128 * c)), v) for v in range(vectors)] for c in range(chunks)]
+            table = [b.load(slot[0]) for slot in home]
+            begin = [b.load(place) for slot in home for place in slot[1:]]
+            for mine in at:
+                for place in mine:
+                    begin.append(b.load(place))
+                    begin[-1].align = 4
+            before, loop, done = b.block, b.append_basic_block("rows"), b.append_basic_block("done")
+            b.branch(loop)
+            b.position_at_end(loop)
+            i, phis = b.phi(_I64), [b.phi(value.type) for value in begin]
+            after: list[Any] = list(phis)
+            entries = [
+                _gather32(b, table[j // vectors], b.and_(x, twelve), 4) for j, x in enumerate(phis[3 * chunks :])
+            ]
+            next_row = b.add(i, _I64(1))
+            more = b.icmp_signed("<", next_row, args[2])
+            for c in range(chunks):
+                word, out, left = after[3 * c : 3 * c + 3]
+                for v in range(vectors):
+                    j = c * vectors + v
+                    e, x = entries[j], phis[3 * chunks + j]
+                    frequency = b.add(b.and_(b.lshr(e, r.constant(12)), twelve), r.constant(1))
+                    x = b.add(b.mul(frequency, b.lshr(x, r.constant(12))), b.and_(e, twelve))
+                    due = b.icmp_unsigned("<", x, r.constant(1 << 16))
+                    ahead = b.load(_pointer(b, word, r.v16))
+                    ahead.align = 1
+                    taken = r.call("llvm.x86.avx512.mask.expand.v16i32", r.v32, b.zext(ahead, r.v32), r.none, due)
+                    after[3 * chunks + j] = b.select(due, b.or_(b.shl(x, r.constant(16)), taken), x)
+                    b.store(b.trunc(b.lshr(e, r.constant(24)), r.v8), _pointer(b, out, r.v8)).align = 1
+                    took = r.count(due)
+                    word, out, left = b.add(word, b.shl(took, _I64(1))), b.add(out, _I64(16)), b.sub(left, took)
+                after[3 * c : 3 * c + 3] = word, out, left
+                more = b.and_(more, b.icmp_signed(">=", left, _I64(0)))
+            for phi, first, value in zip((i, *phis), (_I64(0), *begin), (next_row, *after), strict=True):
+                phi.add_incoming(first, before)
+                phi.add_incoming(value, loop)
+            b.cbranch(more, loop, done)
+            b.position_at_end(done)
+            places = [place for slot in home for place in slot[1:]] + [place for mine in at for place in mine]
+            for place, value in zip(places, after, strict=True):
+                b.store(value, place).align = 4
+            return next_row
+
+        i64 = types.int64
+        return i64(i64, i64, i64), codegen
+
+    return rows
 
 
 @machine
@@ -587,21 +732,27 @@ def rans16_encode(_: Any, shares: Any, inverses: Any, states: Any, symbols: Any,
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        r = _Rans(b, args[2])
+        r = _Rans(b)
+        home = r.states(args[2], 0)
+        state = b.load(home)
+        state.align = 4
         symbol = b.load(_pointer(b, args[3], r.v8))
         symbol.align = 1
         symbol = b.zext(symbol, r.v32)
-        share, inverse = r.gather(args[0], symbol, r.v32), r.gather(args[1], symbol, r.v64)
+        share = _gather32(b, args[0], symbol, 4)
+        inverse_at = b.add(splat(b, args[1], r.v64), b.zext(b.shl(symbol, r.constant(3)), r.v64))
+        inverse = _gather(b, inverse_at, r.v64)
         frequency, start = b.lshr(share, r.constant(16)), b.and_(share, r.constant(0xFFFF))
-        due = b.icmp_unsigned(">=", b.lshr(r.x, r.constant(20)), frequency)
-        given = b.zext(b.ctpop(b.bitcast(due, ir.IntType(16))), _I64)
+        due = b.icmp_unsigned(">=", b.lshr(state, r.constant(20)), frequency)
+        given = r.count(due)
         target = _pointer(b, b.sub(args[4], b.shl(given, _I64(1))), ir.IntType(16))
-        r.call("llvm.masked.compressstore.v16i16", ir.VoidType(), b.trunc(r.x, r.v16), target, due)
-        x = b.select(due, b.lshr(r.x, r.constant(16)), r.x)
+        r.call("llvm.masked.compressstore.v16i16", ir.VoidType(), b.trunc(state, r.v16), target, due)
+        x = b.select(due, b.lshr(state, r.constant(16)), state)
         quotient = b.lshr(b.mul(b.zext(x, r.v64), inverse), ir.Constant(r.v64, [44] * 16))
         quotient = b.trunc(quotient, r.v32)
         rest = b.sub(x, b.mul(quotient, frequency))
-        return r.keep(b.add(b.add(b.shl(quotient, r.constant(12)), start), rest), due)
+        b.store(b.add(b.add(b.shl(quotient, r.constant(12)), start), rest), home).align = 4
+        return given
 
     i64 = types.int64
     return i64(i64, i64, i64, i64, i64), codegen

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .llvm import HAS_EXPAND, alive, highest, inline, kernel, rans16, rans16_encode
+from .llvm import HAS_EXPAND, alive, bytes_at, highest, inline, kernel, load, rans16_encode, rans_rows, store
 
 BITS = 12
 _TOTAL = 1 << BITS
@@ -24,6 +24,8 @@ _MANTISSA = 4  # bits of a frequency below its highest
 MOST_TABLE = 1024  # bytes: no table is longer
 MOST_LANES = 32
 SPARE = 32  # words behind the last that a decoder may read
+_ABREAST = 4  # chunks, at most, that are decoded in step: a state waits for its own symbol, not for those of others
+_TWO_OF_32, _ONE_OF_32, _FOUR_OF_16, _ONE_OF_16 = rans_rows(2, 2), rans_rows(1, 2), rans_rows(4, 1), rans_rows(1, 1)
 
 
 @inline
@@ -186,40 +188,97 @@ def encode(symbols: Any, freq: Any, states: Any, words: Any) -> Any:
     return at
 
 
-@kernel
-def decode(states: Any, words: Any, freq: Any, out: Any) -> Any:
-    """Symbols from states and words (with 32 spare behind the last). True if all comes out even."""
-    table = np.empty(_TOTAL, np.uint32)
+@inline
+def _slots(freq: Any, table: Any) -> None:
+    """What the lowest bits of a state say: symbol << 24 | (frequency - 1) << 12 | rest."""
     slot = 0
     for s in range(256):
         f = np.int64(freq[s])
         for rest in range(f):
             table[slot] = np.uint32((s << 24) | ((f - 1) << 12) | rest)
             slot += 1
-    x, n = states.copy(), states.size
-    at, end, i = np.int64(0), words.size - SPARE, np.int64(0)
-    if HAS_EXPAND and n >= 16:
-        slots, first, word = np.int64(table.ctypes.data), np.int64(x.ctypes.data), np.int64(words.ctypes.data)
-        there, whole = np.int64(out.ctypes.data), out.size // n * n
-        while i < whole and at <= end:
-            at += rans16(slots, first + 4 * (i & (n - 1)), word + 2 * at, there + i)
-            i += np.int64(16)
-    while i < out.size and at <= end:
+
+
+@inline
+def _one_by_one(slot: Any, table: Any, x: Any, n: Any, size: Any, tags: Any) -> Any:
+    """Decode the last symbols of a chunk with `n` states. True if all comes out even."""
+    symbol, word = tags
+    at, out, left = slot[1], slot[2], slot[3]
+    i = np.int64(0)
+    while i < size and left >= 0:
         # Nothing here may branch on the data: whether a word is due cannot be predicted.
-        for lane in range(i & (n - 1), min(n, out.size - (i & -n))):
+        for lane in range(min(n, size - i)):
             z = np.uint64(x[np.uint64(lane)])
             e = np.uint64(table[z & _SLOT])
             z = ((e >> _BITS & _SLOT) + _ONE) * (z >> _BITS) + (e & _SLOT)
-            longer = z << _WORD | np.uint64(words[np.uint64(at)])
+            longer = z << _WORD | np.uint64(load(word, at))
             due = z < _LOW
             x[np.uint64(lane)] = longer if due else z
-            at += np.int64(due)
-            out[np.uint64(i)] = e >> np.uint64(24)
-            i += 1
+            at += 2 * np.int64(due)
+            left -= np.int64(due)
+            store(symbol, out, np.uint8(e >> np.uint64(24)))
+            out += 1
+        i += n
     for lane in range(n):
         if np.uint64(x[lane]) != _LOW:
             return False
-    return at == end
+    return left == 0
+
+
+@inline
+def _rows(wide: Any, together: Any, slot_at: Any, state_at: Any, most: Any) -> Any:
+    """Decode so many symbols with every lane of some chunks, or of one, by vectors: see `rans_rows`."""
+    if HAS_EXPAND:
+        if together:
+            return _TWO_OF_32(slot_at, state_at, most) if wide == 32 else _FOUR_OF_16(slot_at, state_at, most)
+        return _ONE_OF_32(slot_at, state_at, most) if wide == 32 else _ONE_OF_16(slot_at, state_at, most)
+    return np.int64(0)
+
+
+@kernel
+def decode(freq: Any, states: Any, words: Any, left: Any, sizes: Any, outs: Any) -> Any:
+    """Symbols of several chunks. -1, or a chunk that does not come out even.
+
+    For each there is a row of frequencies and one of 32 states; `words` and `outs` are the addresses of so many words
+    (with 32 to spare behind the last) and symbols. Those with 32 lanes are decoded by vectors two at a time, those with
+    16 four at a time; when one is at its end, the next takes its place.
+    """
+    tables, slots = np.empty((_ABREAST, _TOTAL), np.uint32), np.empty((_ABREAST, 4), np.int64)
+    x, rows, chunk = np.empty((_ABREAST, MOST_LANES), np.uint32), np.empty(_ABREAST, np.int64), np.empty(4, np.int64)
+    slot_at, state_at = np.int64(slots.ctypes.data), np.int64(x.ctypes.data)
+    tags = np.empty(0, np.uint8), np.empty(0, np.uint16)
+    for wide in (32, 16, 0):  # lanes that vectors take care of
+        abreast = 2 if wide == 32 else _ABREAST
+        c, full = np.int64(0), True
+        chunk[:] = -1
+        while full:
+            for k in range(abreast):
+                while chunk[k] < 0 and c < sizes.size:
+                    n = lanes(sizes[c])
+                    if (n if HAS_EXPAND and n >= 16 else 0) == wide:
+                        _slots(freq[c], tables[k])
+                        slots[k, 0] = np.int64(tables.ctypes.data) + 4 * _TOTAL * k
+                        slots[k, 1], slots[k, 2], slots[k, 3] = words[c], outs[c], left[c]
+                        x[k] = states[c]
+                        chunk[k], rows[k] = c, sizes[c] // n if wide else 0
+                    c += 1
+                full &= chunk[k] >= 0
+            done = _rows(wide, True, slot_at, state_at, rows[:abreast].min()) if wide and full else np.int64(0)
+            for k in range(abreast):
+                rows[k] -= done
+                more = rows[k] and slots[k, 3] >= 0
+                if chunk[k] < 0 or (full and more):
+                    continue
+                if more:
+                    _rows(wide, False, slot_at + 32 * k, state_at + 128 * k, rows[k])
+                n, size = lanes(sizes[chunk[k]]), sizes[chunk[k]]
+                if not _one_by_one(slots[k], tables[k], x[k], n, size % n if wide else size, tags):
+                    return chunk[k]
+                chunk[k] = -1
+    alive(tables)
+    alive(slots)
+    alive(x)
+    return -1
 
 
 @kernel
@@ -241,14 +300,26 @@ def room(size: int) -> int:
 
 
 @kernel
-def expand(data: Any, out: Any) -> Any:
-    """Decode a chunk. False where it is not what `squeeze` made of so many symbols."""
-    freq = np.empty(256, np.uint32)
-    begin = read_table(data, freq)
-    end = begin + 4 * lanes(out.size)
-    if begin < 0 or end > data.size or (data.size - end) % 2:
-        return False
-    states = data[begin:end].copy().view(np.uint32)
-    words = np.zeros((data.size - end) // 2 + SPARE, np.uint16)
-    words.view(np.uint8)[: data.size - end] = data[end:]
-    return decode(states, words, freq, out)
+def expand(data: Any, lengths: Any, sizes: Any, outs: Any) -> Any:
+    """Decode chunks of so many bytes into so many symbols; `data` and `outs` are addresses.
+
+    -1, or a chunk that is not what `squeeze` made of so many symbols.
+    """
+    n = sizes.size
+    freq, states = np.empty((n, 256), np.uint32), np.empty((n, MOST_LANES), np.uint32)
+    places, left = np.empty(n, np.int64), np.empty(n, np.int64)
+    words = np.zeros(lengths.sum() + 2 * SPARE * n, np.uint8)
+    at = np.int64(0)
+    for c in range(n):
+        chunk = bytes_at(data[c], lengths[c])
+        begin = read_table(chunk, freq[c])
+        end = begin + 4 * lanes(sizes[c])
+        if begin < 0 or end > chunk.size or (chunk.size - end) % 2:
+            return c
+        states[c].view(np.uint8)[: end - begin] = chunk[begin:end]
+        words[at : at + chunk.size - end] = chunk[end:]
+        places[c], left[c] = np.int64(words.ctypes.data) + at, (chunk.size - end) // 2
+        at += chunk.size - end + 2 * SPARE
+    bad = decode(freq, states, places, left, sizes, outs)
+    alive(words)
+    return bad

@@ -87,9 +87,7 @@ def apply(
     _require_base(patch, current)
     tied = shared_memory(held)
     if held.devices:
-        landing = _landing(patch, held, current, tied, threads)
-        _require_writable(patch, held)
-        landing.commit(threads)
+        _landing(patch, held, current, tied, threads).commit(threads)
         return Applied(patch.result, patch.changed, already=False)
     _require_writable(patch, held)
     if tied or _undo_bytes(patch) > KEEP_BYTES:
@@ -204,7 +202,8 @@ def _exchanged(old: Overlay, new: UIntArray, order: tuple[bool, Any, bool]) -> D
     """Swap the new bits, or steps, for the old ones; how the digest moves. `order` says what the new ones are."""
     g = old.geometry
     places = g.first, g.start, g.dims, g.size, g.inside, g.outside, g.keys
-    first, second = cpu.exchange(old.tag, old.count, *places, old.positions, new, *order, old.bits)
+    at = old.positions.ctypes.data, new.ctypes.data
+    first, second = cpu.exchange(old.tag, old.count, *places, *at, *order, old.bits)
     return Digest(int(first), int(second))
 
 
@@ -299,6 +298,7 @@ class Landing:
         """
         log: list[tuple[Overlay | Resident, Digest]] = []
         near = [part for part in self.parts if isinstance(part, Staged)]
+        far = [part for part in self.parts if not isinstance(part, Staged)]
         self.held.begin()
 
         def undo() -> None:
@@ -307,10 +307,11 @@ class Landing:
 
         def work() -> None:
             try:
-                for part in self.parts:
-                    if not isinstance(part, Staged):
-                        log.append((part, part.moved))
-                        part.swap()
+                if far:
+                    from .device_apply import swap_all
+
+                    log.extend((part, part.moved) for part in far)
+                    swap_all(far)
                 if self.tied:
                     log.extend((_require_old(self.held, part), part.moved) for part in near)
                     deque(ordered(lambda part: part.new.write(self.held), near, threads), maxlen=0)
@@ -388,6 +389,7 @@ def _with_devices(
             far.extend(device_apply.located(patch, held, group) for group in groups.rest)
 
     staged = [*ordered(lambda i: stage(held, patch.decode(i, held)), near(), threads)]
+    _require_writable(patch, held)  # while the devices are at work
     device_apply.require_right(patch, held, far)
     return staged + [stage(held, decoded) for part in far for decoded in part.dense], far
 

@@ -40,7 +40,8 @@ def assemble(
     def write(writer: PatchWriter) -> None:
         changed = 0
         write = lambda draft: plan.write(draft, names, writer.hash, chooser)  # noqa: E731
-        for written in ordered(write, plan.cut(parts), threads, ahead):
+        light = lambda draft: draft.light and chooser is None  # noqa: E731  # else another profile may be wanted
+        for written in ordered(write, plan.cut(parts), threads, ahead, light):
             if written is not None:
                 bucket, count = written
                 writer.add(bucket)

@@ -78,8 +78,9 @@ def decode(head: Head, reader: Reader, base: Held | None = None, *, land: bool =
 
     `base` has the weights that the patch applies to; profiles that are `conditional` cannot do without. Where `land` is
     said, such a profile writes its changes over the old bits while it has them at hand, or raises and leaves them be.
+    Positions and words of others may then lie in the bucket itself, not aligned and not to be written to.
     """
-    layout = head.layout
+    layout = replace(head.layout, lend=land)
     if head.profile.planar:
         dense = value.read_planes(layout, reader, head.dense_elements, Stream.DENSE_PLANE)
     else:

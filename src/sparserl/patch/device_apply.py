@@ -9,24 +9,22 @@ some buckets, the host reads the heads of the next. One that does not decode is 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ..codec import Classes, Reader, Stream, value
+from ..codec import Classes, Reader, Stream, numbers, value
 from ..codec.coders import Buffer, Stored, Zstd
 from ..codec.ctx import read_classes, tiles
 from ..codec.index import tiles as gap_tiles
-from ..device import GROUP_BYTES, Run, Runs, run, staging, working
+from ..device import GROUP_BYTES, Run, Runs, fetch, run, send, working
 from ..digest import Digest
 from ..errors import InvalidField, WrongBase
 from ..kernels import gpu, gpu_cells, gpu_classes, gpu_streams
-from ..parallel import ordered
 from ..pieces import Held
 from ..wire import Entries, Head
 from .decode import Decoded, sparse
@@ -35,14 +33,12 @@ from .patch import Patch
 FEW_BYTES = 16 << 20
 """Weights of `ctx` buckets below which all are brought to the CPU and decoded there: launches take a device as long.
 
-Measured on an H200 by `benchmarks.gpu` (`small`): `apply` in `ctx` takes the CPU 6.1 ms for 16 MiB and 14.9 for 64 MiB,
-and the device 6.9 and 6.1.
+Measured on an H200 by `benchmarks.gpu` (`small`): `apply` in `ctx` takes the CPU 8.0 ms for 16 MiB and 19.9 for 64 MiB,
+and the device 8.2 and 6.6.
 """
 FEW_CHANGES = 1 << 15
-"""Changes of other buckets, likewise: the CPU takes 3.7 ms for 2^14 in `ulp`, 5.7 for 2^16, the device 4.0 and 4.2."""
-_LARGE = 16 << 20  # bytes that are copied on threads
-_POSITIONS, _WORDS, _CLASS = int(Stream.POSITIONS), int(Stream.WORDS), int(Stream.CLASS)
-_Chunk = tuple[int, int, int, int]  # stream, coder, length, place among the bytes of the bucket
+"""Changes of other buckets, likewise: the CPU takes 4.4 ms for 2^14 in `ulp`, 6.2 for 2^16, the device 5.8 and 6.5."""
+_Row = tuple[int, int, int, list[int]]  # stream, coder, place in the body, and lengths of its chunks
 _CHANGE_BYTES = 20  # of device memory that a change takes until it is written
 
 
@@ -55,13 +51,14 @@ class Bucket:
     classes: Classes | None
     runs: list[Run]
     body: Buffer
-    chunks: list[_Chunk]  # those of the sparse entries, by stream
+    streams: list[_Row]  # those of the sparse entries
+    counts: npt.NDArray[Any]  # of each tile and class
     dense: list[Decoded]
 
     def of(self, stream: int) -> Buffer:
         """The chunks of a stream that was not coded, one behind the other."""
-        mine = [chunk for chunk in self.chunks if chunk[0] == stream]
-        return self.body[mine[0][3] : mine[-1][3] + mine[-1][2]]
+        _, _, at, lengths = next(row for row in self.streams if row[0] == stream)
+        return self.body[at : at + sum(lengths)]
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -107,17 +104,13 @@ class Resident:
     def moved(self) -> Digest:
         return Digest(*self.told()[:2].view(np.uint64).tolist())
 
-    def swap(self) -> None:
-        """Write the new bits, and keep what was there; raises `WrongBase` where that was something else than before."""
+    def swap(self) -> Callable[[], Any]:
+        """Begin to write the new bits, and to keep what was there; what it returns says if that was something else."""
         device = self.side.base.device
         with working(self.held, device):
             other = torch.zeros(1, dtype=torch.int32, device=device)
             gpu_cells.swap(self.side, self.found, other)
-            if int(other):
-                raise WrongBase(
-                    "the weights were changed after the patch was staged on them. "
-                    "They are as they were before the commit"
-                )
+            return fetch(other)
 
     def write(self, held: Held) -> None:
         """Put back what was there."""
@@ -126,6 +119,14 @@ class Resident:
             right = torch.zeros(1, dtype=torch.int32, device=device)
             gpu_classes.land(self.side, self.found, self.found.old, right)
             int(right)  # waits until all is written
+
+
+def swap_all(found: Iterable[Resident]) -> None:
+    """Write the new bits, and keep what was there; raises `WrongBase` where that was something else than before."""
+    if any([int(other()[0]) for other in [part.swap() for part in found]]):  # noqa: C419  # all are waited for
+        raise WrongBase(
+            "the weights were changed after the patch was staged on them. They are as they were before the commit"
+        )
 
 
 def bucket(held: Held, index: int, head: Head, reader: Reader) -> Bucket | None:
@@ -140,51 +141,58 @@ def bucket(held: Held, index: int, head: Head, reader: Reader) -> Bucket | None:
             return None
         runs.append(one)
     classes = read_classes(head.dtype, reader) if head.profile.conditional else None
+    counts = _tile_counts(head, classes, reader) if head.profile.tiled else np.empty((0, 0), np.int64)
     dense = _dense(head, reader)
-    found = _readable(head, classes, reader)
-    return None if found is None else Bucket(index, head, classes, runs, *found, dense)
+    found = _readable(head, counts, reader)
+    return None if found is None else Bucket(index, head, classes, runs, *found, counts, dense)
 
 
-def _readable(head: Head, classes: Classes | None, reader: Reader) -> tuple[Buffer, list[_Chunk]] | None:
+def _tile_counts(head: Head, classes: Classes | None, reader: Reader) -> npt.NDArray[Any]:
+    """Changes of each tile and class: few numbers, which a device would be waited for."""
+    layout, many = head.layout, 1 if classes is None else len(classes.thresholds) + 1
+    due = gap_tiles(layout) if classes is None else many * tiles(layout)
+    told = numbers.read(layout, reader, due, 1 << head.tile_log, np.uint32, Stream.TILE_TOKENS, Stream.TILE_LOWS)
+    if classes is not None:
+        return told.reshape(-1, many)
+    per = ((layout.numel - 1) >> head.tile_log) + 1
+    counts = np.repeat(layout.count, per)  # of a single tile those of its entry
+    counts[np.repeat(per > 1, per)] = told
+    return counts[:, None]
+
+
+def _readable(head: Head, counts: npt.NDArray[Any], reader: Reader) -> tuple[Buffer, list[_Row]] | None:
     """Bytes with the streams of the sparse entries as the device can read them, and where; None if it cannot."""
-    wanted, left = _wanted(head, classes), reader.left()
+    wanted, left, body = _wanted(head, counts), reader.left(), reader.body
     if not left.keys() <= wanted.keys():
         return None
-    body, chunks = reader.body, [chunk for chunk in reader.places() if chunk[0] in wanted]
+    rows = {row[0]: row for row in reader.rows() if row[0] in wanted}
     for stream, (coder, coded) in left.items():
         if coder.id == Zstd.id and wanted[stream]:
             sizes = head.layout.chunk_sizes(wanted[stream])
             if len(sizes) != len(coded):
                 return None
             tokens = b"".join(coder.decode(chunk, size) for chunk, size in zip(coded, sizes, strict=True))
-            chunks = [chunk for chunk in chunks if chunk[0] != stream]
-            at = np.cumsum([len(body), *sizes[:-1]]).tolist()
-            chunks += [(stream, Stored.id, n, place) for n, place in zip(sizes, at, strict=True)]
+            rows[stream] = stream, Stored.id, len(body), sizes
             body = b"".join((body, tokens))
         elif coder.id != Stored.id and (stream % 2 or not head.profile.tiled):
             return None
-    return (body, sorted(chunks, key=itemgetter(0, 3))) if head.profile.tiled or _whole(head, chunks) else None
+    return (body, [*rows.values()]) if head.profile.tiled or _whole(head, [*rows.values()]) else None
 
 
-def _wanted(head: Head, classes: Classes | None) -> dict[int, int]:
-    """The streams that the entries have, and how many tokens those have of which that is known; 0 for others."""
-    layout = head.layout
+def _wanted(head: Head, counts: npt.NDArray[Any]) -> dict[int, int]:
+    """The streams that the entries have, and how many tokens are in those that have tokens; 0 for others."""
     if not head.profile.tiled:
         return {Stream.POSITIONS: 0, Stream.WORDS: 0}
-    out: dict[int, int] = {Stream.TILE_LOWS: 0}
-    if classes is None:
-        out |= {Stream.TILE_TOKENS: gap_tiles(layout), Stream.GAP_LOWS: 0, Stream.STEP_LOWS: 0}
-        return out | {Stream.GAP_TOKENS: layout.changes, Stream.STEP_TOKENS: layout.changes}
-    many = len(classes.thresholds) + 1
-    return out | {Stream.TILE_TOKENS: many * tiles(layout)} | dict.fromkeys(range(_CLASS, _CLASS + 4 * many), 0)
+    first = Stream.CLASS if head.profile.conditional else Stream.GAP_TOKENS
+    totals = counts.sum(0, np.int64).tolist()
+    return {first + 4 * c + k: 0 if k % 2 else n for c, n in enumerate(totals) for k in range(4)}
 
 
-def _whole(head: Head, chunks: list[_Chunk]) -> bool:
+def _whole(head: Head, rows: list[_Row]) -> bool:
     """Whether positions and words of `raw` are as many as there are changes, cut as they should be."""
-    sizes = head.layout.chunk_sizes(head.layout.changes)
-    wanted = [(int(Stream.POSITIONS), 4 * size) for size in sizes]
-    wanted += [(int(Stream.WORDS), head.dtype.width * size) for size in sizes]
-    return [(stream, length) for stream, _, length, _ in chunks] == wanted
+    sizes, widths = head.layout.chunk_sizes(head.layout.changes), {Stream.POSITIONS: 4, Stream.WORDS: head.dtype.width}
+    wanted = [(int(stream), [width * size for size in sizes]) for stream, width in widths.items()]
+    return [(stream, lengths) for stream, _, _, lengths in rows] == wanted
 
 
 def _dense(head: Head, reader: Reader) -> list[Decoded]:
@@ -235,7 +243,7 @@ class Groups:
 
 
 def located(patch: Patch, held: Held, group: list[Bucket]) -> Resident:
-    """The changes of some buckets, where they go. Nothing is written, and nothing waited for but counts of tiles."""
+    """The changes of some buckets, where they go. Nothing is written, and nothing waited for."""
     try:
         return _located(held, group)
     except (ValueError, IndexError):  # chunks that are missing, or counts that do not add up
@@ -265,13 +273,14 @@ def _located(held: Held, group: list[Bucket]) -> Resident:
         blocks, (side,) = runs.blocks(held.table.keys)
         bad = torch.zeros(1, dtype=torch.int32, device=runs.device)
         if group[0].head.profile.name == "raw":
-            positions, words = (_sent([one.of(s) for one in group], runs.device) for s in (_POSITIONS, _WORDS))
+            streams = Stream.POSITIONS, Stream.WORDS
+            positions, words = (send([one.of(stream) for one in group], runs.device) for stream in streams)
             bits = words.view(gpu.INTS[runs.dtype.width])
             found = gpu_cells.at_positions(blocks, side, changes, positions.view(torch.int32), bits, bad)
         else:
             plan = _plan(group, blocks, [count.size for count in counts])
-            data = _sent([one.body for one in group], runs.device)
-            found = gpu_streams.decode(plan, side, data, _directory(group), changes, bad)
+            data, told = send([one.body for one in group], runs.device), np.concatenate([one.counts for one in group])
+            found = gpu_streams.decode(plan, side, data, _directory(group), changes, bad, told)
         return Resident(held, group, side, found, blocks.fetch(torch.cat((gpu.total(found.sums), bad))))
 
 
@@ -286,19 +295,14 @@ def _plan(group: list[Bucket], blocks: gpu.Blocks, sizes: list[int]) -> gpu_stre
 
 def _directory(group: list[Bucket]) -> gpu_streams.Directory:
     """Where the chunks of all buckets are, whose bodies are one behind the other."""
-    stream, coder, length, place = np.concatenate([np.array(one.chunks, np.int64) for one in group]).T
-    many, sizes = [len(one.chunks) for one in group], np.array([len(one.body) for one in group])
-    owner = np.repeat(np.arange(len(group)), many)
-    return gpu_streams.Directory(owner, stream, coder, length, place + (np.cumsum(sizes) - sizes)[owner])
-
-
-def _sent(parts: list[Buffer], device: Any) -> torch.Tensor:
-    """Bytes on the device, one part behind the other."""
-    ends = np.cumsum([len(part) for part in parts]).tolist()
-    host, send = staging(ends[-1], device)
-
-    def fill(i: int) -> None:
-        host[ends[i] - len(parts[i]) : ends[i]] = np.frombuffer(parts[i], np.uint8)
-
-    deque(ordered(fill, range(len(parts)), None if host.size > _LARGE else 1), maxlen=0)
-    return send()
+    before = np.cumsum([0, *(len(one.body) for one in group)]).tolist()
+    rows = [
+        (b, stream, coder, before[b] + at, len(lengths))
+        for b, one in enumerate(group)
+        for stream, coder, at, lengths in one.streams
+    ]
+    length = np.array([n for one in group for *_, lengths in one.streams for n in lengths], np.int64)
+    bucket, stream, coder, place, many = np.array(rows, np.int64).T
+    ahead, first = np.cumsum(length) - length, np.cumsum(many) - many
+    bucket, stream, coder, skipped = np.repeat((bucket, stream, coder, place - ahead[first]), many, axis=1)
+    return gpu_streams.Directory(bucket, stream, coder, length, ahead + skipped)

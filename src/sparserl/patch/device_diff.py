@@ -10,24 +10,25 @@ stays on the device as long as a bucket may still be wanted in another profile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .. import codec, plan
-from ..bits import DType
+from ..bits import DType, UIntArray
 from ..codec import Classes, Coded
 from ..codec.coders import Stored
-from ..codec.ctx import tiles, write_classes
-from ..device import Run, Runs, fetch, fetch_apart, groups, pair, upload, working
+from ..codec.ctx import write_classes
+from ..device import Run, Runs, fetch, fetch_apart, groups, upload, working
 from ..digest import Digest
 from ..kernels import gpu, gpu_cells, gpu_streams
-from ..pieces import Held
+from ..parallel import in_turn
+from ..pieces import Held, Numbers
 from ..plan import Changes, Draft
 from ..plan.buckets import CHUNK_LOG, ENOUGH_CHANGES, ENOUGH_COVER_BYTES, tile_log
 from ..plan.classes import decide, key_shift, sampling
@@ -39,52 +40,61 @@ from ..wire.cursor import CHECKSUM_BYTES
 FEW_CHANGES = 1 << 18
 """Changes of a group below which the CPU codes them: launches and waits take a device as long, whatever the number.
 
-Measured on an H200 by `benchmarks.gpu` (`small`): `diff` in `ulp` of 64 MiB takes the CPU 5.7 ms with as many and 13.4
-with four times as many, the device 5.5 to 6.8.
+Measured on an H200 by `benchmarks.gpu` (`small`): `diff` in `ulp` of 64 MiB takes the CPU 6.8 ms with as many and 15.0
+with four times as many, the device 8.9 and 9.2.
 """
 _FEW_FOR_CTX = 1 << 10  # the same where `ctx` is wanted, which only the device can code: it saves half of the bytes
 _SAMPLE = 1 << 13  # changes of a lot that estimates look at
 _LOT = 4  # buckets, one behind the other, for which profile and classes are chosen together
-_WORD_BITS = 8  # taken for a word where buckets are cut
-COVER_BYTES = 512 << 20  # of a bucket: twice what a CPU makes, since each takes the host a while
-_BUCKETS = 8  # at least, of a group: a receiver without a device decodes them on threads
+_WORD_BITS = 2  # taken for a word where buckets are cut, which is what steps take
+COVER_BYTES = 1 << 30  # of a bucket: four times what a CPU makes, since each takes the host a while
+_BUCKETS = 8  # at least: a receiver without a device decodes them on threads
 _CODED = ("ctx", "ulp")  # profiles that are coded on the device
-Numbers = npt.NDArray[np.int64]
+Part = tuple[list[Changes | Draft], Digest, Digest, int]
+R = TypeVar("R")
 
 
-def search(
-    was: Held, now: Held, far: Sequence[Run], names: Sequence[str], digest_base: bool
-) -> Iterator[tuple[list[Changes | Draft], Digest, Digest, int]]:
+def search(was: Held, now: Held, far: Sequence[Run], names: Sequence[str], digest_base: bool) -> Iterator[Part]:
     """Changes of runs, element sums of the old bits (if wanted), how the changes move them, bytes covered.
 
-    While the device compares a group, the host prepares the next.
+    Where one group waits for the device, the next takes a step.
     """
-    ahead: Callable[[], tuple[list[Changes | Draft], Digest, Digest, int]] | None = None
-    for runs in groups(far, was.table):
-        found = _begun(was, now, runs, names, digest_base)
-        if ahead is not None:
-            yield ahead()
-        ahead = found
-    if ahead is not None:
-        yield ahead()
+    nbytes = sum(run.numel * run.dtype.width for run in far)
+    most = min(COVER_BYTES, max(ENOUGH_COVER_BYTES, nbytes // _BUCKETS))
+    jobs = ((runs, _searched(was, now, runs, names, most, digest_base)) for runs in groups(far, was.table))
+    return in_turn(_on_device(was, runs, job) for runs, job in jobs)
 
 
-def _begun(
-    was: Held, now: Held, runs: Runs, names: Sequence[str], digest_base: bool
-) -> Callable[[], tuple[list[Changes | Draft], Digest, Digest, int]]:
-    """Begin to compare a group. What it returns finds and encodes its changes."""
-    with working(was, runs.device):
-        blocks, (old, new) = runs.blocks(was.table.keys)
-        words, counts = gpu.diff(blocks, old, new)
-        changes = blocks.fetch(gpu_streams.part_changes(blocks, counts))
+def _on_device(held: Held, runs: Runs, job: Generator[None, None, R]) -> Generator[None, None, R]:
+    """A job whose steps are for the device that some runs are on, and for nobody else in between."""
+    while True:
+        with working(held, runs.device):
+            try:
+                next(job)
+            except StopIteration as end:
+                made: R = end.value
+                return made
+        yield
 
-    def rest() -> tuple[list[Changes | Draft], Digest, Digest, int]:
-        with working(was, runs.device):
-            routed, moved = _routed(_Compared(was, now, runs, blocks, old, new, words, counts, changes()), names)
-            read = Digest(*pair(gpu.digest(blocks, old))) if digest_base else Digest()
-        return routed, read, moved, runs.nbytes
 
-    return rest
+def _searched(
+    was: Held, now: Held, runs: Runs, names: Sequence[str], most: int, digest_base: bool
+) -> Generator[None, None, Part]:
+    """Find and encode the changes of a group."""
+    blocks, (old, new) = runs.blocks(was.table.keys)
+    yield
+    words, counts = gpu.diff(blocks, old, new)
+    changes = blocks.fetch(gpu_streams.part_changes(blocks, counts))
+    base = blocks.fetch(gpu.digest(blocks, old)) if digest_base else None
+    yield
+    rest = _routed(_Compared(was, now, runs, blocks, old, new, words, counts, changes()), names, most)
+    del words  # a bitmap is large, and not needed to the end: who comes next has it
+    routed, moved = yield from rest
+    return routed, Digest() if base is None else _digest(base), moved, runs.nbytes
+
+
+def _digest(sums: Callable[[], Any]) -> Digest:
+    return Digest(*sums().view(np.uint64).tolist())
 
 
 @dataclass(frozen=True)
@@ -143,7 +153,7 @@ class _Compacted:
 
     @property
     def moved(self) -> Digest:
-        return Digest(*self.sums().view(np.uint64).tolist())
+        return _digest(self.sums)
 
     def columns(self, part: slice) -> dict[str, Any]:
         """The entries of some runs."""
@@ -173,27 +183,28 @@ class _Compacted:
             before=before,
         )
 
-    def sampled(self, parts: Sequence[slice]) -> list[Changes]:
-        """Some of the changes of each lot, for estimates."""
-        low = np.array([self.ends[part.start] for part in parts])
-        size = np.array([self.ends[part.stop] for part in parts]) - low
-        every = np.maximum(1, size // _SAMPLE)
-        many = -(-size // every)
-        ends, device = np.cumsum(many), self.runs.device
-        per, first, begin, step = upload(np.concatenate((many, ends - many, low, every)), device).view(4, -1)
-        owner = torch.repeat_interleave(per, output_size=int(ends[-1]))
-        at = begin[owner] + (torch.arange(int(ends[-1]), device=device) - first[owner]) * step[owner]
-        waits = [fetch(column[at]) for column in (self.before, self.after)]
-        olds, news = (wait().view(self.runs.dtype.uint) for wait in waits)
-        out = []
-        for part, end, n in zip(parts, ends.tolist(), many.tolist(), strict=True):
-            x, y = olds[end - n : end], news[end - n : end]
-            steps, none = plan.steps_between(self.runs.dtype, x, y), np.zeros(n, np.uint32)
-            out.append(Changes(**self.columns(part), positions=none, after=y, steps=steps, before=x, base=self.was))
-        return out
+    def sampled(self, parts: Sequence[slice]) -> Callable[[], list[Changes]]:
+        """Begin to bring some of the changes of each lot to the host, for estimates."""
+        rows = [(int(self.ends[part.start]), int(self.ends[part.stop])) for part in parts]
+        at = [np.arange(low, high, max(1, (high - low) // _SAMPLE)) for low, high in rows]
+        there = upload(np.concatenate(at), self.runs.device)
+        both = fetch(torch.stack((self.before[there], self.after[there])))
+
+        def found() -> list[Changes]:
+            split = np.cumsum([some.size for some in at])[:-1]
+            olds, news = (np.split(side.view(self.runs.dtype.uint), split) for side in both())
+            return [self._sample(part, x, y) for part, x, y in zip(parts, olds, news, strict=True)]
+
+        return found
+
+    def _sample(self, part: slice, before: UIntArray, after: UIntArray) -> Changes:
+        steps, none = plan.steps_between(self.runs.dtype, before, after), np.zeros(before.size, np.uint32)
+        return Changes(**self.columns(part), positions=none, after=after, steps=steps, before=before, base=self.was)
 
 
-def _routed(found: _Compared, names: Sequence[str]) -> tuple[list[Changes | Draft], Digest]:
+def _routed(
+    found: _Compared, names: Sequence[str], most: int
+) -> Generator[None, None, tuple[list[Changes | Draft], Digest]]:
     """Buckets that are coded on the device, and the changes that are left to the CPU; how the digest moves."""
     live = np.flatnonzero(found.changes)
     count = found.changes[live]
@@ -204,24 +215,25 @@ def _routed(found: _Compared, names: Sequence[str]) -> tuple[list[Changes | Draf
     moved = Digest()
     if (here := live[alone]).size:
         packed = found.some(here).compacted()
-        for part in _cut(packed, names):
+        for part in _cut(packed, names, most):
             out += plan.route(packed.changed(part), names, found.was.table)
         moved += packed.moved
     if (there := live[~alone]).size:
-        mine = found.some(there)
-        packed = mine.compacted()
-        out += _drafts(mine, packed, [*_cut(packed, names)], names)
+        found = found.some(there)
+        packed = found.compacted()
+        rest = _drafts(found, packed, [*_cut(packed, names, most)], names)
+        del found
+        out += yield from rest
         moved += packed.moved
     return out, moved
 
 
-def _cut(found: _Compacted, names: Sequence[str]) -> Iterator[slice]:
-    """Runs that make a bucket each: larger ones than a CPU makes, since each takes the host a while."""
+def _cut(found: _Compacted, names: Sequence[str], most: int) -> Iterator[slice]:
+    """Runs that make a bucket each, of so many bytes of weights."""
     width = found.runs.dtype.width
     bits = index_bits(found.runs.numel, found.changes) + _WORD_BITS * found.changes
     if set(names) == {"raw"}:
         bits = (32 + 8 * width) * found.changes.astype(np.float64)
-    most = min(COVER_BYTES, max(ENOUGH_COVER_BYTES, found.runs.nbytes // _BUCKETS))
     begin, covered, count, payload = 0, 0, 0, 0.0
     rows = zip((found.runs.numel * width).tolist(), found.changes.tolist(), (bits / 8).tolist(), strict=True)
     for i, (nbytes, changes, cost) in enumerate(rows):
@@ -238,7 +250,7 @@ class _Draft(Draft):
 
     def __init__(self, found: _Compacted, part: slice) -> None:
         super().__init__()
-        self._found, self.part = found, part
+        self.found, self.part = found, part
         self.covered = int(found.runs.numel[part].sum()) * found.runs.dtype.width
         self.count = int(found.changes[part].sum())
         columns = found.columns(part)
@@ -249,12 +261,13 @@ class _Draft(Draft):
         self.tile_log = tile_log(self.entries)
         self.classes: Classes | None = None
         self._given = False  # whether a bucket was written around its streams
-        self.made: Callable[[], Laid] | None = None  # its streams in `ctx`, or in `ulp` where it has no classes
+        self.made: Callable[[], Laid] | None = None  # its streams, when they have come to the host
+        self.profile = ""  # which they are in
 
     @property
     def parts(self) -> list[Changes]:
         """The changes in host memory, for a profile that they were not coded in."""
-        return [self._found.changed(self.part)]
+        return [self.found.changed(self.part)]
 
     @parts.setter
     def parts(self, none: list[Changes]) -> None:
@@ -266,41 +279,32 @@ class _Draft(Draft):
 
     @property
     def width(self) -> int:
-        return self._found.runs.dtype.width
+        return self.found.runs.dtype.width
+
+    @property
+    def light(self) -> bool:
+        return self.made is not None and self.profile in _CODED
 
     def head(self, name: str) -> Head:
-        return Head(codec.profile(name), self._found.runs.dtype, self.tile_log, CHUNK_LOG, (), self.entries)
+        return Head(codec.profile(name), self.found.runs.dtype, self.tile_log, CHUNK_LOG, (), self.entries)
 
     def coded(self, name: str) -> tuple[Head, Coded, Laid | None]:
-        made = "ulp" if self.classes is None else "ctx"
-        if self.made is not None and name in ("ctx", made):
-            laid = self.made()
-            given, self._given = self._given, True
-            streams: Coded = {}
-            if self.classes is not None:
-                streams[codec.Stream.CLASSES] = Stored(), [write_classes(self.classes)]
-            return self.head(made), streams, laid.bare if given else laid
-        if name == "raw":
-            return self.head(name), {}, self._raw()
-        return super().coded(name)
-
-    def _raw(self) -> Laid:
-        """The streams of `raw`."""
-        found, sizes = self._found, self.head("raw").layout.chunk_sizes(self.count)
-        numbers = [codec.Stream.POSITIONS, Stored.id, len(sizes), *(4 * n for n in sizes)]
-        numbers += [codec.Stream.WORDS, Stored.id, len(sizes), *(self.width * n for n in sizes)]
-        low, high = found.ends[self.part.start], found.ends[self.part.stop]
-        with working(found.was, found.runs.device):
-            columns = found.positions[low:high], found.after[low:high]
-            wait = fetch_apart([columns], [_room(self.entries, numbers)], CHECKSUM_BYTES)
-        return _laid(wait, 0, 2, numbers)
+        made, profile = self.made, self.profile
+        if name == "raw" and (made is None or profile != "raw"):
+            return self.head(name), {}, _stored([self])[0]()
+        if made is None or (name != profile and (name, profile) != ("ctx", "ulp")):
+            return super().coded(name)
+        given, self._given = self._given, True
+        streams: Coded = {}
+        if profile == "ctx" and self.classes is not None:
+            streams[codec.Stream.CLASSES] = Stored(), [write_classes(self.classes)]
+        return self.head(profile), streams, made().bare if given else made()
 
 
 class _Lot:
     """Buckets that are one behind the other, and what is estimated of them together."""
 
     def __init__(self, packed: _Compacted, parts: Sequence[slice]) -> None:
-        self.part = slice(parts[0].start, parts[-1].stop)
         self.drafts = [_Draft(packed, part) for part in parts]
         self.count = sum(draft.count for draft in self.drafts)
         self.best = ""
@@ -313,54 +317,61 @@ class _Lot:
 
     def choose(self, dtype: DType, shift: int, members: npt.NDArray[Any], sample: Changes) -> None:
         """Classes, and what `ctx` costs with them; none where telling elements apart does not pay."""
-        elements, all_tiles = int(sample.numel.sum()), sum(tiles(draft.head("ctx").layout) for draft in self.drafts)
-        classes, bits = decide(dtype, shift, members, elements, [sample], self.count, all_tiles)
+        tiles = sum(int((((draft.entries.numel - 1) >> draft.tile_log) + 1).sum()) for draft in self.drafts)
+        classes, bits = decide(dtype, shift, members, int(sample.numel.sum()), [sample], self.count, tiles)
         for draft in self.drafts:
             draft.classes, draft.costs["ctx"] = classes, bits * draft.count / self.count
             if classes is None:
                 del draft.costs["ctx"]
 
 
-def _drafts(found: _Compared, packed: _Compacted, parts: list[slice], names: Sequence[str]) -> list[_Draft]:
+def _drafts(
+    found: _Compared, packed: _Compacted, parts: list[slice], names: Sequence[str]
+) -> Generator[None, None, list[_Draft]]:
     """Buckets with estimates; those that would be smallest in `ulp` or `ctx` are coded."""
     if set(names) == {"raw"}:
-        return [_Draft(packed, part) for part in parts]
-    lots = [_Lot(packed, parts[i : i + _LOT]) for i in range(0, len(parts), _LOT)]
-    samples = packed.sampled([lot.part for lot in lots])
-    for lot, sample in zip(lots, samples, strict=True):
+        plain = [_Draft(packed, part) for part in parts]
+        for draft, made in zip(plain, _stored(plain), strict=True):
+            draft.made, draft.profile = made, "raw"
+        return plain
+    cuts = [parts[i : i + _LOT] for i in range(0, len(parts), _LOT)]
+    spans = [slice(some[0].start, some[-1].stop) for some in cuts]
+    samples = packed.sampled(spans)
+    dtype, by_classes = found.runs.dtype, dict[int, list[_Draft]]()
+    shifts = [key_shift(dtype, ())] * len(spans)  # of integers it depends on the changes
+    members = _members(found, spans, shifts) if "ctx" in names and dtype.sign_magnitude else None
+    yield
+    lots = [_Lot(packed, some) for some in cuts]
+    seen = samples()
+    if "ctx" in names and members is None:
+        shifts = [key_shift(dtype, [sample]) for sample in seen]
+        members = _members(found, spans, shifts)
+        yield
+    for i, (lot, sample) in enumerate(zip(lots, seen, strict=True)):
         lot.estimated(plan.estimate(sample, names, lot.count))
-    _choose(found, [(lot, sample) for lot, sample in zip(lots, samples, strict=True) if lot.best == "ctx"])
-    by_classes: dict[int, list[_Draft]] = {}
-    for lot in lots:
+        if lot.best == "ctx" and members is not None:
+            lot.choose(dtype, shifts[i], members()[i], sample)
         for draft in lot.drafts if lot.best in _CODED else ():
             by_classes.setdefault(0 if draft.classes is None else len(draft.classes.thresholds), []).append(draft)
-    for drafts in by_classes.values():
-        _encode(found, drafts)
+    jobs = [_encode(found, drafts) for drafts in by_classes.values()]
+    del found
+    while jobs:
+        yield from jobs.pop()
     return [draft for lot in lots for draft in lot.drafts]
 
 
-def _choose(found: _Compared, lots: list[tuple[_Lot, Changes]]) -> None:
-    """Classes for lots in `ctx`."""
-    if not lots:
-        return
-    dtype, mine = found.runs.dtype, found.some(_rows([lot.part for lot, _ in lots]))
-    shift = np.array([key_shift(dtype, [sample]) for _, sample in lots])
-    sizes = [lot.part.stop - lot.part.start for lot, _ in lots]
-    every = np.array([sampling(found.runs.numel[lot.part]) for lot, _ in lots])
+def _members(found: _Compared, parts: list[slice], shifts: list[int]) -> Callable[[], Any]:
+    """Begin to count the magnitudes of old bits, of each lot some."""
+    dtype, row = found.runs.dtype, np.repeat(np.arange(len(parts)), [part.stop - part.start for part in parts])
+    every = np.array([sampling(found.runs.numel[part]) for part in parts])
     kind = 0 if dtype.sign_magnitude else 1 if dtype.signed else 2
-    row = np.repeat(np.arange(len(lots)), sizes)
-    members = fetch(gpu_cells.key_histogram(mine.blocks, mine.old, kind, row, every, shift))()
-    for (lot, sample), bits, seen in zip(lots, shift.tolist(), members, strict=True):
-        lot.choose(dtype, bits, seen, sample)
+    return fetch(gpu_cells.key_histogram(found.blocks, found.old, kind, row, every, np.array(shifts)))
 
 
-def _rows(parts: Sequence[slice]) -> Numbers:
-    return np.concatenate([np.arange(part.start, part.stop) for part in parts])
-
-
-def _encode(found: _Compared, drafts: list[_Draft]) -> None:
+def _encode(found: _Compared, drafts: list[_Draft]) -> Generator[None, None, None]:
     """Code buckets that have as many classes, together."""
-    mine = found.some(_rows([draft.part for draft in drafts]))
+    mine = found.some(np.concatenate([np.arange(draft.part.start, draft.part.stop) for draft in drafts]))
+    del found
     dtype, sizes = mine.runs.dtype, [len(draft.entries) for draft in drafts]
     limits = None
     if drafts[0].classes is not None:
@@ -370,25 +381,38 @@ def _encode(found: _Compared, drafts: list[_Draft]) -> None:
     order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
     bucket = np.repeat(np.arange(len(drafts)), sizes)
     made = gpu_streams.Plan.of(mine.blocks, bucket, logs, limits, 1 << CHUNK_LOG, **order)
-    encoded = gpu_streams.encode(made, mine.old, mine.new, (mine.words, mine.counts), mine.changes)
-    directory = encoded.directory
-    sizes = np.bincount(directory.bucket, directory.length, len(drafts)).astype(np.int64).tolist()
-    told = [_numbers(directory.of(b)) for b in range(len(drafts))]
-    room = [_room(draft.entries, numbers) for draft, (_, numbers) in zip(drafts, told, strict=True)]
+    rest = gpu_streams.encoding(made, mine.old, mine.new, (mine.words, mine.counts), mine.changes)
+    del mine
+    encoded = yield from rest
+    numbers, owner, streams = encoded.directory.told()
+    told = np.split(numbers, np.searchsorted(owner, np.arange(1, len(drafts))))
+    sizes = np.bincount(encoded.directory.bucket, encoded.directory.length, len(drafts)).astype(np.int64).tolist()
+    room = [_room(draft.entries, its) for draft, its in zip(drafts, told, strict=True)]
     wait = fetch_apart([[body] for body in torch.split(encoded.data, sizes)], room, CHECKSUM_BYTES)
-    for b, (draft, (streams, numbers)) in enumerate(zip(drafts, told, strict=True)):
-        draft.made = partial(_laid, wait, b, streams, numbers)
+    for b, draft in enumerate(drafts):
+        draft.made = partial(_laid, wait, b, int(streams[b]), told[b])
+        draft.profile = "ulp" if draft.classes is None else "ctx"
 
 
-def _numbers(rows: dict[int, tuple[int, list[tuple[int, int]]]]) -> tuple[int, list[int]]:
-    """How many streams there are, and what the directory of a bucket says of them."""
-    return len(rows), [n for id, (coder, its) in rows.items() for n in (id, coder, len(its), *(n for _, n in its))]
+def _stored(drafts: list[_Draft]) -> list[Callable[[], Laid]]:
+    """The streams of `raw`, on their way to the host."""
+    found, told, bodies = drafts[0].found, list[Numbers](), list[list[torch.Tensor]]()
+    for draft in drafts:
+        sizes = np.array(draft.head("raw").layout.chunk_sizes(draft.count))
+        rows = (codec.Stream.POSITIONS, 4 * sizes), (codec.Stream.WORDS, draft.width * sizes)
+        told.append(np.concatenate([(stream, Stored.id, sizes.size, *lengths) for stream, lengths in rows]))
+        mine = slice(found.ends[draft.part.start], found.ends[draft.part.stop])
+        bodies.append([found.positions[mine], found.after[mine]])
+    room = [_room(draft.entries, its) for draft, its in zip(drafts, told, strict=True)]
+    with working(found.was, found.runs.device):
+        wait = fetch_apart(bodies, room, CHECKSUM_BYTES)
+    return [partial(_laid, wait, b, 2, its) for b, its in enumerate(told)]
 
 
-def _room(entries: Entries, numbers: list[int]) -> int:
+def _room(entries: Entries, numbers: Numbers) -> int:
     """Bytes that will do for what stands before the streams of a bucket, but for regions of many dimensions."""
-    return 512 + 64 * len(entries) + 5 * len(numbers)
+    return 512 + 64 * len(entries) + 5 * numbers.size
 
 
-def _laid(wait: Callable[[], list[tuple[memoryview, int, int]]], b: int, streams: int, numbers: list[int]) -> Laid:
+def _laid(wait: Callable[[], list[tuple[memoryview, int, int]]], b: int, streams: int, numbers: Numbers) -> Laid:
     return Laid(streams, numbers, *wait()[b])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..bits import UIntArray
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
@@ -65,7 +67,8 @@ class Overlay:
         """What kernels are told about the positions in host memory, and which ones these are."""
         g = self.geometry
         if self.far is None:
-            return (self.tag, self.count, g.first, g.dims, g.size, g.inside, self.positions), slice(None)
+            positions = np.require(self.positions, requirements=("A", "W"))  # kernels are compiled for no others
+            return (self.tag, self.count, g.first, g.dims, g.size, g.inside, positions), slice(None)
         near, here = self.far.near, self.far.here
         where = g.first[near], g.dims[near], g.size[near], g.inside[near]
         return (self.tag, self.count[near], *where, self.positions[here]), here

@@ -23,7 +23,7 @@ from .cost import Chooser
 from .route import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
 
 BUCKET_COVER_BYTES = 256 << 20
-ENOUGH_COVER_BYTES, ENOUGH_CHANGES = 64 << 20, 1 << 17  # with both, a larger bucket would save less than 1%
+ENOUGH_COVER_BYTES, ENOUGH_CHANGES = 128 << 20, 1 << 17  # with both, a larger bucket would save less than 1%
 CHUNK_LOG = 16
 _TILE_CHANGES = 2048  # a tile holds about this many changes, enough to keep the directory small
 
@@ -56,6 +56,11 @@ class Draft:
     def width(self) -> int:
         """Bytes of an element."""
         return self.parts[0].dtype.width
+
+    @property
+    def light(self) -> bool:
+        """Whether it is coded already, in the profile with the fewest bits: all that is left is to write it down."""
+        return False
 
     def coded(self, name: str) -> tuple[Head, codec.Coded, Laid | None]:
         """The head without estimates and the coded streams in a profile, which may turn out to be `ulp` for `ctx`."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from ..bits import BY_CODE, DType
-from ..codec import Coded, Coder, Layout, Profile, Reader, Stream, coder, ctx, index, profile_by_id
+from ..codec import Coded, Coder, Layout, Profile, Reader, Row, Stream, coder, ctx, index, profile_by_id
 from ..codec.coders import Buffer, squeeze
 from ..errors import InvalidField, LimitExceeded, UnsupportedFormat
 from ..region import Region
@@ -75,7 +74,7 @@ class Laid:
     """
 
     streams: int
-    directory: list[int]  # of each stream id, coder, number of chunks, and their lengths
+    directory: Column  # of each stream id, coder, number of chunks, and their lengths
     memory: memoryview
     low: int
     high: int
@@ -102,7 +101,8 @@ def encode_bucket(head: Head, streams: Coded, hash: bytes, laid: Laid | None = N
     for stream, (its_coder, chunks) in sorted(streams.items()):
         directory += (stream, its_coder.id, len(chunks), *map(len, chunks))  # the first two are below 128: a byte each
         parts += chunks
-    out += varints(np.array(directory + (laid.directory if laid else []), np.int64))
+    told = np.array(directory, np.int64)
+    out += varints(told if laid is None else np.concatenate((told, laid.directory)))
     if laid is None:
         return b"".join((*parts, checksum(*parts)))
     return _around(b"".join(parts), laid)
@@ -139,7 +139,7 @@ def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, wha
     reader = Reader(streams, what, body)
     raw_entries = reader.take(Stream.ENTRIES, entry_bytes)
     entries = _decode_entries(raw_entries, entry_count, table, dtype, what)
-    dense_bytes = sum(len(c) for id, (_, chunks) in streams.items() if Stream.is_dense(id) for c in chunks)
+    dense_bytes = sum(sum(chunks.lengths) for id, (_, chunks) in streams.items() if Stream.is_dense(id))
     head = Head(profile, dtype, tile_log, chunk_log, estimates, entries, dense_bytes)
     _check_limits(head, what)
     return head, reader
@@ -168,7 +168,7 @@ def _between(cursor: Cursor, field: str, low: int, high: int) -> int:
     return value
 
 
-def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, list[Buffer]]], memoryview]:
+def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, Row]], memoryview]:
     """The chunks of every stream, and all of them, one behind the other."""
     directory: list[tuple[int, Coder, list[int]]] = []
     room = limits.CHUNKS
@@ -185,12 +185,11 @@ def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, list[Buffer]]], mem
             raise InvalidField(f"{cursor.what}: stream {id} is empty; empty streams are left out")
         directory.append((id, its_coder, lengths))
         room -= chunks
-    out: dict[int, tuple[Coder, list[Buffer]]] = {}
     body = cursor.data[cursor.at :]
-    for id, its_coder, lengths in directory:
-        mine = cursor.take(sum(lengths), f"a chunk of stream {id}")
-        ends = accumulate(lengths)
-        out[id] = its_coder, [mine[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+    out = {
+        id: (its_coder, Row(cursor.take(sum(lengths), f"a chunk of stream {id}"), lengths))
+        for id, its_coder, lengths in directory
+    }
     cursor.finish()
     return out, body
 

@@ -320,7 +320,7 @@ def test_gather_and_scatter(uint, way):
     assert untouched(out, where.size)
     before, bits = np.concatenate(expected), np.concatenate([w[1] for w in wanted])
     if way == "scatter":
-        cpu.scatter(tag, counts, first, dims, size, stride, where, bits)
+        cpu.scatter(tag, counts, first, dims, size, stride, where.ctypes.data, bits)
     else:
         top = uint(1 << (8 * width - 1))
         words = bits.copy() if way == "words" else reference.steps(before, bits, way == "floats")
@@ -763,7 +763,8 @@ import sys
 {log}
 import numpy as np
 from sparserl.kernels import cpu
-cpu.ascending(np.array([1]), np.array([9]), np.array([3], np.uint32).ctypes.data)
+where = np.array([3], np.uint32)
+cpu.ascending(np.array([1]), np.array([9]), where.ctypes.data)
 """
 
 

@@ -111,6 +111,8 @@ class Rans:
 
 def expand(coded: list[Buffer], sizes: list[int]) -> list[Buffer] | None:
     """Rans chunks, decoded together, which is faster than one after the other; None where one of them is at fault."""
+    if any(len(chunk) > rans.room(size) for chunk, size in zip(coded, sizes, strict=True)):
+        return None
     ends = np.cumsum([0, *sizes])
     chunks, out = [as_bytes(chunk) for chunk in coded], np.empty(ends[-1], np.uint8)
     data = np.array([chunk.ctypes.data for chunk in chunks], np.int64)

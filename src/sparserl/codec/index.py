@@ -45,9 +45,8 @@ def read_gaps(layout: Layout, reader: Reader) -> Positions:
     """Positions from gaps; they rise by construction and are checked to stay inside tile and region."""
     largest = 1 << layout.tile_log
     counts = numbers.read(layout, reader, tiles(layout), largest, np.uint32, Stream.TILE_TOKENS, Stream.TILE_LOWS)
-    gaps = numbers.read(layout, reader, layout.changes, largest - 1, np.uint32, Stream.GAP_TOKENS, Stream.GAP_LOWS)
-    positions = gaps  # one takes the place of the other
-    bad = cpu.tile_positions(layout.count, layout.numel, layout.tile_log, counts, gaps, positions)
+    found = numbers.read(layout, reader, layout.changes, largest - 1, np.uint32, Stream.GAP_TOKENS, Stream.GAP_LOWS)
+    bad = cpu.tile_positions(layout.count, layout.numel, layout.tile_log, counts, found, found)
     if bad >= 0:
         raise InvalidField(f"{reader.what}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile")
-    return positions
+    return found

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import FormatError, InvalidField, Truncated
+from ..kernels import rans
 from ..kernels.classes import MOST
 from .coders import Buffer, Coder, Rans, Stored, by_entropy, expand, squeeze
 
@@ -118,9 +119,10 @@ class Reader:
             first = self._taken.get(stream, 0)
             if coder is not None and coder.id == Rans.id:
                 for i, (chunk, size) in enumerate(zip(chunks[first:], each, strict=False)):
-                    coded.append(chunk)
-                    sizes.append(size)
-                    names.append((stream, first + i + 1))
+                    if size >= rans.LARGE and len(chunk) <= rans.room(size):  # others gain nothing, or are a bomb
+                        coded.append(chunk)
+                        sizes.append(size)
+                        names.append((stream, first + i + 1))
         if coded and (ready := expand(coded, sizes)) is not None:
             self._decoded = dict(zip(names, ready, strict=True))
 
@@ -141,18 +143,22 @@ class Reader:
 
         They may be lent: then they lie in the bucket itself, at any address, if nobody can write to it meanwhile.
         """
-        first = self._taken.get(stream, 0)
-        chunks = [self.take(stream, dtype.itemsize * size) for size in sizes]
-        if lend and chunks and first == 0 and isinstance(getattr(self.body, "obj", self.body), bytes):
-            coder, at = next((coder, at) for name, coder, at, _ in self.rows() if name == stream)
-            if coder == Stored.id:
-                return np.frombuffer(self.body, dtype, sum(sizes), at)
-        items = empty(sum(sizes), dtype)
-        bytes_, at = items.view(np.uint8), 0
-        for chunk in chunks:  # NumPy would copy items that are not aligned one by one
-            bytes_[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+        if lend and sizes and (place := self._lent(stream)) is not None:
+            for size in sizes:
+                self.take(stream, dtype.itemsize * size)
+            return np.frombuffer(self.body, dtype, sum(sizes), place)
+        items, at = empty(sum(sizes), dtype), 0
+        for size in sizes:  # NumPy would copy items that are not aligned one by one
+            chunk = self.take(stream, dtype.itemsize * size)
+            items.view(np.uint8)[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
             at += len(chunk)
         return items
+
+    def _lent(self, stream: int) -> int | None:
+        """Where in the body a stream is that can be read there: as it is, from its beginning, in bytes."""
+        if not self.body or self._taken.get(stream, 0) or not isinstance(getattr(self.body, "obj", self.body), bytes):
+            return None
+        return next((at for name, coder, at, _ in self.rows() if name == stream and coder == Stored.id), None)
 
     def take_stored(self, stream: int, most: int) -> Buffer:
         """The next chunk of a stream whose length speaks for itself, up to `most` bytes."""

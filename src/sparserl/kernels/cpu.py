@@ -25,6 +25,7 @@ from .llvm import (
     inline,
     kernel,
     load,
+    load32,
     lowest,
     number16,
     popcount,
@@ -219,21 +220,21 @@ def gather(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any,
 
 
 @kernel
-def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any, positions: Any, bits: Any) -> None:
-    """Write bits to the changed positions, in place."""
-    k = np.int64(0)
+def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any, position_at: Any, bits: Any) -> None:
+    """Write bits to the changed positions, in place. These are uint32 at an address, one behind the other."""
+    k, width = np.int64(0), width_of(tag)
     for e in range(counts.size):
         end = k + counts[e]
         if dims[e] == 1 and stride[e, 0] == 1:
             for i in range(k, end - _FAR):
-                prefetch(_spot(tag, first[e], positions, i + _FAR))
-                store(tag, _spot(tag, first[e], positions, i), bits[np.uint64(i)])
+                prefetch(first[e] + width * load32(position_at + 4 * (i + _FAR)))
+                store(tag, first[e] + width * load32(position_at + 4 * i), bits[np.uint64(i)])
             for i in range(max(k, end - _FAR), end):
-                store(tag, _spot(tag, first[e], positions, i), bits[i])
+                store(tag, first[e] + width * load32(position_at + 4 * i), bits[i])
         else:
             for i in range(k, end):
-                offset = _offset(np.int64(positions[i]), e, dims, size, stride)
-                store(tag, first[e] + offset * width_of(tag), bits[i])
+                offset = _offset(load32(position_at + 4 * i), e, dims, size, stride)
+                store(tag, first[e] + width * offset, bits[i])
         k = end
 
 
@@ -249,12 +250,6 @@ def advanced(tag: Any, bits: Any, step: Any, top: Any, sign_magnitude: Any) -> A
     word ^= (high | (zero - (word >> sign & _ONE))) & mirrors
     word += (np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))
     return tag.dtype.type(word ^ ((high | ((word >> sign & _ONE) - _ONE)) & mirrors))
-
-
-@inline
-def _position(index: Any, position_at: Any, k: Any) -> Any:
-    """Position `k` of those at an address."""
-    return np.int64(load(index, position_at + 4 * k))
 
 
 @inline
@@ -276,7 +271,7 @@ def _delta(
     `changes` are the addresses of positions, old bits and new bits.
     """
     position_at, old_at, new_at = changes
-    index, width = np.empty(0, np.uint32), width_of(tag)
+    width = width_of(tag)
     first, second = np.uint64(0), np.uint64(0)
     key, line = keys[e, 1], dims[e] == 1
     origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(stride[e, 0]) * _GOLDEN
@@ -285,7 +280,7 @@ def _delta(
         here = width * k
         first, second = digest_moves(tag, position_at + 4 * k, old_at + here, new_at + here, blocks, origin, step, key)
     for i in range(k + 16 * blocks, end):
-        weyl = origin + np.uint64(_offset(_position(index, position_at, i), e, dims, size, stride)) * _GOLDEN
+        weyl = origin + np.uint64(_offset(load32(position_at + 4 * i), e, dims, size, stride)) * _GOLDEN
         was, now = np.uint64(load(tag, old_at + width * i)), np.uint64(load(tag, new_at + width * i))
         was, now = _mix(weyl, key, was), _mix(weyl, key, now)
         first += now - was
@@ -313,11 +308,11 @@ def exchange(
 ) -> tuple[Any, Any]:
     """Write new bits to the changed positions, in place: the words, or a step of so much from what is there.
 
-    Positions and words are addresses, which need not be aligned. Afterwards steps are the new bits, and `old` those
-    that were there. Returns how the digest's two sums move. Every line of memory is fetched once, and while some are on
-    their way others are summed up.
+    Positions (uint32) and words are addresses, which need not be aligned. Afterwards steps are the new bits, words are
+    as they were, and `old` has what was there. Returns how the digest's two sums move. Every line of memory is fetched
+    once, and while some are on their way others are summed up. Once a bit is written, nothing can fail.
     """
-    lanes, index, width = np.zeros((2, 16), np.uint64), np.empty(0, np.uint32), width_of(tag)
+    lanes, width = np.zeros((2, 16), np.uint64), width_of(tag)
     old_at, lane_at = np.int64(old.ctypes.data), np.int64(lanes.ctypes.data)
     changes = position_at, old_at, word_at
     x, y = np.uint64(0), np.uint64(0)
@@ -331,8 +326,8 @@ def exchange(
             for low in range(k, near + 16, 16):  # a block is read, and then the one before it, by now at hand, written
                 if low < near:
                     for i in range(low, low + 16):
-                        prefetch(first[e] + width * _position(index, position_at, i + _FAR))
-                        at = first[e] + width * _position(index, position_at, i)
+                        prefetch(first[e] + width * load32(position_at + 4 * (i + _FAR)))
+                        at = first[e] + width * load32(position_at + 4 * i)
                         store(tag, old_at + width * i, load(tag, at))
                 if low > k:
                     there, here = position_at + 4 * (low - 16), width * (low - 16)
@@ -341,10 +336,10 @@ def exchange(
                         advance16(tag, was, now, np.uint64(top), sign_magnitude)
                     digest_move16(tag, there, was, now, origin, step, keys[e, 1], lane_at)
                     for i in range(16):
-                        at = first[e] + width * _position(index, there, i)
+                        at = first[e] + width * load32(there + 4 * i)
                         store(tag, at, load(tag, now + width * i))
         for i in range(near, end):
-            at = first[e] + width * _offset(_position(index, position_at, i), e, dims, size, inside)
+            at = first[e] + width * _offset(load32(position_at + 4 * i), e, dims, size, inside)
             _swap(tag, at, word_at + width * i, absolute, top, sign_magnitude, old_at + width * i)
         a, b = _delta(tag, e, near, end, start, dims, size, outside, keys, changes)
         x += a
@@ -569,7 +564,6 @@ def tile_positions(counts: Any, numel: Any, log: Any, tiles: Any, gaps: Any, pos
 @kernel
 def ascending(counts: Any, numel: Any, position_at: Any) -> Any:
     """-1, or the first entry whose positions, at an address, do not rise strictly or leave its region."""
-    index = np.empty(0, np.uint32)
     k = np.int64(0)
     for e in range(counts.size):
         falls, i, end = np.int64(0), k + 1, k + counts[e]
@@ -577,9 +571,9 @@ def ascending(counts: Any, numel: Any, position_at: Any) -> Any:
             falls |= falls16(position_at + 4 * i)
             i += 16
         for j in range(i, end):
-            falls |= np.int64(_position(index, position_at, j) <= _position(index, position_at, j - 1))
+            falls |= np.int64(load32(position_at + 4 * j) <= load32(position_at + 4 * (j - 1)))
         k += counts[e]
-        if falls or (counts[e] and _position(index, position_at, k - 1) >= numel[e]):
+        if falls or (counts[e] and load32(position_at + 4 * (k - 1)) >= numel[e]):
             return e
     return -1
 

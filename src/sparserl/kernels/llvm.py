@@ -131,6 +131,18 @@ def load(_: Any, tag: Any, address: Any) -> Any:
 
 
 @machine
+def load32(_: Any, address: Any) -> Any:
+    """The uint32 at an address, which need not be aligned, as an int64."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        value = b.load(_pointer(b, args[0], _I32))
+        value.align = 1
+        return b.zext(value, _I64)
+
+    return types.int64(types.int64), codegen
+
+
+@machine
 def store(_: Any, tag: Any, address: Any, value: Any) -> Any:
     """Write an element to an address, which need not be aligned."""
 

@@ -24,6 +24,7 @@ _MANTISSA = 4  # bits of a frequency below its highest
 MOST_TABLE = 1024  # bytes: no table is longer
 MOST_LANES = 32
 SPARE = 32  # words behind the last that a decoder may read
+LARGE = 1 << 15  # symbols from which on a chunk has lanes for a vector
 _ABREAST = 4  # chunks, at most, that are decoded in step: a state waits for its own symbol, not for those of others
 _TWO_OF_32, _ONE_OF_32, _FOUR_OF_16, _ONE_OF_16 = rans_rows(2, 2), rans_rows(1, 2), rans_rows(4, 1), rans_rows(1, 1)
 
@@ -201,7 +202,7 @@ def _slots(freq: Any, table: Any) -> None:
 
 @inline
 def _one_by_one(slot: Any, table: Any, x: Any, n: Any, size: Any, tags: Any) -> Any:
-    """Decode the last symbols of a chunk with `n` states. True if all comes out even."""
+    """Decode what is left of a chunk, so many symbols with `n` states. True if all comes out even."""
     symbol, word = tags
     at, out, left = slot[1], slot[2], slot[3]
     i = np.int64(0)
@@ -244,7 +245,11 @@ def decode(freq: Any, states: Any, words: Any, left: Any, sizes: Any, outs: Any)
     16 four at a time; when one is at its end, the next takes its place.
     """
     tables, slots = np.empty((_ABREAST, _TOTAL), np.uint32), np.empty((_ABREAST, 4), np.int64)
-    x, rows, chunk = np.empty((_ABREAST, MOST_LANES), np.uint32), np.empty(_ABREAST, np.int64), np.empty(4, np.int64)
+    x, rows, chunk = (
+        np.empty((_ABREAST, MOST_LANES), np.uint32),
+        np.empty(_ABREAST, np.int64),
+        np.empty(_ABREAST, np.int64),
+    )
     slot_at, state_at = np.int64(slots.ctypes.data), np.int64(x.ctypes.data)
     tags = np.empty(0, np.uint8), np.empty(0, np.uint16)
     for wide in (32, 16, 0):  # lanes that vectors take care of

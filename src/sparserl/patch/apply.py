@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..bits import UIntArray
+from ..bits import DType, UIntArray
 from ..digest import Digest, element_sums, sums, table_digest
 from ..errors import InvalidField, TensorMismatch, TiedConflict, WrongBase
 from ..kernels import cpu
@@ -138,7 +138,15 @@ def _exchange_or_undo(patch: Patch, held: Held, base: Digest, threads: int | Non
                 old.write(held)
             raise
 
+    for dtype in {head.dtype for head in patch.heads}:
+        _load_undo(dtype)
     uninterrupted(work)
+
+
+def _load_undo(dtype: DType) -> None:
+    """Have the kernel that undoes changes compiled and at hand before there are any."""
+    none, box, bits = np.empty(0, np.int64), np.empty((0, 1), np.int64), np.empty(0, dtype.uint)
+    cpu.scatter(bits, none, none, none, box, box, 0, bits)
 
 
 def _stage_then_commit(patch: Patch, held: Held, base: Digest, tied: list[list[int]], threads: int | None) -> None:

@@ -73,14 +73,14 @@ class Decoded:
         ]
 
 
-def decode(head: Head, reader: Reader, base: Held | None = None, *, land: bool = False) -> Decoded:
+def decode(head: Head, reader: Reader, base: Held | None = None, *, land: bool = False, lend: bool = False) -> Decoded:
     """Decode all streams of a bucket; every position is inside its region afterwards, or an error was raised.
 
     `base` has the weights that the patch applies to; profiles that are `conditional` cannot do without. Where `land` is
     said, such a profile writes its changes over the old bits while it has them at hand, or raises and leaves them be.
-    Positions and words of others may then lie in the bucket itself, not aligned and not to be written to.
+    Where `lend` is said, positions and words may lie in the bucket itself, not aligned and not to be written to.
     """
-    layout = replace(head.layout, lend=land)
+    layout = replace(head.layout, lend=lend)
     if head.profile.planar:
         dense = value.read_planes(layout, reader, head.dense_elements, Stream.DENSE_PLANE)
     else:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..bits import UIntArray
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
@@ -39,9 +37,9 @@ class Overlay:
         self.write_dense(held)
 
     def scatter(self) -> None:
-        """Write these bits but for the dense ones."""
+        """Write these bits but for the dense ones. Nothing is copied: it also undoes what failed for lack of memory."""
         args, here = self._near()
-        cpu.scatter(*args, self.bits[here])
+        cpu.scatter(*args[:-1], args[-1].ctypes.data, self.bits[here])
         if self.far is not None:
             self.far.put(self.bits)
 
@@ -67,8 +65,7 @@ class Overlay:
         """What kernels are told about the positions in host memory, and which ones these are."""
         g = self.geometry
         if self.far is None:
-            positions = np.require(self.positions, requirements=("A", "W"))  # kernels are compiled for no others
-            return (self.tag, self.count, g.first, g.dims, g.size, g.inside, positions), slice(None)
+            return (self.tag, self.count, g.first, g.dims, g.size, g.inside, self.positions), slice(None)
         near, here = self.far.near, self.far.here
         where = g.first[near], g.dims[near], g.size[near], g.inside[near]
         return (self.tag, self.count[near], *where, self.positions[here]), here

@@ -158,7 +158,7 @@ class Patch:
         `ctx` buckets need the weights that the patch applies to. With `land`, the new bits may be written to them at
         once: see `Decoded.landed`.
         """
-        return decode(*self.opened(index), base, land=land)
+        return decode(*self.opened(index), base, land=land, lend=land and self._reader.in_memory)
 
     def opened(self, index: int) -> tuple[Head, Reader]:
         """What a bucket says about itself, and a reader of its streams."""

@@ -185,9 +185,8 @@ class Plan:
         here = address != 0
         first, ones = address[here] + batch.offset * batch.dtype.width, np.ones((here.sum(), 1), np.int64)
         tag, mine = np.empty(0, batch.dtype.uint), np.repeat(here, found.counts)
-        cpu.scatter(
-            tag, found.counts[here], first, ones[:, 0].copy(), ones, ones, found.positions[mine], found.bits[mine]
-        )
+        positions, bits = found.positions[mine], found.bits[mine]
+        cpu.scatter(tag, found.counts[here], first, ones[:, 0].copy(), ones, ones, positions.ctypes.data, bits)
 
 
 class Since:

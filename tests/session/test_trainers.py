@@ -6,7 +6,7 @@ import datetime as dt
 
 import sparserl
 from sparserl import Publisher, Subscriber, sources
-from tests.session.test_writers import finish, launch
+from tests.session.ranks import finish, launch
 
 KINDS = ("host", "none", "fp8")
 
@@ -18,7 +18,6 @@ def rank_main(rank: int, size: int, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    torch.set_num_threads(1)
     limit = dt.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=size, timeout=limit)
     torch.manual_seed(7)
@@ -90,4 +89,4 @@ def check(stores, state) -> None:
 
 def test_fsdp_to_a_subscriber(tmp_path):
     """Every version bit for bit: tracked with a baseline and without, and quantized with blocks that ranks share."""
-    finish(launch("tests.session.test_trainers", 4, (4, str(tmp_path))))
+    finish(launch(rank_main, 4, tmp_path), tmp_path)

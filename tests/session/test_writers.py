@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,6 +17,7 @@ from sparserl.errors import NotFound, PeerLost, Refused, SessionError, TensorMis
 from sparserl.session.upkeep import faults, read_head
 from sparserl.session.writers import Writers
 from sparserl.transport.folder import FolderStore
+from tests.session.ranks import finish, launch
 
 SHAPES = {"embed": (37, 16), "up": (24, 30), "norm": (16,), "none": (0, 4)}
 
@@ -257,38 +256,10 @@ def die(rank, trainer, store, publisher, folder) -> None:
     assert time.monotonic() - started < 5
 
 
-def launch(module: str, size: int, arguments: tuple[object, ...]) -> list[subprocess.Popen[str]]:
-    """`rank_main` of a module, as so many processes."""
-    code = f"import sys; from {module} import rank_main as m; m(int(sys.argv[1]), *eval(sys.argv[2]))"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "SPARSERL_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
-    command = [sys.executable, "-c", code]
-    return [subprocess.Popen([*command, str(rank), repr(arguments)], **pipes) for rank in range(size)]
-
-
-def start(folder: Path, size: int, scenario: str) -> list[subprocess.Popen[str]]:
-    return launch("tests.session.test_writers", size, (size, str(folder), scenario))
-
-
-def finish(ranks: list[subprocess.Popen[str]], but: int | None = None) -> list[str]:
-    """What every rank printed; each must end well, but one that was killed."""
-    said = []
-    try:
-        for rank, process in enumerate(ranks):
-            said.append(process.communicate(timeout=120)[0])
-            assert rank == but or process.returncode == 0, f"rank {rank}:\n{said[-1]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-    return said
-
-
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_every_version_is_that_of_the_whole(tmp_path, size):
     """Shards of all ranks, anchors and patches, waited for or not: the subscriber has the unsharded weights."""
-    finish(start(tmp_path, size, "follow"))
+    finish(launch(rank_main, size, tmp_path, "follow"), tmp_path)
     store = FolderStore(f"{tmp_path}/follow")
     assert list(faults(store)) == []
     mine = {name: np.zeros_like(bits) for name, bits in whole(0).items()}
@@ -298,16 +269,16 @@ def test_every_version_is_that_of_the_whole(tmp_path, size):
 
 
 def test_ranks_fail_together(tmp_path):
-    finish(start(tmp_path, 2, "overlap fail_once lose_reply interrupted two mixed"))
+    finish(launch(rank_main, 2, tmp_path, "overlap fail_once lose_reply interrupted two mixed"), tmp_path)
 
 
 def test_a_killed_rank_leaves_the_old_head_standing(tmp_path):
-    ranks = start(tmp_path, 3, "die")
+    ranks = launch(rank_main, 3, tmp_path, "die")
     end = time.monotonic() + 60
-    while not (tmp_path / "uploading").exists() and time.monotonic() < end and ranks[1].poll() is None:
+    while not (tmp_path / "uploading").exists() and time.monotonic() < end and ranks[1].is_alive():
         time.sleep(0.05)
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
-    said = finish(ranks, but=1)
+    said = finish(ranks, tmp_path, but=1)
     assert "rank 1" in said[0]
     mine = {name: np.zeros_like(bits) for name, bits in whole(0).items()}
     Subscriber(f"file://{tmp_path}/die", mine).sync()

@@ -12,6 +12,7 @@ import sparserl
 from sparserl.digest import Digest, table_digest
 from sparserl.errors import TensorMismatch, UnsupportedTensor
 from sparserl.session.parcel import copied
+from tests.session.ranks import together
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -259,7 +260,7 @@ def trained(request, tmp_path_factory):
     """What the ranks left behind, once all have ended well."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
     try:
-        torch.multiprocessing.spawn(work, (request.param, folder), nprocs=request.param)
+        together(work, (request.param, folder), request.param)
     except torch.multiprocessing.ProcessRaisedException:  # the first one to be heard of is seldom the one to blame
         pytest.fail("\n".join(p.read_text() for p in sorted(folder.glob("failed.*"))))
     return request.param, folder

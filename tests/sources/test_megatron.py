@@ -16,6 +16,7 @@ from sparserl.digest import table_digest
 from sparserl.errors import TensorMismatch, UnsupportedTensor
 from sparserl.sources import Ranks, joined, mapped, require_cover
 from sparserl.sources.megatron import Model, canonical, layout
+from tests.session.ranks import together
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -389,7 +390,7 @@ def publish(rank, kind, ranks):
 
 def spawn(folder, jobs, world):
     try:
-        torch.multiprocessing.spawn(work, (folder, jobs), nprocs=world)
+        together(work, (folder, jobs), world)
     except torch.multiprocessing.ProcessRaisedException:  # the first one to be heard of is seldom the one to blame
         pytest.fail("\n".join(p.read_text() for p in sorted(folder.glob("failed.*"))))
 

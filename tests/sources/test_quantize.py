@@ -15,6 +15,7 @@ from sparserl.digest import table_digest
 from sparserl.errors import TensorMismatch, UnsupportedTensor, WeightsError
 from sparserl.sources import fp8_blockwise, fsdp, int8, linear_weights, quantized
 from sparserl.table import TensorSpec
+from tests.session.ranks import together
 
 torch = pytest.importorskip("torch")
 
@@ -354,7 +355,7 @@ def test_two_processes_agree_on_the_scales_of_cut_blocks(tmp_path: Path) -> None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_rank, (port, str(tmp_path)), nprocs=2)
+    together(one_rank, (port, str(tmp_path)), 2)
     for name, scheme in SCHEMES.items():
         source = _Fixed(whole_weights(0))
         wrapped = quantized(source, scheme)

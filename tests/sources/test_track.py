@@ -16,6 +16,7 @@ from sparserl import Part, Patch, Region, Shards, errors, pieces
 from sparserl.session.baseline import HostBaseline, NoBaseline
 from sparserl.sources import rows, track
 from sparserl.sources.layout import boxes
+from tests.session.ranks import CONTEXT
 
 torch = pytest.importorskip("torch")
 BF16 = torch.bfloat16
@@ -785,9 +786,8 @@ def run_rank(rank, size, meeting, report):
 
 def test_sharded_trainers(tmp_path):
     """FSDP2 with mixed precision, and Megatron's distributed optimizer: two processes publish what they own."""
-    context = torch.multiprocessing.get_context("spawn")
-    report = context.SimpleQueue()
-    ranks = [context.Process(target=run_rank, args=(r, 2, tmp_path / "meeting", report)) for r in range(2)]
+    report = CONTEXT.SimpleQueue()
+    ranks = [CONTEXT.Process(target=run_rank, args=(r, 2, tmp_path / "meeting", report)) for r in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -18,8 +18,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from typer.testing import CliRunner
 
 import sparserl
+from sparserl.cli import app
 from sparserl.errors import NotFound, StoreError
 from sparserl.transport import open_store
 from sparserl.transport.folder import FolderStore
@@ -420,8 +422,9 @@ def test_tls(tmp_path: Path) -> None:
         assert ask(url, "/head.json", tls=context).status == 200
 
 
-def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with what is wrong and where; a missing package with how to get it."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "none").write_text("\n# nothing\n")
     (tmp_path / "bad").write_text("good\ntwo words\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -436,11 +439,13 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
             ((".", "--token-file", "missing"), "missing: No such file"),
             ((".", "--tls-cert", "bad", "--tls-key", "bad"), "the certificate or its key cannot be used"),
         ):
-            done = _serve(tmp_path, *args)
-            assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+            done = CliRunner().invoke(app, ["serve", *args])
+            assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
             assert done.stderr.startswith("sparserl: error: ")
             assert says in done.stderr
-    assert _serve(tmp_path, ".", "--tls-cert", "bad").returncode == 2
+        there = _serve(tmp_path, ".", "--listen", f"127.0.0.1:{port}")
+        assert (there.returncode, there.stdout, there.stderr.count("\n")) == (1, "", 1), there.stderr
+    assert CliRunner().invoke(app, ["serve", ".", "--tls-cert", "bad"]).exit_code == 2
     code = "import sys\nsys.modules['uvicorn'] = None\nfrom sparserl.cli import app\napp(['serve', '.'])"
     done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=False)
     assert (done.returncode, "pip install 'sparserl[serve]'" in done.stderr) == (1, True)

@@ -1,18 +1,14 @@
-"""One vLLM engine and its trainer, alone in a process: `python -m tests.integrations.real_vllm.engine JOB FOLDER …`.
-
-It writes down what it saw, as JSON, for tests to judge.
-"""
+"""One vLLM engine and its trainer, in a process of their own. Jobs return what they saw, for tests to judge."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-import time
 from pathlib import Path
 
 PROMPTS = [[1, 5, 9, 30], [1, 44, 7], [1, *range(5, 75)]]  # the last fills blocks of the prefix cache
+SMALL = {"max_model_len": 96, "block_size": 32, "kv_cache_memory_bytes": 16 << 20}
 
 
 def start(folder, ranks=1, **options):
@@ -20,9 +16,14 @@ def start(folder, ranks=1, **options):
     from vllm import LLM
 
     assert ranks > 1 or "llvmlite" not in sys.modules
-    common = {"max_model_len": 96, "block_size": 32, "enable_prefix_caching": True, "enforce_eager": True, "seed": 0}
+    common = {"enable_prefix_caching": True, "enforce_eager": True, "seed": 0, "skip_tokenizer_init": True}
     common["dtype"] = json.loads((Path(folder) / "config.json").read_text())["dtype"]
-    return LLM(str(folder), tensor_parallel_size=ranks, skip_tokenizer_init=True, **common, **options)
+    return LLM(str(folder), tensor_parallel_size=ranks, **SMALL, **common, **options)
+
+
+def following(folder, ranks=1):
+    """The same, with the backend."""
+    return start(folder, ranks, weight_transfer_config={"backend": "sparserl"})
 
 
 def generate(llm):
@@ -61,85 +62,49 @@ class Trainer:
     def __init__(self, llm, weights, url, **worker):
         from sparserl.integrations.vllm_trainer import OfflineClient, SparserlTrainer, SparserlTrainerInitInfo
 
-        self.weights, self.seed = weights, 0
+        self.llm, self.weights, self.seed = llm, weights, 0
         info = SparserlTrainerInitInfo(rank=0, url=url, publisher={"ladder": None}, worker=worker)
         self.engine = SparserlTrainer.trainer_init(info, client=OfflineClient(llm), source=weights)
 
-    def step(self):
+    def publish(self):
         from .models import step
 
         self.seed += 1
         step(self.weights, self.seed)
-
-    def publish(self):
-        self.step()
         return self.engine.publish().version
 
+    def sync(self):
+        """One version, committed, and then audited."""
+        version = self.publish()
+        self.engine.commit(version)
+        self.engine.commit(version, audit=True)
 
-def follow(folder, kind, ranks, syncs):
-    """Some syncs, each audited; then the new checkpoint is saved, and vLLM loads it by itself."""
-    from . import models
 
-    weights = models.make(folder / "model", kind)
-    began = time.perf_counter()
-    llm = start(folder / "model", ranks, weight_transfer_config={"backend": "sparserl"})
-    out = {"start": time.perf_counter() - began, "before": generate(llm), "generations": [], "seconds": []}
-    trainer = Trainer(llm, weights, f"file://{folder}/run")
+def follow(model, folder, kind, ranks, syncs):
+    """Some syncs, after (for one kind of model) things have gone wrong; the new checkpoint is saved."""
+    from . import faults, models
+
+    troubled = kind == "llama"
+    weights = models.load(model, kind)
+    llm = following(model, ranks)
+    out = {"before": generate(llm), "generations": []}
+    trainer = Trainer(llm, weights, f"file://{folder}/run", ahead=not troubled)
+    if troubled:
+        trainer.sync()
+        out |= faults.one_rank(trainer, folder / "run") if ranks == 1 else faults.one_of_two(trainer)
+    out["first"] = trainer.seed
     for i in range(1, syncs + 1):
-        version = trainer.publish()
-        began = time.perf_counter()
-        trainer.engine.commit(version)
-        out["seconds"].append(time.perf_counter() - began)
-        trainer.engine.commit(version, audit=True)
+        trainer.sync()
         if i % 4 == 0 or i == syncs:
             out["generations"].append(generate(llm))
     out |= {"live": live(llm), "version": llm.get_weight_version()}
-    models.save(weights, folder / "model", folder / "new")
-    llm.collective_rpc(load_again, args=(str(folder / "new"),))
-    llm.reset_prefix_cache()
-    return out | {"reloaded": {"live": live(llm), "generations": generate(llm)}}
-
-
-def load_again(worker, folder):
-    """Overwrite all weights, and have vLLM load a checkpoint."""
-    from sparserl.integrations.vllm import _process_again
-
-    for parameter in worker.get_model().parameters():
-        parameter.data.zero_()
-    _process_again(worker.get_model())
-    worker.reload_weights(weights_path=folder)
-
-
-def fresh(folders, ranks):
-    """What vLLM makes of checkpoints without sparserl."""
-    out = {}
-    for folder in folders:
-        llm = start(folder, ranks)
-        out[str(folder)] = {"generations": generate(llm), "live": live(llm)}
-        del llm
+    models.save(weights, model, folder / "new")
+    if troubled and ranks == 2:
+        out |= faults.killed(trainer)
     return out
 
 
-def main():
-    job, folder, *rest = sys.argv[1:]
-    folder = Path(folder)
-    if job == "follow":
-        ranks, syncs, *kinds = rest
-        out = {kind: follow(folder / kind, kind, int(ranks), int(syncs)) for kind in kinds}
-    elif job == "fresh":
-        ranks, *folders = rest
-        out = fresh(folders, int(ranks))
-    elif job == "make":
-        from . import models
-
-        out = sorted(models.make(folder / "model", "llama"))
-    else:
-        from . import faults, served
-
-        out = (served.served if job == "served" else getattr(faults, job))(folder)
-    (folder / f"{job}.json").write_text(json.dumps(out))
-
-
-if __name__ == "__main__":
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    main()
+def fresh(folder, ranks):
+    """What vLLM makes of a checkpoint without sparserl."""
+    llm = start(folder, ranks)
+    return {"generations": generate(llm), "live": live(llm)}

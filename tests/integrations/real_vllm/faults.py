@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from .engine import Trainer, generate, live, load_again, start
+from .engine import following, generate, live
 
 
 def attempt(work):
@@ -18,58 +18,79 @@ def attempt(work):
     return None
 
 
-def tokens(llm):
-    return [found for found, _ in generate(llm)]
+def held(llm):
+    """Live weights, and what they generate."""
+    return live(llm), [found for found, _ in generate(llm)]
 
 
-def poke(worker):
-    """Something else writes to a weight, which the next version changes too."""
+def poke(worker, rank=0):
+    """Something else writes to a weight of a rank, which the next version changes too."""
     from sparserl.targets.learn import span
 
-    span(worker.get_model().get_parameter("model.norm.weight"))[3] += 1
+    if worker.rank == rank:
+        span(worker.get_model().get_parameter("model.norm.weight"))[3] += 1
 
 
-def faults(folder):
-    """A weight that was written by something else, and a damaged bucket."""
-    from . import models
-
-    weights = models.make(folder / "model", "llama")
-    llm = start(folder / "model", weight_transfer_config={"backend": "sparserl"})
-    trainer = Trainer(llm, weights, f"file://{folder}/run", ahead=False)
-    trainer.engine.commit(trainer.publish())
-    out = {}
+def one_rank(trainer, run):
+    """A damaged bucket, a weight that was written by something else, and one that was replaced."""
+    engine, llm, out = trainer.engine, trainer.llm, {}
 
     version = trainer.publish()
-    bucket = newest_bucket(folder / "run")
+    bucket = newest_bucket(run)
     whole = bucket.read_bytes()
     bucket.write_bytes(whole[:-9] + bytes(9))
-    before = live(llm), tokens(llm)
-    out["damaged"] = attempt(lambda: trainer.engine.commit(version))
-    out["damaged left as it was"] = (live(llm), tokens(llm)) == before
+    before = held(llm)
+    out["damaged"] = attempt(lambda: engine.commit(version))
+    out["damaged left as it was"] = held(llm) == before
     bucket.write_bytes(whole)
-    trainer.engine.commit(version, audit=True)
+    engine.commit(version, audit=True)
 
-    weights["model.norm.weight"][3] += 0.25
+    out |= poked(trainer, 0)
+    llm.collective_rpc(poke)
+    out["audited"] = attempt(lambda: engine.commit(int(llm.get_weight_version()), audit=True))
+    trainer.sync()
+
     version = trainer.publish()
-    llm.collective_rpc(stage)
-    llm.collective_rpc(poke)
-    before = live(llm)
-    out["poked"] = attempt(lambda: trainer.engine.commit(version))
-    out["poked left as it was"] = live(llm) == before
-    trainer.engine.commit(version, audit=True)
-    llm.collective_rpc(poke)
-    out["audited"] = attempt(lambda: trainer.engine.commit(version, audit=True))
-    trainer.engine.commit(trainer.publish(), audit=True)
-    held = live(llm), tokens(llm)
-    models.save(weights, folder / "model", folder / "new")
-    llm.collective_rpc(load_again, args=(str(folder / "new"),))
-    llm.reset_prefix_cache()
-    return out | {"in the end": held == (live(llm), tokens(llm)), "version": llm.get_weight_version()}
+    llm.collective_rpc(replaced)
+    before = held(llm)
+    out["replaced"] = attempt(lambda: engine.commit(version))
+    out["replaced left as it was"] = held(llm) == before
+    llm.collective_rpc(put_back)
+    engine.commit(version, audit=True)
+    return out
+
+
+def one_of_two(trainer):
+    """Of two ranks, the weights of one are written by something else."""
+    return poked(trainer, 1)
+
+
+def poked(trainer, rank):
+    trainer.weights["model.norm.weight"][3] += 0.25
+    version = trainer.publish()
+    trainer.llm.collective_rpc(stage)
+    trainer.llm.collective_rpc(poke, args=(rank,))
+    before = live(trainer.llm)
+    out = {"poked": attempt(lambda: trainer.engine.commit(version))}
+    out["poked left as it was"] = live(trainer.llm) == before
+    out["recovered"] = attempt(lambda: trainer.engine.commit(version, audit=True))
+    return out
 
 
 def stage(worker):
     """Have the newest version staged, as the thread would."""
     worker.weight_transfer_engine.subscriber.ahead()
+
+
+def replaced(worker):
+    """A parameter is another tensor from now on, as where someone assigns to its data."""
+    norm = worker.get_model().get_parameter("model.norm.weight")
+    worker.before = norm.data
+    norm.data = norm.data.clone()
+
+
+def put_back(worker):
+    worker.get_model().get_parameter("model.norm.weight").data = worker.before
 
 
 def newest_bucket(run):
@@ -90,45 +111,23 @@ def die_in_commit(worker):
     target.PreparedLive.commit = commit
 
 
-def killed(folder):
-    """One rank of two whose weights something else wrote to; then it is killed while it commits."""
-    from . import models
-
-    weights = models.make(folder / "model", "llama")
-    llm = start(folder / "model", 2, weight_transfer_config={"backend": "sparserl"})
-    trainer = Trainer(llm, weights, f"file://{folder}/run", ahead=False)
-    trainer.engine.commit(trainer.publish(), audit=True)
-    weights["model.norm.weight"][3] += 0.25
+def killed(trainer):
+    """One of two ranks is killed while it commits."""
+    trainer.llm.collective_rpc(die_in_commit)
     version = trainer.publish()
-    llm.collective_rpc(stage)
-    llm.collective_rpc(poke_the_second)
-    before = live(llm)
-    out = {"poked": attempt(lambda: trainer.engine.commit(version)), "poked left as it was": live(llm) == before}
-    out["recovered"] = attempt(lambda: trainer.engine.commit(version, audit=True))
-    llm.collective_rpc(die_in_commit)
-    version = trainer.publish()
-    return out | {"commit": attempt(lambda: trainer.engine.commit(version)), "serve": attempt(lambda: generate(llm))}
-
-
-def poke_the_second(worker):
-    if worker.rank == 1:
-        poke(worker)
+    commit = attempt(lambda: trainer.engine.commit(version))
+    return {"killed": commit, "serve": attempt(lambda: generate(trainer.llm))}
 
 
 def packed(folder):
     """Weights that vLLM packs, so that nothing can be written into them."""
-    from . import models
-
     os.environ.pop("SPARSERL_VLLM_CPU")
-    models.make(folder / "model", "llama")
-    return {"start": attempt(lambda: start(folder / "model", weight_transfer_config={"backend": "sparserl"}))}
+    return {"start": attempt(lambda: following(folder))}
 
 
 def derived(folder):
     """Weights of which something else is computed when they are loaded."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    from . import models
 
     process = UnquantizedLinearMethod.process_weights_after_loading
 
@@ -137,5 +136,4 @@ def derived(folder):
         layer.doubled = layer.weight * 2
 
     UnquantizedLinearMethod.process_weights_after_loading = and_more
-    models.make(folder / "model", "llama")
-    return {"start": attempt(lambda: start(folder / "model", weight_transfer_config={"backend": "sparserl"}))}
+    return {"start": attempt(lambda: following(folder))}

@@ -35,7 +35,7 @@ def config(kind):
 
 
 def make(folder, kind):
-    """A checkpoint with random weights, large enough that generations tell one from another. Returns its tensors."""
+    """A checkpoint with random weights, large enough that generations tell one from another."""
     torch.manual_seed(0)
     dtype = torch.float32 if kind == "moe" else torch.bfloat16  # vLLM's CPU experts in bf16 need AMX
     model = AutoModelForCausalLM.from_config(config(kind)).to(dtype).requires_grad_(False)
@@ -46,6 +46,10 @@ def make(folder, kind):
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def load(folder, kind):
+    """The tensors of a checkpoint."""
     tensors = load_file(Path(folder) / "model.safetensors")
     if kind == "qwen2":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied, as a trainer has it

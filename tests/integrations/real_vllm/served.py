@@ -11,11 +11,11 @@ import time
 
 import requests
 
-from .engine import PROMPTS
+from .engine import PROMPTS, SMALL
 from .faults import attempt, newest_bucket
 
 
-def served(folder):
+def served(folder, model):
     """Syncs of a torch module by `WeightTransferTrainerFactory`; what clients see of it."""
     from transformers import AutoModelForCausalLM
     from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
@@ -23,22 +23,21 @@ def served(folder):
 
     from . import models
 
-    models.make(folder / "model", "llama")
-    with Server(folder / "model", folder / "server.log") as server:
+    with Server(model, folder / "server.log") as server:
         load_general_plugins()
         from sparserl.integrations.vllm_trainer import HTTPClient, SparserlTrainerInitInfo
 
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="bfloat16").requires_grad_(False)
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16").requires_grad_(False)
         info = SparserlTrainerInitInfo(rank=0, url=f"file://{folder}/run", worker={"ahead": False})
         client = HTTPClient(server.url)
-        trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
+        trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(policy))
         out = {"before": server.complete(PROMPTS[2], 8), "versions": []}
         meanwhile = Requests(server)
         for seed in range(3):
-            models.step(dict(model.named_parameters()), seed)
+            models.step(dict(policy.named_parameters()), seed)
             trainer.send_weights()
             out["versions"].append(server.get("weight_info")["weight_version"])
-        models.step(dict(model.named_parameters()), 3)
+        models.step(dict(policy.named_parameters()), 3)
         version = trainer.publish().version
         bucket = newest_bucket(folder / "run")
         whole = bucket.read_bytes()
@@ -48,7 +47,7 @@ def served(folder):
         bucket.write_bytes(whole)
         trainer.commit(version, audit=True)
         out |= {"meanwhile": meanwhile.end(), "generations": [server.complete(prompt, 8) for prompt in PROMPTS]}
-        model.save_pretrained(folder / "new")
+        policy.save_pretrained(folder / "new")
     return out
 
 
@@ -60,10 +59,10 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.model, self.log = f"http://127.0.0.1:{port}", str(model), log
-        small = ["--max-model-len", "96", "--block-size", "32", "--enforce-eager", "--dtype", "bfloat16"]
+        small = [word for name, n in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(n))]
         backend = ["--weight-transfer-config", '{"backend": "sparserl"}']
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
-        self.command = [*server, *backend, *small]
+        self.command = [*server, *backend, *small, "--enforce-eager", "--dtype", "bfloat16"]
 
     def __enter__(self):
         env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -1,65 +1,120 @@
 """vLLM on the CPU, for real: live weights follow a run bit for bit, and nothing that goes wrong is served.
 
-These run in an environment of their own (`make test-vllm`) and are left out where vLLM is not installed.
+These run in an environment of their own (`make test-vllm`) and are left out where vLLM is not installed. All engines
+are started at once, two at a time, and tests wait for those that they judge.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`")
+pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
+    pytest.mark.timeout(900),
+]
 
+HERE = "tests.integrations.real_vllm"
 ROOT = Path(__file__).parents[3]
-SYNCS = int(os.environ.get("SPARSERL_VLLM_SYNCS", "20"))
+SYNCS = 20
 KINDS = ("llama", "qwen2", "moe")
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "SPARSERL_VLLM_CPU": "plain",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
-def engine(job, folder, *rest, ranks=1, timeout=280):
-    """Run one job in a process of its own, and return what it wrote down."""
+def job(folder, module, name, *args, ranks=1):
+    """Run a function in a process of its own, and return what it returned."""
     folder.mkdir(parents=True, exist_ok=True)
-    run([sys.executable, "-m", "tests.integrations.real_vllm.engine", job, folder, *map(str, rest)], ranks, timeout)
-    return json.loads((folder / f"{job}.json").read_text())
+    log, found = folder / f"{name}.log", folder / f"{name}.json"
+    process = multiprocessing.get_context("forkserver").Process(
+        target=work, args=(log, found, module, name, args, ranks)
+    )
+    process.start()
+    process.join(280)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    assert process.exitcode == 0, f"{module}.{name} ended with {process.exitcode}:\n{log.read_text()[-6000:]}"
+    return json.loads(found.read_text())
 
 
-def run(command, ranks, timeout=280):
-    """A process as vLLM on this machine needs it."""
-    env = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT),
-        "SPARSERL_VLLM_CPU": "plain",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1" if ranks == 2 else "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if ranks == 1 else "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+def work(log, found, module, name, args, ranks):
+    """What such a process does."""
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if ranks > 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    function = getattr(importlib.import_module(f"{HERE}.{module}"), name)
+    found.write_text(json.dumps(function(*args)))
+
+
+def followed(model, folder, kind, ranks):
+    """An engine that followed a run, and a fresh one on the checkpoint that was saved in the end."""
+    out = job(folder, "engine", "follow", model, folder, kind, ranks, SYNCS, ranks=ranks)
+    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, ranks=ranks)}
+
+
+def served(model, folder):
+    """The same of a server."""
+    out = job(folder, "served", "served", folder, model)
+    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", 1)}
+
+
+def example(model, folder):
+    """The program in the documentation, with nothing set but that this is a CPU."""
+    folder.mkdir()
+    page = (ROOT / "docs/integrations/vllm.md").read_text()
+    program = max(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL), key=len)
+    (folder / "example.py").write_text(program)
+    return subprocess.run(
+        [sys.executable, folder / "example.py", model, f"file://{folder}/run"],
+        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    """Engines of one rank that followed a run, and fresh ones on the checkpoints that were saved in the end."""
-    root = tmp_path_factory.mktemp("one")
-    out = {kind: engine("follow", root / kind, 1, SYNCS, kind)[kind] for kind in KINDS}
-    folders = {str(root / kind / kind / "new"): kind for kind in KINDS}
-    for folder, found in engine("fresh", root / "fresh", 1, *folders).items():
-        out[folders[folder]]["fresh"] = found
-    return out
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """Engines of two ranks that followed a run, and then loaded the checkpoint that was saved in the end."""
-    return engine("follow", tmp_path_factory.mktemp("two"), 2, SYNCS, *KINDS, ranks=2, timeout=600)
+def seen(tmp_path_factory):
+    """What engines saw, each to be waited for: two at a time are at work."""
+    root = tmp_path_factory.mktemp("vllm")
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        for name, value in {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(root / "cache")}.items():
+            patch.setenv(name, value)
+        multiprocessing.get_context("forkserver").set_forkserver_preload([f"{HERE}.preload"])
+        models = {kind: root / kind for kind in KINDS}
+        for kind, model in models.items():
+            job(root, "models", "make", model, kind)
+        llama = models["llama"]
+        jobs = {("llama", 1): (followed, llama, root / "llama-1", "llama", 1)}  # first: it compiles what others find
+        jobs |= {name: (job, root, "faults", name, llama) for name in ("packed", "derived")}
+        jobs |= {"served": (served, llama, root / "served"), "example": (example, llama, root / "example")}
+        pairs = [(kind, ranks) for ranks in (1, 2) for kind in KINDS if (kind, ranks) not in jobs]
+        jobs |= {(kind, n): (followed, models[kind], root / f"{kind}-{n}", kind, n) for kind, n in pairs}
+        yield {name: pool.submit(function, *args) for name, (function, *args) in jobs.items()}
+        pool.shutdown(cancel_futures=True)
 
 
 def tokens(generations):
@@ -67,81 +122,69 @@ def tokens(generations):
     return [found for found, _ in generations]
 
 
-def require_followed(seen, expected, ranks):
-    assert seen["version"] == str(SYNCS)
-    assert len(seen["live"]) == ranks
-    assert seen["live"] == expected["live"]
-    assert tokens(seen["generations"][-1]) == tokens(expected["generations"])
-    told_apart = {json.dumps(one) for one in (seen["before"], *seen["generations"])}
-    assert len(told_apart) == 1 + len(seen["generations"]) > 2
-
-
-@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank(one_rank, kind):
+def test_syncs(seen, kind, ranks):
     """After all syncs, live bits and generations are those of a fresh engine on the new checkpoint."""
-    require_followed(one_rank[kind], one_rank[kind]["fresh"], 1)
+    found = seen[kind, ranks].result()
+    fresh = found["fresh"]
+    assert found["version"] == str(found["first"] + SYNCS)
+    assert len(found["live"]) == ranks
+    assert found["live"] == fresh["live"]
+    assert tokens(found["generations"][-1]) == tokens(fresh["generations"])
+    told_apart = {json.dumps(one) for one in (found["before"], *found["generations"])}
+    assert len(told_apart) == 1 + len(found["generations"]) > 2
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks(two_ranks, kind):
-    """After all syncs, live bits and generations are those that vLLM loads of the new checkpoint."""
-    require_followed(two_ranks[kind], two_ranks[kind]["reloaded"], 2)
+def test_faults(seen):
+    """What is damaged, or was written or replaced by something else, is refused; nothing is written, and it goes on."""
+    found = seen["llama", 1].result()
+    assert "ChecksumMismatch" in found["damaged"]
+    assert found["damaged left as it was"]
+    assert "CommitFailed" in found["poked"]
+    assert found["poked left as it was"]
+    assert found["recovered"] is None
+    assert "ChecksumMismatch" in found["audited"]
+    assert "'model.norm.weight' lies elsewhere" in found["replaced"]
+    assert found["replaced left as it was"]
+    assert found["first"] == 5
 
 
-def test_faults(tmp_path):
-    """A damaged bucket, and a weight that something else wrote to, are refused; nothing is written, and it goes on."""
-    seen = engine("faults", tmp_path)
-    assert "ChecksumMismatch" in seen["damaged"]
-    assert seen["damaged left as it was"]
-    assert "CommitFailed" in seen["poked"]
-    assert seen["poked left as it was"]
-    assert "ChecksumMismatch" in seen["audited"]
-    assert seen["in the end"]
-    assert seen["version"] == "4"
-
-
-def test_one_rank_of_two_fails(tmp_path):
+def test_one_rank_of_two_fails(seen):
     """Where one rank cannot commit, none does. Where it is killed in the middle, the engine serves no more."""
-    seen = engine("killed", tmp_path, ranks=2)
-    assert "was not committed" in seen["poked"]
-    assert seen["poked left as it was"]
-    assert seen["recovered"] is None
-    assert seen["commit"] is not None
-    assert "EngineDeadError" in seen["serve"]
+    found = seen["llama", 2].result()
+    assert "was not committed" in found["poked"]
+    assert found["poked left as it was"]
+    assert found["recovered"] is None
+    assert found["killed"] is not None
+    assert "EngineDeadError" in found["serve"]
 
 
-def test_packed_weights(tmp_path):
+def test_packed_weights(seen):
     """An engine whose weights cannot be followed does not start, and names one that was emptied."""
-    seen = engine("packed", tmp_path)
-    assert "UnsupportedTensor: 'model.layers.0.self_attn.qkv_proj.weight' is empty" in seen["start"]
+    said = seen["packed"].result()["start"]
+    assert "UnsupportedTensor: 'model.layers.0.self_attn.qkv_proj.weight' is empty" in said
 
 
-def test_values_computed_of_weights(tmp_path):
+def test_values_computed_of_weights(seen):
     """Nor does one that keeps something that it has computed of its weights, and it says what."""
-    seen = engine("derived", tmp_path)
-    assert "UnsupportedTensor" in seen["start"]
-    assert "doubled' is computed of the weights" in seen["start"]
+    said = seen["derived"].result()["start"]
+    assert "UnsupportedTensor" in said
+    assert "doubled' is computed of the weights" in said
 
 
-def test_a_server(tmp_path):
+def test_a_server(seen):
     """`vllm serve` follows a trainer over HTTP: requests wait and are answered, versions and errors are seen."""
-    seen = engine("served", tmp_path)
-    assert seen["versions"] == ["1", "2", "3"]
-    assert "500" in seen["damaged"]
-    assert seen["paused"] is False
-    assert len(seen["meanwhile"]) > 1
-    assert set(seen["meanwhile"]) == {40}
-    found = engine("fresh", tmp_path / "fresh", 1, tmp_path / "new")[str(tmp_path / "new")]
-    assert seen["generations"] == tokens(found["generations"])
-    assert seen["generations"][2] != seen["before"]
+    found = seen["served"].result()
+    assert found["versions"] == ["1", "2", "3"]
+    assert "500" in found["damaged"]
+    assert found["paused"] is False
+    assert set(found["meanwhile"]) == {40}
+    assert found["generations"] == tokens(found["fresh"]["generations"])
+    assert found["generations"][2] != found["before"]
 
 
-def test_the_example(tmp_path):
-    """The program in the documentation runs, with nothing set but that this is a CPU."""
-    engine("make", tmp_path)
-    page = (ROOT / "docs/integrations/vllm.md").read_text()
-    program = max(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL), key=len)
-    (tmp_path / "example.py").write_text(program)
-    run([sys.executable, tmp_path / "example.py", tmp_path / "model", f"file://{tmp_path}/run"], ranks=1)
+def test_the_example(seen):
+    """The program in the documentation runs."""
+    done = seen["example"].result()
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

@@ -50,10 +50,10 @@ class Kind(NamedTuple):
 TENSORS = {
     "adapter.up": Kind("bfloat16", (2560, 4096), 5e-2, "as a LoRA: new, and learning fast"),
     "counter": Kind("int64", (), 1, "one number"),
-    "embed.weight": Kind("bfloat16", (12288, 1024), 1e-7, "an embedding"),
+    "embed.weight": Kind("bfloat16", (24576, 1024), 1e-7, "an embedding"),
     "layers.0.attn.q": Kind("bfloat16", (4096, 2560), 4e-7, "a matrix"),
     "layers.0.mlp.codes": Kind("int8", (2048, 1024), 2e-5, "quantized"),
-    "layers.0.mlp.up": Kind("bfloat16", (4096, 4096), 4e-7, "a matrix"),
+    "layers.0.mlp.up": Kind("bfloat16", (8192, 4096), 4e-7, "a matrix"),
     "layers.0.norm.1": Kind("bfloat16", (4096,), 1e-6, "a norm"),
     "layers.0.norm.2": Kind("bfloat16", (4096,), 1e-6, "a norm"),
     "layers.1.attn.q": Kind("bfloat16", (1024, 1024), 4e-7, "a small matrix"),

@@ -1,4 +1,4 @@
-"""What all tests share: how long Hypothesis may take, who compiles kernels, that Ctrl-C is heard, and S3 servers."""
+"""What all tests share: how long Hypothesis may take, who compiles kernels, that Ctrl-C is heard, S3 servers, torch."""
 
 from __future__ import annotations
 
@@ -29,3 +29,14 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         except NoServer as error:
             pytest.skip(str(error))
         yield found
+
+
+@pytest.fixture
+def torch_as_before() -> Iterator[None]:
+    """A run in this process asks torch for one thread and for determinism; other tests should not notice."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)

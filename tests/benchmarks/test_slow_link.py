@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 
@@ -22,17 +21,10 @@ pytest.importorskip("transformers")
 
 from benchmarks import peers, slow_link  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("torch_as_before")
+
 HOME = Path(__file__).resolve().parents[2]
 SHORT = ("--model", "tiny", "--syncs", "2", "--warm-up", "2", "--lr", "5e-6", "--rate", "200Mbit", "--latency", "1ms")
-
-
-@pytest.fixture(autouse=True)
-def torch_as_before() -> Iterator[None]:
-    """A run in this process asks torch for one thread and for determinism; other tests should not notice."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
 
 
 def test_every_format_gives_the_same_run(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,10 @@ pytest.importorskip("transformers")
 from examples.rl import __main__ as demo  # noqa: E402
 from examples.rl import fidelity, losses, task  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("torch_as_before")
+
 HOME = Path(__file__).resolve().parents[2]
 SHORT = ("--syncs", "3", "--warm-up", "2", "--prompts", "4", "--workers", "0")
-
-
-@pytest.fixture(autouse=True)
-def torch_as_before() -> Iterator[None]:
-    """A run in this process asks torch for one thread and for determinism; other tests should not notice."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
 
 
 def tensors(*rows: list[list[float]]) -> list[torch.Tensor]:

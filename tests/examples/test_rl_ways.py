@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,10 @@ from examples.rl.options import Options  # noqa: E402
 from examples.rl.weights import distinct  # noqa: E402
 from tests.transport.served import serving  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("torch_as_before")
+
 HOME = Path(__file__).resolve().parents[2]
 SHORT = ("--syncs", "3", "--warm-up", "2", "--prompts", "4", "--staleness", "0", "--schedule", "fixed")
-
-
-@pytest.fixture(autouse=True)
-def torch_as_before() -> Iterator[None]:
-    """A run in this process asks torch for one thread and for determinism; other tests should not notice."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
 
 
 def syncs(said: str) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ class Reader:
             first = self._taken.get(stream, 0)
             if coder is not None and coder.id == Rans.id:
                 for i, (chunk, size) in enumerate(zip(chunks[first:], each, strict=False)):
-                    if size >= rans.LARGE and len(chunk) <= rans.room(size):  # others gain nothing, or are a bomb
+                    if size >= rans.LARGE:  # others gain nothing
                         coded.append(chunk)
                         sizes.append(size)
                         names.append((stream, first + i + 1))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..digest import Digest, table_digest
-from ..errors import ChecksumMismatch, CommitFailed, NotFound, SessionError, SparserlError, Unavailable
+from ..errors import ChecksumMismatch, NotFound, SessionError, SparserlError, Unavailable
 from ..session import Subscriber, SyncReport
 from ..session.receiver import Staged
 from ..session.subscriber import View
@@ -158,11 +158,7 @@ class EngineSubscriber(Subscriber):
         except BaseException as error:  # also where a rank is gone, and cannot say what it did
             for back in undo:
                 back()
-            self._held, self._doubt = before, True
-            if isinstance(error, SparserlError | OSError | MemoryError):
-                raise CommitFailed(
-                    f"version {staged.held.version} was not committed, and nothing has changed: {error}"
-                ) from error
+            self._taken_back(staged, before, error)
             raise
         self._held, self._now = staged.held, staged.held.digest
 

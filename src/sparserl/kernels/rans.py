@@ -245,11 +245,8 @@ def decode(freq: Any, states: Any, words: Any, left: Any, sizes: Any, outs: Any)
     16 four at a time; when one is at its end, the next takes its place.
     """
     tables, slots = np.empty((_ABREAST, _TOTAL), np.uint32), np.empty((_ABREAST, 4), np.int64)
-    x, rows, chunk = (
-        np.empty((_ABREAST, MOST_LANES), np.uint32),
-        np.empty(_ABREAST, np.int64),
-        np.empty(_ABREAST, np.int64),
-    )
+    x = np.empty((_ABREAST, MOST_LANES), np.uint32)
+    rows, chunk = np.empty(_ABREAST, np.int64), np.empty(_ABREAST, np.int64)
     slot_at, state_at = np.int64(slots.ctypes.data), np.int64(x.ctypes.data)
     tags = np.empty(0, np.uint8), np.empty(0, np.uint16)
     for wide in (32, 16, 0):  # lanes that vectors take care of

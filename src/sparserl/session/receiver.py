@@ -181,12 +181,16 @@ class Receiver(ABC):
                 undo()
             for prepared in staged.prepared[len(done) :]:
                 prepared.discard()
-            self._held, self._doubt = before, True
-            if isinstance(error, SparserlError | OSError | MemoryError):
-                raise CommitFailed(
-                    f"version {staged.held.version} was not committed, and nothing has changed: {error}"
-                ) from error
+            self._taken_back(staged, before, error)
             raise
+
+    def _taken_back(self, staged: Staged, before: Held | None, error: BaseException) -> None:
+        """After a commit that failed and was undone: what is held, in doubt now; whoever asked for it is told."""
+        self._held, self._doubt = before, True
+        if isinstance(error, SparserlError | OSError | MemoryError):
+            raise CommitFailed(
+                f"version {staged.held.version} was not committed, and nothing has changed: {error}"
+            ) from error
 
     def _settle(self, staged: Staged) -> None:
         for prepared in staged.prepared:

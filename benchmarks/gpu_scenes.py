@@ -51,7 +51,8 @@ def decoded(plan: Any, side: Any, sent: Any, bad: torch.Tensor, data: torch.Tens
     """The changes of all buckets that were encoded, located; from another copy of their bytes if there is one."""
     from sparserl.kernels import gpu_streams
 
-    return gpu_streams.decode(plan, side, sent.data if data is None else data, sent.directory, sent.changes, bad)
+    arrived = gpu_streams.Arrived(sent.data if data is None else data, sent.directory)
+    return gpu_streams.decode(plan, side, sent.changes, bad, lambda: arrived)
 
 
 # -- traces -----------------------------------------------------------------------------------------------------------

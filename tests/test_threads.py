@@ -175,33 +175,35 @@ def test_more_items_can_be_taken_ahead():
     assert list(results) == list(range(1, 20))
 
 
-def test_light_items_are_worked_on_at_once():
-    """They are by the thread that takes the results, the others by those of the pool; all come in order."""
-    here = threading.get_ident()
-    done = ordered(lambda i: (i, threading.get_ident() == here), range(20), 2, light=lambda i: i % 3 == 0)
-    assert list(done) == [(i, i % 3 == 0) for i in range(20)]
-
-
 def test_jobs_take_steps_in_turn():
-    """Each is a step behind the one before, few are begun and not done, and what they return comes in order."""
+    """One that need not wait goes on, the oldest first; few are begun and not done; what they return comes in order."""
     steps, begun = [], []
 
-    def job(name, pauses):
+    class Pause:
+        """Over when it was looked at so often."""
+
+        def __init__(self, looks):
+            self.looks = looks
+
+        def ready(self):
+            self.looks -= 1
+            return self.looks < 0
+
+    def job(name, *pauses):
         begun.append(name)
-        for i in range(pauses):
+        for i, looks in enumerate(pauses):
             steps.append((name, i))
-            yield
+            yield Pause(looks)
         begun.remove(name)
         return name
 
-    results = in_turn(job(name, pauses) for name, pauses in (("a", 3), ("b", 1), ("c", 2), ("d", 0)))
+    results = in_turn(iter([job("a", 2, 0), job("b", 0, 0), job("c", 5), job("d")]))
     assert next(results) == "a"
-    assert steps == [("a", 0), ("a", 1), ("b", 0), ("a", 2), ("c", 0)]
+    assert steps == [("a", 0), ("b", 0), ("b", 1), ("c", 0), ("a", 1)]
     assert list(results) == ["b", "c", "d"]
     assert not begun
     assert list(in_turn([])) == []
-    steps.clear()
-    for _ in in_turn(job(i, 4) for i in range(5)):
+    for _ in in_turn(job(i, 1, 1, 1, 1) for i in range(5)):
         assert len(begun) <= 2
 
 

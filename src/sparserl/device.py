@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .bits import BY_NAME, DType, UIntArray
 from .kernels import cpu, gpu, gpu_cells, gpu_sums
 from .memory import Memory, far_tensor, leading
-from .pieces import PIECE_BYTES, Geometry, Held, Numbers
-from .region import whole
+from .pieces import PIECE_BYTES, Batch, Geometry, Held, Numbers
+from .region import Region, whole
 from .shards import Place
 from .table import TensorTable
 
@@ -39,36 +40,6 @@ def working(held: Held, device: Any) -> Iterator[None]:
         yield
 
 
-class Run(NamedTuple):
-    """A place that is a run in all versions: where it begins in its tensor; the memory and the address of each."""
-
-    place: Place
-    dtype: DType
-    numel: int
-    start: int
-    homes: list[torch.Tensor]
-    address: list[int]
-
-
-def run(place: Place, *versions: Held) -> Run | None:
-    """A place as a run; None where it is none, or not on the same device in all versions."""
-    tensor, region = place
-    spec = versions[0].table.specs[tensor]
-    start = 0 if region is None else leading(region, spec.shape)
-    homes, address = list[torch.Tensor](), list[int]()
-    for held in versions:
-        memory, local = held.local(tensor, region)
-        there = far_tensor(memory)
-        lead = 0 if local is None else leading(local, memory.shape)
-        if there is None or start is None or lead is None or not there.is_contiguous():
-            return None
-        if homes and there.device != homes[0].device:
-            return None
-        homes.append(there)
-        address.append(memory.address + lead * spec.dtype.width)
-    return Run(place, spec.dtype, spec.numel if region is None else region.numel, start or 0, homes, address)
-
-
 @dataclass(frozen=True)
 class Runs:
     """Runs of one dtype on one device, column by column, with where they are in one version or more."""
@@ -76,81 +47,155 @@ class Runs:
     dtype: DType
     device: Any
     places: list[Place]
+    tensor: Numbers
     numel: Numbers
-    start: Numbers
+    start: Numbers  # where each begins in its tensor
     address: Numbers  # versions × runs
-    alive: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, runs: Sequence[Run]) -> Runs:
-        """Runs that were found one by one."""
-        places, _, numel, start, homes, address = zip(*runs, strict=True)
-        columns = np.array(numel, np.int64), np.array(start, np.int64), np.array(address, np.int64).T
-        return cls(runs[0].dtype, homes[0][0].device, list(places), *columns, [t for row in homes for t in row])
+    base: torch.Tensor  # on the device, of the same width
+    alive: Sequence[Held]
 
     @property
     def nbytes(self) -> int:
         return int(self.numel.sum()) * self.dtype.width
 
-    @cached_property
-    def tensor(self) -> Numbers:
-        return np.array([tensor for tensor, _ in self.places], np.int64)
+    @property
+    def aligned(self) -> npt.NDArray[np.bool_]:
+        """Which begin at a 16-byte boundary in all versions."""
+        found: npt.NDArray[np.bool_] = (self.address % 16 == 0).all(0)
+        return found
 
     def some(self, which: Numbers) -> Runs:
         """Some of the runs."""
         places = [self.places[i] for i in which.tolist()]
-        columns = self.numel[which], self.start[which], self.address[:, which]
-        return Runs(self.dtype, self.device, places, *columns, self.alive)
+        columns = self.tensor[which], self.numel[which], self.start[which], self.address[:, which]
+        return Runs(self.dtype, self.device, places, *columns, self.base, self.alive)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Runs]) -> Runs:
+        """Runs of the same kind, one behind the other."""
+        one = parts[0]
+        places = [place for part in parts for place in part.places]
+        rows = zip(*((p.tensor, p.numel, p.start, p.address) for p in parts), strict=True)
+        tensor, numel, start, address = (np.concatenate(row, axis=-1) for row in rows)
+        return cls(one.dtype, one.device, places, tensor, numel, start, address, one.base, one.alive)
+
+    def pieces(self, table: TensorTable, most: int) -> Runs:
+        """In order of tensor and region, in parts of at most so many elements, which follow each other."""
+        if (np.diff(self.tensor) <= 0).any():
+            key = [(tensor, () if region is None else region.start) for tensor, region in self.places]
+            order = sorted(range(len(key)), key=key.__getitem__)
+            if order != [*range(len(key))]:
+                return self.some(np.array(order, np.int64)).pieces(table, most)
+        if ((self.numel > 0) & (self.numel <= most)).all():
+            return self
+        cut: dict[int, list[Region]] = {}
+        for i in np.flatnonzero(self.numel > most).tolist():
+            tensor, region = self.places[i]
+            cut[i] = [*(region or whole(table.specs[tensor].shape)).split(most)]
+        many = (self.numel > 0).astype(np.int64)
+        many[[*cut]] = [*map(len, cut.values())]
+        which, last = np.repeat(np.arange(many.size), many), np.cumsum(many)
+        made, numel = self.some(which), self.numel[which]
+        for i, regions in cut.items():
+            mine = slice(int(last[i]) - len(regions), int(last[i]))
+            made.places[mine] = [(self.places[i][0], region) for region in regions]
+            numel[mine] = [region.numel for region in regions]
+        ahead = np.cumsum(numel) - numel
+        passed = ahead - ahead[(last - many)[which]]  # elements of its run that stand before a piece
+        return replace(made, numel=numel, start=made.start + passed, address=made.address + passed * self.dtype.width)
 
     def blocks(self, keys: np.ndarray[Any, Any]) -> tuple[gpu.Blocks, list[gpu.Side]]:
         """As kernels want them; `keys` are those of all tensors, for digests."""
-        made = gpu.Blocks(self.dtype.width, self.numel, self.device, keys[self.tensor], self.start)
-        return made, [made.side_at(address, self.alive) for address in self.address]
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        columns = self.numel.tobytes(), self.start.tobytes(), keys[self.tensor].tobytes()
+        made = _blocks(self.dtype.width, self.device, stream, *columns)
+        return made, [made.side_at(address, self.base, self.alive) for address in self.address]
 
 
-def near_and_far(places: Iterable[Place], *versions: Held) -> tuple[list[Place], list[Run]]:
-    """Places for the CPU, and those that are runs on the same device in all versions."""
-    if not all(held.devices for held in versions):
-        return [*places], []
-    found = [(place, run(place, *versions)) for place in places]
-    return [place for place, one in found if one is None], [one for _, one in found if one is not None]
+@lru_cache(maxsize=8)
+def _blocks(width: int, device: Any, _stream: int, numel: bytes, start: bytes, keys: bytes) -> gpu.Blocks:
+    """Blocks are made of these numbers alone, so those of the last sync will do; on their own stream, which made them.
+
+    Addresses are no part of them, and nothing of a tensor is kept.
+    """
+    rows = np.frombuffer(numel, np.int64), device, np.frombuffer(keys, np.uint64).reshape(-1, 2)
+    return gpu.Blocks(width, *rows, np.frombuffer(start, np.int64))
 
 
-def groups(runs: Iterable[Run], table: TensorTable, piece_bytes: int | None = None) -> Iterator[Runs]:
-    """Runs in pieces, in groups of at most 8 GiB, in order of tensor and region.
+def near_and_far(places: Iterable[Place], *versions: Held) -> tuple[list[Place], list[Runs]]:
+    """Places for the CPU, and those that are runs on the same device in all versions, by dtype and device."""
+    rest, devices = [*places], [*versions[0].devices]
+    if not rest or not all(held.devices for held in versions):
+        return rest, []
+    table, tensor = versions[0].table, np.array([tensor for tensor, _ in rest], np.int64)
+    start, numel = np.zeros(tensor.size, np.int64), table.numel[tensor]
+    home, address = map(np.stack, zip(*(held.on_devices(tensor, devices) for held in versions), strict=True))
+    for i in np.flatnonzero((home != home[0]).any(0) | (home[0] < 0) | [r is not None for _, r in rest]).tolist():
+        one = _run(rest[i], versions)
+        home[:, i] = -1
+        if one is not None and one[0] in devices:
+            home[:, i], numel[i], start[i], address[:, i] = devices.index(one[0]), *one[1:]
+    kind = np.where(home[0] < 0, -1, home[0] * 256 + table.codes[tensor])
+    far = []
+    for its in np.unique(kind[kind >= 0]).tolist():
+        mine = np.flatnonzero(kind == its)
+        first = int(mine[np.argmax(numel[mine] > 0)])  # an empty tensor has no address
+        base = far_tensor(versions[0].local(*rest[first])[0])
+        every = [rest[i] for i in mine.tolist()], tensor[mine], numel[mine], start[mine], address[:, mine]
+        far.append(Runs(table.specs[int(tensor[first])].dtype, devices[its >> 8], *every, base, versions))
+    return [rest[i] for i in np.flatnonzero(kind < 0).tolist()], far
+
+
+def runs_of(batch: Batch, held: Held) -> Runs | None:
+    """The entries of a batch as runs on one device; None where they are not."""
+    devices = [*held.devices]
+    home, address = held.on_devices(batch.tensor, devices)
+    places = [*zip(batch.tensor.tolist(), batch.region, strict=True)]
+    if (home != home[0]).any() or home[0] < 0 or batch.region.count(None) < len(places):
+        near, far = near_and_far(places, held)
+        return far[0] if not near and len(far) == 1 else None
+    columns = batch.tensor, batch.numel, np.zeros(home.size, np.int64), address[None]
+    base = far_tensor(held.local(*places[0])[0])
+    return Runs(batch.dtype, devices[int(home[0])], places, *columns, base, (held,))
+
+
+def _run(place: Place, versions: Sequence[Held]) -> tuple[Any, int, int, list[int]] | None:
+    """Device, elements, start in the tensor, and addresses of a place that is a run in all versions; else None."""
+    tensor, region = place
+    spec = versions[0].table.specs[tensor]
+    start = 0 if region is None else leading(region, spec.shape)
+    devices, address = set[Any](), list[int]()
+    for held in versions:
+        memory, local = held.local(tensor, region)
+        there = far_tensor(memory)
+        lead = 0 if local is None else leading(local, memory.shape)
+        if there is None or start is None or lead is None or not there.is_contiguous():
+            return None
+        devices.add(there.device)
+        address.append(memory.address + lead * spec.dtype.width)
+    if len(devices) > 1:
+        return None
+    return devices.pop(), spec.numel if region is None else region.numel, start or 0, address
+
+
+def groups(far: Iterable[Runs], table: TensorTable, piece_bytes: int | None = None) -> Iterator[Runs]:
+    """Runs in pieces, in groups of about 8 GiB at most, all alike, in order of tensor and region.
 
     What does not begin at a 16-byte boundary has groups of its own: kernels are faster without it.
     """
     most = LARGE_BYTES if piece_bytes is None else piece_bytes
-    drafts: dict[tuple[DType, Any, bool], list[Run]] = {}
-    room: dict[tuple[DType, Any, bool], int] = {}
-    for one in sorted(runs, key=lambda r: (r.place[0], () if r.place[1] is None else r.place[1].start)):
-        for piece in _pieces(one, table, most // one.dtype.width):
-            key = piece.dtype, piece.homes[0].device, not any(at % 16 for at in piece.address)
-            nbytes = piece.numel * piece.dtype.width
-            if room.get(key, 0) < nbytes:
-                if key in drafts:
-                    yield Runs.of(drafts[key])
-                drafts[key], room[key] = [], GROUP_BYTES
-            drafts[key].append(piece)
-            room[key] -= nbytes
-    for pieces in drafts.values():
-        yield Runs.of(pieces)
+    for runs in far:
+        pieces = runs.pieces(table, most // runs.dtype.width)
+        for mine in (pieces.aligned, ~pieces.aligned):
+            which = np.flatnonzero(mine)
+            size = pieces.numel[which] * pieces.dtype.width
+            total = int(size.sum())
+            share = (np.cumsum(size) - size) * -(-total // GROUP_BYTES) // max(total, 1)
+            for group in np.split(which, np.flatnonzero(np.diff(share)) + 1) if which.size else ():
+                yield pieces.some(group)
 
 
-def _pieces(one: Run, table: TensorTable, most: int) -> Iterator[Run]:
-    """A run in parts of at most so many elements, which follow each other."""
-    if 0 < one.numel <= most:
-        yield one
-    elif one.numel:
-        (tensor, region), passed = one.place, 0
-        for part in (region or whole(table.specs[tensor].shape)).split(most):
-            address = [at + passed * one.dtype.width for at in one.address]
-            yield Run((tensor, part), one.dtype, part.numel, one.start + passed, one.homes, address)
-            passed += part.numel
-
-
-def sums(held: Held, found: Iterable[Run]) -> Iterator[tuple[int, int, int]]:
+def sums(held: Held, found: Iterable[Runs]) -> Iterator[tuple[int, int, int]]:
     """Both element sums of the digest over runs, group by group, and the bytes that were read."""
     for runs in groups(found, held.table):
         with working(held, runs.device):
@@ -158,7 +203,7 @@ def sums(held: Held, found: Iterable[Run]) -> Iterator[tuple[int, int, int]]:
             yield *pair(gpu.digest(blocks, side)), runs.nbytes
 
 
-def part_sums(held: Held, found: Iterable[Run]) -> Iterator[tuple[Place, int, int, int]]:
+def part_sums(held: Held, found: Iterable[Runs]) -> Iterator[tuple[Place, int, int, int]]:
     """Both element sums of every piece of some runs, and its bytes; pieces are those of batches."""
     for runs in groups(found, held.table, PIECE_BYTES):
         with working(held, runs.device):

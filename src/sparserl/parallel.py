@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from .errors import SparserlError
 
 T = TypeVar("T")
 R = TypeVar("R")
+_PAUSE = 2e-5  # seconds between two looks at what jobs wait for
 Progress = Callable[[int], None]  # called with the dense bytes just finished
 
 
@@ -42,12 +44,8 @@ def ordered(
     items: Iterable[T],
     threads: int | None = None,
     ahead: int | None = None,
-    light: Callable[[T], bool] | None = None,
 ) -> Iterator[R]:
-    """`map` on threads, lazily: at most so many items are taken ahead of the consumer, else two per thread.
-
-    light: for which items it would take longer to wait for the interpreter's lock. They are worked on at once.
-    """
+    """`map` on threads, lazily: at most so many items are taken ahead of the consumer, else two per thread."""
     threads = threads or default_threads()
     if threads == 1:
         yield from map(work, items)
@@ -56,7 +54,7 @@ def ordered(
     flight: deque[Future[R]] = deque()
     try:
         for item in items:
-            flight.append(_done(work, item) if light and light(item) else pool.submit(work, item))
+            flight.append(pool.submit(work, item))
             while flight and (len(flight) >= (ahead or 2 * threads) or flight[0].done()):
                 yield flight.popleft().result()
         while flight:
@@ -65,33 +63,45 @@ def ordered(
         wait([future for future in flight if not future.cancel()])  # nothing goes on behind the caller's back
 
 
-def _done(work: Callable[[T], R], item: T) -> Future[R]:
-    future = Future[R]()
-    future.set_result(work(item))
-    return future
+class Waiting(Protocol):
+    """What a job waits for."""
+
+    def ready(self) -> bool:
+        """Whether it need not wait any more."""
 
 
-def in_turn(jobs: Iterable[Generator[None, None, R]], most: int = 2) -> Iterator[R]:
-    """What jobs return, in order; they pause where they would wait, and meanwhile others take their next step.
+def in_turn(jobs: Iterable[Generator[Waiting, None, R]], most: int = 2) -> Iterator[R]:
+    """What jobs return, in order. They pause where they would wait, and meanwhile one that need not goes on.
 
-    At most so many are begun and not done, each a step behind the one before. While what one returned is in use, the
+    At most so many are begun and not done; each takes its first step at once. While what one returned is in use, all
     others have something to wait for.
     """
-    waiting, flight = iter(jobs), deque[tuple[Generator[None, None, R], list[R]]]()
+    waiting, flight = iter(jobs), deque[_Job[R]]()
     while True:
-        ready = next((i for i, (_, done) in enumerate(flight) if not done), len(flight))
-        if len(flight) - ready < most and (job := next(waiting, None)) is not None:
-            flight.append((job, []))
-        for step, done in flight:
-            try:
-                if not done:
-                    next(step)
-            except StopIteration as end:
-                done.append(end.value)
-        for _ in range(ready):
-            yield flight.popleft()[1][0]
+        while sum(not job.done for job in flight) < most and (steps := next(waiting, None)) is not None:
+            flight.append(_Job(steps))
         if not flight:
             return
+        if (job := next((job for job in flight if not job.done and job.pause.ready()), None)) is not None:
+            job.step()
+        elif flight[0].done:
+            yield flight.popleft().done[0]
+        else:
+            time.sleep(_PAUSE)
+
+
+class _Job(Generic[R]):
+    """A job that is begun: what it waits for, and what it returned."""
+
+    def __init__(self, steps: Generator[Waiting, None, R]) -> None:
+        self._steps, self.done = steps, list[R]()
+        self.step()
+
+    def step(self) -> None:
+        try:
+            self.pause = next(self._steps)
+        except StopIteration as end:
+            self.done.append(end.value)
 
 
 def uninterrupted(work: Callable[[], object]) -> None:

@@ -92,15 +92,19 @@ class Held:
         self.parts = sorted(parts, key=lambda part: part[0][0])
         self._of: list[list[int]] = [[] for _ in table.specs]
         self._whole: list[Memory | None] = [None] * len(table)
-        address, plain = [0] * len(table), [False] * len(table)
-        self.devices: dict[Any, Any] = {}  # on which some parts are, and the stream for what is done there
+        address, plain, home = [0] * len(table), [False] * len(table), [-1] * len(table)
+        number: dict[Any, int] = {}
         for i, ((tensor, region), memory) in enumerate(self.parts):
             self._of[tensor].append(i)
             if memory.strides is not None and (there := far_tensor(memory)) is not None:
-                self.devices[there.device] = None
+                its = number.setdefault(there.device, len(number))
+                if region is None and there.is_contiguous():
+                    home[tensor] = its
             if region is None:
                 self._whole[tensor] = memory
                 address[tensor], plain[tensor] = memory.address, memory.strides is None
+        self.devices: dict[Any, Any] = dict.fromkeys(number)  # where parts are, and the stream for what is done there
+        self._home = np.array(home, np.int64)  # the device that a tensor lies on, whole and contiguous, by its number
         self._address = np.array(address, np.int64)
         self._plain = np.array(plain, bool)  # whole and contiguous: it can be read where it lies
         self._all_plain = all(plain)
@@ -170,6 +174,11 @@ class Held:
         """Whether what `read` gave is the parts' own memory, not copies."""
         g = self.geometry(batch.tensor, batch.region)
         return bool((g.dims == 1).all() and (g.inside[:, 0] == 1).all() and (g.first == addresses).all())
+
+    def on_devices(self, tensor: Numbers, devices: list[Any]) -> tuple[Numbers, Numbers]:
+        """Which of the devices tensors lie on, whole and contiguous, -1 where it is none of them; their addresses."""
+        number = [devices.index(device) if device in devices else -1 for device in self.devices]
+        return np.array([*number, -1], np.int64)[self._home[tensor]], self._address[tensor]
 
     def bits(self, tensor: int, region: Region | None) -> UIntArray:
         """The bits of one part in row-major order: a view of its memory where that is possible."""

@@ -58,6 +58,10 @@ class TensorTable:
         return isinstance(other, TensorTable) and self.specs == other.specs
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(self.specs)
 
     def __repr__(self) -> str:

@@ -190,9 +190,16 @@ def cpu_streams(dtype, olds, news, log, chunk_log, classes):
     return {int(id): (coder.id, [bytes(c) for c in chunks]) for id, (coder, chunks) in coded.items()}
 
 
+def spread_of(counts):
+    """How changes lie, from those by tile and class, where the streams follow each other without room in between."""
+    per, turned = counts.reshape(-1), counts.t().reshape(-1)
+    starts = [torch.cumsum(some, 0, dtype=torch.int64) - some for some in (turned, per)]
+    return gpu_classes.Spread(per, *starts, int(per.sum()))
+
+
 def decoded(plan, side, sent, bad):
     """What was encoded, located."""
-    return gpu_streams.decode(plan, side, sent.data, sent.directory, sent.changes, bad)
+    return gpu_streams.decode(plan, side, sent.changes, bad, lambda: gpu_streams.Arrived(sent.data, sent.directory))
 
 
 @inside
@@ -251,16 +258,84 @@ def test_diff_and_count_in_one_pass(shift):
 
 
 @inside
+def test_columns_in_one_copy():
+    """Columns come as they are, each at a 16-byte boundary."""
+    blocks = gpu.Blocks(2, [1], "cpu", block=1024)
+    columns = [np.arange(n) - 5 for n in (3, 0, 4, 1)]
+    there = blocks.put_all(*columns)
+    assert [t.tolist() for t in there] == [c.tolist() for c in columns]
+    assert not any(t.data_ptr() % 16 for t in there if t.numel())
+
+
+@inside
+def test_samples_of_a_bitmap():
+    """Each change by its number: the old and new bits that compacting finds in its place."""
+    sizes = [1100, 0, 33, 2500]
+    olds, news = pair(2, sizes)
+    blocks = gpu.Blocks(2, sizes, "cpu", block=1024)
+    old, new = (blocks.side([tensor(p) for p in side]) for side in (olds, news))
+    words, counts = gpu.diff(blocks, old, new)
+    total = int(counts.sum())
+    _, after, before, _ = gpu.compact(blocks, old, new, words, counts, total, keep_old=True)
+    which = torch.arange(0, total, 3)
+    found = gpu_cells.sample(blocks, old, new, words, counts, which)
+    assert torch.equal(found, torch.stack((before[which], after[which])))
+
+
+@inside
+@pytest.mark.parametrize("fault", ["none", "part", "bucket", "chunks", "huge"])
+def test_how_changes_lie(fault):
+    """Where the numbers of each tile and class begin, and how large chunks are; counts that do not fit are noticed.
+
+    Whatever the counts are, no chunk is larger than the room for it.
+    """
+    rng, bucket, chunk = np.random.default_rng(0), np.array([0, 0, 1]), 16
+    blocks = gpu.Blocks(2, [5000, 900, 3000], "cpu", block=1024)
+    tiles = gpu_classes.Tiles.of(blocks, 11)
+    counts = rng.integers(0, 9, (tiles.count, 3))
+    changes = tiles.by_part(counts).sum(1)
+    totals = np.stack([np.bincount(bucket[tiles.owner], counts[:, c], 2) for c in range(3)]).astype(np.int64)
+    many = -(-totals // chunk)
+    room = np.minimum(many * chunk, np.bincount(bucket, changes).astype(np.int64))
+    begin = np.cumsum(room).reshape(3, 2) - room
+    if fault == "part":
+        counts[0, 0] += 1
+        counts[3, 0] -= 1 if counts[3, 0] else -1
+    elif fault == "huge":
+        counts[0, 0] = 2**32 - 1
+    elif fault == "bucket":
+        counts[-1, 1] += 1
+    elif fault == "chunks":
+        many[1, 0] -= 1
+    bad, told = torch.zeros(1, dtype=torch.int32), torch.from_numpy(counts.astype(np.uint32).view(np.int32))
+    args = told.reshape(-1), bucket, changes, begin.ravel(), many.ravel(), chunk, bad
+    spread, sizes = gpu_classes.spread(blocks, tiles, *args)
+    assert int(bad) == (fault != "none")
+    n = int(many.sum())
+    assert torch.equal(sizes[:n], sizes[n:])
+    rooms = [min(chunk, r - i * chunk) for r, m in zip(room.ravel(), many.ravel(), strict=True) for i in range(m)]
+    assert (sizes[:n].numpy() <= rooms).all()
+    if fault == "none":
+        ends = [t - i * chunk for t, m in zip(totals.ravel(), many.ravel(), strict=True) for i in range(m)]
+        assert sizes[:n].tolist() == np.minimum(ends, chunk).tolist()
+        flat = counts.ravel()
+        assert spread.by_tile.tolist() == (np.cumsum(flat) - flat).tolist()
+        before = np.cumsum(counts, 0) - counts
+        before[bucket[tiles.owner] == 1] -= counts[bucket[tiles.owner] == 0].sum(0)
+        assert spread.by_class.view(3, -1).tolist() == (begin[:, bucket[tiles.owner]] + before.T).tolist()
+
+
+@inside
 def test_numbers_above_the_limit_are_refused():
     """They are noticed, and zeros take their place: later kernels find their way by them."""
     blocks = gpu.Blocks(2, [1], "cpu", block=1024)
     numbers = np.array([3, 300, 0xFFFFFFFB, 17, 40], np.uint32)
     tokens, lows = (np.frombuffer(part, np.uint8).copy() for part in reference.pack(numbers))
-    cuts, values = gpu_coding.Cuts.of(blocks, [0], [5]), torch.full((5,), -1, dtype=torch.int32)
+    values = torch.full((5,), -1, dtype=torch.int32)
     for limit, wrong in ((2**32 - 1, 0), (300, 1)):
         bad = torch.zeros(1, dtype=torch.int32)
-        room = (blocks.put([0]), blocks.put([lows.size]))
-        gpu_coding.unpack(cuts, torch.from_numpy(tokens), torch.from_numpy(lows), *room, values, limit, bad)
+        chunks = gpu_coding.Chunks(*blocks.put_all([0], [5], [0], [lows.size]))
+        gpu_coding.unpack(chunks, torch.from_numpy(tokens), torch.from_numpy(lows), values, limit, bad)
         assert int(bad) == wrong
         assert np.array_equal(array(values, 4), np.where(numbers > limit, 0, numbers))
 
@@ -278,8 +353,7 @@ def test_a_gap_that_leaves_its_tile_is_refused():
     ranks = gpu_classes.count(blocks, classing, side)
     for gap, wrong in ((members - 1, 0), (2500, 1)):
         gaps = torch.tensor([gap], dtype=torch.int32)
-        spread = gpu_classes.Spread.of(counts)
-        found = gpu_classes.select(blocks, classing, side, tiles, ranks, spread, gaps, steps, bad)
+        found = gpu_classes.select(blocks, classing, side, tiles, ranks, spread_of(counts), gaps, steps, bad)
         assert int(bad) == wrong
     gpu_classes.land(side, found, steps, bad)
     assert np.array_equal(array(side.alive[0], 2), old[0])
@@ -323,7 +397,7 @@ def test_a_gap_that_leaves_its_tile_or_part_is_refused(gap, wrong):
     blocks = gpu.Blocks(2, [2500], "cpu", block=1024)
     side = blocks.side([tensor(np.zeros(2500, np.uint16))])
     tiles, bad = gpu_classes.Tiles.of(blocks, 11), torch.zeros(1, dtype=torch.int32)
-    spread = gpu_classes.Spread.of(torch.tensor([[0], [1]], dtype=torch.int32))
+    spread = spread_of(torch.tensor([[0], [1]], dtype=torch.int32))
     numbers = spread, torch.from_numpy(np.array([gap], np.uint32).view(np.int32))
     log, steps = torch.tensor([11], dtype=torch.int32), torch.ones(1, dtype=torch.int16)
     found = gpu_cells.follow_gaps(blocks, side, tiles, log, *numbers, steps, bad, True)
@@ -350,7 +424,7 @@ def test_rans_chunks_are_those_of_the_cpu():
     _, lengths, made = packed.numbers.tolist()
     for i, (begin, n) in enumerate(zip(cuts.host_begin, cuts.host_size, strict=True)):
         table = code.tables.numpy().view(np.uint8)[1024 * i :][: lengths[i]]
-        states = code.states.numpy()[32 * i : 32 * i + int(cuts.lanes[i])]
+        states = code.states.numpy()[32 * i : 32 * i + int(gpu_coding.lanes(n))]
         words = code.words.numpy()[begin + n - made[i] : begin + n]
         chunks.append(table.tobytes() + states.tobytes() + words.tobytes())
         assert chunks[-1] == bytes(Rans().encode(tokens[begin : begin + n].tobytes()))
@@ -359,9 +433,9 @@ def test_rans_chunks_are_those_of_the_cpu():
         chunk[at] ^= 1 << at % 8
     for chunk, size in [(chunks[0], 60), *((bytes(c), 30) for c in spoiled)]:
         out, bad = torch.zeros(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-        one = gpu_coding.Cuts.of(blocks, [0], [size])
+        one = gpu_coding.Chunks(*blocks.put_all([0], [size], [0], [len(chunk)]))
         data = torch.from_numpy(np.frombuffer(chunk, np.uint8).copy())
-        gpu_coding.decode(one, data, blocks.put([0]), blocks.put([len(chunk)]), out, bad)
+        gpu_coding.decode(blocks, one, data, out, bad)
         try:
             wanted = bytes(Rans().decode(chunk, size))
         except InvalidField:
@@ -393,19 +467,20 @@ def compile_all() -> None:
         gpu_classes.diff_and_count(blocks, classing, side, side)
         emitted = gpu_classes.emit(blocks, classing, side, side, words, counts.to(torch.int64), ranks, 64)
         gpu_classes.sort(blocks, classing, counts, emitted)
-        none = torch.zeros((tiles.count, classing.K + 1), dtype=torch.int32)
-        spread = gpu_classes.Spread.of(none)
+        none, one = torch.zeros(tiles.count * (classing.K + 1), dtype=torch.int32), np.ones(classing.K + 1, int)
+        spread, _ = gpu_classes.spread(blocks, tiles, none, 0 * one[:1], 64 * one[:1], one, one, 1 << 16, bad)
         found = gpu_classes.select(blocks, classing, side, tiles, ranks, spread, where, bits, bad)
         gpu_classes.land(side, found, bits, bad)
         cuts, _ = gpu_coding.Cuts.of_streams(blocks, [64], 256)
         packed = gpu_coding.Packed.of(cuts, 8 * width)
         packed.pack(0, 1, bits)
-        gpu_coding.unpack(cuts, packed.tokens, packed.tokens, cuts.begin, cuts.size, bits, 9, bad)
+        chunks = gpu_coding.Chunks(cuts.begin, cuts.size, cuts.begin, cuts.size)
+        gpu_coding.unpack(chunks, packed.tokens, packed.tokens, bits, 9, bad)
         if width == 2:
             gpu.mark(blocks, gpu.Blocks(4, [9000], "cpu").side([torch.zeros(9000)]), side, words, counts)
             packed.pack(0, 1, where, ranked=True)
             gpu_coding.lay_out(packed, gpu_coding.encode(packed), np.zeros(1, int), np.arange(2))
-            gpu_coding.decode(cuts, packed.tokens, cuts.begin, cuts.size, packed.tokens, bad)
+            gpu_coding.decode(blocks, chunks, packed.tokens, packed.tokens, bad)
             gpu_coding.copy(packed.tokens, packed.tokens, cuts.begin, cuts.begin, cuts.size, 64)
     kernels = {n for m in (gpu, gpu_classes, gpu_coding) for n in vars(m) if n.endswith("_kernel")}
     assert made == kernels, kernels - made

@@ -62,7 +62,7 @@ def test_interpreted(which):
 @outside
 def test_compiled():
     """The compiler takes the kernels that are used here alone, for an H200: the interpreter accepts what it rejects."""
-    assert "compiled 7 kernels" in run(__file__, "compile", TRITON_INTERPRET="0")
+    assert "compiled 8 kernels" in run(__file__, "compile", TRITON_INTERPRET="0")
 
 
 def poisoned(_, size, dtype):
@@ -434,11 +434,16 @@ def test_chunks_are_found(profile, monkeypatch):
     patch = sparserl.diff(old, new, profile=profile)
     head, reader = patch.opened(0)
     wanted = {s: (coder.id, [bytes(c) for c in chunks]) for s, (coder, chunks) in reader.left().items()}
-    found = device_apply.bucket(Held.of(there(old)), 0, head, reader)
-    assert found.dense
-    directory, data = device_apply._directory([found, found]), bytes(found.body) * 2
+    held, streams = Held.of(there(old)), (codec.Stream.POSITIONS, codec.Stream.WORDS)
+    found = [device_apply.bucket(held, 0, head, reader.copy()) for _ in range(2)]
+    assert found[0].dense
+    if profile == "raw":
+        assert [bytes(found[0].of(s)) for s in streams] == [b"".join(wanted[s][1]) for s in streams]
+        return
+    arrived = device_apply._arrived(found, DEVICE)
+    data = bytes(arrived.data.cpu().numpy())
     for b in range(2):
-        rows = streams_of(directory, b)
+        rows = streams_of(arrived.directory, b)
         for stream, (coder, places) in rows.items():
             assert (coder, [data[at : at + n] for at, n in places]) == wanted[stream]
         missing = {s for s in wanted if s not in rows and not codec.Stream.is_dense(s)}
@@ -611,6 +616,80 @@ def test_large_tensors_are_cut(monkeypatch):
     assert same(weights, new)
 
 
+def renamed(weights):
+    weights["a"], weights["b"] = weights["b"], weights["a"]
+
+
+@inside
+def test_nothing_is_taken_for_what_it_was():
+    """Tables are kept from sync to sync. Weights that lie elsewhere, or are others by the same name, have their own."""
+    old, new = drawn("bfloat16", {"a": (90, 100), "b": (90, 100)}, changes=20)
+    _, other = drawn("bfloat16", {"a": (90, 100), "b": (90, 100)}, changes=20, seed=1)
+    more = drawn("bfloat16", {"c": (77,)}, changes=5)
+    was, now, rollout = there(old), there(new), there(old)
+    changes = (
+        lambda: None,
+        lambda: now.update(a=far(other["a"])),  # another tensor of the same shape
+        lambda: setattr(rollout["b"], "data", rollout["b"].clone()),  # the same tensor in other memory
+        lambda: [renamed(weights) for weights in (was, now, rollout)],
+        lambda: [w.update({name: t.view(torch.float16) for name, t in w.items()}) for w in (was, now, rollout)],
+        lambda: [w.update(there(bits)) for w, bits in zip((was, now, rollout), (*more, more[0]), strict=True)],
+        lambda: [w.pop("a") for w in (was, now, rollout)],
+    )
+    for change in changes:
+        change()
+        patch = sparserl.diff(was, now, profile="raw", base_digest=sparserl.digest(here(was)))
+        assert patch.result == sparserl.digest(here(now))
+        patch.apply(rollout, digest=patch.base)
+        assert same(rollout, now)
+        for name, tensor in was.items():
+            rollout[name].copy_(tensor)
+
+
+@inside
+def test_tables_are_kept():
+    """The same parts have the same blocks again, and few tables are kept with them; other addresses have others."""
+    old, _ = drawn("bfloat16", {"a": (90, 100), "b": (7,)})
+    held = [Held.of(there(old)) for _ in range(12)]
+    made = []
+    for one in held:
+        (runs,) = device.groups(device.near_and_far(one.places, one)[1], one.table)
+        with device.working(one, runs.device):
+            blocks, (side,) = runs.blocks(one.table.keys)
+        made.append((blocks, side))
+        found = side.at.cpu().numpy() * 2 + side.base.data_ptr()
+        assert np.array_equal(found, runs.address[0])
+    assert all(blocks is made[0][0] for blocks, _ in made)
+    assert len(blocks._kept) <= 8
+
+
+@inside
+def test_classes_that_do_not_pay(monkeypatch):
+    """Where telling elements apart saves nothing, `ctx` becomes `ulp`."""
+    monkeypatch.setattr(device_diff, "decide", lambda *_: (None, 0.0))
+    old, new = drawn("bfloat16", {"w": (9000,)})
+    patch, weights = sparserl.diff(there(old), there(new), profile="ctx"), there(old)
+    assert profiles(patch) == {"ulp"}
+    patch.apply(weights, digest=patch.base)
+    assert same(weights, new)
+
+
+@inside
+@pytest.mark.parametrize("profile", ["ulp", pytest.param("auto", marks=pytest.mark.long)])
+def test_compacted_only_where_it_is_needed(profile, monkeypatch):
+    """A patch has the same bytes whether its changes were compacted too, for other profiles, or not."""
+    old, new = map(there, drawn("bfloat16", {"w": (9000,)}))
+    compacted, made = device_diff._Compared.compacted, []
+    monkeypatch.setattr(device_diff._Compared, "compacted", lambda self: made.append(1) or compacted(self))
+    patch = sparserl.diff(old, new, profile=profile)
+    assert not made
+    assert capture(old, new, profile=profile).encode().to_bytes() == patch.to_bytes()
+    assert made
+    monkeypatch.setattr(device_diff._Draft, "settled", False)
+    assert sparserl.diff(old, new, profile=profile).to_bytes() == patch.to_bytes()
+    assert len(made) == 2
+
+
 @inside
 def test_histograms_are_those_of_the_cpu():
     """The keys of a sample are counted as the CPU counts them, so that classes are the same."""
@@ -759,10 +838,11 @@ def compile_all():
         gpu_cells.swap(side, found, bad)
         gpu_cells.at_positions(blocks, side, np.array([64]), torch.zeros(64, dtype=torch.int32), bits[:64], bad)
         tiles, log = gpu_classes.Tiles.of(blocks, 16), torch.full((1,), 16, dtype=torch.int32)
-        spread = gpu_classes.Spread.of(torch.ones((1, 1), dtype=torch.int32))
+        spread = gpu_classes.Spread(torch.ones(1, dtype=torch.int32), where[:1], where[:1], 1)
         numbers = spread, torch.zeros(1, dtype=torch.int32), bits[:1]
         gpu_cells.follow_gaps(blocks, side, tiles, log, *numbers, bad, True)
         one = np.ones(1, np.int64)
+        gpu_cells.sample(blocks, side, side, blocks.bitmap(), torch.zeros(2, dtype=torch.int32), where)
         for kind in (0, 1, 2):
             gpu_cells.key_histogram(blocks, side, kind, 0 * one, one, one)
         sums = gpu_sums.part_sums(blocks, side)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from itertools import accumulate
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -74,20 +74,21 @@ def code(streams: Chunks) -> Coded:
 class Row(Sequence[Buffer]):
     """Chunks that lie one behind the other, cut out when they are asked for."""
 
-    def __init__(self, data: Buffer, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self._data = data
-        self._ends: list[int] = []
+    def __init__(self, data: Buffer, sizes: npt.NDArray[np.int64]) -> None:
+        self.data, self.sizes = data, sizes
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self.sizes.size
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        return [0, *np.cumsum(self.sizes).tolist()]
 
     def __getitem__(self, which: Any) -> Any:
-        self._ends = self._ends or [*accumulate(self.lengths)]
         if isinstance(which, slice):
             return [self[i] for i in range(*which.indices(len(self)))]
-        end = self._ends[which]
-        return self._data[end - self.lengths[which] : end]
+        which = range(len(self))[which]
+        return self.data[self._cuts[which] : self._cuts[which + 1]]
 
 
 class Reader:
@@ -171,13 +172,13 @@ class Reader:
             )
         return chunk
 
-    def rows(self) -> Iterator[tuple[int, int, int, list[int]]]:
+    def rows(self) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
         """Stream, coder, place in the body, and the lengths of its chunks, of every stream."""
         at = 0
         for stream, (coder, chunks) in self._coded.items():
-            lengths = chunks.lengths if isinstance(chunks, Row) else [*map(len, chunks)]
-            yield stream, coder.id, at, lengths
-            at += sum(lengths)
+            row = chunks if isinstance(chunks, Row) else Row(b"".join(chunks), np.array([*map(len, chunks)], np.int64))
+            yield stream, coder.id, at, row.sizes
+            at += len(row.data)
 
     def left(self) -> dict[int, tuple[Coder, Sequence[Buffer]]]:
         """What nobody asked for yet, as it is coded, for whoever decodes it elsewhere."""

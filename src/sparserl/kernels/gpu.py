@@ -14,18 +14,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+T = TypeVar("T")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
 BLOCK = 8192  # elements that a program looks at; tiles are whole numbers of blocks
 _SLOTS = 512  # sums that programs add to, so that few meet in one
 _SMALL = 1 << 16  # bytes that travel with the command to copy them, from anywhere
+_KEPT = 8  # tables that blocks keep
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What a program looks at together, and its warps: more registers would mean fewer programs at a time.
 SHAPES = {
@@ -40,6 +43,22 @@ def as_ints(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise ValueError("kernels on a device take contiguous tensors")
     return tensor.detach().reshape(-1).view(INTS[tensor.element_size()])
+
+
+class Coming:
+    """Numbers on their way to the host. A call waits for them, but for no work that was given later."""
+
+    def __init__(self, host: torch.Tensor, event: torch.cuda.Event | None = None) -> None:
+        self._host, self._event = host, event
+
+    def ready(self) -> bool:
+        """Whether they have come."""
+        return self._event is None or bool(self._event.query())
+
+    def __call__(self) -> np.ndarray[Any, Any]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()
 
 
 class Blocks:
@@ -58,6 +77,7 @@ class Blocks:
         block: int = BLOCK,
     ) -> None:
         self.width, self.block, self.device = width, block, torch.device(device)
+        self._kept: dict[tuple[str, bytes], Any] = {}
         sizes = np.asarray(numel, np.int64)
         per = -(-sizes // block)
         self.count = int(per.sum())
@@ -81,20 +101,32 @@ class Blocks:
         host.numpy()[...] = numbers  # torch would take all cores for it, and they would be busy for a while after it
         return host.to(self.device, non_blocking=True)
 
-    def fetch(self, numbers: torch.Tensor) -> Callable[[], np.ndarray[Any, Any]]:
-        """Begin to bring numbers to the host. What it returns waits for them, but for no work that was given later."""
+    def put_all(self, *columns: Any) -> list[torch.Tensor]:
+        """Columns of numbers in one copy. Each begins at a 16-byte boundary: kernels are compiled for these."""
+        sizes = [len(column) for column in columns]
+        room = [size + size % 2 for size in sizes]
+        flat, begins = np.zeros(sum(room), np.int64), accumulate(room, initial=0)
+        for begin, size, column in zip(begins, sizes, columns, strict=False):
+            flat[begin : begin + size] = column
+        there = self.put(flat).split(room)
+        return [row[:size] if size % 2 else row for row, size in zip(there, sizes, strict=True)]
+
+    def fetch(self, numbers: torch.Tensor) -> Coming:
+        """Begin to bring numbers to the host."""
         if self.device.type != "cuda":
-            return numbers.numpy
+            return Coming(numbers)
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
+        return Coming(host, event)
 
-        def wait() -> np.ndarray[Any, Any]:
-            event.synchronize()
-            return host.numpy()
-
-        return wait
+    def event(self) -> torch.cuda.Event | None:
+        """An event behind all that the device was given to do so far, on the current stream."""
+        if self.device.type != "cuda":
+            return None
+        event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
+        return event
 
     def empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=self.device)
@@ -114,12 +146,23 @@ class Blocks:
         sizes = [t.numel() for t in flat]
         if sizes != self.sizes.tolist() or any(t.element_size() != self.width for t in flat):
             raise ValueError("the tensors are not those that the blocks were made for")
-        return self.side_at(np.array([t.data_ptr() for t in flat], np.int64), flat)
+        base = next((t for t in flat if t.numel()), self.empty(1, INTS[self.width]))
+        return self.side_at(np.array([t.data_ptr() for t in flat], np.int64), base, flat)
 
-    def side_at(self, address: np.ndarray[Any, Any], alive: list[torch.Tensor]) -> Side:
-        """Parts at some addresses, in the memory of some tensors."""
-        base = next((as_ints(t) for t in alive if t.numel()), self.empty(1, INTS[self.width]))
-        return Side(base, self.put((address - base.data_ptr()) // self.width), not (address % 16).any(), alive)
+    def side_at(self, address: np.ndarray[Any, Any], base: torch.Tensor, alive: Sequence[Any]) -> Side:
+        """Parts at some addresses, counted from a tensor; `alive` is what keeps their memory."""
+        base = as_ints(base)
+        offset = (address - base.data_ptr()) // self.width
+        at = self.kept(("side", offset.tobytes()), lambda: self.put(offset))
+        return Side(base, at, not (address % 16).any(), alive)
+
+    def kept(self, key: tuple[str, bytes], make: Callable[[], T]) -> T:
+        """What is made of these blocks and of numbers that stand in the key, and so the same every time."""
+        found: T | None = self._kept.get(key)
+        if found is None:
+            found = make()
+            self._kept = dict([*self._kept.items()][1 - _KEPT :]) | {key: found}  # others may be at the old one
+        return found
 
 
 @dataclass(frozen=True)
@@ -129,7 +172,7 @@ class Side:
     base: torch.Tensor
     at: torch.Tensor
     aligned: bool
-    alive: list[torch.Tensor]
+    alive: Sequence[Any]
 
     def step(self, width: int) -> int:
         """What addresses are multiples of, in elements."""
@@ -187,15 +230,19 @@ def natural(x):
 
 
 @triton.jit
-def read_pairs(bits, a, n, W: tl.constexpr, ONCE: tl.constexpr = True):
+def read_pairs(bits, a, n, W: tl.constexpr, ONCE: tl.constexpr = True, PAST: tl.constexpr = True):
     """The two-byte elements of W words, as words × 16 pairs.
 
     Of the eight that lie in the same 16 bytes all are read if one of the `n` is among them; other words are zero.
-    ONCE: nobody needs them again soon.
+    ONCE: nobody needs them again soon. PAST: they pass by the first cache, which most kernels are faster with.
     """
     j = tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
     pairs = bits.to(tl.pointer_type(tl.int32)) + a // 2 + j
-    return tl.load(pairs, mask=(j // 4) * 8 < n, other=0, eviction_policy="evict_first" if ONCE else "")
+    there = (j // 4) * 8 < n
+    if ONCE and PAST:
+        return tl.load(pairs, mask=there, other=0, cache_modifier=".cg")
+    else:
+        return tl.load(pairs, mask=there, other=0, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit

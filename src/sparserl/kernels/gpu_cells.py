@@ -1,4 +1,4 @@
-"""Single elements on a GPU, in Triton: by address, by gap or position, swapping located changes, a histogram.
+"""Single elements on a GPU, in Triton: by address, by gap or position, swapping located changes, samples.
 
 An address here is a number of elements from a tensor that stands for all: see `gpu.Side`.
 """
@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .gpu import _SLOTS, Blocks, Side, add_sums, advance, moved, new_sums, store_word, unsigned, weyl_of
-from .gpu_classes import Found, Spread, Tiles, magnitude
+from .gpu import _SLOTS, Blocks, Side, add_sums, advance, moved, new_sums, popcount, store_word, unsigned, weyl_of
+from .gpu_classes import Found, Spread, Tiles, magnitude, nth_bit
 
 KEYS = 512  # of a histogram
 _AT_ONCE = 128  # changes that a program swaps
@@ -24,7 +24,7 @@ _SPAN = 4096  # changes with positions that a program locates
 SHAPES = {"locate": (512, 4)}  # changes that a program locates at a time, and its warps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cells"])
 def _take_kernel(base, where, out, cells, C: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     ok = k < cells
@@ -39,7 +39,7 @@ def take(base: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cells"])
 def _put_kernel(base, where, bits, cells, C: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     ok = k < cells
@@ -63,6 +63,7 @@ def _locate_kernel(
     begin,
     tile_log,
     starts,
+    places,
     counts,
     given,
     words,
@@ -81,12 +82,13 @@ def _locate_kernel(
 ):
     """A program has the changes of a tile, from gaps and steps; or a span of those of a part, from positions and bits.
 
-    Of tiles there are the part, where it begins in that, and its first change and how many it has. Of parts there are
-    the first change, the spans before it, and how many changes it has.
+    Of tiles there are the part, where it begins in that, its first change, where that stands in the streams, and how
+    many it has. Of parts there are the first change, the spans before it, and how many changes it has.
     """
     span = tl.program_id(0)
     if GAPS:
-        e, first, low, due = tl.load(part + span), tl.load(begin + span), tl.load(starts + span), tl.load(counts + span)
+        e, first, due = tl.load(part + span), tl.load(begin + span), tl.load(counts + span)
+        low, to = tl.load(starts + span), tl.load(places + span)
     else:
         e, step = span - span, span - span + 1
         while 2 * step < parts:
@@ -99,7 +101,9 @@ def _locate_kernel(
         first = tl.load(begin + e)
         inside = (span - tl.load(starts + e)) * SPAN
         low = first + inside
+        to = low
         due = tl.minimum(tl.load(counts + e) - inside, SPAN).to(tl.int32)
+    shift = to - low
     if (due > 0) & (tl.load(bad) == 0):
         a, end = tl.load(at + e), tl.load(numel + e)
         key, key2 = tl.load(keys + 2 * e), tl.load(keys + 2 * e + 1).to(tl.uint64, bitcast=True)
@@ -128,9 +132,9 @@ def _locate_kernel(
             y = unsigned(tl.load(words + q, mask=ok, other=0)).to(tl.uint64)
             if GAPS:
                 y = advance(x, y, SIGN, BITS)
-                store_word(out + q, y, ok, BITS)
-            tl.store(where + q, a + place, mask=ok)
-            store_word(old + q, x, ok, BITS)
+                store_word(out + shift + q, y, ok, BITS)
+            tl.store(where + shift + q, a + place, mask=ok)
+            store_word(old + shift + q, x, ok, BITS)
             first_moved, second_moved = moved(weyl_of(key, origin + place), key2, x, y, ok)
             one += first_moved
             two += second_moved
@@ -156,8 +160,8 @@ def follow_gaps(
     Where a gap leads out of its tile, `bad` is set; where it is set before, nothing is located.
     """
     begin = (tiles.block - blocks.first[tiles.part]) * blocks.block
-    new = blocks.empty(steps.numel(), steps.dtype)
-    spans = (tiles.part, begin, tile_log, spread.by_tile, spread.counts)
+    new = blocks.empty(spread.total, steps.dtype)
+    spans = (tiles.part, begin, tile_log, spread.by_class, spread.by_tile, spread.counts)
     return _located(blocks, side, tiles.count, spans, gaps, steps, new, bad, True, sign_magnitude)
 
 
@@ -174,8 +178,8 @@ def at_positions(
     Unless the positions of every part rise strictly and lie inside it, `bad` is set.
     """
     per = -(-changes // _SPAN)
-    table = blocks.put(np.stack((np.cumsum(changes) - changes, np.cumsum(per) - per, changes)))
-    spans = (table, table[0], table, table[1], table[2])
+    first, before, many = blocks.put_all(np.cumsum(changes) - changes, np.cumsum(per) - per, changes)
+    spans = (first, first, first, before, first, many)
     return _located(blocks, side, int(per.sum()), spans, positions, bits, bits, bad, False, True)
 
 
@@ -191,7 +195,7 @@ def _located(
     gaps: bool,
     sign_magnitude: bool,
 ) -> Found:
-    where, old = blocks.empty(given.numel(), torch.int64), blocks.empty(given.numel(), words.dtype)
+    where, old = blocks.empty(new.numel(), torch.int64), blocks.empty(new.numel(), words.dtype)
     found = Found(where, old, new, new_sums(blocks.device))
     together, warps = SHAPES["locate"]
     if programs:
@@ -203,7 +207,7 @@ def _located(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["changes"])
 def _swap_kernel(weights, where, old, new, moved, changes, Q: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * Q + tl.arange(0, Q)
     ok = k < changes
@@ -225,7 +229,47 @@ def swap(side: Side, found: Found, moved: torch.Tensor) -> None:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
+def _sample_kernel(
+    old, new, old_at, new_at, entry, first, words, ends, which, out, N, NB, B: tl.constexpr, LOG: tl.constexpr
+):
+    """A program looks for a change: its block, its word, and its bit."""
+    i = tl.program_id(0)
+    k = tl.load(which + i)
+    block = i - i
+    for s in tl.static_range(LOG):
+        reach = block + (1 << (LOG - 1 - s))
+        passed = (reach < NB) & (tl.load(ends + reach - 1, mask=reach < NB, other=0) <= k)
+        block = tl.where(passed, reach, block)
+    row = tl.arange(0, B // 32)
+    marks = tl.load(words + block.to(tl.int64) * (B // 32) + row).to(tl.uint32, bitcast=True)
+    count = popcount(marks)
+    upto = tl.load(ends + block) - tl.sum(count, axis=0) + tl.cumsum(count, 0)  # changes up to the end of each word
+    mine = (upto > k) & (upto - count <= k)
+    word = tl.sum(tl.where(mine, row, 0), axis=0)
+    left = k - tl.sum(tl.where(mine, upto - count, 0), axis=0)
+    bit = nth_bit(tl.sum(tl.where(mine, marks, 0), axis=0).to(tl.uint32), left.to(tl.int32))
+    e = tl.load(entry + block)
+    place = (block - tl.load(first + e)) * B + word * 32 + bit
+    tl.store(out + i, tl.load(old + tl.load(old_at + e) + place))
+    tl.store(out + N + i, tl.load(new + tl.load(new_at + e) + place))
+
+
+def sample(
+    blocks: Blocks, old: Side, new: Side, words: torch.Tensor, counts: torch.Tensor, which: torch.Tensor
+) -> torch.Tensor:
+    """Old and new bits of some of the changes of a bitmap, by their numbers."""
+    out = blocks.empty(2 * which.numel(), old.base.dtype).view(2, -1)
+    if which.numel():
+        _sample_kernel[(which.numel(),)](
+            *(old.base, new.base, old.at, new.at, blocks.entry, blocks.first, words, torch.cumsum(counts, 0)),
+            *(which, out, which.numel(), blocks.count, blocks.block, blocks.count.bit_length()),
+            num_warps=1,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["stretches"])
 def _keys_kernel(
     bits,
     at,
@@ -275,7 +319,7 @@ def key_histogram(
     inside = np.arange(part.size) - (np.cumsum(many) - many)[part]
     counts = torch.zeros((len(every), KEYS), dtype=torch.int32, device=blocks.device)
     if part.size:
-        table = blocks.put(np.stack((part, inside * step[part], row[part], np.asarray(shift)[row[part]])))
+        table = blocks.put_all(part, inside * step[part], row[part], np.asarray(shift)[row[part]])
         _keys_kernel[(triton.cdiv(part.size, _STRETCHES),)](
             *(side.base, side.at, blocks.numel, *table, counts, part.size, kind, 8 * blocks.width),
             *(_STRETCH, _STRETCHES, KEYS),

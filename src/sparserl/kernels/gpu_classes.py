@@ -97,10 +97,10 @@ def magnitude(x, KIND: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _read_words(bits, a, n, W: tl.constexpr, PAIRED: tl.constexpr):
+def _read_words(bits, a, n, W: tl.constexpr, PAIRED: tl.constexpr, PAST: tl.constexpr):
     """The elements of W words, a word a row: one by one, or as pairs."""
     if PAIRED:
-        return read_pairs(bits, a, n, W)
+        return read_pairs(bits, a, n, W, True, PAST)
     else:
         j = tl.arange(0, W)[:, None] * 32 + tl.arange(0, 32)[None, :]
         return tl.load(bits + a + j, mask=j < n, other=0)
@@ -480,6 +480,10 @@ class Tiles:
     @classmethod
     def of(cls, blocks: Blocks, tile_log: Any) -> Tiles:
         logs = np.broadcast_to(np.asarray(tile_log, np.int64), blocks.sizes.shape)
+        return blocks.kept(("tiles", logs.tobytes()), lambda: cls._of(blocks, logs))
+
+    @classmethod
+    def _of(cls, blocks: Blocks, logs: np.ndarray[Any, Any]) -> Tiles:
         per_tile = (1 << logs) // blocks.block
         part_blocks = -(-blocks.sizes // blocks.block)
         tiles = -(-part_blocks // per_tile)
@@ -508,17 +512,110 @@ class Tiles:
 
 
 class Spread(NamedTuple):
-    """How changes lie: how many each tile has of each class, where these begin by class, and where by tile."""
+    """How changes lie: how many each tile has of each class (tiles × C), where these begin in the streams and by tile.
+
+    by_class: among the numbers of all streams, which lie by class: C × tiles.
+    by_tile: among all changes: tiles × C.
+    """
 
     counts: torch.Tensor
     by_class: torch.Tensor
     by_tile: torch.Tensor
+    total: int
 
-    @classmethod
-    def of(cls, counts: torch.Tensor) -> Spread:
-        """From the changes by tile and class (tiles × C)."""
-        per, turned = counts.reshape(-1), counts.t().reshape(-1)
-        return cls(per, *(torch.cumsum(some, 0, dtype=torch.int64) - some for some in (turned, per)))
+
+@triton.jit(do_not_specialize=["N"])
+def _spread_kernel(
+    counts,
+    part,
+    block,
+    first,
+    tiles,
+    changes,
+    before,
+    begins,
+    chunks,
+    many,
+    by_class,
+    by_tile,
+    sizes,
+    bad,
+    T,
+    N,
+    CHUNK: tl.constexpr,
+    C: tl.constexpr,
+    CS: tl.constexpr,
+    P: tl.constexpr,
+):
+    """A program knows a bucket: where its tiles, its changes, and the numbers and chunks of its streams begin."""
+    bucket, buckets = tl.program_id(0), tl.num_programs(0)
+    t, end = tl.load(tiles + bucket), tl.load(tiles + bucket + 1)
+    done = tl.load(changes + bucket)
+    c = tl.arange(0, CS)
+    stream = c * buckets + bucket
+    at = tl.load(begins + stream, mask=c < C, other=0)
+    run = tl.zeros([CS], tl.int64)
+    wrong = tl.zeros([P], tl.int32)
+    while t < end:
+        tile = t + tl.arange(0, P)
+        ok = tile < end
+        both = ok[:, None] & (c < C)[None, :]
+        x = unsigned(tl.load(counts + tile[:, None] * C + c[None, :], mask=both, other=0)).to(tl.int64)
+        tl.store(
+            by_class + c[None, :].to(tl.int64) * T + tile[:, None], (at + run)[None, :] + tl.cumsum(x, 0) - x, mask=both
+        )
+        run += tl.sum(x, axis=0)
+        row = tl.sum(x, axis=1)
+        ahead = done + tl.cumsum(row, 0) - row
+        tl.store(by_tile + tile[:, None] * C + c[None, :], ahead[:, None] + tl.cumsum(x, 1) - x, mask=both)
+        e = tl.load(part + tile, mask=ok, other=0)
+        head = ok & (tl.load(block + tile, mask=ok, other=0) == tl.load(first + e))
+        wrong |= (head & (ahead != tl.load(before + e))).to(tl.int32)
+        done += tl.sum(row, axis=0)
+        t += P
+    due = tl.load(many + stream, mask=c < C, other=0)
+    odd = (c < C) & ((run + CHUNK - 1) // CHUNK != due)
+    if (tl.max(wrong, axis=0) > 0) | (tl.max(odd.to(tl.int32), axis=0) > 0) | (done != tl.load(changes + bucket + 1)):
+        tl.store(bad, 1)
+    run = tl.minimum(run, tl.load(changes + bucket + 1) - tl.load(changes + bucket))  # what there is room for
+    i = t - t
+    while i < tl.max(due, axis=0):
+        size = tl.minimum(tl.maximum(run - i * CHUNK, 0), CHUNK)
+        there = sizes + tl.load(chunks + stream, mask=c < C, other=0) + i
+        tl.store(there, size, mask=i < due)
+        tl.store(there + N, size, mask=i < due)
+        i += 1
+
+
+def spread(
+    blocks: Blocks,
+    tiles: Tiles,
+    counts: torch.Tensor,
+    bucket: np.ndarray[Any, Any],
+    changes: np.ndarray[Any, Any],
+    begin: np.ndarray[Any, Any],
+    many: np.ndarray[Any, Any],
+    chunk: int,
+    bad: torch.Tensor,
+) -> tuple[Spread, torch.Tensor]:
+    """How changes lie, from those by tile and class; and the sizes of all chunks, once for gaps and once for steps.
+
+    bucket, changes: of each part. begin, many: by class and bucket, where the numbers of a stream begin and how many
+        chunks it has. `bad` is set unless there are as many changes and as many chunks.
+    """
+    edges = np.searchsorted(bucket, np.arange(int(bucket.max(initial=-1)) + 2))
+    ends = [np.append(0, np.cumsum(column)) for column in (tiles.of_part, changes)]
+    table = blocks.put_all(*(column[edges] for column in ends), ends[1][:-1], begin, np.cumsum(many) - many, many)
+    per, total, n = counts.numel(), int(ends[1][-1]), int(many.sum())
+    out = Spread(counts, blocks.empty(per, torch.int64), blocks.empty(per, torch.int64), total)
+    sizes, classes = blocks.empty(2 * n, torch.int64), many.size // max(edges.size - 1, 1)
+    if edges.size > 1:
+        _spread_kernel[(edges.size - 1,)](
+            *(counts, tiles.part, tiles.block, blocks.first, *table, out.by_class, out.by_tile, sizes, bad),
+            *(tiles.count, n, chunk, classes, max(2, triton.next_power_of_2(classes)), 128),
+            num_warps=4,
+        )
+    return out, sizes
 
 
 @triton.jit
@@ -557,10 +654,10 @@ def _count_kernel(
     changed = tl.zeros([W], tl.int32)
     for i in tl.static_range(0, B, W * 32):
         there = block.to(tl.int64) * (B // 32) + i // 32 + tl.arange(0, W)
-        x = _read_words(bits, a + i, n - i, W, PAIRED)
+        x = _read_words(bits, a + i, n - i, W, PAIRED, not DIFF)
         if DIFF:
             if PAIRED and NEW_PAIRED:
-                mask = unlike_pairs(x, read_pairs(new, b + i, n - i, W), n - i, W)
+                mask = unlike_pairs(x, read_pairs(new, b + i, n - i, W, True, False), n - i, W)
             else:
                 mask = differing(bits, new, a + i, b + i, n - i, W, False)
             tl.store(words + there, mask.to(tl.int32, bitcast=True))
@@ -638,7 +735,7 @@ def _select_kernel(
     program = tl.program_id(0)
     t, c = (program // C).to(tl.int64), program % C
     due = tl.load(counts + t * C + c)
-    if due > 0:
+    if (due > 0) & (tl.load(bad) == 0):
         e = tl.load(tile_part + t)
         head, length = tl.load(tile_block + t), tl.load(tile_blocks + t)
         into = c.to(tl.int64) * NB + head
@@ -689,7 +786,7 @@ def _select_kernel(
             place = tile + b * B + w * 32
             x = _read_rows(bits, a + place, n - place, whole, PAIRED)
             mask = _class_mask(x, under, upper, c, K, KIND, BITS, PAIRED, Q)
-            p = _nth_bit(_natural_bits(mask, PAIRED), r)
+            p = nth_bit(_natural_bits(mask, PAIRED), r)
             place += p
             wrong = wrong | (ok & (place >= n))
             ok = ok & (place < n)
@@ -722,7 +819,7 @@ def _class_mask(
 
 
 @triton.jit
-def _nth_bit(x, r):
+def nth_bit(x, r):
     """The place of bit number r, from 0, of those that are set."""
     place = tl.zeros_like(r)
     for i in tl.static_range(5):
@@ -800,12 +897,12 @@ def select(
 ) -> Found:
     """The changes of gaps and steps by class, tile by tile. Writes no weights.
 
-    Where a gap leads out of its tile, `bad` is set.
+    Where a gap leads out of its tile, `bad` is set; where it is set before, nothing is located.
     """
     out = Found(
-        blocks.empty(gaps.numel(), torch.int64),
-        blocks.empty(gaps.numel(), steps.dtype),
-        blocks.empty(gaps.numel(), steps.dtype),
+        blocks.empty(spread.total, torch.int64),
+        blocks.empty(spread.total, steps.dtype),
+        blocks.empty(spread.total, steps.dtype),
         new_sums(blocks.device),
     )
     together, warps = SHAPES["select"]
@@ -813,7 +910,7 @@ def select(
         _select_kernel[(tiles.count * (classing.K + 1),)](
             *(side.base, side.at, blocks.first, blocks.numel, blocks.keys, blocks.start, classing.limits),
             *(ranks.before, ranks.members, ranks.low, ranks.high, tiles.part, tiles.block, tiles.blocks),
-            *(*spread, gaps, steps, out.where, out.old, out.new, out.sums, bad),
+            *(*spread[:3], gaps, steps, out.where, out.old, out.new, out.sums, bad),
             *(blocks.count, tiles.count, blocks.block, classing.K, (tiles.most_blocks - 1).bit_length()),
             *(classing.kind, 8 * blocks.width, classing.sign_magnitude, classing.paired(blocks, side)),
             *(together, _SLOTS),
@@ -822,7 +919,7 @@ def select(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["changes"])
 def _land_kernel(weights, where, bits, bad, changes, Q: tl.constexpr):
     if tl.load(bad) == 0:
         k = tl.program_id(0).to(tl.int64) * Q + tl.arange(0, Q)

@@ -10,7 +10,7 @@ format is a lane of a warp. A decoder checks what it reads: what is wrong sets `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,14 @@ def lanes(sizes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return out
 
 
+def cut(sizes: np.ndarray[Any, Any], chunk: int) -> tuple[np.ndarray[Any, Any], ...]:
+    """Streams that follow each other, in chunks: where each begins, how many numbers it has, and its stream."""
+    per = -(-sizes // chunk)
+    stream = np.repeat(np.arange(sizes.size), per)
+    inside = (np.arange(stream.size) - np.repeat(np.cumsum(per) - per, per)) * chunk
+    return (np.cumsum(sizes) - sizes)[stream] + inside, np.minimum(chunk, sizes[stream] - inside), stream
+
+
 @dataclass(frozen=True)
 class Cuts:
     """Chunks of numbers: where each begins among all numbers, and how many it has; on the host and on the device."""
@@ -41,30 +49,19 @@ class Cuts:
     host_size: np.ndarray[Any, Any]
     begin: torch.Tensor
     size: torch.Tensor
-    lanes: torch.Tensor
     blocks: Blocks
 
     @classmethod
     def of(cls, blocks: Blocks, begin: Any, size: Any) -> Cuts:
         host_begin, host_size = np.asarray(begin, np.int64), np.asarray(size, np.int64)
-        columns = blocks.put(np.stack((host_begin, host_size, lanes(host_size))))
-        return cls(host_begin, host_size, columns[0], columns[1], columns[2], blocks)
+        there, sizes = blocks.put_all(host_begin, host_size)
+        return cls(host_begin, host_size, there, sizes, blocks)
 
     @classmethod
     def of_streams(cls, blocks: Blocks, sizes: Any, chunk: int) -> tuple[Cuts, np.ndarray[Any, Any]]:
         """Streams that follow each other, cut into chunks; and the stream of each chunk."""
-        sizes = np.asarray(sizes, np.int64).ravel()
-        per = -(-sizes // chunk)
-        stream = np.repeat(np.arange(sizes.size), per)
-        inside = (np.arange(stream.size) - np.repeat(np.cumsum(per) - per, per)) * chunk
-        begin = (np.cumsum(sizes) - sizes)[stream] + inside
-        return cls.of(blocks, begin, np.minimum(chunk, sizes[stream] - inside)), stream
-
-    def part(self, first: int, end: int) -> Cuts:
-        """Some of the chunks."""
-        here = slice(first, end)
-        host, device = (self.host_begin[here], self.host_size[here]), (self.begin[here], self.size[here])
-        return Cuts(*host, *device, self.lanes[here], self.blocks)
+        begin, size, stream = cut(np.asarray(sizes, np.int64).ravel(), chunk)
+        return cls.of(blocks, begin, size), stream
 
     @property
     def count(self) -> int:
@@ -87,6 +84,12 @@ def highest(v):
 
 
 @triton.jit
+def _lanes(size):
+    """What `lanes` says of one chunk."""
+    return 1 << tl.minimum(highest(tl.maximum(size >> 11, 1).to(tl.uint32)), 5)
+
+
+@triton.jit
 def _values(values, at, ok, first, RANKED: tl.constexpr, WIDE: tl.constexpr):
     """Numbers of a type. Ranks, flagged where a tile begins, become gaps."""
     v = unsigned(tl.load(values + at, mask=ok, other=0)).to(WIDE)
@@ -97,9 +100,10 @@ def _values(values, at, ok, first, RANKED: tl.constexpr, WIDE: tl.constexpr):
     return v
 
 
-@triton.jit(do_not_specialize=["skipped"])
+@triton.jit(do_not_specialize=["first", "skipped"])
 def _pack_kernel(
     values,
+    first,
     skipped,
     begins,
     sizes,
@@ -114,10 +118,10 @@ def _pack_kernel(
 ):
     WIDE: tl.constexpr = tl.uint64 if BITS > 32 else tl.uint32
     BINS: tl.constexpr = 4 * BITS  # tokens are below
-    chunk = tl.program_id(0)
+    chunk = first + tl.program_id(0).to(tl.int64)
     begin, size = tl.load(begins + chunk), tl.load(sizes + chunk).to(tl.int32)
     values += begin - skipped
-    first = tl.where(begin > skipped, -1, 0)  # before the very first number there is nothing to read
+    least = tl.where(begin > skipped, -1, 0)  # before the very first number there is nothing to read
     tokens += begin
     out = lows + tl.load(low_at + chunk)
     seen = tl.zeros([BINS], tl.int32)
@@ -126,7 +130,7 @@ def _pack_kernel(
     while i < size:
         lane = i + tl.arange(0, P)
         ok = lane < size
-        v = _values(values, lane, ok, first, RANKED, WIDE)
+        v = _values(values, lane, ok, least, RANKED, WIDE)
         large = (v >= 16) & ok
         e = highest(v | 16)
         width = tl.where(large, e - 2, 0)
@@ -165,7 +169,8 @@ def _pack_kernel(
 class Packed:
     """Chunks of numbers as tokens and low bits: `bits` of them in each chunk, from a word of its own on.
 
-    numbers: three for each chunk: its low bits, the bytes of its table, and its words; `encode` adds the last two.
+    numbers: three for each chunk: its low bits, the bytes of its table, and its words; `encode` adds the last two. Rows
+        begin at 16-byte boundaries, for which kernels are compiled.
     """
 
     cuts: Cuts
@@ -186,7 +191,7 @@ class Packed:
             torch.zeros(int(room.sum()), dtype=torch.int32, device=cuts.begin.device),
             cuts.blocks.put(np.cumsum(room) - room),
             torch.zeros(cuts.count * 256, dtype=torch.int32, device=cuts.begin.device),
-            empty(cuts.count * 3, torch.int64).view(3, -1),
+            empty(3 * (cuts.count + cuts.count % 2), torch.int64).view(3, -1),
         )
 
     def pack(self, first: int, end: int, values: torch.Tensor, ranked: bool = False) -> None:
@@ -194,8 +199,8 @@ class Packed:
         together, warps = SHAPES["pack"]
         if end > first:
             _pack_kernel[(end - first,)](
-                *(values, int(self.cuts.host_begin[first]), self.cuts.begin[first:], self.cuts.size[first:]),
-                *(self.low_at[first:], self.tokens, self.lows, self.numbers[0, first:], self.counts[256 * first :]),
+                *(values, first, int(self.cuts.host_begin[first]), self.cuts.begin, self.cuts.size),
+                *(self.low_at, self.tokens, self.lows, self.numbers[0], self.counts),
                 *(ranked, 32 if ranked else 8 * values.element_size(), together),
                 num_warps=warps,
             )
@@ -304,10 +309,10 @@ def _pushed(x, at, share, inverse, ok, words, lane, lower):
 
 
 @triton.jit
-def _encode_kernel(tokens, begins, sizes, lanes, shares, inverses, states, words, made):
+def _encode_kernel(tokens, begins, sizes, shares, inverses, states, words, made):
     chunk = tl.program_id(0).to(tl.int64)
     begin, size = tl.load(begins + chunk), tl.load(sizes + chunk).to(tl.int32)
-    n = tl.load(lanes + chunk).to(tl.int32)
+    n = _lanes(size)
     lane = tl.arange(0, 32)
     lower = ((tl.zeros([32], tl.uint32) + 1) << lane.to(tl.uint32)) - 1
     x = tl.zeros([32], tl.uint32) + 65536
@@ -365,25 +370,25 @@ def encode(packed: Packed) -> Coded:
             packed.counts, cuts.size, shares, inverses, out.tables, packed.numbers[1], scratch, num_warps=4
         )
         _encode_kernel[(n,)](
-            *(tokens, cuts.begin, cuts.size, cuts.lanes, shares, inverses, out.states, out.words, packed.numbers[2]),
+            *(tokens, cuts.begin, cuts.size, shares, inverses, out.states, out.words, packed.numbers[2]),
             num_warps=1,
         )
     return out
 
 
-@triton.jit(do_not_specialize=["N", "tokens", "lows", "tables", "states", "words"])
+@triton.jit(do_not_specialize=["N", "R", "tokens", "lows", "tables", "states", "words"])
 def _lay_out_kernel(
     firsts,
     ends,
     places,
     begins,
     sizes,
-    lanes,
     numbers,
     low_at,
     source,
     runs,
     N,
+    R,
     tokens,
     lows,
     tables,
@@ -399,8 +404,9 @@ def _lay_out_kernel(
     while i < end:
         c = i + tl.arange(0, P)
         ok = c < end
-        coded = tl.load(numbers + N + c, mask=ok, other=0) + 2 * tl.load(numbers + 2 * N + c, mask=ok, other=0)
-        saved += tl.load(sizes + c, mask=ok, other=0) - coded - 4 * tl.load(lanes + c, mask=ok, other=0)
+        coded = tl.load(numbers + R + c, mask=ok, other=0) + 2 * tl.load(numbers + 2 * R + c, mask=ok, other=0)
+        size = tl.load(sizes + c, mask=ok, other=0)
+        saved += tl.where(ok, size - coded - 4 * _lanes(size), 0)
         i += P
     rans = tl.sum(saved, axis=0) > 0
     i = first
@@ -408,13 +414,13 @@ def _lay_out_kernel(
         c = i + tl.arange(0, P)
         ok = c < end
         begin, size = tl.load(begins + c, mask=ok, other=0), tl.load(sizes + c, mask=ok, other=0)
-        table, made = tl.load(numbers + N + c, mask=ok, other=0), 2 * tl.load(numbers + 2 * N + c, mask=ok, other=0)
+        table, made = tl.load(numbers + R + c, mask=ok, other=0), 2 * tl.load(numbers + 2 * R + c, mask=ok, other=0)
         to = 3 * tl.load(places + c, mask=ok, other=0)
         tl.store(source + to, tl.where(rans, tables + 1024 * c, tokens + begin), mask=ok)
         tl.store(source + to + 1, states + 128 * c, mask=ok)
         tl.store(source + to + 2, words + 2 * (begin + size) - made, mask=ok)
         tl.store(runs + to, tl.where(rans, table, size), mask=ok)
-        tl.store(runs + to + 1, tl.where(rans, 4 * tl.load(lanes + c, mask=ok, other=0), 0), mask=ok)
+        tl.store(runs + to + 1, tl.where(rans, 4 * _lanes(size), 0), mask=ok)
         tl.store(runs + to + 2, tl.where(rans, made, 0), mask=ok)
         to = 3 * tl.load(places + N + c, mask=ok, other=0)
         low = lows + 4 * tl.load(low_at + c, mask=ok, other=0)
@@ -434,12 +440,20 @@ def lay_out(packed: Packed, code: Coded, stream: Any, place: Any) -> tuple[torch
     """
     cuts, n = packed.cuts, packed.cuts.count
     ends = np.flatnonzero(np.append(np.diff(stream) != 0, True)) + 1 if n else np.empty(0, np.int64)
-    table = cuts.blocks.put(np.concatenate((np.append(0, ends[:-1]) if n else ends, ends, place)))
+    first, end, there = cuts.blocks.put_all(np.append(0, ends[:-1]) if n else ends, ends, place)
     source, runs = cuts.blocks.empty(6 * n, torch.int64), cuts.blocks.empty(6 * n, torch.int64)
     if n:
         _lay_out_kernel[(ends.size,)](
-            *(table, table[ends.size :], table[2 * ends.size :], cuts.begin, cuts.size, cuts.lanes, packed.numbers),
-            *(packed.low_at, source, runs, n, packed.tokens.data_ptr(), packed.lows.data_ptr()),
+            *(first, end, there, cuts.begin, cuts.size, packed.numbers),
+            *(
+                packed.low_at,
+                source,
+                runs,
+                n,
+                packed.numbers.shape[1],
+                packed.tokens.data_ptr(),
+                packed.lows.data_ptr(),
+            ),
             *(code.tables.data_ptr(), code.states.data_ptr(), code.words.data_ptr(), _CHUNKS),
             num_warps=1,
         )
@@ -485,7 +499,7 @@ def _window(data, at, end):
 
 
 @triton.jit
-def _read_tables_kernel(data, offsets, lengths, lanes, shares, bodies, bad):
+def _read_tables_kernel(data, offsets, lengths, sizes, shares, bodies, bad):
     chunk = tl.program_id(0).to(tl.int64)
     source, length = data + tl.load(offsets + chunk), tl.load(lengths + chunk)
     s = tl.arange(0, 256)
@@ -523,7 +537,7 @@ def _read_tables_kernel(data, offsets, lengths, lanes, shares, bodies, bad):
     f = tl.load(shares + chunk * 256 + s)
     tl.store(shares + chunk * 256 + s, (f << 16) | (tl.cumsum(f, 0) - f))
     body = (at + 7) >> 3
-    rest = length - body - 4 * tl.load(lanes + chunk)
+    rest = length - body - 4 * _lanes(tl.load(sizes + chunk))
     wrong = wrong | (rest < 0) | ((rest & 1) != 0)
     tl.store(bodies + chunk, tl.where(wrong, -1, body))
     if wrong:
@@ -576,12 +590,13 @@ def _word(low, high):
 
 
 @triton.jit
-def _decode_kernel(data, offsets, lengths, begins, sizes, lanes, bodies, slots, tokens, bad):
+def _decode_kernel(data, offsets, lengths, begins, sizes, bodies, slots, tokens, bad):
     chunk = tl.program_id(0).to(tl.int64)
     body = tl.load(bodies + chunk)
     if body >= 0:
         source = data + tl.load(offsets + chunk) + body
-        size, n = tl.load(sizes + chunk).to(tl.int32), tl.load(lanes + chunk).to(tl.int32)
+        size = tl.load(sizes + chunk).to(tl.int32)
+        n = _lanes(size)
         lane = tl.arange(0, 32)
         x = tl.zeros([32], tl.uint32)
         for i in tl.static_range(4):
@@ -622,24 +637,27 @@ def _decode_kernel(data, offsets, lengths, begins, sizes, lanes, bodies, slots, 
             tl.store(bad, 1)
 
 
-def decode(
-    cuts: Cuts,
-    data: torch.Tensor,
-    offsets: torch.Tensor,
-    lengths: torch.Tensor,
-    tokens: torch.Tensor,
-    bad: torch.Tensor,
-) -> None:
+class Chunks(NamedTuple):
+    """Chunks on the device: where the numbers of each begin, and how many they are; their bytes in some data."""
+
+    begin: torch.Tensor
+    size: torch.Tensor
+    offset: torch.Tensor
+    length: torch.Tensor
+
+    def some(self, which: Any) -> Chunks:
+        return Chunks(*(column[which] for column in self))
+
+
+def decode(blocks: Blocks, chunks: Chunks, data: torch.Tensor, tokens: torch.Tensor, bad: torch.Tensor) -> None:
     """The tokens of chunks that were coded with rans, from their bytes in `data`."""
-    n, empty = cuts.count, cuts.blocks.empty
+    n, (begin, size, offset, length) = chunks.begin.numel(), chunks
     if n:
-        shares, bodies = empty(n * 256, torch.int32), empty(n, torch.int64)
-        slots = empty(n * 4096, torch.int32)
-        _read_tables_kernel[(n,)](data, offsets, lengths, cuts.lanes, shares, bodies, bad, num_warps=1)
+        shares, bodies = blocks.empty(n * 256, torch.int32), blocks.empty(n, torch.int64)
+        slots = blocks.empty(n * 4096, torch.int32)
+        _read_tables_kernel[(n,)](data, offset, length, size, shares, bodies, bad, num_warps=1)
         _slots_kernel[(n,)](shares, bodies, slots, num_warps=4)
-        _decode_kernel[(n,)](
-            *(data, offsets, lengths, cuts.begin, cuts.size, cuts.lanes, bodies, slots, tokens, bad), num_warps=1
-        )
+        _decode_kernel[(n,)](data, offset, length, begin, size, bodies, slots, tokens, bad, num_warps=1)
 
 
 @triton.jit
@@ -704,21 +722,14 @@ def _shifted(byte, at, k: tl.constexpr):
 
 
 def unpack(
-    cuts: Cuts,
-    tokens: torch.Tensor,
-    data: torch.Tensor,
-    offsets: torch.Tensor,
-    lengths: torch.Tensor,
-    values: torch.Tensor,
-    limit: int,
-    bad: torch.Tensor,
+    chunks: Chunks, tokens: torch.Tensor, data: torch.Tensor, values: torch.Tensor, limit: int, bad: torch.Tensor
 ) -> None:
     """Numbers, none above the limit, from tokens and the low bits in `data`."""
     bits = 8 * values.element_size()
     together, warps = SHAPES["unpack"]
-    if cuts.count:
-        _unpack_kernel[(cuts.count,)](
-            *(tokens, cuts.begin, cuts.size, data, offsets, lengths, values, bad),
+    if chunks.begin.numel():
+        _unpack_kernel[(chunks.begin.numel(),)](
+            *(tokens, chunks.begin, chunks.size, data, chunks.offset, chunks.length, values, bad),
             *(limit, bits, (min(bits, 64) - 3 + 7 + 7) // 8, together),
             num_warps=warps,
         )

@@ -1,7 +1,7 @@
 """The streams of many buckets at once on a GPU: from two versions of the weights to coded bytes, and back.
 
     old, new ──► diff, count ──► changes per part │ emit, sort ──► changes per class │ pack, encode ──► sizes │ copy
-    bytes ──► tile counts │ tokens, gaps, steps ──► locate ──► digest moved as promised? ──► land
+    bytes ──► tile counts ──► tokens, gaps, steps ──► locate ──► digest moved as promised? ──► land
 
 A bar is a place where the host waits for a few numbers, for all buckets together. Profiles, streams and coders are
 those of docs/format.md. A bucket here is some consecutive parts; all buckets of a call have as many classes.
@@ -9,23 +9,23 @@ those of docs/format.md. A bucket here is some consecutive parts; all buckets of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from . import gpu, gpu_cells, gpu_classes, gpu_coding
-from .gpu import Blocks, Side
+from .gpu import Blocks, Coming, Side
 from .gpu_classes import Classing, Found, Spread, Tiles
-from .gpu_coding import Coded, Cuts, Packed
+from .gpu_coding import Chunks, Coded, Cuts, Packed, cut
 
 STORED, RANS = 0, 2
 _TILES, _GAPS, _CLASSES = 4, 6, 64  # streams; low bits have the number behind that of the tokens
 Column = np.ndarray[Any, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def encoding(
     new: Side,
     found: tuple[torch.Tensor, torch.Tensor] | None = None,
     changes: Column | None = None,
-) -> Generator[None, None, Encoded]:
-    """`encode` step by step: it pauses where it would wait for the device, so that something else can be done.
+) -> Generator[Coming, None, Encoded]:
+    """`encode` step by step: it pauses where it would wait for the device, and says for what it waits.
 
     changes: of each part, where they are known.
     """
@@ -176,11 +176,11 @@ def encoding(
         words, counts = found or gpu.diff(blocks, old, new)
         del found  # of which nothing but this is needed, and bitmaps are large
         ends = _ends(counts)
+        here = blocks.fetch(_between(blocks, ends))
         before = ends[:-1].to(torch.int32)
         rows = blocks.fetch(before[plan.heads])
         if changes is None:
-            here = blocks.fetch(_between(blocks, ends))
-            yield
+            yield here
             changes = here()
         total = int(changes.sum())
         ranks, steps, _, sums = gpu.compact(
@@ -200,7 +200,7 @@ def encoding(
         ends = _ends(counts)
         if changes is None:
             here = blocks.fetch(_between(blocks, ends))
-            yield
+            yield here
             changes = here()
         total = int(changes.sum())
         emitted = gpu_classes.emit(blocks, plan.classing, old, new, words, ends[1:], members, total)
@@ -214,7 +214,7 @@ def encoding(
     if not told.all():
         tile_counts = tile_counts[blocks.put(np.flatnonzero(told))]
     moved = gpu.total(sums)
-    yield
+    yield rows
     sizes, gaps = np.diff(np.append(rows(), total)), plan.class_streams()
     cuts, stream = Cuts.of_streams(blocks, np.concatenate((tile_sizes, sizes, sizes)), plan.chunk)
     keys = np.concatenate((np.arange(plan.buckets) * 256 + _TILES, gaps, gaps + 2))[stream]
@@ -229,7 +229,7 @@ def encoding(
 
 def _gathered(
     blocks: Blocks, packed: Packed, code: Coded, stream: Column, key: Column
-) -> Generator[None, None, tuple[torch.Tensor, Directory]]:
+) -> Generator[Coming, None, tuple[torch.Tensor, Directory]]:
     """All chunks, coded or stored, and their low bits, in the order of buckets and streams."""
     n, size = packed.cuts.count, packed.cuts.host_size
     keys = np.concatenate((key, key + 1))
@@ -241,11 +241,11 @@ def _gathered(
     summary = blocks.fetch(torch.stack((runs.sum(), runs.amax())) if n else runs.new_zeros(2))
     numbers = blocks.fetch(packed.numbers)
     lanes, most = 4 * gpu_coding.lanes(size), int(stream.max(initial=-1)) + 1
-    yield
+    yield numbers
     whole, longest = summary().tolist()
     data = blocks.empty(whole, torch.uint8)
     gpu_coding.copy(data, data, source, target, runs, longest, data.data_ptr())
-    bits, table, made = numbers()
+    bits, table, made = numbers()[:, :n]
     # A stream that does not shrink is stored, and one of low bits without any is left out.
     rans = np.bincount(stream, size - table - lanes - 2 * made, minlength=most)[stream] > 0
     some = np.bincount(stream, bits, minlength=most)[stream] > 0
@@ -255,11 +255,18 @@ def _gathered(
     return data, Directory(keys[order] >> 8, keys[order] & 255, coder, length, np.cumsum(length) - length)
 
 
+class Arrived(NamedTuple):
+    """Coded chunks of some buckets on the device."""
+
+    data: torch.Tensor
+    directory: Directory
+
+
 @dataclass(frozen=True)
 class _Incoming:
     """Coded chunks on the device, found by bucket and stream."""
 
-    blocks: Blocks
+    plan: Plan
     data: torch.Tensor
     directory: Directory
     bad: torch.Tensor
@@ -269,138 +276,153 @@ class _Incoming:
         """Bucket and stream of each chunk."""
         return self.directory.bucket * 256 + self.directory.stream
 
-    def rows(self, wanted: Column) -> tuple[Column, Column]:
-        """The rows of the directory for chunks wanted by bucket and stream; which are there."""
-        keys = self.keys
-        first = np.searchsorted(keys, wanted)
-        change = np.flatnonzero(np.append(True, wanted[1:] != wanted[:-1])) if wanted.size else np.empty(0, np.int64)
-        inside = np.arange(wanted.size) - np.repeat(change, np.diff(np.append(change, wanted.size)))
-        rows = np.minimum(first + inside, max(keys.size - 1, 0))
-        return rows, keys[rows] == wanted if keys.size else np.zeros(wanted.size, bool)
+    @cached_property
+    def many(self) -> Column:
+        """How many chunks there are of each bucket and stream."""
+        return np.bincount(self.keys, minlength=self.plan.buckets * 256)
 
-    def require_chunks(self, plan: Plan, streams: Column, sizes: Column) -> None:
-        """Raise unless streams of tokens have as many chunks as there are numbers for; low bits may be left out."""
-        there = np.bincount(self.keys, minlength=plan.buckets * 256)
-        due, lows = -(-sizes // plan.chunk), there[streams + 1]
-        if ((there[streams] != due) | ((lows != due) & (lows != 0))).any():
-            raise ValueError("there are more chunks, or fewer, than there are numbers for")
+    def require_lows(self, streams: Column) -> None:
+        """Raise unless streams of low bits have as many chunks as those of their tokens; they may be left out."""
+        lows = self.many[streams + 1]
+        if ((lows != self.many[streams]) & (lows != 0)).any():
+            raise ValueError("there are more chunks of low bits, or fewer, than there are of tokens")
 
-    def tokens(self, cuts: Cuts, wanted: Column) -> torch.Tensor:
-        """Tokens of chunks, coded or stored."""
-        rows, there = self.rows(wanted)
-        if not there.all():
-            raise ValueError("chunks of tokens are missing")
-        coder, length, offset = (c[rows] for c in (self.directory.coder, self.directory.length, self.directory.offset))
+    def rows(self, streams: Column) -> Column:
+        """The rows of the directory with the chunks of some streams."""
+        many = self.many[streams]
+        inside = np.arange(int(many.sum())) - np.repeat(np.cumsum(many) - many, many)
+        rows: Column = np.repeat(np.searchsorted(self.keys, streams), many) + inside
+        return rows
+
+    def places(self, streams: Column) -> tuple[Column, Column, Column, Column]:
+        """Where the tokens of chunks lie and how many bytes they are, and the same of their low bits."""
+        d, rows, lows = self.directory, self.rows(streams), np.repeat(self.many[streams + 1] > 0, self.many[streams])
+        offset, length = np.zeros((2, rows.size), np.int64)
+        if lows.any():
+            there = self.rows(streams + 1)
+            offset[lows], length[lows] = d.offset[there], d.length[there]
+        return d.offset[rows], d.length[rows], offset, length
+
+    def tokens(self, chunks: Chunks, streams: Column, room: int) -> torch.Tensor:
+        """Tokens of all chunks of some streams, coded or stored."""
+        coder, tokens = self.directory.coder[self.rows(streams)], self.plan.blocks.empty(room, torch.uint8)
         rans = coder == RANS
-        if not ((coder == STORED) | rans).all() or (length[~rans] != cuts.host_size[~rans]).any():
-            raise ValueError("a chunk of tokens is neither coded with rans nor stored whole")
-        tokens = self.blocks.empty(int(cuts.host_size.sum()), torch.uint8)
-        some = cuts if rans.all() else Cuts.of(self.blocks, cuts.host_begin[rans], cuts.host_size[rans])
-        where = self.blocks.put(np.stack((offset[rans], length[rans])))
-        gpu_coding.decode(some, self.data, where[0], where[1], tokens, self.bad)
-        if not rans.all():
-            stored = self.blocks.put(np.stack((offset, cuts.host_begin, cuts.host_size))[:, ~rans])
-            gpu_coding.copy(self.data, tokens, stored[0], stored[1], stored[2], int(cuts.host_size.max()))
+        if not ((coder == STORED) | rans).all():
+            raise ValueError("a chunk of tokens is neither coded with rans nor stored")
+        if rans.all():
+            gpu_coding.decode(self.plan.blocks, chunks, self.data, tokens, self.bad)
+            return tokens
+        coded, stored = (chunks.some(self.plan.blocks.put(np.flatnonzero(some))) for some in (rans, ~rans))
+        gpu_coding.decode(self.plan.blocks, coded, self.data, tokens, self.bad)
+        self.bad.bitwise_or_((stored.size != stored.length).any().to(torch.int32))
+        size = torch.minimum(stored.size, stored.length)
+        gpu_coding.copy(self.data, tokens, stored.offset, stored.begin, size, self.plan.chunk)
         return tokens
 
-    def numbers(self, cuts: Cuts, wanted: Column, tokens: torch.Tensor, dtype: torch.dtype, limit: int) -> torch.Tensor:
-        """Numbers from tokens and the low bits of the streams behind those of the tokens."""
-        rows, there = self.rows(wanted + 1)
-        none = np.zeros(wanted.size, np.int64)
-        offset = np.where(there, self.directory.offset[rows], none)
-        where = self.blocks.put(np.stack((offset, np.where(there, self.directory.length[rows], none))))
-        values = self.blocks.empty(tokens.numel(), dtype)
-        gpu_coding.unpack(cuts, tokens, self.data, where[0], where[1], values, limit, self.bad)
-        return values
+
+@contextmanager
+def ahead(device: torch.device, after: torch.cuda.Event | None) -> Iterator[None]:
+    """What is done inside goes first, on a stream of its own, behind an event alone.
+
+    It has to be waited for before anything is let go that it reads.
+    """
+    if after is None:
+        yield
+        return
+    stream = _urgent(device)
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
 
 
-def _beside(
-    blocks: Blocks, long: Callable[[], T], urgent: Callable[[], tuple[Spread, torch.Tensor, torch.Tensor]]
-) -> Any:
-    """Long work, and urgent work that is in its way as little as in that of the host: on a stream that goes first."""
-    if blocks.device.type != "cuda":
-        return long(), urgent()
-    here = torch.cuda.current_stream(blocks.device)
-    first = _streams.get(blocks.device) or _streams.setdefault(blocks.device, torch.cuda.Stream(blocks.device, -1))
-    first.wait_stream(here)
-    done = long()
-    try:
-        with torch.cuda.stream(first):
-            made = urgent()
-    finally:
-        here.wait_stream(first)
-    for tensor in (*made[0], *made[1:]):
-        tensor.record_stream(here)
-    return done, made
+def _urgent(device: torch.device) -> torch.cuda.Stream:
+    return _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device, -1))
+
+
+def _join(device: torch.device) -> None:
+    """What comes next on the current stream comes behind what went first."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_urgent(device))
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def decode(
-    plan: Plan,
-    side: Side,
-    data: torch.Tensor,
-    directory: Directory,
-    changes: Column,
-    bad: torch.Tensor,
-    counts: Column | None = None,
-) -> Found:
-    """The changes of all buckets, located; nothing is written. `bad` is set where streams are wrong.
+def decode(plan: Plan, side: Side, changes: Column, bad: torch.Tensor, arrive: Callable[[], Arrived]) -> Found:
+    """The changes of all buckets, located; nothing is written, or waited for. `bad` is set where streams are wrong.
 
     changes: of each part; none of a part that no bucket speaks of.
-    counts: of each tile and class, where they are known; else the device is waited for.
+    arrive: brings the chunks, while the device is at work already.
     """
-    blocks, incoming = plan.blocks, _Incoming(plan.blocks, data, directory, bad)
-    if (classing := plan.classing) is None:
-        spread, gaps, steps = _numbers(plan, incoming, changes, counts)
+    blocks, classing = plan.blocks, plan.classing
+    if classing is None:
+        spread, gaps, steps = _numbers(plan, changes, bad, arrive())
         return gpu_cells.follow_gaps(blocks, side, plan.tiles, plan.logs, spread, gaps, steps, bad, plan.sign_magnitude)
-    ranks, (spread, gaps, steps) = _beside(
-        blocks,
-        lambda: gpu_classes.count(blocks, classing, side),
-        lambda: _numbers(plan, incoming, changes, counts),
-    )
+    before = blocks.event()
+    ranks = gpu_classes.count(blocks, classing, side)
+    try:
+        with ahead(blocks.device, before):  # counting takes all of the device, and chunks take little of it but time
+            spread, gaps, steps = _numbers(plan, changes, bad, arrive())
+    finally:
+        _join(blocks.device)
+    for tensor in (*spread[:3], gaps, steps) if before is not None else ():
+        tensor.record_stream(torch.cuda.current_stream(blocks.device))
     return gpu_classes.select(blocks, classing, side, plan.tiles, ranks, spread, gaps, steps, bad)
 
 
-def _tile_counts(plan: Plan, incoming: _Incoming, changes: Column) -> tuple[torch.Tensor, Column]:
-    """Changes by tile and class, from the streams that tell them, and by part and class; waits for the device."""
-    blocks, many = plan.blocks, plan.classes
+def _tile_counts(incoming: _Incoming, changes: Column) -> torch.Tensor:
+    """Changes by tile and class, from the streams that tell them."""
+    plan, blocks = incoming.plan, incoming.plan.blocks
     told, sizes = plan.told(changes)
-    cuts, owner = Cuts.of_streams(blocks, sizes, plan.chunk)
-    incoming.require_chunks(plan, np.arange(plan.buckets) * 256 + _TILES, sizes)
-    wanted = owner * 256 + _TILES
+    streams = np.arange(plan.buckets) * 256 + _TILES
+    if (incoming.many[streams] != -(-sizes // plan.chunk)).any():
+        raise ValueError("there are more chunks, or fewer, than there are counts of tiles")
+    incoming.require_lows(streams)
+    begin, size, _ = cut(sizes, plan.chunk)
+    table = blocks.put_all(begin, size, *incoming.places(streams))
+    tokens = incoming.tokens(Chunks(*table[:4]), streams, int(sizes.sum()))
+    counts = blocks.empty(tokens.numel(), torch.int32)
     most = min(1 << int(plan.tile_log.max(initial=0)), (1 << 31) - 1)  # those that add up to the changes are not above
-    counts = incoming.numbers(cuts, wanted, incoming.tokens(cuts, wanted), torch.int32, most).view(-1, many)
-    if not told.all():
-        # Where counts are not told, a part without classes has one tile, and any other no changes.
-        alone = plan.tiles.of_part == 1 if plan.classing is None else np.zeros(changes.size, bool)
-        spread = blocks.put(changes * alone, torch.int32)[plan.tiles.part].repeat(many, 1).t().contiguous()
-        spread[blocks.put(np.flatnonzero(told))] = counts
-        counts = spread
-    sums = torch.zeros((blocks.sizes.size, many), dtype=torch.int64, device=blocks.device)
-    sums.index_add_(0, plan.tiles.part, counts.to(torch.int64))
-    return counts, blocks.fetch(sums)()
+    gpu_coding.unpack(Chunks(*table[:2], *table[4:]), tokens, incoming.data, counts, most, incoming.bad)
+    if told.all():
+        return counts
+    # Where counts are not told, a part without classes has one tile, and any other no changes.
+    alone = plan.tiles.of_part == 1 if plan.classing is None else np.zeros(changes.size, bool)
+    out = blocks.put(np.repeat(changes * alone, plan.tiles.of_part), torch.int32)
+    out = out.repeat(plan.classes, 1).t().contiguous()
+    out[blocks.put(np.flatnonzero(told))] = counts.view(-1, plan.classes)
+    return out
 
 
 def _numbers(
-    plan: Plan, incoming: _Incoming, changes: Column, counts: Column | None
+    plan: Plan, changes: Column, bad: torch.Tensor, arrived: Arrived
 ) -> tuple[Spread, torch.Tensor, torch.Tensor]:
-    """Changes by tile and class, and all gaps and steps."""
-    if counts is None:
-        there, by_part = _tile_counts(plan, incoming, changes)
-    else:
-        there, by_part = plan.blocks.put(counts, torch.int32), plan.tiles.by_part(counts)
-    if (by_part.sum(1) != changes).any():
-        raise ValueError("tile counts do not add up to the changes of the parts")
-    sizes, gaps = np.concatenate([*map(plan.by_bucket, by_part.T)]), plan.class_streams()
-    streams, total = np.concatenate((gaps, gaps + 2)), int(sizes.sum())
-    incoming.require_chunks(plan, streams, np.tile(sizes, 2))
-    both, stream = Cuts.of_streams(plan.blocks, np.tile(sizes, 2), plan.chunk)
-    wanted = streams[stream]
-    tokens, spread = incoming.tokens(both, wanted), Spread.of(there)
-    half, width = both.count // 2, plan.blocks.width
-    cuts, largest = both.part(0, half), 1 << int(plan.tile_log.max(initial=0))
-    values = incoming.numbers(cuts, wanted[:half], tokens[:total], torch.int32, largest - 1)
-    steps = incoming.numbers(cuts, wanted[half:], tokens[total:], gpu.INTS[width], (1 << 8 * width) - 1)
-    return spread, values, steps
+    """How changes lie, and all gaps and steps.
+
+    How many numbers a stream has is known to the device alone, but for what its chunks and its bucket have room for.
+    """
+    blocks, incoming = plan.blocks, _Incoming(plan, *arrived, bad)
+    counts = _tile_counts(incoming, changes)
+    gaps, bucket_changes = plan.class_streams(), np.tile(plan.by_bucket(changes), plan.classes)
+    streams, many = np.concatenate((gaps, gaps + 2)), incoming.many[gaps]
+    incoming.require_lows(streams)
+    room = np.minimum(many * plan.chunk, bucket_changes)
+    if (many != incoming.many[gaps + 2]).any() or (room <= (many - 1) * plan.chunk).any():
+        raise ValueError("there are more chunks of gaps or steps, or fewer, than there are changes for")
+    begin, _, _ = cut(room, plan.chunk)
+    n, total = begin.size, -(-int(room.sum()) // 16) * 16
+    offset, length, low_offset, low_length = incoming.places(streams)
+    halves = low_offset[:n], low_length[:n], low_offset[n:], low_length[n:]
+    at, *tokens_at, gap_at, gap_length, step_at, step_length = blocks.put_all(
+        np.concatenate((begin, begin + total)), offset, length, *halves
+    )
+    spread, size = gpu_classes.spread(
+        *(blocks, plan.tiles, counts.view(-1), plan.bucket, changes, np.cumsum(room) - room, many, plan.chunk, bad)
+    )
+    tokens, width = incoming.tokens(Chunks(at, size, *tokens_at), streams, 2 * total), blocks.width
+    ranks, steps = blocks.empty(total, torch.int32), blocks.empty(total, gpu.INTS[width])
+    widest, largest = (1 << 8 * width) - 1, (1 << int(plan.tile_log.max(initial=0))) - 1
+    at, size = at[:n], size[:n]
+    gpu_coding.unpack(Chunks(at, size, gap_at, gap_length), tokens, incoming.data, ranks, largest, bad)
+    gpu_coding.unpack(Chunks(at, size, step_at, step_length), tokens[total:], incoming.data, steps, widest, bad)
+    return spread, ranks, steps

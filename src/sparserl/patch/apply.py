@@ -379,7 +379,7 @@ def _with_devices(
     from . import device_apply
 
     shared = {tensor for group in tied for tensor in group}
-    groups = device_apply.Groups()
+    groups = device_apply.Groups(patch)
     far: list[Resident] = []
 
     def near() -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from .. import plan
@@ -39,9 +40,14 @@ def assemble(
 
     def write(writer: PatchWriter) -> None:
         changed = 0
-        write = lambda draft: plan.write(draft, names, writer.hash, chooser)  # noqa: E731
-        light = lambda draft: draft.light and chooser is None  # noqa: E731  # else another profile may be wanted
-        for written in ordered(write, plan.cut(parts), threads, ahead, light):
+
+        def begun(draft: Draft) -> Callable[[], plan.Written]:
+            """What is left to do for a bucket: of one that is coded already, only to find its checksum."""
+            if draft.light and chooser is None:  # else another profile may be wanted
+                return plan.begin(draft, names, writer.hash)
+            return partial(plan.write, draft, names, writer.hash, chooser)
+
+        for written in ordered(lambda rest: rest(), map(begun, plan.cut(parts)), threads, ahead):
             if written is not None:
                 bucket, count = written
                 writer.add(bucket)

@@ -9,8 +9,9 @@ some buckets, the host reads the heads of the next. One that does not decode is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..codec import Classes, Reader, Stream, numbers, value
 from ..codec.coders import Buffer, Stored, Zstd
 from ..codec.ctx import read_classes, tiles
 from ..codec.index import tiles as gap_tiles
-from ..device import GROUP_BYTES, Run, Runs, fetch, run, send, working
+from ..device import GROUP_BYTES, Runs, fetch, runs_of, send, working
 from ..digest import Digest
 from ..errors import InvalidField, WrongBase
 from ..kernels import gpu, gpu_cells, gpu_classes, gpu_streams
@@ -30,15 +31,15 @@ from ..wire import Entries, Head
 from .decode import Decoded, sparse
 from .patch import Patch
 
-FEW_BYTES = 16 << 20
+FEW_BYTES = 8 << 20
 """Weights of `ctx` buckets below which all are brought to the CPU and decoded there: launches take a device as long.
 
-Measured on an H200 by `benchmarks.gpu` (`small`): `apply` in `ctx` takes the CPU 8.0 ms for 16 MiB and 19.9 for 64 MiB,
-and the device 8.2 and 6.6.
+Measured on an H200 by `benchmarks.gpu` (`small`): `apply` in `ctx` takes the CPU 4.4 ms for 4 MiB and 7.9 for 16 MiB,
+and the device 6.0 and 5.7.
 """
 FEW_CHANGES = 1 << 15
-"""Changes of other buckets, likewise: the CPU takes 4.4 ms for 2^14 in `ulp`, 6.2 for 2^16, the device 5.8 and 6.5."""
-_Row = tuple[int, int, int, list[int]]  # stream, coder, place in the body, and lengths of its chunks
+"""Changes of other buckets, likewise: the CPU takes 4.1 ms for 2^14 in `ulp`, 5.4 for 2^16, the device 4.9 and 4.9."""
+_Row = tuple[int, int, int, npt.NDArray[np.int64]]  # stream, coder, place in the body, and lengths of its chunks
 _CHANGE_BYTES = 20  # of device memory that a change takes until it is written
 
 
@@ -49,23 +50,21 @@ class Bucket:
     index: int
     head: Head
     classes: Classes | None
-    runs: list[Run]
-    body: Buffer
-    streams: list[_Row]  # those of the sparse entries
-    counts: npt.NDArray[Any]  # of each tile and class
+    runs: Runs
+    reader: Reader  # of the streams of its sparse entries
     dense: list[Decoded]
 
     def of(self, stream: int) -> Buffer:
         """The chunks of a stream that was not coded, one behind the other."""
-        _, _, at, lengths = next(row for row in self.streams if row[0] == stream)
-        return self.body[at : at + sum(lengths)]
+        _, _, at, lengths = next(row for row in self.reader.rows() if row[0] == stream)
+        return self.reader.body[at : at + int(lengths.sum())]
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What buckets that are decoded together have in common."""
-        aligned = not any(one.address[0] % 16 for one in self.runs)
+        aligned = bool(self.runs.aligned.all())
         many = 0 if self.classes is None else len(self.classes.thresholds)
-        return self.runs[0].homes[0].device, self.head.dtype, self.head.profile.name, many, self.head.chunk_log, aligned
+        return self.runs.device, self.head.dtype, self.head.profile.name, many, self.head.chunk_log, aligned
 
     @property
     def nbytes(self) -> int:
@@ -134,65 +133,50 @@ def bucket(held: Held, index: int, head: Head, reader: Reader) -> Bucket | None:
     name = head.profile.name
     if name == "gap" or not head.layout.changes or (head.profile.tiled and 1 << head.tile_log < gpu.BLOCK):
         return None
-    batch = sparse(head)
-    runs: list[Run] = []
-    for place in zip(batch.tensor.tolist(), batch.region, strict=True):
-        if (one := run(place, held)) is None or (runs and one.homes[0].device != runs[0].homes[0].device):
-            return None
-        runs.append(one)
-    classes = read_classes(head.dtype, reader) if head.profile.conditional else None
-    counts = _tile_counts(head, classes, reader) if head.profile.tiled else np.empty((0, 0), np.int64)
-    dense = _dense(head, reader)
-    found = _readable(head, counts, reader)
-    return None if found is None else Bucket(index, head, classes, runs, *found, counts, dense)
-
-
-def _tile_counts(head: Head, classes: Classes | None, reader: Reader) -> npt.NDArray[Any]:
-    """Changes of each tile and class: few numbers, which a device would be waited for."""
-    layout, many = head.layout, 1 if classes is None else len(classes.thresholds) + 1
-    due = gap_tiles(layout) if classes is None else many * tiles(layout)
-    told = numbers.read(layout, reader, due, 1 << head.tile_log, np.uint32, Stream.TILE_TOKENS, Stream.TILE_LOWS)
-    if classes is not None:
-        return told.reshape(-1, many)
-    per = ((layout.numel - 1) >> head.tile_log) + 1
-    counts = np.repeat(layout.count, per)  # of a single tile those of its entry
-    counts[np.repeat(per > 1, per)] = told
-    return counts[:, None]
-
-
-def _readable(head: Head, counts: npt.NDArray[Any], reader: Reader) -> tuple[Buffer, list[_Row]] | None:
-    """Bytes with the streams of the sparse entries as the device can read them, and where; None if it cannot."""
-    wanted, left, body = _wanted(head, counts), reader.left(), reader.body
-    if not left.keys() <= wanted.keys():
+    if (runs := runs_of(sparse(head), held)) is None:
         return None
-    rows = {row[0]: row for row in reader.rows() if row[0] in wanted}
-    for stream, (coder, coded) in left.items():
-        if coder.id == Zstd.id and wanted[stream]:
-            sizes = head.layout.chunk_sizes(wanted[stream])
-            if len(sizes) != len(coded):
-                return None
-            tokens = b"".join(coder.decode(chunk, size) for chunk, size in zip(coded, sizes, strict=True))
-            rows[stream] = stream, Stored.id, len(body), sizes
-            body = b"".join((body, tokens))
-        elif coder.id != Stored.id and (stream % 2 or not head.profile.tiled):
-            return None
-    return (body, [*rows.values()]) if head.profile.tiled or _whole(head, [*rows.values()]) else None
+    classes = read_classes(head.dtype, reader) if head.profile.conditional else None
+    dense = _dense(head, reader)
+    return Bucket(index, head, classes, runs, reader, dense) if head.profile.tiled or _plain(head, reader) else None
 
 
-def _wanted(head: Head, counts: npt.NDArray[Any]) -> dict[int, int]:
-    """The streams that the entries have, and how many tokens are in those that have tokens; 0 for others."""
-    if not head.profile.tiled:
-        return {Stream.POSITIONS: 0, Stream.WORDS: 0}
-    first = Stream.CLASS if head.profile.conditional else Stream.GAP_TOKENS
-    totals = counts.sum(0, np.int64).tolist()
-    return {first + 4 * c + k: 0 if k % 2 else n for c, n in enumerate(totals) for k in range(4)}
+def _told(one: Bucket) -> tuple[Buffer, list[_Row]]:
+    """Bytes with the streams of a bucket as the device can read them, and where. `ValueError` if no bucket has them."""
+    head, reader, many = one.head, one.reader, 1 if one.classes is None else len(one.classes.thresholds) + 1
+    first = int(Stream.CLASS if head.profile.conditional else Stream.GAP_TOKENS)
+    tokens = [int(Stream.TILE_TOKENS), *range(first, first + 4 * many, 2)]
+    left, body, rows = reader.left(), reader.body, list[_Row]()
+    for row in reader.rows():
+        if (stream := row[0]) not in left:
+            continue
+        coder, coded = left[stream]
+        if stream - stream % 2 not in tokens or (stream % 2 and coder.id != Stored.id):
+            raise ValueError("there is a stream that no bucket has, or coded low bits")
+        if coder.id == Zstd.id:
+            sizes = head.layout.chunk_sizes(_numbers(one, many)[tokens.index(stream)])
+            plain = b"".join(coder.decode(chunk, size) for chunk, size in zip(coded, sizes, strict=True))
+            row = stream, Stored.id, len(body), np.array(sizes, np.int64)
+            body = b"".join((body, plain))
+        rows.append(row)
+    return body, rows
 
 
-def _whole(head: Head, rows: list[_Row]) -> bool:
-    """Whether positions and words of `raw` are as many as there are changes, cut as they should be."""
-    sizes, widths = head.layout.chunk_sizes(head.layout.changes), {Stream.POSITIONS: 4, Stream.WORDS: head.dtype.width}
-    wanted = [(int(stream), [width * size for size in sizes]) for stream, width in widths.items()]
-    return [(stream, lengths) for stream, _, _, lengths in rows] == wanted
+def _numbers(one: Bucket, many: int) -> list[int]:
+    """How many numbers there are in the streams of a bucket: counts of tiles, and gaps and steps of each class."""
+    head, layout = one.head, one.head.layout
+    names = Stream.TILE_TOKENS, Stream.TILE_LOWS
+    due = gap_tiles(layout) if one.classes is None else many * tiles(layout)
+    told = numbers.read(layout, one.reader.copy(), due, 1 << head.tile_log, np.uint32, *names)
+    each = [layout.changes] if one.classes is None else told.reshape(-1, many).sum(0, np.int64).tolist()
+    return [due, *(n for n in each for _ in range(2))]
+
+
+def _plain(head: Head, reader: Reader) -> bool:
+    """Whether positions and words of `raw` are as many as there are changes, cut as they should be, and not coded."""
+    left, sizes = reader.left(), np.array(head.layout.chunk_sizes(head.layout.changes), np.int64)
+    wanted = {int(Stream.POSITIONS): 4 * sizes, int(Stream.WORDS): head.dtype.width * sizes}
+    rows = {stream: lengths for stream, coder, _, lengths in reader.rows() if stream in left and coder == Stored.id}
+    return left.keys() == rows.keys() == wanted.keys() and all(np.array_equal(rows[s], wanted[s]) for s in wanted)
 
 
 def _dense(head: Head, reader: Reader) -> list[Decoded]:
@@ -210,19 +194,21 @@ def _dense(head: Head, reader: Reader) -> list[Decoded]:
 
 
 class Groups:
-    """Buckets that come one by one, put together with others of their kind."""
+    """Buckets that come one by one, put together with others of their kind, in groups that are about alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: Patch) -> None:
         self._waiting: dict[tuple[Any, ...], list[Bucket]] = {}
         self._room: dict[tuple[Any, ...], int] = {}
+        most = patch.table.dense_bytes + _CHANGE_BYTES * patch.changed
+        self._share = most // max(1, -(-most // GROUP_BYTES))
 
     def add(self, one: Bucket) -> Iterator[list[Bucket]]:
         """The group that is full, if there is one."""
         kind, nbytes = one.kind, one.nbytes
-        if self._room.get(kind, 0) < nbytes:
+        if self._room.get(kind, 0) < nbytes // 2:
             if kind in self._waiting:
                 yield self._waiting[kind]
-            self._waiting[kind], self._room[kind] = [], GROUP_BYTES
+            self._waiting[kind], self._room[kind] = [], self._share
         self._waiting[kind].append(one)
         self._room[kind] -= nbytes
 
@@ -261,12 +247,11 @@ def _refused(patch: Patch, held: Held, group: list[Bucket]) -> InvalidField:
     """What the CPU says of buckets that a device does not decode."""
     for one in group:
         patch.decode(one.index, held)
-    device = group[0].runs[0].homes[0].device
-    return InvalidField(f"buckets {[one.index for one in group]} do not decode on {device}")
+    return InvalidField(f"buckets {[one.index for one in group]} do not decode on {group[0].runs.device}")
 
 
 def _located(held: Held, group: list[Bucket]) -> Resident:
-    runs = Runs.of([one for b in group for one in b.runs])
+    runs = Runs.joined([one.runs for one in group])
     counts = [one.head.layout.count for one in group]
     changes = np.concatenate(counts)
     with working(held, runs.device):
@@ -279,9 +264,14 @@ def _located(held: Held, group: list[Bucket]) -> Resident:
             found = gpu_cells.at_positions(blocks, side, changes, positions.view(torch.int32), bits, bad)
         else:
             plan = _plan(group, blocks, [count.size for count in counts])
-            data, told = send([one.body for one in group], runs.device), np.concatenate([one.counts for one in group])
-            found = gpu_streams.decode(plan, side, data, _directory(group), changes, bad, told)
+            found = gpu_streams.decode(plan, side, changes, bad, lambda: _arrived(group, runs.device))
         return Resident(held, group, side, found, blocks.fetch(torch.cat((gpu.total(found.sums), bad))))
+
+
+def _arrived(group: list[Bucket], device: Any) -> gpu_streams.Arrived:
+    """What the streams of all buckets tell, on its way to the device."""
+    bodies, rows = zip(*map(_told, group), strict=True)
+    return gpu_streams.Arrived(send(bodies, device), _directory(bodies, rows))
 
 
 def _plan(group: list[Bucket], blocks: gpu.Blocks, sizes: list[int]) -> gpu_streams.Plan:
@@ -293,16 +283,16 @@ def _plan(group: list[Bucket], blocks: gpu.Blocks, sizes: list[int]) -> gpu_stre
     return gpu_streams.Plan.of(blocks, owner, logs, limits, 1 << head.chunk_log, **order)
 
 
-def _directory(group: list[Bucket]) -> gpu_streams.Directory:
+def _directory(bodies: Sequence[Buffer], rows: Sequence[list[_Row]]) -> gpu_streams.Directory:
     """Where the chunks of all buckets are, whose bodies are one behind the other."""
-    before = np.cumsum([0, *(len(one.body) for one in group)]).tolist()
-    rows = [
-        (b, stream, coder, before[b] + at, len(lengths))
-        for b, one in enumerate(group)
-        for stream, coder, at, lengths in one.streams
+    before = [0, *accumulate(map(len, bodies))]
+    every = [
+        (b, stream, coder, before[b] + at, lengths.size)
+        for b, its in enumerate(rows)
+        for stream, coder, at, lengths in its
     ]
-    length = np.array([n for one in group for *_, lengths in one.streams for n in lengths], np.int64)
-    bucket, stream, coder, place, many = np.array(rows, np.int64).T
+    length = np.concatenate([lengths for its in rows for *_, lengths in its])
+    bucket, stream, coder, place, many = np.array(every, np.int64).T
     ahead, first = np.cumsum(length) - length, np.cumsum(many) - many
     bucket, stream, coder, skipped = np.repeat((bucket, stream, coder, place - ahead[first]), many, axis=1)
     return gpu_streams.Directory(bucket, stream, coder, length, ahead + skipped)

@@ -66,7 +66,7 @@ def diff(
     1
     """
     found = _Difference(old, new, profile, base_digest, positions)
-    return found.encode(found.parts(threads, progress), profile, link, to, threads)
+    return found.encode(found.parts(threads, progress, keep=link is not None), profile, link, to, threads)
 
 
 class Captured:
@@ -110,7 +110,7 @@ def capture(
 ) -> Captured:
     """The first half of `diff`: read both versions and keep what changed."""
     found = _Difference(old, new, profile, base_digest)
-    return Captured(found, list(found.parts(threads, progress)), profile)
+    return Captured(found, list(found.parts(threads, progress, keep=True)), profile)
 
 
 class _Difference:
@@ -137,15 +137,16 @@ class _Difference:
             self.base += table_digest(self.table)
         self.delta = Digest()
 
-    def parts(self, threads: int | None, progress: Progress | None) -> Iterator[Changes | Draft]:
-        for routed, read, moved, done in self._found(threads):
+    def parts(self, threads: int | None, progress: Progress | None, keep: bool) -> Iterator[Changes | Draft]:
+        """Routed changes. `keep`: buckets may be wanted in any profile, or when the weights went on."""
+        for routed, read, moved, done in self._found(threads, keep):
             self.base += read
             self.delta += moved
             yield from routed
             if progress is not None:
                 progress(done)
 
-    def _found(self, threads: int | None) -> Iterator[_Part]:
+    def _found(self, threads: int | None, keep: bool) -> Iterator[_Part]:
         """What is on a device in both versions is compared there, the rest here."""
         search, near = self.search, self.covers
         if search.was.devices and search.now.devices:
@@ -153,7 +154,7 @@ class _Difference:
             from . import device_diff
 
             near, far = near_and_far(near, search.was, search.now)
-            yield from device_diff.search(search.was, search.now, far, search.names, search.digest_base)
+            yield from device_diff.search(search.was, search.now, far, search.names, search.digest_base, keep)
         yield from ordered(search.run, search.batches(near), threads)
 
     def encode(

@@ -18,7 +18,7 @@ from ..pieces import Held
 from ..region import Region, whole
 from ..shards import Place, Shards
 from ..table import TensorTable
-from ..wire import Head, InMemory, OnDisk, PatchReader, decode_bucket, gather_heads
+from ..wire import Head, InMemory, OnDisk, PatchReader, decode_bucket, gather_heads, read_bucket, unsealed
 from .assemble import Target
 from .decode import Decoded, decode
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .apply import Applied
     from .stats import Stats
 
-_LARGE, _FEW = 2 << 20, 4  # bytes of a bucket; threads
+_LARGE, _FEW = 1 << 20, 4  # bytes of a bucket; threads
 
 
 @dataclass(frozen=True)
@@ -162,16 +162,15 @@ class Patch:
 
     def opened(self, index: int) -> tuple[Head, Reader]:
         """What a bucket says about itself, and a reader of its streams."""
-        if (opened := self._opened.get(index)) is None:
-            opened = self._open(index, self.bucket(index))
-            if self._reader.in_memory:
-                self._opened[index] = opened
-        return opened[0], opened[1].copy()
+        head, reader = self._parsed(index)
+        return head, reader.copy()
 
     def opening(self, threads: int | None = None) -> Iterator[tuple[int, Head, Reader]]:
-        """All buckets in order, opened; on a few threads, where checksums take longer than what threads cost."""
+        """All buckets in order, opened; their checksums on a few threads, where they take longer than these cost."""
         few = min(_FEW, threads or default_threads()) if self.nbytes > self.buckets * _LARGE else 1
-        return ordered(lambda i: (i, *self.opened(i)), self.ready(), few)
+        for index, body in ordered(lambda i: (i, None if i in self._opened else self._body(i)), self.ready(), few):
+            head, reader = self._parsed(index, body)
+            yield index, head, reader.copy()
 
     def parse(self, index: int, data: bytes | memoryview, base: Held | None = None) -> Decoded:
         """The bytes of a bucket, decoded."""
@@ -216,5 +215,18 @@ class Patch:
     def _open(self, index: int, data: bytes | memoryview) -> tuple[Head, Reader]:
         return decode_bucket(data, self.table, self._reader.hash, f"bucket {index}")
 
+    def _body(self, index: int) -> memoryview:
+        """What stands before the checksum of a bucket."""
+        return unsealed(self.bucket(index), f"bucket {index}")
+
+    def _parsed(self, index: int, body: memoryview | None = None) -> tuple[Head, Reader]:
+        """A bucket, opened; its reader is for copies."""
+        if (opened := self._opened.get(index)) is None:
+            body = self._body(index) if body is None else body
+            opened = read_bucket(body, self.table, self._reader.hash, f"bucket {index}")
+            if self._reader.in_memory:
+                self._opened[index] = opened
+        return opened
+
     def _head(self, index: int) -> Head:
-        return self.opened(index)[0]
+        return self._parsed(index)[0]

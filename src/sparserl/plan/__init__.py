@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .buckets import Draft, cut, write
+from .buckets import Draft, Written, begin, cut, write
 from .changes import Changes, Dense, advance, steps_between
 from .cost import Chooser, Estimate, Link, Speed, Speeds, Work, best, predict
 from .estimate import candidates, estimate
@@ -18,7 +18,9 @@ __all__ = [
     "Speed",
     "Speeds",
     "Work",
+    "Written",
     "advance",
+    "begin",
     "best",
     "candidates",
     "cut",

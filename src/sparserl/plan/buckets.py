@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..codec.ctx import tiles
 from ..codec.profile import Counts, Positions
 from ..pieces import Batch
 from ..shards import Place
-from ..wire import LINK, Entries, Head, Laid, encode_bucket
+from ..wire import LINK, Entries, Head, Laid, begin_bucket
 from .changes import Changes, Dense
 from .classes import choose
 from .cost import Chooser
@@ -97,22 +97,29 @@ def cut(parts: Iterable[Changes | Draft]) -> Iterator[Draft]:
     yield from drafts.values()
 
 
-def write(
-    draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | None = None
-) -> tuple[bytes | memoryview, int] | None:
+Written = tuple[bytes | memoryview, int] | None
+
+
+def write(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | None = None) -> Written:
     """The bytes of a bucket and its number of changes, or None where nothing changed.
 
     It takes the profile with the fewest estimated bits, or the one that the chooser picks for a link.
     """
+    return begin(draft, names, hash, chooser)()
+
+
+def begin(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | None = None) -> Callable[[], Written]:
+    """`write` but for the checksum, which is found and added by what it returns: on any thread."""
     if not draft.changed:
-        return None
+        return lambda: None
     head, streams, laid = draft.coded(_pick(draft, names, chooser))
     if len(names) > 1:
         estimates = [(codec.profile(n).id, round(b / 8)) for n, b in sorted(draft.costs.items())]
         if chooser is not None:
             estimates.append((LINK, min(round(chooser.link.bits_per_second), 1 << 62)))
         head = replace(head, estimates=tuple(estimates))
-    return encode_bucket(head, streams, hash, laid), draft.changed
+    bucket = begin_bucket(head, streams, hash, laid)
+    return lambda: (bucket(), draft.changed)
 
 
 def _coded(draft: Draft, name: str) -> tuple[Head, codec.Coded]:

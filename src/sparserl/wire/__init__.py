@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from . import limits
-from .bucket import LINK, Entries, Estimates, Head, Laid, decode_bucket, encode_bucket
+from .bucket import (
+    LINK,
+    Entries,
+    Estimates,
+    Head,
+    Laid,
+    begin_bucket,
+    decode_bucket,
+    encode_bucket,
+    read_bucket,
+    unsealed,
+)
 from .check import gather_heads
 from .patchfile import Bytes, Footer, InMemory, InParts, OnDisk, PatchReader, PatchWriter
 from .table import compress_table, decode_table, decompress_table, encode_table, table_hash
@@ -21,6 +32,7 @@ __all__ = [
     "OnDisk",
     "PatchReader",
     "PatchWriter",
+    "begin_bucket",
     "compress_table",
     "decode_bucket",
     "decode_table",
@@ -29,5 +41,7 @@ __all__ = [
     "encode_table",
     "gather_heads",
     "limits",
+    "read_bucket",
     "table_hash",
+    "unsealed",
 ]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from ..bits import BY_CODE, DType
 from ..codec import Coded, Coder, Layout, Profile, Reader, Row, Stream, coder, ctx, index, profile_by_id
-from ..codec.coders import Buffer, squeeze
+from ..codec.coders import CODERS, Buffer, squeeze
 from ..errors import InvalidField, LimitExceeded, UnsupportedFormat
+from ..kernels.directory import read_directory
 from ..region import Region
 from ..table import TensorSpec, TensorTable
 from . import limits
@@ -21,6 +23,7 @@ from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
 MAGIC = b"SRLB"
 Column = npt.NDArray[np.int64]
 _BOXES = 1 << 12  # read at a time
+_Told = tuple[int, Coder, Column, int]  # a stream, its coder, the lengths of its chunks, and of all
 LINK = 255  # stands for no profile: its estimate is the speed of the link that the writer chose for, in bits per second
 Estimates = tuple[tuple[int, int], ...]  # (profile id, bytes), what the planner compared; empty if it was told
 
@@ -41,6 +44,12 @@ class Entries:
     @property
     def sparse(self) -> npt.NDArray[np.bool_]:
         return ~self.dense
+
+    @cached_property
+    def coded(self) -> tuple[int, tuple[Coder, list[Buffer]]]:
+        """The table as a stream, and how many bytes it has before it is coded."""
+        raw = encode_places(self.tensor, self.count << 1 | self.dense, self.region)
+        return len(raw), squeeze([raw])
 
 
 @dataclass(frozen=True)
@@ -87,11 +96,16 @@ class Laid:
 
 def encode_bucket(head: Head, streams: Coded, hash: bytes, laid: Laid | None = None) -> bytes | memoryview:
     """The bytes of a bucket, checksum included."""
-    raw_entries = _encode_entries(head.entries)
-    streams = {Stream.ENTRIES: squeeze([raw_entries]), **streams}
+    return begin_bucket(head, streams, hash, laid)()
+
+
+def begin_bucket(head: Head, streams: Coded, hash: bytes, laid: Laid | None = None) -> Callable[[], bytes | memoryview]:
+    """`encode_bucket` but for the checksum, which is found and added by what it returns: on any thread."""
+    raw_bytes, entries = head.entries.coded
+    streams = {Stream.ENTRIES: entries, **streams}
     out = bytearray(MAGIC)
     out += bytes((limits.FORMAT_VERSION, head.profile.id, head.dtype.code, 0)) + hash
-    out += varint(len(head.entries)) + varint(len(raw_entries)) + bytes((head.tile_log, head.chunk_log))
+    out += varint(len(head.entries)) + varint(raw_bytes) + bytes((head.tile_log, head.chunk_log))
     out += varint(len(head.estimates))
     for id, size in head.estimates:
         out += varint(id) + varint(size)
@@ -104,26 +118,40 @@ def encode_bucket(head: Head, streams: Coded, hash: bytes, laid: Laid | None = N
     told = np.array(directory, np.int64)
     out += varints(told if laid is None else np.concatenate((told, laid.directory)))
     if laid is None:
-        return b"".join((*parts, checksum(*parts)))
+        return lambda: b"".join((*parts, checksum(*parts)))
     return _around(b"".join(parts), laid)
 
 
-def _around(front: bytes, laid: Laid) -> bytes | memoryview:
+def _around(front: bytes, laid: Laid) -> Callable[[], bytes | memoryview]:
     """A bucket of what stands before its body, the body, and a checksum; in the body's memory, if there is room."""
     memory, begin, end = laid.memory, laid.low - len(front), laid.high + CHECKSUM_BYTES
     if begin < 0 or end > len(memory):
         body = memory[laid.low : laid.high]
-        return b"".join((front, body, checksum(front, body)))
+        return lambda: b"".join((front, body, checksum(front, body)))
     memory[begin : laid.low] = front
-    memory[laid.high : end] = checksum(memory[begin : laid.high])
-    return memory[begin:end].toreadonly()
+
+    def sealed_there() -> memoryview:
+        memory[laid.high : end] = checksum(memory[begin : laid.high])
+        return memory[begin:end].toreadonly()
+
+    return sealed_there
 
 
 def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, what: str) -> tuple[Head, Reader]:
     """The head of a bucket, checked against the tensor table, and a reader of its streams."""
+    return read_bucket(unsealed(data, what), table, hash, what)
+
+
+def unsealed(data: bytes | memoryview, what: str) -> memoryview:
+    """What stands before the checksum of a bucket, once that holds."""
     if len(data) > limits.BUCKET_BYTES:
         raise LimitExceeded(f"{what}: {len(data)} bytes, the limit is {limits.BUCKET_BYTES}")
-    cursor = Cursor(sealed(data, what), what)
+    return sealed(data, what)
+
+
+def read_bucket(data: memoryview, table: TensorTable, hash: bytes, what: str) -> tuple[Head, Reader]:
+    """`decode_bucket` of what stands before a checksum that holds."""
+    cursor = Cursor(data, what)
     profile, dtype = _identify(cursor, hash)
     entry_count = cursor.varint("entry count", limits.ENTRIES)
     if not entry_count:
@@ -139,7 +167,7 @@ def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, wha
     reader = Reader(streams, what, body)
     raw_entries = reader.take(Stream.ENTRIES, entry_bytes)
     entries = _decode_entries(raw_entries, entry_count, table, dtype, what)
-    dense_bytes = sum(sum(chunks.lengths) for id, (_, chunks) in streams.items() if Stream.is_dense(id))
+    dense_bytes = sum(len(chunks.data) for id, (_, chunks) in streams.items() if Stream.is_dense(id))
     head = Head(profile, dtype, tile_log, chunk_log, estimates, entries, dense_bytes)
     _check_limits(head, what)
     return head, reader
@@ -170,9 +198,38 @@ def _between(cursor: Cursor, field: str, low: int, high: int) -> int:
 
 def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, Row]], memoryview]:
     """The chunks of every stream, and all of them, one behind the other."""
-    directory: list[tuple[int, Coder, list[int]]] = []
+    count = cursor.varint("stream count", limits.STREAMS)
+    directory = _directory(cursor, count) or _directory_in_words(cursor, count)
+    body, out = cursor.data[cursor.at :], {}
+    for id, its_coder, sizes, total in directory:
+        out[id] = its_coder, Row(cursor.take(total, f"a chunk of stream {id}"), sizes)
+    cursor.finish()
+    return out, body
+
+
+def _directory(cursor: Cursor, count: int) -> list[_Told]:
+    """The directory, read at once; empty where anything in it is wrong."""
+    rows, lengths = np.empty((count, 4), np.uint64), np.empty(min(limits.CHUNKS, cursor.left), np.uint64)
+    end = read_directory(np.frombuffer(cursor.data, np.uint8), cursor.at, rows, lengths)
+    if end < 0 or not count:
+        return []
+    ids, coders, many, totals = rows.T.tolist()
+    rising = all(a < b for a, b in zip(ids, ids[1:], strict=False))
+    if not rising or 0 in totals or not CODERS.keys() >= set(coders) or not all(map(Stream.known, ids)):
+        return []
+    cursor.at, ends = end, [*accumulate(many)]
+    sizes = lengths[: ends[-1]].astype(np.int64)
+    return [
+        (id, CODERS[its_coder], sizes[high - n : high], total)
+        for id, its_coder, n, high, total in zip(ids, coders, many, ends, totals, strict=True)
+    ]
+
+
+def _directory_in_words(cursor: Cursor, count: int) -> list[_Told]:
+    """The directory, stream by stream: says what is wrong with it."""
+    directory: list[_Told] = []
     room = limits.CHUNKS
-    for _ in range(cursor.varint("stream count", limits.STREAMS)):
+    for _ in range(count):
         id = cursor.byte("stream id")
         if not Stream.known(id):
             raise UnsupportedFormat(f"{cursor.what}: unknown stream {id}")
@@ -183,15 +240,9 @@ def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, Row]], memoryview]:
         lengths = cursor.numbers(chunks, f"chunk lengths of stream {id}", len(cursor.data))
         if not any(lengths):
             raise InvalidField(f"{cursor.what}: stream {id} is empty; empty streams are left out")
-        directory.append((id, its_coder, lengths))
+        directory.append((id, its_coder, np.array(lengths, np.int64), sum(lengths)))
         room -= chunks
-    body = cursor.data[cursor.at :]
-    out = {
-        id: (its_coder, Row(cursor.take(sum(lengths), f"a chunk of stream {id}"), lengths))
-        for id, its_coder, lengths in directory
-    }
-    cursor.finish()
-    return out, body
+    return directory
 
 
 def encode_places(tensor: Column, values: Column, regions: Sequence[Region | None]) -> bytes:
@@ -243,10 +294,6 @@ def _boxes(cursor: Cursor, specs: list[TensorSpec]) -> Iterator[Region]:
         yield region
 
 
-def _encode_entries(entries: Entries) -> bytes:
-    return encode_places(entries.tensor, entries.count << 1 | entries.dense, entries.region)
-
-
 def _decode_entries(raw: Buffer, count: int, table: TensorTable, dtype: DType, what: str) -> Entries:
     cursor = Cursor(raw, f"{what}: entry table")
     tensor, values, regions = decode_places(cursor, count, limits.REGION_ELEMENTS << 1 | 1, table)
@@ -261,9 +308,8 @@ def _decode_entries(raw: Buffer, count: int, table: TensorTable, dtype: DType, w
 
 
 def _check_entries(entries: Entries, table: TensorTable, dtype: DType, what: str) -> None:
-    for tensor in np.unique(entries.tensor).tolist():
-        if table[tensor].dtype is not dtype:
-            raise InvalidField(f"{what}: an entry is for {table[tensor]}, the bucket holds {dtype}")
+    if (others := table.codes[entries.tensor] != dtype.code).any():
+        raise InvalidField(f"{what}: an entry is for {table[entries.tensor[others].min()]}, the bucket holds {dtype}")
     wrong = (entries.count < 1) | (entries.count > entries.numel) | (entries.numel > limits.REGION_ELEMENTS)
     if wrong.any():
         e = int(wrong.argmax())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import lru_cache
 from itertools import islice
 
 import numpy as np
@@ -17,6 +18,7 @@ from . import limits
 from .cursor import Cursor, checksum, varint, varints
 
 
+@lru_cache(maxsize=8)
 def encode_table(table: TensorTable) -> bytes:
     """Five columns: lengths of the names, the names, dtypes, ranks, and the sizes of all dimensions."""
     names = [spec.name.encode() for spec in table.specs]

@@ -288,7 +288,7 @@ def test_locate_positions_past_two_to_the_31():
 
 
 @each_width
-@pytest.mark.parametrize("way", ["scatter", "words", "integers", "floats"])
+@pytest.mark.parametrize("way", ["scatter", "words", "integers", "floats", "floats in place"])
 def test_gather_and_scatter(uint, way):
     """Bits are read from, and written to, exactly the positions of the boxes; nothing else changes.
 
@@ -323,16 +323,20 @@ def test_gather_and_scatter(uint, way):
         cpu.scatter(tag, counts, first, dims, size, stride, where.ctypes.data, bits)
     else:
         top = uint(1 << (8 * width - 1))
-        words = bits.copy() if way == "words" else reference.steps(before, bits, way == "floats")
+        words = bits.copy() if way == "words" else reference.steps(before, bits, way.startswith("floats"))
         out = poisoned(where.size, uint)
-        given = words.ctypes.data, way == "words", top, way == "floats", out[: where.size]
+        if way.endswith("in place"):
+            out[: where.size] = words
+        same = words.copy()
+        word_at = out.ctypes.data if way.endswith("in place") else words.ctypes.data
+        given = word_at, way == "words", top, way.startswith("floats"), out.ctypes.data
         odd, at = unaligned(where, 1)
         start, keys = rng.integers(0, 2**40, len(rows)), rng.integers(0, 2**64, (len(rows), 2), np.uint64)
         other = stride + rng.integers(0, 3, stride.shape)  # strides in the tensor, which need not be those in memory
         moved = cpu.exchange(tag, counts, first, start, dims, size, stride, other, keys, at, *given)
         assert moved == cpu.digest_delta(counts, start, dims, size, other, keys, where, before, bits)
         assert (out[: where.size] == before).all()
-        assert (words == bits).all()
+        assert (words == same).all()
         assert untouched(out, where.size)
         assert (odd[1 : 1 + where.nbytes] == where.view(np.uint8)).all()
     for i, ((buffer, _), (after, _)) in enumerate(zip(placed, wanted, strict=True)):

@@ -161,8 +161,8 @@ def class_gaps(
     tiles: Any,
     gap_at: Any,
     word_at: Any,
-) -> None:
-    """Gaps and words of all changes, class by class, and the changes per tile and class.
+) -> Any:
+    """Gaps and words of all changes, class by class, and the changes per tile and class. Returns how many these are.
 
     `gap_at` and `word_at` are the addresses where the uint32 gaps and the words of each class go, and where they end.
     """
@@ -208,6 +208,7 @@ def class_gaps(
             for j in range(classes):
                 tiles[t + j] = (gap_at[j] - before[j]) >> 2
             t += classes
+    return t
 
 
 @inline

@@ -617,8 +617,8 @@ def number16(_: Any, out: Any, tokens: Any, lows: Any, at: Any, end: Any, limit:
 
 
 @machine
-def advance16(_: Any, tag: Any, old: Any, steps: Any, top: Any, sign_magnitude: Any) -> Any:
-    """16 zigzag steps become the bits so far from old ones; both are addresses. See `cpu.advanced`, one by one."""
+def advance16(_: Any, tag: Any, old: Any, steps: Any, top: Any, sign_magnitude: Any, to: Any) -> Any:
+    """The bits 16 zigzag steps further than old ones; all three are addresses. See `cpu.advanced`, one by one."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         element = _element(ctx, sig.args[0])
@@ -637,11 +637,25 @@ def advance16(_: Any, tag: Any, old: Any, steps: Any, top: Any, sign_magnitude: 
         word = b.add(word, delta)
         back = b.or_(top, b.not_(b.ashr(word, sign)))
         word = b.xor(word, b.and_(back, mirrors))
-        b.store(word, _pointer(b, args[2], vector)).align = 1
+        b.store(word, _pointer(b, args[5], vector)).align = 1
         return ctx.get_dummy_value()
 
     i64 = types.int64
-    return types.void(tag, i64, i64, types.uint64, types.boolean), codegen
+    return types.void(tag, i64, i64, types.uint64, types.boolean, i64), codegen
+
+
+@machine
+def copy16(_: Any, tag: Any, at: Any, to: Any) -> Any:
+    """Copy 16 elements from one address to another."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        vector = ir.VectorType(_element(ctx, sig.args[0]), 16)
+        bits = b.load(_pointer(b, args[1], vector))
+        bits.align = 1
+        b.store(bits, _pointer(b, args[2], vector)).align = 1
+        return ctx.get_dummy_value()
+
+    return types.void(tag, types.int64, types.int64), codegen
 
 
 class _Rans:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..codec import Reader
+from ..codec.profile import Room, empty
 from ..digest import Digest
 from ..files import replacing
 from ..memory import Weights
@@ -152,13 +153,13 @@ class Patch:
                     index,
                 )
 
-    def decode(self, index: int, base: Held | None = None, *, land: bool = False) -> Decoded:
+    def decode(self, index: int, base: Held | None = None, *, land: bool = False, room: Room = empty) -> Decoded:
         """One bucket, decoded: positions and words of its sparse entries, bits of its dense ones.
 
         `ctx` buckets need the weights that the patch applies to. With `land`, the new bits may be written to them at
-        once: see `Decoded.landed`.
+        once: see `Decoded.landed`. What has to be remembered then goes where there is `room`.
         """
-        return decode(*self.opened(index), base, land=land, lend=land and self._reader.in_memory)
+        return decode(*self.opened(index), base, land=land, lend=land and self._reader.in_memory, room=room)
 
     def opened(self, index: int) -> tuple[Head, Reader]:
         """What a bucket says about itself, and a reader of its streams."""

@@ -516,6 +516,28 @@ def run_unpack(tokens, lows, limit, dtype, bits=None):
     return int(bad), out[: len(tokens)]
 
 
+@pytest.mark.parametrize("behind", ["tokens", "lows"])
+@pytest.mark.parametrize("uint", [np.uint16, np.uint32, np.uint64])
+def test_unpack_chunks(uint, behind, last_page):
+    """Chunks one after the other, with nothing to read behind the last one; the number at fault is named."""
+    rng = np.random.default_rng(int(np.dtype(uint).itemsize))
+    values = rng.integers(0, 1 << rng.integers(1, 16, 5000)).astype(uint)
+    chunks = [reference.pack(values[i : i + 256]) for i in range(0, values.size, 256)]
+    tokens, lows = ([np.frombuffer(part, np.uint8) for part in parts] for parts in zip(*chunks, strict=True))
+    mine = tokens if behind == "tokens" else lows
+    last_page[-mine[-1].size :] = mine[-1]
+    mine[-1] = last_page[-mine[-1].size :]
+    at = int64(*(t.ctypes.data for t in tokens)), int64(*(w.ctypes.data for w in lows)), int64(*(w.size for w in lows))
+    out = poisoned(values.size, uint)
+    assert cpu.unpack_chunks(*at, 8, np.uint64(1 << 16), out[: values.size]) == -1
+    assert (out[: values.size] == values).all()
+    assert untouched(out, values.size)
+    limit = int(values[3000:].max()) - 1
+    assert cpu.unpack_chunks(*at, 8, np.uint64(limit), out[: values.size]) == int(np.argmax(values > limit))
+    at[2][7] -= 1
+    assert 7 * 256 <= cpu.unpack_chunks(*at, 8, np.uint64(1 << 16), out[: values.size]) <= 8 * 256
+
+
 NUMBERS = [0, 1, 2, 14, 15, 16, 17, 31, 32, 2**16 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 
 

@@ -18,6 +18,7 @@ from .llvm import (
     alive,
     bytes_at,
     copy16,
+    copy_bytes,
     differ64,
     digest_blocks,
     digest_move16,
@@ -309,8 +310,8 @@ def exchange(
 ) -> tuple[Any, Any]:
     """Write new bits to the changed positions, in place: the words, or a step of so much from what is there.
 
-    Positions (uint32) and words are at addresses, which need not be aligned. What was there goes to `old_at`, where steps
-    may lie, too. Returns how the digest's two sums move. Every line of memory is fetched once, and while some are
+    Positions (uint32) and words are at addresses, which need not be aligned. What was there goes to `old_at`, and steps
+    may lie there. Returns how the digest's two sums move. Every line of memory is fetched once, and while some are
     on their way others are summed up. Once a bit is written, nothing can fail.
     """
     lanes, seen, new = np.zeros((2, 16), np.uint64), np.zeros((2, 16), tag.dtype), np.zeros(16, tag.dtype)
@@ -460,7 +461,7 @@ def pack(values: Any, tokens: Any, lows: Any) -> Any:
 def number(token: Any, lows: Any, base: Any, at: Any) -> Any:
     """A number from its token and the low bits from bit `at` on, and how many these are.
 
-    `base` is the address of the low bits, with two words to spare behind them; `lows` tells that words are uint64.
+    `base` is the address of the low bits, with two words to spare behind them; `lows` tells that these are uint64.
     """
     t, large = np.uint64(token), token >= 16
     width = (t >> np.uint64(2)) - np.uint64(2) if large else np.uint64(0)
@@ -505,12 +506,11 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
 def unpack_chunks(token_at: Any, low_at: Any, low_bytes: Any, log: Any, limit: Any, out: Any) -> Any:
     """The same for chunks of 2^log numbers, the last of them shorter; tokens and low bits are addresses."""
     lows = np.empty(low_bytes.max() // 8 + 3, np.uint64)
-    raw = lows.view(np.uint8)
     for c in range(token_at.size):
         begin, size = c << log, low_bytes[c]
         end = min(begin + (np.int64(1) << log), out.size)
-        raw[:size] = bytes_at(low_at[c], size)
-        raw[size : size + 24] = 0
+        lows[size // 8 : size // 8 + 3] = 0
+        copy_bytes(low_at[c], size, np.int64(lows.ctypes.data))
         bad = unpack(bytes_at(token_at[c], end - begin), lows, 8 * size, limit, out[begin:end])
         if bad >= 0:
             return begin + bad

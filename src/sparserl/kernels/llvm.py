@@ -165,6 +165,17 @@ def bytes_at(address: Any, size: Any) -> Any:
 
 
 @machine
+def copy_bytes(_: Any, at: Any, size: Any, to: Any) -> Any:
+    """Copy so many bytes from one address to another."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        cgutils.raw_memcpy(b, _pointer(b, args[2], _I8), _pointer(b, args[0], _I8), args[1], 1)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@machine
 def differ64(_: Any, tag: Any, left: Any, right: Any) -> Any:
     """Mask of the 64 elements at two addresses that differ; bit 0 is the first."""
 

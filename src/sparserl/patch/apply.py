@@ -251,6 +251,8 @@ def _with_dense(
 
     `moved` is what the sparse ones did to it, where that is known already.
     """
+    if moved is not None and not decoded.dense.size:
+        return old, moved
     try:
         old = replace(old, dense=[(place, held.bits(*place).copy()) for place, _ in decoded.dense_bits])
         moved = (_sparse_moved(old, new) if moved is None else moved) + _dense_moved(held, old, decoded)

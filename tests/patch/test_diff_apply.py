@@ -311,6 +311,33 @@ def test_what_landed_before_an_error_is_put_back(monkeypatch, threads):
     assert_same(new, weights)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_heads_are_read_in_order_on_threads(monkeypatch, threads):
+    """They are those of the buckets, in their order, and a damaged bucket is refused before a bit is written."""
+    dtype = BY_NAME["float32"]
+    old, new, dtypes = family(7, dtype, "few", ((300, 10), (70,), (90, 5)))
+    monkeypatch.setattr("sparserl.pieces.PIECE_BYTES", 2000)
+    monkeypatch.setattr("sparserl.plan.buckets.BUCKET_CHANGES", 10)
+    monkeypatch.setattr("sparserl.patch.patch._LARGE", 0)
+    data = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw").to_bytes()
+    patch = sparserl.Patch.from_bytes(data)
+    assert patch.buckets > 3
+    heads = patch.read_heads(threads)
+    for index, head in enumerate(heads):
+        fresh = sparserl.Patch.from_bytes(data).opened(index)[0]
+        assert (head.entries.tensor.tolist(), head.entries.region) == (
+            fresh.entries.tensor.tolist(),
+            fresh.entries.region,
+        )
+    assert patch.heads is heads
+    at = data.index(bytes(patch.bucket(2))) + 40
+    bad = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    weights = hold(old, dtypes)
+    with pytest.raises(FormatError, match="bucket 2"):
+        sparserl.Patch.from_bytes(bad).apply(weights, threads=threads)
+    assert_same(old, weights)
+
+
 @each_profile
 def test_each_flipped_bit_of_a_patch_is_refused(profile):
     """Every bit of a patch's bytes is under some checksum; whichever is flipped, nothing is applied."""

@@ -92,6 +92,7 @@ def apply(
     if held.devices:
         _landing(patch, held, current, tied, threads).commit(threads)
         return Applied(patch.result, patch.changed, already=False)
+    patch.read_heads(threads)
     _require_writable(patch, held)
     if tied or _undo_bytes(patch) > KEEP_BYTES:
         _stage_then_commit(patch, held, current, tied, threads)

@@ -134,8 +134,13 @@ class Patch:
 
         Reading them checks every checksum, that no entries overlap, and that they are what the footer promises.
         """
-        footer = self._reader.footer
-        return gather_heads(map(self._head, range(self.buckets)), self.table, footer.changed, footer.covers)
+        return self._heads(1)
+
+    def read_heads(self, threads: int | None) -> tuple[Head, ...]:
+        """The same, read on so many threads if that is worth it."""
+        if "heads" not in self.__dict__:
+            self.__dict__["heads"] = self._heads(threads)
+        return self.heads
 
     def __iter__(self) -> Iterator[Entry]:
         """The entries, bucket by bucket, without decoding their changes."""
@@ -169,10 +174,15 @@ class Patch:
                 self._opened[index] = opened
         return opened[0], opened[1].copy()
 
-    def opening(self, threads: int | None = None) -> Iterator[tuple[int, Head, Reader]]:
-        """All buckets in order, opened; on a few threads, where checksums take longer than what threads cost."""
+    def opening(
+        self, threads: int | None = None, which: Iterable[int] | None = None
+    ) -> Iterator[tuple[int, Head, Reader]]:
+        """All buckets as they are ready, or those that are named, opened.
+
+        On a few threads, where checksums take longer than what threads cost.
+        """
         few = min(_FEW, threads or default_threads()) if self.nbytes > self.buckets * _LARGE else 1
-        return ordered(lambda i: (i, *self.opened(i)), self.ready(), few)
+        return ordered(lambda i: (i, *self.opened(i)), self.ready() if which is None else which, few)
 
     def parse(self, index: int, data: bytes | memoryview, base: Held | None = None) -> Decoded:
         """The bytes of a bucket, decoded."""
@@ -217,5 +227,7 @@ class Patch:
     def _open(self, index: int, data: bytes | memoryview) -> tuple[Head, Reader]:
         return decode_bucket(data, self.table, self._reader.hash, f"bucket {index}")
 
-    def _head(self, index: int) -> Head:
-        return self.opened(index)[0]
+    def _heads(self, threads: int | None) -> tuple[Head, ...]:
+        footer = self._reader.footer
+        heads = (head for _, head, _ in self.opening(threads, range(self.buckets)))
+        return gather_heads(heads, self.table, footer.changed, footer.covers)

@@ -22,17 +22,18 @@ each_profile = pytest.mark.parametrize("profile", codec.PROFILES.values(), ids=l
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 
+def full(count, dtype):
+    """An array to be filled that is full of a pattern."""
+    out = np.empty(count, dtype)
+    out.view(np.uint8)[:] = 0xA5
+    return out
+
+
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Buffers that are to be filled start full of a pattern, so that whatever is forgotten shows."""
-
-    def empty(count, dtype):
-        out = np.empty(count, dtype)
-        out.view(np.uint8)[:] = 0xA5
-        return out
-
     for module in ("streams", "profile", "index", "numbers", "value", "ctx"):
-        monkeypatch.setattr(importlib.import_module(f"sparserl.codec.{module}"), "empty", empty)
+        monkeypatch.setattr(importlib.import_module(f"sparserl.codec.{module}"), "empty", full)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def made(seed, dtype, sizes, density, tile_log=10, chunk_log=8):
     words = np.where(rng.random(positions.size) < 0.5, words, small)
     counts = np.array([w.size for w in where], np.int64)
     known = np.array(sizes, np.int64), counts, tile_log, chunk_log, old, random_classes(rng, dtype)
-    return Placed(dtype, *known, bits=bits), positions, words
+    return Placed(dtype, *known, room=full, bits=bits), positions, words
 
 
 def there_and_back(profile, layout, positions, words):
@@ -103,6 +104,19 @@ def test_profiles_give_back_what_they_were_given(profile, dtype):
             owner = np.repeat(np.arange(len(sizes)), layout.count).tolist()
             expected = [layout.bits[e][p] for e, p in zip(owner, positions.tolist(), strict=True)]
             assert (found.old == np.array(expected, dtype.uint)).all()
+
+
+@each_profile
+def test_parts_are_written_as_if_they_were_joined(profile):
+    """However the changes of some entries are put together, the streams are the same."""
+    layout, positions, words = made(4, BY_NAME["bfloat16"], (3000, 5, 1024, 4000, 700, 1), 0.1)
+    whole = codec.code(profile.encode(layout, [positions], [words]))
+    ends = np.cumsum(layout.count)
+    for cuts in (ends[:-1], ends[[0, 2]], ends[[3]]):
+        parts = codec.code(profile.encode(layout, np.split(positions, cuts), np.split(words, cuts)))
+        assert {id: [bytes(c) for c in chunks] for id, (_, chunks) in parts.items()} == {
+            id: [bytes(c) for c in chunks] for id, (_, chunks) in whole.items()
+        }
 
 
 @given(

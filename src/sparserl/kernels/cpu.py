@@ -265,7 +265,7 @@ def _swap(tag: Any, at: Any, absolute: Any, top: Any, sign_magnitude: Any, word_
 
 
 @inline
-def delta(
+def _delta(
     tag: Any, e: Any, k: Any, end: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, changes: Any
 ) -> Any:
     """How the two sums move with the changes from `k` to `end`, which are of entry `e`.
@@ -352,7 +352,7 @@ def exchange(
                 to = new_at + here - width * near
                 _swap(tag, at, absolute, top, sign_magnitude, word_at + here, old_at + here, to)
             changes = position_at, old_at, new_at - width * near
-            a, b = delta(tag, e, near, stop, start, dims, size, outside, keys, changes)
+            a, b = _delta(tag, e, near, stop, start, dims, size, outside, keys, changes)
             x += a
             y += b
             near = stop
@@ -374,7 +374,7 @@ def digest_delta(
     first, second = np.uint64(0), np.uint64(0)
     k = np.int64(0)
     for e in range(counts.size):
-        x, y = delta(old, e, k, k + counts[e], start, dims, size, stride, keys, changes)
+        x, y = _delta(old, e, k, k + counts[e], start, dims, size, stride, keys, changes)
         first += x
         second += y
         k += counts[e]
@@ -458,7 +458,7 @@ def pack(values: Any, tokens: Any, lows: Any) -> Any:
 
 
 @inline
-def number(token: Any, lows: Any, base: Any, at: Any) -> Any:
+def _number(token: Any, lows: Any, base: Any, at: Any) -> Any:
     """A number from its token and the low bits from bit `at` on, and how many these are.
 
     `base` is the address of the low bits, with two words to spare behind them; `lows` tells that these are uint64.
@@ -489,7 +489,7 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
                 continue
         stop = min(i + 16, n)
         while i < stop:
-            v, width = number(tokens[np.uint64(i)], lows, base, at)
+            v, width = _number(tokens[np.uint64(i)], lows, base, at)
             at += width
             if v > limit or at > end:
                 return i
@@ -641,26 +641,4 @@ def read_varints(data: Any, at: Any, limit: Any, out: Any) -> Any:
         if v > limit:
             return -1
         out[i] = v
-    return at
-
-
-@kernel
-def read_directory(data: Any, at: Any, rows: Any, lengths: Any) -> Any:
-    """A directory from offset `at` on: of each stream an id, a coder, a number of chunks, and their lengths.
-
-    rows: streams × 4, for the first three and what the lengths add up to. Returns the offset behind it; -1 where it is
-    not there, or `lengths` has no room for its chunks.
-    """
-    used = np.int64(0)
-    for i in range(rows.shape[0]):
-        at = read_varints(data, at, np.uint64(127), rows[i, :2])
-        if at >= 0:
-            at = read_varints(data, at, np.uint64(lengths.size - used), rows[i, 2:3])
-        if at >= 0:
-            many = np.int64(rows[i, 2])
-            at = read_varints(data, at, np.uint64(data.size), lengths[used : used + many])
-            rows[i, 3] = lengths[used : used + many].sum()
-            used += many
-        if at < 0:
-            return -1
     return at

@@ -151,12 +151,11 @@ class _Memory:
 
 def _exchange_or_undo(patch: Patch, held: Held, base: Digest, threads: int | None) -> None:
     log: list[tuple[Overlay, Digest]] = []
-    sizes = [_sparse_bytes(head) for head in patch.heads]
-    memory = empty(sum(sizes), np.uint8)
-    rooms = [_Memory(memory[end - size : end]).take for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    ends = [0, *accumulate(_sparse_bytes(head) for head in patch.heads)]
+    memory = empty(ends[-1], np.uint8)
 
     def land(index: int) -> None:
-        log.append(exchange(held, patch, index, rooms[index]))
+        log.append(exchange(held, patch, index, _Memory(memory[ends[index] : ends[index + 1]]).take))
 
     def work() -> None:
         try:

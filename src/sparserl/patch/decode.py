@@ -35,7 +35,7 @@ class Decoded:
 
     @property
     def sparse_count(self) -> Counts:
-        return self.head.entries.count[self.head.entries.sparse]
+        return self.head.layout.count
 
     @property
     def sparse_places(self) -> list[Place]:

@@ -172,7 +172,7 @@ def cpu_streams(olds: list[Array], news: list[Array]) -> dict[str, Any]:
             classes=Classes(SHIFT, THRESHOLDS),
         )
         positions, before, after = (np.concatenate(c) for c in zip(*found, strict=True))
-        streams = codec.code(codec.profile("ctx").encode(layout, positions, reference.steps(before, after, True)))
+        streams = codec.code(codec.profile("ctx").encode(layout, [positions], [reference.steps(before, after, True)]))
         for id, (coder, chunks) in streams.items():
             if id != codec.Stream.CLASSES:
                 out[f"{b} {int(id)} {coder.id}"] = np.frombuffer(b"".join(chunks), np.uint8)

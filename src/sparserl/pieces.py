@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .bits import DType, UIntArray
 from .errors import TensorMismatch
-from .memory import Memory, Weights, far_tensor, memories, require_like, table_of
+from .memory import Memory, Weights, far_tensor, leading, memories, require_like, table_of
 from .region import Region, Shape, collapse, row_major, whole
 from .shards import Place, Shards
 from .table import TensorTable
@@ -210,6 +210,9 @@ class Held:
     def _place(self, geometry: Geometry, e: int, tensor: int, region: Region | None) -> None:
         """Geometry of a box, or of a tensor that is not contiguous."""
         shape = self.table.specs[tensor].shape
+        if region is not None and self._plain[tensor] and geometry.run(e, region, shape):
+            geometry.first[e] += self.table.specs[tensor].dtype.width * geometry.start[e]
+            return
         region = region or whole(shape)
         memory, local = self.local(tensor, region)
         local = local or whole(memory.shape)
@@ -251,6 +254,13 @@ class Geometry:
             table.keys[tensor], zeros[0], zeros[1], ones[0], size, ones[1].reshape(-1, 1), ones[2].reshape(-1, 1)
         )
 
+    def run(self, e: int, region: Region, shape: Shape) -> bool:
+        """Put a region into row `e` that is one run of a contiguous tensor; False where it is not."""
+        if (lead := leading(region, shape)) is None:
+            return False
+        self.start[e], self.size[e, 0] = lead, region.numel
+        return True
+
     def box(self, e: int, start: int, size: Shape, strides: tuple[Shape, ...]) -> None:
         """Put a collapsed box with its strides in memory and in the tensor into row `e`."""
         missing = len(size) - self.size.shape[1]
@@ -268,8 +278,9 @@ def outline(table: TensorTable, tensor: Numbers, regions: Sequence[Region | None
     """Where the elements of regions lie in their tensors, for bits that were brought into row-major order."""
     geometry = Geometry.plain(table, tensor)
     for e, region in enumerate(regions):
-        if region is not None:
-            strides = row_major(table.specs[int(tensor[e])].shape)
+        shape = table.specs[int(tensor[e])].shape
+        if region is not None and not geometry.run(e, region, shape):
+            strides = row_major(shape)
             size, (outside,) = collapse(region.size, strides)
             geometry.box(e, _dot(region.start, strides), size, (outside, outside))
     return geometry

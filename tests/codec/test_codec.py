@@ -22,17 +22,18 @@ each_profile = pytest.mark.parametrize("profile", codec.PROFILES.values(), ids=l
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 
+def full(count, dtype):
+    """An array to be filled that is full of a pattern."""
+    out = np.empty(count, dtype)
+    out.view(np.uint8)[:] = 0xA5
+    return out
+
+
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Buffers that are to be filled start full of a pattern, so that whatever is forgotten shows."""
-
-    def empty(count, dtype):
-        out = np.empty(count, dtype)
-        out.view(np.uint8)[:] = 0xA5
-        return out
-
     for module in ("streams", "profile", "index", "numbers", "value", "ctx"):
-        monkeypatch.setattr(importlib.import_module(f"sparserl.codec.{module}"), "empty", empty)
+        monkeypatch.setattr(importlib.import_module(f"sparserl.codec.{module}"), "empty", full)
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ def made(seed, dtype, sizes, density, tile_log=10, chunk_log=8):
     words = np.where(rng.random(positions.size) < 0.5, words, small)
     counts = np.array([w.size for w in where], np.int64)
     known = np.array(sizes, np.int64), counts, tile_log, chunk_log, old, random_classes(rng, dtype)
-    return Placed(dtype, *known, bits=bits), positions, words
+    return Placed(dtype, *known, room=full, bits=bits), positions, words
 
 
 def there_and_back(profile, layout, positions, words):
-    coded = codec.code(profile.encode(layout, positions, words))
+    coded = codec.code(profile.encode(layout, [positions], [words]))
     coded = {id: (c, [bytes(chunk) for chunk in chunks]) for id, (c, chunks) in coded.items()}
     reader = Reader(coded)
     out = profile.decode(replace(layout, classes=None), reader)
@@ -103,6 +104,19 @@ def test_profiles_give_back_what_they_were_given(profile, dtype):
             owner = np.repeat(np.arange(len(sizes)), layout.count).tolist()
             expected = [layout.bits[e][p] for e, p in zip(owner, positions.tolist(), strict=True)]
             assert (found.old == np.array(expected, dtype.uint)).all()
+
+
+@each_profile
+def test_parts_are_written_as_if_they_were_joined(profile):
+    """However the changes of some entries are put together, the streams are the same."""
+    layout, positions, words = made(4, BY_NAME["bfloat16"], (3000, 5, 1024, 4000, 700, 1), 0.1)
+    whole = codec.code(profile.encode(layout, [positions], [words]))
+    ends = np.cumsum(layout.count)
+    for cuts in (ends[:-1], ends[[0, 2]], ends[[3]]):
+        parts = codec.code(profile.encode(layout, np.split(positions, cuts), np.split(words, cuts)))
+        assert {id: [bytes(c) for c in chunks] for id, (_, chunks) in parts.items()} == {
+            id: [bytes(c) for c in chunks] for id, (_, chunks) in whole.items()
+        }
 
 
 @given(
@@ -159,7 +173,7 @@ def test_positions_out_of_range_are_refused():
     layout = Layout(BY_NAME["uint8"], np.array([10, 10]), np.array([2, 2]), 10, 8)
     words = np.arange(4, dtype=np.uint8)
     for positions, bad in (([0, 5, 3, 10], 1), ([5, 5, 0, 1], 0), ([5, 4, 0, 1], 0), ([0, 10, 0, 1], 0)):
-        coded = codec.code(codec.profile("raw").encode(layout, np.array(positions, np.uint32), words))
+        coded = codec.code(codec.profile("raw").encode(layout, [np.array(positions, np.uint32)], [words]))
         with pytest.raises(InvalidField, match=f"entry {bad}"):
             codec.profile("raw").decode(layout, Reader(coded))
 
@@ -167,7 +181,7 @@ def test_positions_out_of_range_are_refused():
 def test_gaps_and_counts_out_of_range_are_refused():
     """Tile counts that do not add up to the entry's, and gaps past the end of a region, are found."""
     layout, positions, words = made(3, BY_NAME["uint8"], (3000, 50), 0.1)
-    coded = codec.code(codec.profile("gap").encode(layout, positions, words))
+    coded = codec.code(codec.profile("gap").encode(layout, [positions], [words]))
     for numel, count in (
         (layout.numel, layout.count + np.array([1, -1])),
         (layout.numel, layout.count + np.array([-1, 1])),
@@ -182,7 +196,7 @@ def test_steps_wider_than_the_element_are_refused():
     """A step must fit the width it is taken in."""
     layout = Layout(BY_NAME["uint8"], np.array([10]), np.array([2]), 10, 8)
     wide = numbers.write(layout, np.array([3, 256], np.uint16), Stream.STEP_TOKENS, Stream.STEP_LOWS)
-    gaps = codec.profile("ulp").encode(layout, np.array([1, 2], np.uint32), np.array([3, 4], np.uint8))
+    gaps = codec.profile("ulp").encode(layout, [np.array([1, 2], np.uint32)], [np.array([3, 4], np.uint8)])
     with pytest.raises(InvalidField, match="number 1"):
         codec.profile("ulp").decode(layout, Reader(codec.code({**gaps, **wide})))
 
@@ -393,7 +407,7 @@ def test_class_streams_are_those_of_the_specification(name, chunk_log):
         for c, word in zip(owner, words[at : at + count].tolist(), strict=True):
             steps[c].append(word)
         at += count
-    written = codec.profile("ctx").encode(layout, positions, words)
+    written = codec.profile("ctx").encode(layout, [positions], [words])
     expected = {Stream.TILE_TOKENS: counts}
     for c in range(thresholds.size + 1):
         expected |= {Stream.CLASS + 4 * c: gaps[c], Stream.CLASS + 4 * c + 2: steps[c]}
@@ -439,7 +453,7 @@ def test_classes_that_make_no_sense_are_refused(name, chunk):
     """Unsorted, zero, past 511, out of the dtype's reach, of an even number of bytes, none, or too many."""
     layout, positions, words = made(6, BY_NAME[name], (300,), 0.2)
     layout = replace(layout, classes=Classes(0, (1, 9)))
-    coded = codec.code(codec.profile("ctx").encode(layout, positions, words))
+    coded = codec.code(codec.profile("ctx").encode(layout, [positions], [words]))
     codec.profile("ctx").decode(layout, Reader(coded))
     with pytest.raises(InvalidField, match=r"classes|longer than 15"):
         codec.profile("ctx").decode(layout, Reader({**coded, Stream.CLASSES: (Stored(), [chunk])}))
@@ -473,7 +487,7 @@ def test_counts_of_classes_are_checked():
     """Counts by tile and class must add up to the entries, each and all, and their gaps must find members."""
     dtype = BY_NAME["uint16"]
     layout, positions, words = made(8, dtype, (3000, 50), 0.1)
-    coded = codec.code(codec.profile("ctx").encode(layout, positions, words))
+    coded = codec.code(codec.profile("ctx").encode(layout, [positions], [words]))
     for count in (layout.count + np.array([1, 0]), layout.count - np.array([0, 1])):
         with pytest.raises(InvalidField, match="do not add up to those of the entries"):
             codec.profile("ctx").decode(replace(layout, count=count), Reader(coded))
@@ -490,7 +504,7 @@ def test_other_old_bits_never_lead_out_of_a_region():
     rng = np.random.default_rng(9)
     layout, positions, words = made(10, BY_NAME["bfloat16"], (3000, 50, 1024), 0.1)
     layout = replace(layout, classes=Classes(7, (100, 250)))
-    coded = codec.code(codec.profile("ctx").encode(layout, positions, words))
+    coded = codec.code(codec.profile("ctx").encode(layout, [positions], [words]))
     refused = 0
     for flips in (1, 10, 1000):
         for _ in range(20):
@@ -513,7 +527,7 @@ def test_other_old_bits_never_lead_out_of_a_region():
 def test_ctx_needs_the_old_bits():
     """Neither written nor read without them."""
     layout, positions, words = made(11, BY_NAME["bfloat16"], (300,), 0.1)
-    coded = codec.code(codec.profile("ctx").encode(layout, positions, words))
+    coded = codec.code(codec.profile("ctx").encode(layout, [positions], [words]))
     for lacking in ({"old": None}, {"classes": None}):
         with pytest.raises(NeedsBase):
             codec.profile("ctx").encode(replace(layout, **lacking), positions, words)

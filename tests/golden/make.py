@@ -100,7 +100,7 @@ def encode(
     layout = replace(head.layout, old=addresses, classes=classes(dtype, number))
     streams: codec.Chunks = {}
     if positions:
-        streams |= profile.encode(layout, np.concatenate(positions), np.concatenate(words))
+        streams |= profile.encode(layout, positions, words)
     if dense:
         write = value.write_planes if profile.planar else value.write_words
         streams |= write(layout, np.concatenate(dense), Stream.DENSE_PLANE if profile.planar else Stream.DENSE)

@@ -177,7 +177,7 @@ def _bucket(
     addresses = np.array([a.ctypes.data for a in before], np.int64)
     layout = replace(head.layout, old=addresses, classes=CLASSES[dtype.width])
     if positions:
-        streams |= profile.encode(layout, np.concatenate(positions), np.concatenate(words))
+        streams |= profile.encode(layout, positions, words)
     if dense:
         write, stream = (
             (value.write_planes, Stream.DENSE_PLANE) if profile.planar else (value.write_words, Stream.DENSE)

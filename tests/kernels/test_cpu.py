@@ -288,7 +288,7 @@ def test_locate_positions_past_two_to_the_31():
 
 
 @each_width
-@pytest.mark.parametrize("way", ["scatter", "words", "integers", "floats"])
+@pytest.mark.parametrize("way", ["scatter", "words", "integers", "floats", "floats in place"])
 def test_gather_and_scatter(uint, way):
     """Bits are read from, and written to, exactly the positions of the boxes; nothing else changes.
 
@@ -323,16 +323,20 @@ def test_gather_and_scatter(uint, way):
         cpu.scatter(tag, counts, first, dims, size, stride, where.ctypes.data, bits)
     else:
         top = uint(1 << (8 * width - 1))
-        words = bits.copy() if way == "words" else reference.steps(before, bits, way == "floats")
+        words = bits.copy() if way == "words" else reference.steps(before, bits, way.startswith("floats"))
         out = poisoned(where.size, uint)
-        given = words.ctypes.data, way == "words", top, way == "floats", out[: where.size]
+        if way.endswith("in place"):
+            out[: where.size] = words
+        same = words.copy()
+        word_at = out.ctypes.data if way.endswith("in place") else words.ctypes.data
+        given = word_at, way == "words", top, way.startswith("floats"), out.ctypes.data
         odd, at = unaligned(where, 1)
         start, keys = rng.integers(0, 2**40, len(rows)), rng.integers(0, 2**64, (len(rows), 2), np.uint64)
         other = stride + rng.integers(0, 3, stride.shape)  # strides in the tensor, which need not be those in memory
         moved = cpu.exchange(tag, counts, first, start, dims, size, stride, other, keys, at, *given)
         assert moved == cpu.digest_delta(counts, start, dims, size, other, keys, where, before, bits)
         assert (out[: where.size] == before).all()
-        assert (words == bits).all()
+        assert (words == same).all()
         assert untouched(out, where.size)
         assert (odd[1 : 1 + where.nbytes] == where.view(np.uint8)).all()
     for i, ((buffer, _), (after, _)) in enumerate(zip(placed, wanted, strict=True)):
@@ -510,6 +514,28 @@ def run_unpack(tokens, lows, limit, dtype, bits=None):
     bad = cpu.unpack(heads, words, 8 * len(lows) if bits is None else bits, np.uint64(limit), out[: len(tokens)])
     assert untouched(out, len(tokens))
     return int(bad), out[: len(tokens)]
+
+
+@pytest.mark.parametrize("behind", ["tokens", "lows"])
+@pytest.mark.parametrize("uint", [np.uint16, np.uint32, np.uint64])
+def test_unpack_chunks(uint, behind, last_page):
+    """Chunks one after the other, with nothing to read behind the last one; the number at fault is named."""
+    rng = np.random.default_rng(int(np.dtype(uint).itemsize))
+    values = rng.integers(0, 1 << rng.integers(1, 16, 5000)).astype(uint)
+    chunks = [reference.pack(values[i : i + 256]) for i in range(0, values.size, 256)]
+    tokens, lows = ([np.frombuffer(part, np.uint8) for part in parts] for parts in zip(*chunks, strict=True))
+    mine = tokens if behind == "tokens" else lows
+    last_page[-mine[-1].size :] = mine[-1]
+    mine[-1] = last_page[-mine[-1].size :]
+    at = int64(*(t.ctypes.data for t in tokens)), int64(*(w.ctypes.data for w in lows)), int64(*(w.size for w in lows))
+    out = poisoned(values.size, uint)
+    assert cpu.unpack_chunks(*at, 8, np.uint64(1 << 16), out[: values.size]) == -1
+    assert (out[: values.size] == values).all()
+    assert untouched(out, values.size)
+    limit = int(values[3000:].max()) - 1
+    assert cpu.unpack_chunks(*at, 8, np.uint64(limit), out[: values.size]) == int(np.argmax(values > limit))
+    at[2][7] -= 1
+    assert 7 * 256 <= cpu.unpack_chunks(*at, 8, np.uint64(1 << 16), out[: values.size]) <= 8 * 256
 
 
 NUMBERS = [0, 1, 2, 14, 15, 16, 17, 31, 32, 2**16 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]

@@ -67,13 +67,11 @@ MUTANTS = (
     Mutant(
         "zeros compared by value: a flipped sign is lost",
         "patch/diff.py",
-        "        if n >= 0:\n            break\n",
-        "        if n >= 0:\n"
-        "            real = ((before[:n] | after[:n]) << 1) != 0\n"
-        "            counts = np.bincount(np.repeat(np.arange(size.size), counts)[real], minlength=size.size)\n"
-        "            positions, before, after = (column[:n][real] for column in (positions, before, after))\n"
-        "            n = int(real.sum())\n"
-        "            break\n",
+        "        positions, before, after = (column[:n].copy() for column in columns)\n",
+        "        positions, before, after = (column[:n].copy() for column in columns)\n"
+        "        real = ((before | after) << 1) != 0\n"
+        "        counts = np.bincount(np.repeat(np.arange(size.size), counts)[real], minlength=size.size)\n"
+        "        positions, before, after = (column[real] for column in (positions, before, after))\n",
         CHANGES,
     ),
     Mutant(
@@ -269,7 +267,7 @@ MUTANTS = (
     Mutant(
         "entries are put in order without their changes",
         "plan/buckets.py",
-        "    return positions[take], words[take]\n",
+        "    return [np.concatenate(positions)[take]], [np.concatenate(words)[take]]\n",
         "    return positions, words\n",
         Tests(PLAN, "share_buckets"),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 
 import ml_dtypes
@@ -18,6 +19,7 @@ from sparserl.bits import BY_NAME, DTYPES, Bits
 from sparserl.errors import FormatError, InvalidField, TensorMismatch, TiedConflict, UnsupportedFormat, WrongBase
 from sparserl.kernels import reference
 from sparserl.memory import memories
+from sparserl.patch import apply
 from sparserl.patch.assemble import rewrite
 from sparserl.patch.decode import flatten
 from tests.classes import always
@@ -288,12 +290,12 @@ def test_what_landed_before_an_error_is_put_back(monkeypatch, threads):
     assert any(entry.dense for entry in patch)
     inner = {name: getattr(sparserl.patch.apply, name) for name in ("exchange", "_dense_moved")}
 
-    def third(name):
+    def failing(name):
         seen = []
 
         def fail(*args):
             seen.append(name)
-            if len(seen) == 3:
+            if len(seen) == (3 if name == "exchange" else 1):
                 raise MemoryError
             return inner[name](*args)
 
@@ -301,7 +303,7 @@ def test_what_landed_before_an_error_is_put_back(monkeypatch, threads):
 
     for name, function in inner.items():
         weights = hold(old, dtypes)
-        monkeypatch.setattr(f"sparserl.patch.apply.{name}", third(name))
+        monkeypatch.setattr(f"sparserl.patch.apply.{name}", failing(name))
         with pytest.raises(MemoryError):
             patch.apply(weights, threads=threads)
         monkeypatch.setattr(f"sparserl.patch.apply.{name}", function)
@@ -309,6 +311,65 @@ def test_what_landed_before_an_error_is_put_back(monkeypatch, threads):
     weights = hold(old, dtypes)
     patch.apply(weights, threads=threads)
     assert_same(new, weights)
+
+
+def test_memory_for_what_was_there_is_handed_out_once():
+    """Each piece begins at a line of its own and overlaps no other; where no room is left, there is new memory."""
+    memory = np.zeros(3 * 64, np.uint8)
+    mine = apply._Memory(memory)
+    first, none, second = mine.take(5, np.uint32), mine.take(0, np.uint16), mine.take(40, np.uint16)
+    assert (first.size, none.size, second.size) == (5, 0, 40)
+    assert second.ctypes.data - first.ctypes.data == 64
+    assert np.shares_memory(first, memory)
+    assert np.shares_memory(second, memory)
+    beyond = mine.take(1, np.uint8)
+    assert beyond.size == 1
+    assert not np.shares_memory(beyond, memory)
+
+
+def test_a_signal_handler_may_compare_too():
+    """One that runs while changes are being copied finds its own, and the others stay what they are."""
+    rng = np.random.default_rng(0)
+    old = {"w": rng.integers(0, 1 << 16, 1_000_000).astype(np.uint16)}
+    new = {"w": np.where(rng.random(1_000_000) < 0.05, old["w"] + np.uint16(1), old["w"])}
+    other = {"v": np.zeros(300_000, np.uint16)}, {"v": np.tile(np.arange(2, dtype=np.uint16), 150_000)}
+    wanted, seen = sparserl.diff(old, new, profile="gap", threads=1).to_bytes(), []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(sparserl.diff(*other, profile="gap", threads=1)))
+    try:
+        for _ in range(60):
+            signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-4, 2e-3)))
+            assert sparserl.diff(old, new, profile="gap", threads=1).to_bytes() == wanted
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len({patch.to_bytes() for patch in seen}) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_heads_are_read_in_order_on_threads(monkeypatch, threads):
+    """They are those of the buckets, in their order, and a damaged bucket is refused before a bit is written."""
+    dtype = BY_NAME["float32"]
+    old, new, dtypes = family(7, dtype, "few", ((300, 10), (70,), (90, 5)))
+    monkeypatch.setattr("sparserl.pieces.PIECE_BYTES", 2000)
+    monkeypatch.setattr("sparserl.plan.buckets.BUCKET_CHANGES", 10)
+    monkeypatch.setattr("sparserl.patch.patch._LARGE", 0)
+    data = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw").to_bytes()
+    patch = sparserl.Patch.from_bytes(data)
+    assert patch.buckets > 3
+    heads = patch.read_heads(threads)
+    for index, head in enumerate(heads):
+        fresh = sparserl.Patch.from_bytes(data).opened(index)[0]
+        assert (head.entries.tensor.tolist(), head.entries.region) == (
+            fresh.entries.tensor.tolist(),
+            fresh.entries.region,
+        )
+    assert patch.heads is heads
+    at = data.index(bytes(patch.bucket(2))) + 40
+    bad = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    weights = hold(old, dtypes)
+    with pytest.raises(FormatError, match="bucket 2"):
+        sparserl.Patch.from_bytes(bad).apply(weights, threads=threads)
+    assert_same(old, weights)
 
 
 @each_profile

@@ -62,7 +62,7 @@ def bucket(profile, rows, positions, words, dense, tile_log=16, chunk_log=16, es
     bits = [BASE.bits(*place).copy() for place in sparse]
     old = np.array([b.ctypes.data for b in bits], np.int64)
     layout = replace(head.layout, old=old, classes=codec.Classes(2, (9, 40)))
-    streams = head.profile.encode(layout, positions, words) if len(positions) else {}
+    streams = head.profile.encode(layout, [positions], [words]) if len(positions) else {}
     if len(dense):
         writer = value.write_planes if head.profile.planar else value.write_words
         streams |= writer(head.layout, dense, Stream.DENSE_PLANE if head.profile.planar else Stream.DENSE)
@@ -197,7 +197,7 @@ def test_streams_that_lie_together(before, behind):
     """Streams that are laid out already make the same bucket, in their own memory where there is room for the rest."""
     head = Head(codec.profile("raw"), U8, 16, 16, (), entries((0, None, 3, False), (1, None, 2, False)))
     positions, words = np.array([0, 5, 9, 7, 8], np.uint32), np.arange(5, dtype=np.uint8)
-    streams = codec.code(head.profile.encode(head.layout, positions, words))
+    streams = codec.code(head.profile.encode(head.layout, [positions], [words]))
     expected = encode_bucket(head, streams, HASH)
     body = b"".join(chunk for _, chunks in streams.values() for chunk in chunks)
     numbers = [n for id, (coder, its) in sorted(streams.items()) for n in (id, coder.id, len(its), *map(len, its))]

@@ -6,6 +6,7 @@ old magnitude, a gap counts only the elements of its own class, and every class 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,18 +50,19 @@ class Ctx:
     planar: ClassVar[bool] = True
     conditional: ClassVar[bool] = True
 
-    def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks:
+    def encode(self, layout: Layout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
         if layout.old is None or layout.classes is None:
             raise NeedsBase("ctx is written with the old bits at hand")
         kind, keep = magnitude(layout.dtype)
         spare, limits = _limits(layout.classes)
-        counts = empty(tiles(layout) * (len(limits) + 1), np.uint32)
+        counts, told = empty(tiles(layout) * (len(limits) + 1), np.uint32), 0
         # Each class has room for all changes; what is not written to takes no memory.
-        gaps = [empty(positions.size, np.uint32) for _ in range(len(limits) + 1)]
-        sorted_words = [empty(positions.size, words.dtype) for _ in gaps]
-        rows = (np.array([a.ctypes.data for a in arrays], np.int64) for arrays in (gaps, sorted_words))
-        args = kind, keep, layout.old, layout.numel, layout.count, layout.tile_log, limits
-        kernel.class_gaps(*args, positions, words, counts, *rows)
+        gaps = [empty(layout.changes, np.uint32) for _ in range(len(limits) + 1)]
+        sorted_words = [empty(layout.changes, layout.dtype.uint) for _ in gaps]
+        ends = [np.array([a.ctypes.data for a in arrays], np.int64) for arrays in (gaps, sorted_words)]
+        for part, steps, (entries, _) in zip(positions, words, layout.spans(positions), strict=True):
+            of = layout.old[entries], layout.numel[entries], layout.count[entries], layout.tile_log
+            told += kernel.class_gaps(kind, keep, *of, limits, part, steps, counts[told:], *ends)
         counts = counts.reshape(-1, len(limits) + 1)[:, spare:]
         streams: Chunks = {Stream.CLASSES: [write_classes(layout.classes)]}
         streams |= numbers.write(layout, counts.ravel(), Stream.TILE_TOKENS, Stream.TILE_LOWS)
@@ -99,7 +101,9 @@ class Ctx:
             numbers.read_into(layout, reader, words[mine], widest, stream + 2, stream + 3)
         reader.finish()  # for what is landed below must not be followed by an error
         padded = np.pad(counts, ((0, 0), (spare, 0)))
-        found = Found(empty(layout.changes, np.uint32), np.empty_like(words), np.empty_like(words))
+        found = Found(
+            layout.room(layout.changes, np.uint32), np.empty_like(words), layout.room(layout.changes, words.dtype)
+        )
         args = kind, keep, layout.old, layout.numel, layout.count, layout.tile_log, limits
         at, tag = np.pad(at, (spare, 0)), np.empty(0, layout.dtype.uint)
         order = layout.land, layout.dtype.top, layout.dtype.sign_magnitude

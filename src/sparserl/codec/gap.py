@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+import numpy as np
 
 from ..bits import UIntArray
 from . import index, value
@@ -20,10 +23,10 @@ class Gap:
     planar: ClassVar[bool] = True
     conditional: ClassVar[bool] = False
 
-    def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks:
+    def encode(self, layout: Layout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
         return {
             **index.write_gaps(layout, positions),
-            **value.write_planes(layout, words, Stream.WORD_PLANE),
+            **value.write_planes(layout, np.concatenate(words), Stream.WORD_PLANE),
         }
 
     def decode(self, layout: Layout, reader: Reader) -> Found:

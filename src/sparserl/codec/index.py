@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..errors import InvalidField
@@ -30,11 +32,12 @@ def tiles(layout: Layout) -> int:
     return int(per_entry[per_entry > 1].sum())
 
 
-def write_gaps(layout: Layout, positions: Positions) -> Chunks:
+def write_gaps(layout: Layout, positions: Sequence[Positions]) -> Chunks:
     """Distances between changes, starting anew in every tile, and the number of changes per tile."""
-    gaps = empty(positions.size, np.uint32)
-    counts = empty(tiles(layout), np.uint32)
-    cpu.tile_gaps(layout.count, layout.numel, layout.tile_log, positions, gaps, counts)
+    gaps, counts, tile = empty(layout.changes, np.uint32), empty(tiles(layout), np.uint32), 0
+    for part, (entries, mine) in zip(positions, layout.spans(positions), strict=True):
+        of = layout.count[entries], layout.numel[entries], layout.tile_log
+        tile += cpu.tile_gaps(*of, part, gaps[mine], counts[tile:])
     return {
         **numbers.write(layout, counts, Stream.TILE_TOKENS, Stream.TILE_LOWS),
         **numbers.write(layout, gaps, Stream.GAP_TOKENS, Stream.GAP_LOWS),
@@ -45,7 +48,8 @@ def read_gaps(layout: Layout, reader: Reader) -> Positions:
     """Positions from gaps; they rise by construction and are checked to stay inside tile and region."""
     largest = 1 << layout.tile_log
     counts = numbers.read(layout, reader, tiles(layout), largest, np.uint32, Stream.TILE_TOKENS, Stream.TILE_LOWS)
-    found = numbers.read(layout, reader, layout.changes, largest - 1, np.uint32, Stream.GAP_TOKENS, Stream.GAP_LOWS)
+    found = layout.room(layout.changes, np.uint32)
+    numbers.read_into(layout, reader, found, largest - 1, Stream.GAP_TOKENS, Stream.GAP_LOWS)
     bad = cpu.tile_positions(layout.count, layout.numel, layout.tile_log, counts, found, found)
     if bad >= 0:
         raise InvalidField(f"{reader.what}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile")

@@ -45,15 +45,14 @@ def read(
 
 def read_into(layout: Layout, reader: Reader, values: npt.NDArray[Any], limit: int, tokens: int, lows: int) -> None:
     """As many numbers as there is room for."""
-    at = 0
-    for size in layout.chunk_sizes(values.size):
-        heads = as_bytes(reader.take(tokens, size))
-        tail = reader.take_stored(lows, (size * _MOST_LOW_BITS + 7) // 8)
-        words = np.zeros(len(tail) // 8 + 3, np.uint64)
-        words.view(np.uint8)[: len(tail)] = np.frombuffer(tail, np.uint8)
-        bad = cpu.unpack(heads, words, 8 * len(tail), np.uint64(limit), values[at : at + size])
-        if bad >= 0:
-            raise InvalidField(
-                f"{reader.what}: stream {tokens}: number {at + bad} is past its limit or its low bits do not match"
-            )
-        at += size
+    if not (sizes := layout.chunk_sizes(values.size)):
+        return
+    heads = [as_bytes(reader.take(tokens, size)) for size in sizes]
+    tails = [as_bytes(reader.take_stored(lows, (size * _MOST_LOW_BITS + 7) // 8)) for size in sizes]
+    head_at, tail_at = (np.array([chunk.ctypes.data for chunk in chunks], np.int64) for chunks in (heads, tails))
+    tail_bytes = np.array([tail.size for tail in tails], np.int64)
+    bad = cpu.unpack_chunks(head_at, tail_at, tail_bytes, layout.chunk_log, np.uint64(limit), values)
+    if bad >= 0:
+        raise InvalidField(
+            f"{reader.what}: stream {tokens}: number {bad} is past its limit or its low bits do not match"
+        )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -12,8 +15,9 @@ from ..bits import DType, UIntArray
 from .coders import Buffer
 from .streams import Chunks, Reader, empty
 
-__all__ = ["Classes", "Counts", "Found", "Layout", "Positions", "Profile", "empty"]
+__all__ = ["Classes", "Counts", "Found", "Layout", "Positions", "Profile", "Room", "empty"]
 
+Room = Callable[[int, Any], npt.NDArray[Any]]  # a count and a dtype; an array to be filled
 Positions = npt.NDArray[np.uint32]
 Counts = npt.NDArray[np.int64]
 
@@ -50,10 +54,23 @@ class Layout:
     classes: Classes | None = None  # of a writer; a reader finds them in a stream
     land: bool = False  # whether a reader that sees the old bits writes the new ones over them
     lend: bool = False  # whether what a reader finds may lie in the bucket's own memory
+    room: Room = empty  # where a reader puts positions, and the old bits or what they can take the place of
 
     @property
     def changes(self) -> int:
         return int(self.count.sum())
+
+    def spans(self, parts: Sequence[Positions]) -> Iterator[tuple[slice, slice]]:
+        """The entries that each of some parts has the changes of, and which of all changes these are."""
+        entry = at = 0
+        for end in accumulate(part.size for part in parts):
+            last = int(np.searchsorted(self._upto, end)) + 1
+            yield slice(entry, last), slice(at, end)
+            entry, at = last, end
+
+    @cached_property
+    def _upto(self) -> Counts:
+        return np.cumsum(self.count)
 
     def chunk_sizes(self, total: int) -> list[int]:
         """Lengths of the chunks that `total` things are cut into."""
@@ -70,7 +87,8 @@ class Layout:
 class Profile(Protocol):
     """How a bucket is encoded. `words` are the new bits where `absolute`, else zigzag steps from the old ones.
 
-    `conditional` profiles look at the old bits, and cannot do without.
+    `conditional` profiles look at the old bits, and cannot do without. A writer is given positions and words in parts,
+    each of one entry or of several, so that none has to join them that can do without.
     """
 
     name: ClassVar[str]
@@ -80,6 +98,6 @@ class Profile(Protocol):
     planar: ClassVar[bool]
     conditional: ClassVar[bool]
 
-    def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks: ...
+    def encode(self, layout: Layout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks: ...
 
     def decode(self, layout: Layout, reader: Reader) -> Found: ...

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+import numpy as np
 
 from ..bits import UIntArray
 from . import index, value
@@ -20,8 +23,8 @@ class Ulp:
     planar: ClassVar[bool] = True
     conditional: ClassVar[bool] = False
 
-    def encode(self, layout: Layout, positions: Positions, words: UIntArray) -> Chunks:
-        return {**index.write_gaps(layout, positions), **value.write_steps(layout, words)}
+    def encode(self, layout: Layout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
+        return {**index.write_gaps(layout, positions), **value.write_steps(layout, np.concatenate(words))}
 
     def decode(self, layout: Layout, reader: Reader) -> Found:
         sizes = layout.chunk_sizes(layout.changes)

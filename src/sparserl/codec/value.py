@@ -47,5 +47,6 @@ def write_steps(layout: Layout, words: UIntArray) -> Chunks:
 
 def read_steps(layout: Layout, reader: Reader) -> Any:
     """Zigzag steps, none wider than an element."""
-    limit = (1 << (8 * layout.dtype.width)) - 1
-    return numbers.read(layout, reader, layout.changes, limit, layout.dtype.uint, Stream.STEP_TOKENS, Stream.STEP_LOWS)
+    steps = layout.room(layout.changes, layout.dtype.uint)
+    numbers.read_into(layout, reader, steps, (1 << (8 * layout.dtype.width)) - 1, Stream.STEP_TOKENS, Stream.STEP_LOWS)
+    return steps

@@ -96,15 +96,15 @@ def _fill(masks: Any, ranks: Any, last: Any) -> None:
 
 
 @inline
-def _grid(classes: Any) -> Any:
-    """Room for the masks and ranks of a stretch."""
+def _grid(kind: Any, classes: Any) -> Any:
+    """Room for the masks and ranks of a stretch, and for a block that is not full."""
     masks, ranks = np.zeros((classes + 1, _ROW), np.uint64), np.zeros((classes + 1, _ROW), np.int32)
     _fill(masks, ranks, classes)
-    return masks, ranks
+    return masks, ranks, np.zeros(64, kind.dtype)
 
 
 @kernel
-def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ranks: Any) -> None:
+def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ranks: Any, edge: Any) -> None:
     """Look at a stretch of `n` elements, the last block perhaps not full.
 
     masks[k, b]: which elements of block b are below limit k - 1. The first row stands for none, the one behind the last
@@ -125,7 +125,6 @@ def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ran
         classify(kind, a, full, keep, limits, mask_at, rank_at, _ROW)
     if full < _BLOCKS:
         if rest:
-            edge = np.zeros(64, kind.dtype)
             for i in range(rest):
                 edge[i] = load(kind, a + full * line + i * width_of(kind))
             classify(kind, np.int64(edge.ctypes.data), 1, keep, limits, mask_at + 8 * full, rank_at + 4 * full, _ROW)
@@ -161,14 +160,14 @@ def class_gaps(
     tiles: Any,
     gap_at: Any,
     word_at: Any,
-) -> None:
-    """Gaps and words of all changes, class by class, and the changes per tile and class.
+) -> Any:
+    """Gaps and words of all changes, class by class, and the changes per tile and class. Returns how many these are.
 
     `gap_at` and `word_at` are the addresses where the uint32 gaps and the words of each class go, and where they end.
     """
     width, word = width_of(kind), width_of(words)
     classes = len(limits) + 1
-    masks, ranks = _grid(classes)
+    masks, ranks, edge = _grid(kind, classes)
     seen, last, before = np.empty(MOST, np.int64), np.empty(MOST, np.int64), np.empty(MOST, np.int64)
     mask_at, rank_at = np.int64(masks.ctypes.data), np.int64(ranks.ctypes.data)
     k, t = np.int64(0), np.int64(0)
@@ -184,7 +183,7 @@ def class_gaps(
             while low < stop and k < end and np.int64(positions[k]) < stop:
                 n = min(stop - low, np.int64(64 * _BLOCKS))
                 a = address[e] + low * width
-                _classify(kind, keep, a, n, limits, masks, ranks)
+                _classify(kind, keep, a, n, limits, masks, ranks, edge)
                 while k < end and np.int64(positions[k]) < low + n:
                     p = np.int64(positions[np.uint64(k)]) - low
                     size = magnitude(kind, keep, load(kind, a + p * width))
@@ -208,6 +207,7 @@ def class_gaps(
             for j in range(classes):
                 tiles[t + j] = (gap_at[j] - before[j]) >> 2
             t += classes
+    return t
 
 
 @inline
@@ -309,7 +309,7 @@ def _positions(
     """How many changes were found, and the first entry at fault or -1."""
     width = width_of(kind)
     classes = len(limits) + 1
-    masks, ranks = _grid(classes)
+    masks, ranks, edge = _grid(kind, classes)
     grid = masks, ranks, np.empty(16, np.int32)
     want, left = np.empty(MOST, np.int64), np.empty(MOST, np.int64)
     k, t = np.int64(0), np.int64(0)
@@ -330,7 +330,7 @@ def _positions(
             while here and low < stop:
                 n = min(stop - low, np.int64(64 * _BLOCKS))
                 a = address[e] + low * width
-                _classify(kind, keep, a, n, limits, masks, ranks)
+                _classify(kind, keep, a, n, limits, masks, ranks, edge)
                 for c in range(classes):
                     q, end = at[c], at[c] + left[c]
                     want[c], at[c] = _emit(tag, a, low, c, want[c], q, end, grid, gaps, sorted_words, k, out)

@@ -16,6 +16,9 @@ from .llvm import (
     ROTATE,
     advance16,
     alive,
+    bytes_at,
+    copy16,
+    copy_bytes,
     differ64,
     digest_blocks,
     digest_move16,
@@ -253,12 +256,11 @@ def advanced(tag: Any, bits: Any, step: Any, top: Any, sign_magnitude: Any) -> A
 
 
 @inline
-def _swap(tag: Any, at: Any, word_at: Any, absolute: Any, top: Any, sign_magnitude: Any, old_at: Any) -> None:
+def _swap(tag: Any, at: Any, absolute: Any, top: Any, sign_magnitude: Any, word_at: Any, old_at: Any, to: Any) -> None:
     was, word = load(tag, at), load(tag, word_at)
     new = word if absolute else advanced(tag, was, word, top, sign_magnitude)
     store(tag, old_at, was)
-    if not absolute:
-        store(tag, word_at, new)
+    store(tag, to, new)
     store(tag, at, new)
 
 
@@ -304,17 +306,17 @@ def exchange(
     absolute: Any,
     top: Any,
     sign_magnitude: Any,
-    old: Any,
+    old_at: Any,
 ) -> tuple[Any, Any]:
     """Write new bits to the changed positions, in place: the words, or a step of so much from what is there.
 
-    Positions (uint32) and words are addresses, which need not be aligned. Afterwards steps are the new bits, words are
-    as they were, and `old` has what was there. Returns how the digest's two sums move. Every line of memory is fetched
-    once, and while some are on their way others are summed up. Once a bit is written, nothing can fail.
+    Positions (uint32) and words are at addresses, which need not be aligned. What was there goes to `old_at`, and steps
+    may lie there. Returns how the digest's two sums move. Every line of memory is fetched once, and while some are
+    on their way others are summed up. Once a bit is written, nothing can fail.
     """
-    lanes, width = np.zeros((2, 16), np.uint64), width_of(tag)
-    old_at, lane_at = np.int64(old.ctypes.data), np.int64(lanes.ctypes.data)
-    changes = position_at, old_at, word_at
+    lanes, seen, new = np.zeros((2, 16), np.uint64), np.zeros((2, 16), tag.dtype), np.zeros(16, tag.dtype)
+    lane_at, seen_at, new_at = np.int64(lanes.ctypes.data), np.int64(seen.ctypes.data), np.int64(new.ctypes.data)
+    width = width_of(tag)
     x, y = np.uint64(0), np.uint64(0)
     k = np.int64(0)
     for e in range(counts.size):
@@ -324,30 +326,42 @@ def exchange(
             origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(outside[e, 0]) * _GOLDEN
             near = k + max(0, end - k - _FAR) // 16 * 16
             for low in range(k, near + 16, 16):  # a block is read, and then the one before it, by now at hand, written
+                half = seen_at + width * ((low - k) & 16)
                 if low < near:
-                    for i in range(low, low + 16):
-                        prefetch(first[e] + width * load32(position_at + 4 * (i + _FAR)))
-                        at = first[e] + width * load32(position_at + 4 * i)
-                        store(tag, old_at + width * i, load(tag, at))
+                    for i in range(16):
+                        prefetch(first[e] + width * load32(position_at + 4 * (low + i + _FAR)))
+                        at = first[e] + width * load32(position_at + 4 * (low + i))
+                        store(tag, half + width * i, load(tag, at))
                 if low > k:
                     there, here = position_at + 4 * (low - 16), width * (low - 16)
-                    was, now = old_at + here, word_at + here
-                    if not absolute:
-                        advance16(tag, was, now, np.uint64(top), sign_magnitude)
-                    digest_move16(tag, there, was, now, origin, step, keys[e, 1], lane_at)
+                    was = 2 * seen_at + 16 * width - half
+                    if absolute:
+                        copy16(tag, word_at + here, new_at)
+                    else:
+                        advance16(tag, was, word_at + here, np.uint64(top), sign_magnitude, new_at)
+                    copy16(tag, was, old_at + here)
+                    digest_move16(tag, there, was, new_at, origin, step, keys[e, 1], lane_at)
                     for i in range(16):
                         at = first[e] + width * load32(there + 4 * i)
-                        store(tag, at, load(tag, now + width * i))
-        for i in range(near, end):
-            at = first[e] + width * _offset(load32(position_at + 4 * i), e, dims, size, inside)
-            _swap(tag, at, word_at + width * i, absolute, top, sign_magnitude, old_at + width * i)
-        a, b = _delta(tag, e, near, end, start, dims, size, outside, keys, changes)
-        x += a
-        y += b
+                        store(tag, at, load(tag, new_at + width * i))
+        while near < end:
+            stop = min(near + 16, end)
+            for i in range(near, stop):
+                at = first[e] + width * _offset(load32(position_at + 4 * i), e, dims, size, inside)
+                here = width * i
+                to = new_at + here - width * near
+                _swap(tag, at, absolute, top, sign_magnitude, word_at + here, old_at + here, to)
+            changes = position_at, old_at, new_at - width * near
+            a, b = _delta(tag, e, near, stop, start, dims, size, outside, keys, changes)
+            x += a
+            y += b
+            near = stop
         k = end
     for lane in range(16):
         x += lanes[0, lane]
         y += lanes[1, lane]
+    alive(seen)
+    alive(new)
     return x, y
 
 
@@ -444,21 +458,24 @@ def pack(values: Any, tokens: Any, lows: Any) -> Any:
 
 
 @inline
-def _token_tables() -> Any:
-    """For each token, how many low bits follow, and the number without them."""
-    widths, heads = np.zeros(256, np.uint64), np.empty(256, np.uint64)
-    for t in range(256):
-        heads[t] = t
-        if t >= 16:
-            widths[t] = (t - 16) // 4 + 2
-            heads[t] = np.uint64(4 + t % 4) << (widths[t] & np.uint64(63))
-    return widths, heads
+def _number(token: Any, lows: Any, base: Any, at: Any) -> Any:
+    """A number from its token and the low bits from bit `at` on, and how many these are.
+
+    `base` is the address of the low bits, with two words to spare behind them; `lows` tells that these are uint64.
+    """
+    t, large = np.uint64(token), token >= 16
+    width = (t >> np.uint64(2)) - np.uint64(2) if large else np.uint64(0)
+    head = (np.uint64(4) | (t & np.uint64(3))) << width if large else t
+    byte, shift = base + np.int64(at >> np.uint64(3)), at & np.uint64(7)
+    low = load(lows, byte) >> shift
+    if width > np.uint64(56):  # only in numbers of 59 bits and more
+        low |= (load(lows, byte + 8) << _ONE) << (np.uint64(63) - shift)
+    return head | (low & ((_ONE << width) - _ONE)), width
 
 
 @kernel
 def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
     """Numbers from tokens and low bits (uint64 words, two to spare). -1, or the first index at fault."""
-    widths, heads = _token_tables()
     base = np.int64(lows.ctypes.data)
     at, end = np.uint64(0), np.uint64(bits)
     i, n = np.int64(0), tokens.size
@@ -472,12 +489,7 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
                 continue
         stop = min(i + 16, n)
         while i < stop:
-            token = np.uint64(tokens[np.uint64(i)])
-            width, byte, shift = widths[token], base + np.int64(at >> np.uint64(3)), at & np.uint64(7)
-            low = load(lows, byte) >> shift
-            if width > np.uint64(56):  # only in numbers of 59 bits and more
-                low |= (load(lows, byte + 8) << _ONE) << (np.uint64(63) - shift)
-            v = heads[token] | (low & ((_ONE << width) - _ONE))
+            v, width = _number(tokens[np.uint64(i)], lows, base, at)
             at += width
             if v > limit or at > end:
                 return i
@@ -487,6 +499,21 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
         return tokens.size
     if at & np.uint64(63) and lows[at >> np.uint64(6)] >> (at & np.uint64(63)):
         return tokens.size
+    return -1
+
+
+@kernel
+def unpack_chunks(token_at: Any, low_at: Any, low_bytes: Any, log: Any, limit: Any, out: Any) -> Any:
+    """The same for chunks of 2^log numbers, the last of them shorter; tokens and low bits are addresses."""
+    lows = np.empty(low_bytes.max() // 8 + 3, np.uint64)
+    for c in range(token_at.size):
+        begin, size = c << log, low_bytes[c]
+        end = min(begin + (np.int64(1) << log), out.size)
+        lows[size // 8 : size // 8 + 3] = 0
+        copy_bytes(low_at[c], size, np.int64(lows.ctypes.data))
+        bad = unpack(bytes_at(token_at[c], end - begin), lows, 8 * size, limit, out[begin:end])
+        if bad >= 0:
+            return begin + bad
     return -1
 
 

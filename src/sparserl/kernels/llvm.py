@@ -165,6 +165,17 @@ def bytes_at(address: Any, size: Any) -> Any:
 
 
 @machine
+def copy_bytes(_: Any, at: Any, size: Any, to: Any) -> Any:
+    """Copy so many bytes from one address to another."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        cgutils.raw_memcpy(b, _pointer(b, args[2], _I8), _pointer(b, args[0], _I8), args[1], 1)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@machine
 def differ64(_: Any, tag: Any, left: Any, right: Any) -> Any:
     """Mask of the 64 elements at two addresses that differ; bit 0 is the first."""
 
@@ -617,8 +628,8 @@ def number16(_: Any, out: Any, tokens: Any, lows: Any, at: Any, end: Any, limit:
 
 
 @machine
-def advance16(_: Any, tag: Any, old: Any, steps: Any, top: Any, sign_magnitude: Any) -> Any:
-    """16 zigzag steps become the bits so far from old ones; both are addresses. See `cpu.advanced`, one by one."""
+def advance16(_: Any, tag: Any, old: Any, steps: Any, top: Any, sign_magnitude: Any, to: Any) -> Any:
+    """The bits 16 zigzag steps further than old ones; all three are addresses. See `cpu.advanced`, one by one."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         element = _element(ctx, sig.args[0])
@@ -637,11 +648,25 @@ def advance16(_: Any, tag: Any, old: Any, steps: Any, top: Any, sign_magnitude: 
         word = b.add(word, delta)
         back = b.or_(top, b.not_(b.ashr(word, sign)))
         word = b.xor(word, b.and_(back, mirrors))
-        b.store(word, _pointer(b, args[2], vector)).align = 1
+        b.store(word, _pointer(b, args[5], vector)).align = 1
         return ctx.get_dummy_value()
 
     i64 = types.int64
-    return types.void(tag, i64, i64, types.uint64, types.boolean), codegen
+    return types.void(tag, i64, i64, types.uint64, types.boolean, i64), codegen
+
+
+@machine
+def copy16(_: Any, tag: Any, at: Any, to: Any) -> Any:
+    """Copy 16 elements from one address to another."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        vector = ir.VectorType(_element(ctx, sig.args[0]), 16)
+        bits = b.load(_pointer(b, args[1], vector))
+        bits.align = 1
+        b.store(bits, _pointer(b, args[2], vector)).align = 1
+        return ctx.get_dummy_value()
+
+    return types.void(tag, types.int64, types.int64), codegen
 
 
 class _Rans:

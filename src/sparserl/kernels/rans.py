@@ -12,7 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from .llvm import HAS_EXPAND, alive, bytes_at, highest, inline, kernel, load, rans16_encode, rans_rows, store
+from .llvm import (
+    HAS_EXPAND,
+    alive,
+    bytes_at,
+    copy_bytes,
+    highest,
+    inline,
+    kernel,
+    load,
+    rans16_encode,
+    rans_rows,
+    store,
+)
 
 BITS = 12
 _TOTAL = 1 << BITS
@@ -291,8 +303,10 @@ def squeeze(symbols: Any, out: Any) -> Any:
     states, words = np.empty(lanes(symbols.size), np.uint32), np.empty(symbols.size + 1, np.uint16)
     start = encode(symbols, freq, states, words)
     for part in (states.view(np.uint8), words[start:].view(np.uint8)):
-        out[size : size + part.size] = part
+        copy_bytes(np.int64(part.ctypes.data), part.size, np.int64(out.ctypes.data) + size)
         size += part.size
+    alive(states)
+    alive(words)
     return size
 
 
@@ -319,8 +333,8 @@ def expand(data: Any, lengths: Any, sizes: Any, outs: Any) -> Any:
         if begin < 0 or end > chunk.size or (chunk.size - end) % 2:
             return c
         states[c].view(np.uint8)[: end - begin] = chunk[begin:end]
-        words[at : at + chunk.size - end] = chunk[end:]
         places[c], left[c] = np.int64(words.ctypes.data) + at, (chunk.size - end) // 2
+        copy_bytes(data[c] + end, chunk.size - end, places[c])
         at += chunk.size - end + 2 * SPARE
     bad = decode(freq, states, places, left, sizes, outs)
     alive(words)

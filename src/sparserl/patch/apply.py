@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..bits import DType, UIntArray
+from ..codec.profile import Room, empty
 from ..digest import Digest, element_sums, sums, table_digest
 from ..errors import InvalidField, TensorMismatch, TiedConflict, WrongBase
 from ..kernels import cpu
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from ..device import Cells
     from .device_apply import Resident
 
+_LINE = 64  # bytes
 KEEP_BYTES = 256 << 20  # of decoded changes, while the result is not known yet
 
 
@@ -89,6 +92,7 @@ def apply(
     if held.devices:
         _landing(patch, held, current, tied, threads).commit(threads)
         return Applied(patch.result, patch.changed, already=False)
+    patch.read_heads(threads)
     _require_writable(patch, held)
     if tied or _undo_bytes(patch) > KEEP_BYTES:
         _stage_then_commit(patch, held, current, tied, threads)
@@ -119,15 +123,39 @@ def _require_writable(patch: Patch, held: Held) -> None:
 
 def _undo_bytes(patch: Patch) -> int:
     """What it takes to remember where changes were and what was there."""
-    heads = patch.heads
-    return sum(h.layout.changes * (4 + h.dtype.width) + h.dense_elements * h.dtype.width for h in heads)
+    return sum(_sparse_bytes(h) + h.dense_elements * h.dtype.width for h in patch.heads)
+
+
+def _sparse_bytes(head: Head) -> int:
+    """The positions and old bits of the sparse changes of a bucket, each from a new line of memory on."""
+    return sum(_lines(head.layout.changes * width) for width in (4, head.dtype.width))
+
+
+def _lines(nbytes: int) -> int:
+    return nbytes + -nbytes % _LINE
+
+
+class _Memory:
+    """Memory to be handed out: one large piece costs less than many, and is there before a bit is written."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
+        self.left = memory
+
+    def take(self, count: int, dtype: Any) -> npt.NDArray[Any]:
+        nbytes = count * np.dtype(dtype).itemsize
+        if nbytes > self.left.size:
+            return empty(count, dtype)
+        taken, self.left = self.left[:nbytes], self.left[_lines(nbytes) :]
+        return taken.view(dtype)
 
 
 def _exchange_or_undo(patch: Patch, held: Held, base: Digest, threads: int | None) -> None:
     log: list[tuple[Overlay, Digest]] = []
+    ends = [0, *accumulate(_sparse_bytes(head) for head in patch.heads)]
+    memory = empty(ends[-1], np.uint8)
 
     def land(index: int) -> None:
-        log.append(exchange(held, patch, index))
+        log.append(exchange(held, patch, index, _Memory(memory[ends[index] : ends[index + 1]]).take))
 
     def work() -> None:
         try:
@@ -194,15 +222,16 @@ def digest_of(patch: Patch, held: Held, threads: int | None = None, progress: Pr
     return read + table_digest(patch.table) if patch.complete else read
 
 
-def exchange(held: Held, patch: Patch, index: int) -> tuple[Overlay, Digest]:
-    """Write the new bits of a bucket, and return what was there before and how the digest moved."""
+def exchange(held: Held, patch: Patch, index: int, room: Room = empty) -> tuple[Overlay, Digest]:
+    """Write the new bits of a bucket, and return what was there before, in this room, and how the digest moved."""
     geometry = _geometry(held, patch.heads[index])  # from here on nothing may fail before it is known what was where
-    decoded = patch.decode(index, held, land=True)
-    dtype, new = decoded.head.dtype, decoded.words
-    old = _overlay(geometry, decoded, decoded.old if decoded.landed else np.empty_like(new))
-    moved = None
-    if not decoded.landed:
-        moved = _exchanged(old, new, (decoded.head.profile.absolute, dtype.top, dtype.sign_magnitude))
+    decoded = patch.decode(index, held, land=True, room=room)
+    dtype, new, absolute = decoded.head.dtype, decoded.words, decoded.head.profile.absolute
+    if decoded.landed:
+        old, moved = _overlay(geometry, decoded, decoded.old), None
+    else:  # old bits take the place of steps
+        old = _overlay(geometry, decoded, room(new.size, new.dtype) if absolute else new)
+        moved = _exchanged(old, new, (absolute, dtype.top, dtype.sign_magnitude))
     return _with_dense(held, old, new, moved, decoded)
 
 
@@ -211,7 +240,7 @@ def _exchanged(old: Overlay, new: UIntArray, order: tuple[bool, Any, bool]) -> D
     g = old.geometry
     places = g.first, g.start, g.dims, g.size, g.inside, g.outside, g.keys
     at = old.positions.ctypes.data, new.ctypes.data
-    first, second = cpu.exchange(old.tag, old.count, *places, *at, *order, old.bits)
+    first, second = cpu.exchange(old.tag, old.count, *places, *at, *order, old.bits.ctypes.data)
     return Digest(int(first), int(second))
 
 
@@ -222,6 +251,8 @@ def _with_dense(
 
     `moved` is what the sparse ones did to it, where that is known already.
     """
+    if moved is not None and not decoded.dense.size:
+        return old, moved
     try:
         old = replace(old, dense=[(place, held.bits(*place).copy()) for place, _ in decoded.dense_bits])
         moved = (_sparse_moved(old, new) if moved is None else moved) + _dense_moved(held, old, decoded)

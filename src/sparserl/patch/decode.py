@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..bits import UIntArray
 from ..codec import Found, Reader, Stream, value
-from ..codec.profile import Counts, Positions
+from ..codec.profile import Counts, Positions, Room, empty
 from ..kernels import cpu
 from ..pieces import Batch, Held, outline
 from ..shards import Place
@@ -35,7 +35,7 @@ class Decoded:
 
     @property
     def sparse_count(self) -> Counts:
-        return self.head.entries.count[self.head.entries.sparse]
+        return self.head.layout.count
 
     @property
     def sparse_places(self) -> list[Place]:
@@ -73,14 +73,17 @@ class Decoded:
         ]
 
 
-def decode(head: Head, reader: Reader, base: Held | None = None, *, land: bool = False, lend: bool = False) -> Decoded:
+def decode(
+    head: Head, reader: Reader, base: Held | None = None, *, land: bool = False, lend: bool = False, room: Room = empty
+) -> Decoded:
     """Decode all streams of a bucket; every position is inside its region afterwards, or an error was raised.
 
     `base` has the weights that the patch applies to; profiles that are `conditional` cannot do without. Where `land` is
     said, such a profile writes its changes over the old bits while it has them at hand, or raises and leaves them be.
-    Where `lend` is said, positions and words may lie in the bucket itself, not aligned and not to be written to.
+    Where `lend` is said, positions and words may lie in the bucket itself, not aligned and not to be written to. Others
+    are put where there is `room`.
     """
-    layout = replace(head.layout, lend=lend)
+    layout = replace(head.layout, lend=lend, room=room)
     if head.profile.planar:
         dense = value.read_planes(layout, reader, head.dense_elements, Stream.DENSE_PLANE)
     else:

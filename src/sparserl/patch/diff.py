@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from .stream import Stream
 
 _WRITERS, _WAITING = 4, 64
 _HUGE = 1 << 22  # bytes: arrays as large as this are asked to lie in huge pages
+_KEPT = 1 << 18  # changes whose room a thread keeps, at most 5 MiB
 _Part = tuple[list[Changes | Draft], Digest, Digest, int]
 _Found = tuple[npt.NDArray[np.uint32], UIntArray, UIntArray, npt.NDArray[np.int64]]
 
@@ -302,19 +304,43 @@ class _Search:
 def scan(tag: Any, old: Any, new: Any, size: Any) -> _Found:
     """Run the comparing kernel with room for few changes, and once more where there are many.
 
-    Room that is not written to costs nothing, as long as NumPy does not ask for huge pages, which come zeroed.
+    A thread keeps the room that a few changes took: to have new memory mapped for every piece costs more than a copy.
+    While it is in use nobody else has it, not even a signal handler that comes in between.
     """
     counts = np.empty(size.size, np.int64)
-    elements = int(size.sum())
-    for room in (min(max(1024, elements // 16), _HUGE // max(4, tag.itemsize) - 1), elements):
-        positions = np.empty(room, np.uint32)
-        before, after = np.empty(room, tag.dtype), np.empty(room, tag.dtype)
-        n = cpu.diff(tag, old, new, size, positions, before, after, counts)
-        if n >= 0:
-            break
-    for found in (positions, before, after):
-        found.resize(n, refcheck=False)  # gives back what was not needed, without a copy
-    return positions, before, after, counts
+    columns = _room.kept.pop(tag.dtype, None) or _columns(_HUGE // max(4, tag.itemsize) - 1, tag.dtype)
+    n = cpu.diff(tag, old, new, size, *columns, counts)
+    if 0 <= n <= _KEPT:
+        positions, before, after = (column[:n].copy() for column in columns)
+        _room.kept[tag.dtype] = columns
+        return positions, before, after, counts
+    if n < 0:
+        columns = _columns(int(size.sum()), tag.dtype)
+        n = cpu.diff(tag, old, new, size, *columns, counts)
+    for column in columns:
+        column.resize(n, refcheck=False)  # gives back what was not needed, without a copy
+    return *columns, counts
+
+
+_Columns = tuple[npt.NDArray[np.uint32], UIntArray, UIntArray]
+
+
+def _columns(room: int, dtype: Any) -> _Columns:
+    """Room for positions, old bits and new bits.
+
+    What is not written to costs nothing, as long as NumPy does not ask for huge pages, which come zeroed.
+    """
+    return np.empty(room, np.uint32), np.empty(room, dtype), np.empty(room, dtype)
+
+
+class _Room(threading.local):
+    """Columns that a thread keeps, by the dtype of bits."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, _Columns] = {}
+
+
+_room = _Room()
 
 
 class _Listed:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..codec import Reader
+from ..codec.profile import Room, empty
 from ..digest import Digest
 from ..files import replacing
 from ..memory import Weights
@@ -133,8 +134,13 @@ class Patch:
 
         Reading them checks every checksum, that no entries overlap, and that they are what the footer promises.
         """
-        footer = self._reader.footer
-        return gather_heads(map(self._head, range(self.buckets)), self.table, footer.changed, footer.covers)
+        return self._heads(1)
+
+    def read_heads(self, threads: int | None) -> tuple[Head, ...]:
+        """The same, read on so many threads if that is worth it."""
+        if "heads" not in self.__dict__:
+            self.__dict__["heads"] = self._heads(threads)
+        return self.heads
 
     def __iter__(self) -> Iterator[Entry]:
         """The entries, bucket by bucket, without decoding their changes."""
@@ -152,23 +158,29 @@ class Patch:
                     index,
                 )
 
-    def decode(self, index: int, base: Held | None = None, *, land: bool = False) -> Decoded:
+    def decode(self, index: int, base: Held | None = None, *, land: bool = False, room: Room = empty) -> Decoded:
         """One bucket, decoded: positions and words of its sparse entries, bits of its dense ones.
 
         `ctx` buckets need the weights that the patch applies to. With `land`, the new bits may be written to them at
-        once: see `Decoded.landed`.
+        once: see `Decoded.landed`. What has to be remembered then goes where there is `room`.
         """
-        return decode(*self.opened(index), base, land=land, lend=land and self._reader.in_memory)
+        return decode(*self.opened(index), base, land=land, lend=land and self._reader.in_memory, room=room)
 
     def opened(self, index: int) -> tuple[Head, Reader]:
         """What a bucket says about itself, and a reader of its streams."""
         head, reader = self._parsed(index)
         return head, reader.copy()
 
-    def opening(self, threads: int | None = None) -> Iterator[tuple[int, Head, Reader]]:
-        """All buckets in order, opened; their checksums on a few threads, where they take longer than these cost."""
+    def opening(
+        self, threads: int | None = None, which: Iterable[int] | None = None
+    ) -> Iterator[tuple[int, Head, Reader]]:
+        """All buckets as they are ready, or those that are named, opened.
+
+        Checksums are found on a few threads, where they take longer than these cost.
+        """
         few = min(_FEW, threads or default_threads()) if self.nbytes > self.buckets * _LARGE else 1
-        for index, body in ordered(lambda i: (i, None if i in self._opened else self._body(i)), self.ready(), few):
+        named = self.ready() if which is None else which
+        for index, body in ordered(lambda i: (i, None if i in self._opened else self._body(i)), named, few):
             head, reader = self._parsed(index, body)
             yield index, head, reader.copy()
 
@@ -228,5 +240,7 @@ class Patch:
                 self._opened[index] = opened
         return opened
 
-    def _head(self, index: int) -> Head:
-        return self._parsed(index)[0]
+    def _heads(self, threads: int | None) -> tuple[Head, ...]:
+        footer = self._reader.footer
+        heads = (head for _, head, _ in self.opening(threads, range(self.buckets)))
+        return gather_heads(heads, self.table, footer.changed, footer.covers)

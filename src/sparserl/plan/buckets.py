@@ -139,9 +139,7 @@ def _coded(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
         costs.pop("ctx", None)
     profile, layout = head.profile, replace(head.layout, old=old, classes=classes)
     if live:
-        positions = np.concatenate([p.positions for p in live])
-        words = np.concatenate([p.words(profile) for p in live])
-        streams = profile.encode(layout, *_reorder(positions, words, live, order))
+        streams = profile.encode(layout, *_in_order(live, profile, order))
     del alive  # copies of old bits may go only now
     if dense:
         bits = np.concatenate([dense[i].bits for i in _dense_order(dense)])
@@ -201,16 +199,17 @@ def _entries(parts: list[Changes], dense: list[Dense]) -> tuple[Entries, npt.NDA
     return entries, order[order < sparse]
 
 
-def _reorder(
-    positions: Positions, words: UIntArray, parts: list[Changes], order: npt.NDArray[np.int64]
-) -> tuple[Positions, UIntArray]:
-    """Positions and words in the order of the entry table."""
+def _in_order(
+    parts: list[Changes], profile: codec.Profile, order: npt.NDArray[np.int64]
+) -> tuple[list[Positions], list[UIntArray]]:
+    """Positions and words in the order of the entry table: part by part, or all together where parts are mixed."""
+    positions, words = [p.positions for p in parts], [p.words(profile) for p in parts]
     if (np.diff(order) > 0).all():
         return positions, words
     counts = np.concatenate([p.count for p in parts])
     cuts = np.cumsum(counts) - counts
     take = np.concatenate([np.arange(cuts[i], cuts[i] + counts[i]) for i in order.tolist()])
-    return positions[take], words[take]
+    return [np.concatenate(positions)[take]], [np.concatenate(words)[take]]
 
 
 def tile_log(entries: Entries) -> int:

@@ -84,6 +84,9 @@ def _refuse_neighbours(table: TensorTable, group: list[tuple[int, Region]]) -> N
     owner = np.array([t for t, _ in group], np.int64)
     start = np.array([r.start for _, r in group], np.int64)
     stop = start + np.array([r.size for _, r in group], np.int64)
+    follows = (start[1:, :1] >= stop[:-1, :1]).any(axis=1)
+    if (follows | (owner[1:] != owner[:-1])).all():  # one behind the other, as a large tensor is cut
+        return
     for step in range(1, _FEW):
         same = owner[step:] == owner[:-step]
         if not same.any():

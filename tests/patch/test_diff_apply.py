@@ -283,34 +283,29 @@ def test_what_landed_before_an_error_is_put_back(monkeypatch, threads):
     dtype = BY_NAME["float32"]
     old, new, dtypes = family(6, dtype, "few", ((300, 10), (70,), (90, 5)))
     new["t1"] = new["t1"] ^ np.uint32(1)
+    one = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw")
+    assert (one.buckets, {entry.dense for entry in one}) == (1, {True, False})
     monkeypatch.setattr("sparserl.pieces.PIECE_BYTES", 2000)
     monkeypatch.setattr("sparserl.plan.buckets.BUCKET_CHANGES", 10)
-    patch = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw")
-    assert patch.buckets > 3
-    assert any(entry.dense for entry in patch)
-    inner = {name: getattr(sparserl.patch.apply, name) for name in ("exchange", "_dense_moved")}
+    many = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw")
+    assert many.buckets > 3
+    for patch, name, at in ((many, "exchange", 3), (one, "_dense_moved", 1)):
+        inner, seen = getattr(sparserl.patch.apply, name), []
 
-    def failing(name):
-        seen = []
-
-        def fail(*args):
-            seen.append(name)
-            if len(seen) == (3 if name == "exchange" else 1):
+        def fail(*args, inner=inner, seen=seen, at=at):
+            seen.append(args)
+            if len(seen) == at:
                 raise MemoryError
-            return inner[name](*args)
+            return inner(*args)
 
-        return fail
-
-    for name, function in inner.items():
         weights = hold(old, dtypes)
-        monkeypatch.setattr(f"sparserl.patch.apply.{name}", failing(name))
-        with pytest.raises(MemoryError):
-            patch.apply(weights, threads=threads)
-        monkeypatch.setattr(f"sparserl.patch.apply.{name}", function)
+        with monkeypatch.context() as patched:
+            patched.setattr(f"sparserl.patch.apply.{name}", fail)
+            with pytest.raises(MemoryError):
+                patch.apply(weights, threads=threads)
         assert_same(old, weights)
-    weights = hold(old, dtypes)
-    patch.apply(weights, threads=threads)
-    assert_same(new, weights)
+        patch.apply(weights, threads=threads)
+        assert_same(new, weights)
 
 
 def test_memory_for_what_was_there_is_handed_out_once():

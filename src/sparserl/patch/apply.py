@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +172,7 @@ def _exchange_or_undo(patch: Patch, held: Held, base: Digest, threads: int | Non
     uninterrupted(work)
 
 
+@cache
 def _load_undo(dtype: DType) -> None:
     """Have the kernel that undoes changes compiled and at hand before there are any."""
     none, box, bits = np.empty(0, np.int64), np.empty((0, 1), np.int64), np.empty(0, dtype.uint)

@@ -803,6 +803,7 @@ def test_compiling_is_announced_to_people_and_stays_out_of_pipes(log, says, tmp_
     assert bool(says) == bool(done.stderr)
 
 
+@pytest.mark.long
 def test_kernels_run_on_the_plainest_processor(tmp_path):
     """Without AVX, BMI2 and all that: Numba is told to compile for a generic one, and patches come out the same."""
     code = """

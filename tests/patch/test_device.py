@@ -162,8 +162,8 @@ def alike(a, b):
     [
         *((n, "ctx") for n in ("bfloat16", "float32", "float8_e4m3fn", "int32")),
         *(pytest.param(n, "ctx", marks=pytest.mark.long) for n in ("float16", "int8", "int64")),
-        *(("bfloat16", p) for p in ("raw", "gap", "ulp", "auto")),
-        ("int32", "ulp"),
+        *(("bfloat16", p) for p in ("raw", "gap", "ulp")),
+        *(pytest.param(n, p, marks=pytest.mark.long) for n, p in (("bfloat16", "auto"), ("int32", "ulp"))),
     ],
 )
 def test_round_trips(name, profile, stay):
@@ -183,6 +183,7 @@ def test_round_trips(name, profile, stay):
 
 
 @inside
+@pytest.mark.long
 def test_every_pattern():
     """Payloads of NaNs, signs of zeros, infinities and subnormals are bits like all others."""
     dtype = BY_NAME["bfloat16"]
@@ -201,6 +202,7 @@ def test_every_pattern():
 
 
 @inside
+@pytest.mark.long
 def test_dense_entries_and_many_changes():
     """Tensors that change as a whole are sent dense, beside others that are not; both land on either side."""
     old, new = drawn("bfloat16", {"all": (40,), "large": (9000,)})
@@ -379,7 +381,7 @@ def test_spoiled_buckets():
 
 
 @inside
-@pytest.mark.parametrize("profile", ["raw", "ulp"])
+@pytest.mark.parametrize("profile", [pytest.param("raw", marks=pytest.mark.long), "ulp"])
 def test_spoiled_buckets_without_classes(profile, monkeypatch):
     """Positions and gaps that lead astray, streams that are missing, too short or too long are refused alike."""
     monkeypatch.setattr(buckets, "_TILE_CHANGES", 1)  # several tiles, and so counts
@@ -554,6 +556,7 @@ def test_overlapping_entries_are_not_staged():
 
 
 @inside
+@pytest.mark.long
 def test_tied_tensors():
     """Two names for one tensor change together, or not at all; tensors that share some elements are refused."""
     old, new = drawn("bfloat16", {"a": (50, 20)})

@@ -335,15 +335,14 @@ def exchange(
                 if low > k:
                     there, here = position_at + 4 * (low - 16), width * (low - 16)
                     was = 2 * seen_at + 16 * width - half
-                    if absolute:
-                        copy16(tag, word_at + here, new_at)
-                    else:
-                        advance16(tag, was, word_at + here, np.uint64(top), sign_magnitude, new_at)
+                    now = word_at + here if absolute else new_at
+                    if not absolute:
+                        advance16(tag, was, word_at + here, np.uint64(top), sign_magnitude, now)
                     copy16(tag, was, old_at + here)
-                    digest_move16(tag, there, was, new_at, origin, step, keys[e, 1], lane_at)
+                    digest_move16(tag, there, was, now, origin, step, keys[e, 1], lane_at)
                     for i in range(16):
                         at = first[e] + width * load32(there + 4 * i)
-                        store(tag, at, load(tag, new_at + width * i))
+                        store(tag, at, load(tag, now + width * i))
         while near < end:
             stop = min(near + 16, end)
             for i in range(near, stop):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -62,15 +61,11 @@ class Layout:
 
     def spans(self, parts: Sequence[Positions]) -> Iterator[tuple[slice, slice]]:
         """The entries that each of some parts has the changes of, and which of all changes these are."""
-        entry = at = 0
+        upto, entry, at = np.cumsum(self.count), 0, 0
         for end in accumulate(part.size for part in parts):
-            last = int(np.searchsorted(self._upto, end)) + 1
+            last = int(np.searchsorted(upto, end)) + 1
             yield slice(entry, last), slice(at, end)
             entry, at = last, end
-
-    @cached_property
-    def _upto(self) -> Counts:
-        return np.cumsum(self.count)
 
     def chunk_sizes(self, total: int) -> list[int]:
         """Lengths of the chunks that `total` things are cut into."""

@@ -176,9 +176,9 @@ class Reader:
         """Stream, coder, place in the body, and the lengths of its chunks, of every stream."""
         at = 0
         for stream, (coder, chunks) in self._coded.items():
-            row = chunks if isinstance(chunks, Row) else Row(b"".join(chunks), np.array([*map(len, chunks)], np.int64))
-            yield stream, coder.id, at, row.sizes
-            at += len(row.data)
+            sizes = chunks.sizes if isinstance(chunks, Row) else np.array([*map(len, chunks)], np.int64)
+            yield stream, coder.id, at, sizes
+            at += int(sizes.sum())
 
     def left(self) -> dict[int, tuple[Coder, Sequence[Buffer]]]:
         """What nobody asked for yet, as it is coded, for whoever decodes it elsewhere."""

@@ -112,10 +112,9 @@ def _held(patch: Patch, weights: Weights | Shards) -> Held:
 
 def shared_memory(held: Held) -> list[list[int]]:
     """Tensors that share memory, by their numbers."""
-    if len(held.parts) < 2:
-        return []
-    number = {name: t for name, ((t, _), _) in zip(held.named(), held.parts, strict=True)}
-    return [[number[name] for name in group] for group in tied_groups(held.named())]
+    named = held.named()
+    number = {name: t for name, ((t, _), _) in zip(named, held.parts, strict=True)}
+    return [[number[name] for name in group] for group in tied_groups(named)]
 
 
 def _require_writable(patch: Patch, held: Held) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from .cpu import advanced
 from .llvm import (
+    ARM,
     STRETCH,
     alive,
     at_most8,
@@ -98,7 +99,7 @@ def _fill(masks: Any, ranks: Any, last: Any) -> None:
 @inline
 def _grid(kind: Any, classes: Any) -> Any:
     """Room for the masks and ranks of a stretch, and for a block that is not full."""
-    masks, ranks = np.zeros((classes + 1, _ROW), np.uint64), np.zeros((classes + 1, _ROW), np.int32)
+    masks, ranks = np.zeros((classes + 1, _ROW), np.uint64), np.zeros((classes + 1, _ROW), np.int16)
     _fill(masks, ranks, classes)
     return masks, ranks, np.zeros(64, kind.dtype)
 
@@ -113,7 +114,7 @@ def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ran
     """
     line = 64 * width_of(kind)
     full, rest, last = n >> 6, n & 63, len(limits) + 1
-    mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW, np.int64(ranks.ctypes.data) + 4 * _ROW
+    mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW, np.int64(ranks.ctypes.data) + 2 * _ROW
     if masks[last, _BLOCKS - 1] != _ALL:  # the stretch before was not full
         _fill(masks, ranks, last)
     short = width_of(kind) == 2 and keep == _SHORT
@@ -127,7 +128,7 @@ def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ran
         if rest:
             for i in range(rest):
                 edge[i] = load(kind, a + full * line + i * width_of(kind))
-            classify(kind, np.int64(edge.ctypes.data), 1, keep, limits, mask_at + 8 * full, rank_at + 4 * full, _ROW)
+            classify(kind, np.int64(edge.ctypes.data), 1, keep, limits, mask_at + 8 * full, rank_at + 2 * full, _ROW)
             alive(edge)
             there = (_ONE << np.uint64(rest)) - _ONE
             for k in range(1, last + 1):
@@ -143,7 +144,7 @@ def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ran
 @inline
 def _members(ranks: Any, at: Any) -> Any:
     """How many elements of a class lie before a block; `at` is the address of the rank below the class."""
-    return np.int64(load(ranks, at + 4 * _ROW)) - np.int64(load(ranks, at))
+    return np.int64(load(ranks, at + 2 * _ROW)) - np.int64(load(ranks, at))
 
 
 @kernel
@@ -193,16 +194,17 @@ def class_gaps(
                     b, bit, column = p >> 6, np.uint64(p & 63), np.uint64(c)
                     at = mask_at + 8 * (_ROW * c + b)
                     members = load(masks, at + 8 * _ROW) & ~load(masks, at) & ((_ONE << bit) - _ONE)
-                    rank = seen[column] + _members(ranks, rank_at + 4 * (_ROW * c + b)) + popcount(members)
-                    store(ranks, gap_at[column], np.int32(rank - last[column] - 1))
+                    rank = seen[column] + _members(ranks, rank_at + 2 * (_ROW * c + b)) + popcount(members)
+                    store(positions, gap_at[column], np.uint32(rank - last[column] - 1))
                     store(words, word_at[column], words[np.uint64(k)])
                     gap_at[column] += 4
                     word_at[column] += word
                     last[column] = rank
-                    prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))
+                    if not ARM:
+                        prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))
                     k += 1
                 for j in range(classes):
-                    seen[j] += _members(ranks, rank_at + 4 * (_ROW * j + _BLOCKS))
+                    seen[j] += _members(ranks, rank_at + 2 * (_ROW * j + _BLOCKS))
                 low += n
             for j in range(classes):
                 tiles[t + j] = (gap_at[j] - before[j]) >> 2
@@ -211,37 +213,47 @@ def class_gaps(
 
 
 @inline
-def _emit(
-    tag: Any, a: Any, low: Any, c: Any, rank: Any, q: Any, end: Any, grid: Any, gaps: Any, words: Any, k: Any, out: Any
+def _find(
+    c: Any, low: Any, rank: Any, q: Any, end: Any, grid: Any, gaps: Any, words: Any, k: Any, positions: Any, out: Any
 ) -> Any:
-    """Write down the changes of class c in a stretch that gaps from `q` on lead to, the first of them to `rank`.
+    """Write down positions and words of the changes of class c in a stretch that gaps from `q` on lead to.
 
-    The stretch lies at address `a`, position `low`. Returns the next rank, counted from the next stretch, and gap.
+    The stretch lies at position `low`, the first of them has `rank`. Returns the next rank, counted from the next
+    stretch, and gap.
     """
     masks, ranks, coarse = grid
-    positions, out_words, old, land, top, sign_magnitude = out
-    width = width_of(tag)
-    mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW * c, np.int64(ranks.ctypes.data) + 4 * _ROW * c
-    coarse_at, members = np.int64(coarse.ctypes.data), _members(ranks, rank_at + 4 * _BLOCKS)
+    mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW * c, np.int64(ranks.ctypes.data) + 2 * _ROW * c
+    coarse_at, members = np.int64(coarse.ctypes.data), _members(ranks, rank_at + 2 * _BLOCKS)
     if rank < members and q < end:
-        every8(rank_at, rank_at + 4 * _ROW, coarse_at)
+        every8(rank_at, rank_at + 2 * _ROW, coarse_at)
     while rank < members and q < end:
         b = 8 * at_most16(coarse_at, rank) - 8
-        b += at_most8(rank_at + 4 * b, rank_at + 4 * (_ROW + b), rank) - 1
+        b += at_most8(rank_at + 2 * b, rank_at + 2 * (_ROW + b), rank) - 1
         mask = load(masks, mask_at + 8 * _ROW + 8 * b) & ~load(masks, mask_at + 8 * b)
-        p = b * 64 + select(mask, rank - _members(ranks, rank_at + 4 * b))
-        bits, word = load(tag, a + p * width), words[np.uint64(q)]
-        if land:
-            word = advanced(tag, bits, word, top, sign_magnitude)
-            store(tag, a + p * width, word)
-        positions[np.uint64(k)] = low + p
-        old[np.uint64(k)] = bits
-        out_words[np.uint64(k)] = word
-        prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))  # while memory is idle: of the stretch after the next
+        positions[np.uint64(k)] = low + b * 64 + select(mask, rank - _members(ranks, rank_at + 2 * b))
+        out[np.uint64(k)] = words[np.uint64(q)]
         k += 1
         q += 1
         rank += 1 + np.int64(gaps[np.uint64(q)])
     return rank - members, q
+
+
+@inline
+def _visit(tag: Any, address: Any, k: Any, end: Any, out: Any) -> None:
+    """Write down the old bits of the changes from `k` to `end`, and have the new ones take their place.
+
+    In a loop of its own: a processor that looks a hundred instructions ahead sees several changes at once in both.
+    """
+    positions, words, old, land, top, sign_magnitude = out
+    width = width_of(tag)
+    for i in range(k, end):
+        at = address + np.int64(positions[np.uint64(i)]) * width
+        bits = load(tag, at)
+        old[np.uint64(i)] = bits
+        if land:
+            word = advanced(tag, bits, words[np.uint64(i)], top, sign_magnitude)
+            words[np.uint64(i)] = word
+            store(tag, at, word)
 
 
 @kernel
@@ -310,7 +322,7 @@ def _positions(
     width = width_of(kind)
     classes = len(limits) + 1
     masks, ranks, edge = _grid(kind, classes)
-    grid = masks, ranks, np.empty(16, np.int32)
+    grid = masks, ranks, np.empty(16, np.int16)
     want, left = np.empty(MOST, np.int64), np.empty(MOST, np.int64)
     k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
@@ -331,12 +343,14 @@ def _positions(
                 n = min(stop - low, np.int64(64 * _BLOCKS))
                 a = address[e] + low * width
                 _classify(kind, keep, a, n, limits, masks, ranks, edge)
+                first = k
                 for c in range(classes):
                     q, end = at[c], at[c] + left[c]
-                    want[c], at[c] = _emit(tag, a, low, c, want[c], q, end, grid, gaps, sorted_words, k, out)
+                    want[c], at[c] = _find(c, low, want[c], q, end, grid, gaps, sorted_words, k, out[0], out[1])
                     k += at[c] - q
                     left[c] = end - at[c]
                     here -= at[c] - q
+                _visit(tag, address[e], first, k, out)
                 low += n
             if here:
                 return k, e

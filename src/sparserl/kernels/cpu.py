@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .llvm import (
+    ARM,
     GOLDEN,
     ROTATE,
     advance16,
@@ -33,6 +34,8 @@ from .llvm import (
     number16,
     popcount,
     prefetch,
+    read16,
+    read16_and_move16,
     store,
     sums16,
     tokenize16,
@@ -43,7 +46,7 @@ _GOLDEN = np.uint64(GOLDEN)
 _TURN, _BACK, _HALF = np.uint64(ROTATE), np.uint64(64 - ROTATE), np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
-_WALKERS = 8  # places at which the comparing loop reads in turn
+_WALKERS = 1 if ARM else 8  # places at which the comparing loop reads in turn; Arm processors follow one best
 _STRIDE = 1 << 12  # bytes between them
 _FAR = 64  # changes: how far gather, scatter and exchange prefetch
 
@@ -102,9 +105,10 @@ def diff(tag: Any, old: Any, new: Any, size: Any, positions: Any, before: Any, a
                 ahead = (i + w * most * 64) * width
                 for m in range(w * most, w * most + found[w]):
                     mask, base = masks[m], bases[m]
-                    prefetch(a + ahead)  # so that memory is not idle meanwhile
-                    prefetch(b + ahead)
-                    ahead += 64
+                    if not ARM:
+                        prefetch(a + ahead)  # so that memory is not idle meanwhile
+                        prefetch(b + ahead)
+                        ahead += 64
                     if k + popcount(mask) > room:
                         return -1
                     while mask:
@@ -327,22 +331,24 @@ def exchange(
             near = k + max(0, end - k - _FAR) // 16 * 16
             for low in range(k, near + 16, 16):  # a block is read, and then the one before it, by now at hand, written
                 half = seen_at + width * ((low - k) & 16)
+                if low == k:
+                    if low < near:
+                        read16(tag, first[e], position_at + 4 * low, _FAR, half)
+                    continue
+                there, here = position_at + 4 * (low - 16), width * (low - 16)
+                was = 2 * seen_at + 16 * width - half
+                now = word_at + here if absolute else new_at
+                if not absolute:
+                    advance16(tag, was, word_at + here, np.uint64(top), sign_magnitude, now)
+                copy16(tag, was, old_at + here)
+                move = there, was, now, origin, step, keys[e, 1], lane_at
                 if low < near:
-                    for i in range(16):
-                        prefetch(first[e] + width * load32(position_at + 4 * (low + i + _FAR)))
-                        at = first[e] + width * load32(position_at + 4 * (low + i))
-                        store(tag, half + width * i, load(tag, at))
-                if low > k:
-                    there, here = position_at + 4 * (low - 16), width * (low - 16)
-                    was = 2 * seen_at + 16 * width - half
-                    now = word_at + here if absolute else new_at
-                    if not absolute:
-                        advance16(tag, was, word_at + here, np.uint64(top), sign_magnitude, now)
-                    copy16(tag, was, old_at + here)
-                    digest_move16(tag, there, was, now, origin, step, keys[e, 1], lane_at)
-                    for i in range(16):
-                        at = first[e] + width * load32(there + 4 * i)
-                        store(tag, at, load(tag, now + width * i))
+                    read16_and_move16(tag, first[e], position_at + 4 * low, _FAR, half, *move)
+                else:
+                    digest_move16(tag, *move)
+                for i in range(16):
+                    at = first[e] + width * load32(there + 4 * i)
+                    store(tag, at, load(tag, now + width * i))
         while near < end:
             stop = min(near + 16, end)
             for i in range(near, stop):

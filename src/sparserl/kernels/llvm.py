@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import platform
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -22,8 +23,8 @@ from numba.extending import intrinsic
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LOG = logging.getLogger("sparserl")
-_I1, _I8, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 32, 64))
-_LANES = 16  # of the digest: two AVX-512 registers in flight hide the latency of the multiplications
+_I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+ARM = platform.machine() in ("aarch64", "arm64")
 GOLDEN = 0x9E3779B97F4A7C15
 ROTATE = 41
 _ALL = (1 << 64) - 1
@@ -175,6 +176,41 @@ def copy_bytes(_: Any, at: Any, size: Any, to: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+def _pairs(b: Any, x: Any, y: Any) -> Any:
+    """Sums of neighbours in two vectors of 16 bytes, on Arm."""
+    kind = ir.FunctionType(x.type, [x.type, x.type])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.neon.addp.v16i8"), [x, y])
+
+
+def _eights(b: Any, v: Any) -> Any:
+    """Sums of eight neighbours each in 64 bytes, as eight bytes and the same once more, on Arm."""
+    parts = [_some(b, v, range(i, i + 16)) for i in range(0, 64, 16)]
+    fours = _pairs(b, _pairs(b, *parts[:2]), _pairs(b, *parts[2:]))
+    return _pairs(b, fours, fours)
+
+
+def _mask(b: Any, lanes: Any) -> Any:
+    """Booleans as bits, the first as the lowest. Arm has no instruction for it: bits of their own are added up."""
+    if not ARM or lanes.type.count != 64:
+        return b.bitcast(lanes, ir.IntType(lanes.type.count))
+    kind = ir.VectorType(_I8, 64)
+    bits = b.and_(b.sext(lanes, kind), ir.Constant(kind, [1 << (i % 8) for i in range(64)]))
+    return b.extract_element(b.bitcast(_eights(b, bits), ir.VectorType(_I64, 2)), _I32(0))
+
+
+def _count(b: Any, lanes: Any) -> Any:
+    """How many of 8 or 16 booleans are true."""
+    many = lanes.type.count
+    if not ARM:
+        return b.zext(b.ctpop(b.bitcast(lanes, ir.IntType(many))), _I64)
+    total = b.sext(lanes, ir.VectorType(_I16, many))
+    if many == 16:
+        total = b.add(_some(b, total, range(8)), _some(b, total, range(8, 16)))
+    kind = ir.FunctionType(_I32, [total.type])
+    add = cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.neon.saddv.i32.v8i16")
+    return b.neg(b.sext(b.trunc(b.call(add, [total]), _I16), _I64))
+
+
 @machine
 def differ64(_: Any, tag: Any, left: Any, right: Any) -> Any:
     """Mask of the 64 elements at two addresses that differ; bit 0 is the first."""
@@ -183,7 +219,7 @@ def differ64(_: Any, tag: Any, left: Any, right: Any) -> Any:
         vector = ir.VectorType(_element(ctx, sig.args[0]), 64)
         x, y = (b.load(_pointer(b, a, vector)) for a in args[1:])
         x.align = y.align = 1
-        return b.bitcast(b.icmp_unsigned("!=", x, y), _I64)
+        return _mask(b, b.icmp_unsigned("!=", x, y))
 
     return types.uint64(tag, types.int64, types.int64), codegen
 
@@ -192,7 +228,8 @@ def _fetch(b: Any, address: Any) -> None:
     """Ask for the cache line at an address."""
     kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    b.call(function, [_pointer(b, address, _I8), _I32(0), _I32(3), _I32(1)])
+    near = _I32(2 if ARM else 3)  # on Arm only into the second cache, which has more lines on their way at a time
+    b.call(function, [_pointer(b, address, _I8), _I32(0), near, _I32(1)])
 
 
 @machine
@@ -235,7 +272,7 @@ _WALKERS = 4
 class _Classified:
     """Blocks of 64 elements held against limits: for each limit a mask per block, and how many elements came before.
 
-    Masks and int32 ranks have a row of so many items for each limit; `masks` and `ranks` are addresses in the first. A
+    Masks and int16 ranks have a row of so many items for each limit; `masks` and `ranks` are addresses in the first. A
     mask is stored there for every block, and the rank that is there plus the elements so far goes behind it.
     """
 
@@ -248,8 +285,15 @@ class _Classified:
         b = self.b
         rows = [b.mul(self.row, _I64(k)) for k in range(self.limits)]
         mask_at = [_pointer(b, b.add(self.masks, b.mul(row, _I64(8))), _I64) for row in rows]
-        rank_at = [_pointer(b, b.add(self.ranks, b.mul(row, _I64(4))), _I32) for row in rows]
-        first = [b.load(at) for at in rank_at]
+        rank_at = [_pointer(b, b.add(self.ranks, b.mul(row, _I64(2))), _I16) for row in rows]
+        if ARM:
+            with cgutils.for_range(b, self.blocks, intp=_I64) as loop:
+                for k, (mask,) in enumerate(look(loop.index)):
+                    b.store(mask, b.gep(mask_at[k], [loop.index])).align = 8
+            for masks, ranks in zip(mask_at, rank_at, strict=True):
+                self.rank(masks, ranks)
+            return
+        first = [b.zext(b.load(at), _I32) for at in rank_at]
         before, loop, done = b.block, b.append_basic_block("blocks"), b.append_basic_block("done")
         b.cbranch(b.icmp_signed(">", self.blocks, _I64(0)), loop, done)
         b.position_at_end(loop)
@@ -262,7 +306,7 @@ class _Classified:
                 b.store(mask, place).align = 1
                 bits = b.ctpop(mask)
                 total = b.add(total, b.trunc(bits, _I32) if lanes > 32 else b.zext(bits, _I32) if lanes < 32 else bits)
-            b.store(total, b.gep(rank_at[k], [after]))
+            b.store(b.trunc(total, _I16), b.gep(rank_at[k], [after]))
             counts[k].add_incoming(first[k], before)
             counts[k].add_incoming(total, loop)
         i.add_incoming(_I64(0), before)
@@ -270,9 +314,27 @@ class _Classified:
         b.cbranch(b.icmp_signed("<", after, self.blocks), loop, done)
         b.position_at_end(done)
 
+    def rank(self, masks: Any, ranks: Any) -> None:
+        """The ranks of a row eight at a time, up to seven too many: a popcount on Arm is one of vectors."""
+        b, v8, v64 = self.b, ir.VectorType(_I16, 8), ir.VectorType(_I8, 64)
+        total = cgutils.alloca_once_value(b, splat(b, b.load(ranks), v8))
+        ctpop = cgutils.get_or_insert_function(b.module, ir.FunctionType(v64, [v64]), "llvm.ctpop.v64i8")
+        with cgutils.for_range_slice(b, _I64(0), self.blocks, _I64(8), _I64) as (i, _):
+            eight = b.load(b.bitcast(b.gep(masks, [i]), v64.as_pointer()))
+            eight.align = 8
+            counts = _some(b, _eights(b, b.call(ctpop, [eight])), range(8))
+            upto = b.add(_running(b, b.zext(counts, v8)), b.load(total))
+            b.store(upto, b.bitcast(b.gep(ranks, [b.add(i, _I64(1))]), v8.as_pointer())).align = 2
+            b.store(splat(b, b.extract_element(upto, _I32(7)), v8), total)
+
 
 def _fetch_ahead(b: Any, start: Any, i: Any, line: int) -> None:
-    """While a block is looked at: one of the next stretch, from several places in turn, which keeps memory busier."""
+    """While a block is looked at: one of the next stretch, from several places in turn, which keeps memory busier.
+
+    Arm processors do better by themselves.
+    """
+    if ARM:
+        return
     place = b.add(b.mul(b.urem(i, _I64(_WALKERS)), _I64(STRETCH // _WALKERS)), b.udiv(i, _I64(_WALKERS)))
     at = b.add(start, b.mul(b.add(place, _I64(STRETCH)), _I64(line)))
     for byte in range(0, line, 64):
@@ -290,8 +352,9 @@ def classify(
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         element, many = _element(ctx, sig.args[0]), sig.args[4].count
-        lanes = min(64, 512 // element.width)  # of a register: longer masks would have to be put together
-        vector, part = ir.VectorType(element, lanes), ir.IntType(lanes)
+        # Of a register: longer masks would have to be put together. On Arm they always are.
+        lanes = 64 if ARM else min(64, 512 // element.width)
+        vector = ir.VectorType(element, lanes)
 
         def everywhere(value: Any) -> Any:
             return splat(b, value if element.width == 64 else b.trunc(value, element), vector)
@@ -311,7 +374,7 @@ def classify(
             _fetch_ahead(b, args[1], i, line)
             at = b.add(args[1], b.mul(i, _I64(line)))
             sizes = [size(b.add(at, _I64(j * element.width // 8))) for j in range(0, 64, lanes)]
-            return [[b.bitcast(b.icmp_unsigned("<", x, limit), part) for x in sizes] for limit in limits]
+            return [[_mask(b, b.icmp_unsigned("<", x, limit)) for x in sizes] for limit in limits]
 
         _Classified(b, args[2], many, *args[5:]).run(look)
         return ctx.get_dummy_value()
@@ -342,7 +405,7 @@ def classify_short(_: Any, start: Any, blocks: Any, limits: Any, masks: Any, ran
                 x.align = 1
                 halves.append(b.bitcast(b.shl(x, ir.Constant(shorts, [1] * 32)), bytes_))
             sizes = b.shuffle_vector(*halves, odd)
-            return [[b.bitcast(b.icmp_unsigned("<", sizes, limit), _I64)] for limit in limits]
+            return [[_mask(b, b.icmp_unsigned("<", sizes, limit))] for limit in limits]
 
         _Classified(b, args[1], many, *args[3:]).run(look)
         return ctx.get_dummy_value()
@@ -351,29 +414,24 @@ def classify_short(_: Any, start: Any, blocks: Any, limits: Any, masks: Any, ran
     return types.void(i64, i64, limits, i64, i64, i64), codegen
 
 
-def _between(b: Any, low: Any, high: Any, lanes: int) -> Any:
-    """The int32 numbers at one address less those at another."""
-    x, y = (b.load(_pointer(b, at, ir.VectorType(_I32, lanes))) for at in (low, high))
-    x.align = y.align = 4
-    return b.sub(y, x)
-
-
 def _at_most(b: Any, numbers: Any, value: Any) -> Any:
     """How many numbers are not above a value."""
-    lanes = numbers.type.count
-    mask = b.icmp_signed("<=", numbers, splat(b, b.trunc(value, _I32), numbers.type))
-    return b.zext(b.ctpop(b.bitcast(mask, ir.IntType(lanes))), _I64)
+    return _count(b, b.icmp_signed("<=", numbers, splat(b, b.trunc(value, _I16), numbers.type)))
 
 
 @machine
 def every8(_: Any, low: Any, high: Any, out: Any) -> Any:
-    """Store every eighth of the 128 int32 numbers at `high` less those at `low`; all arguments are addresses."""
+    """Store every eighth of the 128 int16 numbers at `high` less those at `low`; all arguments are addresses.
+
+    Two more bytes behind the last are read.
+    """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         vector, wide = ir.VectorType(_I32, 16), ir.VectorType(_I64, 16)
-        steps = ir.Constant(wide, [32 * i for i in range(16)])
+        steps = ir.Constant(wide, [16 * i for i in range(16)])
         rows = [_gather(b, b.add(splat(b, at, wide), steps), vector) for at in args[:2]]
-        b.store(b.sub(rows[1], rows[0]), _pointer(b, args[2], vector)).align = 4
+        numbers = _resized(b, b.sub(rows[1], rows[0]), _I16)
+        b.store(numbers, _pointer(b, args[2], numbers.type)).align = 2
         return ctx.get_dummy_value()
 
     i64 = types.int64
@@ -382,11 +440,11 @@ def every8(_: Any, low: Any, high: Any, out: Any) -> Any:
 
 @machine
 def at_most16(_: Any, address: Any, value: Any) -> Any:
-    """How many of the 16 int32 numbers at an address are not above a value."""
+    """How many of the 16 int16 numbers at an address are not above a value."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        x = b.load(_pointer(b, args[0], ir.VectorType(_I32, 16)))
-        x.align = 4
+        x = b.load(_pointer(b, args[0], ir.VectorType(_I16, 16)))
+        x.align = 2
         return _at_most(b, x, args[1])
 
     return types.int64(types.int64, types.int64), codegen
@@ -394,10 +452,12 @@ def at_most16(_: Any, address: Any, value: Any) -> Any:
 
 @machine
 def at_most8(_: Any, low: Any, high: Any, value: Any) -> Any:
-    """How many of the 8 int32 numbers at `high` less those at `low` are not above a value."""
+    """How many of the 8 int16 numbers at `high` less those at `low` are not above a value."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        return _at_most(b, _between(b, args[0], args[1], 8), args[2])
+        x, y = (b.load(_pointer(b, at, ir.VectorType(_I16, 8))) for at in args[:2])
+        x.align = y.align = 2
+        return _at_most(b, b.sub(y, x), args[2])
 
     return types.int64(types.int64, types.int64, types.int64), codegen
 
@@ -413,6 +473,16 @@ _HAS_PDEP = _has("bmi2")
 HAS_EXPAND = _has("avx512vbmi2")  # words are spread over lanes in one instruction
 
 
+_BITS_OF_BYTES = ir.Constant(  # the place of the bit that has so many below it, for every byte
+    ir.ArrayType(_I8, 8 * 256),
+    [
+        next((i for i in range(8) if b >> i & 1 and (b & (1 << i) - 1).bit_count() == r), 0)
+        for r in range(8)
+        for b in range(256)
+    ],
+)
+
+
 @machine
 def select(_: Any, mask: Any, rank: Any) -> Any:
     """Index of the set bit of a mask that has `rank` set bits below it; there must be one."""
@@ -422,17 +492,21 @@ def select(_: Any, mask: Any, rank: Any) -> Any:
         function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.bmi.pdep.64")
         return b.cttz(b.call(function, [b.shl(_I64(1), args[1]), args[0]]), _I1(1))
 
-    def halve(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        mask, rank, index = args[0], args[1], _I64(0)
-        for width in (32, 16, 8, 4, 2, 1):
-            low = b.ctpop(b.and_(mask, _I64((1 << width) - 1)))
-            above = b.icmp_unsigned(">=", rank, low)
-            rank = b.select(above, b.sub(rank, low), rank)
-            mask = b.select(above, b.lshr(mask, _I64(width)), mask)
-            index = b.select(above, b.add(index, _I64(width)), index)
-        return index
+    def look_up(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        """By the byte in which it is, found by sums of bytes, and a table of the bits of bytes."""
+        mask, rank = args
+        each, tops = _I64(0x0101010101010101), _I64(0x80 * 0x0101010101010101)
+        v8 = ir.VectorType(_I8, 8)
+        ctpop = cgutils.get_or_insert_function(b.module, ir.FunctionType(v8, [v8]), "llvm.ctpop.v8i8")
+        upto = b.mul(b.bitcast(b.call(ctpop, [b.bitcast(mask, v8)]), _I64), each)
+        above = b.and_(b.sub(b.or_(upto, tops), b.mul(b.add(rank, _I64(1)), each)), tops)
+        shift = b.and_(b.cttz(above, _I1(1)), _I64(56))
+        rank = b.sub(rank, b.and_(b.lshr(b.shl(upto, _I64(8)), shift), _I64(0xFF)))
+        place = b.or_(b.shl(rank, _I64(8)), b.and_(b.lshr(mask, shift), _I64(0xFF)))
+        table = cgutils.global_constant(b, "sparserl_bits_of_bytes", _BITS_OF_BYTES)
+        return b.add(shift, b.zext(b.load(b.gep(table, [_I64(0), place])), _I64))
 
-    return types.int64(types.uint64, types.int64), deposit if _HAS_PDEP else halve
+    return types.int64(types.uint64, types.int64), deposit if _HAS_PDEP else look_up
 
 
 def _gather(b: Any, addresses: Any, kind: Any) -> Any:
@@ -553,10 +627,12 @@ def falls16(_: Any, address: Any) -> Any:
 
 
 def _running(b: Any, v: Any) -> Any:
-    """Sums of 16 numbers from the first to each."""
-    for step in (1, 2, 4, 8):
-        moved = ir.Constant(v.type, [16 + i - step if i >= step else 0 for i in range(16)])
-        v = b.add(v, b.shuffle_vector(_lanes16(0), v, moved))
+    """Sums of 8 or 16 numbers from the first to each."""
+    many = v.type.count
+    none, places = ir.Constant(v.type, [0] * many), ir.VectorType(_I32, many)
+    for step in (1, 2, 4, 8)[: many.bit_length() - 1]:
+        moved = ir.Constant(places, [many + i - step if i >= step else 0 for i in range(many)])
+        v = b.add(v, b.shuffle_vector(none, v, moved))
     return v
 
 
@@ -795,24 +871,35 @@ def rans16_encode(_: Any, shares: Any, inverses: Any, states: Any, symbols: Any,
     return i64(i64, i64, i64, i64, i64), codegen
 
 
+# The digest takes 16 elements at a time, so many side by side: two registers of AVX-512 in flight hide the latency of
+# the multiplications. Arm has narrow vectors and multiplies numbers beside them: half of them each takes half the time.
+_BLOCK = 16
+_SIDE_BY_SIDE = (4, 4, 1, 1, 1, 1, 1, 1, 1, 1) if ARM else (16,)
+
+
 class _Mix:
-    """The mix of the digest, for 16 elements at a time."""
+    """The mix of the digest, for so many elements side by side, or for one."""
 
-    vector = ir.VectorType(_I64, _LANES)
+    def __init__(self, b: Any, key: Any, lanes: int) -> None:
+        self.b, self.lanes = b, lanes
+        self.kind = ir.VectorType(_I64, lanes) if lanes > 1 else _I64
+        self.key = self.everywhere(key)
 
-    def __init__(self, b: Any, key: Any) -> None:
-        self.b, self.key = b, splat(b, key, self.vector)
+    def everywhere(self, value: Any) -> Any:
+        return splat(self.b, value, self.kind) if self.lanes > 1 else value
 
-    @classmethod
-    def constant(cls, *values: int) -> Any:
-        return ir.Constant(cls.vector, [v & _ALL for v in (values * _LANES if len(values) == 1 else values)])
+    def constant(self, *values: int) -> Any:
+        every = [v & _ALL for v in (values * self.lanes if len(values) == 1 else values)]
+        return ir.Constant(self.kind, every if self.lanes > 1 else every[0])
 
     def wide(self, element: Any, pointer: Any, index: Any) -> Any:
-        """16 elements from an index on, as 64-bit numbers."""
-        at = self.b.bitcast(self.b.gep(pointer, [index]), ir.VectorType(element, _LANES).as_pointer())
+        """The elements from an index on, as 64-bit numbers."""
+        at = self.b.gep(pointer, [index])
+        if self.lanes > 1:
+            at = self.b.bitcast(at, ir.VectorType(element, self.lanes).as_pointer())
         bits = self.b.load(at)
         bits.align = 1
-        return bits if element.width == 64 else self.b.zext(bits, self.vector)
+        return bits if element.width == 64 else self.b.zext(bits, self.kind)
 
     def turn(self, z: Any) -> Any:
         b = self.b
@@ -820,37 +907,61 @@ class _Mix:
         turned = b.or_(b.shl(z, self.constant(ROTATE)), b.lshr(z, self.constant(64 - ROTATE)))
         return b.add(product, turned)
 
-    def both(self, weyl: Any, bits: Any) -> tuple[Any, Any]:
+    def both(self, weyl: Any, bits: Any) -> list[Any]:
         """What the elements add to the first sum and to the second."""
         z = self.b.add(self.turn(self.b.xor(weyl, bits)), self.key)
         z = self.turn(self.turn(z))
-        return z, self.turn(z)
+        return [z, self.turn(z)]
 
     def moved(self, at: Any, was: Any, now: Any, index: Any, origin: Any, stride: Any) -> list[Any]:
-        """How both sums move with the 16 changes from an index on: positions, old bits and new bits behind pointers."""
+        """How both sums move with the changes from an index on: positions, old bits and new bits behind pointers."""
         b, element = self.b, was.type.pointee
-        weyl = b.add(origin, b.mul(self.wide(_I32, at, index), stride))
+        weyl = b.add(self.everywhere(origin), b.mul(self.wide(_I32, at, index), self.everywhere(stride)))
         before, after = (self.both(weyl, self.wide(element, bits, index)) for bits in (was, now))
         return [b.sub(y, x) for x, y in zip(before, after, strict=True)]
 
-    def sums(self, blocks: Any, step: Any) -> list[Any]:
-        """Run `step(index of the block, [two sums]) -> [two sums]` over the blocks and add up the lanes."""
+
+class _Sums:
+    """Both sums of the digest over blocks of 16 elements; `step(mix, index)` says what those from an index on add."""
+
+    def __init__(self, b: Any, key: Any, step: Callable[[_Mix, Any], list[Any]]) -> None:
+        self.b, self.step = b, step
+        self.mixes = {lanes: _Mix(b, key, lanes) for lanes in _SIDE_BY_SIDE}
+
+    def add(self, first: Any, homes: dict[int, list[Any]], meanwhile: Callable[[range], None] = lambda _: None) -> None:
+        """Add a block, from an index on, to the sums behind pointers, which are two for each number of lanes.
+
+        `meanwhile` is called with lanes before they are computed, for what has to wait for memory.
+        """
+        b, total, lane = self.b, {}, 0
+        for lanes in _SIDE_BY_SIDE:
+            meanwhile(range(lane, lane + lanes))
+            more = self.step(self.mixes[lanes], b.add(first, _I64(lane)))
+            total[lanes] = [b.add(x, y) for x, y in zip(total[lanes], more, strict=True)] if lanes in total else more
+            lane += lanes
+        for lanes, sums in total.items():
+            for home, more in zip(homes[lanes], sums, strict=True):
+                before = b.load(home)
+                before.align = 8
+                b.store(b.add(before, more), home).align = 8
+
+    def run(self, blocks: Any) -> list[Any]:
+        """Add up blocks, and then the lanes."""
         b = self.b
-        before, loop, done = b.block, b.append_basic_block("blocks"), b.append_basic_block("done")
-        b.branch(loop)
-        b.position_at_end(loop)
-        i, s, t = b.phi(_I64), b.phi(self.vector), b.phi(self.vector)
-        after = (b.add(i, _I64(1)), *step(i, s, t))
-        for phi, start, value in zip((i, s, t), (_I64(0), self.constant(0), self.constant(0)), after, strict=True):
-            phi.add_incoming(start, before)
-            phi.add_incoming(value, loop)
-        b.cbranch(b.icmp_unsigned("<", after[0], blocks), loop, done)
-        b.position_at_end(done)
+        homes = {
+            lanes: [cgutils.alloca_once_value(b, mix.constant(0)) for _ in range(2)]
+            for lanes, mix in self.mixes.items()
+        }
+        with cgutils.for_range(b, blocks, intp=_I64) as loop:
+            self.add(b.mul(loop.index, _I64(_BLOCK)), homes)
         out = []
-        for total in after[1:]:
-            lanes = [b.extract_element(total, _I32(k)) for k in range(_LANES)]
+        for which in range(2):
+            lanes = []
+            for many, home in homes.items():
+                total = b.load(home[which])
+                lanes += [b.extract_element(total, _I32(k)) for k in range(many)] if many > 1 else [total]
             while len(lanes) > 1:
-                lanes = [b.add(x, y) for x, y in zip(lanes[::2], lanes[1::2], strict=True)]
+                lanes = [b.add(*lanes[:2]), *lanes[2:]]
             out.append(lanes[0])
         return out
 
@@ -860,45 +971,54 @@ _SUMS = types.UniTuple(types.uint64, 2)
 
 @machine
 def digest_blocks(_: Any, tag: Any, address: Any, blocks: Any, weyl: Any, key: Any) -> Any:
-    """Both digest sums over `blocks` (at least one) blocks of 16 elements; `weyl` belongs to the first element."""
+    """Both digest sums over blocks of 16 elements; `weyl` belongs to the first element."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        element, mix = _element(ctx, sig.args[0]), _Mix(b, args[4])
+        element = _element(ctx, sig.args[0])
         base = _pointer(b, args[1], element)
-        first = b.add(splat(b, args[3], mix.vector), mix.constant(*(i * GOLDEN for i in range(_LANES))))
 
-        def step(i: Any, s: Any, t: Any) -> list[Any]:
-            weyl = b.add(first, splat(b, b.mul(i, _I64(_LANES * GOLDEN & _ALL)), mix.vector))
-            x, y = mix.both(weyl, mix.wide(element, base, b.mul(i, _I64(_LANES))))
-            return [b.add(s, x), b.add(t, y)]
+        def step(mix: _Mix, index: Any) -> list[Any]:
+            first = mix.everywhere(b.add(args[3], b.mul(index, ir.Constant(_I64, GOLDEN))))
+            weyl = b.add(first, mix.constant(*(i * GOLDEN for i in range(mix.lanes))))
+            return mix.both(weyl, mix.wide(element, base, index))
 
-        return ctx.make_tuple(b, sig.return_type, mix.sums(args[2], step))
+        return ctx.make_tuple(b, sig.return_type, _Sums(b, args[4], step).run(args[2]))
 
     return _SUMS(tag, types.int64, types.int64, types.uint64, types.uint64), codegen
+
+
+def _moves(ctx: Any, b: Any, sig: Any, places: Any, origin: Any, stride: Any, key: Any) -> _Sums:
+    """Sums that move with changes: the places are the addresses of positions, old bits and new bits."""
+    element = _element(ctx, sig.args[0])
+    changes = [_pointer(b, at, kind) for at, kind in zip(places, (_I32, element, element), strict=True)]
+    return _Sums(b, key, lambda mix, index: mix.moved(*changes, index, origin, stride))
 
 
 @machine
 def digest_moves(
     _: Any, tag: Any, positions: Any, old: Any, new: Any, blocks: Any, origin: Any, stride: Any, key: Any
 ) -> Any:
-    """How both sums move over `blocks` (at least one) blocks of 16 changes; `positions`, `old` and `new` are addresses.
+    """How both sums move over blocks of 16 changes; `positions`, `old` and `new` are addresses.
 
     The Weyl number of an element is `origin` plus its position times `stride`.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        mix = _Mix(b, args[7])
-        at, was, now = (_pointer(b, a, k) for a, k in zip(args[1:4], _moving(ctx, sig), strict=True))
-        origin, stride = splat(b, args[5], mix.vector), splat(b, args[6], mix.vector)
-
-        def step(i: Any, s: Any, t: Any) -> list[Any]:
-            moved = mix.moved(at, was, now, b.mul(i, _I64(_LANES)), origin, stride)
-            return [b.add(total, change) for total, change in zip((s, t), moved, strict=True)]
-
-        return ctx.make_tuple(b, sig.return_type, mix.sums(args[4], step))
+        sums = _moves(ctx, b, sig, args[1:4], *args[5:]).run(args[4])
+        return ctx.make_tuple(b, sig.return_type, sums)
 
     i64, u64 = types.int64, types.uint64
     return _SUMS(tag, i64, i64, i64, i64, u64, u64, u64), codegen
+
+
+def _homes(b: Any, moves: _Sums, address: Any) -> dict[int, list[Any]]:
+    """Pointers to the 16 lanes of each sum, which lie one behind the other at an address."""
+    homes, lane = {}, 0
+    for lanes, mix in moves.mixes.items():
+        places = [b.add(address, _I64(8 * (lane + first))) for first in (0, _BLOCK)]
+        homes[lanes] = [_pointer(b, at, mix.kind) for at in places]
+        lane += lanes
+    return homes
 
 
 @machine
@@ -908,21 +1028,67 @@ def digest_move16(
     """The same for one block, added to the 16 lanes of each sum, which lie one behind the other at an address."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        mix = _Mix(b, args[6])
-        at, was, now = (_pointer(b, a, k) for a, k in zip(args[1:4], _moving(ctx, sig), strict=True))
-        moved = mix.moved(at, was, now, _I64(0), *(splat(b, a, mix.vector) for a in args[4:6]))
-        for i, change in enumerate(moved):
-            home = _pointer(b, b.add(args[7], _I64(8 * _LANES * i)), mix.vector)
-            before = b.load(home)
-            before.align = 8
-            b.store(b.add(before, change), home).align = 8
+        moves = _moves(ctx, b, sig, args[1:4], *args[4:7])
+        moves.add(_I64(0), _homes(b, moves, args[7]))
         return ctx.get_dummy_value()
 
     i64, u64 = types.int64, types.uint64
     return types.void(tag, i64, i64, i64, u64, u64, u64, i64), codegen
 
 
-def _moving(ctx: Any, sig: Any) -> tuple[Any, Any, Any]:
-    """The kinds of positions, old bits and new bits."""
-    element = _element(ctx, sig.args[0])
-    return _I32, element, element
+def _read16(b: Any, element: Any, base: Any, positions: Any, far: Any, to: Any) -> Callable[[range], None]:
+    """A function that reads some of the 16 elements at positions, and asks for those so many positions ahead."""
+    size = element.width // 8
+
+    def read(lanes: range) -> None:
+        for lane in lanes:
+            at = []
+            for place in (b.add(far, _I64(lane)), _I64(lane)):
+                position = b.load(_pointer(b, b.add(positions, b.mul(place, _I64(4))), _I32))
+                position.align = 1
+                at.append(b.add(base, b.mul(b.zext(position, _I64), _I64(size))))
+            _fetch(b, at[0])
+            bits = b.load(_pointer(b, at[1], element))
+            bits.align = 1
+            b.store(bits, _pointer(b, b.add(to, _I64(lane * size)), element)).align = 1
+
+    return read
+
+
+@machine
+def read16(_: Any, tag: Any, base: Any, positions: Any, far: Any, to: Any) -> Any:
+    """Copy the 16 elements at positions from `base` on to an address, and ask for those so many positions ahead."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        _read16(b, _element(ctx, sig.args[0]), *args[1:])(range(_BLOCK))
+        return ctx.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(tag, i64, i64, i64, i64), codegen
+
+
+@machine
+def read16_and_move16(
+    _: Any,
+    tag: Any,
+    base: Any,
+    positions: Any,
+    far: Any,
+    to: Any,
+    there: Any,
+    old: Any,
+    new: Any,
+    origin: Any,
+    stride: Any,
+    key: Any,
+    sums: Any,
+) -> Any:
+    """`read16` of one block and `digest_move16` of another, which is computed while memory answers."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        moves = _moves(ctx, b, sig, args[5:8], *args[8:11])
+        moves.add(_I64(0), _homes(b, moves, args[11]), _read16(b, _element(ctx, sig.args[0]), *args[1:5]))
+        return ctx.get_dummy_value()
+
+    i64, u64 = types.int64, types.uint64
+    return types.void(tag, i64, i64, i64, i64, i64, i64, i64, u64, u64, u64, i64), codegen

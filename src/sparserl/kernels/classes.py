@@ -23,10 +23,12 @@ from .llvm import (
     at_most16,
     classify,
     classify_short,
+    copy_bytes,
     every8,
     inline,
     kernel,
     load,
+    load32,
     popcount,
     prefetch,
     select,
@@ -38,6 +40,7 @@ MOST = 8  # classes
 _BLOCKS = STRETCH
 _ROW = _BLOCKS + 8
 _ONE, _ALL = np.uint64(1), ~np.uint64(0)
+_INT16, _UINT32, _UINT64 = (np.empty(0, kind) for kind in (np.int16, np.uint32, np.uint64))  # what is at an address
 _SHORT, _HIGH = np.uint64(0x7FFF), np.uint64(0x7F80)  # the magnitude bits of 16-bit floats, and the highest eight
 
 
@@ -142,9 +145,9 @@ def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ran
 
 
 @inline
-def _members(ranks: Any, at: Any) -> Any:
+def _members(at: Any) -> Any:
     """How many elements of a class lie before a block; `at` is the address of the rank below the class."""
-    return np.int64(load(ranks, at + 2 * _ROW)) - np.int64(load(ranks, at))
+    return np.int64(load(_INT16, at + 2 * _ROW)) - np.int64(load(_INT16, at))
 
 
 @kernel
@@ -194,7 +197,7 @@ def class_gaps(
                     b, bit, column = p >> 6, np.uint64(p & 63), np.uint64(c)
                     at = mask_at + 8 * (_ROW * c + b)
                     members = load(masks, at + 8 * _ROW) & ~load(masks, at) & ((_ONE << bit) - _ONE)
-                    rank = seen[column] + _members(ranks, rank_at + 2 * (_ROW * c + b)) + popcount(members)
+                    rank = seen[column] + _members(rank_at + 2 * (_ROW * c + b)) + popcount(members)
                     store(positions, gap_at[column], np.uint32(rank - last[column] - 1))
                     store(words, word_at[column], words[np.uint64(k)])
                     gap_at[column] += 4
@@ -204,7 +207,7 @@ def class_gaps(
                         prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))
                     k += 1
                 for j in range(classes):
-                    seen[j] += _members(ranks, rank_at + 2 * (_ROW * j + _BLOCKS))
+                    seen[j] += _members(rank_at + 2 * (_ROW * j + _BLOCKS))
                 low += n
             for j in range(classes):
                 tiles[t + j] = (gap_at[j] - before[j]) >> 2
@@ -213,28 +216,29 @@ def class_gaps(
 
 
 @inline
-def _find(
-    c: Any, low: Any, rank: Any, q: Any, end: Any, grid: Any, gaps: Any, words: Any, k: Any, positions: Any, out: Any
-) -> Any:
-    """Write down positions and words of the changes of class c in a stretch that gaps from `q` on lead to.
+def _find(low: Any, rank: Any, q: Any, end: Any, mask_at: Any, rank_at: Any, coarse_at: Any, gap_at: Any, to: Any) -> Any:
+    """Write down the positions of the changes of a class in a stretch that gaps from `q` on lead to.
 
-    The stretch lies at position `low`, the first of them has `rank`. Returns the next rank, counted from the next
-    stretch, and gap.
+    The stretch lies at position `low`, the first of them has `rank`. All others are addresses: the rows of masks and
+    ranks below the class, room for 16 ranks, the gaps, and where positions go. Returns the next rank, counted from the
+    next stretch, and gap. Addresses alone are arguments, since an array is seven.
     """
-    masks, ranks, coarse = grid
-    mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW * c, np.int64(ranks.ctypes.data) + 2 * _ROW * c
-    coarse_at, members = np.int64(coarse.ctypes.data), _members(ranks, rank_at + 2 * _BLOCKS)
+    members = _members(rank_at + 2 * _BLOCKS)
     if rank < members and q < end:
         every8(rank_at, rank_at + 2 * _ROW, coarse_at)
+    at = to
     while rank < members and q < end:
         b = 8 * at_most16(coarse_at, rank) - 8
         b += at_most8(rank_at + 2 * b, rank_at + 2 * (_ROW + b), rank) - 1
-        mask = load(masks, mask_at + 8 * _ROW + 8 * b) & ~load(masks, mask_at + 8 * b)
-        positions[np.uint64(k)] = low + b * 64 + select(mask, rank - _members(ranks, rank_at + 2 * b))
-        out[np.uint64(k)] = words[np.uint64(q)]
-        k += 1
+        store(_UINT32, at, np.uint32(64 * b + rank - _members(rank_at + 2 * b)))
+        at += 4
         q += 1
-        rank += 1 + np.int64(gaps[np.uint64(q)])
+        rank += 1 + load32(gap_at + 4 * q)
+    for here in range(to, at, 4):  # once more: a processor that looks a hundred instructions ahead sees several at once
+        place = load32(here)
+        b = place >> 6
+        mask = load(_UINT64, mask_at + 8 * (_ROW + b)) & ~load(_UINT64, mask_at + 8 * b)
+        store(_UINT32, here, np.uint32(low + 64 * b + select(mask, place & 63)))
     return rank - members, q
 
 
@@ -322,7 +326,11 @@ def _positions(
     width = width_of(kind)
     classes = len(limits) + 1
     masks, ranks, edge = _grid(kind, classes)
-    grid = masks, ranks, np.empty(16, np.int16)
+    coarse = np.empty(16, np.int16)
+    mask_at, rank_at = np.int64(masks.ctypes.data), np.int64(ranks.ctypes.data)
+    coarse_at, gap_at = np.int64(coarse.ctypes.data), np.int64(gaps.ctypes.data)
+    position_at, to = np.int64(out[0].ctypes.data), np.int64(out[1].ctypes.data)
+    word, word_at = width_of(sorted_words), np.int64(sorted_words.ctypes.data)
     want, left = np.empty(MOST, np.int64), np.empty(MOST, np.int64)
     k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
@@ -346,7 +354,18 @@ def _positions(
                 first = k
                 for c in range(classes):
                     q, end = at[c], at[c] + left[c]
-                    want[c], at[c] = _find(c, low, want[c], q, end, grid, gaps, sorted_words, k, out[0], out[1])
+                    want[c], at[c] = _find(
+                        low,
+                        want[c],
+                        q,
+                        end,
+                        mask_at + 8 * _ROW * c,
+                        rank_at + 2 * _ROW * c,
+                        coarse_at,
+                        gap_at,
+                        position_at + 4 * k,
+                    )
+                    copy_bytes(word_at + word * q, word * (at[c] - q), to + word * k)
                     k += at[c] - q
                     left[c] = end - at[c]
                     here -= at[c] - q
@@ -356,4 +375,7 @@ def _positions(
                 return k, e
         if due:
             return k, e
+    alive(masks)
+    alive(ranks)
+    alive(coarse)
     return k, -1

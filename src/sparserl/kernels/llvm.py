@@ -913,9 +913,10 @@ class _Mix:
         z = self.turn(self.turn(z))
         return [z, self.turn(z)]
 
-    def moved(self, at: Any, was: Any, now: Any, index: Any, origin: Any, stride: Any) -> list[Any]:
+    def moved(self, changes: list[Any], index: Any, origin: Any, stride: Any) -> list[Any]:
         """How both sums move with the changes from an index on: positions, old bits and new bits behind pointers."""
-        b, element = self.b, was.type.pointee
+        b, (at, was, now) = self.b, changes
+        element = was.type.pointee
         weyl = b.add(self.everywhere(origin), b.mul(self.wide(_I32, at, index), self.everywhere(stride)))
         before, after = (self.both(weyl, self.wide(element, bits, index)) for bits in (was, now))
         return [b.sub(y, x) for x, y in zip(before, after, strict=True)]
@@ -933,7 +934,8 @@ class _Sums:
 
         `meanwhile` is called with lanes before they are computed, for what has to wait for memory.
         """
-        b, total, lane = self.b, {}, 0
+        b, lane = self.b, 0
+        total: dict[int, list[Any]] = {}
         for lanes in _SIDE_BY_SIDE:
             meanwhile(range(lane, lane + lanes))
             more = self.step(self.mixes[lanes], b.add(first, _I64(lane)))
@@ -991,7 +993,7 @@ def _moves(ctx: Any, b: Any, sig: Any, places: Any, origin: Any, stride: Any, ke
     """Sums that move with changes: the places are the addresses of positions, old bits and new bits."""
     element = _element(ctx, sig.args[0])
     changes = [_pointer(b, at, kind) for at, kind in zip(places, (_I32, element, element), strict=True)]
-    return _Sums(b, key, lambda mix, index: mix.moved(*changes, index, origin, stride))
+    return _Sums(b, key, lambda mix, index: mix.moved(changes, index, origin, stride))
 
 
 @machine

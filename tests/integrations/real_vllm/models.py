@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
+import signal
 from pathlib import Path
 
 import torch
@@ -34,11 +36,27 @@ def config(kind):
     return Qwen3MoeConfig(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, head_dim=32, **COMMON)
 
 
+def compute_in_bf16():
+    """An op of vLLM, and nothing else."""
+    import vllm._custom_ops  # noqa: F401
+
+    torch.ops._C.silu_and_mul(torch.empty(1, 8, dtype=torch.bfloat16), torch.ones(1, 16, dtype=torch.bfloat16))
+
+
+def dtype_of(kind):
+    """Bfloat16 where vLLM can compute in it: on Arm, its wheel has instructions that not every processor has."""
+    if kind == "moe":
+        return torch.float32  # its experts in bf16 need AMX
+    process = multiprocessing.get_context("fork").Process(target=compute_in_bf16)
+    process.start()
+    process.join()
+    return torch.float16 if process.exitcode == -signal.SIGILL else torch.bfloat16
+
+
 def make(folder, kind):
     """A checkpoint with random weights, large enough that generations tell one from another."""
     torch.manual_seed(0)
-    dtype = torch.float32 if kind == "moe" else torch.bfloat16  # vLLM's CPU experts in bf16 need AMX
-    model = AutoModelForCausalLM.from_config(config(kind)).to(dtype).requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config(kind)).to(dtype_of(kind)).requires_grad_(False)
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder)

@@ -27,7 +27,7 @@ def served(folder, model):
         load_general_plugins()
         from sparserl.integrations.vllm_trainer import HTTPClient, SparserlTrainerInitInfo
 
-        policy = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16").requires_grad_(False)
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype="auto").requires_grad_(False)
         info = SparserlTrainerInitInfo(rank=0, url=f"file://{folder}/run", worker={"ahead": False})
         client = HTTPClient(server.url)
         trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(policy))
@@ -62,7 +62,7 @@ class Server:
         small = [word for name, n in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(n))]
         backend = ["--weight-transfer-config", '{"backend": "sparserl"}']
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
-        self.command = [*server, *backend, *small, "--enforce-eager", "--dtype", "bfloat16"]
+        self.command = [*server, *backend, *small, "--enforce-eager"]
 
     def __enter__(self):
         env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -29,6 +29,8 @@ from .llvm import (
     kernel,
     load,
     load32,
+    members,
+    members_short,
     popcount,
     prefetch,
     select,
@@ -107,9 +109,37 @@ def _grid(kind: Any, classes: Any) -> Any:
     return masks, ranks, np.zeros(64, kind.dtype)
 
 
+@inline
+def _is_short(kind: Any, keep: Any, limits: Any) -> Any:
+    """Whether the highest eight bits of 16-bit floats tell their class."""
+    short = width_of(kind) == 2 and keep == _SHORT
+    for limit in limits:
+        short &= limit & ~_HIGH == 0
+    return short
+
+
+@inline
+def _bounds(keep: Any, short: Any, limits: Any) -> Any:
+    """The lowest magnitude of every class that has one, and how far the highest lies above it."""
+    low, span = np.zeros(len(limits) + 1, np.uint64), np.zeros(len(limits) + 1, np.uint64)
+    for c in range(len(limits) + 1):
+        low[c] = limits[c - 1] if c else np.uint64(0)
+        top = limits[c] - _ONE if c < len(limits) else _SHORT if short else _ALL
+        span[c] = top - low[c]
+    return low, span
+
+
+@inline
+def _mask(kind: Any, keep: Any, short: Any, at: Any, low: Any, span: Any, mask_at: Any) -> Any:
+    """Which elements of a block, which lies at an address, are of a class; `mask_at` is in the row of masks below it."""
+    if ARM:
+        return members_short(at, low, span) if short else members(kind, at, keep, low, span)
+    return load(_UINT64, mask_at + 8 * _ROW) & ~load(_UINT64, mask_at)
+
+
 @kernel
-def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ranks: Any, edge: Any) -> None:
-    """Look at a stretch of `n` elements, the last block perhaps not full.
+def _classify(kind: Any, keep: Any, short: Any, a: Any, n: Any, limits: Any, masks: Any, ranks: Any, edge: Any) -> None:
+    """Look at a stretch of `n` elements, the last block perhaps not full, which is then copied to `edge`.
 
     masks[k, b]: which elements of block b are below limit k - 1. The first row stands for none, the one behind the last
     limit for all. ranks[k, b]: how many of those lie before the block; so ranks[c + 1, b] - ranks[c, b] are of class c.
@@ -120,9 +150,6 @@ def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ran
     mask_at, rank_at = np.int64(masks.ctypes.data) + 8 * _ROW, np.int64(ranks.ctypes.data) + 2 * _ROW
     if masks[last, _BLOCKS - 1] != _ALL:  # the stretch before was not full
         _fill(masks, ranks, last)
-    short = width_of(kind) == 2 and keep == _SHORT
-    for limit in limits:
-        short &= limit & ~_HIGH == 0
     if short:
         classify_short(a, full, limits, mask_at, rank_at, _ROW)
     else:
@@ -131,11 +158,14 @@ def _classify(kind: Any, keep: Any, a: Any, n: Any, limits: Any, masks: Any, ran
         if rest:
             for i in range(rest):
                 edge[i] = load(kind, a + full * line + i * width_of(kind))
-            classify(kind, np.int64(edge.ctypes.data), 1, keep, limits, mask_at + 8 * full, rank_at + 2 * full, _ROW)
-            alive(edge)
             there = (_ONE << np.uint64(rest)) - _ONE
+            for k in range(1, last):
+                masks[k, full] = np.uint64(0)
+                if limits[k - 1]:
+                    below = members(kind, np.int64(edge.ctypes.data), keep, np.uint64(0), limits[k - 1] - _ONE)
+                    masks[k, full] = below & there
+            masks[last, full] = there
             for k in range(1, last + 1):
-                masks[k, full] &= there
                 ranks[k, full + 1] = ranks[k, full] + popcount(masks[k, full])
             full += 1
         for k in range(1, last + 1):
@@ -173,7 +203,9 @@ def class_gaps(
     classes = len(limits) + 1
     masks, ranks, edge = _grid(kind, classes)
     seen, last, before = np.empty(MOST, np.int64), np.empty(MOST, np.int64), np.empty(MOST, np.int64)
-    mask_at, rank_at = np.int64(masks.ctypes.data), np.int64(ranks.ctypes.data)
+    mask_at, rank_at, edge_at = np.int64(masks.ctypes.data), np.int64(ranks.ctypes.data), np.int64(edge.ctypes.data)
+    short = _is_short(kind, keep, limits)
+    lowest, span = _bounds(keep, short, limits)
     k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
@@ -187,7 +219,7 @@ def class_gaps(
             while low < stop and k < end and np.int64(positions[k]) < stop:
                 n = min(stop - low, np.int64(64 * _BLOCKS))
                 a = address[e] + low * width
-                _classify(kind, keep, a, n, limits, masks, ranks, edge)
+                _classify(kind, keep, short, a, n, limits, masks, ranks, edge)
                 while k < end and np.int64(positions[k]) < low + n:
                     p = np.int64(positions[np.uint64(k)]) - low
                     size = magnitude(kind, keep, load(kind, a + p * width))
@@ -195,9 +227,10 @@ def class_gaps(
                     for j in range(classes - 1):
                         c += np.int64(size >= limits[j])
                     b, bit, column = p >> 6, np.uint64(p & 63), np.uint64(c)
-                    at = mask_at + 8 * (_ROW * c + b)
-                    members = load(masks, at + 8 * _ROW) & ~load(masks, at) & ((_ONE << bit) - _ONE)
-                    rank = seen[column] + _members(rank_at + 2 * (_ROW * c + b)) + popcount(members)
+                    at = a + 64 * b * width if b < n >> 6 else edge_at
+                    mask = _mask(kind, keep, short, at, lowest[column], span[column], mask_at + 8 * (_ROW * c + b))
+                    before_it = mask & ((_ONE << bit) - _ONE)
+                    rank = seen[column] + _members(rank_at + 2 * (_ROW * c + b)) + popcount(before_it)
                     store(positions, gap_at[column], np.uint32(rank - last[column] - 1))
                     store(words, word_at[column], words[np.uint64(k)])
                     gap_at[column] += 4
@@ -212,34 +245,31 @@ def class_gaps(
             for j in range(classes):
                 tiles[t + j] = (gap_at[j] - before[j]) >> 2
             t += classes
+    alive(masks)
+    alive(ranks)
+    alive(edge)
     return t
 
 
 @inline
-def _find(low: Any, rank: Any, q: Any, end: Any, mask_at: Any, rank_at: Any, coarse_at: Any, gap_at: Any, to: Any) -> Any:
-    """Write down the positions of the changes of a class in a stretch that gaps from `q` on lead to.
+def _find(rank: Any, q: Any, end: Any, rank_at: Any, coarse_at: Any, gap_at: Any, to: Any) -> Any:
+    """Write down the block, and the rank in it, of the changes of a class in a stretch that gaps from `q` on lead to.
 
-    The stretch lies at position `low`, the first of them has `rank`. All others are addresses: the rows of masks and
-    ranks below the class, room for 16 ranks, the gaps, and where positions go. Returns the next rank, counted from the
-    next stretch, and gap. Addresses alone are arguments, since an array is seven.
+    The first of them has `rank`. All others are addresses: the row of ranks below the class, room for 16 ranks, the
+    gaps, and where 64 times the block plus the rank goes. Returns the next rank, counted from the next stretch, and gap.
+    Addresses alone are arguments, since an array is seven.
     """
-    members = _members(rank_at + 2 * _BLOCKS)
-    if rank < members and q < end:
+    there = _members(rank_at + 2 * _BLOCKS)
+    if rank < there and q < end:
         every8(rank_at, rank_at + 2 * _ROW, coarse_at)
-    at = to
-    while rank < members and q < end:
+    while rank < there and q < end:
         b = 8 * at_most16(coarse_at, rank) - 8
         b += at_most8(rank_at + 2 * b, rank_at + 2 * (_ROW + b), rank) - 1
-        store(_UINT32, at, np.uint32(64 * b + rank - _members(rank_at + 2 * b)))
-        at += 4
+        store(_UINT32, to, np.uint32(64 * b + rank - _members(rank_at + 2 * b)))
+        to += 4
         q += 1
         rank += 1 + load32(gap_at + 4 * q)
-    for here in range(to, at, 4):  # once more: a processor that looks a hundred instructions ahead sees several at once
-        place = load32(here)
-        b = place >> 6
-        mask = load(_UINT64, mask_at + 8 * (_ROW + b)) & ~load(_UINT64, mask_at + 8 * b)
-        store(_UINT32, here, np.uint32(low + 64 * b + select(mask, place & 63)))
-    return rank - members, q
+    return rank - there, q
 
 
 @inline
@@ -328,8 +358,10 @@ def _positions(
     masks, ranks, edge = _grid(kind, classes)
     coarse = np.empty(16, np.int16)
     mask_at, rank_at = np.int64(masks.ctypes.data), np.int64(ranks.ctypes.data)
-    coarse_at, gap_at = np.int64(coarse.ctypes.data), np.int64(gaps.ctypes.data)
-    position_at, to = np.int64(out[0].ctypes.data), np.int64(out[1].ctypes.data)
+    coarse_at, gap_at, edge_at = np.int64(coarse.ctypes.data), np.int64(gaps.ctypes.data), np.int64(edge.ctypes.data)
+    short = _is_short(kind, keep, limits)
+    lowest, span = _bounds(keep, short, limits)
+    position_at, new_at = np.int64(out[0].ctypes.data), np.int64(out[1].ctypes.data)
     word, word_at = width_of(sorted_words), np.int64(sorted_words.ctypes.data)
     want, left = np.empty(MOST, np.int64), np.empty(MOST, np.int64)
     k, t = np.int64(0), np.int64(0)
@@ -350,22 +382,19 @@ def _positions(
             while here and low < stop:
                 n = min(stop - low, np.int64(64 * _BLOCKS))
                 a = address[e] + low * width
-                _classify(kind, keep, a, n, limits, masks, ranks, edge)
+                _classify(kind, keep, short, a, n, limits, masks, ranks, edge)
                 first = k
                 for c in range(classes):
                     q, end = at[c], at[c] + left[c]
-                    want[c], at[c] = _find(
-                        low,
-                        want[c],
-                        q,
-                        end,
-                        mask_at + 8 * _ROW * c,
-                        rank_at + 2 * _ROW * c,
-                        coarse_at,
-                        gap_at,
-                        position_at + 4 * k,
-                    )
-                    copy_bytes(word_at + word * q, word * (at[c] - q), to + word * k)
+                    row, to = rank_at + 2 * _ROW * c, position_at + 4 * k
+                    want[c], at[c] = _find(want[c], q, end, row, coarse_at, gap_at, to)
+                    for i in range(at[c] - q):
+                        place = load32(to + 4 * i)
+                        b = place >> 6
+                        block = a + 64 * b * width if b < n >> 6 else edge_at
+                        mask = _mask(kind, keep, short, block, lowest[c], span[c], mask_at + 8 * (_ROW * c + b))
+                        store(_UINT32, to + 4 * i, np.uint32(low + 64 * b + select(mask, place & 63)))
+                    copy_bytes(word_at + word * q, word * (at[c] - q), new_at + word * k)
                     k += at[c] - q
                     left[c] = end - at[c]
                     here -= at[c] - q
@@ -378,4 +407,5 @@ def _positions(
     alive(masks)
     alive(ranks)
     alive(coarse)
+    alive(edge)
     return k, -1

@@ -176,26 +176,30 @@ def copy_bytes(_: Any, at: Any, size: Any, to: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+def _neon(b: Any, name: str, kind: Any, *values: Any) -> Any:
+    """An instruction of Arm's vectors."""
+    signature = ir.FunctionType(kind, [v.type for v in values])
+    return b.call(cgutils.get_or_insert_function(b.module, signature, f"llvm.aarch64.neon.{name}"), values)
+
+
 def _pairs(b: Any, x: Any, y: Any) -> Any:
     """Sums of neighbours in two vectors of 16 bytes, on Arm."""
-    kind = ir.FunctionType(x.type, [x.type, x.type])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.neon.addp.v16i8"), [x, y])
+    return _neon(b, "addp.v16i8", x.type, x, y)
 
 
-def _eights(b: Any, v: Any) -> Any:
-    """Sums of eight neighbours each in 64 bytes, as eight bytes and the same once more, on Arm."""
-    parts = [_some(b, v, range(i, i + 16)) for i in range(0, 64, 16)]
-    fours = _pairs(b, _pairs(b, *parts[:2]), _pairs(b, *parts[2:]))
-    return _pairs(b, fours, fours)
-
-
-def _mask(b: Any, lanes: Any) -> Any:
-    """Booleans as bits, the first as the lowest. Arm has no instruction for it: bits of their own are added up."""
-    if not ARM or lanes.type.count != 64:
-        return b.bitcast(lanes, ir.IntType(lanes.type.count))
-    kind = ir.VectorType(_I8, 64)
-    bits = b.and_(b.sext(lanes, kind), ir.Constant(kind, [1 << (i % 8) for i in range(64)]))
-    return b.extract_element(b.bitcast(_eights(b, bits), ir.VectorType(_I64, 2)), _I32(0))
+def _mask(b: Any, parts: list[Any]) -> Any:
+    """64 booleans, in parts, as bits, the first as the lowest. On Arm, in parts of 16, bits of their own are added up."""
+    if ARM:
+        kind = ir.VectorType(_I8, 16)
+        each = ir.Constant(kind, [1 << (i % 8) for i in range(16)])
+        bits = [b.and_(b.sext(part, kind), each) for part in parts]
+        fours = _pairs(b, _pairs(b, *bits[:2]), _pairs(b, *bits[2:]))
+        return b.extract_element(b.bitcast(_pairs(b, fours, fours), ir.VectorType(_I64, 2)), _I32(0))
+    mask, lanes = _I64(0), 64 // len(parts)
+    for i, part in enumerate(parts):
+        bits = b.bitcast(part, ir.IntType(lanes))
+        mask = b.or_(mask, b.shl(bits if lanes == 64 else b.zext(bits, _I64), _I64(i * lanes)))
+    return mask
 
 
 def _count(b: Any, lanes: Any) -> Any:
@@ -206,9 +210,7 @@ def _count(b: Any, lanes: Any) -> Any:
     total = b.sext(lanes, ir.VectorType(_I16, many))
     if many == 16:
         total = b.add(_some(b, total, range(8)), _some(b, total, range(8, 16)))
-    kind = ir.FunctionType(_I32, [total.type])
-    add = cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.neon.saddv.i32.v8i16")
-    return b.neg(b.sext(b.trunc(b.call(add, [total]), _I16), _I64))
+    return b.neg(b.sext(b.trunc(_neon(b, "saddv.i32.v8i16", _I32, total), _I16), _I64))
 
 
 @machine
@@ -216,10 +218,14 @@ def differ64(_: Any, tag: Any, left: Any, right: Any) -> Any:
     """Mask of the 64 elements at two addresses that differ; bit 0 is the first."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        vector = ir.VectorType(_element(ctx, sig.args[0]), 64)
-        x, y = (b.load(_pointer(b, a, vector)) for a in args[1:])
-        x.align = y.align = 1
-        return _mask(b, b.icmp_unsigned("!=", x, y))
+        element, lanes = _element(ctx, sig.args[0]), 16 if ARM else 64
+        parts = []
+        for first in range(0, 64, lanes):
+            places = (b.add(a, _I64(first * element.width // 8)) for a in args[1:])
+            x, y = (b.load(_pointer(b, at, ir.VectorType(element, lanes))) for at in places)
+            x.align = y.align = 1
+            parts.append(b.icmp_unsigned("!=", x, y))
+        return _mask(b, parts)
 
     return types.uint64(tag, types.int64, types.int64), codegen
 
@@ -273,7 +279,8 @@ class _Classified:
     """Blocks of 64 elements held against limits: for each limit a mask per block, and how many elements came before.
 
     Masks and int16 ranks have a row of so many items for each limit; `masks` and `ranks` are addresses in the first. A
-    mask is stored there for every block, and the rank that is there plus the elements so far goes behind it.
+    mask is stored there for every block, and the rank that is there plus the elements so far goes behind it. On Arm,
+    where masks take long, there are ranks alone; those of the few blocks with changes are made by `members`.
     """
 
     def __init__(self, b: Any, blocks: Any, limits: int, masks: Any, ranks: Any, row: Any) -> None:
@@ -281,18 +288,14 @@ class _Classified:
         self.masks, self.ranks, self.row = masks, ranks, row
 
     def run(self, look: Callable[[Any], list[list[Any]]]) -> None:
-        """`look(index of the block)` gives the mask of each limit in parts, the first elements first."""
+        """`look(index of the block)` says which elements are below each limit, in parts, the first elements first."""
+        if ARM:
+            self.count(look)
+            return
         b = self.b
         rows = [b.mul(self.row, _I64(k)) for k in range(self.limits)]
         mask_at = [_pointer(b, b.add(self.masks, b.mul(row, _I64(8))), _I64) for row in rows]
         rank_at = [_pointer(b, b.add(self.ranks, b.mul(row, _I64(2))), _I16) for row in rows]
-        if ARM:
-            with cgutils.for_range(b, self.blocks, intp=_I64) as loop:
-                for k, (mask,) in enumerate(look(loop.index)):
-                    b.store(mask, b.gep(mask_at[k], [loop.index])).align = 8
-            for masks, ranks in zip(mask_at, rank_at, strict=True):
-                self.rank(masks, ranks)
-            return
         first = [b.zext(b.load(at), _I32) for at in rank_at]
         before, loop, done = b.block, b.append_basic_block("blocks"), b.append_basic_block("done")
         b.cbranch(b.icmp_signed(">", self.blocks, _I64(0)), loop, done)
@@ -300,8 +303,9 @@ class _Classified:
         i, counts = b.phi(_I64), [b.phi(_I32) for _ in rows]
         after, found = b.add(i, _I64(1)), look(i)
         for k, parts in enumerate(found):
-            lanes, total = parts[0].type.width, counts[k]
-            for j, mask in enumerate(parts):
+            lanes, total = parts[0].type.count, counts[k]
+            for j, below in enumerate(parts):
+                mask = b.bitcast(below, ir.IntType(lanes))
                 place = b.gep(b.bitcast(b.gep(mask_at[k], [i]), mask.type.as_pointer()), [_I64(j)])
                 b.store(mask, place).align = 1
                 bits = b.ctpop(mask)
@@ -314,18 +318,35 @@ class _Classified:
         b.cbranch(b.icmp_signed("<", after, self.blocks), loop, done)
         b.position_at_end(done)
 
-    def rank(self, masks: Any, ranks: Any) -> None:
-        """The ranks of a row eight at a time, up to seven too many: a popcount on Arm is one of vectors."""
-        b, v8, v64 = self.b, ir.VectorType(_I16, 8), ir.VectorType(_I8, 64)
-        total = cgutils.alloca_once_value(b, splat(b, b.load(ranks), v8))
-        ctpop = cgutils.get_or_insert_function(b.module, ir.FunctionType(v64, [v64]), "llvm.ctpop.v64i8")
-        with cgutils.for_range_slice(b, _I64(0), self.blocks, _I64(8), _I64) as (i, _):
-            eight = b.load(b.bitcast(b.gep(masks, [i]), v64.as_pointer()))
-            eight.align = 8
-            counts = _some(b, _eights(b, b.call(ctpop, [eight])), range(8))
-            upto = b.add(_running(b, b.zext(counts, v8)), b.load(total))
-            b.store(upto, b.bitcast(b.gep(ranks, [b.add(i, _I64(1))]), v8.as_pointer())).align = 2
-            b.store(splat(b, b.extract_element(upto, _I32(7)), v8), total)
+    def count(self, look: Callable[[Any], list[list[Any]]]) -> None:
+        """The ranks alone, and up to seven too many, four limits at a time, on Arm."""
+        b = self.b
+        v8, v16 = ir.VectorType(_I16, 8), ir.VectorType(_I8, 16)
+        rank_at = [_pointer(b, b.add(self.ranks, b.mul(self.row, _I64(2 * k))), _I16) for k in range(self.limits)]
+        for begin in range(0, self.limits, 4):
+            rows = rank_at[begin : begin + 4]
+            first = ir.Constant(v8, [0] * 8)
+            for k, row in enumerate(rows):
+                first = b.insert_element(first, b.load(row), _I32(k))
+            total = cgutils.alloca_once_value(b, first)
+            ranks = cgutils.alloca_once(b, ir.VectorType(_I16, 4), size=_I64(STRETCH + 8))
+            with cgutils.for_range(b, self.blocks, intp=_I64) as loop:
+                sums = []
+                for below in look(loop.index)[begin : begin + 4]:
+                    parts = [b.sext(part, v16) for part in below]  # -1 where it is
+                    sums.append(b.add(b.add(*parts[:2]), b.add(*parts[2:])))
+                sums += [ir.Constant(v16, [0] * 16)] * (4 - len(sums))
+                fours = _pairs(b, _pairs(b, *sums[:2]), _pairs(b, *sums[2:]))
+                twos = _neon(b, "saddlp.v8i16.v16i8", v8, fours)
+                upto = b.sub(b.load(total), _neon(b, "addp.v8i16", v8, twos, twos))
+                b.store(upto, total)
+                b.store(_some(b, upto, range(4)), b.gep(ranks, [loop.index]))
+            with cgutils.for_range_slice(b, _I64(0), self.blocks, _I64(8), _I64) as (i, _):
+                eight = b.load(b.bitcast(b.gep(ranks, [i]), ir.VectorType(_I16, 32).as_pointer()))
+                eight.align = 8
+                for k, row in enumerate(rows):
+                    at = b.bitcast(b.gep(row, [b.add(i, _I64(1))]), v8.as_pointer())
+                    b.store(_some(b, eight, range(k, 32, 4)), at).align = 2
 
 
 def _fetch_ahead(b: Any, start: Any, i: Any, line: int) -> None:
@@ -341,40 +362,64 @@ def _fetch_ahead(b: Any, start: Any, i: Any, line: int) -> None:
         _fetch(b, b.add(at, _I64(byte)))
 
 
+class _Magnitudes:
+    """The sizes of 64 elements: where `kind` is unsigned, the bits in `keep`; where it is signed, the absolute value.
+
+    They come in parts of a register, since longer masks would have to be put together; on Arm all are in the end.
+    """
+
+    def __init__(self, ctx: Any, b: Any, kind: Any, keep: Any) -> None:
+        self.b, self.element, self.signed = b, _element(ctx, kind), kind.dtype.signed
+        self.lanes = 16 if ARM else min(64, 512 // self.element.width)
+        self.vector = ir.VectorType(self.element, self.lanes)
+        self.keep = self.everywhere(keep)
+
+    def everywhere(self, value: Any) -> Any:
+        return splat(self.b, value if self.element.width == 64 else self.b.trunc(value, self.element), self.vector)
+
+    def at(self, address: Any) -> list[Any]:
+        b, parts = self.b, []
+        for j in range(0, 64, self.lanes):
+            x = b.load(_pointer(b, b.add(address, _I64(j * self.element.width // 8)), self.vector))
+            x.align = 1
+            if self.signed:
+                sign = b.ashr(x, ir.Constant(self.vector, [self.element.width - 1] * self.lanes))
+                parts.append(b.sub(b.xor(x, sign), sign))
+            else:
+                parts.append(b.and_(x, self.keep))
+        return parts
+
+
+def _high(b: Any, at: Any) -> list[Any]:
+    """The highest eight bits of the magnitudes of the 64 floats of 16 bits at an address, in parts of a register."""
+    many = 8 if ARM else 32
+    shorts, halves = ir.VectorType(_I16, many), []
+    for byte in range(0, 128, 2 * many):
+        x = b.load(_pointer(b, b.add(at, _I64(byte)), shorts))
+        x.align = 1
+        if ARM:  # the high half of twice as much
+            halves.append(_neon(b, "addhn.v8i8", ir.VectorType(_I8, many), x, x))
+        else:
+            halves.append(b.bitcast(b.shl(x, ir.Constant(shorts, [1] * many)), ir.VectorType(_I8, 2 * many)))
+    order = ir.Constant(ir.VectorType(_I32, 2 * many), [i if ARM else 2 * i + 1 for i in range(2 * many)])
+    return [b.shuffle_vector(x, y, order) for x, y in zip(halves[::2], halves[1::2], strict=True)]
+
+
 @machine
 def classify(
     _: Any, kind: Any, start: Any, blocks: Any, keep: Any, limits: Any, masks: Any, ranks: Any, row: Any
 ) -> Any:
-    """For each limit, the masks of the elements of blocks whose magnitude is below it: see `_Classified`.
-
-    Where `kind` is unsigned, the magnitude is the bits in `keep`; where it is signed, the absolute value.
-    """
+    """For each limit, the elements of blocks whose magnitude is below it: see `_Classified` and `_Magnitudes`."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        element, many = _element(ctx, sig.args[0]), sig.args[4].count
-        # Of a register: longer masks would have to be put together. On Arm they always are.
-        lanes = 64 if ARM else min(64, 512 // element.width)
-        vector = ir.VectorType(element, lanes)
-
-        def everywhere(value: Any) -> Any:
-            return splat(b, value if element.width == 64 else b.trunc(value, element), vector)
-
-        def size(at: Any) -> Any:
-            x = b.load(_pointer(b, at, vector))
-            x.align = 1
-            if sig.args[0].dtype.signed:
-                sign = b.ashr(x, ir.Constant(vector, [element.width - 1] * lanes))
-                return b.sub(b.xor(x, sign), sign)
-            return b.and_(x, keep)
-
-        keep, limits = everywhere(args[3]), [everywhere(b.extract_value(args[4], k)) for k in range(many)]
+        many, sizes = sig.args[4].count, _Magnitudes(ctx, b, sig.args[0], args[3])
+        limits = [sizes.everywhere(b.extract_value(args[4], k)) for k in range(many)]
 
         def look(i: Any) -> list[list[Any]]:
-            line = 8 * element.width
+            line = 8 * sizes.element.width
             _fetch_ahead(b, args[1], i, line)
-            at = b.add(args[1], b.mul(i, _I64(line)))
-            sizes = [size(b.add(at, _I64(j * element.width // 8))) for j in range(0, 64, lanes)]
-            return [[_mask(b, b.icmp_unsigned("<", x, limit)) for x in sizes] for limit in limits]
+            here = sizes.at(b.add(args[1], b.mul(i, _I64(line))))
+            return [[b.icmp_unsigned("<", x, limit) for x in here] for limit in limits]
 
         _Classified(b, args[2], many, *args[5:]).run(look)
         return ctx.get_dummy_value()
@@ -391,27 +436,45 @@ def classify_short(_: Any, start: Any, blocks: Any, limits: Any, masks: Any, ran
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        shorts, bytes_, many = ir.VectorType(ir.IntType(16), 32), ir.VectorType(_I8, 64), sig.args[2].count
-        odd = ir.Constant(ir.VectorType(_I32, 64), [2 * i + 1 for i in range(64)])
+        bytes_, many = ir.VectorType(_I8, 16 if ARM else 64), sig.args[2].count
         high = [b.trunc(b.lshr(b.extract_value(args[2], k), _I64(7)), _I8) for k in range(many)]
         limits = [splat(b, value, bytes_) for value in high]
 
         def look(i: Any) -> list[list[Any]]:
             _fetch_ahead(b, args[0], i, 128)
-            at = b.add(args[0], b.mul(i, _I64(128)))
-            halves = []
-            for byte in (0, 64):
-                x = b.load(_pointer(b, b.add(at, _I64(byte)), shorts))
-                x.align = 1
-                halves.append(b.bitcast(b.shl(x, ir.Constant(shorts, [1] * 32)), bytes_))
-            sizes = b.shuffle_vector(*halves, odd)
-            return [[_mask(b, b.icmp_unsigned("<", sizes, limit))] for limit in limits]
+            sizes = _high(b, b.add(args[0], b.mul(i, _I64(128))))
+            return [[b.icmp_unsigned("<", x, limit) for x in sizes] for limit in limits]
 
         _Classified(b, args[1], many, *args[3:]).run(look)
         return ctx.get_dummy_value()
 
     i64 = types.int64
     return types.void(i64, i64, limits, i64, i64, i64), codegen
+
+
+@machine
+def members(_: Any, kind: Any, address: Any, keep: Any, low: Any, span: Any) -> Any:
+    """The mask of the 64 elements at an address whose magnitude is not below `low` and at most `span` above it."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        sizes = _Magnitudes(ctx, b, sig.args[0], args[2])
+        low, span = (sizes.everywhere(value) for value in args[3:])
+        return _mask(b, [b.icmp_unsigned("<=", b.sub(x, low), span) for x in sizes.at(args[1])])
+
+    u64 = types.uint64
+    return u64(kind, types.int64, u64, u64, u64), codegen
+
+
+@machine
+def members_short(_: Any, address: Any, low: Any, span: Any) -> Any:
+    """The same for 16-bit floats, by the highest eight bits of a magnitude."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        parts = _high(b, args[0])
+        low, span = (splat(b, b.trunc(b.lshr(value, _I64(7)), _I8), parts[0].type) for value in args[1:])
+        return _mask(b, [b.icmp_unsigned("<=", b.sub(x, low), span) for x in parts])
+
+    return types.uint64(types.int64, types.uint64, types.uint64), codegen
 
 
 def _at_most(b: Any, numbers: Any, value: Any) -> Any:

@@ -236,8 +236,7 @@ def class_gaps(
                     gap_at[column] += 4
                     word_at[column] += word
                     last[column] = rank
-                    if not ARM:
-                        prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))
+                    prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))
                     k += 1
                 for j in range(classes):
                     seen[j] += _members(rank_at + 2 * (_ROW * j + _BLOCKS))
@@ -273,7 +272,7 @@ def _find(rank: Any, q: Any, end: Any, rank_at: Any, coarse_at: Any, gap_at: Any
 
 
 @inline
-def _visit(tag: Any, address: Any, k: Any, end: Any, out: Any) -> None:
+def _visit(tag: Any, address: Any, ahead: Any, k: Any, end: Any, out: Any) -> None:
     """Write down the old bits of the changes from `k` to `end`, and have the new ones take their place.
 
     In a loop of its own: a processor that looks a hundred instructions ahead sees several changes at once in both.
@@ -288,6 +287,7 @@ def _visit(tag: Any, address: Any, k: Any, end: Any, out: Any) -> None:
             word = advanced(tag, bits, words[np.uint64(i)], top, sign_magnitude)
             words[np.uint64(i)] = word
             store(tag, at, word)
+        prefetch(ahead + 64 * (i & 255))  # while memory is idle
 
 
 @kernel
@@ -398,7 +398,7 @@ def _positions(
                     k += at[c] - q
                     left[c] = end - at[c]
                     here -= at[c] - q
-                _visit(tag, address[e], first, k, out)
+                _visit(tag, address[e], a + 128 * _BLOCKS * width, first, k, out)  # and the stretch after the next
                 low += n
             if here:
                 return k, e

@@ -350,12 +350,7 @@ class _Classified:
 
 
 def _fetch_ahead(b: Any, start: Any, i: Any, line: int) -> None:
-    """While a block is looked at: one of the next stretch, from several places in turn, which keeps memory busier.
-
-    Arm processors do better by themselves.
-    """
-    if ARM:
-        return
+    """While a block is looked at: one of the next stretch, from several places in turn, which keeps memory busier."""
     place = b.add(b.mul(b.urem(i, _I64(_WALKERS)), _I64(STRETCH // _WALKERS)), b.udiv(i, _I64(_WALKERS)))
     at = b.add(start, b.mul(b.add(place, _I64(STRETCH)), _I64(line)))
     for byte in range(0, line, 64):
@@ -472,7 +467,8 @@ def members_short(_: Any, address: Any, low: Any, span: Any) -> Any:
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         parts = _high(b, args[0])
         low, span = (splat(b, b.trunc(b.lshr(value, _I64(7)), _I8), parts[0].type) for value in args[1:])
-        return _mask(b, [b.icmp_unsigned("<=", b.sub(x, low), span) for x in parts])
+        # The others, turned round: LLVM would join the end of this with that of `members`, at a price.
+        return b.not_(_mask(b, [b.icmp_unsigned(">", b.sub(x, low), span) for x in parts]))
 
     return types.uint64(types.int64, types.uint64, types.uint64), codegen
 

@@ -25,14 +25,16 @@ _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _LINE = 64
 _VECTOR = ir.VectorType(_I64, _LINE // 8)
 
-# (walkers, lines per walker and turn, prefetch distance in bytes); the fastest of the three counts. On the
-# one machine tried, eight walkers read one stream about a quarter and two streams about a tenth faster than
-# the best single walker found over several prefetch distances, vector widths and accumulator counts.
-_READERS = ((8, 1, 0), (8, 1, 1024), (1, 4, 4096))
+# (walkers, lines per walker and turn, prefetch distance in bytes); the fastest counts. On a Xeon, eight walkers read
+# one stream about a quarter and two streams about a tenth faster than the best single walker found over several
+# prefetch distances, vector widths and accumulator counts. A Neoverse-N1 follows a single walker without hints best,
+# and eight at half its speed.
+_READERS = ((8, 1, 0), (8, 1, 1024), (1, 4, 4096), (1, 1, 0))
 _GRAIN = 1 << 14
 
-# Changes ahead. The hint is a read: asking for ownership early (a write hint) was slower, by up to a quarter.
-_AHEAD = 48
+# (changes ahead, nearest cache but so many); the faster counts. Hints are reads: asking for ownership early (a write
+# hint) was slower on a Xeon, by up to a quarter, and no faster on a Neoverse-N1.
+_SCATTERERS = ((48, 0), (64, 1))
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def measure(nbytes: int = 512 << 20, repeats: int = 7, density: float = 0.01) ->
     positions = _positions(old.size * 4, density, rng)
     values = rng.integers(0, 1 << 16, positions.size, np.uint16)
     _check(old, new)
-    _scatter(old.view(np.uint16), positions, values, 0, 1)  # compiles
+    for scatter in _SCATTER:
+        scatter(old.view(np.uint16), positions, values, 0, 1)  # compiles
     return best(turn(old, new, positions, values) for _ in range(repeats))
 
 
@@ -77,16 +80,17 @@ def turn(
             for one, two in zip(_ONE_STREAM, _TWO_STREAM, strict=True):
                 _keep(took, f"one_stream_{threads}", _timed(pool, threads, old.size, one, old))
                 _keep(took, f"two_stream_{threads}", _timed(pool, threads, old.size, two, old, new))
-            _ONE_STREAM[0](new, 0, new.size)  # pushes `old` out of the caches
             target = old.view(np.uint16), positions, values
-            _keep(took, f"scatter_{threads}", _timed(pool, threads, positions.size, _scatter, *target))
+            for scatter in _SCATTER:
+                read(new)  # pushes `old` out of the caches
+                _keep(took, f"scatter_{threads}", _timed(pool, threads, positions.size, scatter, *target))
     work = {name: positions.size if name.startswith("scatter") else old.nbytes for name in took}
     return Ceilings(**{name: work[name] / seconds for name, seconds in took.items()})
 
 
 def read(words: NDArray[np.uint64]) -> int:
     """Read an array once, and so push others out of the caches."""
-    return int(_ONE_STREAM[0](words, 0, words.size))
+    return int(_ONE_STREAM[-1](words, 0, words.size))
 
 
 def best(turns: Iterable[Ceilings]) -> Ceilings:
@@ -132,24 +136,18 @@ def _keep(best: dict[str, float], name: str, seconds: float) -> None:
     best[name] = min(best[name], seconds)
 
 
-def _prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
-    """A read hint for the line at `pointer`, which may lie past the end: hints do not fault."""
+def _prefetch(builder: ir.IRBuilder, pointer: ir.Value, far: int = 0) -> None:
+    """A read hint for the line at `pointer`, which may lie past the end: hints do not fault.
+
+    It is to come to the nearest cache, or to one that is so much farther.
+    """
     kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
     hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(hint, [builder.bitcast(pointer, _I8.as_pointer()), _I32(0), _I32(3), _I32(1)])
+    builder.call(hint, [builder.bitcast(pointer, _I8.as_pointer()), _I32(0), _I32(3 - far), _I32(1)])
 
 
 def _data(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value) -> ir.Value:
     return context.make_array(kind)(context, builder, array).data
-
-
-@intrinsic
-def _prefetch_element(_: Any, array: Any, index: Any) -> Any:
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        _prefetch(builder, builder.gep(_data(context, builder, signature.args[0], args[0]), [args[1]]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), codegen
 
 
 def _fold_loop(
@@ -219,20 +217,33 @@ def _two_stream(walkers: int, lines: int, ahead: int) -> Callable[..., int]:
     return fold
 
 
-@njit(nogil=True)
-def _scatter(
-    weights: NDArray[np.uint16], positions: NDArray[Any], values: NDArray[np.uint16], start: int, stop: int
-) -> None:
-    hinted = max(start, stop - _AHEAD)
-    for i in range(start, hinted):  # unsigned indices: Numba looks for negative ones among the others
-        _prefetch_element(weights, np.int64(positions[np.uint64(i + _AHEAD)]))
-        weights[np.uint64(positions[np.uint64(i)])] = values[np.uint64(i)]
-    for i in range(hinted, stop):
-        weights[positions[i]] = values[i]
+def _scatterer(ahead: int, far: int) -> Callable[..., None]:
+    @intrinsic
+    def hint(_: Any, array: Any, index: Any) -> Any:
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            place = builder.gep(_data(context, builder, signature.args[0], args[0]), [args[1]])
+            _prefetch(builder, place, far)
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp), codegen
+
+    @njit(nogil=True)
+    def scatter(
+        weights: NDArray[np.uint16], positions: NDArray[Any], values: NDArray[np.uint16], start: int, stop: int
+    ) -> None:
+        hinted = max(start, stop - ahead)
+        for i in range(start, hinted):  # unsigned indices: Numba looks for negative ones among the others
+            hint(weights, np.int64(positions[np.uint64(i + ahead)]))
+            weights[np.uint64(positions[np.uint64(i)])] = values[np.uint64(i)]
+        for i in range(hinted, stop):
+            weights[positions[i]] = values[i]
+
+    return scatter
 
 
 _ONE_STREAM = tuple(_one_stream(*reader) for reader in _READERS)
 _TWO_STREAM = tuple(_two_stream(*reader) for reader in _READERS)
+_SCATTER = tuple(_scatterer(*how) for how in _SCATTERERS)
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ def _bounds(keep: Any, short: Any, limits: Any) -> Any:
 
 @inline
 def _mask(kind: Any, keep: Any, short: Any, at: Any, low: Any, span: Any, mask_at: Any) -> Any:
-    """Which elements of a block, which lies at an address, are of a class; `mask_at` is in the row of masks below it."""
+    """Which elements of a block, which lies at an address, are of a class; `mask_at`: in the row of masks below it."""
     if ARM:
         return members_short(at, low, span) if short else members(kind, at, keep, low, span)
     return load(_UINT64, mask_at + 8 * _ROW) & ~load(_UINT64, mask_at)
@@ -255,8 +255,8 @@ def _find(rank: Any, q: Any, end: Any, rank_at: Any, coarse_at: Any, gap_at: Any
     """Write down the block, and the rank in it, of the changes of a class in a stretch that gaps from `q` on lead to.
 
     The first of them has `rank`. All others are addresses: the row of ranks below the class, room for 16 ranks, the
-    gaps, and where 64 times the block plus the rank goes. Returns the next rank, counted from the next stretch, and gap.
-    Addresses alone are arguments, since an array is seven.
+    gaps, and where 64 times the block plus the rank goes. Returns the next rank, counted from the next stretch, and the
+    next gap. Addresses alone are arguments, since an array is seven.
     """
     there = _members(rank_at + 2 * _BLOCKS)
     if rank < there and q < end:

@@ -188,7 +188,7 @@ def _pairs(b: Any, x: Any, y: Any) -> Any:
 
 
 def _mask(b: Any, parts: list[Any]) -> Any:
-    """64 booleans, in parts, as bits, the first as the lowest. On Arm, in parts of 16, bits of their own are added up."""
+    """64 booleans, in parts, as bits, the first as the lowest. On Arm, in parts of 16, a bit for each is added up."""
     if ARM:
         kind = ir.VectorType(_I8, 16)
         each = ir.Constant(kind, [1 << (i % 8) for i in range(16)])

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from llvmlite.binding import get_host_cpu_name
 from rich.console import Console
 from rich.status import Status
 
@@ -32,7 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=512, help="dense weights for the speed tables")
     parser.add_argument("--density", type=float, default=0.006, help="share of elements changed in them")
-    parser.add_argument("--out", type=Path, default=_HOME, help="folder for results.json and results.md")
+    parser.add_argument(
+        "--out", type=Path, default=_HOME, help="folder for results.json and results.md, with the figures of others"
+    )
     options = parser.parse_args()
     console = Console(stderr=True)
     folder = traces.find_traces()
@@ -57,7 +60,8 @@ def main() -> None:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps(data, indent=1) + "\n")
-    text = render(data, finding, sizes, speeds, bounds)
+    lines = render(data, finding, sizes, speeds, bounds) + session_tables.tables(options.out)
+    text = "\n".join(lines) + "\n"
     (options.out / "results.md").write_text(text)
     print(text)
 
@@ -70,13 +74,15 @@ def _cpu() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return f"{platform.machine()}, {get_host_cpu_name()}"  # Linux on Arm does not say
 
 
-def render(data: dict[str, Any], finding: Finding, sizes: list[Size], speeds: list[Speed], bounds: list[Bound]) -> str:
+def render(
+    data: dict[str, Any], finding: Finding, sizes: list[Size], speeds: list[Speed], bounds: list[Bound]
+) -> list[str]:
     """The report, in Markdown."""
     machine = data["machine"]
-    lines = [
+    return [
         "# Results",
         "",
         f"Written by `make bench` (sparserl {data['version']}, {machine['cpu']}, Python {machine['python']}).",
@@ -88,9 +94,7 @@ def render(data: dict[str, Any], finding: Finding, sizes: list[Size], speeds: li
         *_speed_table(finding, speeds),
         *_finding_table(finding),
         *_memory_table(finding.bytes, data["memory"]),
-        *session_tables.tables(_HOME),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _size_table(data: dict[str, Any], sizes: list[Size]) -> list[str]:

@@ -586,9 +586,13 @@ def _gather32(b: Any, base: Any, index: Any, scale: int) -> Any:
         signature = ir.FunctionType(vector, [v.type for v in values])
         function = cgutils.get_or_insert_function(b.module, signature, "llvm.x86.avx512.mask.gather.dpi.512")
         return b.call(function, values)
-    wide = ir.VectorType(_I64, 16)
-    offsets = b.mul(b.zext(index, wide), ir.Constant(wide, [scale] * 16))
-    return _gather(b, b.add(splat(b, base, wide), offsets), index.type)
+    out = ir.Constant(index.type, ir.Undefined)
+    for lane in range(16):
+        place = b.zext(b.extract_element(index, _I32(lane)), _I64)
+        number = b.load(_pointer(b, b.add(base, b.mul(place, _I64(scale))), _I32))
+        number.align = 1
+        out = b.insert_element(out, number, _I32(lane))
+    return out
 
 
 def _resized(b: Any, vector: Any, element: Any) -> Any:
@@ -804,8 +808,21 @@ def copy16(_: Any, tag: Any, at: Any, to: Any) -> Any:
     return types.void(tag, types.int64, types.int64), codegen
 
 
+_WORDS_TO_LANES = ir.Constant(  # for four lanes, some of which take a word: the bytes of words that go to each
+    ir.ArrayType(ir.VectorType(_I8, 16), 16),
+    [
+        [
+            2 * (which & (1 << lane) - 1).bit_count() + byte if which >> lane & 1 and byte < 2 else 255
+            for lane in range(4)
+            for byte in range(4)
+        ]
+        for which in range(16)
+    ],
+)
+
+
 class _Rans:
-    """What the steps of 16 rANS states have in common. Only where `HAS_EXPAND`."""
+    """What the steps of 16 rANS states have in common. Only where `HAS_EXPAND`, or on Arm."""
 
     v1, v8, v16, v32, v64 = (ir.VectorType(k, 16) for k in (_I1, _I8, ir.IntType(16), _I32, _I64))
     constant = staticmethod(_lanes16)
@@ -824,6 +841,32 @@ class _Rans:
     def count(self, mask: Any) -> Any:
         """How many lanes a mask has."""
         return self.b.zext(self.b.ctpop(self.b.bitcast(mask, ir.IntType(16))), _I64)
+
+    def taken(self, word: Any, due: Any) -> tuple[Any, Any]:
+        """The next words, each in a lane to which one is due, in order, and how many these are."""
+        b = self.b
+        if not ARM:
+            ahead = b.load(_pointer(b, word, self.v16))
+            ahead.align = 1
+            taken = self.call("llvm.x86.avx512.mask.expand.v16i32", self.v32, b.zext(ahead, self.v32), self.none, due)
+            return taken, self.count(due)
+        four, eight, bytes_ = ir.VectorType(_I32, 4), ir.VectorType(_I8, 8), ir.VectorType(_I8, 16)
+        tell = ir.Constant(four, [16 + (1 << lane) for lane in range(4)])  # which lanes, and how many
+        table = cgutils.global_constant(b, "sparserl_words_to_lanes", _WORDS_TO_LANES)
+        at, parts = word, []
+        for lane in range(0, 16, 4):
+            which = b.and_(b.sext(_some(b, due, range(lane, lane + 4)), four), tell)
+            told = b.zext(_neon(b, "uaddv.i32.v4i32", _I32, which), _I64)
+            order = b.load(b.gep(table, [_I64(0), b.and_(told, _I64(15))]))
+            ahead = b.load(_pointer(b, at, eight))
+            ahead.align = 1
+            words = _neon(b, "tbl1.v16i8", bytes_, _some(b, ahead, range(16)), order)
+            parts.append(b.bitcast(words, four))
+            at = b.add(at, b.and_(b.lshr(told, _I64(3)), _I64(14)))
+        while len(parts) > 1:
+            joined = ir.Constant(ir.VectorType(_I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+            parts = [b.shuffle_vector(x, y, joined) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0], b.lshr(b.sub(at, word), _I64(1))
 
 
 def rans_rows(chunks: int, vectors: int) -> Any:
@@ -870,12 +913,9 @@ def rans_rows(chunks: int, vectors: int) -> Any:
                     frequency = b.add(b.and_(b.lshr(e, r.constant(12)), twelve), r.constant(1))
                     x = b.add(b.mul(frequency, b.lshr(x, r.constant(12))), b.and_(e, twelve))
                     due = b.icmp_unsigned("<", x, r.constant(1 << 16))
-                    ahead = b.load(_pointer(b, word, r.v16))
-                    ahead.align = 1
-                    taken = r.call("llvm.x86.avx512.mask.expand.v16i32", r.v32, b.zext(ahead, r.v32), r.none, due)
+                    taken, took = r.taken(word, due)
                     after[3 * chunks + j] = b.select(due, b.or_(b.shl(x, r.constant(16)), taken), x)
                     b.store(b.trunc(b.lshr(e, r.constant(24)), r.v8), _pointer(b, out, r.v8)).align = 1
-                    took = r.count(due)
                     word, out, left = b.add(word, b.shl(took, _I64(1))), b.add(out, _I64(16)), b.sub(left, took)
                 after[3 * c : 3 * c + 3] = word, out, left
                 more = b.and_(more, b.icmp_signed(">=", left, _I64(0)))
@@ -917,7 +957,7 @@ def rans16_encode(_: Any, shares: Any, inverses: Any, states: Any, symbols: Any,
         frequency, start = b.lshr(share, r.constant(16)), b.and_(share, r.constant(0xFFFF))
         due = b.icmp_unsigned(">=", b.lshr(state, r.constant(20)), frequency)
         given = r.count(due)
-        target = _pointer(b, b.sub(args[4], b.shl(given, _I64(1))), ir.IntType(16))
+        target = _pointer(b, b.sub(args[4], b.shl(given, _I64(1))), _I16)
         r.call("llvm.masked.compressstore.v16i16", ir.VoidType(), b.trunc(state, r.v16), target, due)
         x = b.select(due, b.lshr(state, r.constant(16)), state)
         quotient = b.lshr(b.mul(b.zext(x, r.v64), inverse), ir.Constant(r.v64, [44] * 16))

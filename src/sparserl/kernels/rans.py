@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .llvm import (
+    ARM,
     HAS_EXPAND,
     alive,
     bytes_at,
@@ -37,6 +38,7 @@ MOST_TABLE = 1024  # bytes: no table is longer
 MOST_LANES = 32
 SPARE = 32  # words behind the last that a decoder may read
 LARGE = 1 << 15  # symbols from which on a chunk has lanes for a vector
+_BY_VECTORS = HAS_EXPAND or ARM  # how chunks are decoded
 _ABREAST = 4  # chunks, at most, that are decoded in step: a state waits for its own symbol, not for those of others
 _TWO_OF_32, _ONE_OF_32, _FOUR_OF_16, _ONE_OF_16 = rans_rows(2, 2), rans_rows(1, 2), rans_rows(4, 1), rans_rows(1, 1)
 
@@ -241,7 +243,7 @@ def _one_by_one(slot: Any, table: Any, x: Any, n: Any, size: Any, tags: Any) -> 
 @inline
 def _rows(wide: Any, together: Any, slot_at: Any, state_at: Any, most: Any) -> Any:
     """Decode so many symbols with every lane of some chunks, or of one, by vectors: see `rans_rows`."""
-    if HAS_EXPAND:
+    if _BY_VECTORS:
         if together:
             return _TWO_OF_32(slot_at, state_at, most) if wide == 32 else _FOUR_OF_16(slot_at, state_at, most)
         return _ONE_OF_32(slot_at, state_at, most) if wide == 32 else _ONE_OF_16(slot_at, state_at, most)
@@ -269,7 +271,7 @@ def decode(freq: Any, states: Any, words: Any, left: Any, sizes: Any, outs: Any)
             for k in range(abreast):
                 while chunk[k] < 0 and c < sizes.size:
                     n = lanes(sizes[c])
-                    if (n if HAS_EXPAND and n >= 16 else 0) == wide:
+                    if (n if _BY_VECTORS and n >= 16 else 0) == wide:
                         _slots(freq[c], tables[k])
                         slots[k, 0] = np.int64(tables.ctypes.data) + 4 * _TOTAL * k
                         slots[k, 1], slots[k, 2], slots[k, 3] = words[c], outs[c], left[c]

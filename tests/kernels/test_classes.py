@@ -421,7 +421,7 @@ def test_signed_magnitudes_at_the_edge():
 
 
 def test_select_without_the_instruction(monkeypatch):
-    """Where the machine cannot deposit bits, halving finds the same bit; so it does where the machine can."""
+    """Where the machine cannot deposit bits, a table finds the same bit; so it does where the machine can."""
     rng = np.random.default_rng(7)
     masks = [1, 1 << 63, (1 << 64) - 1, *(int(x) for x in rng.integers(1, 2**64, 60, np.uint64))]
     masks += [m & int(rng.integers(1, 2**64, dtype=np.uint64)) or 1 for m in masks]
@@ -432,3 +432,13 @@ def test_select_without_the_instruction(monkeypatch):
         for mask in masks:
             places = [i for i in range(64) if mask >> i & 1]
             assert [function(np.uint64(mask), rank) for rank in range(len(places))] == places
+
+
+def test_a_bit_that_is_not_there_is_still_looked_for_in_the_table(monkeypatch):
+    """Weights that someone writes to while a patch is read have other bits than were counted: no place is past 63."""
+    monkeypatch.setattr(llvm, "_HAS_PDEP", False)
+    select = llvm.machine(llvm.select._defn)
+    function = numba.njit(lambda mask, rank, select=select: select(mask, rank))
+    places = [function(np.uint64(mask), rank) for mask in range(256) for rank in range(mask.bit_count(), 64)]
+    assert min(places) >= 0
+    assert max(places) < 64

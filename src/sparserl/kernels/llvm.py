@@ -552,15 +552,18 @@ def select(_: Any, mask: Any, rank: Any) -> Any:
         return b.cttz(b.call(function, [b.shl(_I64(1), args[1]), args[0]]), _I1(1))
 
     def look_up(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        """By the byte in which it is, found by sums of bytes, and a table of the bits of bytes."""
+        """By the byte in which it is, found by sums of bytes, and a table of the bits of bytes.
+
+        Where there is none, since someone wrote to the weights meanwhile, it is still one of the 64, and in the table.
+        """
         mask, rank = args
         each, tops = _I64(0x0101010101010101), _I64(0x80 * 0x0101010101010101)
         v8 = ir.VectorType(_I8, 8)
         ctpop = cgutils.get_or_insert_function(b.module, ir.FunctionType(v8, [v8]), "llvm.ctpop.v8i8")
         upto = b.mul(b.bitcast(b.call(ctpop, [b.bitcast(mask, v8)]), _I64), each)
         above = b.and_(b.sub(b.or_(upto, tops), b.mul(b.add(rank, _I64(1)), each)), tops)
-        shift = b.and_(b.cttz(above, _I1(1)), _I64(56))
-        rank = b.sub(rank, b.and_(b.lshr(b.shl(upto, _I64(8)), shift), _I64(0xFF)))
+        shift = b.and_(b.cttz(above, _I1(0)), _I64(56))
+        rank = b.and_(b.sub(rank, b.lshr(b.shl(upto, _I64(8)), shift)), _I64(7))
         place = b.or_(b.shl(rank, _I64(8)), b.and_(b.lshr(mask, shift), _I64(0xFF)))
         table = cgutils.global_constant(b, "sparserl_bits_of_bytes", _BITS_OF_BYTES)
         return b.add(shift, b.zext(b.load(b.gep(table, [_I64(0), place])), _I64))

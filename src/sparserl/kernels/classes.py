@@ -2,7 +2,8 @@
 
 The class of an element is the number of thresholds that its old magnitude reaches. Tiles are looked at in stretches
 that the nearest caches hold: a vector comparison per threshold gives a mask for every 64 elements, popcounts give
-ranks, and only the places with changes are then touched one by one.
+ranks, and only the places with changes are then touched one by one. On Arm, where masks take long, ranks are counted
+without them, and masks made of the blocks with changes.
 
 `kind` is an empty array whose dtype tells width and magnitude (see `classify`), `keep` the magnitude bits of the
 unsigned ones. `address` names the old bits of each entry, contiguous.
@@ -119,8 +120,11 @@ def _is_short(kind: Any, keep: Any, limits: Any) -> Any:
 
 
 @inline
-def _bounds(keep: Any, short: Any, limits: Any) -> Any:
-    """The lowest magnitude of every class that has one, and how far the highest lies above it."""
+def _bounds(short: Any, limits: Any) -> Any:
+    """The lowest magnitude of every class, and how far the highest lies above it.
+
+    A class below a limit of 0 has no members, and what is said of it no meaning.
+    """
     low, span = np.zeros(len(limits) + 1, np.uint64), np.zeros(len(limits) + 1, np.uint64)
     for c in range(len(limits) + 1):
         low[c] = limits[c - 1] if c else np.uint64(0)
@@ -130,7 +134,7 @@ def _bounds(keep: Any, short: Any, limits: Any) -> Any:
 
 
 @inline
-def _mask(kind: Any, keep: Any, short: Any, at: Any, low: Any, span: Any, mask_at: Any) -> Any:
+def _class_mask(kind: Any, keep: Any, short: Any, at: Any, low: Any, span: Any, mask_at: Any) -> Any:
     """Which elements of a block, which lies at an address, are of a class; `mask_at`: in the row of masks below it."""
     if ARM:
         return members_short(at, low, span) if short else members(kind, at, keep, low, span)
@@ -141,8 +145,9 @@ def _mask(kind: Any, keep: Any, short: Any, at: Any, low: Any, span: Any, mask_a
 def _classify(kind: Any, keep: Any, short: Any, a: Any, n: Any, limits: Any, masks: Any, ranks: Any, edge: Any) -> None:
     """Look at a stretch of `n` elements, the last block perhaps not full, which is then copied to `edge`.
 
-    masks[k, b]: which elements of block b are below limit k - 1. The first row stands for none, the one behind the last
-    limit for all. ranks[k, b]: how many of those lie before the block; so ranks[c + 1, b] - ranks[c, b] are of class c.
+    masks[k, b]: which elements of block b are below limit k - 1 (on Arm only for the block that is not full). The first
+    row stands for none, the one behind the last limit for all. ranks[k, b]: how many of those lie before the block; so
+    ranks[c + 1, b] - ranks[c, b] are of class c.
     Blocks that are not there are empty.
     """
     line = 64 * width_of(kind)
@@ -175,7 +180,7 @@ def _classify(kind: Any, keep: Any, short: Any, a: Any, n: Any, limits: Any, mas
 
 
 @inline
-def _members(at: Any) -> Any:
+def _before(at: Any) -> Any:
     """How many elements of a class lie before a block; `at` is the address of the rank below the class."""
     return np.int64(load(_INT16, at + 2 * _ROW)) - np.int64(load(_INT16, at))
 
@@ -205,7 +210,7 @@ def class_gaps(
     seen, last, before = np.empty(MOST, np.int64), np.empty(MOST, np.int64), np.empty(MOST, np.int64)
     mask_at, rank_at, edge_at = np.int64(masks.ctypes.data), np.int64(ranks.ctypes.data), np.int64(edge.ctypes.data)
     short = _is_short(kind, keep, limits)
-    lowest, span = _bounds(keep, short, limits)
+    lowest, span = _bounds(short, limits)
     k, t = np.int64(0), np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
@@ -228,9 +233,11 @@ def class_gaps(
                         c += np.int64(size >= limits[j])
                     b, bit, column = p >> 6, np.uint64(p & 63), np.uint64(c)
                     at = a + 64 * b * width if b < n >> 6 else edge_at
-                    mask = _mask(kind, keep, short, at, lowest[column], span[column], mask_at + 8 * (_ROW * c + b))
+                    mask = _class_mask(
+                        kind, keep, short, at, lowest[column], span[column], mask_at + 8 * (_ROW * c + b)
+                    )
                     before_it = mask & ((_ONE << bit) - _ONE)
-                    rank = seen[column] + _members(rank_at + 2 * (_ROW * c + b)) + popcount(before_it)
+                    rank = seen[column] + _before(rank_at + 2 * (_ROW * c + b)) + popcount(before_it)
                     store(positions, gap_at[column], np.uint32(rank - last[column] - 1))
                     store(words, word_at[column], words[np.uint64(k)])
                     gap_at[column] += 4
@@ -239,7 +246,7 @@ def class_gaps(
                     prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))
                     k += 1
                 for j in range(classes):
-                    seen[j] += _members(rank_at + 2 * (_ROW * j + _BLOCKS))
+                    seen[j] += _before(rank_at + 2 * (_ROW * j + _BLOCKS))
                 low += n
             for j in range(classes):
                 tiles[t + j] = (gap_at[j] - before[j]) >> 2
@@ -258,13 +265,13 @@ def _find(rank: Any, q: Any, end: Any, rank_at: Any, coarse_at: Any, gap_at: Any
     gaps, and where 64 times the block plus the rank goes. Returns the next rank, counted from the next stretch, and the
     next gap. Addresses alone are arguments, since an array is seven.
     """
-    there = _members(rank_at + 2 * _BLOCKS)
+    there = _before(rank_at + 2 * _BLOCKS)
     if rank < there and q < end:
         every8(rank_at, rank_at + 2 * _ROW, coarse_at)
     while rank < there and q < end:
         b = 8 * at_most16(coarse_at, rank) - 8
         b += at_most8(rank_at + 2 * b, rank_at + 2 * (_ROW + b), rank) - 1
-        store(_UINT32, to, np.uint32(64 * b + rank - _members(rank_at + 2 * b)))
+        store(_UINT32, to, np.uint32(64 * b + rank - _before(rank_at + 2 * b)))
         to += 4
         q += 1
         rank += 1 + load32(gap_at + 4 * q)
@@ -360,7 +367,7 @@ def _positions(
     mask_at, rank_at = np.int64(masks.ctypes.data), np.int64(ranks.ctypes.data)
     coarse_at, gap_at, edge_at = np.int64(coarse.ctypes.data), np.int64(gaps.ctypes.data), np.int64(edge.ctypes.data)
     short = _is_short(kind, keep, limits)
-    lowest, span = _bounds(keep, short, limits)
+    lowest, span = _bounds(short, limits)
     position_at, new_at = np.int64(out[0].ctypes.data), np.int64(out[1].ctypes.data)
     word, word_at = width_of(sorted_words), np.int64(sorted_words.ctypes.data)
     want, left = np.empty(MOST, np.int64), np.empty(MOST, np.int64)
@@ -388,11 +395,11 @@ def _positions(
                     q, end = at[c], at[c] + left[c]
                     row, to = rank_at + 2 * _ROW * c, position_at + 4 * k
                     want[c], at[c] = _find(want[c], q, end, row, coarse_at, gap_at, to)
-                    for i in range(at[c] - q):
+                    for i in range(at[c] - q):  # 64 times a block plus a rank in it becomes a position
                         place = load32(to + 4 * i)
                         b = place >> 6
                         block = a + 64 * b * width if b < n >> 6 else edge_at
-                        mask = _mask(kind, keep, short, block, lowest[c], span[c], mask_at + 8 * (_ROW * c + b))
+                        mask = _class_mask(kind, keep, short, block, lowest[c], span[c], mask_at + 8 * (_ROW * c + b))
                         store(_UINT32, to + 4 * i, np.uint32(low + 64 * b + select(mask, place & 63)))
                     copy_bytes(word_at + word * q, word * (at[c] - q), new_at + word * k)
                     k += at[c] - q

@@ -329,12 +329,10 @@ def exchange(
         if dims[e] == 1 and inside[e, 0] == 1:
             origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(outside[e, 0]) * _GOLDEN
             near = k + max(0, end - k - _FAR) // 16 * 16
-            for low in range(k, near + 16, 16):  # a block is read, and then the one before it, by now at hand, written
+            if k < near:
+                read16(tag, first[e], position_at + 4 * k, _FAR, seen_at)
+            for low in range(k + 16, near + 16, 16):  # one is read, and the one before it, by now at hand, written
                 half = seen_at + width * ((low - k) & 16)
-                if low == k:
-                    if low < near:
-                        read16(tag, first[e], position_at + 4 * low, _FAR, half)
-                    continue
                 there, here = position_at + 4 * (low - 16), width * (low - 16)
                 was = 2 * seen_at + 16 * width - half
                 now = word_at + here if absolute else new_at

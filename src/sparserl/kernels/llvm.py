@@ -323,7 +323,7 @@ class _Classified:
         b = self.b
         v8, v16 = ir.VectorType(_I16, 8), ir.VectorType(_I8, 16)
         rank_at = [_pointer(b, b.add(self.ranks, b.mul(self.row, _I64(2 * k))), _I16) for k in range(self.limits)]
-        for begin in range(0, self.limits, 4):
+        for begin in range(0, self.limits, 4):  # there are four or seven
             rows = rank_at[begin : begin + 4]
             first = ir.Constant(v8, [0] * 8)
             for k, row in enumerate(rows):

@@ -105,7 +105,7 @@ MUTANTS = (
     Mutant(
         "the digest forgets positions inside a block",
         "kernels/llvm.py",
-        "            weyl = b.add(first, splat(b, b.mul(i, _I64(_LANES * GOLDEN & _ALL)), mix.vector))\n",
+        "            weyl = b.add(first, mix.constant(*(i * GOLDEN for i in range(mix.lanes))))\n",
         "            weyl = first\n",
         Tests(KERNELS, "digest"),
     ),
@@ -310,8 +310,8 @@ MUTANTS = (
     Mutant(
         "masks of a class take in its threshold",
         "kernels/llvm.py",
-        'b.bitcast(b.icmp_unsigned("<", x, limit), part)',
-        'b.bitcast(b.icmp_unsigned("<=", x, limit), part)',
+        '[b.icmp_unsigned("<", x, limit) for x in here]',
+        '[b.icmp_unsigned("<=", x, limit) for x in here]',
         Tests(CLASSES, "every_size and 2-float-3"),
     ),
     Mutant(
@@ -406,10 +406,10 @@ MUTANTS = (
         Tests(CTX, "undone"),
     ),
     Mutant(
-        "halving finds the bit before the one that is sought in a class",
+        "the table finds the bit before the one that is sought in a class",
         "kernels/llvm.py",
-        'above = b.icmp_unsigned(">=", rank, low)',
-        'above = b.icmp_unsigned(">", rank, low)',
+        "b.mul(b.add(rank, _I64(1)), each)",
+        "b.mul(rank, each)",
         Tests(CLASSES, "select"),
     ),
     Mutant(

@@ -333,6 +333,8 @@ def exchange(
                 read16(tag, first[e], position_at + 4 * k, _FAR, seen_at)
             for low in range(k + 16, near + 16, 16):  # one is read, and the one before it, by now at hand, written
                 half = seen_at + width * ((low - k) & 16)
+                if not ARM and low < near:
+                    read16(tag, first[e], position_at + 4 * low, _FAR, half)
                 there, here = position_at + 4 * (low - 16), width * (low - 16)
                 was = 2 * seen_at + 16 * width - half
                 now = word_at + here if absolute else new_at
@@ -340,7 +342,7 @@ def exchange(
                     advance16(tag, was, word_at + here, np.uint64(top), sign_magnitude, now)
                 copy16(tag, was, old_at + here)
                 move = there, was, now, origin, step, keys[e, 1], lane_at
-                if low < near:
+                if ARM and low < near:
                     read16_and_move16(tag, first[e], position_at + 4 * low, _FAR, half, *move)
                 else:
                     digest_move16(tag, *move)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,25 @@ def narrow(model: Any, dtype: torch.dtype) -> Any:
     """Cast the parameters of a model, and only them: transformers keeps its rotary frequencies in fp32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    if dtype == torch.bfloat16 and _lacks_bf16():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.forward = partial(_wide, module)
     return model
+
+
+def _lacks_bf16() -> bool:
+    """Whether this processor has no bf16 arithmetic: PyTorch's products of matrices then take 200 times as long."""
+    mkldnn = torch.ops.mkldnn
+    return torch.backends.mkldnn.is_available() and not mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
+
+
+def _wide(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+    """A layer computed in fp32."""
+    if x.device.type != "cpu":
+        return torch.nn.Linear.forward(layer, x)
+    bias = None if layer.bias is None else layer.bias.float()
+    return torch.nn.functional.linear(x.float(), layer.weight.float(), bias).to(x.dtype)
 
 
 def distinct(weights: Mapping[str, Tensor]) -> Weights:

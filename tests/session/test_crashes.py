@@ -109,7 +109,7 @@ def test_all_are_killed_over_and_over(store: str, kills: int, seed: int) -> None
     assert seen["kills"] >= kills
     assert seen["faults"] == 0
     assert seen["published"] > 3
-    assert seen["committed"] > 2
+    assert seen["committed"] >= 2  # each of the two; how many more they come to depends on the machine
 
 
 def test_restarts_do_not_pile_up(tmp_path: Path) -> None:

@@ -102,14 +102,14 @@ def test_a_subscriber_is_killed_at_any_moment(case: str, tmp_path: Path) -> None
     assert seen["leftovers"] > 2
 
 
-@pytest.mark.parametrize(("store", "kills", "seed"), [("file", 20, 11), ("seaweedfs", 8, 12), ("moto", 8, 13)])
+@pytest.mark.parametrize(("store", "kills", "seed"), [("file", 20, 11), ("seaweedfs", 20, 12), ("moto", 20, 13)])
 def test_all_are_killed_over_and_over(store: str, kills: int, seed: int) -> None:
     """A publisher and two subscribers that live at the same time, and die at drawn moments."""
     seen = _driver("-m", "tests.session.soak", "--kills", kills, "--store", store, "--seed", seed)
     assert seen["kills"] >= kills
     assert seen["faults"] == 0
     assert seen["published"] > 3
-    assert seen["committed"] >= 2  # each of the two; how many more they come to depends on the machine
+    assert seen["committed"] > 2
 
 
 def test_restarts_do_not_pile_up(tmp_path: Path) -> None:

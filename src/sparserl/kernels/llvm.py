@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -693,12 +694,10 @@ def falls16(_: Any, address: Any) -> Any:
 
 
 def _running(b: Any, v: Any) -> Any:
-    """Sums of 8 or 16 numbers from the first to each."""
-    many = v.type.count
-    none, places = ir.Constant(v.type, [0] * many), ir.VectorType(_I32, many)
-    for step in (1, 2, 4, 8)[: many.bit_length() - 1]:
-        moved = ir.Constant(places, [many + i - step if i >= step else 0 for i in range(many)])
-        v = b.add(v, b.shuffle_vector(none, v, moved))
+    """Sums of 16 numbers from the first to each."""
+    for step in (1, 2, 4, 8):
+        moved = ir.Constant(v.type, [16 + i - step if i >= step else 0 for i in range(16)])
+        v = b.add(v, b.shuffle_vector(_lanes16(0), v, moved))
     return v
 
 
@@ -1064,9 +1063,7 @@ class _Sums:
             for many, home in homes.items():
                 total = b.load(home[which])
                 lanes += [b.extract_element(total, _I32(k)) for k in range(many)] if many > 1 else [total]
-            while len(lanes) > 1:
-                lanes = [b.add(*lanes[:2]), *lanes[2:]]
-            out.append(lanes[0])
+            out.append(reduce(b.add, lanes))
         return out
 
 

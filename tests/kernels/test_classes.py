@@ -129,7 +129,7 @@ def run_positions(view, entries, addresses, limits, log, counts, gaps, words, la
     tallies = counts.sum(0, np.int64)
     at = np.cumsum(tallies) - tallies
     args = kind, keep, int64(*addresses), numel, count, log, limits, counts.astype(np.uint32).ravel(), at
-    order = land, uint.type(1 << (8 * uint.itemsize - 1)), mirrored
+    order = land, mirrored
     bad = classes.class_positions(np.empty(0, uint), *args, np.append(gaps, np.uint32(0)), words, *order, *found)
     assert all(untouched(column, total) for column in found)
     if bad >= 0:
@@ -287,8 +287,7 @@ def test_what_does_not_fit_its_tile_is_refused(lie):
     words = np.full(5, 2, np.uint16)
     for land in (False, True):
         again = (a.copy() if a is at else a for a in args)
-        order = land, np.uint16(1 << 15), True
-        assert classes.class_positions(np.empty(0, np.uint16), kind, keep, *again, words, *order, *found) == bad
+        assert classes.class_positions(np.empty(0, np.uint16), kind, keep, *again, words, land, True, *found) == bad
         assert all(untouched(column, 3) for column in found)
         assert (bits == np.tile(np.array([1, 9], np.uint16), 50)).all()
 

@@ -322,14 +322,13 @@ def test_gather_and_scatter(uint, way):
     if way == "scatter":
         cpu.scatter(tag, counts, first, dims, size, stride, where.ctypes.data, bits)
     else:
-        top = uint(1 << (8 * width - 1))
         words = bits.copy() if way == "words" else reference.steps(before, bits, way.startswith("floats"))
         out = poisoned(where.size, uint)
         if way.endswith("in place"):
             out[: where.size] = words
         same = words.copy()
         word_at = out.ctypes.data if way.endswith("in place") else words.ctypes.data
-        given = word_at, way == "words", top, way.startswith("floats"), out.ctypes.data
+        given = word_at, way == "words", way.startswith("floats"), out.ctypes.data
         odd, at = unaligned(where, 1)
         start, keys = rng.integers(0, 2**40, len(rows)), rng.integers(0, 2**64, (len(rows), 2), np.uint64)
         other = stride + rng.integers(0, 3, stride.shape)  # strides in the tensor, which need not be those in memory
@@ -428,7 +427,7 @@ def run_steps(old, new, sign_magnitude):
     step = poisoned(old.size, old.dtype)
     cpu.steps(old, new, top, sign_magnitude, step[: old.size])
     back = poisoned(old.size, old.dtype)
-    cpu.advance(old, step[: old.size], top, sign_magnitude, back[: old.size])
+    cpu.advance(old, step[: old.size], sign_magnitude, back[: old.size])
     assert untouched(step, old.size)
     assert untouched(back, old.size)
     return step[: old.size], back[: old.size]

@@ -152,11 +152,13 @@ MUTANTS = (
         Tests(KERNELS, "tile"),
     ),
     Mutant(
-        "steps do not wrap",
+        "steps that cross zero keep the sign",
         "kernels/cpu.py",
-        "    word += (np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))\n",
-        "    word += (np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))\n"
-        "    word = min(word, high | (high - _ONE))\n",
+        "    word += ((np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))) << up\n"
+        "    word ^= np.uint64(np.int64(word) >> np.int64(63)) & mirrors\n",
+        "    sign = np.uint64(np.int64(word) >> np.int64(63)) & mirrors\n"
+        "    word += ((np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))) << up\n"
+        "    word ^= sign\n",
         Tests(KERNELS, "steps"),
     ),
     Mutant(

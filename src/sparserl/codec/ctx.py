@@ -106,7 +106,7 @@ class Ctx:
         )
         args = kind, keep, layout.old, layout.numel, layout.count, layout.tile_log, limits
         at, tag = np.pad(at, (spare, 0)), np.empty(0, layout.dtype.uint)
-        order = layout.land, layout.dtype.top, layout.dtype.sign_magnitude
+        order = layout.land, layout.dtype.sign_magnitude
         bad = kernel.class_positions(tag, *args, padded.ravel(), at, gaps, words, *order, *found)
         if bad >= 0:
             raise InvalidField(

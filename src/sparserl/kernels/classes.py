@@ -284,14 +284,14 @@ def _visit(tag: Any, address: Any, ahead: Any, k: Any, end: Any, out: Any) -> No
 
     In a loop of its own: a processor that looks a hundred instructions ahead sees several changes at once in both.
     """
-    positions, words, old, land, top, sign_magnitude = out
+    positions, words, old, land, sign_magnitude = out
     width = width_of(tag)
     for i in range(k, end):
         at = address + np.int64(positions[np.uint64(i)]) * width
         bits = load(tag, at)
         old[np.uint64(i)] = bits
         if land:
-            word = advanced(tag, bits, words[np.uint64(i)], top, sign_magnitude)
+            word = advanced(tag, bits, words[np.uint64(i)], sign_magnitude)
             words[np.uint64(i)] = word
             store(tag, at, word)
         prefetch(ahead + 64 * (i & 255))  # while memory is idle
@@ -312,7 +312,6 @@ def class_positions(
     gaps: Any,
     sorted_words: Any,
     land: Any,
-    top: Any,
     sign_magnitude: Any,
     positions: Any,
     words: Any,
@@ -326,7 +325,7 @@ def class_positions(
     Where they are to `land`, the words become the new bits, and are written over the old ones. Nothing is written
     where an entry is at fault.
     """
-    out = positions, words, old, land, top, sign_magnitude
+    out = positions, words, old, land, sign_magnitude
     k, bad = _positions(tag, kind, keep, address, numel, counts, log, limits, tiles, at, gaps, sorted_words, out)
     if land and bad >= 0:
         _put_back(tag, address, counts, positions, old, k)

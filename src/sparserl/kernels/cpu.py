@@ -34,8 +34,8 @@ from .llvm import (
     number16,
     popcount,
     prefetch,
+    prefetch_near,
     read16,
-    read16_and_move16,
     store,
     sums16,
     tokenize16,
@@ -49,6 +49,7 @@ _ONE = np.uint64(1)
 _WALKERS = 1 if ARM else 8  # places at which the comparing loop reads in turn; Arm processors follow one best
 _STRIDE = 1 << 12  # bytes between them
 _FAR = 64  # changes: how far gather, scatter and exchange prefetch
+_NEAR = 4  # from the second cache
 
 
 @inline
@@ -246,26 +247,36 @@ def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any
 
 
 @inline
-def advanced(tag: Any, bits: Any, step: Any, top: Any, sign_magnitude: Any) -> Any:
+def advanced(tag: Any, bits: Any, step: Any, sign_magnitude: Any) -> Any:
     """Bits a zigzag step further in the integer order of the format.
 
-    Shifts instead of comparisons: compilers make branches of those, on signs that cannot be predicted.
+    In the highest bits of a word, whose sign is then theirs. Shifts instead of comparisons: compilers make branches of
+    those, on signs that cannot be predicted.
     """
-    zero, high, word = np.uint64(0), np.uint64(top), np.uint64(bits)
-    sign = np.uint64(8 * width_of(tag) - 1)
-    mirrors = zero - np.uint64(sign_magnitude)  # where negative numbers run backwards
-    word ^= (high | (zero - (word >> sign & _ONE))) & mirrors
-    word += (np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))
-    return tag.dtype.type(word ^ ((high | ((word >> sign & _ONE) - _ONE)) & mirrors))
+    zero, up, word = np.uint64(0), np.uint64(64 - 8 * width_of(tag)), np.uint64(bits)
+    mirrors = (zero - np.uint64(sign_magnitude)) >> _ONE  # of negative numbers, which run backwards
+    word <<= up
+    word ^= np.uint64(np.int64(word) >> np.int64(63)) & mirrors
+    word += ((np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))) << up
+    word ^= np.uint64(np.int64(word) >> np.int64(63)) & mirrors
+    return tag.dtype.type(word >> up)
 
 
 @inline
-def _swap(tag: Any, at: Any, absolute: Any, top: Any, sign_magnitude: Any, word_at: Any, old_at: Any, to: Any) -> None:
+def _swap(tag: Any, at: Any, absolute: Any, sign_magnitude: Any, word_at: Any, old_at: Any) -> Any:
+    """Write a word, or take a step of so much, and keep what was there. Returns the bits before and after."""
     was, word = load(tag, at), load(tag, word_at)
-    new = word if absolute else advanced(tag, was, word, top, sign_magnitude)
+    now = word if absolute else advanced(tag, was, word, sign_magnitude)
     store(tag, old_at, was)
-    store(tag, to, new)
-    store(tag, at, new)
+    store(tag, at, now)
+    return was, now
+
+
+@inline
+def _moved(weyl: Any, key: Any, was: Any, now: Any) -> Any:
+    """How the two sums move with one change."""
+    before, after = _mix(weyl, key, np.uint64(was)), _mix(weyl, key, np.uint64(now))
+    return after - before, _turn(after) - _turn(before)
 
 
 @inline
@@ -287,11 +298,53 @@ def _delta(
         first, second = digest_moves(tag, position_at + 4 * k, old_at + here, new_at + here, blocks, origin, step, key)
     for i in range(k + 16 * blocks, end):
         weyl = origin + np.uint64(_offset(load32(position_at + 4 * i), e, dims, size, stride)) * _GOLDEN
-        was, now = np.uint64(load(tag, old_at + width * i)), np.uint64(load(tag, new_at + width * i))
-        was, now = _mix(weyl, key, was), _mix(weyl, key, now)
-        first += now - was
-        second += _turn(now) - _turn(was)
+        x, y = _moved(weyl, key, load(tag, old_at + width * i), load(tag, new_at + width * i))
+        first += x
+        second += y
     return first, second
+
+
+@inline
+def _one_by_one(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, order: Any) -> Any:
+    """Exchange the changes from `k` to `end`, with `_FAR` more behind them; how the two sums move.
+
+    An Arm processor is done with a change by the time the next line has come. That is asked for twice, to come to the
+    second cache and from there to the first.
+    """
+    (origin, step, key), (position_at, word_at, old_at) = line, changes
+    (absolute, sign_magnitude), width = order, width_of(tag)
+    first, second = np.uint64(0), np.uint64(0)
+    for i in range(k, end):
+        prefetch(base + width * load32(position_at + 4 * (i + _FAR)))
+        prefetch_near(base + width * load32(position_at + 4 * (i + _NEAR)))
+        p, here = load32(position_at + 4 * i), width * i
+        was, now = _swap(tag, base + width * p, absolute, sign_magnitude, word_at + here, old_at + here)
+        x, y = _moved(origin + np.uint64(p) * step, key, was, now)
+        first += x
+        second += y
+    return first, second
+
+
+@inline
+def _by_sixteens(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, order: Any, room: Any) -> None:
+    """The same for changes that are sixteens, by vectors; the sums move lane by lane. `room` is what `exchange` has."""
+    (position_at, word_at, old_at), (absolute, sign_magnitude), (lane_at, seen_at, new_at) = changes, order, room
+    width = width_of(tag)
+    if k < end:
+        read16(tag, base, position_at + 4 * k, _FAR, seen_at)
+    for low in range(k + 16, end + 16, 16):  # one is read, and the one before it, by now at hand, written
+        half = seen_at + width * ((low - k) & 16)
+        if low < end:
+            read16(tag, base, position_at + 4 * low, _FAR, half)
+        there, here = position_at + 4 * (low - 16), width * (low - 16)
+        was = 2 * seen_at + 16 * width - half
+        now = word_at + here if absolute else new_at
+        if not absolute:
+            advance16(tag, was, word_at + here, sign_magnitude, now)
+        copy16(tag, was, old_at + here)
+        digest_move16(tag, there, was, now, *line, lane_at)
+        for i in range(16):
+            store(tag, base + width * load32(there + 4 * i), load(tag, now + width * i))
 
 
 @kernel
@@ -308,7 +361,6 @@ def exchange(
     position_at: Any,
     word_at: Any,
     absolute: Any,
-    top: Any,
     sign_magnitude: Any,
     old_at: Any,
 ) -> tuple[Any, Any]:
@@ -319,49 +371,31 @@ def exchange(
     on their way others are summed up. Once a bit is written, nothing can fail.
     """
     lanes, seen, new = np.zeros((2, 16), np.uint64), np.zeros((2, 16), tag.dtype), np.zeros(16, tag.dtype)
-    lane_at, seen_at, new_at = np.int64(lanes.ctypes.data), np.int64(seen.ctypes.data), np.int64(new.ctypes.data)
-    width = width_of(tag)
+    room = np.int64(lanes.ctypes.data), np.int64(seen.ctypes.data), np.int64(new.ctypes.data)
+    changes, order, width = (position_at, word_at, old_at), (absolute, sign_magnitude), width_of(tag)
     x, y = np.uint64(0), np.uint64(0)
     k = np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
-        near = k
         if dims[e] == 1 and inside[e, 0] == 1:
             origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(outside[e, 0]) * _GOLDEN
-            near = k + max(0, end - k - _FAR) // 16 * 16
-            if k < near:
-                read16(tag, first[e], position_at + 4 * k, _FAR, seen_at)
-            for low in range(k + 16, near + 16, 16):  # one is read, and the one before it, by now at hand, written
-                half = seen_at + width * ((low - k) & 16)
-                if not ARM and low < near:
-                    read16(tag, first[e], position_at + 4 * low, _FAR, half)
-                there, here = position_at + 4 * (low - 16), width * (low - 16)
-                was = 2 * seen_at + 16 * width - half
-                now = word_at + here if absolute else new_at
-                if not absolute:
-                    advance16(tag, was, word_at + here, np.uint64(top), sign_magnitude, now)
-                copy16(tag, was, old_at + here)
-                move = there, was, now, origin, step, keys[e, 1], lane_at
-                if ARM and low < near:
-                    read16_and_move16(tag, first[e], position_at + 4 * low, _FAR, half, *move)
-                else:
-                    digest_move16(tag, *move)
-                for i in range(16):
-                    at = first[e] + width * load32(there + 4 * i)
-                    store(tag, at, load(tag, now + width * i))
-        while near < end:
-            stop = min(near + 16, end)
-            for i in range(near, stop):
+            line, stop = (origin, step, keys[e, 1]), k + max(0, end - k - _FAR) // 16 * 16
+            if ARM:
+                a, b = _one_by_one(tag, first[e], k, stop, line, changes, order)
+                x += a
+                y += b
+            else:
+                _by_sixteens(tag, first[e], k, stop, line, changes, order, room)
+            k = stop
+        while k < end:
+            stop = min(k + 16, end)
+            for i in range(k, stop):
                 at = first[e] + width * _offset(load32(position_at + 4 * i), e, dims, size, inside)
-                here = width * i
-                to = new_at + here - width * near
-                _swap(tag, at, absolute, top, sign_magnitude, word_at + here, old_at + here, to)
-            changes = position_at, old_at, new_at - width * near
-            a, b = _delta(tag, e, near, stop, start, dims, size, outside, keys, changes)
+                new[i - k] = _swap(tag, at, *order, word_at + width * i, old_at + width * i)[1]
+            a, b = _delta(tag, e, k, stop, start, dims, size, outside, keys, (position_at, old_at, room[2] - width * k))
             x += a
             y += b
-            near = stop
-        k = end
+            k = stop
     for lane in range(16):
         x += lanes[0, lane]
         y += lanes[1, lane]
@@ -404,10 +438,10 @@ def steps(old: Any, new: Any, top: Any, sign_magnitude: Any, out: Any) -> None:
 
 
 @kernel
-def advance(old: Any, step: Any, top: Any, sign_magnitude: Any, out: Any) -> None:
+def advance(old: Any, step: Any, sign_magnitude: Any, out: Any) -> None:
     """The new bits: `steps` undone."""
     for i in range(old.size):
-        out[i] = advanced(old, old[i], step[i], top, sign_magnitude)
+        out[i] = advanced(old, old[i], step[i], sign_magnitude)
 
 
 @inline

@@ -231,12 +231,14 @@ def differ64(_: Any, tag: Any, left: Any, right: Any) -> Any:
     return types.uint64(tag, types.int64, types.int64), codegen
 
 
-def _fetch(b: Any, address: Any) -> None:
-    """Ask for the cache line at an address."""
+def _fetch(b: Any, address: Any, near: bool = not ARM) -> None:
+    """Ask for the cache line at an address, to come to the nearest cache or to the second.
+
+    On Arm the second has more lines on their way at a time.
+    """
     kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    near = _I32(2 if ARM else 3)  # on Arm only into the second cache, which has more lines on their way at a time
-    b.call(function, [_pointer(b, address, _I8), _I32(0), near, _I32(1)])
+    b.call(function, [_pointer(b, address, _I8), _I32(0), _I32(3 if near else 2), _I32(1)])
 
 
 @machine
@@ -245,6 +247,17 @@ def prefetch(_: Any, address: Any) -> Any:
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         _fetch(b, args[0])
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@machine
+def prefetch_near(_: Any, address: Any) -> Any:
+    """The same, into the nearest cache."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        _fetch(b, args[0], near=True)
         return ctx.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -769,7 +782,7 @@ def number16(_: Any, out: Any, tokens: Any, lows: Any, at: Any, end: Any, limit:
 
 
 @machine
-def advance16(_: Any, tag: Any, old: Any, steps: Any, top: Any, sign_magnitude: Any, to: Any) -> Any:
+def advance16(_: Any, tag: Any, old: Any, steps: Any, sign_magnitude: Any, to: Any) -> Any:
     """The bits 16 zigzag steps further than old ones; all three are addresses. See `cpu.advanced`, one by one."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -781,19 +794,17 @@ def advance16(_: Any, tag: Any, old: Any, steps: Any, top: Any, sign_magnitude: 
 
         was, step = (b.load(_pointer(b, a, vector)) for a in args[1:3])
         was.align = step.align = 1
-        top = splat(b, args[3] if element.width == 64 else b.trunc(args[3], element), vector)
-        mirrors = splat(b, b.sext(args[4], element), vector)  # where negative numbers run backwards
+        backwards = b.lshr(b.sext(args[3], element), element(1))  # the bits by which negative numbers are mirrored
+        mirrors = splat(b, backwards, vector)
         sign = everywhere(element.width - 1)
-        word = b.xor(was, b.and_(b.or_(top, b.ashr(was, sign)), mirrors))
-        delta = b.xor(b.lshr(step, everywhere(1)), b.neg(b.and_(step, everywhere(1))))
-        word = b.add(word, delta)
-        back = b.or_(top, b.not_(b.ashr(word, sign)))
-        word = b.xor(word, b.and_(back, mirrors))
-        b.store(word, _pointer(b, args[5], vector)).align = 1
+        word = b.xor(was, b.and_(b.ashr(was, sign), mirrors))
+        word = b.add(word, b.xor(b.lshr(step, everywhere(1)), b.neg(b.and_(step, everywhere(1)))))
+        word = b.xor(word, b.and_(b.ashr(word, sign), mirrors))
+        b.store(word, _pointer(b, args[4], vector)).align = 1
         return ctx.get_dummy_value()
 
     i64 = types.int64
-    return types.void(tag, i64, i64, types.uint64, types.boolean, i64), codegen
+    return types.void(tag, i64, i64, types.boolean, i64), codegen
 
 
 @machine
@@ -1030,15 +1041,11 @@ class _Sums:
         self.b, self.step = b, step
         self.mixes = {lanes: _Mix(b, key, lanes) for lanes in _SIDE_BY_SIDE}
 
-    def add(self, first: Any, homes: dict[int, list[Any]], meanwhile: Callable[[range], None] = lambda _: None) -> None:
-        """Add a block, from an index on, to the sums behind pointers, which are two for each number of lanes.
-
-        `meanwhile` is called with lanes before they are computed, for what has to wait for memory.
-        """
+    def add(self, first: Any, homes: dict[int, list[Any]]) -> None:
+        """Add a block, from an index on, to the sums behind pointers, which are two for each number of lanes."""
         b, lane = self.b, 0
         total: dict[int, list[Any]] = {}
         for lanes in _SIDE_BY_SIDE:
-            meanwhile(range(lane, lane + lanes))
             more = self.step(self.mixes[lanes], b.add(first, _I64(lane)))
             total[lanes] = [b.add(x, y) for x, y in zip(total[lanes], more, strict=True)] if lanes in total else more
             lane += lanes
@@ -1137,12 +1144,15 @@ def digest_move16(
     return types.void(tag, i64, i64, i64, u64, u64, u64, i64), codegen
 
 
-def _read16(b: Any, element: Any, base: Any, positions: Any, far: Any, to: Any) -> Callable[[range], None]:
-    """A function that reads some of the 16 elements at positions, and asks for those so many positions ahead."""
-    size = element.width // 8
+@machine
+def read16(_: Any, tag: Any, base: Any, positions: Any, far: Any, to: Any) -> Any:
+    """Copy the 16 elements at positions from `base` on to an address, and ask for those so many positions ahead."""
 
-    def read(lanes: range) -> None:
-        for lane in lanes:
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        element = _element(ctx, sig.args[0])
+        base, positions, far, to = args[1:]
+        size = element.width // 8
+        for lane in range(_BLOCK):
             at = []
             for place in (b.add(far, _I64(lane)), _I64(lane)):
                 position = b.load(_pointer(b, b.add(positions, b.mul(place, _I64(4))), _I32))
@@ -1152,44 +1162,7 @@ def _read16(b: Any, element: Any, base: Any, positions: Any, far: Any, to: Any) 
             bits = b.load(_pointer(b, at[1], element))
             bits.align = 1
             b.store(bits, _pointer(b, b.add(to, _I64(lane * size)), element)).align = 1
-
-    return read
-
-
-@machine
-def read16(_: Any, tag: Any, base: Any, positions: Any, far: Any, to: Any) -> Any:
-    """Copy the 16 elements at positions from `base` on to an address, and ask for those so many positions ahead."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        _read16(b, _element(ctx, sig.args[0]), *args[1:])(range(_BLOCK))
         return ctx.get_dummy_value()
 
     i64 = types.int64
     return types.void(tag, i64, i64, i64, i64), codegen
-
-
-@machine
-def read16_and_move16(
-    _: Any,
-    tag: Any,
-    base: Any,
-    positions: Any,
-    far: Any,
-    to: Any,
-    there: Any,
-    old: Any,
-    new: Any,
-    origin: Any,
-    stride: Any,
-    key: Any,
-    sums: Any,
-) -> Any:
-    """`read16` of one block and `digest_move16` of another, which is computed while memory answers."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        moves = _moves(ctx, b, sig, args[5:8], *args[8:11])
-        moves.add(_I64(0), _homes(b, moves, args[11]), _read16(b, _element(ctx, sig.args[0]), *args[1:5]))
-        return ctx.get_dummy_value()
-
-    i64, u64 = types.int64, types.uint64
-    return types.void(tag, i64, i64, i64, i64, i64, i64, i64, u64, u64, u64, i64), codegen

@@ -234,11 +234,11 @@ def exchange(held: Held, patch: Patch, index: int, room: Room = empty) -> tuple[
         old, moved = _overlay(geometry, decoded, decoded.old), None
     else:  # old bits take the place of steps
         old = _overlay(geometry, decoded, room(new.size, new.dtype) if absolute else new)
-        moved = _exchanged(old, new, (absolute, dtype.top, dtype.sign_magnitude))
+        moved = _exchanged(old, new, (absolute, dtype.sign_magnitude))
     return _with_dense(held, old, new, moved, decoded)
 
 
-def _exchanged(old: Overlay, new: UIntArray, order: tuple[bool, Any, bool]) -> Digest:
+def _exchanged(old: Overlay, new: UIntArray, order: tuple[bool, bool]) -> Digest:
     """Swap the new bits, or steps, for the old ones; how the digest moves. `order` says what the new ones are."""
     g = old.geometry
     places = g.first, g.start, g.dims, g.size, g.inside, g.outside, g.keys
@@ -451,7 +451,7 @@ def _swap(held: Held, part: Staged) -> tuple[Overlay, Digest]:
     old = replace(new, bits=np.empty_like(new.bits), dense=[])
     moved = None
     if new.far is None:
-        moved = _exchanged(old, new.bits, (True, dtype.top, dtype.sign_magnitude))
+        moved = _exchanged(old, new.bits, (True, dtype.sign_magnitude))
     else:
         new.swap(old.bits)
     return _with_dense(held, old, new.bits, moved, part.decoded)

@@ -78,5 +78,5 @@ def steps_between(dtype: DType, before: UIntArray, after: UIntArray) -> UIntArra
 def advance(dtype: DType, before: UIntArray, steps: UIntArray) -> UIntArray:
     """New bits from old ones and zigzag steps."""
     out = np.empty_like(before)
-    cpu.advance(before, steps, dtype.top, dtype.sign_magnitude, out)
+    cpu.advance(before, steps, dtype.sign_magnitude, out)
     return out

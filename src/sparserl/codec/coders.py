@@ -99,14 +99,21 @@ class Rans:
     id: ClassVar[int] = 2
 
     def encode(self, raw: Buffer) -> Buffer:
-        symbols = as_bytes(raw)
-        out = np.empty(rans.room(symbols.size), np.uint8)
-        return out[: rans.squeeze(symbols, out)].data
+        return entropy_coded([raw])[0]
 
     def decode(self, coded: Buffer, size: int) -> Buffer:
         if (symbols := expand([coded], [size])) is None:
             raise InvalidField("a rans chunk has no table that adds up, or does not come out even")
         return symbols[0]
+
+
+def entropy_coded(chunks: list[Buffer]) -> list[Buffer]:
+    """Rans chunks, encoded in one go."""
+    raw = [as_bytes(chunk) for chunk in chunks]
+    sizes, out = [chunk.size for chunk in raw], np.empty(sum(rans.room(chunk.size) for chunk in raw), np.uint8)
+    ends = np.empty(len(raw), np.int64)
+    rans.squeeze(np.array([chunk.ctypes.data for chunk in raw], np.int64), np.array(sizes, np.int64), out, ends)
+    return [out[a:b].data for a, b in pairwise((0, *ends.tolist()))]
 
 
 def expand(coded: list[Buffer], sizes: list[int]) -> list[Buffer] | None:
@@ -139,12 +146,14 @@ def squeeze(chunks: list[Buffer]) -> tuple[Coder, list[Buffer]]:
     tried = {id: CODERS[id].encode(first) for id in (Rans.id, Zstd.id)} if len(first) else {Zstd.id: b""}
     best = CODERS[min(tried, key=lambda name: len(tried[name]))]
     alone = len(chunks) == 1 and len(chunks[0]) <= _TRIED
-    return _smaller(best, chunks, [tried[best.id]] if alone else [best.encode(chunk) for chunk in chunks])
+    if alone:
+        return _smaller(best, chunks, [tried[best.id]])
+    return by_entropy(chunks) if best.id == Rans.id else _smaller(best, chunks, [best.encode(c) for c in chunks])
 
 
 def by_entropy(chunks: list[Buffer]) -> tuple[Coder, list[Buffer]]:
     """Chunks of a stream in which nothing repeats but by chance."""
-    return _smaller(CODERS[Rans.id], chunks, [CODERS[Rans.id].encode(chunk) for chunk in chunks])
+    return _smaller(CODERS[Rans.id], chunks, entropy_coded(chunks))
 
 
 def _smaller(coder: Coder, chunks: list[Buffer], coded: list[Buffer]) -> tuple[Coder, list[Buffer]]:

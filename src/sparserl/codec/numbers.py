@@ -23,15 +23,11 @@ _MOST_LOW_BITS = 61
 
 def write(layout: Layout, values: npt.NDArray[Any], tokens: int, lows: int) -> Chunks:
     """Chunks for the two streams named `tokens` and `lows`."""
-    heads = empty(values.size, np.uint8)
-    words = empty(min(values.size, 1 << layout.chunk_log) + 1, np.uint64)  # for one chunk after the other
-    tails = []
-    at = 0
-    for size in layout.chunk_sizes(values.size):
-        bits = cpu.pack(values[at : at + size], heads[at : at + size], words)
-        tails.append(words.view(np.uint8)[: (bits + 7) // 8].tobytes())
-        at += size
-    return {tokens: layout.cut(heads), lows: list(tails)}
+    heads, spans = empty(values.size, np.uint8), np.empty((len(layout.chunk_sizes(values.size)), 2), np.int64)
+    words = empty(values.nbytes // 8 + len(spans) + 1, np.uint64)
+    cpu.pack_chunks(values, layout.chunk_log, heads, words, spans)
+    tails = words.view(np.uint8).data
+    return {tokens: layout.cut(heads), lows: [tails[a:b] for a, b in spans.tolist()]}
 
 
 def read(

@@ -141,7 +141,7 @@ def _class_mask(kind: Any, keep: Any, short: Any, at: Any, low: Any, span: Any, 
     return load(_UINT64, mask_at + 8 * _ROW) & ~load(_UINT64, mask_at)
 
 
-@kernel
+@inline
 def _classify(kind: Any, keep: Any, short: Any, a: Any, n: Any, limits: Any, masks: Any, ranks: Any, edge: Any) -> None:
     """Look at a stretch of `n` elements, the last block perhaps not full, which is then copied to `edge`.
 

@@ -370,7 +370,7 @@ def exchange(
     may lie there. Returns how the digest's two sums move. Every line of memory is fetched once, and while some are
     on their way others are summed up. Once a bit is written, nothing can fail.
     """
-    lanes, seen, new = np.zeros((2, 16), np.uint64), np.zeros((2, 16), tag.dtype), np.zeros(16, tag.dtype)
+    lanes, seen, new = np.zeros((2, 16), np.uint64), np.empty((2, 16), tag.dtype), np.empty(16, tag.dtype)
     room = np.int64(lanes.ctypes.data), np.int64(seen.ctypes.data), np.int64(new.ctypes.data)
     changes, order, width = (position_at, word_at, old_at), (absolute, sign_magnitude), width_of(tag)
     x, y = np.uint64(0), np.uint64(0)
@@ -496,6 +496,21 @@ def pack(values: Any, tokens: Any, lows: Any) -> Any:
     return at * np.uint64(64) + fill
 
 
+@kernel
+def pack_chunks(values: Any, log: Any, tokens: Any, lows: Any, spans: Any) -> None:
+    """The same for chunks of 2^log numbers, the last of them shorter, and where the low bytes of each begin and end.
+
+    They begin with a word. There is room for as many bytes as the numbers have, and a word per chunk and one more.
+    """
+    at = np.int64(0)
+    for c in range(spans.shape[0]):
+        begin = c << log
+        end = min(begin + (np.int64(1) << log), values.size)
+        bits = np.int64(pack(values[begin:end], tokens[begin:end], lows[at:]))
+        spans[c, 0], spans[c, 1] = 8 * at, 8 * at + ((bits + 7) >> 3)
+        at += (bits + 63) >> 6
+
+
 @inline
 def _number(token: Any, lows: Any, base: Any, at: Any) -> Any:
     """A number from its token and the low bits from bit `at` on, and how many these are.
@@ -544,7 +559,10 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
 @kernel
 def unpack_chunks(token_at: Any, low_at: Any, low_bytes: Any, log: Any, limit: Any, out: Any) -> Any:
     """The same for chunks of 2^log numbers, the last of them shorter; tokens and low bits are addresses."""
-    lows = np.empty(low_bytes.max() // 8 + 3, np.uint64)
+    most = np.int64(0)
+    for size in low_bytes:
+        most = max(most, size)
+    lows = np.empty(most // 8 + 3, np.uint64)
     for c in range(token_at.size):
         begin, size = c << log, low_bytes[c]
         end = min(begin + (np.int64(1) << log), out.size)

@@ -25,7 +25,9 @@ def read_directory(data: Any, at: Any, rows: Any, lengths: Any) -> Any:
         if at >= 0:
             many = np.int64(rows[i, 2])
             at = read_varints(data, at, np.uint64(data.size), lengths[used : used + many])
-            rows[i, 3] = lengths[used : used + many].sum()
+            rows[i, 3] = 0
+            for k in range(used, used + many):
+                rows[i, 3] += lengths[k]
             used += many
         if at < 0:
             return -1

@@ -44,14 +44,28 @@ def number_bits(values: Any, every: Any) -> Any:
 
 
 @inline
-def _class_bits(members: Any, counts: Any) -> Any:
-    """Bits of a class: which of its members change, and by which step."""
+def _class_bits(members: Any, upto: Any, i: Any, j: Any) -> Any:
+    """Bits of the class between two edges: which of its members change, and by which step."""
     changed, steps = 0.0, 0.0
-    for count in counts:
+    for column in range(upto.shape[1]):
+        count = upto[j, column] - upto[i, column]
         changed += count
         steps -= _xlogx(count)
     index = _xlogx(members) - _xlogx(changed) - _xlogx(members - changed)
     return max(index, 0.0) + steps + _xlogx(changed)
+
+
+@inline
+def _add_up(members: Any, changed: Any, edges: Any, size: Any, count: Any) -> None:
+    """How many members have keys below each edge, and how many of them change, by step."""
+    for i in range(1, edges.size):
+        size[i] = size[i - 1]
+        for column in range(changed.shape[1]):
+            count[i, column] = count[i - 1, column]
+        for key in range(edges[i - 1], edges[i]):
+            size[i] += members[key]
+            for column in range(changed.shape[1]):
+                count[i, column] += changed[key, column]
 
 
 @kernel
@@ -61,30 +75,25 @@ def cuts(members: Any, changed: Any, edges: Any, each: Any, worth: Any, most: An
     A class costs its bits and `each`; one more than there are must save the share `worth` of all. Returns the bits
     and the inner edges of at most `most` classes.
     """
-    n, columns = edges.size, changed.shape[1]
-    size, count = np.zeros(n), np.zeros((n, columns))
-    for i in range(1, n):
-        size[i], count[i] = size[i - 1], count[i - 1]
-        for key in range(edges[i - 1], edges[i]):
-            size[i] += members[key]
-            count[i] += changed[key]
-    cost = np.full((n, n), np.inf)
+    n = edges.size
+    size, count, cost = np.zeros(n), np.zeros((n, changed.shape[1])), np.zeros((n, n))
+    _add_up(members, changed, edges, size, count)
     for i in range(n):
         for j in range(i + 1, n):
-            cost[i, j] = _class_bits(size[j] - size[i], count[j] - count[i]) + each
-    total, back = cost[0].copy(), np.zeros((most, n), np.int64)
-    best, inner = total[n - 1], np.empty(0, np.int64)
-    for classes in range(2, most + 1):
-        longer = np.full(n, np.inf)
+            cost[i, j] = _class_bits(size[j] - size[i], count, i, j) + each
+    # total[c, j]: what the keys below edge j cost in c + 1 classes
+    total, back = np.zeros((most, n)), np.zeros((most, n), np.int64)
+    best, classes = cost[0, n - 1], np.int64(1)
+    for c in range(most):
         for j in range(n):
-            for i in range(j):
-                if total[i] + cost[i, j] < longer[j]:
-                    longer[j], back[classes - 1, j] = total[i] + cost[i, j], i
-        total = longer
-        if total[n - 1] < best - worth * best * (classes - 1 - inner.size):
-            best, at = total[n - 1], n - 1
-            inner = np.empty(classes - 1, np.int64)
-            for c in range(classes - 1, 0, -1):
-                at = back[c, at]
-                inner[c - 1] = edges[at]
+            total[c, j] = np.inf if c or not j else cost[0, j]
+            for i in range(j if c else 0):
+                if total[c - 1, i] + cost[i, j] < total[c, j]:
+                    total[c, j], back[c, j] = total[c - 1, i] + cost[i, j], i
+        if total[c, n - 1] < best - worth * best * (c + 1 - classes):
+            best, classes = total[c, n - 1], np.int64(c + 1)
+    inner, at = np.empty(classes - 1, np.int64), n - 1
+    for c in range(classes - 1, 0, -1):
+        at = back[c, at]
+        inner[c - 1] = edges[at]
     return best, inner

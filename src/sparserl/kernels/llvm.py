@@ -86,17 +86,21 @@ class _Notice(event.Listener):  # type: ignore[misc]  # Numba has no types
 
 event.register("numba:compile", _Notice())
 
-inline = kernel  # for small functions that kernels call: LLVM puts them in line
 
-
-@inline
-def alive(array: Any) -> None:
-    """Use an array once more: Numba frees what a kernel has made behind its last use, whoever has its address."""
+def inline(function: F) -> F:
+    """For small functions that kernels call: LLVM puts them in line, and so into the kernels' cache."""
+    return cast("F", njit(nogil=True)(function))
 
 
 def machine(function: Callable[..., Any]) -> Any:
     """Write LLVM by hand; kernels call the result with one argument less, the typing context."""
     return intrinsic(function)
+
+
+@machine
+def alive(_: Any, array: Any) -> Any:
+    """Use an array once more: Numba frees what a kernel has made behind its last use, whoever has its address."""
+    return types.void(array), lambda ctx, b, sig, args: ctx.get_dummy_value()
 
 
 def _pointer(b: Any, address: Any, kind: Any) -> Any:

@@ -111,15 +111,13 @@ def write_table(freq: Any, most: Any, out: Any) -> Any:
         high -= 1
     out[:] = 0
     out[0], out[1], out[2] = low, high - low, most - low
-    at, before = 24, _FIRST
+    at, before = np.int64(24), _FIRST
     for s in range(low, high + 1):
         if s == most:
             continue
         e = highest(np.uint64(freq[s])) + 1 if freq[s] else 0
         step = 2 * (e - before) if e >= before else 2 * (before - e) - 1
-        for _ in range(step):
-            at = _put(out, at, 1, 1)
-        at += 1
+        at = _put(out, at, (np.int64(1) << step) - 1, step) + 1
         if e > 1:
             width = min(e - 1, _MANTISSA)
             at = _put(out, at, (np.int64(freq[s]) >> (e - 1 - width)) & ((1 << width) - 1), width)
@@ -250,6 +248,14 @@ def _rows(wide: Any, together: Any, slot_at: Any, state_at: Any, most: Any) -> A
     return np.int64(0)
 
 
+@inline
+def _fewest(rows: Any, abreast: Any) -> Any:
+    few = rows[0]
+    for k in range(1, abreast):
+        few = min(few, rows[k])
+    return few
+
+
 @kernel
 def decode(freq: Any, states: Any, words: Any, left: Any, sizes: Any, outs: Any) -> Any:
     """Symbols of several chunks. -1, or a chunk that does not come out even.
@@ -275,11 +281,12 @@ def decode(freq: Any, states: Any, words: Any, left: Any, sizes: Any, outs: Any)
                         _slots(freq[c], tables[k])
                         slots[k, 0] = np.int64(tables.ctypes.data) + 4 * _TOTAL * k
                         slots[k, 1], slots[k, 2], slots[k, 3] = words[c], outs[c], left[c]
-                        x[k] = states[c]
+                        for lane in range(MOST_LANES):
+                            x[k, lane] = states[c, lane]
                         chunk[k], rows[k] = c, sizes[c] // n if wide else 0
                     c += 1
                 full &= chunk[k] >= 0
-            done = _rows(wide, True, slot_at, state_at, rows[:abreast].min()) if wide and full else np.int64(0)
+            done = _rows(wide, True, slot_at, state_at, _fewest(rows, abreast)) if wide and full else np.int64(0)
             for k in range(abreast):
                 rows[k] -= done
                 more = rows[k] and slots[k, 3] >= 0
@@ -297,19 +304,31 @@ def decode(freq: Any, states: Any, words: Any, left: Any, sizes: Any, outs: Any)
     return -1
 
 
-@kernel
-def squeeze(symbols: Any, out: Any) -> Any:
-    """Encode a chunk: table, states and words. Returns how many bytes; `room` says how many there must be."""
+@inline
+def _squeeze(symbols: Any, out: Any) -> Any:
+    """Encode a chunk: table, states and words. Returns how many bytes."""
     freq = np.empty(256, np.uint32)
     size = write_table(freq, frequencies(symbols, freq), out[:MOST_TABLE])
     states, words = np.empty(lanes(symbols.size), np.uint32), np.empty(symbols.size + 1, np.uint16)
-    start = encode(symbols, freq, states, words)
-    for part in (states.view(np.uint8), words[start:].view(np.uint8)):
-        copy_bytes(np.int64(part.ctypes.data), part.size, np.int64(out.ctypes.data) + size)
-        size += part.size
+    start, to = encode(symbols, freq, states, words), np.int64(out.ctypes.data)
+    copy_bytes(np.int64(states.ctypes.data), 4 * states.size, to + size)
+    size += 4 * states.size
+    copy_bytes(np.int64(words.ctypes.data) + 2 * start, 2 * (words.size - start), to + size)
     alive(states)
     alive(words)
-    return size
+    return size + 2 * (words.size - start)
+
+
+@kernel
+def squeeze(data: Any, sizes: Any, out: Any, ends: Any) -> None:
+    """Encode chunks of so many symbols, at addresses, one behind the other; where in `out` each of them ends.
+
+    `room` says how many bytes there must be.
+    """
+    at = np.int64(0)
+    for c in range(sizes.size):
+        at += _squeeze(bytes_at(data[c], sizes[c]), out[at:])
+        ends[c] = at
 
 
 def room(size: int) -> int:
@@ -326,18 +345,21 @@ def expand(data: Any, lengths: Any, sizes: Any, outs: Any) -> Any:
     n = sizes.size
     freq, states = np.empty((n, 256), np.uint32), np.empty((n, MOST_LANES), np.uint32)
     places, left = np.empty(n, np.int64), np.empty(n, np.int64)
-    words = np.zeros(lengths.sum() + 2 * SPARE * n, np.uint8)
     at = np.int64(0)
+    for length in lengths:
+        at += length + 2 * SPARE
+    words = np.zeros(at, np.uint8)
+    word_at, state_at = np.int64(words.ctypes.data), np.int64(states.ctypes.data)
     for c in range(n):
         chunk = bytes_at(data[c], lengths[c])
         begin = read_table(chunk, freq[c])
         end = begin + 4 * lanes(sizes[c])
         if begin < 0 or end > chunk.size or (chunk.size - end) % 2:
             return c
-        states[c].view(np.uint8)[: end - begin] = chunk[begin:end]
-        places[c], left[c] = np.int64(words.ctypes.data) + at, (chunk.size - end) // 2
-        copy_bytes(data[c] + end, chunk.size - end, places[c])
-        at += chunk.size - end + 2 * SPARE
+        copy_bytes(data[c] + begin, end - begin, state_at + 4 * MOST_LANES * c)
+        places[c], left[c] = word_at, (chunk.size - end) // 2
+        copy_bytes(data[c] + end, chunk.size - end, word_at)
+        word_at += chunk.size - end + 2 * SPARE
     bad = decode(freq, states, places, left, sizes, outs)
     alive(words)
     return bad

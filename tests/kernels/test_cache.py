@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from pathlib import Path
@@ -56,3 +57,26 @@ def test_a_cache_that_can_only_be_read_is_read(cache, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Path, "open", refuse)
     assert cache().load("a") == "kernel a"
     assert kernel(add)(1, 2) == 3
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_garbage_is_collected_as_before_once_a_kernel_is_compiled(cache, collecting: bool) -> None:
+    """And meanwhile it is not."""
+    seen = []
+
+    def look(a):
+        return a
+
+    compiled = kernel(look)
+    overload = compiled._compiler.compile
+    compiled._compiler.compile = lambda *args: (seen.append(gc.isenabled()), overload(*args))[1]
+    (gc.enable if collecting else gc.disable)()
+    try:
+        assert compiled(1) == 1
+        assert gc.isenabled() == collecting
+        assert seen == [False]
+        with pytest.raises(numba.TypingError):
+            kernel(lambda a: a.nothing)(1)
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()

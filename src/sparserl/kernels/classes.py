@@ -105,9 +105,12 @@ def _fill(masks: Any, ranks: Any, last: Any) -> None:
 @inline
 def _grid(kind: Any, classes: Any) -> Any:
     """Room for the masks and ranks of a stretch, and for a block that is not full."""
-    masks, ranks = np.zeros((classes + 1, _ROW), np.uint64), np.zeros((classes + 1, _ROW), np.int16)
+    masks, ranks = np.empty((classes + 1, _ROW), np.uint64), np.empty((classes + 1, _ROW), np.int16)
+    for k in range(classes + 1):
+        for b in range(_ROW):
+            masks[k, b], ranks[k, b] = 0, 0
     _fill(masks, ranks, classes)
-    return masks, ranks, np.zeros(64, kind.dtype)
+    return masks, ranks, np.empty(64, kind.dtype)
 
 
 @inline
@@ -125,7 +128,7 @@ def _bounds(short: Any, limits: Any) -> Any:
 
     A class below a limit of 0 has no members, and what is said of it no meaning.
     """
-    low, span = np.zeros(len(limits) + 1, np.uint64), np.zeros(len(limits) + 1, np.uint64)
+    low, span = np.empty(len(limits) + 1, np.uint64), np.empty(len(limits) + 1, np.uint64)
     for c in range(len(limits) + 1):
         low[c] = limits[c - 1] if c else np.uint64(0)
         top = limits[c] - _ONE if c < len(limits) else _SHORT if short else _ALL

@@ -58,11 +58,11 @@ def _class_bits(members: Any, upto: Any, i: Any, j: Any) -> Any:
 @inline
 def _add_up(members: Any, changed: Any, edges: Any, size: Any, count: Any) -> None:
     """How many members have keys below each edge, and how many of them change, by step."""
-    for i in range(1, edges.size):
-        size[i] = size[i - 1]
+    for i in range(edges.size):
+        size[i] = size[i - 1] if i else 0.0
         for column in range(changed.shape[1]):
-            count[i, column] = count[i - 1, column]
-        for key in range(edges[i - 1], edges[i]):
+            count[i, column] = count[i - 1, column] if i else 0.0
+        for key in range(edges[i - 1] if i else edges[0], edges[i]):
             size[i] += members[key]
             for column in range(changed.shape[1]):
                 count[i, column] += changed[key, column]
@@ -76,17 +76,17 @@ def cuts(members: Any, changed: Any, edges: Any, each: Any, worth: Any, most: An
     and the inner edges of at most `most` classes.
     """
     n = edges.size
-    size, count, cost = np.zeros(n), np.zeros((n, changed.shape[1])), np.zeros((n, n))
+    size, count, cost = np.empty(n), np.empty((n, changed.shape[1])), np.empty((n, n))
     _add_up(members, changed, edges, size, count)
     for i in range(n):
         for j in range(i + 1, n):
             cost[i, j] = _class_bits(size[j] - size[i], count, i, j) + each
     # total[c, j]: what the keys below edge j cost in c + 1 classes
-    total, back = np.zeros((most, n)), np.zeros((most, n), np.int64)
+    total, back = np.empty((most, n)), np.empty((most, n), np.int64)
     best, classes = cost[0, n - 1], np.int64(1)
     for c in range(most):
         for j in range(n):
-            total[c, j] = np.inf if c or not j else cost[0, j]
+            total[c, j], back[c, j] = np.inf if c or not j else cost[0, j], 0
             for i in range(j if c else 0):
                 if total[c - 1, i] + cost[i, j] < total[c, j]:
                     total[c, j], back[c, j] = total[c - 1, i] + cost[i, j], i

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -55,7 +56,7 @@ class Layout:
     lend: bool = False  # whether what a reader finds may lie in the bucket's own memory
     room: Room = empty  # where a reader puts positions, and the old bits or what they can take the place of
 
-    @property
+    @cached_property
     def changes(self) -> int:
         return int(self.count.sum())
 

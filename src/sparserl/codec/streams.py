@@ -144,9 +144,8 @@ class Reader:
 
         They may be lent: then they lie in the bucket itself, at any address, if nobody can write to it meanwhile.
         """
-        if lend and sizes and (place := self._lent(stream)) is not None:
-            for size in sizes:
-                self.take(stream, dtype.itemsize * size)
+        if lend and (place := self._lent(stream, [dtype.itemsize * size for size in sizes])) is not None:
+            self._taken[stream] = len(sizes)
             return np.frombuffer(self.body, dtype, sum(sizes), place)
         items, at = empty(sum(sizes), dtype), 0
         for size in sizes:  # NumPy would copy items that are not aligned one by one
@@ -155,11 +154,13 @@ class Reader:
             at += len(chunk)
         return items
 
-    def _lent(self, stream: int) -> int | None:
-        """Where in the body a stream is that can be read there: as it is, from its beginning, in bytes."""
+    def _lent(self, stream: int, lengths: list[int]) -> int | None:
+        """Where in the body a stream is whose first chunks, of just these lengths, can be read there as they are."""
         if not self.body or self._taken.get(stream, 0) or not isinstance(getattr(self.body, "obj", self.body), bytes):
             return None
-        return next((at for name, coder, at, _ in self.rows() if name == stream and coder == Stored.id), None)
+        found = ((at, sizes) for name, coder, at, sizes in self.rows() if name == stream and coder == Stored.id)
+        at, sizes = next(found, (None, np.empty(0, np.int64)))
+        return at if lengths and sizes[: len(lengths)].tolist() == lengths else None
 
     def take_stored(self, stream: int, most: int) -> Buffer:
         """The next chunk of a stream whose length speaks for itself, up to `most` bytes."""

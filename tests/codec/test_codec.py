@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from sparserl import codec
 from sparserl.bits import BY_NAME, DTYPES
-from sparserl.codec import Classes, Found, Layout, Reader, Stream, numbers, value
+from sparserl.codec import Classes, Found, Layout, Reader, Row, Stream, numbers, value
 from sparserl.codec.coders import CODERS, Rans, Stored, Zstd, squeeze
 from sparserl.errors import InvalidField, NeedsBase, Truncated, UnsupportedFormat
 from sparserl.kernels import reference
@@ -370,20 +371,53 @@ def test_what_was_decoded_ahead_is_what_is_taken():
     reader = Reader(coded)
     reader.decode_ahead({**sizes, Stream.GAP_LOWS: [5]})
     for stream, each in raw.items():
-        assert [bytes(reader.take(stream, len(r))) for r in each] == each
+        assert reader.take_all(stream, sizes[stream]).tobytes() == b"".join(each)
     reader.finish()
     broken = bytearray(coded[Stream.STEP_TOKENS][1][1])
     broken[-5] ^= 4
     coded[Stream.STEP_TOKENS][1][1] = bytes(broken)
     reader = Reader(coded)
     reader.decode_ahead(sizes)
-    assert bytes(reader.take(Stream.STEP_TOKENS, 33000)) == raw[Stream.STEP_TOKENS][0]
     with pytest.raises(InvalidField, match="stream 8: a rans chunk"):
-        reader.take(Stream.STEP_TOKENS, 70001)
+        reader.take_all(Stream.STEP_TOKENS, sizes[Stream.STEP_TOKENS])
     reader = Reader(coded)
     reader.decode_ahead({Stream.GAP_TOKENS: sizes[Stream.GAP_TOKENS]})
     with pytest.raises(InvalidField, match="stream 6"):
-        reader.take(Stream.GAP_TOKENS, 65535)
+        reader.take_all(Stream.GAP_TOKENS, [65535, 40000, 9])
+    reader = Reader(coded)
+    reader.decode_ahead({Stream.GAP_TOKENS: sizes[Stream.GAP_TOKENS][:2]})  # as if there were no third chunk
+    assert reader.take_all(Stream.GAP_TOKENS, sizes[Stream.GAP_TOKENS][:2]).size == 105_536
+    with pytest.raises(InvalidField, match="1 chunk"):
+        reader.finish()
+
+
+@pytest.mark.parametrize("row", [False, True])
+def test_low_bits_of_many_chunks_at_once(row):
+    """Where they lie, and the same errors as one by one."""
+
+    def reader(coder=Stored()):  # noqa: B008  # it has no state
+        parts = [b"1234", b"", b"56"]
+        chunks = Row(memoryview(b"".join(parts)), np.array([4, 0, 2])) if row else parts
+        return Reader({Stream.GAP_LOWS: (coder, chunks)})
+
+    found = reader().take_all_stored(Stream.GAP_LOWS, [4, 4, 4])
+    assert found.length.tolist() == [4, 0, 2]
+    assert [ctypes.string_at(a, n) for a, n in zip(found.at.tolist(), found.length.tolist(), strict=True)] == [
+        b"1234",
+        b"",
+        b"56",
+    ]
+    assert reader().take_all_stored(Stream.STEP_LOWS, [4, 4]).length.tolist() == [0, 0]
+    with pytest.raises(InvalidField, match="longer than 3"):
+        reader().take_all_stored(Stream.GAP_LOWS, [3, 4, 4])
+    with pytest.raises(InvalidField, match="coded"):
+        reader(Zstd()).take_all_stored(Stream.GAP_LOWS, [4, 4, 4])
+    with pytest.raises(Truncated, match="ends before"):
+        reader().take_all_stored(Stream.GAP_LOWS, [4, 4, 4, 4])
+    some = reader()
+    some.take_all_stored(Stream.GAP_LOWS, [4, 4])
+    with pytest.raises(InvalidField, match="1 chunk"):
+        some.finish()
 
 
 # Magnitude classes.

@@ -520,13 +520,17 @@ def run_unpack(tokens, lows, limit, dtype, bits=None):
 def test_unpack_chunks(uint, behind, last_page):
     """Chunks one after the other, with nothing to read behind the last one; the number at fault is named."""
     rng = np.random.default_rng(int(np.dtype(uint).itemsize))
-    values = rng.integers(0, 1 << rng.integers(1, 16, 5000)).astype(uint)
+    values = rng.integers(0, 1 << rng.integers(1, 16, 4000)).astype(uint)
     chunks = [reference.pack(values[i : i + 256]) for i in range(0, values.size, 256)]
     tokens, lows = ([np.frombuffer(part, np.uint8) for part in parts] for parts in zip(*chunks, strict=True))
-    mine = tokens if behind == "tokens" else lows
-    last_page[-mine[-1].size :] = mine[-1]
-    mine[-1] = last_page[-mine[-1].size :]
-    at = int64(*(t.ctypes.data for t in tokens)), int64(*(w.ctypes.data for w in lows)), int64(*(w.size for w in lows))
+    tokens = np.concatenate(tokens)
+    end = tokens if behind == "tokens" else lows[-1]
+    last_page[-end.size :] = end
+    if behind == "tokens":
+        tokens = last_page[-end.size :]
+    else:
+        lows[-1] = last_page[-end.size :]
+    at = tokens, int64(*(w.ctypes.data for w in lows)), int64(*(w.size for w in lows))
     out = poisoned(values.size, uint)
     assert cpu.unpack_chunks(*at, 8, np.uint64(1 << 16), out[: values.size]) == -1
     assert (out[: values.size] == values).all()

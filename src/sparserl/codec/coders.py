@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -102,31 +103,42 @@ class Rans:
         return entropy_coded([raw])[0]
 
     def decode(self, coded: Buffer, size: int) -> Buffer:
-        if (symbols := expand([coded], [size])) is None:
+        if (symbols := expand(where([coded]), [size])) is None:
             raise InvalidField("a rans chunk has no table that adds up, or does not come out even")
-        return symbols[0]
+        return symbols.data
 
 
-def entropy_coded(chunks: list[Buffer]) -> list[Buffer]:
+class Where(NamedTuple):
+    """Where chunks lie, how long they are, and what must be kept alive meanwhile."""
+
+    at: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    owner: object
+
+
+def where(chunks: Sequence[Buffer]) -> Where:
+    """Chunks for kernels that take many at once."""
+    arrays = [as_bytes(chunk) for chunk in chunks]
+    at, length = [array.ctypes.data for array in arrays], [array.size for array in arrays]
+    return Where(np.array(at, np.int64), np.array(length, np.int64), arrays)
+
+
+def entropy_coded(chunks: Sequence[Buffer]) -> list[Buffer]:
     """Rans chunks, encoded in one go."""
-    raw = [as_bytes(chunk) for chunk in chunks]
-    sizes, out = [chunk.size for chunk in raw], np.empty(sum(rans.room(chunk.size) for chunk in raw), np.uint8)
-    ends = np.empty(len(raw), np.int64)
-    rans.squeeze(np.array([chunk.ctypes.data for chunk in raw], np.int64), np.array(sizes, np.int64), out, ends)
+    raw, ends = where(chunks), np.empty(len(chunks), np.int64)
+    out = np.empty(int(rans.room(raw.length).sum()), np.uint8)
+    rans.squeeze(raw.at, raw.length, out, ends)
     return [out[a:b].data for a, b in pairwise((0, *ends.tolist()))]
 
 
-def expand(coded: list[Buffer], sizes: list[int]) -> list[Buffer] | None:
-    """Rans chunks, decoded together, which is faster than one after the other; None where one of them is at fault."""
-    if any(len(chunk) > rans.room(size) for chunk, size in zip(coded, sizes, strict=True)):
+def expand(coded: Where, sizes: Sequence[int]) -> npt.NDArray[np.uint8] | None:
+    """Rans chunks decoded in one go, one behind the other; None where one of them is at fault."""
+    size = np.array(sizes, np.int64)
+    if (coded.length > rans.room(size)).any():
         return None
-    ends = np.cumsum([0, *sizes])
-    chunks, out = [as_bytes(chunk) for chunk in coded], np.empty(ends[-1], np.uint8)
-    data = np.array([chunk.ctypes.data for chunk in chunks], np.int64)
-    lengths = np.array([chunk.size for chunk in chunks], np.int64)
-    if rans.expand(data, lengths, np.array(sizes, np.int64), out.ctypes.data + ends[:-1]) >= 0:
-        return None
-    return [out[a:b].data for a, b in pairwise(ends.tolist())]
+    ends = np.cumsum(size)
+    out = np.empty(ends[-1], np.uint8)
+    return None if rans.expand(coded.at, coded.length, size, out.ctypes.data + ends - size) >= 0 else out
 
 
 CODERS: dict[int, Coder] = {c.id: c for c in (Stored(), Zstd(), Rans())}

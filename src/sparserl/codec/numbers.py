@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from ..errors import InvalidField
 from ..kernels import cpu
-from .coders import as_bytes
 from .profile import Layout, empty
 from .streams import Chunks, Reader
 
@@ -43,11 +42,9 @@ def read_into(layout: Layout, reader: Reader, values: npt.NDArray[Any], limit: i
     """As many numbers as there is room for."""
     if not (sizes := layout.chunk_sizes(values.size)):
         return
-    heads = [as_bytes(reader.take(tokens, size)) for size in sizes]
-    tails = [as_bytes(reader.take_stored(lows, (size * _MOST_LOW_BITS + 7) // 8)) for size in sizes]
-    head_at, tail_at = (np.array([chunk.ctypes.data for chunk in chunks], np.int64) for chunks in (heads, tails))
-    tail_bytes = np.array([tail.size for tail in tails], np.int64)
-    bad = cpu.unpack_chunks(head_at, tail_at, tail_bytes, layout.chunk_log, np.uint64(limit), values)
+    heads = reader.take_all(tokens, sizes)
+    tails = reader.take_all_stored(lows, [(size * _MOST_LOW_BITS + 7) // 8 for size in sizes])
+    bad = cpu.unpack_chunks(heads, tails.at, tails.length, layout.chunk_log, np.uint64(limit), values)
     if bad >= 0:
         raise InvalidField(
             f"{reader.what}: stream {tokens}: number {bad} is past its limit or its low bits do not match"

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import FormatError, InvalidField, Truncated
-from ..kernels import rans
 from ..kernels.classes import MOST
-from .coders import Buffer, Coder, Rans, Stored, by_entropy, expand, squeeze
+from .coders import Buffer, Coder, Rans, Stored, Where, by_entropy, expand, squeeze, where
 
 
 class Stream(IntEnum):
@@ -84,11 +83,20 @@ class Row(Sequence[Buffer]):
     def _cuts(self) -> list[int]:
         return [0, *np.cumsum(self.sizes).tolist()]
 
+    @property
+    def where(self) -> Where:
+        base = np.frombuffer(self.data, np.uint8).ctypes.data
+        return Where(base + np.cumsum(self.sizes) - self.sizes, self.sizes, self.data)
+
     def __getitem__(self, which: Any) -> Any:
         if isinstance(which, slice):
             return [self[i] for i in range(*which.indices(len(self)))]
         which = range(len(self))[which]
         return self.data[self._cuts[which] : self._cuts[which + 1]]
+
+
+def _where(chunks: Sequence[Buffer]) -> Where:
+    return chunks.where if isinstance(chunks, Row) else where(chunks)
 
 
 class Reader:
@@ -101,7 +109,7 @@ class Reader:
         self.what, self.body = what, body
         self._coded = coded
         self._taken = dict.fromkeys(coded, 0)
-        self._decoded: dict[tuple[int, int], Buffer] = {}
+        self._decoded: dict[int, tuple[list[int], npt.NDArray[np.uint8]]] = {}
 
     def copy(self) -> Reader:
         """A reader of what is left."""
@@ -110,34 +118,47 @@ class Reader:
         return other
 
     def decode_ahead(self, wanted: Mapping[int, list[int]]) -> None:
-        """Decode what will be taken, streams and the sizes of their next chunks, in one go.
+        """Decode what will be taken, streams and the sizes of all their chunks, in one go.
 
         Where something is wrong nothing happens, and whoever takes it will see what.
         """
-        coded, sizes, names = [], [], []
-        for stream, each in wanted.items():
-            coder, chunks = self._coded.get(stream, (None, []))
-            first = self._taken.get(stream, 0)
-            if coder is not None and coder.id == Rans.id:
-                for i, (chunk, size) in enumerate(zip(chunks[first:], each, strict=False)):
-                    if size >= rans.LARGE:  # others gain nothing
-                        coded.append(chunk)
-                        sizes.append(size)
-                        names.append((stream, first + i + 1))
-        if coded and (ready := expand(coded, sizes)) is not None:
-            self._decoded = dict(zip(names, ready, strict=True))
+        found = {s: (self._coded[s][1], sizes) for s, sizes in wanted.items() if self._whole(s, Rans.id, len(sizes))}
+        if not found:
+            return
+        places = [_where(chunks) for chunks, _ in found.values()]
+        at, length = (np.concatenate(column) for column in list(zip(*places, strict=True))[:2])
+        symbols = expand(Where(at, length, places), [n for _, sizes in found.values() for n in sizes])
+        if symbols is not None:
+            cuts = np.cumsum([sum(sizes) for _, sizes in found.values()])[:-1]
+            for (stream, (_, sizes)), ready in zip(found.items(), np.split(symbols, cuts), strict=True):
+                self._decoded[stream] = sizes, ready
+
+    def _whole(self, stream: int, coder: int, count: int) -> bool:
+        """Whether a stream is coded like this, in so many chunks, and nobody has taken any."""
+        its_coder, chunks = self._coded.get(stream, (None, ()))
+        return its_coder is not None and its_coder.id == coder and not self._taken[stream] and len(chunks) == count
 
     def take(self, stream: int, size: int) -> Buffer:
         """The next chunk of a stream, which must decode to exactly `size` bytes; absent streams are empty."""
         if size == 0 and stream not in self._coded:
             return b""
         coder, chunk = self._next(stream)
-        if (ready := self._decoded.pop((stream, self._taken[stream]), None)) is not None and len(ready) == size:
-            return ready
         try:
             return coder.decode(chunk, size)
         except FormatError as error:
             raise type(error)(f"{self.what}: stream {stream}: {error}") from error
+
+    def take_all(self, stream: int, sizes: list[int]) -> npt.NDArray[np.uint8]:
+        """The next chunks of a stream, of exactly so many bytes each when decoded, one behind the other."""
+        known, ready = self._decoded.pop(stream, (None, None))
+        if ready is not None and known == sizes and not self._taken[stream]:
+            self._taken[stream] = len(sizes)
+            return ready
+        out, at = empty(sum(sizes), np.uint8), 0
+        for size in sizes:
+            out[at : at + size] = np.frombuffer(self.take(stream, size), np.uint8)
+            at += size
+        return out
 
     def take_items(self, stream: int, dtype: Any, sizes: list[int], lend: bool = False) -> npt.NDArray[Any]:
         """Items as they are, from chunks of so many.
@@ -147,12 +168,7 @@ class Reader:
         if lend and (place := self._lent(stream, [dtype.itemsize * size for size in sizes])) is not None:
             self._taken[stream] = len(sizes)
             return np.frombuffer(self.body, dtype, sum(sizes), place)
-        items, at = empty(sum(sizes), dtype), 0
-        for size in sizes:  # NumPy would copy items that are not aligned one by one
-            chunk = self.take(stream, dtype.itemsize * size)
-            items.view(np.uint8)[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
-            at += len(chunk)
-        return items
+        return self.take_all(stream, [dtype.itemsize * size for size in sizes]).view(dtype)
 
     def _lent(self, stream: int, lengths: list[int]) -> int | None:
         """Where in the body a stream is whose first chunks, of just these lengths, can be read there as they are."""
@@ -172,6 +188,15 @@ class Reader:
                 f"{self.what}: stream {stream}: a chunk of low bits is coded or longer than {most} bytes"
             )
         return chunk
+
+    def take_all_stored(self, stream: int, most: list[int]) -> Where:
+        """Where the next chunks of such a stream are, of up to so many bytes each."""
+        if self._whole(stream, Stored.id, len(most)):
+            found = _where(self._coded[stream][1])
+            if (found.length <= np.array(most, np.int64)).all():
+                self._taken[stream] = len(most)
+                return found
+        return where([self.take_stored(stream, size) for size in most])
 
     def rows(self) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
         """Stream, coder, place in the body, and the lengths of its chunks, of every stream."""

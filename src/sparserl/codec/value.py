@@ -33,10 +33,7 @@ def read_planes(layout: Layout, reader: Reader, count: int, stream: int) -> UInt
     words = empty(count, layout.dtype.uint)
     table = words.view(np.uint8).reshape(-1, layout.dtype.width)
     for plane in range(layout.dtype.width):
-        at = 0
-        for size in layout.chunk_sizes(count):
-            table[at : at + size, plane] = np.frombuffer(reader.take(stream + plane, size), np.uint8)
-            at += size
+        table[:, plane] = reader.take_all(stream + plane, layout.chunk_sizes(count))
     return words
 
 

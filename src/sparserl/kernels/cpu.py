@@ -17,7 +17,6 @@ from .llvm import (
     ROTATE,
     advance16,
     alive,
-    bytes_at,
     copy16,
     copy_bytes,
     differ64,
@@ -557,18 +556,18 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
 
 
 @kernel
-def unpack_chunks(token_at: Any, low_at: Any, low_bytes: Any, log: Any, limit: Any, out: Any) -> Any:
-    """The same for chunks of 2^log numbers, the last of them shorter; tokens and low bits are addresses."""
+def unpack_chunks(tokens: Any, low_at: Any, low_bytes: Any, log: Any, limit: Any, out: Any) -> Any:
+    """The same for chunks of 2^log numbers, the last of them shorter; the low bits of each are at an address."""
     most = np.int64(0)
     for size in low_bytes:
         most = max(most, size)
     lows = np.empty(most // 8 + 3, np.uint64)
-    for c in range(token_at.size):
+    for c in range(low_at.size):
         begin, size = c << log, low_bytes[c]
         end = min(begin + (np.int64(1) << log), out.size)
         lows[size // 8 : size // 8 + 3] = 0
         copy_bytes(low_at[c], size, np.int64(lows.ctypes.data))
-        bad = unpack(bytes_at(token_at[c], end - begin), lows, 8 * size, limit, out[begin:end])
+        bad = unpack(tokens[begin:end], lows, 8 * size, limit, out[begin:end])
         if bad >= 0:
             return begin + bad
     return -1

@@ -37,7 +37,6 @@ _MANTISSA = 4  # bits of a frequency below its highest
 MOST_TABLE = 1024  # bytes: no table is longer
 MOST_LANES = 32
 SPARE = 32  # words behind the last that a decoder may read
-LARGE = 1 << 15  # symbols from which on a chunk has lanes for a vector
 _BY_VECTORS = HAS_EXPAND or ARM  # how chunks are decoded
 _ABREAST = 4  # chunks, at most, that are decoded in step: a state waits for its own symbol, not for those of others
 _TWO_OF_32, _ONE_OF_32, _FOUR_OF_16, _ONE_OF_16 = rans_rows(2, 2), rans_rows(1, 2), rans_rows(4, 1), rans_rows(1, 1)
@@ -331,8 +330,8 @@ def squeeze(data: Any, sizes: Any, out: Any, ends: Any) -> None:
         ends[c] = at
 
 
-def room(size: int) -> int:
-    """Bytes that a chunk of so many symbols may take at most."""
+def room(size: Any) -> Any:
+    """Bytes that a chunk of so many symbols may take at most, or each of several."""
     return MOST_TABLE + 4 * MOST_LANES + 2 * (size + 1)
 
 

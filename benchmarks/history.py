@@ -10,7 +10,7 @@ chosen anew for each sync, by the costs that `ctx` goes by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from benchmarks.kernels import best
 from benchmarks.traces import Bits, Weights
 from sparserl.bits import BY_NAME
 from sparserl.codec import Layout, numbers
-from sparserl.codec.coders import squeeze
+from sparserl.codec.coders import by_entropy, squeeze
 from sparserl.codec.ctx import KEYS, magnitude, tiles
 from sparserl.kernels import classes, reference
 from sparserl.kernels.classes import MOST
@@ -51,8 +51,8 @@ from sparserl.wire import Head
 ENOUGH = 0.12  # of the bytes, which history must save to be worth it
 MOST_TIME = 2.0  # times that of ctx, which it may take
 _BF16 = BY_NAME["bfloat16"]
-_LOOK = False, _BF16.top, _BF16.sign_magnitude  # what `class_positions` is told: nothing is to land
-_SHIFT = 8 * _BF16.width - KEYS.bit_length()  # keys are the highest nine bits of the magnitude, as ctx has them
+_LOOK = False, _BF16.sign_magnitude  # what `class_positions` is told: nothing is to land
+_SHIFT = 8 * _BF16.width - KEYS.bit_length()  # keys are the highest nine bits of the magnitude; ctx has eight
 _WARM = 1  # the stamp of a change in the warm-up: one event, older than any sync that follows
 _FIRST = 2 + _WARM  # the stamp of the first sync
 _BLOCKS = 128
@@ -173,9 +173,9 @@ def _held(weights: Weights) -> dict[str, sparserl.Bits]:
 
 def _thresholds(patch: sparserl.Patch, head: Head) -> tuple[int, ...]:
     chosen = bound.classes_of(patch, 0)
-    if head.profile.name != "ctx" or chosen.shift != _SHIFT:
+    if head.profile.name != "ctx" or chosen.shift < _SHIFT:
         raise AssertionError("the bucket has no classes to start from")
-    return chosen.thresholds
+    return tuple(t << (chosen.shift - _SHIFT) for t in chosen.thresholds)
 
 
 def split(sync: Sync, way: Way) -> Split:
@@ -191,7 +191,7 @@ def split(sync: Sync, way: Way) -> Split:
     class_gaps(mine, changed, sync.layout.numel, sync.layout.tile_log, gaps, counts)
     members, whose = np.bincount(mine, minlength=len(boxes)), mine[changed]
     fresh = sync.state[changed] == 0
-    bits, coded = 0.0, [_coded(sync.layout, counts.ravel())]
+    bits, coded = 0.0, [_coded(sync.layout, counts.ravel(), squeeze)]
     for c in range(len(boxes)):
         here = whose == c
         bits += entropy([int(here.sum()), int(members[c] - here.sum())])
@@ -271,13 +271,13 @@ def class_gaps(owner: Any, changed: Any, numel: Any, log: Any, gaps: Any, counts
         at += numel[e]
 
 
-def _coded(layout: Layout, values: Array) -> tuple[int, int]:
+def _coded(layout: Layout, values: Array, coder: Callable[..., Any] = by_entropy) -> tuple[int, int]:
     """Bytes of numbers as a pair of streams, and of their place in the directory."""
     written = numbers.write(layout, values, 0, 1)
     streams = directory = 0
     for id, chunks in written.items():
         if any(map(len, chunks)):
-            coded = squeeze(chunks)[1] if id == 0 else chunks
+            coded = coder(chunks)[1] if id == 0 else chunks
             streams += sum(map(len, coded))
             directory += 3 + sum(len(chunk).bit_length() // 7 + 1 for chunk in coded)
     return streams, directory
@@ -381,7 +381,8 @@ def members16(_: Any, below: Any, above: Any, younger: Any, older: Any, mine: An
             moved = ir.Constant(ir.VectorType(_I32, 16), [16 if i < shift else i - shift for i in range(16)])
             total = b.add(total, b.shuffle_vector(total, zeros, moved))
         total = b.add(total, splat(b, args[6], narrow))
-        b.store(b.sub(total, count), b.inttoptr(args[5], narrow.as_pointer())).align = 1
+        short = ir.VectorType(ir.IntType(16), 16)
+        b.store(b.trunc(b.sub(total, count), short), b.inttoptr(args[5], short.as_pointer())).align = 1
         return b.extract_element(total, _I32(15))
 
     return types.int32(*(types.int64,) * 6, types.int32), codegen
@@ -409,10 +410,10 @@ def _look(
     for c in range(boxes.shape[0]):
         above, below = mask_at + row * boxes[c, 0], mask_at + row * boxes[c, 1]
         older, younger = state_at + row * boxes[c, 2], state_at + row * boxes[c, 3]
-        mine, ranks = np.int64(members.ctypes.data) + row * c, np.int64(inside.ctypes.data) + 4 * _ROW * c
+        mine, ranks = np.int64(members.ctypes.data) + row * c, np.int64(inside.ctypes.data) + 2 * _ROW * c
         rank = np.int32(0)
         for b in range(0, 8 * _BLOCKS, 128):
-            rank = members16(below + b, above + b, younger + b, older + b, mine + b, ranks + b // 2, rank)
+            rank = members16(below + b, above + b, younger + b, older + b, mine + b, ranks + b // 4, rank)
         inside[c, _BLOCKS] = rank
 
 
@@ -446,7 +447,7 @@ def history_gaps(
 ) -> None:
     """Gaps and turned steps of all changes, a row for each class, and the changes per tile and class."""
     grid, count = (_rows(limits), _rows(stamps), np.empty(0, np.uint8)), boxes.shape[0]
-    members, inside = np.zeros((count, _ROW), np.uint64), np.zeros((count, _ROW), np.int32)
+    members, inside = np.zeros((count, _ROW), np.uint64), np.zeros((count, _ROW), np.int16)
     seen, last, ends = np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64)
     mask_at, rank_at = np.int64(members.ctypes.data), np.int64(inside.ctypes.data)
     gap_at, word_at, row = np.int64(gaps.ctypes.data), np.int64(turned.ctypes.data), np.int64(gaps.shape[1])
@@ -471,7 +472,7 @@ def history_gaps(
                     column = np.uint64(owner[np.uint64(cell[np.uint64(state)]), key])
                     c, b, bit = np.int64(column), p >> 6, np.uint64(p & 63)
                     mask = load(members, mask_at + 8 * (_ROW * c + b)) & ((_ONE << bit) - _ONE)
-                    rank = seen[column] + np.int64(load(inside, rank_at + 4 * (_ROW * c + b))) + popcount(mask)
+                    rank = seen[column] + np.int64(load(inside, rank_at + 2 * (_ROW * c + b))) + popcount(mask)
                     here = row * c + ends[column]
                     store(gaps, gap_at + 4 * here, np.uint32(rank - last[column] - 1))
                     store(turned, word_at + 2 * here, np.uint16(_turn(words[np.uint64(k)], state)))
@@ -515,9 +516,9 @@ def history_positions(
 ) -> Any:
     """Positions with their steps and old bits, from gaps (and one to spare) and turned steps by class."""
     grid, count = (_rows(limits), _rows(stamps), np.empty(0, np.uint8)), boxes.shape[0]
-    members, inside = np.zeros((count, _ROW), np.uint64), np.zeros((count, _ROW), np.int32)
-    coarse, out, byte = np.empty((count, 16), np.int32), (positions, words, old), np.empty(0, np.uint8)
-    want, left = np.empty(count, np.int64), np.empty(count, np.int64)
+    members, inside = np.zeros((count, _ROW), np.uint64), np.zeros((count, _ROW), np.int16)
+    coarse, out, byte = np.empty((count, 16), np.int16), (positions, words, old), np.empty(0, np.uint8)
+    want, left, none = np.empty(count, np.int64), np.empty(count, np.int64), np.zeros(8, np.int16)
     k, t = np.int64(0), 0
     for e in range(counts.size):
         for tile in range(0, numel[e], np.int64(1) << log):
@@ -535,7 +536,7 @@ def history_positions(
                 for c in range(count):
                     for j in range(16):
                         coarse[c, j] = inside[c, 8 * j]
-                found = (members, inside, coarse, byte)
+                found = (members, inside, coarse, none, byte)
                 for c in range(count):
                     q, end = at[c], at[c] + left[c]
                     want[c], at[c] = _emit(tag, a, s, low, c, want[c], q, end, found, gaps, turned, k, out)
@@ -562,15 +563,15 @@ def _emit(
     out: Any,
 ) -> Any:
     """Write down the changes of a class in a stretch, as the kernel of ctx does, with their steps turned back."""
-    members, inside, coarse, byte = found
+    members, inside, coarse, none, byte = found
     positions, words, old = out
     total = np.int64(inside[c, _BLOCKS])
-    mask_at, rank_at = np.int64(members.ctypes.data) + 8 * _ROW * c, np.int64(inside.ctypes.data) + 4 * _ROW * c
-    coarse_at = np.int64(coarse.ctypes.data) + 64 * c
+    mask_at, rank_at = np.int64(members.ctypes.data) + 8 * _ROW * c, np.int64(inside.ctypes.data) + 2 * _ROW * c
+    coarse_at, none_at = np.int64(coarse.ctypes.data) + 32 * c, np.int64(none.ctypes.data)
     while rank < total and q < end:
         b = 8 * at_most16(coarse_at, rank) - 8
-        b += at_most8(rank_at + 4 * b, rank) - 1
-        p = b * 64 + select(load(members, mask_at + 8 * b), rank - np.int64(load(inside, rank_at + 4 * b)))
+        b += at_most8(none_at, rank_at + 2 * b, rank) - 1
+        p = b * 64 + select(load(members, mask_at + 8 * b), rank - np.int64(load(inside, rank_at + 2 * b)))
         positions[np.uint64(k)] = low + p
         old[np.uint64(k)] = load(tag, a + p * 2)
         words[np.uint64(k)] = _turn(turned[np.uint64(q)], load(byte, s + p))
@@ -688,8 +689,8 @@ class _Part:
     def encode_look(self) -> None:
         layout = self.layout
         args = *magnitude(_BF16), self.address, layout.numel, layout.count, layout.tile_log, self.limits
-        out = self.tiles[0].reshape(-1), self.gaps[0], self.sorted[0]
-        classes.class_gaps(*args, self.positions, self.words, *out)
+        ends = (np.array([row.ctypes.data for row in rows], np.int64) for rows in (self.gaps[0], self.sorted[0]))
+        classes.class_gaps(*args, self.positions, self.words, self.tiles[0].reshape(-1), *ends)
 
     def encode_history(self) -> None:
         layout = self.layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numba
 import pytest
 
-from sparserl.kernels.llvm import kernel
+from sparserl.kernels.llvm import _without_collecting, kernel
 
 
 def add(a, b):
@@ -79,4 +80,22 @@ def test_garbage_is_collected_as_before_once_a_kernel_is_compiled(cache, collect
             kernel(lambda a: a.nothing)(1)
         assert gc.isenabled() == collecting
     finally:
+        gc.enable()
+
+
+def test_garbage_is_collected_after_many_threads_have_compiled() -> None:
+    """However they interleave, none leaves behind what it found while another was at work."""
+    work = _without_collecting(lambda: sum(range(30)))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(10):
+            threads = [threading.Thread(target=lambda: [work() for _ in range(1000)]) for _ in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert gc.isenabled()
+    finally:
+        sys.setswitchinterval(before)
         gc.enable()

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 from llvmlite import binding, ir
 from numba import carray, njit, types
 from numba.core import cgutils, config, event
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,13 +52,14 @@ def _without_collecting(work: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            return work(*args)
-        finally:
-            if collecting:
-                gc.enable()
+        with global_compiler_lock:  # Numba's own: of two threads that do this, one would find what the other left
+            collecting = gc.isenabled()
+            try:
+                gc.disable()
+                return work(*args)
+            finally:
+                if collecting:
+                    gc.enable()
 
     return run
 

@@ -1,4 +1,4 @@
-"""The experiment with history still runs: it checks itself against real patches, and both decoders against the changes."""
+"""The experiment with history still runs: it checks itself against real patches, and decoders against the changes."""
 
 from __future__ import annotations
 

@@ -331,10 +331,10 @@ MUTANTS = (
         Tests(KERNELS, "unpack"),
     ),
     Mutant(
-        "what is summed up on the way to a change is left out of the digest",
+        "what is summed up on the way to a change takes another key",
         "kernels/cpu.py",
-        "        x += lanes[0, lane]\n",
-        "",
+        "line, stop = (origin, step, keys[e, 1]),",
+        "line, stop = (origin, step, keys[e, 0]),",
         Tests(KERNELS, "test_gather_and_scatter"),
     ),
     Mutant(

@@ -1013,7 +1013,7 @@ def rans16_encode(_: Any, shares: Any, inverses: Any, states: Any, symbols: Any,
 # The digest takes 16 elements at a time, so many side by side: two registers of AVX-512 in flight hide the latency of
 # the multiplications. Arm has narrow vectors and multiplies numbers beside them: half of them each takes half the time.
 _BLOCK = 16
-_SIDE_BY_SIDE = (4, 4, 1, 1, 1, 1, 1, 1, 1, 1) if ARM else (16,)
+_SIDE_BY_SIDE = (8, 1, 1, 1, 1, 1, 1, 1, 1) if ARM else (16,)
 
 
 class _Mix:

@@ -9,8 +9,6 @@ import argparse
 import ctypes
 import gc
 import json
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 import sparserl
+from benchmarks.fresh import told
 from benchmarks.traces import Weights
 from sparserl.bits import BY_NAME
 
@@ -30,17 +29,7 @@ T = TypeVar("T")
 def measure(megabytes: int = 512, density: float = 0.006, threads: int = 2) -> dict[str, int]:
     """Peaks of a fresh process: `diff` to disk and to memory, and `apply`, with the patch's size and changes."""
     arguments = [f"--megabytes={megabytes}", f"--density={density}", f"--threads={threads}"]
-    home = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory_use", *arguments],
-        cwd=home,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return dict(json.loads(done.stdout))
+    return told("benchmarks.memory_use", *arguments)
 
 
 def anonymous() -> int:

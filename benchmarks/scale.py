@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -23,6 +21,7 @@ import numpy as np
 
 import sparserl
 from benchmarks import traces
+from benchmarks.fresh import told
 from benchmarks.memory_use import peak
 from benchmarks.traces import Bits
 from sparserl.bits import BY_NAME
@@ -30,7 +29,6 @@ from sparserl.bits import BY_NAME
 SIZES = (64, 512, 4096)  # megabytes
 _TENSOR = 64  # megabytes
 _BF16 = BY_NAME["bfloat16"]
-_HOME = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,7 @@ def measure(sizes: Iterable[int] = SIZES, density: float = 0.006, threads: int =
     out = []
     for size in sizes:
         arguments = [f"--one={size}", f"--density={density}", f"--threads={threads}"]
-        command = [sys.executable, "-m", "benchmarks.scale", *arguments]
-        done = subprocess.run(command, cwd=_HOME, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        out.append(Scale(**json.loads(done.stdout)))
+        out.append(Scale(**told("benchmarks.scale", *arguments)))
     return out
 
 

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
+
+from benchmarks.fresh import told
 
 _WARM = 3  # turns that find all kernels in the cache; the best counts
 
@@ -19,27 +17,12 @@ _WARM = 3  # turns that find all kernels in the cache; the best counts
 def measure() -> dict[str, float]:
     """Seconds of fresh processes: all profiles with an empty cache, then import and the first call with a full one."""
     with tempfile.TemporaryDirectory() as cache:
-        cold = _turn(cache)
-        warm = [_turn(cache) for _ in range(_WARM)]
+        cold, *warm = (told("benchmarks.start", NUMBA_CACHE_DIR=cache) for _ in range(1 + _WARM))
     return {
         "compile": cold["all"],
         "import": min(turn["import"] for turn in warm),
         "first": min(turn["first"] for turn in warm),
     }
-
-
-def _turn(cache: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.start"],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "NUMBA_CACHE_DIR": cache},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return dict(json.loads(done.stdout))
 
 
 def main() -> None:

@@ -39,11 +39,6 @@ class DType:
         return _UINT[self.width]
 
     @property
-    def top(self) -> Any:
-        """The highest bit of an element, as a number of that dtype."""
-        return self.uint.type(1 << (8 * self.width - 1))
-
-    @property
     def signed(self) -> bool:
         """Whether it is an integer in two's complement."""
         return self.name.startswith("int")

@@ -423,9 +423,8 @@ def test_reads_stop_at_the_last_byte(last_page):
 
 
 def run_steps(old, new, sign_magnitude):
-    top = old.dtype.type(1 << (8 * old.itemsize - 1))
     step = poisoned(old.size, old.dtype)
-    cpu.steps(old, new, top, sign_magnitude, step[: old.size])
+    cpu.steps(old, new, sign_magnitude, step[: old.size])
     back = poisoned(old.size, old.dtype)
     cpu.advance(old, step[: old.size], sign_magnitude, back[: old.size])
     assert untouched(step, old.size)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from ..errors import UnsupportedFormat
 from . import numbers, value
-from .coders import Coder, coder
+from .coders import Coder, Row, coder
 from .ctx import Ctx
 from .gap import Gap
 from .profile import Classes, Found, Layout, Profile
 from .raw import Raw
-from .streams import Chunks, Coded, Reader, Row, Stream, code
+from .streams import Chunks, Coded, Reader, Stream, code
 from .ulp import Ulp
 
 PROFILES: dict[str, Profile] = {p.name: p for p in (Raw(), Gap(), Ulp(), Ctx())}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -108,6 +109,26 @@ class Rans:
         return symbols.data
 
 
+class Row(Sequence[Buffer]):
+    """Chunks that lie one behind the other, cut out when they are asked for."""
+
+    def __init__(self, data: Buffer, sizes: npt.NDArray[np.int64]) -> None:
+        self.data, self.sizes = data, sizes
+
+    def __len__(self) -> int:
+        return self.sizes.size
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        return [0, *np.cumsum(self.sizes).tolist()]
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, slice):
+            return [self[i] for i in range(*which.indices(len(self)))]
+        which = range(len(self))[which]
+        return self.data[self._cuts[which] : self._cuts[which + 1]]
+
+
 class Where(NamedTuple):
     """Where chunks lie, how long they are, and what must be kept alive meanwhile."""
 
@@ -118,6 +139,9 @@ class Where(NamedTuple):
 
 def where(chunks: Sequence[Buffer]) -> Where:
     """Chunks for kernels that take many at once."""
+    if isinstance(chunks, Row):
+        base = np.frombuffer(chunks.data, np.uint8).ctypes.data
+        return Where(base + np.cumsum(chunks.sizes) - chunks.sizes, chunks.sizes, chunks.data)
     arrays = [as_bytes(chunk) for chunk in chunks]
     at, length = [array.ctypes.data for array in arrays], [array.size for array in arrays]
     return Where(np.array(at, np.int64), np.array(length, np.int64), arrays)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from ..errors import FormatError, InvalidField, Truncated
 from ..kernels.classes import MOST
-from .coders import Buffer, Coder, Rans, Stored, Where, by_entropy, expand, squeeze, where
+from .coders import Buffer, Coder, Rans, Row, Stored, Where, by_entropy, expand, squeeze, where
 
 
 class Stream(IntEnum):
@@ -70,35 +69,6 @@ def code(streams: Chunks) -> Coded:
     }
 
 
-class Row(Sequence[Buffer]):
-    """Chunks that lie one behind the other, cut out when they are asked for."""
-
-    def __init__(self, data: Buffer, sizes: npt.NDArray[np.int64]) -> None:
-        self.data, self.sizes = data, sizes
-
-    def __len__(self) -> int:
-        return self.sizes.size
-
-    @cached_property
-    def _cuts(self) -> list[int]:
-        return [0, *np.cumsum(self.sizes).tolist()]
-
-    @property
-    def where(self) -> Where:
-        base = np.frombuffer(self.data, np.uint8).ctypes.data
-        return Where(base + np.cumsum(self.sizes) - self.sizes, self.sizes, self.data)
-
-    def __getitem__(self, which: Any) -> Any:
-        if isinstance(which, slice):
-            return [self[i] for i in range(*which.indices(len(self)))]
-        which = range(len(self))[which]
-        return self.data[self._cuts[which] : self._cuts[which + 1]]
-
-
-def _where(chunks: Sequence[Buffer]) -> Where:
-    return chunks.where if isinstance(chunks, Row) else where(chunks)
-
-
 class Reader:
     """Hands out decoded chunks and keeps the books: at the end every chunk must have been asked for."""
 
@@ -122,15 +92,15 @@ class Reader:
 
         Where something is wrong nothing happens, and whoever takes it will see what.
         """
-        found = {s: (self._coded[s][1], sizes) for s, sizes in wanted.items() if self._whole(s, Rans.id, len(sizes))}
+        found = {s: sizes for s, sizes in wanted.items() if self._whole(s, Rans.id, len(sizes))}
         if not found:
             return
-        places = [_where(chunks) for chunks, _ in found.values()]
-        at, length = (np.concatenate(column) for column in list(zip(*places, strict=True))[:2])
-        symbols = expand(Where(at, length, places), [n for _, sizes in found.values() for n in sizes])
+        places = [where(self._coded[stream][1]) for stream in found]
+        at, length = np.concatenate([p.at for p in places]), np.concatenate([p.length for p in places])
+        symbols = expand(Where(at, length, places), [n for sizes in found.values() for n in sizes])
         if symbols is not None:
-            cuts = np.cumsum([sum(sizes) for _, sizes in found.values()])[:-1]
-            for (stream, (_, sizes)), ready in zip(found.items(), np.split(symbols, cuts), strict=True):
+            cuts = np.cumsum([sum(sizes) for sizes in found.values()])[:-1]
+            for (stream, sizes), ready in zip(found.items(), np.split(symbols, cuts), strict=True):
                 self._decoded[stream] = sizes, ready
 
     def _whole(self, stream: int, coder: int, count: int) -> bool:
@@ -165,10 +135,11 @@ class Reader:
 
         They may be lent: then they lie in the bucket itself, at any address, if nobody can write to it meanwhile.
         """
-        if lend and (place := self._lent(stream, [dtype.itemsize * size for size in sizes])) is not None:
+        lengths = [dtype.itemsize * size for size in sizes]
+        if lend and (place := self._lent(stream, lengths)) is not None:
             self._taken[stream] = len(sizes)
             return np.frombuffer(self.body, dtype, sum(sizes), place)
-        return self.take_all(stream, [dtype.itemsize * size for size in sizes]).view(dtype)
+        return self.take_all(stream, lengths).view(dtype)
 
     def _lent(self, stream: int, lengths: list[int]) -> int | None:
         """Where in the body a stream is whose first chunks, of just these lengths, can be read there as they are."""
@@ -192,7 +163,7 @@ class Reader:
     def take_all_stored(self, stream: int, most: list[int]) -> Where:
         """Where the next chunks of such a stream are, of up to so many bytes each."""
         if self._whole(stream, Stored.id, len(most)):
-            found = _where(self._coded[stream][1])
+            found = where(self._coded[stream][1])
             if (found.length <= np.array(most, np.int64)).all():
                 self._taken[stream] = len(most)
                 return found

@@ -423,9 +423,10 @@ def digest_delta(
 
 
 @kernel
-def steps(old: Any, new: Any, top: Any, sign_magnitude: Any, out: Any) -> None:
-    """Zigzag steps from old to new. `top` is the sign bit of the width."""
-    zero, one = top ^ top, top // top
+def steps(old: Any, new: Any, sign_magnitude: Any, out: Any) -> None:
+    """Zigzag steps from old to new."""
+    zero, one = old.dtype.type(0), old.dtype.type(1)
+    top = old.dtype.type(_ONE << np.uint64(8 * width_of(old) - 1))  # the sign
     for i in range(old.size):
         a, b = old[i], new[i]
         if sign_magnitude:

@@ -71,7 +71,7 @@ class Changes:
 def steps_between(dtype: DType, before: UIntArray, after: UIntArray) -> UIntArray:
     """Zigzag steps from old to new bits."""
     out = np.empty_like(after)
-    cpu.steps(before, after, dtype.top, dtype.sign_magnitude, out)
+    cpu.steps(before, after, dtype.sign_magnitude, out)
     return out
 
 

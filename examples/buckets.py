@@ -53,7 +53,7 @@ TENSORS = {
     "embed.weight": Kind("bfloat16", (24576, 1024), 1e-7, "an embedding"),
     "layers.0.attn.q": Kind("bfloat16", (4096, 2560), 4e-7, "a matrix"),
     "layers.0.mlp.codes": Kind("int8", (2048, 1024), 2e-5, "quantized"),
-    "layers.0.mlp.up": Kind("bfloat16", (8192, 4096), 4e-7, "a matrix"),
+    "layers.0.mlp.up": Kind("bfloat16", (12288, 4096), 4e-7, "a matrix"),
     "layers.0.norm.1": Kind("bfloat16", (4096,), 1e-6, "a norm"),
     "layers.0.norm.2": Kind("bfloat16", (4096,), 1e-6, "a norm"),
     "layers.1.attn.q": Kind("bfloat16", (1024, 1024), 4e-7, "a small matrix"),
@@ -440,8 +440,9 @@ def overlap() -> Iterator[str]:
     yield from prose(
         f"""The same diff once more, on {THREADS} threads, watched from outside: F is finding changes in a batch, E
         encoding a bucket, W handing a bucket to the file, S waiting until the disk has it, a dot anything else. Finding
-        and encoding share the threads, and of each at most two items per thread are in flight. Below, how far things
-        were each time a batch had been compared. These figures are of one run, and differ in the next."""
+        and encoding share the threads, which encode first, and of each at most two items per thread are in flight.
+        Below, how far things were each time a batch had been compared. These figures are of one run, and differ in the
+        next."""
     )
 
 

@@ -132,6 +132,35 @@ def test_a_forked_child_has_its_own_threads():
     assert done.stdout.strip() == "[0, 0, 0] True", done.stderr
 
 
+def test_urgent_work_goes_first():
+    """A bucket is encoded before a batch is compared that was waiting when the bucket came."""
+    begun, taken, handed = [], threading.Event(), threading.Event()
+
+    def batches():
+        for i in range(6):
+            if i == 3:
+                taken.set()
+            yield i
+
+    def find(i):
+        begun.append(("find", i))
+        assert (handed if i else taken).wait(60)
+        return i
+
+    def found():
+        for i in ordered(find, batches(), 2):
+            yield i
+            handed.set()  # it is asked for more: what it gave has been handed to the threads
+
+    def encode(i):
+        begun.append(("encode", i))
+        return i
+
+    assert [*ordered(encode, found(), 2, urgent=True)] == [*range(6)]
+    assert begun.index(("encode", 0)) < begun.index(("find", 3))
+    assert {*begun} == {(what, i) for what in ("find", "encode") for i in range(6)}
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_results_come_in_order(threads):
     """Whoever finishes first, results come in the order of the items."""

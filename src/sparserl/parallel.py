@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from .errors import SparserlError
 
@@ -17,6 +17,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 _PAUSE = 2e-5  # seconds between two looks at what jobs wait for
 Progress = Callable[[int], None]  # called with the dense bytes just finished
+_Work = tuple[Future[Any], Callable[[Any], Any], Any]  # what it becomes, what does it, and to what
 
 
 def default_threads() -> int:
@@ -34,9 +35,36 @@ def default_threads() -> int:
         return min(16, os.cpu_count() or 1)
 
 
+class _Pool:
+    """Threads that do urgent work first, and otherwise what came first."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="sparserl")
+        self._urgent, self._waiting = deque[_Work](), deque[_Work]()
+
+    def submit(self, work: Callable[[T], R], item: T, urgent: bool) -> Future[R]:
+        future = Future[R]()
+        (self._urgent if urgent else self._waiting).append((future, work, item))
+        self._threads.submit(self._one)
+        return future
+
+    def _one(self) -> None:
+        """Do one piece of work, whichever is due: it is called as often as there are any."""
+        try:
+            future, work, item = self._urgent.popleft()
+        except IndexError:
+            future, work, item = self._waiting.popleft()
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work(item))
+            except BaseException as error:  # noqa: BLE001  # is raised again where the result is asked for
+                future.set_exception(error)
+                del future  # which has the error, which has this frame
+
+
 @lru_cache(maxsize=8)
-def _pool(threads: int, _process: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="sparserl")
+def _pool(threads: int, _process: int) -> _Pool:
+    return _Pool(threads)
 
 
 def ordered(
@@ -44,8 +72,14 @@ def ordered(
     items: Iterable[T],
     threads: int | None = None,
     ahead: int | None = None,
+    *,
+    urgent: bool = False,
 ) -> Iterator[R]:
-    """`map` on threads, lazily: at most so many items are taken ahead of the consumer, else two per thread."""
+    """`map` on threads, lazily: at most so many items are taken ahead of the consumer, else two per thread.
+
+    Threads are shared. What is `urgent` does not wait for other work that nobody has begun: a bucket should be on its
+    way before more weights are compared.
+    """
     threads = threads or default_threads()
     if threads == 1:
         yield from map(work, items)
@@ -54,7 +88,7 @@ def ordered(
     flight: deque[Future[R]] = deque()
     try:
         for item in items:
-            flight.append(pool.submit(work, item))
+            flight.append(pool.submit(work, item, urgent))
             while flight and (len(flight) >= (ahead or 2 * threads) or flight[0].done()):
                 yield flight.popleft().result()
         while flight:

@@ -17,7 +17,7 @@ from .region import Region, Shape, collapse, row_major, whole
 from .shards import Place, Shards
 from .table import TensorTable
 
-PIECE_BYTES = 32 << 20  # large enough to amortize Python, small enough to balance threads
+PIECE_BYTES = 64 << 20  # large enough to amortize Python, small enough to balance threads
 Numbers = npt.NDArray[np.int64]
 
 

@@ -47,7 +47,7 @@ def assemble(
                 return plan.begin(draft, names, writer.hash)
             return partial(plan.write, draft, names, writer.hash, chooser)
 
-        for written in ordered(lambda rest: rest(), map(begun, plan.cut(parts)), threads, ahead):
+        for written in ordered(lambda rest: rest(), map(begun, plan.cut(parts)), threads, ahead, urgent=True):
             if written is not None:
                 bucket, count = written
                 writer.add(bucket)

@@ -28,7 +28,7 @@ from .stream import Stream
 
 _WRITERS, _WAITING = 4, 64
 _HUGE = 1 << 22  # bytes: arrays as large as this are asked to lie in huge pages
-_KEPT = 1 << 18  # changes whose room a thread keeps, at most 5 MiB
+_KEPT = 1 << 19  # changes whose room a thread keeps, at most 10 MiB
 _Part = tuple[list[Changes | Draft], Digest, Digest, int]
 _Found = tuple[npt.NDArray[np.uint32], UIntArray, UIntArray, npt.NDArray[np.int64]]
 

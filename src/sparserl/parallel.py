@@ -36,30 +36,38 @@ def default_threads() -> int:
 
 
 class _Pool:
-    """Threads that do urgent work first, and otherwise what came first."""
+    """Threads that do what came first, but urgent work before any other."""
 
     def __init__(self, threads: int) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="sparserl")
-        self._urgent, self._waiting = deque[_Work](), deque[_Work]()
+        self._urgent = deque[_Work]()
 
     def submit(self, work: Callable[[T], R], item: T, urgent: bool) -> Future[R]:
+        if not urgent:
+            return self._threads.submit(self._in_turn, work, item)
         future = Future[R]()
-        (self._urgent if urgent else self._waiting).append((future, work, item))
-        self._threads.submit(self._one)
+        self._urgent.append((future, work, item))
+        self._threads.submit(self._hurry)
         return future
 
-    def _one(self) -> None:
-        """Do one piece of work, whichever is due: it is called as often as there are any."""
+    def _in_turn(self, work: Callable[[T], R], item: T) -> R:
+        while self._hurry():
+            pass
+        return work(item)
+
+    def _hurry(self) -> bool:
+        """Do some urgent work; False if there is none, since another thread was faster."""
         try:
             future, work, item = self._urgent.popleft()
         except IndexError:
-            future, work, item = self._waiting.popleft()
+            return False
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(work(item))
             except BaseException as error:  # noqa: BLE001  # is raised again where the result is asked for
                 future.set_exception(error)
                 del future  # which has the error, which has this frame
+        return True
 
 
 @lru_cache(maxsize=8)

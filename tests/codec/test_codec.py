@@ -335,11 +335,10 @@ def laid(coded, body=bytes):
     whole = memoryview(body(b"?" + b"".join(bytes(c) for _, chunks in coded.values() for c in chunks)))[1:]
     at, placed = 0, {}
     for stream, (coder, chunks) in coded.items():
-        placed[stream] = (coder, [])
-        for chunk in chunks:
-            placed[stream][1].append(whole[at : at + len(chunk)])
-            at += len(chunk)
-    return Reader(placed, body=whole), whole
+        sizes = np.array([len(chunk) for chunk in chunks])
+        placed[stream] = coder, Row(whole[at : at + sizes.sum()], sizes)
+        at += sizes.sum()
+    return Reader(placed), whole
 
 
 @pytest.mark.parametrize("body", [bytes, bytearray])

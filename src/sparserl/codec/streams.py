@@ -136,18 +136,18 @@ class Reader:
         They may be lent: then they lie in the bucket itself, at any address, if nobody can write to it meanwhile.
         """
         lengths = [dtype.itemsize * size for size in sizes]
-        if lend and (place := self._lent(stream, lengths)) is not None:
+        if lend and (there := self._lent(stream, lengths)) is not None:
             self._taken[stream] = len(sizes)
-            return np.frombuffer(self.body, dtype, sum(sizes), place)
+            return np.frombuffer(there, dtype, sum(sizes))
         return self.take_all(stream, lengths).view(dtype)
 
-    def _lent(self, stream: int, lengths: list[int]) -> int | None:
-        """Where in the body a stream is whose first chunks, of just these lengths, can be read there as they are."""
-        if not self.body or self._taken.get(stream, 0) or not isinstance(getattr(self.body, "obj", self.body), bytes):
+    def _lent(self, stream: int, lengths: list[int]) -> Buffer | None:
+        """A stream in the bucket, if its first chunks, of just these lengths, can be read there as they are."""
+        coder, chunks = self._coded.get(stream, (None, None))
+        if not isinstance(coder, Stored) or not isinstance(chunks, Row) or self._taken[stream]:
             return None
-        found = ((at, sizes) for name, coder, at, sizes in self.rows() if name == stream and coder == Stored.id)
-        at, sizes = next(found, (None, np.empty(0, np.int64)))
-        return at if lengths and sizes[: len(lengths)].tolist() == lengths else None
+        safe = isinstance(getattr(chunks.data, "obj", chunks.data), bytes)
+        return chunks.data if safe and chunks.sizes[: len(lengths)].tolist() == lengths else None
 
     def take_stored(self, stream: int, most: int) -> Buffer:
         """The next chunk of a stream whose length speaks for itself, up to `most` bytes."""

@@ -41,7 +41,7 @@ class Entries:
     def __len__(self) -> int:
         return int(self.tensor.size)
 
-    @property
+    @cached_property
     def sparse(self) -> npt.NDArray[np.bool_]:
         return ~self.dense
 
@@ -69,7 +69,7 @@ class Head:
         sparse = self.entries.sparse
         return Layout(self.dtype, self.entries.numel[sparse], self.entries.count[sparse], self.tile_log, self.chunk_log)
 
-    @property
+    @cached_property
     def dense_elements(self) -> int:
         return int(self.entries.numel[self.entries.dense].sum())
 
@@ -275,21 +275,13 @@ def decode_places(
 
 def _boxes(cursor: Cursor, specs: list[TensorSpec]) -> Iterator[Region]:
     """A box for each tensor: where it starts and how far it goes, checked to be a proper part."""
-    rank = np.array([len(spec.shape) for spec in specs], np.int64)
-    shape = np.array([n for spec in specs for n in spec.shape], np.int64)
-    numbers = cursor.varints(2 * shape.size, "boxes", limits.TENSOR_ELEMENTS)
-    end = np.cumsum(rank)
-    at = np.arange(shape.size) + np.repeat(end - rank, rank)
-    start, size = numbers[at], numbers[at + np.repeat(rank, rank)]
-    owner = np.repeat(np.arange(rank.size), rank)
-    outside = np.bincount(owner, (size < 1) | (start + size > shape), rank.size) > 0
-    everything = np.bincount(owner, size != shape, rank.size) == 0
-    corner, extent = start.tolist(), size.tolist()
-    for spec, a, b, bad in zip(
-        specs, (end - rank).tolist(), end.tolist(), (outside | everything).tolist(), strict=True
-    ):
-        region = Region(tuple(corner[a:b]), tuple(extent[a:b]))
-        if bad:
+    numbers = cursor.numbers(sum(2 * len(spec.shape) for spec in specs), "boxes", limits.TENSOR_ELEMENTS)
+    end = 0
+    for spec in specs:
+        middle = end + len(spec.shape)
+        start, end = end, middle + len(spec.shape)
+        region = Region(tuple(numbers[start:middle]), tuple(numbers[middle:end]))
+        if not region.fits(spec.shape) or region.size == spec.shape:
             raise InvalidField(f"{cursor.what}: region {region} is not a proper part of {spec}")
         yield region
 

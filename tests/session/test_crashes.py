@@ -87,7 +87,7 @@ def test_a_publisher_is_killed_at_any_moment(case: str, every: int, tmp_path: Pa
     assert seen["kills"] * every > 60
     assert seen["old"] > 3
     assert seen["new"] > 1
-    assert seen["drafts"] > 0
+    assert case == "anchor" or seen["drafts"] > 0  # there it depends on how far another thread is
     assert case == "first" or seen["new runs"] < seen["kills"] / 2
 
 

@@ -79,7 +79,7 @@ class Rollout:
 # -- kills -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("case", "every"), [("first", 9), ("patch", 7), ("anchor", 13)])
+@pytest.mark.parametrize(("case", "every"), [("first", 9), ("patch", 7), ("anchor", 12)])
 def test_a_publisher_is_killed_at_any_moment(case: str, every: int, tmp_path: Path) -> None:
     """Whatever it was about to write, receivers see the old version or the new one, and its next life goes on."""
     every = 1 if os.environ.get("SPARSERL_KILLS") == "all" else every
@@ -87,7 +87,7 @@ def test_a_publisher_is_killed_at_any_moment(case: str, every: int, tmp_path: Pa
     assert seen["kills"] * every > 60
     assert seen["old"] > 3
     assert seen["new"] > 1
-    assert case == "anchor" or seen["drafts"] > 0  # there it depends on how far another thread is
+    assert seen["drafts"] > 0
     assert case == "first" or seen["new runs"] < seen["kills"] / 2
 
 

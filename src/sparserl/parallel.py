@@ -148,7 +148,9 @@ class _Job(Generic[R]):
 
 def uninterrupted(work: Callable[[], object]) -> None:
     """Run `work` on a thread of its own: an interrupt comes before it or after it, never in between."""
-    go, done, called_off = threading.Event(), threading.Event(), False
+    go = threading.Event()
+    done = threading.Event()
+    called_off = False
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -164,16 +166,22 @@ def uninterrupted(work: Callable[[], object]) -> None:
     try:
         threading.Thread(target=run, name="sparserl-commit").start()
         go.set()
+        done.wait()  # not `join`: a thread whose join was interrupted passes for dead
     except BaseException as error:
         if not go.is_set():
             called_off = True  # the thread may be there or not; either way it does nothing
             go.set()
             raise
         raised.append(error)
-    while not done.is_set():  # not `join`: a thread whose join was interrupted passes for dead
-        try:
-            done.wait()
-        except BaseException as error:  # noqa: BLE001  # is raised again below
-            raised.append(error)
+        _outlast(done, raised)
     if raised:
         raise raised[0]
+
+
+def _outlast(done: threading.Event, raised: list[BaseException]) -> None:
+    """Wait on, whatever is raised meanwhile."""
+    while not done.is_set():
+        try:
+            done.wait()
+        except BaseException as error:  # noqa: BLE001  # is raised again by the caller
+            raised.append(error)

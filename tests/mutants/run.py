@@ -474,7 +474,7 @@ MUTANTS = (
     Mutant(
         "a restarted publisher does not fetch the patches since its anchor",
         "session/kept.py",
-        "            patches += [parcel.receive(store, name, run.table, step) for step in steps]\n",
+        "            patches += [parcel.receive(store, head.run, run.table, step) for step in steps]\n",
         "",
         Tests(SESSION, "restarted"),
     ),
@@ -544,8 +544,8 @@ MUTANTS = (
     Mutant(
         "retention forgets live subscribers",
         "session/chain.py",
-        "    oldest = min([*kept[:1], *needed], default=0)\n",
-        "    oldest = min(kept[:1], default=0)\n",
+        "*(version for version in needed if version > too_old)",
+        "",
         Tests(SESSION, "retention"),
     ),
     Mutant(

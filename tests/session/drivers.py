@@ -62,7 +62,8 @@ def warm(folder: Path) -> None:
             if n != 3:
                 memory.sync()
                 disk.sync()
-    sparserl.Publisher(store, weights, **options)
+    publisher.close()
+    sparserl.Publisher(store, weights, **options).close()
 
 
 # -- killing -----------------------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ class Fuse:
 def where(event: str, args: tuple[Any, ...]) -> str:
     """A call, and what it was about to touch, in a few words."""
     texts = [os.fsdecode(a) for a in args if isinstance(a, str | bytes) and len(a) < 4096]
-    kinds = ("head.json", "leases", "manifests", "index", "buckets", "files", "run.json", "run.txt", "anchor.srl")
+    kinds = ("head.json", "leases", "manifests", "index", "buckets", "files", "run.json", "anchor-")
     kinds = (*kinds, "current", "versions", ".sparserl", ".tmp")
     said = next((kind for kind in kinds if any(kind in text for text in reversed(texts))), "")
     return f"{event} {said}".strip()

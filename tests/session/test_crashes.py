@@ -351,6 +351,7 @@ def test_clocks_that_jump(tmp_path: Path) -> None:
             assert Rollout(store, name=False).sync() == bits
             assert list(faults(store)) == []
         now["publisher"] -= 25 * YEAR
+        publisher.close()
     assert len(runs) == 2
     for clock in (lambda: 0.0, lambda: time.time() + 100 * YEAR):
         collect(store, 600.0, clock)

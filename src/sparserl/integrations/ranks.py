@@ -152,6 +152,7 @@ class EngineSubscriber(Subscriber):
     def _commit(self, staged: Staged) -> None:
         """Commit on all ranks, or on none."""
         before, self._held = self._held, None
+        self._staged = None
         undo: list[Callable[[], None]] = []
         try:
             self._together(lambda: undo.append(staged.prepared[0].commit()))

@@ -60,10 +60,15 @@ def versions(steps: Iterable[Step]) -> dict[int, Digest]:
     return {step.version: step.digest for step in steps}
 
 
-def retained(steps: Sequence[Step], anchors: int, needed: Collection[int]) -> tuple[Step, ...]:
-    """The steps that are worth keeping: the last anchors, what builds on the oldest of them, and what leases need."""
+def retained(steps: Sequence[Step], anchors: int, needed: Collection[int], most: int) -> tuple[Step, ...]:
+    """The steps that are worth keeping: the last anchors, what builds on the oldest of them, and what leases need.
+
+    A lease is spared unless more than `most` patches were kept for it: whoever holds it takes an anchor instead.
+    """
     kept = sorted(step.version for step in steps if step.base is None)[-anchors:]
-    oldest = min([*kept[:1], *needed], default=0)
+    starts = sorted(min(step.base, step.version) for step in steps if step.base is not None)
+    too_old = starts[-most - 1] if len(starts) > most else -1
+    oldest = min([*kept[:1], *(version for version in needed if version > too_old)], default=0)
     return tuple(
         step
         for step in steps

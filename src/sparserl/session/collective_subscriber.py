@@ -63,11 +63,15 @@ class CollectiveSubscriber(Receiver):
 
         On return every rank has staged it, and all are to commit.
         """
-        with self._callbacks.failures("stage"):
+        with self._turn, self._callbacks.failures("stage"):
             return self._stage(timeout, None)
 
     def commit(self) -> SyncReport:
         """Make the staged version the one that is held: in O(changed), all targets or none."""
+        with self._turn:
+            return self._commit_round()
+
+    def _commit_round(self) -> SyncReport:
         round, self._doubt = self._round, True  # until it is through, only the bits tell what the targets hold
         try:
             report = super().commit()
@@ -82,7 +86,8 @@ class CollectiveSubscriber(Receiver):
 
     def sync(self, timeout: float | None = None) -> SyncReport | None:
         """Stage and commit the next version; None if none came in that time."""
-        return None if self.stage(timeout) is None else self._commit_or_discard()
+        with self._turn:
+            return None if self.stage(timeout) is None else self._commit_or_discard()
 
     def follow(
         self,
@@ -95,24 +100,26 @@ class CollectiveSubscriber(Receiver):
         end = None if timeout is None else time.monotonic() + timeout
         while stop is None or not stop():
             left = None if end is None else max(0.0, end - time.monotonic())
-            try:
-                staged = self._stage(left, stop)
-            except rounds.Closed:
-                return
-            except Exception as error:
-                self._callbacks.failed("stage", error)
-                raise
-            if staged is None:
-                return
-            report = self._commit_or_discard()
+            with self._turn:
+                try:
+                    staged = self._stage(left, stop)
+                except rounds.Closed:
+                    return
+                except Exception as error:
+                    self._callbacks.failed("stage", error)
+                    raise
+                if staged is None:
+                    return
+                report = self._commit_or_discard()
             if on_commit is not None:
                 on_commit(report)
 
     def discard(self) -> None:
         """Forget what is staged; the publisher is told that it was not committed."""
-        if self._staged is not None and self._round is not None:
-            self._done(self._round, {"error": "the staged version was discarded"})
-        super().discard()
+        with self._turn:
+            if self._staged is not None and self._round is not None:
+                self._done(self._round, {"error": "the staged version was discarded"})
+            super().discard()
 
     def close(self) -> None:
         """Forget what is staged, and let go of targets and group."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import secrets
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..digest import Digest
-from ..errors import Fenced, NotFound, Refused, Unavailable, Untrusted
+from ..errors import Fenced, FormatError, NotFound, Refused, Unavailable, UnsupportedFormat, Untrusted
 from ..transport.store import Store
 from . import signing
 from .records import HEAD, MOST_HEAD, Head, Index, Run, Step, path, sha256
@@ -19,10 +21,19 @@ Steps = tuple[Step, ...]
 Landing = Callable[[Head, Index], None]
 
 _SWAPS = 8  # attempts at a head whose replies are lost
+_MOST_GARBAGE = 1 << 26  # bytes in the place of a head that a publisher with a key takes for garbage, and replaces
 
 
 class _Late(Unavailable):
     """A swap of ours that was given up worked after all."""
+
+
+class _Look(NamedTuple):
+    """What is in the place of the head: a head (None for none, or another's), its tag, or garbage and its tag."""
+
+    head: Head | None
+    tag: str | None
+    is_garbage: bool = False
 
 
 class OwnHead:
@@ -35,8 +46,10 @@ class OwnHead:
     def __init__(self, store: Store, key: str | None, writers: Writers, clock: Callable[[], float]) -> None:
         self._store, self._key, self._writers, self._clock = store, key, writers, clock
         self._unsure: tuple[str, Callable[[], None]] | None = None  # a swap that nobody answered, and what it is to do
-        self.found, self._tag = self._there(0) if writers.rank == 0 else (None, None)
-        self.after = 0.0 if self.found is None else self.found.created + 0.001
+        look = self._look(0) if writers.rank == 0 else _Look(None, None)
+        self.found = look.head
+        self._tag = look.tag
+        self.after = 0.0 if self.found is None else _later(self.found.created)
 
     def move(
         self,
@@ -77,11 +90,11 @@ class OwnHead:
         unsure = self._unsure
 
         def landed() -> str:
-            head, tag = (None, None) if unsure is None else self._there(0)
-            if unsure is None or head is None or head.nonce != unsure[0]:
+            look = _Look(None, None) if unsure is None else self._look(0)
+            if unsure is None or look.head is None or look.head.nonce != unsure[0]:
                 return ""
-            self._tag = tag
-            return head.nonce
+            self._tag = look.tag
+            return look.head.nonce
 
         nonce = self._writers.lead("look back", landed, str.encode, bytes.decode)
         if unsure is not None and nonce == unsure[0]:
@@ -89,7 +102,7 @@ class OwnHead:
 
     def _land(self, land: Landing, head: Head, index: Index) -> None:
         self._unsure = None
-        self.after = head.created + 0.001
+        self.after = _later(head.created)
         land(head, index)
 
     def _proposal(
@@ -117,9 +130,12 @@ class OwnHead:
             try:
                 self._tag = self._store.swap(HEAD, data, self._tag)
             except (Refused, Unavailable) as error:
-                head, tag = self._there(attempt)
+                head, tag, is_garbage = self._look(attempt)
                 if tag == self._tag:
                     continue  # it did not get through
+                if is_garbage:
+                    self._tag = tag
+                    continue  # no publisher has written that
                 if head is not None and (head.nonce == nonce or _same_version(head, ours)):
                     self._tag = tag
                     return None if head.nonce == nonce else head
@@ -131,19 +147,37 @@ class OwnHead:
             return None
         raise Unavailable(f"{self._store.url}: the head could not be moved in {_SWAPS} attempts")
 
-    def _there(self, attempt: int) -> tuple[Head | None, str | None]:
-        """The head that is there, and its tag. With a key of our own, a head that it did not sign is none of ours."""
+    def _look(self, attempt: int) -> _Look:
+        """Read the head. With a key of our own, a head that it did not sign is none of ours.
+
+        Nor is garbage, which anyone who can write to the store could lock us out with. A head of another format may be
+        that of a newer release, and is an error.
+        """
         if attempt:
             time.sleep(min(2.0, 0.1 * 2**attempt))
+        key = self._key
         try:
-            found = self._store.get(HEAD, MOST_HEAD)
+            data, tag = self._store.get(HEAD, MOST_HEAD if key is None else _MOST_GARBAGE)
         except NotFound:
-            return None, None
+            return _Look(None, None)
+        if len(data) > MOST_HEAD:
+            return _Look(None, tag, is_garbage=True)
         try:
-            pinned = None if self._key is None else signing.public_key(self._key)
-            return Head.parse(signing.unseal(found.data, pinned, HEAD)), found.tag
+            pinned = None if key is None else signing.public_key(key)
+            return _Look(Head.parse(signing.unseal(data, pinned, HEAD)), tag)
         except Untrusted:
-            return None, found.tag
+            return _Look(None, tag)
+        except UnsupportedFormat:
+            raise
+        except FormatError:
+            if key is None:
+                raise
+            return _Look(None, tag, is_garbage=True)
+
+
+def _later(time: float) -> float:
+    """A time after another, however large that is."""
+    return max(time + 0.001, math.nextafter(time, math.inf))
 
 
 def _same_version(head: Head, ours: Head | None) -> bool:

@@ -1,18 +1,30 @@
-"""An anchor that a publisher keeps on its own machine, so that a restart goes on with the run."""
+"""An anchor that a publisher keeps on its own machine, so that a restart goes on with the run.
+
+    STATE/anchor-RUN-VERSION.srl
+
+The anchor of a run is there before the head moves to its first version, and those of other runs go after that: whenever
+a publisher is killed, the anchor of the run that the head names is there. One publisher at a time has the folder.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..bits import Bits
-from ..errors import FormatError, NotFound, NotRetained, WeightsError, WrongBase
-from ..files import replacing
+from ..errors import FormatError, NotFound, NotRetained, SessionError, WeightsError, WrongBase
 from ..patch import Patch
 from ..transport.store import Store
 from . import chain, parcel
 from .records import Head, Index, Run
 from .upkeep import read_index, read_run
+
+_ANCHOR = re.compile(r"anchor-([0-9a-f]{16})-(\d{1,16})\.srl")
+_DRAFT = re.compile(r"\.anchor-[0-9a-f]{16}-\d{1,16}\.srl\..+")
 
 
 @dataclass(frozen=True)
@@ -29,44 +41,78 @@ class KeptAnchor:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._release: weakref.finalize | None = None  # type: ignore[type-arg]
         self.run: str | None = None  # of which an anchor is here
+        self._name = ""  # of its file
+        self._lock()
 
     def keep(self, anchor: Patch, run: str, version: int) -> None:
-        """Keep an anchor; it takes the place of the one before when it is whole."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """Keep an anchor beside those that are here; `settle` removes the others."""
+        self._lock()
         name = f"anchor-{run}-{version}.srl"
         anchor.save(self._folder / name)
-        with replacing(self._folder / "run.txt") as file:
-            file.write(f"{run} {version}\n".encode())
         self.run = run
-        self._sweep(name)
+        self._name = name
+
+    def settle(self) -> None:
+        """The head names the run whose anchor was kept last: remove others, and what a killed publisher was writing."""
+        for path in self._folder.iterdir():
+            if path.name != self._name and (_ANCHOR.fullmatch(path.name) or _DRAFT.fullmatch(path.name)):
+                path.unlink(missing_ok=True)
 
     def resumed(self, store: Store, head: Head, threads: int | None = None) -> Resumed | None:
-        """The run whose anchor is kept here, if it is the one of the store's head; else a new run begins."""
+        """The run of the store's head, if an anchor of it is kept here; else a new run begins."""
+        for version in sorted(self._versions(head.run), reverse=True):
+            name = f"anchor-{head.run}-{version}.srl"
+            resumed = self._resumed_from(name, version, store, head, threads)
+            if resumed is not None:
+                self.run = head.run
+                self._name = name
+                self.settle()
+                return resumed
+        return None
+
+    def close(self) -> None:
+        """Let another publisher have the folder."""
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+    def _versions(self, run: str) -> list[int]:
+        """The versions of a run of which there are anchors."""
+        matches = map(_ANCHOR.fullmatch, os.listdir(self._folder))  # noqa: PTH208  # names are all that is needed
+        return [int(match[2]) for match in matches if match is not None and match[1] == run]
+
+    def _resumed_from(self, name: str, version: int, store: Store, head: Head, threads: int | None) -> Resumed | None:
         try:
-            name, version = (self._folder / "run.txt").read_text().split()
-            held = int(version)
-            anchor = Patch.open(self._folder / f"anchor-{name}-{held}.srl")
-        except (OSError, ValueError, FormatError):
-            return None
-        if head.run != name:
-            return None
-        try:
+            anchor = Patch.open(self._folder / name)
             run, index = read_run(store, head), read_index(store, head)
             anchor.table.require(run.table, "the kept anchor", "the run")
-            steps = chain.route(index.steps, (held, anchor.result), head.version)
+            steps = chain.route(index.steps, (version, anchor.result), head.version)
             patches = [anchor] if not steps or steps[0].base is not None else []
-            patches += [parcel.receive(store, name, run.table, step) for step in steps]
+            patches += [parcel.receive(store, head.run, run.table, step) for step in steps]
             weights = parcel.built(run.table, patches, head.digest, threads)
-        except (FormatError, NotFound, NotRetained, WeightsError, WrongBase):  # damaged here or there
+        except (OSError, FormatError, NotFound, NotRetained, WeightsError, WrongBase):  # damaged here or there
             return None
-        self.run = name
-        self._sweep(f"anchor-{name}-{held}.srl")
         return Resumed(run, index, weights)
 
-    def _sweep(self, name: str) -> None:
-        """Remove other anchors, and what a publisher that was killed here was writing."""
-        folder = self._folder
-        for left in (*folder.glob("anchor-*.srl"), *folder.glob(".anchor-*"), *folder.glob(".run.txt.*")):
-            if left.name != name:
-                left.unlink(missing_ok=True)
+    def _lock(self) -> None:
+        """Have the folder for ourselves, until we are closed or gone."""
+        if self._release is not None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SessionError(f"the state of a publisher cannot be kept in {self._folder}: {error}") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise SessionError(
+                f"another publisher keeps its state in {self._folder}; end it first, or choose another folder"
+            ) from error
+        except OSError:
+            os.close(handle)  # this filesystem has no locks
+            return
+        self._release = weakref.finalize(self, os.close, handle)

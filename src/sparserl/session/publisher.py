@@ -37,7 +37,7 @@ from ..sources.module import weights_of
 from ..table import TensorTable
 from ..transport.ranks import Ranks
 from ..transport.store import Store, open_store
-from . import chain, parcel, signing
+from . import chain, parcel, sidefiles, signing
 from .baseline import Baseline, Found, HostBaseline, choose
 from .callbacks import Callback, Callbacks
 from .flight import Flight
@@ -46,23 +46,21 @@ from .kept import KeptAnchor
 from .ladder import Ladder
 from .records import (
     MOST_HEAD,
-    Blob,
     Head,
     Index,
     Lease,
     Run,
     Step,
-    file_name,
+    checked_clock,
     path,
-    require_files,
     run_path,
-    sha256,
 )
 from .report import SyncReport, Watch
 from .upkeep import collect
 from .writers import Writers
 
-_STEPS = 256  # an index does not grow past so many steps before an anchor is written
+_STEPS = 256  # there are at most so many steps before another anchor is written
+_MOST_STEPS = 1024  # that an index keeps for the sake of subscribers that are far behind
 _WORTH = 0.9  # a squashed patch is kept if it takes less than this share of the patches it stands for
 
 
@@ -96,7 +94,7 @@ class Publisher:
     files: what travels with the weights (config, tokenizer): names and contents, or a folder.
     state: a folder on this machine that survives a restart. With it, a publisher that was killed goes on with its run:
         its baseline is the anchor it keeps there and the patches since. Without it, or when it does not fit what the
-        store has, a new run begins.
+        store has, a new run begins. One publisher at a time has the folder; a second one is refused.
     anchor_after: an anchor is written when the patches since the last one add up to this many times its bytes.
     keep_anchors: how many of them stay.
     ladder: squashed patches are written over so many versions, twice as many and so on, from the first number up to the
@@ -154,10 +152,10 @@ class Publisher:
         plan.candidates(profile)  # raises here, not in the middle of a publish
         if key is not None:
             signing.public_key(key)
-        self._source, self._key, self._clock = source, key, clock
+        self._source, self._key, self._clock = source, key, checked_clock(clock)
         self._profile, self._link, self._threads, self._progress = profile, link, threads, progress
         self._anchor_after, self._keep, self._grace, self._lease = anchor_after, max(1, keep_anchors), grace, lease
-        self._files = _contents(files)
+        self._files = sidefiles.contents_of(files)
         self._flight = Flight()
         self._writers = Writers(None if writers is None else Ranks(writers, timeout))
         self._kind, self._memory = baseline, memory
@@ -172,7 +170,7 @@ class Publisher:
         self._ladder = None if ladder is None else Ladder(*ladder)
         self._notes: list[str] = []
         self._kept = None if state is None else KeptAnchor(Path(state))
-        self._head = OwnHead(self.store, key, self._writers, clock)
+        self._head = OwnHead(self.store, key, self._writers, self._clock)
         if self._kept is not None and (head := self._head.found) is not None:
             found = self._kept.resumed(self.store, head, threads)
             if found is not None:
@@ -292,6 +290,8 @@ class Publisher:
         finally:
             self._writers.close()
             self.store.close()
+            if self._kept is not None:
+                self._kept.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -323,6 +323,8 @@ class Publisher:
             self._quietly(lambda: kept.keep(encoded(), run.run, 0))
         with watch.stage("commit"):
             done = self._commit(run, step, lambda _steps: (step,), baseline, self._begun)
+        if kept is not None and kept.run == run.run:
+            self._quietly(kept.settle)
         notes = self._maintain(done, watch, anchor)
         return _reported(done, "anchor", sent, watch, notes)
 
@@ -356,7 +358,7 @@ class Publisher:
     def _begin(self, table: TensorTable) -> Run:
         """A new run, with all that its versions have in common in the store."""
         run = Run(secrets.token_hex(8), max(self._clock(), self._head.after), table)
-        run = replace(run, files=self._put_files(run.run))
+        run = replace(run, files=sidefiles.upload(self.store, run.run, self._files))
         self.store.put(run_path(run.run), run.to_bytes())
         return run
 
@@ -390,13 +392,6 @@ class Publisher:
         with watch.stage("upload"):
             self._writers.lead("write down", lambda: parcel.put_manifest(self.store, sent), _nothing, _nothing)
         return sent
-
-    def _put_files(self, run: str) -> dict[str, Blob]:
-        out = {}
-        for name, data in self._files.items():
-            blob = out[name] = Blob(sha256(data), len(data))
-            self.store.put(path(run, "files", blob.hash), data)
-        return out
 
     def _commit(
         self,
@@ -476,11 +471,11 @@ class Publisher:
         self._now = done
 
     def _anchor_due(self, now: _Committed) -> bool:
-        """Whether the patches since the last anchor have become as large as an anchor."""
-        steps = now.index.steps
-        last = max((s for s in steps if s.base is None), key=lambda s: s.version)
-        since = sum(s.bytes for s in steps if s.base is not None and last.version <= s.base == s.version - 1)
-        return since >= self._anchor_after * last.bytes or len(steps) >= _STEPS
+        """Whether the patches since the last anchor have become as large as an anchor, or very many."""
+        last = max((s for s in now.index.steps if s.base is None), key=lambda s: s.version)
+        since = [s for s in now.index.steps if s.base is not None and last.version <= s.base]
+        written = sum(s.bytes for s in since if s.base == s.version - 1)
+        return written >= self._anchor_after * last.bytes or len(since) >= _STEPS - 1
 
     def _anchor_if_due(self, anchor: Patch | None, now: _Committed) -> None:
         """Write an anchor if one is due; what is too old then goes."""
@@ -499,11 +494,12 @@ class Publisher:
 
         def kept(known: Steps) -> Steps:
             live = [lease.version for lease in self._leases() if self._clock() - lease.time < self._lease]
-            return chain.retained((*known, step), self._keep, live)
+            return chain.retained((*known, step), self._keep, live, _MOST_STEPS)
 
         done = self._commit(now.run, step, kept, now.baseline, self._set)
         if self._kept is not None:
             self._kept.keep(made[0], done.run.run, done.head.version)
+            self._kept.settle()
         self._collect()
 
     def _keep_if_new(self, anchor: Patch | None, now: _Committed) -> None:
@@ -514,6 +510,7 @@ class Publisher:
             anchor = parcel.anchor_of(now.baseline.weights, self._threads)
         if anchor is not None:
             self._kept.keep(anchor, now.run.run, now.head.version)
+            self._kept.settle()
 
     def _collect(self) -> None:
         """Remove what nothing refers to any more."""
@@ -533,20 +530,3 @@ def _nothing(_: object) -> bytes:
 
 def _with(step: Step, steps: Steps) -> Steps:
     return (*steps, step)
-
-
-def _contents(files: Mapping[str, bytes] | str | Path | None) -> dict[str, bytes]:
-    """Names and contents; of a folder, all but the weights."""
-    if files is None:
-        return {}
-    if isinstance(files, Mapping):
-        require_files({file_name(name): len(data) for name, data in files.items()}, "files")
-        return dict(files)
-    root = Path(files)
-    found = (
-        p
-        for p in sorted(root.rglob("*"))
-        if p.is_file() and not any(x.startswith(".") for x in p.parts[len(root.parts) :])
-    )
-    weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
-    return {file_name(p.relative_to(root).as_posix()): p.read_bytes() for p in found if not p.name.endswith(weights)}

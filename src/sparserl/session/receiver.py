@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from ..digest import Digest, digest
 from ..errors import ChecksumMismatch, CommitFailed, SessionError, SparserlError
 from ..memory import Weights
+from ..parallel import uninterrupted
 from ..table import TensorTable
 from ..targets import Change, Prepared, Target, module
 from .callbacks import Callback, Callbacks
@@ -40,6 +42,8 @@ class Staged:
 class Receiver(ABC):
     """Targets that change together or not at all, and the version that they hold.
 
+    Several threads may call it: their calls take turns. `follow` waits for versions without keeping others waiting.
+
     before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
         worked, if `before` did.
     audit_every: after so many commits all bits of the targets are read and compared with the digest.
@@ -64,6 +68,7 @@ class Receiver(ABC):
         self._held: Held | None = None
         self._staged: Staged | None = None
         self._doubt = False  # whether the targets may hold other bits than those of the version held
+        self._turn = threading.RLock()  # of the thread whose call is at work
 
     @property
     def version(self) -> int | None:
@@ -78,21 +83,24 @@ class Receiver(ABC):
     def commit(self) -> SyncReport:
         """Make the staged version the one that is held: in O(changed), all targets or none.
 
-        If a target fails, those before it are taken back, and `CommitFailed` says what happened.
+        If a target fails, those before it are taken back, and `CommitFailed` says what happened. An interrupt (Ctrl-C)
+        is raised before anything is written, or when all targets have the version.
         """
-        with self._callbacks.failures("commit"):
-            report = self._commit_staged()
-        self._callbacks.committed(report)
-        return report
+        with self._turn:
+            with self._callbacks.failures("commit"):
+                report = self._commit_staged()
+            self._callbacks.committed(report)
+            return report
 
     def _commit_staged(self) -> SyncReport:
-        if self._staged is None:
+        staged = self._staged
+        if staged is None:
             raise SessionError("nothing is staged; call stage() first")
         started = time.perf_counter()
         if self._before is not None:
             self._before()  # what is staged stays so if this raises
-        staged, self._staged = self._staged, None
         try:
+            self._require_free_locks()
             self._commit(staged)
         finally:
             staged.report.seconds["commit"] = time.perf_counter() - started
@@ -108,23 +116,26 @@ class Receiver(ABC):
 
     def audit(self) -> None:
         """Read all bits of every target and compare them with the digest of the version that is held."""
-        if self._held is None or self._table is None:
-            raise SessionError("nothing is held yet")
-        for target in self.targets:
-            weights = target.attach(self._table)
-            found = None if weights is None else digest(weights, threads=self.threads)
-            if found != self._held.digest:
-                version, self._held = self._held.version, None
-                raise ChecksumMismatch(
-                    f"a target should hold version {version}, but its bits are others: something else wrote to it. "
-                    "The next sync starts from an anchor"
-                )
+        with self._turn:
+            if self._held is None or self._table is None:
+                raise SessionError("nothing is held yet")
+            for target in self.targets:
+                weights = target.attach(self._table)
+                bits = None if weights is None else digest(weights, threads=self.threads)
+                if bits != self._held.digest:
+                    version = self._held.version
+                    self._held = None
+                    raise ChecksumMismatch(
+                        f"a target should hold version {version}, but its bits are others: something else wrote to it. "
+                        "The next sync starts from an anchor"
+                    )
 
     def discard(self) -> None:
         """Forget what is staged."""
-        if self._staged is not None:
-            staged, self._staged = self._staged, None
-            for prepared in staged.prepared:
+        with self._turn:
+            staged = self._staged
+            self._staged = None
+            for prepared in () if staged is None else staged.prepared:
                 prepared.discard()
 
     @abstractmethod
@@ -168,10 +179,26 @@ class Receiver(ABC):
             raise
         return prepared
 
+    def _require_free_locks(self) -> None:
+        """A commit takes the locks of its targets on a thread of its own, which would wait for its caller for ever."""
+        for target in self.targets:
+            is_owned = getattr(getattr(target, "lock", None), "_is_owned", None)
+            if is_owned is not None and is_owned():
+                raise SessionError(
+                    "the thread that commits has the lock of a target already; commit outside of it, or give the lock "
+                    "to the subscriber: before=lock.acquire, after=lock.release"
+                )
+
     def _commit(self, staged: Staged) -> None:
+        """Commit every target, or none; an interrupt comes before that or after it."""
+        uninterrupted(lambda: self._commit_targets(staged))
+
+    def _commit_targets(self, staged: Staged) -> None:
         """Commit every target, or take back those that were; in between, nothing is said to be held."""
         done: list[Callable[[], None]] = []
-        before, self._held = self._held, None
+        before = self._held
+        self._held = None
+        self._staged = None
         try:
             for prepared in staged.prepared:
                 done.append(prepared.commit())  # noqa: PERF401  # what was done must be known when the next one fails

@@ -19,7 +19,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +39,11 @@ _RUN = re.compile(r"[0-9a-f]{16}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"[^/\0]+(/[^/\0]+)*")
 _LEASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_OBJECT = re.compile(
+    rf"runs/{_RUN.pattern}/(run\.json|(index|manifests|files|buckets/{_RUN.pattern})/{_HASH.pattern}|leases/{_LEASE.pattern})"
+)
 MOST_VERSION = 1 << 53
+_MOST_SECONDS = 1e300  # since 1970: there are later times, whatever a clock has said
 T = TypeVar("T")
 
 
@@ -119,9 +122,21 @@ def _count(value: Any, most: int) -> int:
 
 
 def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if type(value) not in (int, float) or not abs(value) <= _MOST_SECONDS:
         raise ValueError(value)
     return float(value)
+
+
+def checked_clock(clock: Callable[[], float]) -> Callable[[], float]:
+    """A clock whose times can be written down."""
+
+    def seconds() -> float:
+        now = clock()
+        if not abs(now) <= _MOST_SECONDS:
+            raise SessionError(f"the clock of this machine says {now}; set it first")
+        return now
+
+    return seconds
 
 
 def _digest(value: Any) -> Digest:
@@ -224,7 +239,10 @@ def _file(name: Any) -> str:
 def require_files(sizes: Mapping[str, int], what: str) -> None:
     """Refuse files that are too many or too large, or of which one would lie inside another."""
     if len(sizes) > MOST_FILES or sum(sizes.values()) > MOST_FILE:
-        raise LimitExceeded(f"{what}: {len(sizes)} files of {sum(sizes.values())} bytes in all are past the limits")
+        raise LimitExceeded(
+            f"{what}: {len(sizes)} files of {sum(sizes.values())} bytes in all, the limits are {MOST_FILES} files and "
+            f"{MOST_FILE} bytes; the largest is {max(sizes, key=sizes.__getitem__)!r}"
+        )
     for name in sizes:
         for at, letter in enumerate(name):
             if letter == "/" and name[:at] in sizes:
@@ -379,6 +397,11 @@ def lease_name(name: str) -> str:
 def path(run: str, kind: str, name: str) -> str:
     """Where something of a run lies: kind is `index`, `manifests`, `buckets`, `files` or `leases`."""
     return f"runs/{run}/{kind}/{name}"
+
+
+def is_own(name: str) -> bool:
+    """Whether something below `runs/` has a name that sessions give."""
+    return _OBJECT.fullmatch(name) is not None
 
 
 def run_path(run: str) -> str:

@@ -16,9 +16,10 @@ from ..wire import encode_table, table_hash
 from . import chain, parcel, rounds
 from .incoming import Arrival
 from .receiver import Held, Staged
-from .records import MOST_FILE, Step, get_named
+from .records import Step
 from .report import SyncReport, Watch
 from .rounds import Course, Leg, Note, Round, Share
+from .sidefiles import StoredFiles
 from .subscriber import Subscriber, View
 
 
@@ -52,23 +53,24 @@ class Relay(Subscriber):
 
     def stage(self, version: int | None = None) -> SyncReport | None:
         """Get the newest version (or a given one) ready on all ranks; None if all hold it already."""
-        self.discard()
-        self._line.require()
         watch = Watch()
-        with self._callbacks.failures("stage"):
+        with self._turn, self._callbacks.failures("stage"):
+            self.discard()
+            self._line.require()
             with watch.stage("plan"):
                 view, held = self._wanted(version)
             return None if held == self._everywhere else self._hand_on(view, held, watch)
 
     def commit(self) -> SyncReport:
         """Commit on this rank, and wait until all others have."""
-        report = super().commit()
-        round, self._round = self._round, None
-        assert round is not None
-        if failed := rounds.committed(round, self._line.others):
-            raise SessionError(f"version {report.version} was not committed everywhere: {failed}")
-        self._everywhere = self._held
-        return report
+        with self._turn:
+            report = super().commit()
+            round, self._round = self._round, None
+            assert round is not None
+            if failed := rounds.committed(round, self._line.others):
+                raise SessionError(f"version {report.version} was not committed everywhere: {failed}")
+            self._everywhere = self._held
+            return report
 
     def close(self) -> None:
         """Tell the other ranks that this was all, and let go of store, targets and group."""
@@ -161,8 +163,7 @@ class Relay(Subscriber):
         return chain.route(view.index.steps, None, wanted.version, profiles)
 
     def _files(self, view: View) -> dict[str, bytes]:
-        run = view.run
-        return {n: get_named(self.store, run.run, "files", b.hash, MOST_FILE) for n, b in run.files.items()}
+        return dict(StoredFiles(self.store, view.run))
 
 
 def _course(held: Held, steps: Sequence[Step], patches: Sequence[Patch], rank: int) -> Course:

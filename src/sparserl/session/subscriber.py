@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..errors import (
     InvalidField,
     NotFound,
     NotRetained,
+    SessionError,
     StoreError,
     Unavailable,
     Untrusted,
@@ -31,8 +33,9 @@ from ..transport.store import Store, open_store
 from . import chain, parcel, signing
 from .callbacks import Callback
 from .receiver import Held, Receiver, Staged
-from .records import HEAD, MOST_FILE, Head, Index, Lease, Run, Step, get_named, lease_name, path
+from .records import HEAD, Head, Index, Lease, Run, Step, checked_clock, lease_name, path
 from .report import SyncReport, Watch
+from .sidefiles import StoredFiles
 from .upkeep import read_head, read_index, read_run
 
 _RENEW = 30.0  # seconds after which a lease is written again
@@ -109,8 +112,8 @@ class Subscriber(Receiver):
         self._callbacks.hear_retries(self.store)
         if key is not None:
             signing.require_public(key)
-        self._key, self._pinned, self._progress, self._clock = key, run, progress, clock
-        own = f"{socket.gethostname()}-{os.getpid()}-{id(self):x}" if name is True else name
+        self._key, self._pinned, self._progress, self._clock = key, run, progress, checked_clock(clock)
+        own = f"{_host()}-{os.getpid()}-{id(self):x}" if name is True else name
         self._name = None if own is False or not self.store.writable else lease_name(str(own))
         self._view: View | None = None
         self._told: Held | None = None
@@ -122,7 +125,7 @@ class Subscriber(Receiver):
 
         Everything is fetched, verified and decoded. Nothing of it can be seen before `commit`.
         """
-        with self._callbacks.failures("stage"):
+        with self._turn, self._callbacks.failures("stage"):
             return self._stage_newest(version)
 
     def _stage_newest(self, version: int | None) -> SyncReport | None:
@@ -157,7 +160,8 @@ class Subscriber(Receiver):
 
     def sync(self, version: int | None = None) -> SyncReport | None:
         """Stage and commit; None if the version is held already."""
-        return None if self.stage(version) is None else self.commit()
+        with self._turn:
+            return None if self.stage(version) is None else self.commit()
 
     def goto(self, version: int) -> SyncReport | None:
         """Hold a given version, older or newer, as long as the store has it."""
@@ -196,10 +200,11 @@ class Subscriber(Receiver):
 
     def close(self) -> None:
         """Forget what is staged, and let go of targets and store."""
-        self.discard()
-        for target in self.targets:
-            target.close()
-        self.store.close()
+        with self._turn:
+            self.discard()
+            for target in self.targets:
+                target.close()
+            self.store.close()
 
     def __enter__(self) -> Subscriber:
         return self
@@ -270,13 +275,12 @@ class Subscriber(Receiver):
         with watch.stage("fetch"):
             patches = [parcel.receive(self.store, run.run, table, step, self._progress) for step in steps]
         fresh = None
-        files: dict[str, bytes] | None = None
+        files: Mapping[str, bytes] | None = None
         if steps and steps[0].base is None:
             with watch.stage("build"):
                 fresh = parcel.built(table, patches, held.digest, self.threads)
             if any(target.keeps_files for target in self.targets):
-                names = run.files.items()
-                files = {n: get_named(self.store, run.run, "files", b.hash, MOST_FILE) for n, b in names}
+                files = StoredFiles(self.store, run)
             patches = []
         change = Change(run.run, run.created, held.version, held.digest, patches, fresh, files)
         with watch.stage("stage"):
@@ -305,10 +309,10 @@ class Subscriber(Receiver):
         if self._told == self._held and time.monotonic() - self._told_at < _RENEW:
             return
         self._told, self._told_at = self._held, time.monotonic()
-        lease = Lease(self._name, self._held.version, self._clock())
         try:
+            lease = Lease(self._name, self._held.version, self._clock())
             self.store.put(path(self._held.run, "leases", self._name), lease.to_bytes())
-        except StoreError:
+        except (StoreError, SessionError):
             return
 
     def _await(self, seconds: float) -> None:
@@ -317,6 +321,11 @@ class Subscriber(Receiver):
             self.store.changed(HEAD, None if self._view is None else self._view.tag, seconds)
         except StoreError:
             time.sleep(min(seconds, 1.0))
+
+
+def _host() -> str:
+    """The name of this machine, as far as it can be part of a lease's name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:60].lstrip("._-") or "host"
 
 
 def _span(digests: dict[int, Digest]) -> str:

@@ -17,6 +17,7 @@ from .records import (
     Manifest,
     Run,
     get_named,
+    is_own,
     path,
     require_hash,
     run_path,
@@ -76,9 +77,11 @@ def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, 
     """Delete what nothing has referred to for the grace period, and what is that old and never was; returns the names.
 
     Leases go when they have not been renewed for a day. What nothing refers to is never referred to again, but for
-    what a publisher is just sending: the grace period must be longer than a publish takes.
+    what a publisher is just sending: the grace period must be longer than a publish takes. What has a name that no
+    session gives is left alone.
     """
-    listed = list(store.list("runs/"))  # before the head is read: what is committed in between is younger than this
+    # Listed before the head is read: what is committed in between is younger than the list.
+    listed = [item for item in store.list("runs/") if is_own(item.name)]
     now, head = clock(), read_head(store)[0]
     keep = needed(store, head, _recent(listed, head, now - grace))
     gone = [

@@ -19,6 +19,7 @@ import re
 import shutil
 import struct
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..bits import Bits
@@ -175,7 +176,7 @@ def folder(path: str | os.PathLike[str], *, keep: int = 2, threads: int | None =
     return FolderTarget(path, keep, threads)
 
 
-def write_checkpoint(out: Path, weights: Weights, files: dict[str, bytes]) -> None:
+def write_checkpoint(out: Path, weights: Weights, files: Mapping[str, bytes]) -> None:
     """Weights as a Hugging Face checkpoint folder, on disk when this returns."""
     out.mkdir(parents=True)
     for name, data in files.items():

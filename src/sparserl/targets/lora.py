@@ -68,6 +68,8 @@ class MergedTarget(ModuleTarget):
             for weight, memory, _ in self._base:
                 if weight.data_ptr() != memory.data_ptr():  # some layers merge into other memory than engines know
                     weight.data = memory.copy_(weight)
+            for device in {memory.device for _, memory, _ in self._base if memory.is_cuda}:
+                torch.cuda.synchronize(device)  # the model may run in another stream than the merge
 
 
 def _base_weights(model: Any) -> dict[str, Any]:

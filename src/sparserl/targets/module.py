@@ -18,7 +18,8 @@ class ModuleTarget:
     """Weights that an engine is using. They are read while it serves, and written only inside a commit.
 
     weights: asked for whenever they are needed, if it is a function: a module's parameters may have been replaced.
-    lock: held while they are written, or written back; whoever reads them under it sees one version or the other.
+    lock: held while they are written, or written back; whoever reads them under it sees one version or the other. A
+        subscriber takes it on a thread of its own, so whoever calls `commit` must not have it.
     """
 
     profiles: frozenset[str] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,7 @@ class Change:
     digest: Digest
     patches: Sequence[Patch]
     fresh: Weights | None = None
-    files: dict[str, bytes] | None = None
+    files: Mapping[str, bytes] | None = None
 
 
 class Prepared(Protocol):

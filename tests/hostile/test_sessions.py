@@ -136,6 +136,25 @@ def test_threads_that_sync_at_once_take_turns(url):
         assert np.array_equal(mine["w"], trainer["w"])
 
 
+def test_threads_that_publish_at_once_take_turns(url):
+    """Each gets a version of its own, and every version can be had."""
+    trainer = weights()
+    publisher = Publisher(url, trainer, anchor_after=1e9, ladder=None)
+    publisher.publish()
+    versions = []
+
+    def publish():
+        versions.extend(publisher.publish().version for _ in range(4))
+
+    threads = [threading.Thread(target=publish) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(versions) == list(range(1, 13))
+    assert list(faults(open_store(url))) == []
+
+
 ENDS_IN_FLIGHT = """
 import shutil, sys, numpy as np, sparserl
 weights = {"w": np.random.default_rng(0).integers(0, 2**32, 300_000, np.uint32)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,6 +77,8 @@ class _Committed:
 
 class Publisher:
     """Publishes the versions of one run. One at a time may write to a store: a second one fences the first off.
+
+    Several threads may call it: their calls take turns.
 
     >>> import numpy as np, sparserl, tempfile
     >>> weights = {"w": np.zeros(1000, np.float32)}
@@ -156,6 +159,7 @@ class Publisher:
         self._profile, self._link, self._threads, self._progress = profile, link, threads, progress
         self._anchor_after, self._keep, self._grace, self._lease = anchor_after, max(1, keep_anchors), grace, lease
         self._files = sidefiles.contents_of(files)
+        self._turn = threading.RLock()  # of the thread whose call is at work
         self._flight = Flight()
         self._writers = Writers(None if writers is None else Ranks(writers, timeout))
         self._kind, self._memory = baseline, memory
@@ -203,6 +207,10 @@ class Publisher:
         step: for several writers, which must publish the weights of one training step: which one that is. Ranks that
             name different ones are refused.
         """
+        with self._turn:
+            return self._publish(wait, step)
+
+    def _publish(self, wait: bool, step: int | None) -> SyncReport | None:
         self.settle()
         watch = Watch()
         with self._callbacks.failures("publish"), self._writers.call():
@@ -272,7 +280,8 @@ class Publisher:
 
     def settle(self) -> SyncReport | None:
         """Wait for a publish that is in flight; returns its report, or raises what went wrong with it."""
-        return self._flight.settle()
+        with self._turn:
+            return self._flight.settle()
 
     def wait(self, version: int, subscribers: int, timeout: float = 600.0) -> int:
         """Wait until so many subscribers hold a version or a later one, or time is up; returns how many do."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from .folders import Folder, require_regular
 
@@ -19,6 +20,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(path.parent))
     with Folder.open(path.parent) as folder, folder.replacing(path.name) as file:
         yield file
+
+
+@contextmanager
+def unnamed() -> Iterator[BinaryIO]:
+    """A file in the temporary folder that never has a name there: it goes with the last process that has it open."""
+    with tempfile.TemporaryFile(prefix="sparserl-") as file:
+        yield cast("BinaryIO", file)
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:

@@ -180,6 +180,7 @@ class Folder:
 
     def close(self) -> None:
         self._close()
+        self._handle = -1  # its number may soon be that of something else
 
     def __enter__(self) -> Folder:
         return self
@@ -203,7 +204,7 @@ class Folder:
         code = error.errno or errno.EIO
         if code in (errno.ELOOP, errno.ENOTDIR) and self.linked(name) is not None:
             return OSError(
-                errno.ELOOP, "is a symbolic link, and links in here are not followed; put what it leads to there", path
+                errno.ELOOP, "a symbolic link, and links in here are not followed; put there what it leads to", path
             )
         return OSError(code, os.strerror(code), path)
 

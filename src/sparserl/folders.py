@@ -124,8 +124,10 @@ class Folder:
         """What a link says; None if there is nothing of that name, or no link."""
         try:
             return os.readlink(name, dir_fd=self._handle)
-        except OSError:
-            return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EINVAL):
+                return None
+            raise
 
     def unlink(self, name: str) -> None:
         """Remove a file or a link."""

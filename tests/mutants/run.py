@@ -666,7 +666,7 @@ MUTANTS = (
         "targets/checkpoint.py",
         "        rest = _rest(digest, patches, self._path)\n",
         "        rest = _rest(patches[0].base, patches, self._path)\n",
-        Tests(FOLDERS, "what_was_verified"),
+        Tests("hostile/test_odd_files.py", "what_was_verified"),
     ),
 )
 

@@ -236,7 +236,8 @@ class PreparedFolder:
         """Make `current` what it was, which takes no room on the disk."""
         root, _, building = self._place
         if before is None:
-            root.remove(_CURRENT)
+            with contextlib.suppress(FileNotFoundError):
+                root.unlink(_CURRENT)
         else:
             building.rename(self._back, root, _CURRENT)
         with contextlib.suppress(OSError):  # it can be seen

@@ -31,7 +31,8 @@ class Folder:
     """
 
     def __init__(self, handle: int, path: Path, links: bool = False) -> None:
-        self.path, self.links = path, links
+        self.path = path
+        self.links = links
         self._handle = handle
         self._close = weakref.finalize(self, os.close, handle)
 

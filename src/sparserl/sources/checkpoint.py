@@ -133,31 +133,32 @@ def _shard(handle: int, path: Path, writable: bool) -> dict[str, Bits]:
 
 def _find_index(folder: Folder) -> str | None:
     """The index that loaders would take, unless they would not agree on one."""
-    found = [name for name in folder.names() if name.endswith(_INDEX)]
-    usual, alone = f"model{_INDEX}", f"model{_SUFFIX}"
-    if usual in found:
+    indices = [name for name in folder.names() if name.endswith(_INDEX)]
+    usual = f"model{_INDEX}"
+    alone = f"model{_SUFFIX}"
+    if usual in indices:
         if folder.status(alone) is not None and alone not in _read_index(folder, usual).values():
             raise CheckpointError(
                 f"{folder.path} holds both {alone} and {usual}, which does not name it: some loaders read the "
                 "one, some the other. Remove what is out of date"
             )
         return usual
-    if len(found) > 1:
-        raise CheckpointError(f"{folder.path} has several indices and none is {usual}: {', '.join(found)}")
-    return found[0] if found else None
+    if len(indices) > 1:
+        raise CheckpointError(f"{folder.path} has several indices and none is {usual}: {', '.join(indices)}")
+    return indices[0] if indices else None
 
 
 def _find_file(folder: Folder) -> str:
     """The one safetensors file of a folder without an index."""
-    found = [name for name in folder.names() if name.endswith(_SUFFIX)]
+    files = [name for name in folder.names() if name.endswith(_SUFFIX)]
     usual = f"model{_SUFFIX}"
-    if usual in found:
+    if usual in files:
         return usual
-    if not found:
+    if not files:
         raise CheckpointError(f"{folder.path} is not a checkpoint: it has no {_SUFFIX} file")
-    if len(found) > 1:
+    if len(files) > 1:
         raise CheckpointError(f"{folder.path} has several {_SUFFIX} files and no index says how they belong together")
-    return found[0]
+    return files[0]
 
 
 def _read_index(folder: Folder, name: str) -> dict[str, str]:

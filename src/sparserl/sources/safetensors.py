@@ -26,7 +26,8 @@ HEADER_BYTES = 100_000_000
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _DIGITS = 20  # of the largest number that can mean anything here; longer ones cost quadratic time to read
-_PAIR, _PAIRS = BY_NAME["float4_e2m1fn_x2"], "F4"  # the file counts halves of a byte, an element of ours is the byte
+_PAIR = BY_NAME["float4_e2m1fn_x2"]
+_PAIRS = "F4"  # the file counts halves of a byte, an element of ours is the byte
 
 
 @dataclass(frozen=True, slots=True)

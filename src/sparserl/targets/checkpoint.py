@@ -75,7 +75,7 @@ def apply_to_checkpoint(
     Each stage of the work calls `progress` with its name and its bytes; what that returns is called as they are done.
     """
     base, out = Path(base), _absolute(Path(out))
-    stages = progress or _untold
+    stages = progress or _no_progress
     _require_sound(patches)
     with swapping(out) as swap:
         checkpoint = open_checkpoint(base)
@@ -100,12 +100,12 @@ def copy_patched(base: Folder, draft: Folder, patches: Sequence[Patch], threads:
     """Make of an empty folder the checkpoint that the patches make of another one; on disk when this returns."""
     _require_sound(patches)
     copy = _Copy(base, draft)
-    copy.make(_untold)
-    copy.patch(patches, _untold, threads)
-    copy.finish(_untold)
+    copy.make(_no_progress)
+    copy.patch(patches, _no_progress, threads)
+    copy.finish(_no_progress)
 
 
-def _untold(_name: str, _total: int) -> Progress:
+def _no_progress(_name: str, _total: int) -> Progress:
     return lambda _done: None
 
 
@@ -164,7 +164,9 @@ class _Copy:
     """
 
     def __init__(self, source: Folder, draft: Folder, alone: tuple[str, str] | None = None) -> None:
-        self._source, self._draft, self._alone = source, draft, alone
+        self._source = source
+        self._draft = draft
+        self._alone = alone
         self._names = {name: name for name in _walk(source)} if alone is None else dict([alone])
         self._folders = sorted({str(above) for name in self._names for above in Path(name).parents} - {"."})
 

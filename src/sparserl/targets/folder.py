@@ -134,10 +134,10 @@ class FolderTarget:
         """What was committed here last; None where nothing was, or nobody can tell."""
         try:
             with Folder.open(self.root) as root, os.fdopen(root.file(_HELD), "rb") as file:
-                found = parse_json(file.read(_HELD_BYTES), _HELD)
+                note = parse_json(file.read(_HELD_BYTES), _HELD)
         except (OSError, WeightsError):
             return None
-        run, created, version = (found.get(key) for key in ("run", "created", "version"))
+        run, created, version = (note.get(key) for key in ("run", "created", "version"))
         if isinstance(run, str) and isinstance(created, int | float) and type(version) is int:
             return (run, float(created), version) if math.isfinite(created) else None
         return None
@@ -152,13 +152,13 @@ class FolderTarget:
         """Remove versions but for the last few and the current one."""
         place = self._hold()
         now = place.current
-        found = []
+        versions = []
         for name in place.versions.names():
             status = place.versions.status(name) if _VERSION.fullmatch(name) else None
             if status is not None and stat.S_ISDIR(status.st_mode):
-                found.append((status.st_mtime, name))
-        others = [name for _, name in sorted(found) if name != now]
-        for name in others[: max(0, len(found) - self.keep)]:
+                versions.append((status.st_mtime, name))
+        others = [name for _, name in sorted(versions) if name != now]
+        for name in others[: max(0, len(versions) - self.keep)]:
             aside = f"old-{uuid.uuid4().hex}"
             with contextlib.suppress(OSError):
                 place.versions.rename(name, place.building, aside)
@@ -191,7 +191,9 @@ class PreparedFolder:
     """A checkpoint that is whole and on disk, and not yet the current one."""
 
     def __init__(self, target: FolderTarget, place: _Place, change: Change) -> None:
-        self._target, self._place, self._change = target, place, change
+        self._target = target
+        self._place = place
+        self._change = change
         self.draft = uuid.uuid4().hex
         self._held = f"held-{uuid.uuid4().hex}"
         self._link = f"link-{uuid.uuid4().hex}"  # to this version

@@ -42,7 +42,8 @@ class FolderStore:
     def __init__(self, path: str | os.PathLike[str], wait: float = 10.0) -> None:
         self.root = Path(path).absolute()
         self.url = f"file://{self.root}"
-        self._wait, self._stuck = wait, False
+        self._wait = wait
+        self._stuck = False  # whether the last wait was in vain
         self._scratch: tuple[str, Folder] | None = None  # the name and the folder of our drafts, which is locked
         self._guard = threading.Lock()
 

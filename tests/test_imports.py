@@ -22,8 +22,8 @@ FOREIGN = (
 
 # A room imports from rows above its own, and from itself. A new room takes a row here.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "bits", "files", "kernels", "words"),
-    ("region", "parallel"),
+    ("errors", "bits", "folders", "kernels", "words"),
+    ("region", "parallel", "files"),
     ("table", "bitmap"),
     ("memory",),
     ("shards",),

@@ -1,4 +1,4 @@
-"""Files that take their name when they are whole, and bytes that survive a power cut."""
+"""Files that take their name when they are whole, files that have none, and bytes that survive a power cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
+
+from .folders import Folder, require_regular
 
 
 @contextmanager
@@ -16,20 +18,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the name `path` when all of it is on disk, and leaves nothing behind otherwise."""
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(path.parent))
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
-        sync(path.parent)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with Folder.open(path.parent) as folder, folder.replacing(path.name) as file:
+        yield file
+
+
+@contextmanager
+def unnamed() -> Iterator[BinaryIO]:
+    """A file in the temporary folder that never has a name there: it goes with the last process that has it open."""
+    with tempfile.TemporaryFile(prefix="sparserl-") as file:
+        yield cast("BinaryIO", file)
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """A descriptor of the file at a path; where there is something else, such as a pipe, it is refused."""
+    return require_regular(os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK), path)
 
 
 def sync(path: Path) -> None:

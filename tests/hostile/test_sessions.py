@@ -182,11 +182,13 @@ def test_the_end_of_a_script_waits_for_its_last_publish(tmp_path, store):
 
 
 PUBLISHES_UNTIL_KILLED = """
-import sys, time, numpy as np, sparserl
+import os, sys, time, numpy as np, sparserl
 weights = {"w": np.arange(1000, dtype=np.float32)}
 publisher = sparserl.Publisher(sys.argv[1], weights, state=sys.argv[2])
 publisher.publish()
-print(publisher.run, flush=True)
+worker = os.fork()  # which outlives the publisher, as the workers of a data loader may
+if worker:
+    print(publisher.run, worker, flush=True)
 time.sleep(600)
 """
 
@@ -196,7 +198,7 @@ def test_one_publisher_at_a_time_has_a_state_folder(url, tmp_path):
     state = tmp_path / "state"
     command = [sys.executable, "-c", PUBLISHES_UNTIL_KILLED, url, str(state)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
-        run = first.stdout.readline().strip()
+        run, worker = first.stdout.readline().split()
         before = {file.name: file.read_bytes() for file in state.iterdir()}
         with pytest.raises(SessionError, match="another publisher keeps its state in"):
             Publisher(url, weights(), state=state)
@@ -205,12 +207,13 @@ def test_one_publisher_at_a_time_has_a_state_folder(url, tmp_path):
         first.wait()
     with Publisher(url, {"w": np.ones(1000, np.float32)}, state=state) as second:
         report = second.publish()
+    os.kill(int(worker), signal.SIGKILL)
     assert (report.run, report.version, report.kind) == (run, 1, "patch")
 
 
 def test_a_publisher_that_loses_throws_nothing_away(url, tmp_path, monkeypatch):
     """Where locks do not work: who is fenced has not removed the anchor that the winner would go on from."""
-    monkeypatch.setattr("sparserl.session.kept.KeptAnchor._lock", lambda self: self._folder.mkdir(exist_ok=True))
+    monkeypatch.setattr("sparserl.session.kept.KeptAnchor._lock", lambda self: self._path.mkdir(exist_ok=True))
     trainer = weights()
     winner = Publisher(url, trainer, state=tmp_path / "state")
     loser = Publisher(url, trainer, state=tmp_path / "state")

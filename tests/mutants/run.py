@@ -60,6 +60,7 @@ CLASSES, RANS, CTX = "kernels/test_classes.py", "kernels/test_rans.py", "patch/t
 SESSION, SIGNING = "session/test_session.py", "session/test_signing.py"
 TRACKED, COLLECTIVE, MARKED = "session/test_tracked.py", "session/test_collective.py", "patch/test_marked.py"
 APPLY, REGIONS, COMPOSE = "patch/test_diff_apply.py", "patch/test_regions.py", "patch/test_compose.py"
+FOLDERS = "hostile/test_folders.py"
 CHANGES = Tests(APPLY, "every_kind_of_change and (bfloat16 or float32) or zero_signs")
 REFUSED = Tests(APPLY, "wrong_base or does_not_hold or vouching")
 
@@ -645,6 +646,27 @@ MUTANTS = (
         "    alive(shares)\n",
         "",
         Tests("test_threads.py", "nobody_wrote"),
+    ),
+    Mutant(
+        "links in a folder of ours are followed",
+        "folders.py",
+        "        return 0 if self.links else os.O_NOFOLLOW\n",
+        "        return 0\n",
+        Tests(FOLDERS, "links_in or at_any_moment"),
+    ),
+    Mutant(
+        "a lock whose holder is stopped is waited for at every attempt",
+        "transport/folder.py",
+        "(0 if self._stuck else self._wait)",
+        "self._wait",
+        Tests(FOLDERS, "not_waited_for_again"),
+    ),
+    Mutant(
+        "a copy that nobody has verified is patched",
+        "targets/checkpoint.py",
+        "        rest = _rest(digest, patches, self._path)\n",
+        "        rest = _rest(patches[0].base, patches, self._path)\n",
+        Tests("hostile/test_odd_files.py", "what_was_verified"),
     ),
 )
 

@@ -260,20 +260,20 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(how: str, tmp_path: Path
 def test_bytes_are_on_disk_before_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is synced, then renamed, then its folder is synced; so are the folders above it that are new."""
     calls: list[str] = []
-    fsync, replace = os.fsync, Path.replace
+    fsync, replace = os.fsync, os.replace
 
     def note_fsync(handle: int) -> None:
         calls.append(f"sync {Path(f'/proc/self/fd/{handle}').readlink().name}")
         fsync(handle)
 
-    def note_replace(path: Path, target: Path) -> Path:
-        calls.append(f"{path.name} becomes {target.name}")
-        return replace(path, target)
+    def note_replace(name: str, new: str, **folders: int) -> None:
+        calls.append(f"{name} becomes {new}")
+        replace(name, new, **folders)
 
     store = FolderStore(tmp_path / "store")
     store.put("x", b"1")
     monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(Path, "replace", note_replace)
+    monkeypatch.setattr(os, "replace", note_replace)
     monkeypatch.setattr(folder.uuid, "uuid4", lambda: uuid.UUID(int=7))
     draft = uuid.UUID(int=7).hex
     store.put("runs/a", b"1")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from .. import plan
 from ..digest import Digest
@@ -16,7 +17,7 @@ from ..shards import Place
 from ..table import TensorTable
 from ..wire import InParts, OnDisk, PatchReader, PatchWriter
 
-Target = str | os.PathLike[str] | None
+Target = str | os.PathLike[str] | BinaryIO | None  # where a patch is written; an open file may have no name
 
 
 def assemble(
@@ -33,8 +34,8 @@ def assemble(
     """Cut routed changes into buckets, encode them on threads, and write them in order as they come.
 
     `digests` is called when all changes went through: only then are base and result known. Without `to` the patch
-    stays in memory; with it, the file gets its name when it is whole. `chooser` picks profiles for a link. `ahead` is
-    how many buckets may wait to be written.
+    stays in memory; with a path, the file gets its name when it is whole; an open file is written to as it is.
+    `chooser` picks profiles for a link. `ahead` is how many buckets may wait to be written.
     """
     names = plan.candidates(profile)
 
@@ -81,6 +82,10 @@ def _written(table: TensorTable, write: Callable[[PatchWriter], None], to: Targe
         parts = InParts()
         write(PatchWriter(parts, table))
         return PatchReader(parts, table)
-    with replacing(Path(to)) as file:
-        write(PatchWriter(file, table))
-    return PatchReader(OnDisk(to), table)
+    if isinstance(to, str | os.PathLike):
+        with replacing(Path(to)) as file:
+            write(PatchWriter(file, table))
+        return PatchReader(OnDisk(to), table)
+    write(PatchWriter(to, table))
+    to.flush()
+    return PatchReader(OnDisk(os.dup(to.fileno())), table)

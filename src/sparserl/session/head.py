@@ -126,12 +126,14 @@ class OwnHead:
 
         A reply may be lost: then the nonce that is there tells whose swap worked.
         """
+        last: Exception | None = None
         for attempt in range(_SWAPS):
             try:
                 self._tag = self._store.swap(HEAD, data, self._tag)
             except (Refused, Unavailable) as error:
                 head, tag, is_garbage = self._look(attempt)
                 if tag == self._tag:
+                    last = error
                     continue  # it did not get through
                 if is_garbage:
                     self._tag = tag
@@ -145,7 +147,7 @@ class OwnHead:
                     ) from error
                 raise Fenced(f"{self._store.url}: another publisher has moved the head; this one must stop") from error
             return None
-        raise Unavailable(f"{self._store.url}: the head could not be moved in {_SWAPS} attempts")
+        raise Unavailable(f"{self._store.url}: the head could not be moved in {_SWAPS} attempts; the last said: {last}")
 
     def _look(self, attempt: int) -> _Look:
         """Read the head. With a key of our own, a head that it did not sign is none of ours.

@@ -8,15 +8,13 @@ a publisher is killed, the anchor of the run that the head names is there. One p
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..bits import Bits
 from ..errors import FormatError, NotFound, NotRetained, SessionError, WeightsError, WrongBase
+from ..folders import Folder
 from ..patch import Patch
 from ..transport.store import Store
 from . import chain, parcel
@@ -40,8 +38,8 @@ class KeptAnchor:
     """A folder with one anchor of the run that is being published."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._release: weakref.finalize | None = None  # type: ignore[type-arg]
+        self._path = folder
+        self._held: Folder | None = None  # locked as long as it is open
         self.run: str | None = None  # of which an anchor is here
         self._name = ""  # of its file
         self._lock()
@@ -50,13 +48,13 @@ class KeptAnchor:
         """Keep an anchor beside those that are here; `settle` removes the others."""
         self._lock()
         name = f"anchor-{run}-{version}.srl"
-        anchor.save(self._folder / name)
+        anchor.save(self._path / name)
         self.run = run
         self._name = name
 
     def settle(self) -> None:
         """The head names the run whose anchor was kept last: remove others, and what a killed publisher was writing."""
-        for path in self._folder.iterdir():
+        for path in self._path.iterdir():
             if path.name != self._name and (_ANCHOR.fullmatch(path.name) or _DRAFT.fullmatch(path.name)):
                 path.unlink(missing_ok=True)
 
@@ -74,18 +72,18 @@ class KeptAnchor:
 
     def close(self) -> None:
         """Let another publisher have the folder."""
-        if self._release is not None:
-            self._release()
-            self._release = None
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def _versions(self, run: str) -> list[int]:
         """The versions of a run of which there are anchors."""
-        matches = map(_ANCHOR.fullmatch, os.listdir(self._folder))  # noqa: PTH208  # names are all that is needed
+        matches = [_ANCHOR.fullmatch(path.name) for path in self._path.iterdir()]
         return [int(match[2]) for match in matches if match is not None and match[1] == run]
 
     def _resumed_from(self, name: str, version: int, store: Store, head: Head, threads: int | None) -> Resumed | None:
         try:
-            anchor = Patch.open(self._folder / name)
+            anchor = Patch.open(self._path / name)
             run, index = read_run(store, head), read_index(store, head)
             anchor.table.require(run.table, "the kept anchor", "the run")
             steps = chain.route(index.steps, (version, anchor.result), head.version)
@@ -98,21 +96,15 @@ class KeptAnchor:
 
     def _lock(self) -> None:
         """Have the folder for ourselves, until we are closed or gone."""
-        if self._release is not None:
+        if self._held is not None:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            folder = Folder.open(self._path, make=True)
+            is_free = folder.lock()
         except OSError as error:
-            raise SessionError(f"the state of a publisher cannot be kept in {self._folder}: {error}") from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(handle)
+            raise SessionError(f"the state of a publisher cannot be kept in {self._path}: {error}") from error
+        if not is_free:
             raise SessionError(
-                f"another publisher keeps its state in {self._folder}; end it first, or choose another folder"
-            ) from error
-        except OSError:
-            os.close(handle)  # this filesystem has no locks
-            return
-        self._release = weakref.finalize(self, os.close, handle)
+                f"another publisher keeps its state in {self._path}; end it first, or choose another folder"
+            )
+        self._held = folder

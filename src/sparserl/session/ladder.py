@@ -6,12 +6,11 @@ lead a copy of the newest weights back to where it starts, and what lies between
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from ..bits import Bits
 from ..errors import SessionError
+from ..files import unnamed
 from ..patch import Captured, Patch, diff
 from .parcel import copied
 
@@ -33,8 +32,8 @@ class Ladder:
 
     def add(self, version: int, found: Captured, threads: int | None = None) -> None:
         """The changes that lead to a version, before the weights they start from are written to."""
-        with tempfile.TemporaryDirectory(prefix="sparserl-") as folder:  # an open file outlives its name
-            self._back[version] = found.back(to=Path(folder) / "back", threads=threads)
+        with unnamed() as file:
+            self._back[version] = found.back(to=file, threads=threads)
         self._back.pop(version - self._spans[-1], None)
 
     def rungs(self, version: int, weights: dict[str, Bits], threads: int | None = None) -> Iterator[tuple[int, Patch]]:

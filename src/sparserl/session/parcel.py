@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import secrets
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from tempfile import gettempdir
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from ..bits import Bits, DType
 from ..digest import Digest, digest, table_digest
-from ..errors import ChecksumMismatch, InvalidField, LimitExceeded
+from ..errors import ChecksumMismatch, InvalidField, LimitExceeded, SessionError
+from ..files import unnamed
 from ..memory import Memory, Weights, far_tensor, memories, memory_of, table_of
 from ..parallel import Progress, ordered
 from ..patch import Patch, diff
@@ -94,13 +94,16 @@ def anchor_of(weights: Weights | Shards, threads: int | None = None) -> Patch:
 
 
 @contextmanager
-def spool(size: int) -> Iterator[Path | None]:
-    """A file for a patch of that size, which is gone when nobody has it open any more; None where memory will do."""
+def spool(size: int) -> Iterator[BinaryIO | None]:
+    """A file for a patch of that size; None where memory will do."""
     if size <= SPOOL_BYTES:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="sparserl-") as folder:
-        yield Path(folder) / "patch"
+    try:
+        with unnamed() as file:
+            yield file
+    except OSError as error:
+        raise SessionError(f"a patch of {size} bytes needs room in {gettempdir()}, or in TMPDIR: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 A folder has an index (`*.safetensors.index.json`) that says which shard holds which tensor, or one safetensors file.
 Index and shards must agree exactly: a shard or tensor that is missing, unnamed or there twice is an error that names
 it. Pages are read when they are touched and belong to the operating system, so that a checkpoint may be larger than
-memory. A file must not be cut short while it is mapped; replacing it by a rename is fine.
+memory. A file must not be cut short while it is mapped; replacing it by a rename is fine. Files are regular files:
+nothing waits for a pipe.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import Any
+from unicodedata import category
 
 import numpy as np
 
 from ..bits import Bits
 from ..errors import CheckpointError
+from ..files import open_regular
+from ..folders import Folder
 from .safetensors import HEADER_BYTES, parse_json, read_header
 
 _SUFFIX = ".safetensors"
@@ -55,30 +60,65 @@ def open_checkpoint(path: str | os.PathLike[str], *, writable: bool = False) -> 
     They are read-only unless `writable` is set: then what is written to a tensor goes to the file.
     """
     path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
-    if not path.is_dir():
-        return Checkpoint(path, {path: _open_shard(path, writable)})
-    index = _find_index(path)
+    try:
+        if path.is_dir():
+            with Folder.open(path, links=True) as folder:
+                return checkpoint_in(folder, writable=writable)
+        handle = open_regular(path, _flags(writable))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file or folder") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is neither a file nor a folder that can be read: {error}") from error
+    return Checkpoint(path, {path: _shard(handle, path, writable)})
+
+
+def checkpoint_in(folder: Folder, *, writable: bool = False) -> Checkpoint:
+    """The weights of a checkpoint folder that is open."""
+    try:
+        return Checkpoint(folder.path, _shards(folder, writable))
+    except OSError as error:
+        raise CheckpointError(f"{folder.path} cannot be read: {error}") from error
+
+
+def checkpoint_file(folder: Folder, name: str, *, writable: bool = False) -> Checkpoint:
+    """The weights of one safetensors file in a folder that is open."""
+    path = folder.path / name
+    try:
+        return Checkpoint(path, {path: _shard(folder.file(name, _flags(writable)), path, writable)})
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _shards(folder: Folder, writable: bool) -> dict[Path, dict[str, Bits]]:
+    """The tensors of each file, where the index of the folder and the files agree."""
+    index = _find_index(folder)
     if index is None:
-        only = _find_file(path)
-        return Checkpoint(path, {only: _open_shard(only, writable)})
-    weight_map = _read_index(index)
+        only = _find_file(folder)
+        return {folder.path / only: _shard(folder.file(only, _flags(writable)), folder.path / only, writable)}
+    weight_map = _read_index(folder, index)
     shards = {}
     for shard in dict.fromkeys(weight_map.values()):
-        if not (path / shard).is_file():
+        above, _, last = shard.rpartition("/")
+        try:
+            with folder.below(above) as where:
+                handle = where.file(last, _flags(writable))
+        except FileNotFoundError as error:
             name = next(n for n, s in weight_map.items() if s == shard)
-            raise CheckpointError(f"{path}: shard {shard!r} is missing; {index.name} says it holds {name!r}")
-        shards[shard] = _open_shard(path / shard, writable)
-    _require_agreement(index, weight_map, shards)
-    return Checkpoint(path, {path / shard: held for shard, held in shards.items()})
+            raise CheckpointError(
+                f"{folder.path}: shard {shard!r} is missing; {index} says it holds {name!r}"
+            ) from error
+        shards[shard] = _shard(handle, folder.path / shard, writable)
+    _require_agreement(folder.path / index, weight_map, shards)
+    return {folder.path / shard: tensors for shard, tensors in shards.items()}
 
 
-def _open_shard(path: Path, writable: bool) -> dict[str, Bits]:
-    """The tensors of one file as views of its pages."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is neither a file nor a folder")
-    with path.open("r+b" if writable else "rb") as file:
+def _flags(writable: bool) -> int:
+    return os.O_RDWR if writable else os.O_RDONLY
+
+
+def _shard(handle: int, path: Path, writable: bool) -> dict[str, Bits]:
+    """The tensors of an open file as views of its pages."""
+    with os.fdopen(handle, "r+b" if writable else "rb") as file:
         slots = read_header(file, str(path))
         pages = np.memmap(file, np.uint8, "r+" if writable else "r").view(np.ndarray)
     out = {}
@@ -91,52 +131,57 @@ def _open_shard(path: Path, writable: bool) -> dict[str, Bits]:
     return out
 
 
-def _find_index(folder: Path) -> Path | None:
+def _find_index(folder: Folder) -> str | None:
     """The index that loaders would take, unless they would not agree on one."""
-    found = sorted(p for p in folder.iterdir() if p.name.endswith(_INDEX))
-    usual = folder / f"model{_INDEX}"
-    if usual in found:
-        alone = folder / f"model{_SUFFIX}"
-        if alone.exists() and alone.name not in _read_index(usual).values():
+    indices = [name for name in folder.names() if name.endswith(_INDEX)]
+    usual = f"model{_INDEX}"
+    alone = f"model{_SUFFIX}"
+    if usual in indices:
+        if folder.status(alone) is not None and alone not in _read_index(folder, usual).values():
             raise CheckpointError(
-                f"{folder} holds both {alone.name} and {usual.name}, which does not name it: some loaders read the "
+                f"{folder.path} holds both {alone} and {usual}, which does not name it: some loaders read the "
                 "one, some the other. Remove what is out of date"
             )
         return usual
-    if len(found) > 1:
-        raise CheckpointError(f"{folder} has several indices and none is {usual.name}: {_names(found)}")
-    return found[0] if found else None
+    if len(indices) > 1:
+        raise CheckpointError(f"{folder.path} has several indices and none is {usual}: {', '.join(indices)}")
+    return indices[0] if indices else None
 
 
-def _find_file(folder: Path) -> Path:
+def _find_file(folder: Folder) -> str:
     """The one safetensors file of a folder without an index."""
-    found = sorted(p for p in folder.iterdir() if p.name.endswith(_SUFFIX))
-    usual = folder / f"model{_SUFFIX}"
-    if usual in found:
+    files = [name for name in folder.names() if name.endswith(_SUFFIX)]
+    usual = f"model{_SUFFIX}"
+    if usual in files:
         return usual
-    if not found:
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {_SUFFIX} file")
-    if len(found) > 1:
-        raise CheckpointError(f"{folder} has several {_SUFFIX} files and no index says how they belong together")
-    return found[0]
+    if not files:
+        raise CheckpointError(f"{folder.path} is not a checkpoint: it has no {_SUFFIX} file")
+    if len(files) > 1:
+        raise CheckpointError(f"{folder.path} has several {_SUFFIX} files and no index says how they belong together")
+    return files[0]
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def _read_index(folder: Folder, name: str) -> dict[str, str]:
     """Which shard holds which tensor."""
-    with index.open("rb") as file:
+    index = folder.path / name
+    with os.fdopen(folder.file(name), "rb") as file:
         raw = file.read(HEADER_BYTES + 1)
     if len(raw) > HEADER_BYTES:
         raise CheckpointError(f"{index} is larger than {HEADER_BYTES} bytes")
     weight_map = parse_json(raw, str(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no weight_map with at least one tensor")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or "\0" in shard:
-            raise CheckpointError(f"{index}: the shard of {name!r} is not a file name")
-        inside = PurePosixPath(shard)
-        if inside.is_absolute() or ".." in inside.parts:
-            raise CheckpointError(f"{index}: the shard {shard!r} of {name!r} lies outside the folder")
-    return weight_map
+    return {tensor: _inside(shard, tensor, index) for tensor, shard in weight_map.items()}
+
+
+def _inside(shard: Any, tensor: str, index: Path) -> str:
+    """The name of a file in a checkpoint folder, or in a folder below."""
+    if not isinstance(shard, str) or not shard or any(category(letter) in ("Cc", "Cs") for letter in shard):
+        raise CheckpointError(f"{index}: the shard of {tensor!r} is not a file name")
+    inside = PurePosixPath(shard)
+    if inside.is_absolute() or ".." in inside.parts:
+        raise CheckpointError(f"{index}: the shard {shard!r} of {tensor!r} lies outside the folder")
+    return str(inside)
 
 
 def _require_agreement(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Bits]]) -> None:
@@ -153,7 +198,3 @@ def _require_agreement(index: Path, weight_map: Mapping[str, str], shards: Mappi
     for name, shard in home.items():
         if name not in weight_map:
             raise CheckpointError(f"{index}: tensor {name!r} is in {shard}, but the index does not name it")
-
-
-def _names(paths: list[Path]) -> str:
-    return ", ".join(p.name for p in paths)

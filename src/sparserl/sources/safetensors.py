@@ -2,7 +2,7 @@
 
     u64 length ──► JSON {name: {dtype, shape, data_offsets}, "__metadata__": {…}} ──► bits of the tensors
 
-Bits need not be aligned, and need not fill the file.
+Bits need not be aligned, and need not fill the file. What is written here can be read here.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from ..bits import BY_NAME, BY_SAFETENSORS, DType
+from ..bits import BY_NAME, BY_SAFETENSORS, Bits, DType
 from ..errors import CheckpointError
 from ..region import Shape
+from ..table import TensorTable
 from ..wire import limits
 from ..wire.patchfile import MAGIC
 
@@ -25,7 +26,8 @@ HEADER_BYTES = 100_000_000
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _DIGITS = 20  # of the largest number that can mean anything here; longer ones cost quadratic time to read
-_PAIR = BY_NAME["float4_e2m1fn_x2"]  # "F4": the file counts halves of a byte, the format of an element is the byte
+_PAIR = BY_NAME["float4_e2m1fn_x2"]
+_PAIRS = "F4"  # the file counts halves of a byte, an element of ours is the byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,39 @@ def read_header(file: BinaryIO, where: str) -> list[Slot]:
     slots = [_slot(name, said, origin, size, f"{where}: tensor {name!r}") for name, said in header.items()]
     _refuse_overlap(slots, where)
     return slots
+
+
+def encode_header(tensors: Mapping[str, Bits], where: str) -> bytes:
+    """The header of a file with these tensors, one behind the other."""
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    at = 0
+    for name, bits in tensors.items():
+        stop = at + bits.array.nbytes
+        dtype, shape = _written_format(name, bits.dtype, bits.array.shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES:
+        raise CheckpointError(f"{where}: {len(tensors)} tensors need a header of {len(text)} bytes, past the limit")
+    return _LENGTH.pack(len(text)) + text
+
+
+def require_savable(table: TensorTable) -> None:
+    """Refuse tensors that no safetensors file can hold."""
+    for spec in table.specs:
+        _written_format(spec.name, spec.dtype, spec.shape)
+
+
+def _written_format(name: str, dtype: DType, shape: Shape) -> tuple[str, Shape]:
+    """What a file says of a tensor: its dtype and shape."""
+    if name == _METADATA:
+        raise CheckpointError(f"tensor {name!r}: in a safetensors file this name means something else; rename it")
+    if dtype is _PAIR and shape:
+        return _PAIRS, (*shape[:-1], 2 * shape[-1])
+    if dtype.safetensors is None:
+        raise CheckpointError(f"tensor {name!r}: safetensors has no {dtype.name} of shape {list(shape)}")
+    return dtype.safetensors, shape
 
 
 def parse_json(raw: bytes, what: str) -> dict[str, Any]:
@@ -124,17 +159,20 @@ def _numbers(said: Any, what: str) -> Shape:
 
 
 def _format(said: Any, shape: Shape, what: str) -> tuple[DType, Shape]:
+    dtype = BY_SAFETENSORS.get(said) if isinstance(said, str) else None
+    if said == _PAIRS:
+        if not shape or shape[-1] % 2:
+            raise CheckpointError(f"{what}: F4 of shape {list(shape)} does not fill whole bytes")
+        dtype = _PAIR
+        shape = (*shape[:-1], shape[-1] // 2)
+    if dtype is None:
+        raise CheckpointError(
+            f"{what}: dtype {said!r} is not supported; known are {', '.join(BY_SAFETENSORS)}, {_PAIRS}"
+        )
     if len(shape) > limits.RANK:
         raise CheckpointError(f"{what}: {len(shape)} dimensions, the limit is {limits.RANK}")
     if max((math.prod(shape), *shape)) > limits.TENSOR_ELEMENTS:
         raise CheckpointError(f"{what}: shape {list(shape)} is past the limit of {limits.TENSOR_ELEMENTS} elements")
-    if said == "F4":
-        if not shape or shape[-1] % 2:
-            raise CheckpointError(f"{what}: F4 of shape {list(shape)} does not fill whole bytes")
-        return _PAIR, (*shape[:-1], shape[-1] // 2)
-    dtype = BY_SAFETENSORS.get(said) if isinstance(said, str) else None
-    if dtype is None:
-        raise CheckpointError(f"{what}: dtype {said!r} is not supported; known are {', '.join(BY_SAFETENSORS)}, F4")
     return dtype, shape
 
 

@@ -7,32 +7,67 @@
 
 A version's folder is complete and on disk before it has its name, and the link is replaced in one step: a kill at any
 moment leaves the old checkpoint or the new one. Older versions go when a newer one is committed, but for the last few.
+
+Whatever takes room on the disk is written by `prepare`; a commit, and taking it back, only give names. `current` is the
+one link that is made here, and it is read only where it says `versions/NAME`; any other link is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
+import math
 import os
 import re
-import shutil
-import struct
+import stat
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ..bits import Bits
 from ..errors import CheckpointError, WeightsError
-from ..files import sync
+from ..folders import Folder
 from ..memory import Weights, memories, require_like, table_of
-from ..sources import open_checkpoint
+from ..sources.checkpoint import checkpoint_in
+from ..sources.safetensors import HEADER_BYTES, encode_header, parse_json, require_savable
 from ..table import TensorTable
-from .checkpoint import apply_to_checkpoint
+from .checkpoint import copy_patched
 from .target import Change, Undo
 
 _VERSION = re.compile(r"[0-9a-f]{16}-\d{12,}(\.[0-9a-f]{8})?")
+_DRAFT = re.compile(  # what is being built, by this release or an earlier one
+    r"((link-|old-|held-)?[0-9a-f]{32}|held\.json|\.[0-9a-f]{32}\.sparserl-(new|old|lock))"
+)
+_CURRENT, _HELD, _BUILDING = "current", "held.json", ".sparserl"
+_HELD_BYTES = 4096
 _SHARD_BYTES = 5 << 30
+
+
+class _Place(NamedTuple):
+    """The folders of a target, open."""
+
+    root: Folder
+    versions: Folder
+    building: Folder  # locked as long as it is open
+
+    @property
+    def current(self) -> str | None:
+        """The name of the version that the link points to."""
+        link = self.root.linked(_CURRENT)
+        if link is None:
+            return None
+        above, _, name = link.rpartition("/")
+        if above != "versions" or not _VERSION.fullmatch(name):
+            raise CheckpointError(
+                f"{self.root.path / _CURRENT} is a link to {link!r}, which is no version of this folder; remove it, "
+                "or choose another folder"
+            )
+        return name
+
+    def close(self) -> None:
+        for folder in self:
+            folder.close()
 
 
 class FolderTarget:
@@ -44,131 +79,186 @@ class FolderTarget:
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, threads: int | None = None) -> None:
         self.root = Path(folder).absolute()
         self.keep, self._threads = max(1, keep), threads
-        self._lock: int | None = None
+        self._place: _Place | None = None
 
     @property
     def current(self) -> Path:
         """The link to the newest checkpoint."""
-        return self.root / "current"
+        return self.root / _CURRENT
 
     @property
     def building(self) -> Path:
-        return self.root / ".sparserl"
+        return self.root / _BUILDING
 
     def attach(self, table: TensorTable) -> Weights | None:
-        self._hold()
-        try:
-            weights = open_checkpoint(self.current)
-            require_like(table, memories(weights), "the run", str(self.current))
-        except WeightsError:
-            return None  # none yet, or one of another run: it will be written anew
-        return weights
+        require_savable(table)
+        with _errors(self.root, "used"):
+            place = self._hold()
+            name = place.current
+            if name is None or place.versions.status(name) is None:
+                return None
+            try:
+                with place.versions.folder(name) as folder:
+                    weights = checkpoint_in(folder)
+                require_like(table, memories(weights), "the run", str(self.current))
+            except WeightsError:
+                return None  # one of another run, or damaged: it will be written anew
+            return weights
 
     def prepare(self, change: Change) -> PreparedFolder:
         """Build the checkpoint of a version, whole and on disk, under a name of its own."""
-        draft = self.building / uuid.uuid4().hex
-        try:
+        with _errors(self.root, f"given version {change.version}"):
+            place = self._hold()
+            self.prune()  # which a commit without room may have left undone
+            prepared = PreparedFolder(self, place, change)
+            try:
+                self._build(place, prepared.draft, change)
+                prepared.write_held()
+            except BaseException:
+                prepared.discard()
+                raise
+            return prepared
+
+    def _build(self, place: _Place, draft: str, change: Change) -> None:
+        with place.building.folder(draft, make=True) as folder:
             if change.fresh is not None:
-                write_checkpoint(draft, change.fresh, change.files or {})
-                changed = table_of(memories(change.fresh)).elements
-            else:
-                apply_to_checkpoint(self.current.resolve(), change.patches, draft, threads=self._threads)
-                changed = sum(patch.changed for patch in change.patches)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
-        return PreparedFolder(self, draft, change, changed)
+                _write(folder, change.fresh, change.files or {})
+                return
+            name = place.current
+            if name is None:
+                raise CheckpointError(f"{self.current} is not there any more; the next sync starts from an anchor")
+            with place.versions.folder(name) as base:
+                copy_patched(base, folder, change.patches, self._threads)
 
     def held(self) -> tuple[str, float, int] | None:
-        """What was committed here last."""
+        """What was committed here last; None where nothing was, or nobody can tell."""
         try:
-            found = json.loads((self.root / "held.json").read_bytes())
-            return str(found["run"]), float(found["created"]), int(found["version"])
-        except (OSError, ValueError, KeyError, TypeError):
+            with Folder.open(self.root) as root, os.fdopen(root.file(_HELD), "rb") as file:
+                note = parse_json(file.read(_HELD_BYTES), _HELD)
+        except (OSError, WeightsError):
             return None
+        run, created, version = (note.get(key) for key in ("run", "created", "version"))
+        if isinstance(run, str) and isinstance(created, int | float) and type(version) is int:
+            return (run, float(created), version) if math.isfinite(created) else None
+        return None
 
     def close(self) -> None:
         """Let another process follow into this folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def point(self, name: str | None) -> None:
-        """Make `current` a link to a version, in one step; None for no link."""
-        if name is None:
-            self.current.unlink(missing_ok=True)
-        else:
-            link = self.building / f"link-{uuid.uuid4().hex}"
-            link.symlink_to(Path("versions") / name)
-            link.replace(self.current)
-        sync(self.root)
+        if self._place is not None:
+            self._place.close()
+            self._place = None
 
     def prune(self) -> None:
         """Remove versions but for the last few and the current one."""
-        folder = self.root / "versions"
-        now = self.current.readlink().name if self.current.is_symlink() else ""
-        found = sorted((p for p in folder.iterdir() if _VERSION.fullmatch(p.name)), key=lambda p: p.stat().st_mtime)
-        for path in [p for p in found if p.name != now][: max(0, len(found) - self.keep)]:
-            aside = self.building / f"old-{uuid.uuid4().hex}"
-            path.replace(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+        place = self._hold()
+        now = place.current
+        versions = []
+        for name in place.versions.names():
+            status = place.versions.status(name) if _VERSION.fullmatch(name) else None
+            if status is not None and stat.S_ISDIR(status.st_mode):
+                versions.append((status.st_mtime, name))
+        others = [name for _, name in sorted(versions) if name != now]
+        for name in others[: max(0, len(versions) - self.keep)]:
+            aside = f"old-{uuid.uuid4().hex}"
+            with contextlib.suppress(OSError):
+                place.versions.rename(name, place.building, aside)
+                place.building.remove(aside)
 
-    def _hold(self) -> None:
+    def _hold(self) -> _Place:
         """One process at a time; clears what a killed one left, versions too many among it."""
-        if self._lock is not None:
-            return
-        if self.current.exists() and not self.current.is_symlink():
-            raise CheckpointError(f"{self.current} is not a link; choose a folder that nothing else is in")
-        (self.root / "versions").mkdir(parents=True, exist_ok=True)
-        self.building.mkdir(exist_ok=True)
-        handle = os.open(self.building, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(handle)
-            raise CheckpointError(f"another process follows into {self.root}") from error
-        self._lock = handle
-        for path in self.building.iterdir():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if self._place is not None and not self._place.building.gone:
+            return self._place
+        with contextlib.ExitStack() as stack:
+            root = stack.enter_context(Folder.open(self.root, make=True))
+            status = root.status(_CURRENT)
+            if status is not None and not stat.S_ISLNK(status.st_mode):
+                raise CheckpointError(f"{self.current} is not a link; choose a folder that nothing else is in")
+            versions = stack.enter_context(root.folder("versions", make=True))
+            building = stack.enter_context(root.folder(_BUILDING, make=True))
+            if not building.lock():
+                raise CheckpointError(f"another process follows into {self.root}")
+            for name in filter(_DRAFT.fullmatch, building.names()):
+                building.remove(name)
+            place = _Place(root, versions, building)
+            place.current  # noqa: B018  # refuses a link that is not ours
+            stack.pop_all()
+        self._place = place
         self.prune()
+        return place
 
 
 class PreparedFolder:
     """A checkpoint that is whole and on disk, and not yet the current one."""
 
-    def __init__(self, target: FolderTarget, draft: Path, change: Change, changed: int) -> None:
-        self._target, self._draft, self._change = target, draft, change
-        self._name = f"{change.run}-{change.version:012d}"
-        self.changed = changed
+    def __init__(self, target: FolderTarget, place: _Place, change: Change) -> None:
+        self._target = target
+        self._place = place
+        self._change = change
+        self.draft = uuid.uuid4().hex
+        self._held = f"held-{uuid.uuid4().hex}"
+        self._link = f"link-{uuid.uuid4().hex}"  # to this version
+        self._back = f"link-{uuid.uuid4().hex}"  # to the one before
+        patched = sum(patch.changed for patch in change.patches)
+        self.changed = patched if change.fresh is None else table_of(memories(change.fresh)).elements
 
-    def commit(self) -> Undo:
-        target, versions = self._target, self._target.root / "versions"
-        before = target.current.readlink().name if target.current.is_symlink() else None
-        name = self._name
-        while (versions / name).exists():  # the same version once more: the one that is there may be in use
-            name = f"{self._name}.{uuid.uuid4().hex[:8]}"
-        self._draft.replace(versions / name)
-        sync(versions)
-        try:
-            target.point(name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                target.point(before)
-            raise
-        return lambda: target.point(before)
-
-    def finish(self) -> None:
+    def write_held(self) -> None:
+        """What is to be remembered, under a name of its own."""
         change = self._change
         held = {"run": change.run, "created": change.created, "version": change.version, "digest": change.digest.hex}
-        draft = self._target.building / "held.json"
-        draft.write_text(json.dumps(held))
-        sync(draft)
-        draft.replace(self._target.root / "held.json")
-        sync(self._target.root)
-        self._target.prune()
+        with self._place.building.creating(self._held) as file:
+            file.write(json.dumps(held).encode())
+
+    def commit(self) -> Undo:
+        root, versions, building = self._place
+        name = own = f"{self._change.run}-{self._change.version:012d}"
+        with _errors(self._target.root, f"given version {self._change.version}"):
+            before = self._place.current
+            while versions.status(name) is not None:  # the same version once more: the one that is there may be in use
+                name = f"{own}.{uuid.uuid4().hex[:8]}"
+            try:
+                if before is not None:
+                    building.link(self._back, f"versions/{before}")
+                building.link(self._link, f"versions/{name}")
+                building.rename(self.draft, versions, name)
+                versions.sync()
+                building.rename(self._link, root, _CURRENT)
+                root.sync()
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._point_back(before)
+                raise
+        return lambda: self._undo(before)
+
+    def _undo(self, before: str | None) -> None:
+        with _errors(self._target.root, "taken back to the version before"):
+            self._point_back(before)
+        self.discard()
+
+    def _point_back(self, before: str | None) -> None:
+        """Make `current` what it was, which takes no room on the disk."""
+        root, _, building = self._place
+        if before is None:
+            with contextlib.suppress(FileNotFoundError):
+                root.unlink(_CURRENT)
+        else:
+            building.rename(self._back, root, _CURRENT)
+        with contextlib.suppress(OSError):  # it can be seen
+            root.sync()
+
+    def finish(self) -> None:
+        """Remember the version, and remove older ones; what cannot be done now, the next version or process does."""
+        root, _, building = self._place
+        with contextlib.suppress(OSError):
+            building.rename(self._held, root, _HELD)
+            root.sync()
+        self.discard()
+        with contextlib.suppress(OSError, CheckpointError):
+            self._target.prune()
 
     def discard(self) -> None:
-        shutil.rmtree(self._draft, ignore_errors=True)
+        for name in (self.draft, self._held, self._link, self._back):
+            with contextlib.suppress(OSError):
+                self._place.building.remove(name)
 
 
 def folder(path: str | os.PathLike[str], *, keep: int = 2, threads: int | None = None) -> FolderTarget:
@@ -178,12 +268,19 @@ def folder(path: str | os.PathLike[str], *, keep: int = 2, threads: int | None =
 
 def write_checkpoint(out: Path, weights: Weights, files: Mapping[str, bytes]) -> None:
     """Weights as a Hugging Face checkpoint folder, on disk when this returns."""
-    out.mkdir(parents=True)
+    with Folder.open(out, make=True) as folder:
+        _write(folder, weights, files)
+
+
+def _write(out: Folder, weights: Weights, files: Mapping[str, bytes]) -> None:
+    """Weights as a checkpoint in an empty folder."""
+    require_savable(table_of(memories(weights)))
     for name, data in files.items():
-        path = out / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        sync(path)
+        above, _, last = name.rpartition("/")
+        with out.below(above, make=True) as folder:
+            with folder.creating(last) as file:
+                file.write(data)
+            folder.sync()
     shards = _shards(weights)
     stem = "adapter_model" if "adapter_config.json" in files else "model"  # as peft and transformers name them
     names = [
@@ -191,15 +288,33 @@ def write_checkpoint(out: Path, weights: Weights, files: Mapping[str, bytes]) ->
         for i in range(1, len(shards) + 1)
     ]
     for name, shard in zip(names, shards, strict=True):
-        _write_safetensors(out / name, shard)
+        with out.creating(name) as file:
+            file.write(encode_header(shard, name))
+            for bits in shard.values():
+                file.write(bits.array.tobytes())
     if len(shards) > 1:
-        total = sum(bits.array.nbytes for shard in shards for bits in shard.values())
-        places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (out / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-        sync(out / f"{stem}.safetensors.index.json")
-    for where, _, _ in os.walk(out):
-        sync(Path(where))
+        _write_index(out, f"{stem}.safetensors.index.json", dict(zip(names, shards, strict=True)))
+    out.sync()
+
+
+def _write_index(out: Folder, name: str, shards: dict[str, dict[str, Bits]]) -> None:
+    total = sum(bits.array.nbytes for shard in shards.values() for bits in shard.values())
+    places = {tensor: shard for shard, tensors in shards.items() for tensor in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    data = json.dumps(index, indent=2, sort_keys=True).encode()
+    if len(data) > HEADER_BYTES:
+        raise CheckpointError(f"{name}: {len(places)} tensors need an index of {len(data)} bytes, past the limit")
+    with out.creating(name) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def _errors(root: Path, done: str) -> Iterator[None]:
+    """Trouble with the disk as an error of the target."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be {done}: {error}") from error
 
 
 def _shards(weights: Weights) -> list[dict[str, Bits]]:
@@ -213,26 +328,3 @@ def _shards(weights: Weights) -> list[dict[str, Bits]]:
         shards[-1][name] = bits
         room -= bits.array.nbytes
     return shards
-
-
-def _write_safetensors(path: Path, tensors: dict[str, Bits]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, bits in tensors.items():
-        if bits.dtype.safetensors is None:
-            raise CheckpointError(f"tensor {name!r}: safetensors has no {bits.dtype.name}")
-        size = bits.array.nbytes
-        header[name] = {
-            "dtype": bits.dtype.safetensors,
-            "shape": list(bits.array.shape),
-            "data_offsets": [at, at + size],
-        }
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for bits in tensors.values():
-            file.write(bits.array.tobytes())
-        file.flush()
-        os.fsync(file.fileno())

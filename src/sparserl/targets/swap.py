@@ -17,13 +17,13 @@ import ctypes
 import errno
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CheckpointError
 from ..files import sync
+from ..folders import Folder
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -58,11 +58,9 @@ class Swap:
 
     def clear(self) -> None:
         """Remove the hidden names."""
-        for path in (self.draft, self.old):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        with Folder.open(self.out.parent) as folder:
+            folder.remove(self.draft.name)
+            folder.remove(self.old.name)
 
 
 @contextmanager
@@ -90,7 +88,10 @@ def _alone(out: Path) -> Iterator[bool]:
     """Hold the lock of `out`; False where the filesystem has no locks. Another holder is an error."""
     lock = out.with_name(f".{out.name}.sparserl-lock")
     while True:
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"{lock} cannot be opened to be locked: {error}") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

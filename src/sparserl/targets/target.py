@@ -40,7 +40,11 @@ class Prepared(Protocol):
         ...
 
     def finish(self) -> None:
-        """All targets have committed: what was kept for taking it back may go."""
+        """All targets have committed: what was kept for taking it back may go.
+
+        It raises nothing because of trouble with the disk: the version is committed, and what is left to be tidied up
+        is left to the next change, or to whoever attaches next.
+        """
         ...
 
     def discard(self) -> None:
@@ -58,7 +62,10 @@ class Target(Protocol):
     """Whether it wants the files that travel with the weights."""
 
     def attach(self, table: TensorTable) -> Weights | None:
-        """Accept the tensors of a run, or raise `TensorMismatch`. Returns the bits it holds; None if it holds none."""
+        """Accept the tensors of a run, or raise `TensorMismatch`; `CheckpointError` where it can hold no such tensors.
+
+        Returns the bits it holds; None if it holds none.
+        """
         ...
 
     def held(self) -> tuple[str, float, int] | None:

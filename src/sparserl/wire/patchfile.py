@@ -104,14 +104,15 @@ class InParts:
 
 
 class OnDisk:
-    """A patch in a file, read piece by piece; the file may be unlinked meanwhile."""
+    """A patch in a file, read piece by piece; the file may be unlinked meanwhile, or be a descriptor to be closed."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make us wait
+    def __init__(self, path: str | os.PathLike[str] | int) -> None:
+        waits = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not make us wait
+        self._file = path if isinstance(path, int) else os.open(path, waits)
         weakref.finalize(self, os.close, self._file)  # it stays open as long as the patch is in use
         status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidField(f"{os.fspath(path)} is not a regular file, and a patch is one")
+            raise InvalidField(f"{path} is not a regular file, and a patch is one")
         self.size = status.st_size
 
     def read(self, at: int, size: int) -> bytes:

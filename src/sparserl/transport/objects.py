@@ -8,12 +8,14 @@ sent twice: whether it had worked is for the caller to find out.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -66,7 +68,7 @@ class ObjectStore:
         path = require_name(name)
 
         async def part() -> bytes:
-            result = await self._obstore.get_async(self._store, path, options={"range": (start, start + size)})
+            result = await _own(self._obstore.get_async(self._store, path, options={"range": (start, start + size)}))
             return await _body(result, size, name)
 
         def once() -> bytes:
@@ -81,7 +83,7 @@ class ObjectStore:
         path = require_name(name)
 
         async def put() -> None:
-            await self._obstore.put_async(self._store, path, data)
+            await _own(self._obstore.put_async(self._store, path, data))
 
         self.retry.run(f"{self.url}: {name}", lambda: self._call(name, put))
 
@@ -90,7 +92,7 @@ class ObjectStore:
         mode: Any = "create" if tag is None else _version(tag)
 
         async def put() -> Any:
-            return await self._obstore.put_async(self._store, path, data, mode=mode, use_multipart=False)
+            return await _own(self._obstore.put_async(self._store, path, data, mode=mode, use_multipart=False))
 
         result = self._call(name, put)
         if result["e_tag"] is None:
@@ -115,7 +117,7 @@ class ObjectStore:
     def list(self, prefix: str) -> Iterator[Listed]:
         async def listed() -> list[Listed]:
             out: list[Listed] = []
-            async for page in self._obstore.list(self._store, prefix=prefix.rpartition("/")[0] or None):
+            async for page in _each(self._obstore.list(self._store, prefix=prefix.rpartition("/")[0] or None)):
                 items = (item for item in page if item["path"].startswith(prefix))
                 out += [Listed(item["path"], item["size"], item["last_modified"].timestamp()) for item in items]
                 if len(out) > _MOST_LISTED:
@@ -134,7 +136,7 @@ class ObjectStore:
 
     def _delete(self, names: Sequence[str]) -> None:
         async def delete() -> None:
-            await self._obstore.delete_async(self._store, names)
+            await _own(self._obstore.delete_async(self._store, names))
 
         def once() -> None:
             try:
@@ -151,7 +153,7 @@ class ObjectStore:
 
         async def get() -> Found | None:
             try:
-                result = await self._obstore.get_async(self._store, path, options=options)
+                result = await _own(self._obstore.get_async(self._store, path, options=options))
             except self._errors.NotModifiedError:
                 if tag is None:
                     raise
@@ -202,7 +204,7 @@ async def _body(result: Any, most: int, name: str) -> bytes:
     """All of a body, if that is no more than it may be."""
     parts: list[bytes] = []
     size = 0
-    async for part in result.stream(min_chunk_size=min(_CHUNK, most + 1)):
+    async for part in _each(result.stream(min_chunk_size=min(_CHUNK, most + 1))):
         parts.append(bytes(part))
         size += len(part)
         if size > most:
@@ -212,6 +214,31 @@ async def _body(result: Any, most: int, name: str) -> bytes:
 
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
 _starting = threading.Lock()
+_unfinished: weakref.WeakSet[Any] = weakref.WeakSet()  # futures that threads of obstore's have a hand on
+_SETTLE = 0.5  # seconds
+
+
+def _own(future: Awaitable[R]) -> Awaitable[R]:
+    """A future of obstore's, to be waited for before Python ends."""
+    _unfinished.add(future)
+    return future
+
+
+async def _each(stream: Any) -> AsyncIterator[Any]:
+    iterator = aiter(stream)
+    while True:
+        try:
+            item = await _own(anext(iterator))
+        except StopAsyncIteration:
+            return
+        yield item
+
+
+def _settle() -> None:
+    """Let obstore's threads finish with what was cancelled: if they call Python after its end, the process aborts."""
+    end = time.monotonic() + _SETTLE
+    while _unfinished and time.monotonic() < end:
+        time.sleep(0.005)
 
 
 def _loop() -> asyncio.AbstractEventLoop:
@@ -221,6 +248,7 @@ def _loop() -> asyncio.AbstractEventLoop:
         if loop is None:
             loop = _loops[os.getpid()] = asyncio.new_event_loop()
             threading.Thread(target=loop.run_forever, name="sparserl-objects", daemon=True).start()
+            atexit.register(_settle)
         return loop
 
 

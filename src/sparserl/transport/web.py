@@ -37,6 +37,7 @@ _REQUEST = 120.0  # seconds for a whole request: 8 MiB at 1 Mbit/s take half of 
 _CONNECT = 5.0
 _REDIRECTS = 5
 _IDLE = 32  # connections that are kept
+_FRAME = 1 << 20  # bytes of an answer that are not its body: headers, and what lies between chunks
 _CHUNK = 8 << 20  # bytes that are made room for at a time
 _MOVED = (301, 302, 303, 307, 308)
 _PORTS = {"http": 80, "https": 443}
@@ -206,7 +207,7 @@ class WebStore:
         body = b""
         try:
             _send(connection, request, wanted.deadline, what)
-            with _respond(connection, wanted.deadline, what) as response:
+            with _respond(connection, wanted, what) as response:
                 if response.status == wanted.status:
                     coding = response.headers.get("Content-Encoding", "identity")
                     if coding != "identity":
@@ -262,7 +263,7 @@ class WebStore:
             lines = (f"{key}: {value}" for key, value in {"Host": place, **_proxy_headers(self._proxy)}.items())
             request = "\r\n".join([f"CONNECT {place} HTTP/1.1", *lines, "", ""]).encode("ascii")
             _send(plain, request, deadline, what)
-            with _respond(plain, deadline, what, "CONNECT") as response:
+            with _respond(plain, Wanted(200, 0, deadline), what, "CONNECT") as response:
                 if response.status != 200:
                     raise Unavailable(f"{what}: the proxy answered {response.status} {response.reason[:80]!r}")
         secure = tls.wrap_socket(plain, server_hostname=self._origin.host, do_handshake_on_connect=False)
@@ -291,18 +292,23 @@ class WebStore:
 
 
 class _Wire(io.RawIOBase):
-    """What a server sends, as a file, for as long as there is time."""
+    """What a server sends, as a file, for as long as there is time, and up to a limit."""
 
-    def __init__(self, connection: socket.socket, deadline: Deadline, what: str) -> None:
+    def __init__(self, connection: socket.socket, wanted: Wanted, what: str) -> None:
         self._connection = connection
-        self._deadline = deadline
+        self._deadline = wanted.deadline
+        self._left = 2 * wanted.most + _FRAME
         self._what = what
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        return _patiently(lambda: self._connection.recv_into(buffer), self._deadline, self._what)
+        if self._left <= 0:
+            raise LimitExceeded(f"{self._what}: the server sends more than an answer can have")
+        size = _patiently(lambda: self._connection.recv_into(buffer), self._deadline, self._what)
+        self._left -= size
+        return size
 
     def makefile(self, _mode: str) -> io.BufferedReader:
         """As http.client asks a socket for it."""
@@ -326,8 +332,8 @@ def _send(connection: socket.socket, data: bytes, deadline: Deadline, what: str)
         left = left[_patiently(lambda part=left: connection.send(part), deadline, what) :]  # type: ignore[misc]
 
 
-def _respond(connection: socket.socket, deadline: Deadline, what: str, method: str = "GET") -> http.client.HTTPResponse:
-    wire: Any = _Wire(connection, deadline, what)
+def _respond(connection: socket.socket, wanted: Wanted, what: str, method: str = "GET") -> http.client.HTTPResponse:
+    wire: Any = _Wire(connection, wanted, what)
     response = http.client.HTTPResponse(wire, method=method)
     try:
         response.begin()

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from importlib import metadata, util
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from .errors import NotFound, Refused, SparserlError, StoreError
 from .parallel import default_threads
+from .transport.deadline import within
 from .transport.store import Store, open_store
 from .words import size
 
@@ -41,6 +42,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 }
 ENGINES = ("torch", "transformers", "peft", "trl", "ray", "vllm", "sglang")
 Opening = Callable[[], AbstractContextManager[Store]]
+_REMOVAL = 10.0  # seconds to remove what a trial that failed has left in a store
 _MEGABYTES = 64  # read and copied at a time: more than the caches of most machines hold
 _TORCH = """
 import json, torch
@@ -145,8 +147,12 @@ def trial(opened: Store) -> str:
         _refused(opened, name, tag, "an object is replaced by one who knew only an older one")
         _require(opened.get(name, 10) == (b"2", after), "a refused write has changed something")
         _require(name in [item.name for item in opened.list("doctor/")], "an object that is there is not listed")
-    finally:
-        opened.delete([name])
+    except BaseException as error:
+        seconds = _REMOVAL if isinstance(error, Exception) else 0.3  # who presses Ctrl-C does not wait for it
+        with within(seconds), suppress(SparserlError):
+            opened.delete([name])
+        raise
+    opened.delete([name])
     try:
         opened.get(name, 10)
     except NotFound:
@@ -262,7 +268,7 @@ def _transports() -> list[Finding]:
         tried = store(f"file://{folder}")
     out = [Finding("transport", "folder", tried.state, f"file://: {tried.detail}")]
     for name, about, extra, several in (
-        ("object-storage", "s3://, gs://, az://, http(s)://: give a URL to try it", "store", ("obstore",)),
+        ("object-storage", "s3://, gs://, az://: give a URL to try it", "store", ("obstore",)),
         ("http-server", "sparserl serve", "serve", ("starlette", "uvicorn")),
     ):
         if all(util.find_spec(package) for package in several):

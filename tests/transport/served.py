@@ -67,7 +67,7 @@ def serving(
             if running.poll() is None:
                 running.send_signal(signal.SIGTERM)
             _, said = running.communicate(timeout=20)
-        assert (running.returncode, said) == (0, "")
+        assert (running.returncode, said) == (0, ""), said[-3000:]
 
 
 def weights(size: int = 20_000) -> dict[str, np.ndarray]:

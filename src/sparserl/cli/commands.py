@@ -195,7 +195,7 @@ def inspect(
     """Show what a patch holds: digests, sizes, how each bucket is encoded and why."""
     stats = open_patch(patch).stats()
     if json:
-        show.result(True, stats.as_dict(), "")
+        show.result(True, stats.as_dict())
     else:
         show.patch_tables(patch, stats, tensors)
 

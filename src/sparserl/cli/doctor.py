@@ -53,7 +53,7 @@ def doctor(
         raise typer.BadParameter(f"{strangers[0]!r} is not among {', '.join(names)}", param_hint="--need")
     wrong = unmet(findings, need or ())
     if json:
-        show.result(True, {"ok": not wrong, "findings": [asdict(finding) for finding in findings]}, "")
+        show.result(True, {"ok": not wrong, "findings": [asdict(finding) for finding in findings]})
     else:
         show.findings(findings)
     for finding in wrong:

@@ -68,7 +68,7 @@ def plan(
     speeds = (None if measure else Speeds.load(count)) or _measured(count)
     estimates = predict(question.elements, question.width, question.density, way, speeds, question.bits)
     if json:
-        show.result(True, _values(question, way, speeds, estimates), "")
+        show.result(True, _values(question, way, speeds, estimates))
     else:
         show.plan_table(way, estimates, _words(question, way, speeds, estimates))
 

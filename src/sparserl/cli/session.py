@@ -218,25 +218,29 @@ def _follow(
     tell: Callable[[SyncReport], None],
 ) -> None:
     """The first version, for which a publisher may yet have to come, and then those that follow."""
-    end = None if timeout is None else time.monotonic() + timeout
+    from ..transport.deadline import within
+
     wait = _waiting()
-    while True:
-        try:
-            report = first()
-            break
-        except (NotFound, Unavailable) as error:
-            if (once and end is None) or (end is not None and time.monotonic() >= end):
-                raise
-            wait(error)
-            time.sleep(0.5 if end is None else max(0.0, min(0.5, end - time.monotonic())))
-    if report is not None:
-        tell(report)
-    else:
-        show.note(f"version {subscriber.version} is held already")
-    if not once:
-        left = None if end is None else max(0.0, end - time.monotonic())
-        subscriber.follow(timeout=left, on_commit=tell, on_trouble=_waiting())
-        show.note(_where(subscriber))
+    with within(timeout) as deadline:
+        while True:
+            try:
+                report = first()
+                break
+            except (NotFound, Unavailable) as error:
+                if once and timeout is None:
+                    raise
+                if not deadline.over:
+                    wait(error)
+                    deadline.sleep(0.5)
+                if deadline.over:
+                    raise
+        if report is not None:
+            tell(report)
+        else:
+            show.note(f"version {subscriber.version} is held already")
+        if not once:
+            subscriber.follow(on_commit=tell, on_trouble=_waiting(), timeout=deadline.left)
+            show.note(_where(subscriber))
 
 
 def _waiting() -> Callable[[Exception], None]:
@@ -344,18 +348,19 @@ def log(
             "steps": [_step_values(s, elements) for s in steps],
             "totals": {k: {"count": len(s), "bytes": sum(x.bytes for x in s)} for k, s in totals.items()},
         }
-        show.result(True, values, "")
+        show.result(True, values)
         return
-    typer.echo(
+    begun = (
         f"run {head.run}, begun {_age(now - head.created)} ago: {len(run.table.specs):,} tensor(s), "
         f"{elements:,} elements, {show.size(run.table.dense_bytes)}, {len(run.files)} file(s)"
     )
     header = ("version", "from", "kind", "changed", "density", "bytes", "bits/change", "profiles", "age")
-    _columns([header, *(_row(s, elements, now) for s in steps)], left={2, 7})
+    rows = _columns([header, *(_row(s, elements, now) for s in steps)], left={2, 7})
     parts = [f"{k} {len(s)} of {show.size(sum(x.bytes for x in s))}" for k, s in totals.items() if s]
     size = show.size(sum(s.bytes for s in steps))
-    typer.echo(
-        f"{len({s.version for s in steps})} version(s), newest {head.version}: {', '.join(parts)}; {size} in all"
+    versions = len({s.version for s in steps})
+    show.result(
+        False, {}, begun, *rows, f"{versions} version(s), newest {head.version}: {', '.join(parts)}; {size} in all"
     )
 
 
@@ -398,7 +403,7 @@ def fsck(
     lines = [*found, f"{watched.objects} object(s), {show.size(watched.bytes)} read: {len(found) or 'no'} fault(s)"]
     if stray is not None:
         lines[-1] += f"; nothing refers to {len(stray)} object(s), {show.size(sum(stray))}"
-    show.result(json, values, "\n".join(lines))
+    show.result(json, values, *lines)
     if found:
         raise typer.Exit(1)
 
@@ -468,7 +473,7 @@ def gc(
     values = {"url": url, "dry_run": dry_run, "objects": len(names), "bytes": size, "names": names}
     lines = list(names) if dry_run else []
     lines.append(f"{len(names)} object(s), {show.size(size)} {'would be ' if dry_run else ''}deleted")
-    show.result(json, values, "\n".join(lines))
+    show.result(json, values, *lines)
 
 
 def squash_store(
@@ -626,12 +631,12 @@ def _row(step: Step, elements: int, now: float) -> tuple[str, ...]:
     )
 
 
-def _columns(rows: list[tuple[str, ...]], left: set[int]) -> None:
+def _columns(rows: list[tuple[str, ...]], left: set[int]) -> Iterator[str]:
     """Rows in columns; numbers stand at the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        typer.echo("  ".join(cells).rstrip())
+        yield "  ".join(cells).rstrip()
 
 
 def _age(seconds: float) -> str:

@@ -1,4 +1,8 @@
-"""What the command line says: results on stdout, progress and errors on stderr."""
+"""What the command line says: results on stdout, progress and errors on stderr.
+
+Names come from patches, stores and checkpoints that others wrote. Whatever is printed goes through `visible`, so that
+nothing in them speaks to the terminal.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +30,25 @@ duration, size = words.duration, words.size
 _PIPE_WIDTH = 240  # of tables that no terminal bounds: names must not be folded
 
 
-def result(as_json: bool, values: dict[str, Any], text: str) -> None:
-    """The outcome of a command: for a script, or for a person."""
-    typer.echo(json.dumps(values) if as_json else text)
+def visible(text: str) -> str:
+    """Text with everything that does not show written out: controls, marks of direction, ends of lines."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def result(as_json: bool, values: dict[str, Any], *lines: str) -> None:
+    """The outcome of a command: for a script, or line by line for a person."""
+    if as_json:
+        typer.echo(json.dumps(values).replace("\x7f", "\\u007f"))
+    else:
+        for line in lines:
+            typer.echo(visible(line))
 
 
 def note(text: str) -> None:
     """One line on stderr."""
-    typer.echo("sparserl: " + " ".join(text.splitlines()), err=True)
+    typer.echo(visible("sparserl: " + " ".join(text.splitlines())), err=True)
 
 
 @contextmanager
@@ -91,7 +106,7 @@ def plan_table(link: Link, estimates: list[Estimate], words: list[str]) -> None:
         stages = (duration(e.encode_s), duration(e.send_s), duration(e.decode_s), duration(e.total_s))
         ratio, even = f"{dense.total_s / e.total_s:,.1f}x", "" if e.break_even is None else _even(e.break_even)
         name = e.name + (" ◄" if e is fastest else "")
-        table.add_row(name, f"{e.bits_per_change:,.1f}", size(e.bytes), *stages, ratio, even)
+        _add(table, name, f"{e.bits_per_change:,.1f}", size(e.bytes), *stages, ratio, even)
     console = _console()
     console.print(table)
     console.print(f"Fastest at {link}: {fastest.name}\n", soft_wrap=True)
@@ -104,7 +119,7 @@ def findings(several: Sequence[Finding]) -> None:
     table = _table("", "", "", "")
     table.show_header = False
     for found in several:
-        table.add_row(found.topic, _plain(found.name), found.state, _plain(found.words))
+        _add(table, found.topic, found.name, found.state, found.words)
     _console().print(table)
 
 
@@ -138,7 +153,7 @@ def _overview(path: Path, stats: Stats) -> Table:
         ("cost", f"{stats.bits_per_changed:.3f} bits per change, without the tensor table"),
         ("profile", stats.profile),
     ):
-        table.add_row(name, _plain(value))
+        _add(table, name, value)
     return table
 
 
@@ -147,7 +162,7 @@ def _buckets(stats: Stats) -> Table:
     for i, b in enumerate(stats.buckets):
         cost = f"{8 * b.bytes / b.changed:.3f}" if b.changed else "-"
         counts = (f"{b.entries:,}", f"{b.dense_entries:,}", f"{b.changed:,}", f"{b.bytes:,}")
-        table.add_row(str(i), b.dtype, b.profile, *counts, cost, _plain(b.reason))
+        _add(table, str(i), b.dtype, b.profile, *counts, cost, b.reason)
     return table
 
 
@@ -156,7 +171,7 @@ def _tensors(stats: Stats) -> Table:
     for t in stats.tensors:
         cost = f"{t.bits_per_changed:.3f}" if t.changed else "-"
         counts = (f"{t.elements:,}", f"{t.changed:,}", f"{t.density:.4%}", f"{t.bytes:,}")
-        table.add_row(_plain(t.name), t.dtype, *counts, cost, f"{t.dense_entries:,}")
+        _add(table, t.name, t.dtype, *counts, cost, f"{t.dense_entries:,}")
     return table
 
 
@@ -171,8 +186,8 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _plain(text: str) -> Any:
-    """Text in which brackets are brackets."""
+def _add(table: Table, *cells: str) -> None:
+    """A row of text in which brackets are brackets."""
     from rich.text import Text
 
-    return Text(text)
+    table.add_row(*(Text(visible(cell)) for cell in cells))

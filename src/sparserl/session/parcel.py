@@ -24,6 +24,7 @@ from ..patch.assemble import rewrite
 from ..region import Shape
 from ..shards import Part, Shards
 from ..table import TensorTable
+from ..transport.deadline import Transfers
 from ..transport.store import Store, fetch
 from .records import Blob, Manifest, Step, canonical, get_named, path, require_hash, sha256
 
@@ -151,10 +152,11 @@ def upload(store: Store, run: str, place: str, patch: Patch, progress: Progress 
     terms = table_digest(patch.table) if patch.complete else Digest()
     manifest = Manifest(run, place, patch.base - terms, patch.result - terms, patch.changed, ())
     blobs = []
-    for blob in _ahead(put, range(patch.buckets)):
-        blobs.append(blob)
-        if progress is not None:
-            progress(blob.size)
+    with Transfers(AT_ONCE, "sparserl-transfer") as transfers:
+        for blob in transfers.ahead(put, range(patch.buckets)):
+            blobs.append(blob)
+            if progress is not None:
+                progress(blob.size)
     profiles = frozenset(head.profile.name for head in patch.heads)
     return Sent(replace(manifest, buckets=tuple(blobs)), profiles)
 
@@ -213,23 +215,12 @@ def receive(
     size = sum(blob.size for blob in manifest.buckets)
     if size != step.bytes:
         raise InvalidField(f"{what}: buckets of {size} bytes, the index promises {step.bytes}")
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges, spool(size) as to:
-        buckets = _ahead(get, manifest.buckets)
+    with (
+        spool(size) as to,
+        ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges,
+        Transfers(AT_ONCE, "sparserl-transfer") as transfers,
+    ):
+        buckets = transfers.ahead(get, manifest.buckets)
         patch = Patch(rewrite(table, buckets, manifest.base, manifest.result, manifest.changed, None, to))
     patch.heads  # noqa: B018  # reading them checks every bucket
     return patch
-
-
-def _ahead(work: Any, items: Iterable[Any]) -> Iterator[Any]:
-    """`map` on a few threads of its own, in order, with a bounded number in flight."""
-    pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-transfer")
-    flight: list[Any] = []
-    try:
-        for item in items:
-            flight.append(pool.submit(work, item))
-            while len(flight) > 2 * AT_ONCE:
-                yield flight.pop(0).result()
-        while flight:
-            yield flight.pop(0).result()
-    finally:
-        pool.shutdown(cancel_futures=True)

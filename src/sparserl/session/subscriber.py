@@ -29,6 +29,7 @@ from ..errors import (
 from ..memory import Weights
 from ..parallel import Progress
 from ..targets import Change, Target
+from ..transport.deadline import current, within
 from ..transport.store import Store, open_store
 from . import chain, parcel, signing
 from .callbacks import Callback
@@ -179,24 +180,28 @@ class Subscriber(Receiver):
         """Commit every version as it comes, until `timeout` seconds have passed or `stop()` is true.
 
         once: to the newest version, and no further. A store that is away, or has no head yet, is waited for, and
-        `on_trouble` is told at every attempt; anything else is raised.
+        `on_trouble` is told at every attempt; anything else is raised. A version that is still being fetched when time
+        is up is given up: the weights stay what they are.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        while stop is None or not stop():
-            try:
-                report = self.sync()
-            except (NotFound, Unavailable) as error:
-                if once:
-                    raise
-                report = None
-                if on_trouble is not None:
-                    on_trouble(error)
-            if report is not None and on_commit is not None:
-                on_commit(report)
-            if once or (end is not None and time.monotonic() >= end):
-                return
-            left = 30.0 if end is None else min(30.0, end - time.monotonic())
-            self._await(max(0.0, min(left, 1.0 if stop is not None else left)))
+        with within(timeout) as deadline:
+            while stop is None or not stop():
+                try:
+                    with self._turn:
+                        with within(stop=stop) as staging:  # a commit, and telling the store of it, is not cut off
+                            staged = self.stage()
+                        report = None if staged is None else self.commit()
+                except (NotFound, Unavailable) as error:
+                    if once:
+                        raise
+                    report = None
+                    if on_trouble is not None and not staging.over:
+                        on_trouble(error)
+                if report is not None and on_commit is not None:
+                    on_commit(report)
+                if once or deadline.over:
+                    return
+                with within(stop=stop):
+                    self._await(min(30.0 if stop is None else 1.0, deadline.left))
 
     def close(self) -> None:
         """Forget what is staged, and let go of targets and store."""
@@ -320,7 +325,7 @@ class Subscriber(Receiver):
         try:
             self.store.changed(HEAD, None if self._view is None else self._view.tag, seconds)
         except StoreError:
-            time.sleep(min(seconds, 1.0))
+            current().sleep(1.0)
 
 
 def _host() -> str:

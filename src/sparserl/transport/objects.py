@@ -1,73 +1,78 @@
-"""Object storage through obstore: S3, Google Cloud Storage, Azure, and plain HTTP to read.
+"""Object storage through obstore: S3, Google Cloud Storage and Azure.
 
-obstore retries requests that failed on the way; what still fails is tried again here, with a new request. A conditional
-write is never sent twice: whether it had worked is for the caller to find out.
+Requests run on an event loop of their own, so that a deadline or a signal ends them; nothing is read past its limit,
+whatever headers promise. What fails on the way is tried again here, with a new request. A conditional write is never
+sent twice: whether it had worked is for the caller to find out.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import functools
 import hashlib
 import os
+import threading
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from ..errors import LimitExceeded, NotFound, Refused, StoreError, Truncated, Unavailable
-from .store import Found, Listed, Retry, require_name
+from ..errors import LimitExceeded, NotFound, Refused, SparserlError, StoreError, Truncated, Unavailable
+from .deadline import current
+from .store import MOST_WATCHED, Found, Listed, Retry, require_name
 
-_POLL = 0.2  # seconds between looks at a head where the store cannot tell when it changes
+R = TypeVar("R")
+_POLL = 0.2  # seconds between looks at a head
 _TIMEOUT = timedelta(seconds=120)  # of a whole request: 8 MiB at 1 Mbit/s take half of it
 _CONNECT = timedelta(seconds=5)
-_HOLDS = (20, 5, 1)  # seconds that a server is asked to hold a request for the head: the most that there is time for
 _KEYS = 1000  # deleted at a time
+_CHUNK = 8 << 20
+_MOST_LISTED = 1 << 24  # objects: their names fit into memory
 
 
 class ObjectStore:
     """A bucket, or the part of it below a path."""
 
-    def __init__(self, url: str, *, token: str | None, retry: Retry, options: dict[str, Any]) -> None:
+    writable = True
+
+    def __init__(self, url: str, *, retry: Retry, options: dict[str, Any]) -> None:
         try:
             import obstore
             from obstore import exceptions
-            from obstore.store import HTTPStore, from_url
+            from obstore.store import from_url
         except ImportError as error:
             raise StoreError(
                 f"{url.split('://', maxsplit=1)[0]}:// needs obstore: pip install 'sparserl[store]'"
             ) from error
-        self.url, self.retry = url, retry
-        self._obstore, self._errors = obstore, exceptions
-        self._is_http = url.startswith(("http://", "https://"))
-        self.writable = not self._is_http
+        self.url = url
+        self.retry = retry
+        self._obstore = obstore
+        self._errors = exceptions
         client: Any = {"timeout": _TIMEOUT, "connect_timeout": _CONNECT, **(options.pop("client_options", None) or {})}
-        headers = dict(client.pop("default_headers", {}))
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
-        if url.startswith("http://") or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
+        if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
             client["allow_http"] = True  # obstore reads that variable only where it is given no client options
-        retries: Any = {"max_retries": 0}
+        opened: Any = from_url
         try:
-            if self._is_http:
-                self._store: Any = HTTPStore(url, client_options=client | _with(headers), retry_config=retries)
-                self._waiting: dict[int, Any] = {}
-                for hold in _HOLDS:
-                    held: Any = client | _with(headers | {"Prefer": f"wait={hold}"})
-                    held["timeout"] = _TIMEOUT + timedelta(seconds=hold)
-                    self._waiting[hold] = HTTPStore(url, client_options=held, retry_config=retries)
-            else:
-                opened: Any = from_url
-                self._store = opened(url, client_options=client | _with(headers), retry_config=retries, **options)
-        except (exceptions.BaseError, ValueError, TypeError) as error:
+            self._store: Any = opened(url, client_options=client, retry_config={"max_retries": 0}, **options)
+        except Exception as error:
             raise StoreError(f"{url}: {_short(error)}") from error
 
     def get(self, name: str, most: int) -> Found:
-        return self.retry.run(f"{self.url}: {name}", lambda: self._get(self._store, name, most, None))
+        found = self.retry.run(f"{self.url}: {name}", functools.partial(self._get, name, most, None))
+        assert found is not None
+        return found
 
     def read(self, name: str, start: int, size: int) -> bytes:
+        path = require_name(name)
+
+        async def part() -> bytes:
+            result = await _own(self._obstore.get_async(self._store, path, options={"range": (start, start + size)}))
+            return await _body(result, size, name)
+
         def once() -> bytes:
-            with _translated(self, name):
-                data = bytes(self._obstore.get_range(self._store, require_name(name), start=start, length=size))
+            data = self._call(name, part)
             if len(data) != size:
                 raise Truncated(f"{name} ends {size - len(data)} bytes too early")
             return data
@@ -75,19 +80,21 @@ class ObjectStore:
         return self.retry.run(f"{self.url}: {name}", once)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        self._require_writable()
+        path = require_name(name)
 
-        def once() -> None:
-            with _translated(self, name):
-                self._obstore.put(self._store, require_name(name), data)
+        async def put() -> None:
+            await _own(self._obstore.put_async(self._store, path, data))
 
-        self.retry.run(f"{self.url}: {name}", once)
+        self.retry.run(f"{self.url}: {name}", lambda: self._call(name, put))
 
     def swap(self, name: str, data: bytes, tag: str | None) -> str:
-        self._require_writable()
+        path = require_name(name)
         mode: Any = "create" if tag is None else _version(tag)
-        with _translated(self, name):
-            result = self._obstore.put(self._store, require_name(name), data, mode=mode, use_multipart=False)
+
+        async def put() -> Any:
+            return await _own(self._obstore.put_async(self._store, path, data, mode=mode, use_multipart=False))
+
+        result = self._call(name, put)
         if result["e_tag"] is None:
             raise StoreError(f"{self.url}: the store gives no tags; it cannot hold the head of a session")
         return _tag(result["e_tag"], result["version"])
@@ -95,65 +102,154 @@ class ObjectStore:
     def changed(self, name: str, tag: str | None, timeout: float) -> Found | None:
         end = time.monotonic() + timeout
         while True:
-            asked = time.monotonic()
-            hold = next((h for h in _HOLDS if self._is_http and h <= end - asked + _POLL), 0)
-            store = self._waiting[hold] if hold else self._store
             try:
-                found = self.retry.run(f"{self.url}: {name}", functools.partial(self._get, store, name, 1 << 30, tag))
-                if found.tag != tag:
+                found = self.retry.run(f"{self.url}: {name}", functools.partial(self._get, name, MOST_WATCHED, tag))
+                if found is not None and found.tag != tag:
                     return found
-            except self._errors.NotModifiedError:
-                pass
             except NotFound:
                 if tag is not None:
                     raise
-            left = end - time.monotonic()
+            left = min(end - time.monotonic(), current().left)
             if left <= 0:
                 return None
-            if time.monotonic() - asked < hold or not hold:  # it does not hold requests, or there is no head yet
-                time.sleep(min(_POLL, left))
+            current().sleep(min(_POLL, left))
 
     def list(self, prefix: str) -> Iterator[Listed]:
-        self._require_writable()
+        async def listed() -> list[Listed]:
+            out: list[Listed] = []
+            async for page in _each(self._obstore.list(self._store, prefix=prefix.rpartition("/")[0] or None)):
+                items = (item for item in page if item["path"].startswith(prefix))
+                out += [Listed(item["path"], item["size"], item["last_modified"].timestamp()) for item in items]
+                if len(out) > _MOST_LISTED:
+                    raise LimitExceeded(f"{self.url}: more than {_MOST_LISTED} objects below {prefix!r}")
+            return out
 
-        def once() -> list[Listed]:
-            with _translated(self, prefix):
-                pages = self._obstore.list(self._store, prefix=prefix.rpartition("/")[0] or None)
-                items = (item for page in pages for item in page if item["path"].startswith(prefix))
-                return [Listed(item["path"], item["size"], item["last_modified"].timestamp()) for item in items]
-
-        return iter(self.retry.run(f"{self.url}: {prefix}", once))
+        return iter(self.retry.run(f"{self.url}: {prefix}", lambda: self._call(prefix, listed)))
 
     def delete(self, names: Iterable[str]) -> None:
-        self._require_writable()
         wanted = [require_name(name) for name in names]
         for low in range(0, len(wanted), _KEYS):
-            some = wanted[low : low + _KEYS]
-
-            def once(some: list[str] = some) -> None:
-                try:
-                    with _translated(self, some[0]):
-                        self._obstore.delete(self._store, some)
-                except NotFound:
-                    return
-
-            self.retry.run(f"{self.url}: deleting {len(some)} objects", once)
+            self._delete(wanted[low : low + _KEYS])
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _get(self, store: Any, name: str, most: int, tag: str | None) -> Found:
-        with _translated(self, name):
-            options: Any = None if tag is None else {"if_none_match": _version(tag)["e_tag"]}
-            result = self._obstore.get(store, require_name(name), options=options)
-            if result.meta["size"] > most:
-                raise LimitExceeded(f"{name}: {result.meta['size']} bytes, at most {most} were expected")
-            data = bytes(result.bytes())
-        return Found(data, _tag(result.meta["e_tag"] or hashlib.sha256(data).hexdigest(), result.meta["version"]))
+    def _delete(self, names: Sequence[str]) -> None:
+        async def delete() -> None:
+            await _own(self._obstore.delete_async(self._store, names))
 
-    def _require_writable(self) -> None:
-        if not self.writable:
-            raise StoreError(f"{self.url} can only be read")
+        def once() -> None:
+            try:
+                self._call(names[0], delete)
+            except NotFound:
+                return
+
+        self.retry.run(f"{self.url}: deleting {len(names)} objects", once)
+
+    def _get(self, name: str, most: int, tag: str | None) -> Found | None:
+        """An object; None if it has the tag that is known."""
+        path = require_name(name)
+        options: Any = None if tag is None else {"if_none_match": _version(tag)["e_tag"]}
+
+        async def get() -> Found | None:
+            try:
+                result = await _own(self._obstore.get_async(self._store, path, options=options))
+            except self._errors.NotModifiedError:
+                if tag is None:
+                    raise
+                return None
+            meta = result.meta
+            if meta["size"] > most:
+                raise LimitExceeded(f"{name}: {meta['size']} bytes, at most {most} were expected")
+            data = await _body(result, most, name)
+            return Found(data, _tag(meta["e_tag"] or hashlib.sha256(data).hexdigest(), meta["version"]))
+
+        return self._call(name, get)
+
+    def _call(self, name: str, work: Callable[[], Awaitable[R]]) -> R:
+        """What a request gives, or an error of ours. Whoever stops waiting for it also ends it."""
+        what = f"{self.url}: {name}"
+        deadline = current()
+        deadline.require(what)
+
+        async def run() -> R:
+            return await work()
+
+        future = asyncio.run_coroutine_threadsafe(run(), _loop())
+        try:
+            return deadline.result(future, what)
+        except SparserlError:
+            raise
+        except Exception as error:
+            raise self._translated(error, what) from error
+        finally:
+            future.cancel()
+
+    def _translated(self, error: Exception, what: str) -> StoreError | Truncated:
+        """Errors of obstore as ours. What is not known to be final is taken to be transient."""
+        known = self._errors
+        if isinstance(error, (known.NotFoundError, FileNotFoundError)):
+            return NotFound(f"{what} is not there")
+        if isinstance(error, (known.AlreadyExistsError, known.PreconditionError)):
+            return Refused(f"{what} is not what it was; another writer was first")
+        final = (known.PermissionDeniedError, known.UnauthenticatedError, known.InvalidPathError)
+        if isinstance(error, (*final, known.NotSupportedError, known.UnknownConfigurationKeyError, TypeError)):
+            return StoreError(f"{what}: {_short(error)}")
+        if "416 Range Not Satisfiable" in str(error):
+            return Truncated(f"{what} ends before the part that is asked for")
+        return Unavailable(f"{what}: {_short(error)}")
+
+
+async def _body(result: Any, most: int, name: str) -> bytes:
+    """All of a body, if that is no more than it may be."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in _each(result.stream(min_chunk_size=min(_CHUNK, most + 1))):
+        parts.append(bytes(part))
+        size += len(part)
+        if size > most:
+            raise LimitExceeded(f"{name}: more than the {most} bytes that were expected")
+    return b"".join(parts)
+
+
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+_starting = threading.Lock()
+_unfinished: weakref.WeakSet[Any] = weakref.WeakSet()  # futures that threads of obstore's have a hand on
+_SETTLE = 0.5  # seconds
+
+
+def _own(future: Awaitable[R]) -> Awaitable[R]:
+    """A future of obstore's, to be waited for before Python ends."""
+    _unfinished.add(future)
+    return future
+
+
+async def _each(stream: Any) -> AsyncIterator[Any]:
+    iterator = aiter(stream)
+    while True:
+        try:
+            item = await _own(anext(iterator))
+        except StopAsyncIteration:
+            return
+        yield item
+
+
+def _settle() -> None:
+    """Let obstore's threads finish with what was cancelled: if they call Python after its end, the process aborts."""
+    end = time.monotonic() + _SETTLE
+    while _unfinished and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process, which runs on a thread of its own."""
+    with _starting:
+        loop = _loops.get(os.getpid())
+        if loop is None:
+            loop = _loops[os.getpid()] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="sparserl-objects", daemon=True).start()
+            atexit.register(_settle)
+        return loop
 
 
 def _tag(e_tag: str, version: str | None) -> str:
@@ -164,38 +260,6 @@ def _tag(e_tag: str, version: str | None) -> str:
 def _version(tag: str) -> dict[str, str]:
     e_tag, _, version = tag.partition("\n")
     return {"e_tag": e_tag, "version": version} if version else {"e_tag": e_tag}
-
-
-def _with(headers: dict[str, str]) -> dict[str, Any]:
-    return {"default_headers": headers} if headers else {}
-
-
-class _translated:  # noqa: N801  # reads as a statement
-    """obstore's errors as ours. What is not known to be final is taken to be transient."""
-
-    def __init__(self, store: ObjectStore, name: str) -> None:
-        self.store, self.name = store, name
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, _trace: object) -> None:
-        known = self.store._errors  # noqa: SLF001  # two halves of one thing
-        if error is None or not isinstance(error, (known.BaseError, OSError)):
-            return
-        what = f"{self.store.url}: {self.name}"
-        if isinstance(error, known.NotModifiedError):
-            return
-        if isinstance(error, (known.NotFoundError, FileNotFoundError)):
-            raise NotFound(f"{what} is not there") from error
-        if isinstance(error, (known.AlreadyExistsError, known.PreconditionError)):
-            raise Refused(f"{what} is not what it was; another writer was first") from error
-        final = (known.PermissionDeniedError, known.UnauthenticatedError, known.InvalidPathError)
-        if isinstance(error, (*final, known.NotSupportedError, known.UnknownConfigurationKeyError)):
-            raise StoreError(f"{what}: {_short(error)}") from error
-        if "416 Range Not Satisfiable" in str(error):
-            raise Truncated(f"{what} ends before the part that is asked for") from error
-        raise Unavailable(f"{what}: {_short(error)}") from error
 
 
 def _short(error: BaseException) -> str:

@@ -5,13 +5,15 @@ the tag it knows (`If-None-Match`) and says how long it would wait (`Prefer: wai
 one. Needs starlette and uvicorn: pip install 'sparserl[serve]'.
 
 What bounds a client: the headers of a request must be there within ten seconds and in 16 KiB, an answer must not stand
-still for thirty seconds, and there are at most 4096 connections.
+still for thirty seconds, and who has no token is not heard twice on one connection. There are at most 4096 connections:
+for another one, that goes which has been silent longest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import hashlib
 import hmac
 import io
@@ -33,9 +35,9 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import InvalidField, StoreError
+from .guard import MOST_CONNECTIONS, MOST_HEADERS, Guarded, Loop, Room
 from .store import require_name
 
 HEAD = "head.json"
@@ -44,11 +46,7 @@ _POLL = 0.05  # seconds between looks at the head while someone waits for it
 _GLANCE = 2.0  # seconds between looks at whether a client that waits is still there
 _CHUNK = 1 << 18
 _MOST_HEAD = 1 << 20
-_MOST_HEADERS = 1 << 14
 _MOST_TARGET = 2048
-_MOST_CONNECTIONS = 4096
-_REQUEST_SECONDS = 10.0  # for the headers of a request
-_STALL_SECONDS = 30.0  # that a client may take nothing of its answer
 _IDLE_SECONDS = 30
 _END_SECONDS = 5  # that answers under way get when the server ends
 
@@ -145,12 +143,12 @@ class Site:
 
     async def _answer(self, request: Request) -> Response:
         target = _target(request)
-        if sum(len(name) + len(value) for name, value in request.headers.raw) > _MOST_HEADERS:
+        if sum(len(name) + len(value) for name, value in request.headers.raw) > MOST_HEADERS:
             return _refusal(431)
         if len(target) > _MOST_TARGET:
             return _refusal(414)
         if not self._admits(request):
-            return _refusal(401, {"WWW-Authenticate": 'Bearer realm="sparserl"'})
+            return _refusal(401, {"WWW-Authenticate": 'Bearer realm="sparserl"', "Connection": "close"})
         if target == "/auth":
             return Response(status_code=204, headers={"Cache-Control": "no-store"})
         if request.method not in ("GET", "HEAD"):
@@ -378,49 +376,6 @@ def _beyond(size: int) -> Response:
     return _refusal(416, {"Content-Range": f"bytes */{size}"})
 
 
-class Guarded(H11Protocol):
-    """uvicorn's protocol, with an end to the patience it has with clients that are slow to ask or to take."""
-
-    late: asyncio.TimerHandle | None = None  # runs while a request is awaited or incomplete
-    stalled: asyncio.TimerHandle | None = None  # runs while the client takes nothing
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > _MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self.late = self.loop.call_later(_REQUEST_SECONDS, transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self.late, self.stalled):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if answering and self.late is not None:
-            self.late.cancel()
-            self.late = None
-        elif not answering and self.late is None:
-            self.late = self.loop.call_later(_REQUEST_SECONDS, self.transport.abort)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self.stalled = self.loop.call_later(_STALL_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        if self.stalled is not None:
-            self.stalled.cancel()
-            self.stalled = None
-        super().resume_writing()
-
-    def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        self.loop.call_later(_STALL_SECONDS, self.transport.abort)  # if it does not even take what is left
-
-
 class _Server(uvicorn.Server):
     """Ends at the first signal, with requests that are held answered at once; at the second without a word."""
 
@@ -431,6 +386,16 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # as uvicorn calls it
         self.force_exit = self.should_exit
         self.should_exit = self._site.news.closing = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers under way have some seconds, and no more."""
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        asyncio.get_running_loop().call_later(_END_SECONDS, self._abort)
+        await super().shutdown(sockets)
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
@@ -480,7 +445,7 @@ def serve(
     site = Site(folder.absolute(), tokens, None if record is None else record.write)
     config = uvicorn.Config(
         site,
-        http=Guarded,
+        http=functools.partial(Guarded, room=Room()),  # type: ignore[arg-type]
         loop="asyncio",
         ws="none",
         lifespan="off",
@@ -489,9 +454,8 @@ def serve(
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        h11_max_incomplete_event_size=_MOST_HEADERS,
         timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=_END_SECONDS,
+        timeout_graceful_shutdown=_END_SECONDS + 2,
         ssl_certfile=None if tls is None else tls[0],
         ssl_keyfile=None if tls is None else tls[1],
     )
@@ -505,9 +469,11 @@ def serve(
         host, port = place.getsockname()[:2]
         shown = f"[{host}]" if place.family == socket.AF_INET6 else host
         started(f"{'http' if tls is None else 'https'}://{shown}:{port}")
+        loop = Loop()
         try:
-            _Server(config, site).run(sockets=[place])
+            loop.run_until_complete(_Server(config, site).serve(sockets=[place]))
         finally:
+            loop.close()
             if record is not None:
                 record.close()
 
@@ -515,7 +481,7 @@ def serve(
 def _raise_limit() -> None:
     """As many open files as connections need, where the system lets us."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * _MOST_CONNECTIONS + 256
+    wanted = 2 * MOST_CONNECTIONS + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:
         best = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (best, hard))

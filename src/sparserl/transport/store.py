@@ -3,8 +3,9 @@
     file:///path, s3://bucket/path, gs://bucket/path, az://container/path     to read and to write
     http(s)://host/path                                                       to read, as `sparserl serve` offers it
 
-Every operation ends: requests have timeouts, and transient trouble is met with a bounded number of retries. What cannot
-be done is an error that says which object was meant. A refused condition is an answer, never retried.
+Every operation ends: requests have timeouts, transient trouble is met with a bounded number of retries, and a deadline
+of the caller's own (`transport.deadline`) ends all of it. What cannot be done is an error that says which object was
+meant. A refused condition is an answer, never retried.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..errors import InvalidField, LimitExceeded, NotFound, StoreError, Unavailable
+from .deadline import current
 
 R = TypeVar("R")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MOST_NAME = 400
 RANGE_BYTES = 8 << 20  # larger objects are read in ranges of this size, several at once
+MOST_WATCHED = 1 << 20  # bytes of an object whose changes are waited for: it is read each time
 
 
 class Found(NamedTuple):
@@ -41,7 +44,7 @@ class Listed(NamedTuple):
 
 
 class Store(Protocol):
-    """What a session needs of a store. `transport.folder` and `transport.objects` have it."""
+    """What a session needs of a store. `transport.folder`, `transport.objects` and `transport.web` have it."""
 
     url: str
     writable: bool
@@ -85,7 +88,7 @@ class Store(Protocol):
 def open_store(url: str, *, token: str | None = None, retry: Retry | None = None, **options: Any) -> Store:
     """The store at a URL. Options are those of obstore's stores: `endpoint`, `region`, `client_options` and so on.
 
-    token: sent as `Authorization: Bearer …` to an http(s) store.
+    token: sent as `Authorization: Bearer …` to an http(s) store, which of the options has a few of `client_options`.
     """
     scheme, _, rest = url.partition("://")
     if not rest:
@@ -94,9 +97,13 @@ def open_store(url: str, *, token: str | None = None, retry: Retry | None = None
         from .folder import FolderStore
 
         return FolderStore(rest)
+    if scheme in ("http", "https"):
+        from .web import WebStore
+
+        return WebStore(url, token=token, retry=retry or Retry(), options=options)
     from .objects import ObjectStore
 
-    return ObjectStore(url, token=token, retry=retry or Retry(), options=options)
+    return ObjectStore(url, retry=retry or Retry(), options=options)
 
 
 def require_name(name: str) -> str:
@@ -106,6 +113,10 @@ def require_name(name: str) -> str:
     return name
 
 
+def _sleep(seconds: float) -> None:
+    current().sleep(seconds)
+
+
 @dataclass(frozen=True)
 class Retry:
     """How often and how long transient trouble is met: each wait is drawn between nothing and a doubling bound."""
@@ -113,14 +124,16 @@ class Retry:
     attempts: int = 6
     first: float = 0.1
     longest: float = 5.0
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], None] = _sleep
 
     def run(self, what: str, work: Callable[[], R]) -> R:
-        """Do the work until it succeeds, fails for good, or was tried often enough."""
+        """Do the work until it succeeds, fails for good, was tried often enough, or there is no time left for it."""
         for attempt in range(self.attempts):
             try:
                 return work()
             except Unavailable as error:
+                if current().over:
+                    raise
                 if attempt + 1 == self.attempts:
                     raise Unavailable(
                         f"{what}: gave up after {self.attempts} attempts; the last said: {error}"
@@ -135,12 +148,24 @@ def fetch(store: Store, name: str, size: int, pool: ThreadPoolExecutor | None = 
     if pool is None or size <= RANGE_BYTES:
         data = store.get(name, size).data
     else:
-        starts = range(0, size, RANGE_BYTES)
-        parts = pool.map(lambda at: store.read(name, at, min(RANGE_BYTES, size - at)), starts)
-        data = b"".join(parts)
+        data = b"".join(_ranges(store, name, size, pool))
     if len(data) != size:
         raise LimitExceeded(f"{name}: {len(data)} bytes are there, {size} were announced")
     return data
+
+
+def _ranges(store: Store, name: str, size: int, pool: ThreadPoolExecutor) -> Iterator[bytes]:
+    def read(start: int) -> bytes:
+        return store.read(name, start, min(RANGE_BYTES, size - start))
+
+    deadline = current()
+    flight = [pool.submit(deadline.run, read, start) for start in range(0, size, RANGE_BYTES)]
+    try:
+        for part in flight:
+            yield deadline.result(part, f"{store.url}: {name}")
+    finally:
+        for part in flight:
+            part.cancel()
 
 
 def exists(store: Store, name: str) -> bool:
@@ -157,14 +182,14 @@ def watch(store: Store, name: str, tag: str | None, timeout: float, wait: Callab
     end = time.monotonic() + timeout
     while True:
         try:
-            found = store.get(name, 1 << 30)
+            found = store.get(name, MOST_WATCHED)
         except NotFound:
             if tag is not None:
                 raise
         else:
             if found.tag != tag:
                 return found
-        left = end - time.monotonic()
+        left = min(end - time.monotonic(), current().left)
         if left <= 0:
             return None
         wait(left)

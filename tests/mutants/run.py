@@ -668,6 +668,27 @@ MUTANTS = (
         "        rest = _rest(patches[0].base, patches, self._path)\n",
         Tests("hostile/test_odd_files.py", "what_was_verified"),
     ),
+    Mutant(
+        "a body is as long as its server likes",
+        "transport/web.py",
+        "    if size > most:\n",
+        "    if size > 2 * most:\n",
+        Tests("hostile/test_http.py", "read_to_its_limit"),
+    ),
+    Mutant(
+        "redirects lead anywhere",
+        "transport/web.py",
+        "            same = there.scheme in _PORTS and _origin(there, place) == self._origin\n",
+        "            same = there.scheme in _PORTS\n",
+        Tests("hostile/test_http.py", "redirects"),
+    ),
+    Mutant(
+        "who has no token keeps a connection",
+        "transport/server.py",
+        """'Bearer realm="sparserl"', "Connection": "close"})\n""",
+        """'Bearer realm="sparserl"'})\n""",
+        Tests("hostile/test_server.py", "heard_once"),
+    ),
 )
 
 

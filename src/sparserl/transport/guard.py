@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+ADMIT = "sparserl.admit"  # of a scope: to be called when its request may be answered
 MOST_HEADERS = 1 << 14
 MOST_CONNECTIONS = 4096
 _REQUEST_SECONDS = 10.0  # for the headers of a request, and for a TLS handshake before it
@@ -29,30 +31,38 @@ class Literal(h11.Connection):
 
 
 class Room:
-    """The connections on which nothing is being answered, those that have been silent longest first."""
+    """The connections of a server: those whose request was admitted, and the others, silent longest first."""
 
     def __init__(self) -> None:
         self._silent: dict[Guarded, None] = {}
+        self._busy: set[Guarded] = set()
 
-    def is_silent(self, connection: Guarded) -> None:
-        """From now on."""
-        self._silent.pop(connection, None)
+    def enter(self, connection: Guarded) -> bool:
+        """Whether one more fits, if need be in the place of a silent one, which goes."""
+        if len(self._silent) + len(self._busy) >= MOST_CONNECTIONS:
+            oldest = next(iter(self._silent), None)
+            if oldest is None:
+                return False
+            self.leave(oldest)
+            oldest.transport.abort()
         self._silent[connection] = None
-
-    def is_not(self, connection: Guarded) -> None:
-        """It is being answered, or gone."""
-        self._silent.pop(connection, None)
-
-    def admits(self, connections: int) -> bool:
-        """Whether one more fits, if need be in the place of another one."""
-        if connections <= MOST_CONNECTIONS:
-            return True
-        oldest = next(iter(self._silent), None)
-        if oldest is None:
-            return False
-        self.is_not(oldest)
-        oldest.transport.abort()
         return True
+
+    def leave(self, connection: Guarded) -> None:
+        """It is gone, or about to."""
+        self._silent.pop(connection, None)
+        self._busy.discard(connection)
+
+    def admit(self, connection: Guarded) -> None:
+        """It has a request that may be answered: it keeps its place until that is done."""
+        if self._silent.pop(connection, self) is None:
+            self._busy.add(connection)
+
+    def release(self, connection: Guarded) -> None:
+        """Its request is answered."""
+        if connection in self._busy:
+            self._busy.remove(connection)
+            self._silent[connection] = None
 
 
 class Guarded(H11Protocol):
@@ -68,38 +78,37 @@ class Guarded(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.room.admits(len(self.connections)):
-            self.room.is_silent(self)
+        if self.room.enter(self):
             self.late = self.loop.call_later(_REQUEST_SECONDS, transport.abort)
         else:
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.room.is_not(self)
+        self.room.leave(self)
         for timer in (self.late, self.stalled):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
-    @property
-    def answering(self) -> bool:
-        """Whether there is a request that has not been answered."""
-        return self.cycle is not None and not self.cycle.response_complete
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.scope[ADMIT] = functools.partial(self.room.admit, self)  # type: ignore[literal-required]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.answering:
-            self.room.is_not(self)
-            if self.late is not None:
-                self.late.cancel()
-                self.late = None
-        elif self.late is None:
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and self.late is not None:
+            self.late.cancel()
+            self.late = None
+        elif not answering and self.late is None:
             self.late = self.loop.call_later(_REQUEST_SECONDS, self.transport.abort)
 
     def on_response_complete(self) -> None:
+        self.room.release(self)
         super().on_response_complete()
-        if not self.answering:
-            self.room.is_silent(self)
+        if self.transport.is_closing():
+            self.room.leave(self)
 
     def shutdown(self) -> None:
         try:

@@ -37,7 +37,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..errors import InvalidField, StoreError
-from .guard import MOST_CONNECTIONS, MOST_HEADERS, Guarded, Loop, Room
+from .guard import ADMIT, MOST_CONNECTIONS, MOST_HEADERS, Guarded, Loop, Room
 from .store import require_name
 
 HEAD = "head.json"
@@ -149,6 +149,7 @@ class Site:
             return _refusal(414)
         if not self._admits(request):
             return _refusal(401, {"WWW-Authenticate": 'Bearer realm="sparserl"', "Connection": "close"})
+        request.scope.get(ADMIT, _nothing)()
         if target == "/auth":
             return Response(status_code=204, headers={"Cache-Control": "no-store"})
         if request.method not in ("GET", "HEAD"):
@@ -365,6 +366,10 @@ def _describe(name: str, span: Span, size: int) -> dict[str, str]:
     if _status(span, size) == 206:
         headers["Content-Range"] = f"bytes {span.start}-{span.start + span.size - 1}/{size}"
     return headers
+
+
+def _nothing() -> None:
+    """For requests that come from elsewhere than a socket."""
 
 
 def _refusal(status: int, headers: dict[str, str] | None = None) -> Response:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,10 +26,14 @@ from ..region import Shape
 from ..shards import Part, Shards
 from ..table import TensorTable
 from ..transport.store import Store, fetch
+from ..wire import limits
 from .records import Blob, Manifest, Step, canonical, get_named, path, require_hash, sha256
+from .room import require_memory
 
 AT_ONCE = 8  # transfers
 SPOOL_BYTES = 256 << 20  # patches that may be larger than this lie on disk
+FLIGHT_BYTES = 128 << 20  # of buckets that are fetched ahead; one that is larger comes alone
+_ENTRY_BYTES, _BUCKET_BYTES = 512, 1 << 15  # more than either takes besides its changes
 
 
 def zeros(table: TensorTable) -> dict[str, Bits]:
@@ -71,6 +76,8 @@ def built(
     start: tuple[dict[str, Bits], Digest] | None = None,
 ) -> dict[str, Bits]:
     """Weights that patches lead to, which must have a digest: from a start that is written to, or from nothing."""
+    if start is None:
+        require_memory(table.dense_bytes)
     weights, at = start or ((blank := zeros(table)), digest(blank, threads=threads))
     for patch in patches:
         patch.apply(weights, digest=at, threads=threads)
@@ -113,7 +120,7 @@ class Sent:
     @property
     def size(self) -> int:
         """Bytes of the buckets."""
-        return sum(blob.size for blob in self.manifest.buckets)
+        return self.manifest.size
 
     @property
     def written(self) -> int:
@@ -207,26 +214,51 @@ def receive(
             progress(blob.size)
         return data
 
-    size = sum(blob.size for blob in manifest.buckets)
+    size = manifest.size
     if size != step.bytes:
         raise InvalidField(f"{what}: buckets of {size} bytes, the index promises {step.bytes}")
+    _require_size(manifest, table, what)
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges, spool(size) as to:
-        buckets = _ahead(get, manifest.buckets)
+        buckets = _ahead(get, manifest.buckets, lambda blob: blob.size)
         patch = Patch(rewrite(table, buckets, manifest.base, manifest.result, manifest.changed, None, to))
     patch.heads  # noqa: B018  # reading them checks every bucket
     return patch
 
 
-def _ahead(work: Any, items: Iterable[Any]) -> Iterator[Any]:
-    """`map` on a few threads of its own, in order, with a bounded number in flight."""
+def _require_size(manifest: Manifest, table: TensorTable, what: str) -> None:
+    """Refuse buckets that are more, or larger, than any patch of these weights can be.
+
+    A bucket has an entry, and an entry a change. A change takes its bits, or a step of as many, and a position of four
+    bytes, with a byte more for each where they are written as tokens; an entry takes less than `_ENTRY_BYTES`, its
+    tiles among them, and a bucket less than `_BUCKET_BYTES` besides. No element is in two entries. Twice the sum is
+    above what any writer can reach.
+    """
+    elements, count, size = table.elements, len(manifest.buckets), manifest.size
+    changes = table.dense_bytes + 6 * elements
+    most = 2 * (changes + _ENTRY_BYTES * min(elements, limits.PATCH_ENTRIES) + _BUCKET_BYTES * count)
+    if count > elements or size > most:
+        raise LimitExceeded(
+            f"{what}: {count} buckets of {size} bytes; weights of {elements} elements in {table.dense_bytes} bytes can "
+            f"take {min(elements, limits.BUCKETS)} of {most} bytes at most"
+        )
+
+
+def _ahead(work: Any, items: Iterable[Any], size: Callable[[Any], int] = lambda _: 0) -> Iterator[Any]:
+    """`map` on a few threads of its own, in order, with a bounded number of items, and of their bytes, in flight."""
     pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-transfer")
-    flight: list[Any] = []
+    flight: deque[tuple[Any, int]] = deque()
+    in_flight = 0
     try:
         for item in items:
-            flight.append(pool.submit(work, item))
-            while len(flight) > 2 * AT_ONCE:
-                yield flight.pop(0).result()
+            nbytes = size(item)
+            while flight and (len(flight) >= 2 * AT_ONCE or in_flight + nbytes > FLIGHT_BYTES):
+                future, done = flight.popleft()
+                yield future.result()
+                del future  # and the bytes with it
+                in_flight -= done
+            flight.append((pool.submit(work, item), nbytes))
+            in_flight += nbytes
         while flight:
-            yield flight.pop(0).result()
+            yield flight.popleft()[0].result()
     finally:
         pool.shutdown(cancel_futures=True)

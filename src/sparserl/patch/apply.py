@@ -105,7 +105,7 @@ def apply(
 def _held(patch: Patch, weights: Weights | Shards) -> Held:
     """The weights, once they are known to be those that the patch speaks of."""
     held = Held.of(weights, patch.table, "the patch", "the weights")
-    if not held.complete and set(held.places) != set(patch.covers):
+    if not held.complete and (len(held.places) != len(patch.covers) or set(held.places) != set(patch.covers)):
         raise TensorMismatch("the patch covers other regions than the shards at hand")
     return held
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ..bits import UIntArray
+from ..boxes import some
 from ..codec import Found, Reader, Stream, value
 from ..codec.profile import Counts, Positions, Room, empty
 from ..kernels import cpu
 from ..pieces import Batch, Held, outline
+from ..region import Region
 from ..shards import Place
 from ..table import TensorTable
 from ..wire import Head
@@ -103,8 +105,7 @@ def decode(
 def sparse(head: Head) -> Batch:
     """The sparse entries."""
     entries, sparse = head.entries, head.entries.sparse
-    regions = [r for r, there in zip(entries.region, sparse.tolist(), strict=True) if there]
-    return Batch(head.dtype, entries.tensor[sparse], regions, entries.numel[sparse])
+    return Batch(head.dtype, entries.tensor[sparse], some(entries.region, sparse), entries.numel[sparse])
 
 
 def flatten(table: TensorTable, place: Place, positions: Positions) -> npt.NDArray[np.int64]:
@@ -112,7 +113,15 @@ def flatten(table: TensorTable, place: Place, positions: Positions) -> npt.NDArr
     tensor, region = place
     if region is None:
         return positions.astype(np.int64)
-    g = outline(table, np.array([tensor], np.int64), [region])
+    count = np.array([positions.size], np.int64)
+    return flatten_all(table, np.array([tensor], np.int64), [region], count, positions)
+
+
+def flatten_all(
+    table: TensorTable, tensor: Counts, regions: Sequence[Region | None], count: Counts, positions: Positions
+) -> npt.NDArray[np.int64]:
+    """Positions of regions, so many of each, as positions in their tensors."""
+    g = outline(table, tensor, regions)
     out = np.empty(positions.size, np.int64)
-    cpu.locate(np.array([positions.size], np.int64), g.start, g.dims, g.size, g.outside, positions, out)
+    cpu.locate(count, g.start, g.dims, g.size, g.outside, positions, out)
     return out

@@ -53,6 +53,24 @@ class Boxes(Sequence["Region | None"]):
         """Those of them that are wanted."""
         return Boxes(self.table, self.tensor[which], self.first[which], self.span[which])
 
+    @property
+    def numbers(self) -> Numbers:
+        """Where each box starts in every dimension and how far it goes, one box behind the other."""
+        boxed = np.flatnonzero(self.first >= 0)
+        rank, at, sizes = self.table.dimensions
+        ranks = rank[self.tensor[boxed]]
+        end = np.cumsum(2 * ranks)
+        out = np.empty(int(end[-1]) if end.size else 0, np.int64)
+        for r in np.unique(ranks).tolist():
+            mine = np.flatnonzero(ranks == r)
+            first, span = self.first[boxed[mine]], self.span[boxed[mine]]
+            for d in reversed(range(r)):
+                size = sizes[at[self.tensor[boxed[mine]]] + d]
+                first, out[end[mine] - 2 * r + d] = np.divmod(first, size)
+                span, last = np.divmod(span, size)
+                out[end[mine] - r + d] = last + 1
+        return out
+
     def _box(self, tensor: int, first: int, span: int) -> Region | None:
         if first < 0:
             return None
@@ -88,12 +106,27 @@ class Places(Sequence[Place]):
         return zip(map(int, self.regions.tensor), self.regions, strict=True)
 
 
+def columns(places: Sequence[Place]) -> tuple[Numbers, Sequence[Region | None]]:
+    """Tensors, and their regions."""
+    if isinstance(places, Places):
+        return places.regions.tensor, places.regions
+    return np.array([tensor for tensor, _ in places], np.int64), [region for _, region in places]
+
+
 def some(regions: Sequence[Region | None], which: npt.NDArray[np.bool_] | Numbers) -> Sequence[Region | None]:
     """Those of some regions that are wanted, by a flag for each or by their numbers."""
     if isinstance(regions, Boxes):
         return regions.some(which)
     numbers = np.flatnonzero(which) if which.dtype == bool else which
     return [regions[e] for e in numbers.tolist()]
+
+
+def boxes(table: TensorTable, tensor: Numbers, parts: Sequence[Sequence[Region | None]]) -> Boxes:
+    """Regions of tensors that come in several parts."""
+    upto = np.cumsum([len(part) for part in parts])
+    rows = [ends(table, its, part) for its, part in zip(np.split(tensor, upto[:-1]), parts, strict=True)]
+    first, last = (np.concatenate(column) for column in zip(*rows, strict=True))
+    return Boxes(table, tensor, np.where(last - first + 1 == table.numel[tensor], -1, first), last - first)
 
 
 def ends(table: TensorTable, tensor: Numbers, regions: Sequence[Region | None]) -> tuple[Numbers, Numbers]:

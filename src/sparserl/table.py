@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ class TensorTable:
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         try:
-            self.specs: tuple[TensorSpec, ...] = tuple(sorted(specs, key=lambda s: s.name))
+            self.specs: tuple[TensorSpec, ...] = tuple(sorted(specs, key=itemgetter(0)))  # their names
             "".join([s.name for s in self.specs]).encode()
         except (TypeError, UnicodeEncodeError) as error:
             raise UnsupportedTensor(f"tensor names are text that UTF-8 can hold: {error}") from error

@@ -138,6 +138,9 @@ class _Overlay:
         self._merge(False, where, words)
 
     def _merge(self, absolute: bool, where: Flat, words: UIntArray) -> None:
+        if not self.where[absolute].size:
+            self.where[absolute], self.words[absolute] = where, words
+            return
         old = ~np.isin(self.where[absolute], where, assume_unique=True)
         flat = np.concatenate([self.where[absolute][old], where])
         both = np.concatenate([self.words[absolute][old], words])
@@ -176,11 +179,8 @@ def _windows(patches: Sequence[Patch], held: Held | None) -> Iterator[Changes]:
         for number, users in by_window(located, (tensor, cover), rows, outer, most):
             window, low = outer.piece(most, number)
             overlay = _Overlay(table[tensor].dtype)
-            for row in users:
-                for where, words, absolute in located.of(row, (tensor, cover)):
-                    a, b = np.searchsorted(where, [low, low + window.numel])
-                    if a < b:
-                        overlay.add(where[a:b] - low, words[a:b], absolute)
+            for changes in located.inside(users, (tensor, cover), low, window.numel):
+                overlay.add(*changes)
             region = None if window == whole(table[tensor].shape) else window
             yield _settle(table, tensor, region, window.numel, overlay, held)
 
@@ -277,9 +277,13 @@ def invert(
     moved = Digest()
 
     def one(index: int) -> tuple[list[Changes], Digest]:
-        decoded = patch.decode(index, held)
-        changes, delta = _turned(decoded) if held is None else _undo(held, decoded)
-        return list(plan.route(changes, names, patch.table)), delta
+        routed: list[Changes] = []
+        moved = Digest()
+        for part in patch.decode(index, held).parts():
+            changes, delta = _turned(part) if held is None else _undo(held, part)
+            routed += plan.route(changes, names, patch.table)
+            moved += delta
+        return routed, moved
 
     def parts() -> Iterator[Changes]:
         nonlocal moved
@@ -316,7 +320,7 @@ def _columns(decoded: Decoded, after: UIntArray | None, steps: UIntArray | None,
     return Changes(
         decoded.head.dtype,
         decoded.sparse_tensor,
-        list(some(entries.region, entries.sparse)),
+        some(entries.region, entries.sparse),
         entries.numel[entries.sparse],
         decoded.sparse_count,
         decoded.positions,

@@ -10,14 +10,16 @@ import numpy.typing as npt
 
 from ..bits import UIntArray
 from ..boxes import some
-from ..codec import Found, Reader, Stream, value
+from ..codec import Found, Reader, Stream, profile, value
 from ..codec.profile import Counts, Positions, Room, empty
 from ..kernels import cpu
 from ..pieces import Batch, Held, outline
 from ..region import Region
 from ..shards import Place
 from ..table import TensorTable
-from ..wire import Head
+from ..wire import Entries, Head
+
+_FEW_DENSE, _SMALL_DENSE = 1 << 10, 256  # entries of a bucket; elements of each, on average
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,25 @@ class Decoded:
         """Place and bits of every dense entry."""
         return [(place, bits) for place, _, bits in self.dense_entries()]
 
+    def parts(self) -> list[Decoded]:
+        """The same, in two where there are very many small dense entries: these as changes of all their elements."""
+        entries, mine = self.head.entries, self.head.entries.dense
+        many = int(mine.sum())
+        if many <= _FEW_DENSE or self.dense.size > _SMALL_DENSE * many:
+            return [self]
+        regions, counts = some(entries.region, mine), entries.numel[mine]
+        dense = Entries(entries.tensor[mine], counts, np.zeros(many, bool), regions, counts)
+        no_words = np.empty(0, self.dense.dtype)
+        head = replace(self.head, profile=profile("raw"), entries=dense, dense_bytes=0)
+        rest = Decoded(head, counted(counts), self.dense, no_words, None)
+        if many == len(entries):
+            return [rest]
+        sparse = entries.sparse
+        others = some(entries.region, sparse)
+        columns = entries.tensor[sparse], entries.count[sparse], entries.dense[sparse], others, entries.numel[sparse]
+        head = replace(self.head, entries=Entries(*columns), dense_bytes=0)
+        return [replace(self, head=head, dense=no_words), rest]
+
     def _places(self, dense: bool) -> list[Place]:
         entries = self.head.entries
         return [
@@ -106,6 +127,11 @@ def sparse(head: Head) -> Batch:
     """The sparse entries."""
     entries, sparse = head.entries, head.entries.sparse
     return Batch(head.dtype, entries.tensor[sparse], some(entries.region, sparse), entries.numel[sparse])
+
+
+def counted(count: Counts) -> Positions:
+    """All positions of regions of so many elements, one behind the other."""
+    return (np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)).astype(np.uint32)
 
 
 def flatten(table: TensorTable, place: Place, positions: Positions) -> npt.NDArray[np.int64]:

@@ -6,7 +6,8 @@ Work and memory are in proportion to what the patches hold, whatever their tenso
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..boxes import corners, ends, some
 from ..region import Region
 from ..shards import Place
 from ..table import TensorTable
-from .decode import Decoded, flatten_all
+from .decode import Decoded, counted, flatten_all
 from .patch import Patch
 
 Flat = npt.NDArray[np.int64]
@@ -133,6 +134,23 @@ class Located:
         found: list[tuple[Flat, UIntArray, bool]] = kept
         return found
 
+    def inside(
+        self, rows: Iterable[Rows], cover: Place, low: int, numel: int
+    ) -> Iterator[tuple[Flat, UIntArray, bool]]:
+        """Changes in a window: `numel` positions of a covered region from `low` on, counted from there.
+
+        Those of each patch come together, bits and steps apart.
+        """
+        for _, its in groupby(rows, key=lambda row: row.patch):
+            kinds: dict[bool, list[tuple[Flat, UIntArray]]] = {}
+            for row in its:
+                for where, words, absolute in self.of(row, cover):
+                    a, b = np.searchsorted(where, [low, low + numel])
+                    if a < b:
+                        kinds.setdefault(absolute, []).append((where[a:b] - low, words[a:b]))
+            for absolute, parts in kinds.items():
+                yield *_rising(*(np.concatenate(c) if len(c) > 1 else c[0] for c in zip(*parts, strict=True))), absolute
+
     def _found(self, row: Rows, cover: Place) -> list[tuple[Flat, UIntArray, bool]]:
         decoded, begin = self._decoded(row.patch, row.bucket)
         entries, out = decoded.head.entries, []
@@ -141,16 +159,12 @@ class Located:
             if not mine.size:
                 continue
             count = (entries.numel if dense else entries.count)[mine]
-            inner = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-            at = inner + np.repeat(begin[mine], count)
-            positions = inner.astype(np.uint32) if dense else decoded.positions[at]
-            words = decoded.dense[at] if dense else decoded.words[at]
+            at = _slices(begin[mine], count)
+            positions = counted(count) if dense else decoded.positions[at]
+            words = (decoded.dense if dense else decoded.words)[at]
             where = flatten_all(self._table, entries.tensor[mine], some(entries.region, mine), count, positions)
             where = _relative(self._table, cover, where)
-            if not bool((where[1:] > where[:-1]).all()):
-                order = np.argsort(where, kind="stable")
-                where, words = where[order], words[order]
-            out.append((where, words, dense or decoded.head.profile.absolute))
+            out.append((*_rising(where, words), dense or decoded.head.profile.absolute))
         return out
 
     def _decoded(self, patch: int, bucket: int) -> tuple[Decoded, Flat]:
@@ -180,6 +194,21 @@ class Located:
         while self._room < 0 and len(self._kept) > 1:
             _, (freed, _) = self._kept.popitem(last=False)
             self._room += freed
+
+
+def _slices(begin: Flat, count: Flat) -> slice | Flat:
+    """Where so many things from each beginning on are: one slice, if each ends where the next one begins."""
+    if bool((begin[1:] == (begin + count)[:-1]).all()):
+        return slice(int(begin[0]), int(begin[-1] + count[-1]))
+    return counted(count).astype(np.int64) + np.repeat(begin, count)
+
+
+def _rising(where: Flat, words: UIntArray) -> tuple[Flat, UIntArray]:
+    """Positions in order, and their words."""
+    if bool((where[1:] > where[:-1]).all()):
+        return where, words
+    order = np.argsort(where, kind="stable")
+    return where[order], words[order]
 
 
 def _relative(table: TensorTable, cover: Place, flat: Flat) -> Flat:

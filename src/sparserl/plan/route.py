@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..bits import DType, UIntArray
+from ..boxes import some
 from ..codec.profile import Counts
 from ..region import Region, whole
 from ..table import TensorTable
@@ -140,7 +141,7 @@ def _select(changes: Changes, keep: npt.NDArray[np.bool_]) -> Changes:
     return Changes(
         changes.dtype,
         changes.tensor[keep],
-        [r for r, k in zip(changes.region, keep.tolist(), strict=True) if k],
+        some(changes.region, keep),
         changes.numel[keep],
         changes.count[keep],
         covered=int(changes.covered - changes.numel[~keep].sum()),

@@ -249,9 +249,12 @@ def _directory_in_words(cursor: Cursor, count: int) -> list[_Told]:
 
 def encode_places(tensor: Column, values: Column, regions: Sequence[Region | None]) -> bytes:
     """Three columns: steps from tensor to tensor, values with a flag for a box, and the boxes."""
-    boxed = np.array([r is not None for r in regions], np.int64)
-    boxes = [n for r in regions if r is not None for n in (*r.start, *r.size)]
-    return varints(np.diff(tensor, prepend=0)) + varints(values << 1 | boxed) + varints(np.array(boxes, np.int64))
+    if isinstance(regions, Boxes):
+        boxed, boxes = regions.first >= 0, regions.numbers
+    else:
+        boxed = np.array([r is not None for r in regions], bool)
+        boxes = np.array([n for r in regions if r is not None for n in (*r.start, *r.size)], np.int64)
+    return varints(np.diff(tensor, prepend=0)) + varints(values << 1 | boxed) + varints(boxes)
 
 
 def decode_places(

@@ -7,7 +7,7 @@ from typing import overload
 
 import numpy as np
 
-from ..boxes import Boxes, Numbers, Places, corners, ends
+from ..boxes import Boxes, Numbers, columns, corners, ends
 from ..errors import InvalidField, LimitExceeded
 from ..region import Effort, Region, first_shared, parted, refuse_overlap, whole
 from ..shards import Place
@@ -87,20 +87,20 @@ def gather_heads(
     than a patch may have. `read` reads one again.
     """
     kept: list[Head] = []
-    columns = _Columns(table)
+    rows = _Columns(table)
     count = entries = counted = 0
     for head in heads:
         entries += len(head.entries)
         counted += int(head.entries.count.sum())
         if entries > limits.PATCH_ENTRIES:
             raise LimitExceeded(f"bucket {count}: entry {entries} of the patch, the limit is {limits.PATCH_ENTRIES}")
-        columns.add(head.entries.tensor, head.entries.region)
+        rows.add(head.entries.tensor, head.entries.region)
         if len(kept) == count < _KEPT_HEADS and (entries <= _KEPT_ENTRIES or not count):
             kept.append(head)
         count += 1
     if counted != changed:
         raise InvalidField(f"the footer promises {changed} changes, the buckets hold {counted}")
-    places = columns.joined()
+    places = rows.joined()
     if covers is not None:
         _require_covered(table, places, place_columns(table, covers))
     refuse_shared(table, *places, size)
@@ -109,11 +109,8 @@ def gather_heads(
 
 def place_columns(table: TensorTable, places: Sequence[Place]) -> tuple[Numbers, Numbers, Numbers]:
     """Tensors, and the positions of the first and the last element of their regions."""
-    if isinstance(places, Places):
-        tensor = places.regions.tensor
-        return tensor, *ends(table, tensor, places.regions)
-    tensor = np.array([t for t, _ in places], np.int64)
-    return tensor, *ends(table, tensor, [r for _, r in places])
+    tensor, regions = columns(places)
+    return tensor, *ends(table, tensor, regions)
 
 
 def _require_covered(

@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from ..boxes import Boxes, Places
+from ..boxes import Boxes, Places, columns
 from ..digest import Digest
 from ..errors import InvalidField, LimitExceeded, Truncated, UnsupportedFormat
 from ..shards import Place
@@ -56,9 +56,8 @@ def encode_footer(footer: Footer, seal: bytes) -> bytes:
     out += varint(_COMPLETE if complete else 0) + varint(footer.changed) + varint(len(footer.sizes))
     out += varints(np.array(footer.sizes, np.int64)) + footer.checksums
     if footer.covers is not None:
-        tensor = np.array([t for t, _ in footer.covers], np.int64)
-        zeros = np.zeros(tensor.size, np.int64)
-        out += varint(tensor.size) + encode_places(tensor, zeros, [r for _, r in footer.covers])
+        tensor, regions = columns(footer.covers)
+        out += varint(tensor.size) + encode_places(tensor, np.zeros(tensor.size, np.int64), regions)
     out += checksum(out)
     return out + _TRAILER.pack(len(out), END)
 
@@ -138,7 +137,7 @@ class PatchWriter:
         self._checksums.append(bytes(bucket[-CHECKSUM_BYTES:]))
 
     def finish(self, base: Digest, result: Digest, changed: int, covers: Sequence[Place] | None) -> None:
-        places = None if covers is None else tuple(covers)
+        places = covers if covers is None or isinstance(covers, Places) else tuple(covers)
         footer = Footer(base, result, changed, places, tuple(self._sizes), b"".join(self._checksums))
         self._file.write(encode_footer(footer, self._seal))
 

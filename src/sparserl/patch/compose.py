@@ -37,7 +37,7 @@ from ..wire.check import place_columns, refuse_shared
 from .apply import digest_of, stage
 from .assemble import Target, assemble, rewrite
 from .decode import Decoded
-from .located import Located, by_window, touched
+from .located import Located, among, by_window, touched
 from .patch import Patch
 
 Flat = npt.NDArray[np.int64]
@@ -120,7 +120,7 @@ class _Overlay:
     def add(self, where: Flat, words: UIntArray, absolute: bool) -> None:
         """Lay one patch's changes over what is there; each call brings distinct, sorted positions."""
         if absolute:
-            keep = ~np.isin(self.where[False], where, assume_unique=True)
+            keep = ~among(self.where[False], where)
             self.where[False], self.words[False] = self.where[False][keep], self.words[False][keep]
             self._merge(True, where, words)
             return
@@ -138,10 +138,10 @@ class _Overlay:
         self._merge(False, where, words)
 
     def _merge(self, absolute: bool, where: Flat, words: UIntArray) -> None:
-        if not self.where[absolute].size:
+        old = ~among(self.where[absolute], where)
+        if not old.any():
             self.where[absolute], self.words[absolute] = where, words
             return
-        old = ~np.isin(self.where[absolute], where, assume_unique=True)
         flat = np.concatenate([self.where[absolute][old], where])
         both = np.concatenate([self.words[absolute][old], words])
         order = np.argsort(flat, kind="stable")
@@ -279,8 +279,9 @@ def invert(
     def one(index: int) -> tuple[list[Changes], Digest]:
         routed: list[Changes] = []
         moved = Digest()
-        for part in patch.decode(index, held).parts():
-            changes, delta = _turned(part) if held is None else _undo(held, part)
+        parts = patch.decode(index, held).parts()
+        while parts:  # each is let go of as soon as it was turned round
+            changes, delta = _turned(parts.pop(0)) if held is None else _undo(held, parts.pop(0))
             routed += plan.route(changes, names, patch.table)
             moved += delta
         return routed, moved
@@ -309,8 +310,9 @@ def _turned(decoded: Decoded) -> tuple[Changes, Digest]:
 
 def _undo(held: Held, decoded: Decoded) -> tuple[Changes, Digest]:
     """The bits of the base, put back."""
-    staged = stage(held, decoded.in_order())
-    dtype, decoded = decoded.head.dtype, staged.decoded
+    decoded = decoded.in_order()
+    staged = stage(held, decoded)
+    dtype = decoded.head.dtype
     dense = [Dense(place, count, held.bits(*place).copy()) for place, count, _ in decoded.dense_entries()]
     return _columns(decoded, staged.old, steps_between(dtype, staged.new.bits, staged.old), dense), staged.moved
 

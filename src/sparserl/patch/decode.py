@@ -49,8 +49,10 @@ class Decoded:
         """The same with the positions of each entry rising, which `conditional` profiles do not promise."""
         if not self.head.profile.conditional:
             return self
-        entry = np.repeat(np.arange(self.sparse_count.size), self.sparse_count)
-        order = np.lexsort((self.positions, entry))
+        key = np.repeat(np.arange(self.sparse_count.size) << 32, self.sparse_count)
+        key |= self.positions
+        order = np.argsort(key, kind="stable")
+        del key
         old = None if self.old is None else self.old[order]
         return replace(self, positions=self.positions[order], words=self.words[order], old=old)
 
@@ -89,11 +91,8 @@ class Decoded:
 
     def _places(self, dense: bool) -> list[Place]:
         entries = self.head.entries
-        return [
-            (t, r)
-            for t, r, d in zip(entries.tensor.tolist(), entries.region, entries.dense.tolist(), strict=True)
-            if d is dense
-        ]
+        mine = entries.dense if dense else entries.sparse
+        return [*zip(entries.tensor[mine].tolist(), some(entries.region, mine), strict=True)]
 
 
 def decode(

@@ -22,7 +22,7 @@ from .decode import Decoded, counted, flatten_all
 from .patch import Patch
 
 Flat = npt.NDArray[np.int64]
-_KEEP_BYTES = 256 << 20  # of decoded changes that may be asked for again
+_KEEP_BYTES = 416 << 20  # of decoded changes that may be asked for again: two of the largest buckets
 _TOGETHER = 1 << 10
 
 
@@ -105,7 +105,7 @@ def by_window(
         return
     number, row = [], []
     for i, one in enumerate(rows):
-        for where, _, _ in located.of(one, cover):
+        for where, _, _ in located.of(one, cover, again=True):
             number.append(np.unique(outer.pieces_of(most, where)))
             row.append(np.full(number[-1].size, i))
     windows, users = np.concatenate(number or [np.empty(0, np.int64)]), np.concatenate(row or [np.empty(0, np.int64)])
@@ -125,12 +125,16 @@ class Located:
         self._kept: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
         self._room = _KEEP_BYTES
 
-    def of(self, row: Rows, cover: Place) -> list[tuple[Flat, UIntArray, bool]]:
-        """Positions in a covered region, rising, with bits or steps, and which of the two; those of one row."""
+    def of(self, row: Rows, cover: Place, again: bool = False) -> list[tuple[Flat, UIntArray, bool]]:
+        """Positions in a covered region, rising, with bits or steps, and which of the two; those of one row.
+
+        again: whether they will be asked for once more.
+        """
         key = row.patch, row.bucket, cover
         if (kept := self._recall(key)) is None:
             kept = self._found(row, cover)
-            self._keep(key, kept, sum(where.nbytes + words.nbytes for where, words, _ in kept))
+            if again:
+                self._keep(key, kept, sum(where.nbytes + words.nbytes for where, words, _ in kept))
         found: list[tuple[Flat, UIntArray, bool]] = kept
         return found
 
@@ -145,9 +149,10 @@ class Located:
             kinds: dict[bool, list[tuple[Flat, UIntArray]]] = {}
             for row in its:
                 for where, words, absolute in self.of(row, cover):
-                    a, b = np.searchsorted(where, [low, low + numel])
+                    ends = np.minimum([low, low + numel], np.iinfo(where.dtype).max).astype(where.dtype)
+                    a, b = np.searchsorted(where, ends)
                     if a < b:
-                        kinds.setdefault(absolute, []).append((where[a:b] - low, words[a:b]))
+                        kinds.setdefault(absolute, []).append((where[a:b].astype(np.int64) - low, words[a:b]))
             for absolute, parts in kinds.items():
                 yield *_rising(*(np.concatenate(c) if len(c) > 1 else c[0] for c in zip(*parts, strict=True))), absolute
 
@@ -162,8 +167,10 @@ class Located:
             at = _slices(begin[mine], count)
             positions = counted(count) if dense else decoded.positions[at]
             words = (decoded.dense if dense else decoded.words)[at]
-            where = flatten_all(self._table, entries.tensor[mine], some(entries.region, mine), count, positions)
-            where = _relative(self._table, cover, where)
+            where: npt.NDArray[Any] = positions
+            if cover[1] is not None or entries.region[int(mine[0])] is not None:
+                where = flatten_all(self._table, entries.tensor[mine], some(entries.region, mine), count, positions)
+                where = _relative(self._table, cover, where)
             out.append((*_rising(where, words), dense or decoded.head.profile.absolute))
         return out
 
@@ -203,7 +210,16 @@ def _slices(begin: Flat, count: Flat) -> slice | Flat:
     return counted(count).astype(np.int64) + np.repeat(begin, count)
 
 
-def _rising(where: Flat, words: UIntArray) -> tuple[Flat, UIntArray]:
+def among(these: Flat, those: Flat) -> npt.NDArray[np.bool_]:
+    """Which of these numbers are among those; both rise."""
+    if not these.size or not those.size:
+        return np.zeros(these.size, bool)
+    at = np.minimum(np.searchsorted(those, these), those.size - 1)
+    found: npt.NDArray[np.bool_] = those[at] == these
+    return found
+
+
+def _rising(where: npt.NDArray[Any], words: UIntArray) -> tuple[npt.NDArray[Any], UIntArray]:
     """Positions in order, and their words."""
     if bool((where[1:] > where[:-1]).all()):
         return where, words

@@ -137,13 +137,36 @@ def test_first_overlap_far_out():
     assert first_overlap([Region((far,), (6,)), Region((far + 5,), (5,))]) == (0, 1)
 
 
-def test_regions_too_entangled_to_compare_are_refused(monkeypatch):
+def rods(many):
+    """Rods along three axes that pass one another: no cut parts them, whatever the dimension."""
+    out, length = [], 2 * many
+    for a in range(0, length, 2):
+        for b in range(0, length, 2):
+            out.append(Region((0, a, b + 1), (length, 1, 1)))
+            out.append(Region((a + 1, 0, b), (1, length, 1)))
+            out.append(Region((a, b + 1, 0), (1, 1, length)))
+    return out
+
+
+def test_regions_that_no_cut_parts_are_compared():
+    """Boxes around one another are told apart, and one that crosses another is found."""
+    assert first_overlap(rods(5)) is None
+    pair = first_overlap([*rods(5), Region((3, 3, 3), (1, 2, 1))])
+    assert pair is not None
+    assert 75 in pair
+
+
+def test_regions_too_entangled_to_compare_are_refused():
     """The work is bounded: more pairs than that are an error, not an hour."""
-    grid = [Region((i, j), (1, 1)) for i in range(4) for j in range(4)]
+    with pytest.raises(LimitExceeded, match="10800 regions"):
+        first_overlap(rods(60))
+
+
+def test_a_grid_is_never_too_entangled():
+    """What sharding makes falls apart by straight cuts, as many as there are: nothing is refused."""
+    grid = [Region((i, 0, j), (1, 4, 1)) for j in range(256) for i in range(256)]
     assert first_overlap(grid) is None
-    monkeypatch.setattr("sparserl.region._PAIRS", 5)
-    with pytest.raises(LimitExceeded, match="16 regions"):
-        first_overlap(grid)
+    assert first_overlap([*grid, grid[777]]) is not None
 
 
 def test_refusal_names_the_tensor_and_both_regions():

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .bits import DType, UIntArray
+from .boxes import Boxes, corners
 from .errors import TensorMismatch
 from .memory import Memory, Weights, far_tensor, leading, memories, require_like, table_of
 from .region import Region, Shape, collapse, row_major, whole
@@ -30,7 +31,7 @@ class Batch:
 
     dtype: DType
     tensor: Numbers
-    region: list[Region | None]
+    region: Sequence[Region | None]
     numel: Numbers
     offset: int = 0
 
@@ -163,12 +164,21 @@ class Held:
         """Numbers of the parts' bits in row-major order, and what must be kept alive while they are in use."""
         addresses = self._address[batch.tensor]
         alive: list[object] = []
-        for i in self._special(batch.tensor, batch.region):
+        for i in self._apart(batch.tensor, batch.region, addresses):
             tensor = int(batch.tensor[i])
             memory, local = self.local(tensor, batch.region[i])
             addresses[i], owner = memory.read(local)
             alive.append(owner)
         return addresses, alive
+
+    def _apart(self, tensor: Numbers, regions: Sequence[Region | None], addresses: Numbers) -> list[int]:
+        """Entries whose bits do not lie in one run; the addresses of many that do are found together."""
+        if not isinstance(regions, Boxes):
+            return self._special(tensor, regions)
+        g = self.geometry(tensor, regions)
+        runs = self._plain[tensor] & (g.dims == 1) & (g.inside[:, 0] == 1)
+        addresses[runs] = g.first[runs]
+        return np.flatnonzero(~runs).tolist()
 
     def in_place(self, batch: Batch, addresses: Numbers) -> bool:
         """Whether what `read` gave is the parts' own memory, not copies."""
@@ -196,12 +206,17 @@ class Held:
         """Where the elements of the entries' regions lie, in memory and in their tensors."""
         geometry = Geometry.plain(self.table, tensor)
         geometry.first = self._address[tensor]
+        if isinstance(regions, Boxes) and tensor.size:
+            geometry.boxes(regions, (regions.first >= 0) & self._plain[tensor])
+            geometry.first += self.table.specs[int(tensor[0])].dtype.width * geometry.start
         for e in self._special(tensor, regions):
             self._place(geometry, e, int(tensor[e]), regions[e])
         return geometry
 
     def _special(self, tensor: Numbers, regions: Sequence[Region | None]) -> list[int]:
         """Entries that are not simply all of a contiguous tensor."""
+        if isinstance(regions, Boxes):
+            return np.flatnonzero(~self._plain[tensor]).tolist()
         if self._all_plain:
             return [e for e, region in enumerate(regions) if region is not None]
         plain = self._plain[tensor].tolist()
@@ -261,14 +276,42 @@ class Geometry:
         self.start[e], self.size[e, 0] = lead, region.numel
         return True
 
-    def box(self, e: int, start: int, size: Shape, strides: tuple[Shape, ...]) -> None:
-        """Put a collapsed box with its strides in memory and in the tensor into row `e`."""
-        missing = len(size) - self.size.shape[1]
+    def boxes(self, regions: Boxes, which: npt.NDArray[np.bool_]) -> None:
+        """Put those of many boxes that are wanted into their rows, as they lie in contiguous tensors."""
+        ranks = regions.table.wide.rank[regions.tensor]
+        for rank in np.unique(ranks[which]).tolist():
+            e = np.flatnonzero(which & (ranks == rank))
+            tensor, first, span = regions.tensor[e], regions.first[e], regions.span[e]
+            start, stop = corners(regions.table, tensor, first, first + span)
+            size = (stop - start).T
+            run = size.prod(axis=1) == span + 1
+            self.start[e], self.size[e, 0] = first, span + 1
+            if run.all():
+                continue
+            e, size, tensor = e[~run], size[~run], tensor[~run]
+            strides = np.ones_like(size)
+            for d in reversed(range(rank - 1)):
+                strides[:, d] = strides[:, d + 1] * regions.table.wide.sizes[regions.table.wide.at[tensor] + d + 1]
+            order = np.argsort(size == 1, axis=1, kind="stable")  # those of one element last: they tell nothing
+            self.dims[e] = dims = np.count_nonzero(size > 1, axis=1)
+            most = int(dims.max())
+            self._widen(most)
+            columns = order[:, :most]
+            self.size[e, :most] = np.take_along_axis(size, columns, 1)
+            self.inside[e, :most] = self.outside[e, :most] = np.take_along_axis(strides, columns, 1)
+
+    def _widen(self, dims: int) -> None:
+        """Have room for so many dimensions."""
+        missing = dims - self.size.shape[1]
         if missing > 0:
             pad = ((0, 0), (0, missing))
             self.size, self.inside, self.outside = (
                 np.pad(a, pad, constant_values=1) for a in (self.size, self.inside, self.outside)
             )
+
+    def box(self, e: int, start: int, size: Shape, strides: tuple[Shape, ...]) -> None:
+        """Put a collapsed box with its strides in memory and in the tensor into row `e`."""
+        self._widen(len(size))
         self.start[e], self.dims[e] = start, max(1, len(size))
         for column, values in zip((self.size, self.inside, self.outside), (size or (1,), *strides), strict=True):
             column[e, : len(values)] = values
@@ -277,6 +320,9 @@ class Geometry:
 def outline(table: TensorTable, tensor: Numbers, regions: Sequence[Region | None]) -> Geometry:
     """Where the elements of regions lie in their tensors, for bits that were brought into row-major order."""
     geometry = Geometry.plain(table, tensor)
+    if isinstance(regions, Boxes):
+        geometry.boxes(regions, regions.first >= 0)
+        return geometry
     for e, region in enumerate(regions):
         shape = table.specs[int(tensor[e])].shape
         if region is not None and not geometry.run(e, region, shape):

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from .errors import LimitExceeded, RegionOverlap
 
 Shape = tuple[int, ...]
-Order = npt.NDArray[np.intp]
-_PAIRS = 1 << 27  # of regions to compare, a second or two; far above what any sharding or splitting makes
+Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -52,24 +51,47 @@ class Region:
 
     def split(self, limit: int) -> Iterator[Region]:
         """Boxes of at most `limit` elements, in order: each is a run of consecutive positions of this one."""
+        axis, step, _ = self._cut(limit)
+        if axis < 0:
+            yield self
+            return
+        for head in np.ndindex(*self.size[:axis]):
+            for i in range(0, self.size[axis], step):
+                yield self._piece(axis, head, i, step)
+
+    def pieces_of(self, limit: int, positions: Numbers) -> Numbers:
+        """Which of the boxes that `split` makes each position is in, counted from 0."""
+        axis, step, inner = self._cut(limit)
+        if axis < 0:
+            return np.zeros_like(positions)
+        row, rest = np.divmod(positions, inner * self.size[axis])
+        numbers: Numbers = row * -(-self.size[axis] // step) + rest // (inner * step)
+        return numbers
+
+    def piece(self, limit: int, number: int) -> tuple[Region, int]:
+        """One of the boxes that `split` makes, and the position at which it starts."""
+        axis, step, inner = self._cut(limit)
+        if axis < 0:
+            return self, 0
+        row, i = divmod(number, -(-self.size[axis] // step))
+        head = tuple(int(k) for k in np.unravel_index(row, self.size[:axis])) if axis else ()
+        return self._piece(axis, head, i * step, step), (row * self.size[axis] + i * step) * inner
+
+    def _cut(self, limit: int) -> tuple[int, int, int]:
+        """The dimension that is cut (-1 for none), into how many steps at a time, and the elements of one step."""
         axis = 0
         inner = self.numel
         while axis < len(self.size) and inner > limit:
             inner //= self.size[axis]
             axis += 1
-        if axis == 0:
-            yield self
-            return
-        axis -= 1
-        step = max(1, limit // inner)
-        for head in np.ndindex(*self.size[:axis]):
-            lead = tuple(a + i for a, i in zip(self.start, head, strict=False))
-            for i in range(0, self.size[axis], step):
-                size = min(step, self.size[axis] - i)
-                yield Region(
-                    (*lead, self.start[axis] + i, *self.start[axis + 1 :]),
-                    ((1,) * axis + (size,) + self.size[axis + 1 :]),
-                )
+        return axis - 1, max(1, limit // max(1, inner)), inner
+
+    def _piece(self, axis: int, head: Shape, i: int, step: int) -> Region:
+        lead = tuple(a + k for a, k in zip(self.start, head, strict=False))
+        return Region(
+            (*lead, self.start[axis] + i, *self.start[axis + 1 :]),
+            ((1,) * axis + (min(step, self.size[axis] - i),) + self.size[axis + 1 :]),
+        )
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.size, strict=True)) + "]"
@@ -106,31 +128,100 @@ def collapse(size: Shape, *strides: Shape) -> tuple[Shape, tuple[Shape, ...]]:
     return tuple(out), tuple(tuple(row) for row in rows)
 
 
+class Effort:
+    """What may still be done to find out whether regions overlap, in steps of about a tenth of a microsecond."""
+
+    def __init__(self, steps: int = 1 << 23) -> None:
+        self._left = steps
+
+    def spend(self, steps: int, regions: int) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise LimitExceeded(f"{regions} regions of a tensor are too entangled to tell whether they overlap")
+
+
 def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
-    """Two indices whose regions share an element, or None. Sweeps along the dimension that tells most apart."""
+    """Two indices whose regions share an element, or None."""
     if len(regions) < 2:
         return None
-    if not regions[0].size:
-        return (0, 1)
-    start = np.array([r.start for r in regions], np.int64)
-    stop = start + np.array([r.size for r in regions], np.int64)
-    pairs, order, reach = min((_sweep(a, b) for a, b in zip(start.T, stop.T, strict=True)), key=lambda s: s[0])
-    if pairs > _PAIRS:
-        raise LimitExceeded(f"{len(regions)} regions of a tensor are too entangled to tell whether they overlap")
-    start, stop = start[order], stop[order]
-    for i in np.flatnonzero(reach > np.arange(1, len(regions) + 1)):
-        rivals = slice(i + 1, reach[i])
-        hit = ((start[rivals] < stop[i]) & (start[i] < stop[rivals])).all(axis=1)
+    start = np.array([r.start for r in regions], np.int64).T
+    stop = start + np.array([r.size for r in regions], np.int64).T
+    return first_shared(np.zeros(len(regions), np.int64), start, stop, Effort())
+
+
+def first_shared(owner: Numbers, start: Numbers, stop: Numbers, effort: Effort) -> tuple[int, int] | None:
+    """Two indices of boxes of one owner that share an element, or None; a row for each dimension.
+
+    Cuts that go through no box part them, dimension by dimension: what sharding and splitting make falls apart into
+    single boxes. Only those that no cut parts are compared with one another.
+    """
+    left, group = np.arange(owner.size), owner
+    unparted, d = 0, 0
+    if not len(start):
+        left, group, _ = parted(left, group, np.zeros_like(owner), np.ones_like(owner), effort)
+    while left.size and unparted < len(start):
+        effort.spend(left.size, owner.size)
+        left, group, cut = parted(left, group, start[d], stop[d], effort)
+        unparted = 0 if cut else unparted + 1
+        d = (d + 1) % len(start)
+    return _first_pair(left, group, start, stop, effort) if left.size else None
+
+
+def parted(
+    left: Numbers, group: Numbers, start: Numbers, stop: Numbers, effort: Effort | None = None
+) -> tuple[Numbers, Numbers, bool]:
+    """Groups of intervals, cut wherever no interval of a group lies: those with others in their group, and whether
+    any group was cut. `left` says which intervals are looked at, `group` is a number for each of them.
+    """
+    if not left.size:
+        return left, group, False
+    low, high = start[left], stop[left]
+    if not bool(((group[1:] > group[:-1]) | ((group[1:] == group[:-1]) & (low[1:] >= low[:-1]))).all()):
+        if effort is not None:
+            effort.spend(4 * left.size, left.size)
+        order = np.lexsort((low, group))
+        left, group, low, high = left[order], group[order], low[order], high[order]
+    old = _begins(group[1:] != group[:-1])
+    begins = old.copy()
+    number, span = np.cumsum(old), max(1, int(high.max()))
+    together = max(1, (1 << 62) // span)  # groups one behind the other on one line, as many as fit 63 bits
+    for first in range(1, int(number[-1]) + 1, together):
+        a, b = np.searchsorted(number, [first, first + together])
+        shift = (number[a:b] - first) * span
+        reach = np.maximum.accumulate(high[a:b] + shift)
+        begins[a + 1 : b] |= low[a + 1 : b] + shift[1:] >= reach[:-1]
+    ids: Numbers = np.cumsum(begins, dtype=np.int64)
+    several = np.bincount(ids)[ids] > 1
+    return left[several], ids[several], bool((begins != old).any())
+
+
+def _begins(differs: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    return np.concatenate((np.ones(1, bool), differs))
+
+
+def _first_pair(left: Numbers, group: Numbers, start: Numbers, stop: Numbers, effort: Effort) -> tuple[int, int] | None:
+    """Compare the boxes of each group with one another, along the dimension in which they are shortest."""
+    if not len(start):
+        return int(left[0]), int(left[1])
+    shares = [(stop[d][left] - start[d][left]).sum() / max(1, int(stop[d][left].max())) for d in range(len(start))]
+    along = int(np.argmin(shares))
+    order = np.lexsort((start[along][left], group))
+    left, group = left[order], group[order]
+    low, high = start[along][left], stop[along][left]
+    at, step = np.arange(left.size), 0
+    while at.size:
+        step += 1
+        at = at[at < left.size - step]
+        rival = at + step
+        at = at[(group[rival] == group[at]) & (low[rival] < high[at])]  # they rise: who is past one is past the rest
+        effort.spend((at.size + 256) * len(start) // 2, left.size)
+        a, b = left[at], left[at + step]
+        hit = np.ones(at.size, bool)
+        for d in range(len(start)):
+            hit &= (start[d][a] < stop[d][b]) & (start[d][b] < stop[d][a])
         if hit.any():
-            return int(order[i]), int(order[i + 1 + int(hit.argmax())])
+            return int(a[hit.argmax()]), int(b[hit.argmax()])
     return None
-
-
-def _sweep(start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> tuple[int, Order, Order]:
-    """Along one dimension: how many pairs it leaves to compare, the order, and how far each reaches in it."""
-    order = np.argsort(start, kind="stable")
-    reach = np.searchsorted(start[order], stop[order], side="left")
-    return int((reach - np.arange(1, start.size + 1)).sum()), order, reach
 
 
 def refuse_overlap(name: str, regions: Sequence[Region]) -> None:

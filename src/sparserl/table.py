@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -35,12 +36,20 @@ class TensorSpec(NamedTuple):
         return f"{self.name} {self.dtype.name}{list(self.shape)}"
 
 
+class Dimensions(NamedTuple):
+    """Dimensions of tensors: how many each has, where they begin among all of them, and their sizes."""
+
+    rank: npt.NDArray[np.int64]
+    at: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+
 class TensorTable:
     """Specs sorted by name. Tensors are known by their index in it."""
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         try:
-            self.specs: tuple[TensorSpec, ...] = tuple(sorted(specs, key=lambda s: s.name))
+            self.specs: tuple[TensorSpec, ...] = tuple(sorted(specs, key=itemgetter(0)))  # their names
             "".join([s.name for s in self.specs]).encode()
         except (TypeError, UnicodeEncodeError) as error:
             raise UnsupportedTensor(f"tensor names are text that UTF-8 can hold: {error}") from error
@@ -89,6 +98,21 @@ class TensorTable:
     def codes(self) -> npt.NDArray[np.uint8]:
         """The dtype of each tensor, by its code."""
         return np.array([s.dtype.code for s in self.specs], np.uint8)
+
+    @cached_property
+    def dimensions(self) -> Dimensions:
+        """All dimensions of all tensors."""
+        rank = np.array([len(s.shape) for s in self.specs], np.int64)
+        sizes = np.fromiter((n for s in self.specs for n in s.shape), np.int64, int(rank.sum()))
+        return Dimensions(rank, np.cumsum(rank) - rank, sizes)
+
+    @cached_property
+    def wide(self) -> Dimensions:
+        """Those that have more than one element: in the others there is nothing to tell apart."""
+        every = self.dimensions
+        kept = every.sizes != 1
+        rank = np.bincount(np.repeat(np.arange(len(self)), every.rank)[kept], minlength=len(self)).astype(np.int64)
+        return Dimensions(rank, np.cumsum(rank) - rank, every.sizes[kept])
 
     def require(self, other: TensorTable, ours: str, theirs: str) -> None:
         """Raise `TensorMismatch` naming every difference, unless the two tables are equal."""

@@ -105,7 +105,7 @@ def apply(
 def _held(patch: Patch, weights: Weights | Shards) -> Held:
     """The weights, once they are known to be those that the patch speaks of."""
     held = Held.of(weights, patch.table, "the patch", "the weights")
-    if not held.complete and set(held.places) != set(patch.covers):
+    if not held.complete and (len(held.places) != len(patch.covers) or set(held.places) != set(patch.covers)):
         raise TensorMismatch("the patch covers other regions than the shards at hand")
     return held
 
@@ -157,7 +157,8 @@ def _exchange_or_undo(patch: Patch, held: Held, base: Digest, threads: int | Non
     memory = empty(ends[-1], np.uint8)
 
     def land(index: int) -> None:
-        log.append(exchange(held, patch, index, _Memory(memory[ends[index] : ends[index + 1]]).take))
+        for done in exchange(held, patch, index, _Memory(memory[ends[index] : ends[index + 1]]).take):
+            log.append(done)  # noqa: PERF402  # one by one: what was done must be known when the next one fails
 
     def work() -> None:
         try:
@@ -184,17 +185,20 @@ def _stage_then_commit(patch: Patch, held: Held, base: Digest, tied: list[list[i
     result, room = base, KEEP_BYTES
     kept: list[Staged] = []
     landing: list[Overlay | tuple[int, bytes]] = []
-    for index, data, part in ordered(lambda i: _staged(patch, held, i), range(patch.buckets), threads):
-        result += part.moved
-        room -= part.new.nbytes
-        landing.append(part.new if tied or room >= 0 else (index, bytes(data)))
+    for index, data, parts in ordered(lambda i: _staged(patch, held, i), range(patch.buckets), threads):
+        result += sum((part.moved for part in parts), Digest())
+        room -= sum(part.new.nbytes for part in parts)
+        landing += [part.new for part in parts] if tied or room >= 0 else [(index, bytes(data))]
         if tied:
-            kept.append(part)
+            kept += parts
     _require_result(patch, result)
     refuse_conflicts(patch, held, tied, kept)
 
     def land(part: Overlay | tuple[int, bytes]) -> None:
-        (part if isinstance(part, Overlay) else stage(held, patch.parse(*part, held)).new).write(held)
+        for new in (
+            [part] if isinstance(part, Overlay) else [p.new for p in stage_parts(held, patch.parse(*part, held))]
+        ):
+            new.write(held)
 
     uninterrupted(lambda: deque(ordered(land, landing, threads), maxlen=0))
 
@@ -214,9 +218,14 @@ def _require_result(patch: Patch, result: Digest) -> None:
         )
 
 
-def _staged(patch: Patch, held: Held, index: int) -> tuple[int, bytes | memoryview, Staged]:
+def _staged(patch: Patch, held: Held, index: int) -> tuple[int, bytes | memoryview, list[Staged]]:
     data = patch.bucket(index)
-    return index, data, stage(held, patch.parse(index, data, held))
+    return index, data, stage_parts(held, patch.parse(index, data, held))
+
+
+def stage_parts(held: Held, decoded: Decoded) -> list[Staged]:
+    """A bucket, part by part."""
+    return [stage(held, part) for part in decoded.parts()]
 
 
 def digest_of(patch: Patch, held: Held, threads: int | None = None, progress: Progress | None = None) -> Digest:
@@ -225,17 +234,20 @@ def digest_of(patch: Patch, held: Held, threads: int | None = None, progress: Pr
     return read + table_digest(patch.table) if patch.complete else read
 
 
-def exchange(held: Held, patch: Patch, index: int, room: Room = empty) -> tuple[Overlay, Digest]:
-    """Write the new bits of a bucket, and return what was there before, in this room, and how the digest moved."""
+def exchange(held: Held, patch: Patch, index: int, room: Room = empty) -> Iterator[tuple[Overlay, Digest]]:
+    """Write the new bits of a bucket; what was there before, in this room, and how the digest moved, part by part."""
     geometry = _geometry(held, patch.heads[index])  # from here on nothing may fail before it is known what was where
     decoded = patch.decode(index, held, land=True, room=room)
-    dtype, new, absolute = decoded.head.dtype, decoded.words, decoded.head.profile.absolute
-    if decoded.landed:
-        old, moved = _overlay(geometry, decoded, decoded.old), None
-    else:  # old bits take the place of steps
-        old = _overlay(geometry, decoded, room(new.size, new.dtype) if absolute else new)
-        moved = _exchanged(old, new, (absolute, dtype.sign_magnitude))
-    return _with_dense(held, old, new, moved, decoded)
+    for part in decoded.parts():
+        if part.positions is not decoded.positions:
+            geometry = _geometry(held, part.head)
+        dtype, new, absolute = part.head.dtype, part.words, part.head.profile.absolute
+        if part.landed:
+            old, moved = _overlay(geometry, part, part.old), None
+        else:  # old bits take the place of steps
+            old = _overlay(geometry, part, room(new.size, new.dtype) if absolute else new)
+            moved = _exchanged(old, new, (absolute, dtype.sign_magnitude))
+        yield _with_dense(held, old, new, moved, part)
 
 
 def _exchanged(old: Overlay, new: UIntArray, order: tuple[bool, bool]) -> Digest:
@@ -398,7 +410,8 @@ def _landing(patch: Patch, held: Held, base: Digest, tied: list[list[int]], thre
     if held.devices:
         staged, far = _with_devices(patch, held, tied, threads)
     else:
-        far, staged = [], [*ordered(lambda i: stage(held, patch.decode(i, held)), patch.ready(), threads)]
+        found = ordered(lambda i: stage_parts(held, patch.decode(i, held)), patch.ready(), threads)
+        far, staged = [], [part for parts in found for part in parts]
     patch.heads  # noqa: B018  # reading them checks that no entries overlap, which nothing on a device would notice
     parts: tuple[Staged | Resident, ...] = (*far, *staged)
     _require_result(patch, sum((part.moved for part in parts), base))

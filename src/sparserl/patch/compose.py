@@ -15,27 +15,29 @@ be conditioned on are those of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import plan
 from ..bits import Bits, DType, UIntArray
+from ..boxes import Boxes, Places, elements, some
 from ..digest import Digest, table_digest
 from ..errors import ChainError, InvalidField, NeedsBase, WrongBase
 from ..memory import Weights
 from ..parallel import ordered
 from ..pieces import PIECE_BYTES, Held
 from ..plan import Changes, Dense, advance, steps_between
-from ..region import Region, refuse_overlap, row_major, whole
+from ..region import Region, whole
 from ..shards import Part, Place, Shards
 from ..table import TensorTable
+from ..wire.check import place_columns, refuse_shared
 from .apply import digest_of, stage
 from .assemble import Target, assemble, rewrite
-from .decode import Decoded, flatten
+from .decode import Decoded
+from .located import Located, among, by_window, touched
 from .patch import Patch
 
 Flat = npt.NDArray[np.int64]
@@ -84,8 +86,16 @@ def require_chain(patches: Sequence[Patch]) -> None:
         b.table.require(a.table, f"patch {i + 1}", f"patch {i}")
         if a.result != b.base:
             raise ChainError(f"patch {i} leads to {a.result}, but patch {i + 1} starts from {b.base}")
-        if set(a.covers) != set(b.covers):
+        if not _same_places(a, b):
             raise ChainError(f"patches {i} and {i + 1} cover different regions; merge the shards first")
+
+
+def _same_places(a: Patch, b: Patch) -> bool:
+    """Whether two patches of the same tensors cover the same regions."""
+    if a.complete and b.complete:
+        return True
+    mine, its = (np.stack(place_columns(p.table, p.covers)) for p in (a, b))
+    return np.array_equal(mine[:, np.lexsort(mine[::-1])], its[:, np.lexsort(its[::-1])])
 
 
 def _base(patch: Patch, base: Weights | Shards | None, digest: Digest | None, threads: int | None) -> Held | None:
@@ -110,7 +120,7 @@ class _Overlay:
     def add(self, where: Flat, words: UIntArray, absolute: bool) -> None:
         """Lay one patch's changes over what is there; each call brings distinct, sorted positions."""
         if absolute:
-            keep = ~np.isin(self.where[False], where, assume_unique=True)
+            keep = ~among(self.where[False], where)
             self.where[False], self.words[False] = self.where[False][keep], self.words[False][keep]
             self._merge(True, where, words)
             return
@@ -128,7 +138,10 @@ class _Overlay:
         self._merge(False, where, words)
 
     def _merge(self, absolute: bool, where: Flat, words: UIntArray) -> None:
-        old = ~np.isin(self.where[absolute], where, assume_unique=True)
+        old = ~among(self.where[absolute], where)
+        if not old.any():
+            self.where[absolute], self.words[absolute] = where, words
+            return
         flat = np.concatenate([self.where[absolute][old], where])
         both = np.concatenate([self.words[absolute][old], words])
         order = np.argsort(flat, kind="stable")
@@ -159,113 +172,37 @@ def _fold(delta: UIntArray) -> UIntArray:
 def _windows(patches: Sequence[Patch], held: Held | None) -> Iterator[Changes]:
     """The combined changes, window by window of every tensor that any patch touches."""
     table = patches[0].table
-    loaders = [lru_cache(maxsize=4)(p.decode) for p in patches]
-    users = [_users(p) for p in patches]
-    for tensor, cover, window, low in _covered(patches):
-        overlay = _Overlay(table[tensor].dtype)
-        for load, user in zip(loaders, users, strict=True):
-            for changes in _inside(table, (tensor, cover), user.get(tensor, ()), load, low, window.numel):
+    located = Located(patches)
+    for tensor, cover, rows in touched(patches):
+        outer = cover or whole(table[tensor].shape)
+        most = PIECE_BYTES // table[tensor].dtype.width
+        for number, users in by_window(located, (tensor, cover), rows, outer, most):
+            window, low = outer.piece(most, number)
+            overlay = _Overlay(table[tensor].dtype)
+            for changes in located.inside(users, (tensor, cover), low, window.numel):
                 overlay.add(*changes)
-        if any(w.size for w in overlay.where.values()):
             region = None if window == whole(table[tensor].shape) else window
             yield _settle(table, tensor, region, window.numel, overlay, held)
-
-
-def _covered(patches: Sequence[Patch]) -> Iterator[tuple[int, Region | None, Region, int]]:
-    """Tensors that any patch touches, in windows: tensor, covered region, window, and where in the region it starts."""
-    table = patches[0].table
-    touched = {t for p in patches for head in p.heads for t in np.unique(head.entries.tensor).tolist()}
-    covers: dict[int, list[Region | None]] = {}
-    for tensor, region in patches[0].covers:
-        covers.setdefault(tensor, []).append(region)
-    for tensor in sorted(touched, key=lambda t: (table[t].dtype.code, t)):
-        spec = table[tensor]
-        for cover in covers[tensor]:
-            low = 0
-            for window in (cover or whole(spec.shape)).split(PIECE_BYTES // spec.dtype.width):
-                yield tensor, cover, window, low
-                low += window.numel
 
 
 def _replayed(patches: Sequence[Patch], held: Held) -> Iterator[Changes]:
     """The combined changes, found by applying the patches to a copy."""
     table = held.table
-    touched = {tensor for tensor, *_ in _covered(patches)}
+    changed = {tensor for tensor, *_ in touched(patches)}
     parts = []
     for place, memory in held.parts:
         spec = table[place[0]]
-        bits = memory.view().copy() if place[0] in touched else memory.view()
+        bits = memory.view().copy() if place[0] in changed else memory.view()
         parts.append(Part(spec.name, place[1] or whole(spec.shape), Bits(bits, spec.dtype)))
     weights = Shards(table, parts)
     for patch in patches:
         patch.apply(weights, digest=patch.base)
     result = Held.of(weights)
-    for tensor, _, window, _ in _covered(patches):
-        region = None if window == whole(table[tensor].shape) else window
-        yield _compared(held, tensor, region, result.bits(tensor, region))
-
-
-class _Use(NamedTuple):
-    """An entry, and where its words stand in its decoded bucket."""
-
-    bucket: int
-    place: Place
-    dense: bool
-    words: slice
-
-
-def _users(patch: Patch) -> dict[int, list[_Use]]:
-    """The entries of each tensor."""
-    out: dict[int, list[_Use]] = {}
-    for bucket, head in enumerate(patch.heads):
-        at = {True: 0, False: 0}
-        e = head.entries
-        rows = zip(e.tensor.tolist(), e.region, e.dense.tolist(), e.count.tolist(), e.numel.tolist(), strict=True)
-        for tensor, region, dense, count, numel in rows:
-            end = at[dense] + (numel if dense else count)
-            out.setdefault(tensor, []).append(_Use(bucket, (tensor, region), dense, slice(at[dense], end)))
-            at[dense] = end
-    return out
-
-
-def _inside(
-    table: TensorTable, cover: Place, uses: Sequence[_Use], load: Callable[[int], Decoded], low: int, numel: int
-) -> Iterator[tuple[Flat, UIntArray, bool]]:
-    """One patch's changes in a window: `numel` positions of a covered region from `low` on, counted from there."""
-    for use in uses:
-        if not _meets(table, cover, use.place, low, numel):
-            continue
-        decoded = load(use.bucket)
-        if use.dense:
-            positions, words = np.arange(use.words.stop - use.words.start, dtype=np.uint32), decoded.dense[use.words]
-        else:
-            positions, words = decoded.positions[use.words], decoded.words[use.words]
-        where = _relative(table, cover, flatten(table, use.place, positions))
-        a, b = np.searchsorted(where, [low, low + numel])
-        yield where[a:b] - low, words[a:b], use.dense or decoded.head.profile.absolute
-
-
-def _relative(table: TensorTable, cover: Place, flat: Flat) -> Flat:
-    """Positions in a tensor as positions in a region of it that holds them; both orders rise together."""
-    tensor, region = cover
-    if region is None:
-        return flat
-    coordinates = np.unravel_index(flat, table[tensor].shape)
-    inside = tuple(c - a for c, a in zip(coordinates, region.start, strict=True))
-    return np.asarray(np.ravel_multi_index(inside, region.size), np.int64)
-
-
-def _meets(table: TensorTable, cover: Place, place: Place, low: int, numel: int) -> bool:
-    """Whether a place may reach into a window of a covered region."""
-    (tensor, outer), (_, region) = cover, place
-    if outer is not None:
-        return (region or whole(table[tensor].shape)).inside(outer)
-    if region is None:
-        return True
-    strides = row_major(table[tensor].shape)
-    first = sum(a * s for a, s in zip(region.start, strides, strict=True))
-    last = sum((a + n - 1) * s for a, n, s in zip(region.start, region.size, strides, strict=True))
-    return first < low + numel and last >= low
+    for tensor, cover, _ in touched(patches):
+        spec = table[tensor]
+        for window in (cover or whole(spec.shape)).split(PIECE_BYTES // spec.dtype.width):
+            region = None if window == whole(spec.shape) else window
+            yield _compared(held, tensor, region, result.bits(tensor, region))
 
 
 def _settle(
@@ -340,9 +277,14 @@ def invert(
     moved = Digest()
 
     def one(index: int) -> tuple[list[Changes], Digest]:
-        decoded = patch.decode(index, held)
-        changes, delta = _turned(decoded) if held is None else _undo(held, decoded)
-        return list(plan.route(changes, names, patch.table)), delta
+        routed: list[Changes] = []
+        moved = Digest()
+        parts = patch.decode(index, held).parts()
+        while parts:  # each is let go of as soon as it was turned round
+            changes, delta = _turned(parts.pop(0)) if held is None else _undo(held, parts.pop(0))
+            routed += plan.route(changes, names, patch.table)
+            moved += delta
+        return routed, moved
 
     def parts() -> Iterator[Changes]:
         nonlocal moved
@@ -368,8 +310,9 @@ def _turned(decoded: Decoded) -> tuple[Changes, Digest]:
 
 def _undo(held: Held, decoded: Decoded) -> tuple[Changes, Digest]:
     """The bits of the base, put back."""
-    staged = stage(held, decoded.in_order())
-    dtype, decoded = decoded.head.dtype, staged.decoded
+    decoded = decoded.in_order()
+    staged = stage(held, decoded)
+    dtype = decoded.head.dtype
     dense = [Dense(place, count, held.bits(*place).copy()) for place, count, _ in decoded.dense_entries()]
     return _columns(decoded, staged.old, steps_between(dtype, staged.new.bits, staged.old), dense), staged.moved
 
@@ -379,7 +322,7 @@ def _columns(decoded: Decoded, after: UIntArray | None, steps: UIntArray | None,
     return Changes(
         decoded.head.dtype,
         decoded.sparse_tensor,
-        [r for _, r in decoded.sparse_places],
+        some(entries.region, entries.sparse),
         entries.numel[entries.sparse],
         decoded.sparse_count,
         decoded.positions,
@@ -411,19 +354,14 @@ def merge(first: Patch, *others: Patch, to: Target = None) -> Patch:
     return merged
 
 
-def _joined(table: TensorTable, patches: Sequence[Patch]) -> list[Place] | None:
+def _joined(table: TensorTable, patches: Sequence[Patch]) -> Sequence[Place] | None:
     """The regions covered by all together, refused where two overlap; None where they are the whole table."""
-    by_tensor: dict[int, list[Region]] = {}
-    for patch in patches:
-        for tensor, region in patch.covers:
-            by_tensor.setdefault(tensor, []).append(region or whole(table[tensor].shape))
-    covered = 0
-    for tensor, regions in by_tensor.items():
-        if table[tensor].numel:
-            refuse_overlap(table[tensor].name, regions)
-            covered += sum(r.numel for r in regions)
-    if covered == table.elements and len(by_tensor) == len(table):
+    columns = np.concatenate([np.stack(place_columns(table, patch.covers)) for patch in patches], axis=1)
+    tensor, first, last = columns
+    refuse_shared(table, tensor, first, last, sum(patch.nbytes for patch in patches))
+    tensor, first, last = np.unique(columns, axis=1)  # in order; a tensor without elements may be covered twice
+    covered = int(elements(table, tensor, first, last).sum())
+    if covered == table.elements and np.unique(tensor).size == len(table):
         return None
-    return [
-        (t, None if r == whole(table[t].shape) else r) for t in sorted(by_tensor) for r in sorted(set(by_tensor[t]))
-    ]
+    whole_ones = last - first + 1 == table.numel[tensor]
+    return Places(Boxes(table, tensor, np.where(whole_ones, -1, first), last - first))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ..bits import UIntArray
-from ..codec import Found, Reader, Stream, value
+from ..boxes import some
+from ..codec import Found, Reader, Stream, profile, value
 from ..codec.profile import Counts, Positions, Room, empty
 from ..kernels import cpu
 from ..pieces import Batch, Held, outline
+from ..region import Region
 from ..shards import Place
 from ..table import TensorTable
-from ..wire import Head
+from ..wire import Entries, Head
+
+_FEW_DENSE, _SMALL_DENSE = 1 << 10, 256  # entries of a bucket; elements of each, on average
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,10 @@ class Decoded:
         """The same with the positions of each entry rising, which `conditional` profiles do not promise."""
         if not self.head.profile.conditional:
             return self
-        entry = np.repeat(np.arange(self.sparse_count.size), self.sparse_count)
-        order = np.lexsort((self.positions, entry))
+        key = np.repeat(np.arange(self.sparse_count.size) << 32, self.sparse_count)
+        key |= self.positions
+        order = np.argsort(key, kind="stable")
+        del key
         old = None if self.old is None else self.old[order]
         return replace(self, positions=self.positions[order], words=self.words[order], old=old)
 
@@ -64,13 +70,29 @@ class Decoded:
         """Place and bits of every dense entry."""
         return [(place, bits) for place, _, bits in self.dense_entries()]
 
+    def parts(self) -> list[Decoded]:
+        """The same, in two where there are very many small dense entries: these as changes of all their elements."""
+        entries, mine = self.head.entries, self.head.entries.dense
+        many = int(mine.sum())
+        if many <= _FEW_DENSE or self.dense.size > _SMALL_DENSE * many:
+            return [self]
+        regions, counts = some(entries.region, mine), entries.numel[mine]
+        dense = Entries(entries.tensor[mine], counts, np.zeros(many, bool), regions, counts)
+        no_words = np.empty(0, self.dense.dtype)
+        head = replace(self.head, profile=profile("raw"), entries=dense, dense_bytes=0)
+        rest = Decoded(head, counted(counts), self.dense, no_words, None)
+        if many == len(entries):
+            return [rest]
+        sparse = entries.sparse
+        others = some(entries.region, sparse)
+        columns = entries.tensor[sparse], entries.count[sparse], entries.dense[sparse], others, entries.numel[sparse]
+        head = replace(self.head, entries=Entries(*columns), dense_bytes=0)
+        return [replace(self, head=head, dense=no_words), rest]
+
     def _places(self, dense: bool) -> list[Place]:
         entries = self.head.entries
-        return [
-            (t, r)
-            for t, r, d in zip(entries.tensor.tolist(), entries.region, entries.dense.tolist(), strict=True)
-            if d is dense
-        ]
+        mine = entries.dense if dense else entries.sparse
+        return [*zip(entries.tensor[mine].tolist(), some(entries.region, mine), strict=True)]
 
 
 def decode(
@@ -103,8 +125,12 @@ def decode(
 def sparse(head: Head) -> Batch:
     """The sparse entries."""
     entries, sparse = head.entries, head.entries.sparse
-    regions = [r for r, there in zip(entries.region, sparse.tolist(), strict=True) if there]
-    return Batch(head.dtype, entries.tensor[sparse], regions, entries.numel[sparse])
+    return Batch(head.dtype, entries.tensor[sparse], some(entries.region, sparse), entries.numel[sparse])
+
+
+def counted(count: Counts) -> Positions:
+    """All positions of regions of so many elements, one behind the other."""
+    return (np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)).astype(np.uint32)
 
 
 def flatten(table: TensorTable, place: Place, positions: Positions) -> npt.NDArray[np.int64]:
@@ -112,7 +138,15 @@ def flatten(table: TensorTable, place: Place, positions: Positions) -> npt.NDArr
     tensor, region = place
     if region is None:
         return positions.astype(np.int64)
-    g = outline(table, np.array([tensor], np.int64), [region])
+    count = np.array([positions.size], np.int64)
+    return flatten_all(table, np.array([tensor], np.int64), [region], count, positions)
+
+
+def flatten_all(
+    table: TensorTable, tensor: Counts, regions: Sequence[Region | None], count: Counts, positions: Positions
+) -> npt.NDArray[np.int64]:
+    """Positions of regions, so many of each, as positions in their tensors."""
+    g = outline(table, tensor, regions)
     out = np.empty(positions.size, np.int64)
-    cpu.locate(np.array([positions.size], np.int64), g.start, g.dims, g.size, g.outside, positions, out)
+    cpu.locate(count, g.start, g.dims, g.size, g.outside, positions, out)
     return out

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..boxes import some
 from ..codec import Classes, Reader, Stream, numbers, value
 from ..codec.coders import Buffer, Stored, Zstd
 from ..codec.ctx import read_classes, tiles
@@ -188,8 +189,8 @@ def _dense(head: Head, reader: Reader) -> list[Decoded]:
     else:
         bits = value.read_words(head.layout, reader, head.dense_elements, Stream.DENSE)
     e, mine = head.entries, head.entries.dense
-    regions = [region for region, dense in zip(e.region, mine.tolist(), strict=True) if dense]
-    alone = replace(head, entries=Entries(e.tensor[mine], e.count[mine], e.dense[mine], regions, e.numel[mine]))
+    entries = Entries(e.tensor[mine], e.count[mine], e.dense[mine], some(e.region, mine), e.numel[mine])
+    alone = replace(head, entries=entries)
     return [Decoded(alone, np.empty(0, np.uint32), np.empty(0, head.dtype.uint), bits, None)]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..boxes import Places
 from ..codec import Reader
 from ..codec.profile import Room, empty
 from ..digest import Digest
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .stats import Stats
 
 _LARGE, _FEW = 1 << 20, 4  # bytes of a bucket; threads
+_ROOM, _HEAD = 1 << 20, 64  # entries of buckets that stay parsed; a bucket takes as much memory as so many
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Patch:
     def __init__(self, reader: PatchReader) -> None:
         self._reader = reader
         self._opened: dict[int, tuple[Head, Reader]] = {}  # of a patch in memory, whose buckets are parsed once
+        self._room = _ROOM
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Patch:
@@ -110,10 +113,12 @@ class Patch:
         return self._reader.footer.covers is None
 
     @property
-    def covers(self) -> list[Place]:
+    def covers(self) -> Sequence[Place]:
         """The regions it speaks for."""
         covers = self._reader.footer.covers
-        return [(i, None) for i in range(len(self.table))] if covers is None else list(covers)
+        if covers is None:
+            return [(i, None) for i in range(len(self.table))]
+        return covers if isinstance(covers, Places) else list(covers)
 
     @property
     def buckets(self) -> int:
@@ -129,14 +134,14 @@ class Patch:
         return self._reader.bucket(index)
 
     @cached_property
-    def heads(self) -> tuple[Head, ...]:
+    def heads(self) -> Sequence[Head]:
         """What each bucket says about itself.
 
         Reading them checks every checksum, that no entries overlap, and that they are what the footer promises.
         """
         return self._heads(1)
 
-    def read_heads(self, threads: int | None) -> tuple[Head, ...]:
+    def read_heads(self, threads: int | None) -> Sequence[Head]:
         """The same, read on so many threads if that is worth it."""
         if "heads" not in self.__dict__:
             self.__dict__["heads"] = self._heads(threads)
@@ -236,11 +241,14 @@ class Patch:
         if (opened := self._opened.get(index)) is None:
             body = self._body(index) if body is None else body
             opened = read_bucket(body, self.table, self._reader.hash, f"bucket {index}")
-            if self._reader.in_memory:
+            self._room -= len(opened[0].entries) + _HEAD
+            if self._reader.in_memory and self._room > 0:
                 self._opened[index] = opened
         return opened
 
-    def _heads(self, threads: int | None) -> tuple[Head, ...]:
+    def _heads(self, threads: int | None) -> Sequence[Head]:
         footer = self._reader.footer
         heads = (head for _, head, _ in self.opening(threads, range(self.buckets)))
-        return gather_heads(heads, self.table, footer.changed, footer.covers)
+        return gather_heads(
+            heads, self.table, footer.changed, footer.covers, self._reader.size, lambda index: self._parsed(index)[0]
+        )

@@ -13,7 +13,7 @@ from ..wire import LINK, Head
 from .patch import Patch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorStats:
     """One tensor. Streams are shared by all entries of a bucket: `bytes` is the tensor's share, by its changes."""
 
@@ -27,7 +27,7 @@ class TensorStats:
     dense_entries: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BucketStats:
     """One bucket: its profile (`dense` where every entry is), and why."""
 
@@ -81,18 +81,10 @@ def stats(patch: Patch) -> Stats:
         np.add.at(dense, entries.tensor, entries.dense)
         np.add.at(share, entries.tensor, _shares(head, size))
         buckets.append(_bucket(head, size))
+    columns = patch.table.numel.tolist(), changed.tolist(), share.tolist(), dense.tolist()
     tensors = tuple(
-        TensorStats(
-            spec.name,
-            spec.dtype.name,
-            spec.numel,
-            int(changed[i]),
-            _ratio(int(changed[i]), spec.numel),
-            round(float(share[i])),
-            _ratio(8 * float(share[i]), int(changed[i])),
-            int(dense[i]),
-        )
-        for i, spec in enumerate(patch.table.specs)
+        TensorStats(spec.name, spec.dtype.name, numel, count, _ratio(count, numel), round(b), _ratio(8 * b, count), few)
+        for spec, numel, count, b, few in zip(patch.table.specs, *columns, strict=True)
     )
     total = int(changed.sum())
     profiles = sorted({b.profile for b in buckets})

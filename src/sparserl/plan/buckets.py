@@ -11,10 +11,12 @@ import numpy.typing as npt
 
 from .. import codec
 from ..bits import UIntArray
+from ..boxes import Boxes, boxes, some
 from ..codec import value
 from ..codec.ctx import tiles
 from ..codec.profile import Counts, Positions
 from ..pieces import Batch
+from ..region import Region
 from ..shards import Place
 from ..wire import LINK, Entries, Head, Laid, begin_bucket
 from .changes import Changes, Dense
@@ -180,23 +182,30 @@ def _dense_order(dense: list[Dense]) -> list[int]:
 
 def _entries(parts: list[Changes], dense: list[Dense]) -> tuple[Entries, npt.NDArray[np.int64]]:
     """The entry table in order of tensor and region, and where its sparse entries stood before."""
-    places: list[Place] = [(t, r) for p in parts for t, r in zip(p.tensor.tolist(), p.region, strict=True)]
-    sparse = len(places)
-    places += [d.place for d in dense]
     counts = np.concatenate([*(p.count for p in parts), np.array([d.count for d in dense], np.int64)])
     numel = np.concatenate([*(p.numel for p in parts), np.array([d.bits.size for d in dense], np.int64)])
-    tensors = np.array([t for t, _ in places], np.int64)
-    order = np.arange(len(places))
+    tensors = np.concatenate([*(p.tensor for p in parts), np.array([d.place[0] for d in dense], np.int64)])
+    regions = _joined([*(p.region for p in parts), [d.place[1] for d in dense]], tensors)
+    order = np.arange(tensors.size)
     if (np.diff(tensors) <= 0).any():
-        order = np.array(sorted(range(len(places)), key=lambda i: _sort_key(places[i])), np.int64)
-    entries = Entries(
-        tensors[order],
-        counts[order],
-        order >= sparse,
-        [places[i][1] for i in order],
-        numel[order],
-    )
-    return entries, order[order < sparse]
+        order = _order(tensors, regions)
+        regions = some(regions, order)
+    sparse = tensors.size - len(dense)
+    return Entries(tensors[order], counts[order], order >= sparse, regions, numel[order]), order[order < sparse]
+
+
+def _joined(parts: Sequence[Sequence[Region | None]], tensors: Counts) -> Sequence[Region | None]:
+    """The regions of all parts: as numbers, where those of some part are."""
+    table = next((part.table for part in parts if isinstance(part, Boxes)), None)
+    return [r for part in parts for r in part] if table is None else boxes(table, tensors, parts)
+
+
+def _order(tensors: Counts, regions: Sequence[Region | None]) -> npt.NDArray[np.int64]:
+    """By tensor, and then by where the regions start."""
+    if isinstance(regions, Boxes):
+        return np.lexsort((regions.first, tensors))
+    places: list[Place] = [*zip(tensors.tolist(), regions, strict=True)]
+    return np.array(sorted(range(len(places)), key=lambda i: _sort_key(places[i])), np.int64)
 
 
 def _in_order(

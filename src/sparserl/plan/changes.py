@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class Changes:
 
     dtype: DType
     tensor: Counts
-    region: list[Region | None]
+    region: Sequence[Region | None]
     numel: Counts
     count: Counts
     positions: Positions

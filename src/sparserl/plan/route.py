@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..bits import DType, UIntArray
+from ..boxes import some
 from ..codec.profile import Counts
 from ..region import Region, whole
 from ..table import TensorTable
@@ -67,10 +68,8 @@ def _fit(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterator
     if (count <= BUCKET_CHANGES and bits <= 8 * BUCKET_PAYLOAD_BYTES) or int(changes.numel.sum()) == 1:
         yield changes
     elif entries > 1:
-        first = np.arange(entries) < entries // 2
-        rest = _select(changes, ~first)
-        rest.covered = int(rest.numel.sum())
-        for half in (_select(changes, first), rest):
+        middle = entries // 2
+        for half in (_run(changes, slice(middle)), _run(changes, slice(middle, entries))):
             yield from _fit(half, names, table)
     else:
         for piece in _split(changes, table, bits):
@@ -133,6 +132,23 @@ def _columns(
     )
 
 
+def _run(changes: Changes, entries: slice) -> Changes:
+    """Some entries that stand one behind the other, where they are: nothing is copied."""
+    numel, count = changes.numel[entries], changes.count[entries]
+    begin = int(changes.count[: entries.start].sum()) if entries.start else 0
+    covered = int(numel.sum()) if entries.start else changes.covered - int(changes.numel[entries.stop :].sum())
+    return Changes(
+        changes.dtype,
+        changes.tensor[entries],
+        changes.region[entries],
+        numel,
+        count,
+        covered=covered,
+        base=changes.base,
+        **changes.some(slice(begin, begin + int(count.sum()))),
+    )
+
+
 def _select(changes: Changes, keep: npt.NDArray[np.bool_]) -> Changes:
     """The sparse changes without some of their entries."""
     if keep.all():
@@ -140,7 +156,7 @@ def _select(changes: Changes, keep: npt.NDArray[np.bool_]) -> Changes:
     return Changes(
         changes.dtype,
         changes.tensor[keep],
-        [r for r, k in zip(changes.region, keep.tolist(), strict=True) if k],
+        some(changes.region, keep),
         changes.numel[keep],
         changes.count[keep],
         covered=int(changes.covered - changes.numel[~keep].sum()),

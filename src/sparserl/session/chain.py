@@ -55,6 +55,22 @@ def _walked(came: dict[_Node, tuple[Step | None, _Node]], node: _Node) -> list[S
     return out[::-1]
 
 
+def reached(steps: Iterable[Step]) -> set[_Node]:
+    """Every version, with its digest, that some way leads to from nothing."""
+    ways: dict[_Node, list[_Node]] = {}
+    for step in steps:
+        start = (_NOTHING, None) if step.base is None else (step.base, step.base_digest)
+        ways.setdefault(start, []).append((step.version, step.digest))
+    out: set[_Node] = set()
+    ahead: list[_Node] = [(_NOTHING, None)]
+    while ahead:
+        for node in ways.pop(ahead.pop(), ()):
+            if node not in out:
+                out.add(node)
+                ahead.append(node)
+    return out
+
+
 def versions(steps: Iterable[Step]) -> dict[int, Digest]:
     """The digest of every version that some step leads to."""
     return {step.version: step.digest for step in steps}

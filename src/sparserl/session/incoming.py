@@ -28,7 +28,7 @@ class Incoming(PatchReader):
 
     def __init__(self, table: TensorTable, hash: bytes, base: Digest, result: Digest, changed: int, count: int) -> None:
         self.table, self.hash = table, hash
-        self.footer = Footer(base, result, changed, None, (), ())
+        self.footer = Footer(base, result, changed, None)
         self.size = self.header_bytes = 0
         self._count = count
         self._kept: list[bytes | tuple[int, int]] = []  # the bytes, or where they lie in the file

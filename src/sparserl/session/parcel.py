@@ -26,10 +26,14 @@ from ..shards import Part, Shards
 from ..table import TensorTable
 from ..transport.deadline import Transfers
 from ..transport.store import Store, fetch
+from ..wire import limits
 from .records import Blob, Manifest, Step, canonical, get_named, path, require_hash, sha256
+from .room import require_memory
 
 AT_ONCE = 8  # transfers
 SPOOL_BYTES = 256 << 20  # patches that may be larger than this lie on disk
+FLIGHT_BYTES = 128 << 20  # of buckets that are fetched ahead; one that is larger comes alone
+_ENTRY_BYTES, _BUCKET_BYTES = 512, 1 << 15  # more than either takes besides its changes
 
 
 def zeros(table: TensorTable) -> dict[str, Bits]:
@@ -72,6 +76,8 @@ def built(
     start: tuple[dict[str, Bits], Digest] | None = None,
 ) -> dict[str, Bits]:
     """Weights that patches lead to, which must have a digest: from a start that is written to, or from nothing."""
+    if start is None:
+        require_memory(table.dense_bytes)
     weights, at = start or ((blank := zeros(table)), digest(blank, threads=threads))
     for patch in patches:
         patch.apply(weights, digest=at, threads=threads)
@@ -109,15 +115,16 @@ def spool(size: int) -> Iterator[BinaryIO | None]:
 
 @dataclass(frozen=True)
 class Sent:
-    """A patch in the store, or one rank's share of it: its manifest, which may not be written yet, and its profiles."""
+    """A patch in the store, or one rank's share of it: its manifest, which may not be written yet, and what is in it."""
 
     manifest: Manifest
     profiles: frozenset[str]
+    entries: int
 
     @property
     def size(self) -> int:
         """Bytes of the buckets."""
-        return sum(blob.size for blob in self.manifest.buckets)
+        return self.manifest.size
 
     @property
     def written(self) -> int:
@@ -125,12 +132,14 @@ class Sent:
         return self.size + len(self.manifest.to_bytes())
 
     def to_bytes(self) -> bytes:
-        return canonical({"profiles": sorted(self.profiles)}) + b"\n" + self.manifest.to_bytes()
+        about = {"profiles": sorted(self.profiles), "entries": self.entries}
+        return canonical(about) + b"\n" + self.manifest.to_bytes()
 
     @classmethod
     def parse(cls, data: bytes) -> Sent:
-        profiles, manifest = data.split(b"\n")
-        return cls(Manifest.parse(manifest, "a rank's share"), frozenset(json.loads(profiles)["profiles"]))
+        about, manifest = data.split(b"\n")
+        fields = json.loads(about)
+        return cls(Manifest.parse(manifest, "a rank's share"), frozenset(fields["profiles"]), fields["entries"])
 
     def step(self, base: int | None, version: int, now: float) -> Step:
         """How it stands in the index."""
@@ -158,7 +167,8 @@ def upload(store: Store, run: str, place: str, patch: Patch, progress: Progress 
             if progress is not None:
                 progress(blob.size)
     profiles = frozenset(head.profile.name for head in patch.heads)
-    return Sent(replace(manifest, buckets=tuple(blobs)), profiles)
+    entries = sum(len(head.entries) for head in patch.heads)
+    return Sent(replace(manifest, buckets=tuple(blobs)), profiles, entries)
 
 
 def joined(table: TensorTable, shares: Sequence[Sent]) -> Sent:
@@ -174,7 +184,10 @@ def joined(table: TensorTable, shares: Sequence[Sent]) -> Sent:
         changed=sum(s.manifest.changed for s in shares),
         buckets=tuple(blob for s in shares for blob in s.manifest.buckets),
     )
-    return Sent(manifest, frozenset().union(*(s.profiles for s in shares)))
+    entries = sum(s.entries for s in shares)
+    if entries > limits.PATCH_ENTRIES:
+        raise LimitExceeded(f"the shares of all ranks have {entries} entries, the limit is {limits.PATCH_ENTRIES}")
+    return Sent(manifest, frozenset().union(*(s.profiles for s in shares)), entries)
 
 
 def put_manifest(store: Store, sent: Sent) -> None:
@@ -212,15 +225,34 @@ def receive(
             progress(blob.size)
         return data
 
-    size = sum(blob.size for blob in manifest.buckets)
+    size = manifest.size
     if size != step.bytes:
         raise InvalidField(f"{what}: buckets of {size} bytes, the index promises {step.bytes}")
+    _require_size(manifest, table, what)
     with (
         spool(size) as to,
         ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges,
         Transfers(AT_ONCE, "sparserl-transfer") as transfers,
     ):
-        buckets = transfers.ahead(get, manifest.buckets)
+        buckets = transfers.ahead(get, manifest.buckets, lambda blob: blob.size, FLIGHT_BYTES)
         patch = Patch(rewrite(table, buckets, manifest.base, manifest.result, manifest.changed, None, to))
     patch.heads  # noqa: B018  # reading them checks every bucket
     return patch
+
+
+def _require_size(manifest: Manifest, table: TensorTable, what: str) -> None:
+    """Refuse buckets that are more, or larger, than any patch of these weights can be.
+
+    A bucket has an entry, and an entry a change. A change takes its bits, or a step of as many, and a position of four
+    bytes, with a byte more for each where they are written as tokens; an entry takes less than `_ENTRY_BYTES`, its
+    tiles among them, and a bucket less than `_BUCKET_BYTES` besides. No element is in two entries. Twice the sum is
+    above what any writer can reach.
+    """
+    elements, count, size = table.elements, len(manifest.buckets), manifest.size
+    changes = table.dense_bytes + 6 * elements
+    most = 2 * (changes + _ENTRY_BYTES * min(elements, limits.PATCH_ENTRIES) + _BUCKET_BYTES * count)
+    if count > elements or size > most:
+        raise LimitExceeded(
+            f"{what}: {count} buckets of {size} bytes; weights of {elements} elements in {table.dense_bytes} bytes can "
+            f"take {min(elements, limits.BUCKETS)} of {most} bytes at most"
+        )

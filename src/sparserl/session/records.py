@@ -33,8 +33,9 @@ from ..wire.table import compress_table, decode_table, decompress_table, encode_
 
 FORMAT = 1
 HEAD = "head.json"
-MOST_HEAD, MOST_RECORD = 1 << 16, 1 << 28
+MOST_HEAD = MOST_LEASE = 1 << 16  # bytes
 MOST_FILE, MOST_FILES = 1 << 30, 1 << 12
+MOST_STEPS = 1 << 17
 _RUN = re.compile(r"[0-9a-f]{16}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"[^/\0]+(/[^/\0]+)*")
@@ -47,6 +48,20 @@ _MOST_SECONDS = 1e300  # since 1970: there are later times, whatever a clock has
 T = TypeVar("T")
 
 
+class Bound(NamedTuple):
+    """What a record may hold. Text becomes objects many times its size, so that these are counted before it does."""
+
+    size: int  # bytes
+    values: int  # in lists and objects: commas, and brackets that open
+    names: int  # of fields: colons
+
+
+SMALL = Bound(MOST_HEAD, MOST_HEAD, MOST_HEAD)
+RUN = Bound(limits.TABLE_BYTES * 4 // 3 + MOST_FILES * 6200 + 4096, 1 << 21, 1 << 20)
+INDEX = Bound(MOST_STEPS * 512, MOST_STEPS * 16, MOST_STEPS * 9 + 16)
+MANIFEST = Bound(limits.BUCKETS * 96, limits.BUCKETS * 3 + 64, 16)
+
+
 def sha256(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -56,7 +71,25 @@ def canonical(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def parse(data: bytes, what: str) -> dict[str, Any]:
+def written(record: Mapping[str, Any], what: str, bound: Bound) -> bytes:
+    """A record as bytes, refused where nobody would read them."""
+    data = canonical({"format": FORMAT, **record})
+    _require_bound(data, what, bound)
+    return data
+
+
+def _require_bound(data: bytes, what: str, bound: Bound) -> None:
+    if len(data) > bound.size:
+        raise LimitExceeded(f"{what}: {len(data)} bytes, the limit is {bound.size}")
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    names = data.count(b":")
+    if values > bound.values or names > bound.names:
+        raise LimitExceeded(
+            f"{what}: {values} values and {names} names, the limits are {bound.values} and {bound.names}"
+        )
+
+
+def parse(data: bytes, what: str, bound: Bound = SMALL) -> dict[str, Any]:
     """A JSON object in which no name stands twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -65,8 +98,10 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
             raise ValueError("a name stands twice")
         return out
 
+    _require_bound(data, what, bound)
+    read: dict[str, Any] = {"object_pairs_hook": once, "parse_int": _number, "parse_constant": _number}
     try:
-        found = json.loads(data.decode(), object_pairs_hook=once, parse_int=_number, parse_constant=_number)
+        found = json.loads(data.decode("ascii"), parse_float=_fraction, **read)
     except (ValueError, RecursionError) as error:
         raise InvalidField(f"{what} is not valid JSON: {str(error)[:200]}") from error
     if not isinstance(found, dict):
@@ -80,6 +115,12 @@ def _number(text: str) -> int:
     if len(text) > 20:
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
+
+
+def _fraction(text: str) -> float:
+    if len(text) > 40:
+        raise ValueError(f"a number of {len(text)} digits")
+    return float(text)
 
 
 class _Fields:
@@ -204,20 +245,18 @@ class Run:
 
     def to_bytes(self) -> bytes:
         raw = encode_table(self.table)
-        return canonical(
-            {
-                "format": FORMAT,
-                "run": self.run,
-                "created": self.created,
-                "table": base64.b64encode(compress_table(raw)).decode(),
-                "table_bytes": len(raw),
-                "files": {name: list(blob) for name, blob in self.files.items()},
-            }
-        )
+        record = {
+            "run": self.run,
+            "created": self.created,
+            "table": base64.b64encode(compress_table(raw)).decode(),
+            "table_bytes": len(raw),
+            "files": {name: list(blob) for name, blob in self.files.items()},
+        }
+        return written(record, f"run {self.run}", RUN)
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Run:
-        fields = _Fields(parse(data, what), what)
+        fields = _Fields(parse(data, what, RUN), what)
         run, created = fields.text("run", _RUN), fields.take("created", _seconds)
         size = fields.count("table_bytes", limits.TABLE_BYTES)
         coded = fields.take("table", lambda v: base64.b64decode(v, validate=True))
@@ -247,6 +286,11 @@ def require_files(sizes: Mapping[str, int], what: str) -> None:
         for at, letter in enumerate(name):
             if letter == "/" and name[:at] in sizes:
                 raise InvalidField(f"{what}: file {name!r} would lie inside the file {name[:at]!r}")
+
+
+def _require_few(count: int, most: int, things: str, what: str) -> None:
+    if count > most:
+        raise LimitExceeded(f"{what}: {count} {things}, the limit is {most}")
 
 
 def _blob(value: Any, most: int) -> Blob:
@@ -304,13 +348,15 @@ class Index:
     steps: tuple[Step, ...]
 
     def to_bytes(self) -> bytes:
-        return canonical({"format": FORMAT, "run": self.run, "steps": [step.record() for step in self.steps]})
+        _require_few(len(self.steps), MOST_STEPS, "steps", f"the index of run {self.run}")
+        return written({"run": self.run, "steps": [step.record() for step in self.steps]}, "the index", INDEX)
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Index:
-        fields = _Fields(parse(data, what), what)
+        fields = _Fields(parse(data, what, INDEX), what)
         index = cls(fields.text("run", _RUN), fields.take("steps", _list(Step.read)))
         fields.finish()
+        _require_few(len(index.steps), MOST_STEPS, "steps", what)
         known = {step.version: step.digest for step in index.steps}
         for step in index.steps:
             ends = [(step.version, step.digest)] + ([] if step.base is None else [(step.base, step.base_digest)])
@@ -338,11 +384,13 @@ class Manifest:
             "changed": self.changed,
             "buckets": [list(b) for b in self.buckets],
         }
-        return canonical({"format": FORMAT, **ends, **rest})
+        what = f"the manifest of a patch in run {self.run}"
+        self._require_distinct(what)
+        return written({**ends, **rest}, what, MANIFEST)
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Manifest:
-        fields = _Fields(parse(data, what), what)
+        fields = _Fields(parse(data, what, MANIFEST), what)
         manifest = cls(
             fields.text("run", _RUN),
             fields.text("place", _RUN),
@@ -352,7 +400,19 @@ class Manifest:
             fields.take("buckets", _list(lambda v: _blob(v, limits.BUCKET_BYTES))),
         )
         fields.finish()
+        manifest._require_distinct(what)
         return manifest
+
+    @property
+    def size(self) -> int:
+        """Bytes of all buckets."""
+        return sum(blob.size for blob in self.buckets)
+
+    def _require_distinct(self, what: str) -> None:
+        """Refuse a bucket that is named twice: its entries would overlap themselves."""
+        _require_few(len(self.buckets), limits.BUCKETS, "buckets", what)
+        if len({blob.hash for blob in self.buckets}) != len(self.buckets):
+            raise InvalidField(f"{what}: a bucket stands in it twice")
 
     def bucket(self, blob: Blob) -> str:
         """The name of a bucket."""
@@ -368,7 +428,7 @@ class Lease:
     time: float
 
     def to_bytes(self) -> bytes:
-        return canonical({"format": FORMAT, **vars(self)})
+        return written(vars(self), f"the lease of {self.name}", SMALL)
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Lease:
@@ -408,10 +468,13 @@ def run_path(run: str) -> str:
     return f"runs/{run}/run.json"
 
 
-def get_named(store: Store, run: str, kind: str, hash: str, most: int = MOST_RECORD) -> bytes:
+_MOST = {"index": INDEX.size, "manifests": MANIFEST.size, "files": MOST_FILE}  # bytes of an object, by its kind
+
+
+def get_named(store: Store, run: str, kind: str, hash: str, most: int | None = None) -> bytes:
     """An object that is named by its hash, once it is known to be the one."""
     name = path(run, kind, hash)
-    data = store.get(name, most).data
+    data = store.get(name, _MOST[kind] if most is None else most).data
     require_hash(data, hash, name)
     return data
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from ..errors import FormatError, NotRetained, SessionError, StoreError
-from ..transport.store import Listed, Store
+from ..errors import FormatError, SessionError, StoreError
+from ..transport.store import RANGE_BYTES, Listed, Store
 from . import chain, signing
 from .records import (
     HEAD,
     MOST_HEAD,
-    MOST_RECORD,
+    RUN,
     Head,
     Index,
     Manifest,
     Run,
+    Step,
     get_named,
     is_own,
     path,
     require_hash,
     run_path,
-    sha256,
 )
 
 _LEASE = 86_400.0  # seconds that a lease stays which nobody renews
@@ -35,7 +36,7 @@ def read_head(store: Store, key: str | None = None) -> tuple[Head, str]:
 
 def read_run(store: Store, head: Head) -> Run:
     name = run_path(head.run)
-    data = store.get(name, MOST_RECORD).data
+    data = store.get(name, RUN.size).data
     require_hash(data, head.run_hash, name)
     return Run.parse(data, name)
 
@@ -102,36 +103,58 @@ def faults(store: Store, key: str | None = None) -> Iterator[str]:
     except (StoreError, FormatError, SessionError) as error:
         yield str(error)
         return
-    for name, blob in run.files.items():
+    files = {blob: name for name, blob in run.files.items()}
+    for blob, name in files.items():
         yield from _blob_fault(store, path(head.run, "files", blob.hash), blob.hash, blob.size, f"file {name}")
+    steps: dict[str, list[Step]] = {}
     for step in index.steps:
-        try:
-            manifest = Manifest.parse(get_named(store, head.run, "manifests", step.manifest), step.name)
-        except (StoreError, FormatError) as error:
-            yield f"{step.name}: {error}"
-            continue
-        if manifest.run != head.run or manifest.result != step.digest or step.base_digest not in (None, manifest.base):
-            yield f"{step.name}: its manifest is that of something else"
-        if sum(blob.size for blob in manifest.buckets) != step.bytes:
-            yield f"{step.name}: the index promises {step.bytes} bytes, its buckets have another size"
-        for blob in manifest.buckets:
-            yield from _blob_fault(store, manifest.bucket(blob), blob.hash, blob.size, step.name)
+        steps.setdefault(step.manifest, []).append(step)
+    places: set[str] = set()
+    for hash, named in steps.items():
+        yield from _manifest_faults(store, head.run, hash, named, places)
     known = chain.versions(index.steps)
     if known.get(head.version) != head.digest:
         yield f"no step leads to version {head.version} with digest {head.digest}"
     oldest = min((step.version for step in index.steps if step.base is None), default=0)
-    for version in (v for v in known if v >= oldest):  # older ones are for those who hold a version
-        try:
-            chain.route(index.steps, None, version)
-        except NotRetained as error:
-            yield str(error)
+    reached = chain.reached(index.steps)
+    for version, digest in known.items():
+        if version >= oldest and (version, digest) not in reached:  # older ones are for those who hold a version
+            yield f"version {version} cannot be reached with what the store has"
+
+
+def _manifest_faults(store: Store, run: str, hash: str, steps: list[Step], places: set[str]) -> Iterator[str]:
+    """What is wrong with a manifest and its buckets, given the steps that name it and the places seen before."""
+    first = steps[0].name
+    try:
+        manifest = Manifest.parse(get_named(store, run, "manifests", hash), first)
+    except (StoreError, FormatError) as error:
+        for step in steps:
+            yield f"{step.name}: {error}"
+        return
+    for step in steps:
+        if manifest.run != run or manifest.result != step.digest or step.base_digest not in (None, manifest.base):
+            yield f"{step.name}: its manifest is that of something else"
+        if manifest.size != step.bytes:
+            yield f"{step.name}: the index promises {step.bytes} bytes, its buckets have another size"
+    if manifest.place in places:  # each patch has its own, so that no bucket is read twice
+        yield f"{first}: its buckets lie in {manifest.place}, the place of another patch"
+        return
+    places.add(manifest.place)
+    for blob in manifest.buckets:
+        yield from _blob_fault(store, manifest.bucket(blob), blob.hash, blob.size, first)
 
 
 def _blob_fault(store: Store, name: str, hash: str, size: int, what: str) -> Iterator[str]:
+    """Whether an object is there and has the hash that names it; large ones are read piece by piece."""
+    found = hashlib.sha256()
     try:
-        data = store.get(name, size).data
+        if size <= RANGE_BYTES:
+            found.update(store.get(name, size).data)
+        else:
+            for start in range(0, size, RANGE_BYTES):
+                found.update(store.read(name, start, min(RANGE_BYTES, size - start)))
     except (StoreError, FormatError) as error:
         yield f"{what}: {error}"
         return
-    if len(data) != size or sha256(data) != hash:
+    if found.hexdigest() != hash:
         yield f"{what}: {name} holds other bytes than its name promises"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -126,15 +127,27 @@ class Transfers:
             self._deadline.cancel()
         self._pool.shutdown(cancel_futures=True)
 
-    def ahead(self, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """`map`, in order, with a bounded number in flight."""
-        flight: list[Future[R]] = []
+    def ahead(
+        self,
+        work: Callable[[T], R],
+        items: Iterable[T],
+        size: Callable[[T], int] = lambda _: 0,
+        most: int = 0,
+    ) -> Iterator[R]:
+        """`map`, in order, with a bounded number in flight, and at most so many bytes of them: or one item alone."""
+        flight: deque[tuple[Future[R], int]] = deque()
+        in_flight = 0
         for item in items:
-            flight.append(self._pool.submit(self._deadline.run, work, item))
-            while len(flight) > 2 * self._threads:
-                yield current().result(flight.pop(0), "a transfer")
+            nbytes = size(item)
+            while flight and (len(flight) >= 2 * self._threads or in_flight + nbytes > most > 0):
+                future, done = flight.popleft()
+                yield current().result(future, "a transfer")
+                del future  # and the bytes with it
+                in_flight -= done
+            flight.append((self._pool.submit(self._deadline.run, work, item), nbytes))
+            in_flight += nbytes
         while flight:
-            yield current().result(flight.pop(0), "a transfer")
+            yield current().result(flight.popleft()[0], "a transfer")
 
 
 def apart(work: Callable[[], R], leave: Callable[[R], object]) -> tuple[Future[R], Callable[[], None]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..bits import BY_CODE, DType
+from ..boxes import Boxes
 from ..codec import Coded, Coder, Layout, Profile, Reader, Row, Stream, coder, ctx, index, profile_by_id
 from ..codec.coders import CODERS, Buffer, squeeze
 from ..errors import InvalidField, LimitExceeded, UnsupportedFormat
@@ -22,7 +23,8 @@ from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
 
 MAGIC = b"SRLB"
 Column = npt.NDArray[np.int64]
-_BOXES = 1 << 12  # read at a time
+_FEW = 32  # boxes that are sooner made one by one
+_NUMBERS = 1 << 18  # of boxes, read at a time
 _Told = tuple[int, Coder, Column, int]  # a stream, its coder, the lengths of its chunks, and of all
 LINK = 255  # stands for no profile: its estimate is the speed of the link that the writer chose for, in bits per second
 Estimates = tuple[tuple[int, int], ...]  # (profile id, bytes), what the planner compared; empty if it was told
@@ -247,53 +249,101 @@ def _directory_in_words(cursor: Cursor, count: int) -> list[_Told]:
 
 def encode_places(tensor: Column, values: Column, regions: Sequence[Region | None]) -> bytes:
     """Three columns: steps from tensor to tensor, values with a flag for a box, and the boxes."""
-    boxed = np.array([r is not None for r in regions], np.int64)
-    boxes = [n for r in regions if r is not None for n in (*r.start, *r.size)]
-    return varints(np.diff(tensor, prepend=0)) + varints(values << 1 | boxed) + varints(np.array(boxes, np.int64))
+    if isinstance(regions, Boxes):
+        boxed, boxes = regions.first >= 0, regions.numbers
+    else:
+        boxed = np.array([r is not None for r in regions], bool)
+        boxes = np.array([n for r in regions if r is not None for n in (*r.start, *r.size)], np.int64)
+    return varints(np.diff(tensor, prepend=0)) + varints(values << 1 | boxed) + varints(boxes)
 
 
 def decode_places(
     cursor: Cursor, count: int, most: int, table: TensorTable
-) -> tuple[Column, Column, list[Region | None]]:
-    """Tensors, values up to `most` and regions, each a proper part of its tensor or None for all of it."""
-    tensor = np.cumsum(cursor.varints(count, "tensor steps", len(table)))
+) -> tuple[Column, Column, Sequence[Region | None], Column]:
+    """Tensors, values up to `most`, regions (a proper part of the tensor, or None for all of it) and their sizes."""
+    tensor = np.cumsum(_column(cursor, count, "tensor steps", len(table)))
     if count and tensor[-1] >= len(table):
         raise LimitExceeded(f"{cursor.what}: tensor {tensor[-1]}, the table has {len(table)}")
     if count > limits.REGIONS_PER_TENSOR and (most_often := int(np.bincount(tensor).max())) > limits.REGIONS_PER_TENSOR:
         raise LimitExceeded(
             f"{cursor.what}: {most_often} regions of one tensor, the limit is {limits.REGIONS_PER_TENSOR}"
         )
-    values = cursor.varints(count, "values", most << 1 | 1)
-    regions: list[Region | None] = [None] * count
+    values = _column(cursor, count, "values", most << 1 | 1)
     boxed = np.flatnonzero(values & 1)
-    for low in range(0, boxed.size, _BOXES):
-        some = boxed[low : low + _BOXES]
-        for e, region in zip(some.tolist(), _boxes(cursor, [table[t] for t in tensor[some].tolist()]), strict=True):
-            regions[e] = region
-    return tensor, values >> 1, regions
+    numel = table.numel[tensor] if count else np.empty(0, np.int64)
+    regions: Sequence[Region | None]
+    if boxed.size > _FEW:
+        first, span = np.full(count, -1, np.int64), np.zeros(count, np.int64)
+        first[boxed], span[boxed], numel[boxed] = _boxes(cursor, table, tensor[boxed])
+        regions = Boxes(table, tensor, first, span)
+    else:
+        made: list[Region | None] = [None] * count
+        regions = made
+        for e in boxed.tolist():
+            made[e] = region = _box(cursor, table[int(tensor[e])])
+            numel[e] = region.numel
+    return tensor, values >> 1, regions, numel
 
 
-def _boxes(cursor: Cursor, specs: list[TensorSpec]) -> Iterator[Region]:
-    """A box for each tensor: where it starts and how far it goes, checked to be a proper part."""
-    numbers = cursor.numbers(sum(2 * len(spec.shape) for spec in specs), "boxes", limits.TENSOR_ELEMENTS)
-    end = 0
-    for spec in specs:
-        middle = end + len(spec.shape)
-        start, end = end, middle + len(spec.shape)
-        region = Region(tuple(numbers[start:middle]), tuple(numbers[middle:end]))
-        if not region.fits(spec.shape) or region.size == spec.shape:
-            raise InvalidField(f"{cursor.what}: region {region} is not a proper part of {spec}")
-        yield region
+def _column(cursor: Cursor, count: int, field: str, most: int) -> Column:
+    """A column of numbers, of which there may be few."""
+    few = count <= _FEW
+    return np.array(cursor.numbers(count, field, most), np.int64) if few else cursor.varints(count, field, most)
+
+
+def _box(cursor: Cursor, spec: TensorSpec) -> Region:
+    """Where a box of a tensor starts and how far it goes, checked to be a proper part."""
+    rank = len(spec.shape)
+    numbers = cursor.numbers(2 * rank, "boxes", limits.TENSOR_ELEMENTS)
+    region = Region(tuple(numbers[:rank]), tuple(numbers[rank:]))
+    if not region.fits(spec.shape) or region.size == spec.shape:
+        raise InvalidField(f"{cursor.what}: region {region} is not a proper part of {spec}")
+    return region
+
+
+def _boxes(cursor: Cursor, table: TensorTable, tensor: Column) -> tuple[Column, Column, Column]:
+    """A box for each tensor: the position of its first element, how far the last is from it, and how many it has."""
+    rank = table.dimensions.rank
+    first, span, numel = np.zeros((3, tensor.size), np.int64)
+    upto = np.cumsum(2 * rank[tensor])
+    low = 0
+    while low < tensor.size:
+        begin = int(upto[low - 1]) if low else 0
+        high = max(low + 1, int(np.searchsorted(upto, begin + _NUMBERS, side="right")))
+        numbers = cursor.varints(int(upto[high - 1]) - begin, "boxes", limits.TENSOR_ELEMENTS)
+        ranks = rank[tensor[low:high]]
+        ends = upto[low:high] - begin
+        for r in np.unique(ranks).tolist():
+            mine = np.flatnonzero(ranks == r)
+            rows = numbers[(ends[mine] - 2 * r)[:, None] + np.arange(2 * r)]
+            first[low + mine], span[low + mine], numel[low + mine] = _flat(
+                cursor, table, tensor[low + mine], rows[:, :r], rows[:, r:]
+            )
+        low = high
+    return first, span, numel
+
+
+def _flat(
+    cursor: Cursor, table: TensorTable, tensor: Column, start: Column, size: Column
+) -> tuple[Column, Column, Column]:
+    """`_boxes` of tensors of one rank, each checked to be a proper part."""
+    shape = table.dimensions.sizes[table.dimensions.at[tensor][:, None] + np.arange(size.shape[1])]
+    proper = ((size >= 1) & (start + size <= shape)).all(axis=1) & (size != shape).any(axis=1)
+    if not proper.all():
+        e = int(proper.argmin())
+        region = Region(tuple(start[e].tolist()), tuple(size[e].tolist()))
+        raise InvalidField(f"{cursor.what}: region {region} is not a proper part of {table[int(tensor[e])]}")
+    first, span = np.zeros((2, tensor.size), np.int64)
+    for d in range(size.shape[1]):
+        first = first * shape[:, d] + start[:, d]
+        span = span * shape[:, d] + size[:, d] - 1
+    return first, span, size.prod(axis=1)
 
 
 def _decode_entries(raw: Buffer, count: int, table: TensorTable, dtype: DType, what: str) -> Entries:
     cursor = Cursor(raw, f"{what}: entry table")
-    tensor, values, regions = decode_places(cursor, count, limits.REGION_ELEMENTS << 1 | 1, table)
+    tensor, values, regions, numel = decode_places(cursor, count, limits.REGION_ELEMENTS << 1 | 1, table)
     cursor.finish()
-    numel = table.numel[tensor] if count else np.empty(0, np.int64)
-    for e, region in enumerate(regions):
-        if region is not None:
-            numel[e] = region.numel
     entries = Entries(tensor, values >> 1, (values & 1).astype(bool), regions, numel)
     _check_entries(entries, table, dtype, what)
     return entries

@@ -2,96 +2,189 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import overload
 
 import numpy as np
 
+from ..boxes import Boxes, Numbers, columns, corners, ends
 from ..errors import InvalidField, LimitExceeded
-from ..region import Region, refuse_overlap, whole
+from ..region import Effort, Region, first_shared, parted, refuse_overlap, whole
 from ..shards import Place
 from ..table import TensorTable
 from . import limits
 from .bucket import Head
 
-_FEW = 64  # regions of a tensor that are cheaper to compare all with all, for many tensors at once
+_AT_ONCE = 1 << 10  # buckets whose places are put together
+_TOGETHER = 1 << 16  # boxes whose corners are held at a time
+_EFFORT, _EFFORT_PER_BYTE = 1 << 22, 8  # steps to find out whether boxes overlap
+_KEPT_HEADS, _KEPT_ENTRIES = 1 << 14, 1 << 20  # those of more buckets, or with more entries, are read again
+
+
+class Heads(Sequence[Head]):
+    """The heads of all buckets of a patch. So many are kept as memory should be spent on; others are read again."""
+
+    def __init__(self, kept: list[Head], count: int, read: Callable[[int], Head]) -> None:
+        self._kept, self._count, self._read = kept, count, read
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Head: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Head]: ...
+
+    def __getitem__(self, index: int | slice) -> Head | Sequence[Head]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        index = range(self._count)[index]
+        return self._kept[index] if index < len(self._kept) else self._read(index)
+
+
+class _Columns:
+    """Places of many buckets, in few arrays."""
+
+    def __init__(self, table: TensorTable) -> None:
+        self._table = table
+        self._rows: list[tuple[Numbers, Numbers, Numbers]] = []
+        self._tensors: list[Numbers] = []
+        self._regions: list[Region | None] = []
+
+    def add(self, tensor: Numbers, regions: Sequence[Region | None]) -> None:
+        if isinstance(regions, Boxes):
+            self._rows.append((tensor, *ends(self._table, tensor, regions)))
+            return
+        self._tensors.append(tensor)
+        self._regions += regions
+        if len(self._tensors) > _AT_ONCE:
+            self._rows.append(self._few())
+
+    def joined(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Tensors, and the positions of the first and the last element of their regions."""
+        tensor, first, last = zip(*self._rows, self._few(), strict=True)
+        return np.concatenate(tensor), np.concatenate(first), np.concatenate(last)
+
+    def _few(self) -> tuple[Numbers, Numbers, Numbers]:
+        tensor = np.concatenate([np.empty(0, np.int64), *self._tensors])
+        row = tensor, *ends(self._table, tensor, self._regions)
+        self._tensors, self._regions = [], []
+        return row
 
 
 def gather_heads(
-    heads: Iterable[Head], table: TensorTable, changed: int, covers: Sequence[Place] | None
-) -> tuple[Head, ...]:
-    """All heads of a patch, once they agree with one another and with what the footer says.
+    heads: Iterable[Head],
+    table: TensorTable,
+    changed: int,
+    covers: Sequence[Place] | None,
+    size: int,
+    read: Callable[[int], Head],
+) -> Sequence[Head]:
+    """All heads of a patch of so many bytes, once they agree with one another and with what the footer says.
 
     The heads come one by one and are counted as they come, so that many small buckets cannot claim more entries
-    than a patch may have.
+    than a patch may have. `read` reads one again.
     """
-    out: list[Head] = []
-    entries = counted = 0
+    kept: list[Head] = []
+    rows = _Columns(table)
+    count = entries = counted = 0
     for head in heads:
         entries += len(head.entries)
         counted += int(head.entries.count.sum())
         if entries > limits.PATCH_ENTRIES:
-            raise LimitExceeded(f"bucket {len(out)}: entry {entries} of the patch, the limit is {limits.PATCH_ENTRIES}")
-        out.append(head)
+            raise LimitExceeded(f"bucket {count}: entry {entries} of the patch, the limit is {limits.PATCH_ENTRIES}")
+        rows.add(head.entries.tensor, head.entries.region)
+        if len(kept) == count < _KEPT_HEADS and (entries <= _KEPT_ENTRIES or not count):
+            kept.append(head)
+        count += 1
     if counted != changed:
         raise InvalidField(f"the footer promises {changed} changes, the buckets hold {counted}")
-    places = [p for h in out for p in zip(h.entries.tensor.tolist(), h.entries.region, strict=True)]
+    places = rows.joined()
     if covers is not None:
-        _require_covered(table, places, covers)
-    refuse_shared(table, places)
-    return tuple(out)
+        _require_covered(table, places, place_columns(table, covers))
+    refuse_shared(table, *places, size)
+    return tuple(kept) if len(kept) == count else Heads(kept, count, read)
 
 
-def _require_covered(table: TensorTable, places: Sequence[Place], covers: Sequence[Place]) -> None:
+def place_columns(table: TensorTable, places: Sequence[Place]) -> tuple[Numbers, Numbers, Numbers]:
+    """Tensors, and the positions of the first and the last element of their regions."""
+    tensor, regions = columns(places)
+    return tensor, *ends(table, tensor, regions)
+
+
+def _require_covered(
+    table: TensorTable, places: tuple[Numbers, Numbers, Numbers], covers: tuple[Numbers, Numbers, Numbers]
+) -> None:
     """Every entry lies in one of the regions that the patch speaks for; the digests are over those alone."""
-    by_tensor: dict[int, list[Region]] = {}
-    for tensor, region in covers:
-        by_tensor.setdefault(tensor, []).append(region or whole(table[tensor].shape))
-    if sum(len(by_tensor.get(tensor, ())) for tensor, _ in places) > limits.COMPARISONS:
+    (tensor, first, last), (owner, low, high) = places, covers  # covers are in the order of their tensors
+    rivals = np.bincount(owner, minlength=len(table))
+    if int(rivals[tensor].sum()) > limits.COMPARISONS:
         raise LimitExceeded("the patch has too many regions and entries to tell whether they fit together")
-    for tensor, region in places:
-        mine = region or whole(table[tensor].shape)
-        if not any(mine.inside(cover) for cover in by_tensor.get(tensor, ())):
-            raise InvalidField(
-                f"tensor {table[tensor].name!r}: the patch has an entry for {mine}, but does not cover it"
-            )
+    many = rivals[tensor]
+    entry = np.repeat(np.arange(tensor.size), many)
+    begin = (np.cumsum(rivals) - rivals)[tensor] - (np.cumsum(many) - many)
+    cover = np.arange(entry.size) + np.repeat(begin, many)
+    near = (low[cover] <= first[entry]) & (last[entry] <= high[cover])
+    entry, cover = entry[near], cover[near]
+    covered = np.zeros(tensor.size, bool)
+    same = (low[cover] == first[entry]) & (high[cover] == last[entry])
+    covered[entry[same | (high[cover] - low[cover] + 1 == table.numel[owner[cover]])]] = True
+    rest = np.flatnonzero(~covered[entry])
+    for some in _of_one_rank(table, tensor[entry[rest]], None):
+        e, c = entry[rest[some]], cover[rest[some]]
+        start, stop = corners(table, tensor[e], first[e], last[e])
+        outer_start, outer_stop = corners(table, owner[c], low[c], high[c])
+        covered[e[((start >= outer_start) & (stop <= outer_stop)).all(axis=0)]] = True
+    if not covered.all():
+        t, region = _place(table, int(covered.argmin()), *places)
+        raise InvalidField(f"tensor {table[t].name!r}: the patch has an entry for {region}, but does not cover it")
 
 
-def refuse_shared(table: TensorTable, places: Sequence[Place]) -> None:
-    """Places never overlap: entries would be applied twice, covered regions would count twice in the digest."""
-    counts = np.bincount(np.array([t for t, _ in places], np.int64), minlength=len(table))
-    shared: dict[int, list[Region]] = {t: [] for t in np.flatnonzero(counts > 1).tolist()}
-    if not shared:
+def refuse_shared(table: TensorTable, tensor: Numbers, first: Numbers, last: Numbers, size: int) -> None:
+    """Places never overlap: entries would be applied twice, covered regions would count twice in the digest.
+
+    tensor, first, last: of the regions, with the positions of their first and last elements in their tensors.
+    size: bytes that they were read from; what is done to tell them apart is bounded by that.
+    """
+    counts = np.bincount(tensor, minlength=len(table))
+    if counts.max(initial=0) < 2:
         return
-    for tensor, region in places:
-        if tensor in shared:
-            shared[tensor].append(region or whole(table[tensor].shape))
-    few: dict[int, list[tuple[int, Region]]] = {}  # by rank
-    for tensor, regions in shared.items():
-        if len(regions) > limits.REGIONS_PER_TENSOR:
-            raise LimitExceeded(
-                f"tensor {table[tensor].name!r} has {len(regions)} regions, the limit is {limits.REGIONS_PER_TENSOR}"
-            )
-        if len(regions) > _FEW:
-            refuse_overlap(table[tensor].name, regions)
-        else:
-            few.setdefault(len(table[tensor].shape), []).extend((tensor, region) for region in regions)
-    for group in few.values():
-        _refuse_neighbours(table, group)
+    if (many := counts > limits.REGIONS_PER_TENSOR).any():
+        t = int(many.argmax())
+        raise LimitExceeded(
+            f"tensor {table[t].name!r} has {counts[t]} regions, the limit is {limits.REGIONS_PER_TENSOR}"
+        )
+    effort = Effort(_EFFORT + _EFFORT_PER_BYTE * size)
+    mine = np.flatnonzero((counts[tensor] > 1) & (last >= first))
+    left, group, _ = parted(mine, tensor[mine], first, last + 1)  # one behind the other, as a large tensor is cut
+    for some in _of_one_rank(table, tensor[left], group):
+        e = left[some]
+        pair = first_shared(group[some], *corners(table, tensor[e], first[e], last[e]), effort)
+        if pair is not None:
+            t, a = _place(table, int(e[pair[0]]), tensor, first, last)
+            refuse_overlap(table[t].name, [a, _place(table, int(e[pair[1]]), tensor, first, last)[1]])
 
 
-def _refuse_neighbours(table: TensorTable, group: list[tuple[int, Region]]) -> None:
-    """Many tensors of one rank with a few regions each: compare each region with the next, the one after, and so on."""
-    owner = np.array([t for t, _ in group], np.int64)
-    start = np.array([r.start for _, r in group], np.int64)
-    stop = start + np.array([r.size for _, r in group], np.int64)
-    follows = (start[1:, :1] >= stop[:-1, :1]).any(axis=1)
-    if (follows | (owner[1:] != owner[:-1])).all():  # one behind the other, as a large tensor is cut
-        return
-    for step in range(1, _FEW):
-        same = owner[step:] == owner[:-step]
-        if not same.any():
-            return
-        hit = same & (start[step:] < stop[:-step]).all(axis=1) & (start[:-step] < stop[step:]).all(axis=1)
-        if hit.any():
-            i = int(hit.argmax())
-            refuse_overlap(table[int(owner[i])].name, [group[i][1], group[i + step][1]])
+def _of_one_rank(table: TensorTable, tensor: Numbers, group: Numbers | None) -> Iterator[Numbers]:
+    """Indices of some places at a time, of tensors that have as many dimensions; groups, which rise, stay together."""
+    rank = table.wide.rank[tensor] if tensor.size else tensor
+    for r in np.unique(rank).tolist():
+        every = np.flatnonzero(rank == r)
+        low = 0
+        while low < every.size:
+            high = min(every.size, low + _TOGETHER)
+            if group is not None and high < every.size:
+                its = group[every]
+                begin = int(np.searchsorted(its, its[high]))
+                high = begin if begin > low else int(np.searchsorted(its, its[high], side="right"))
+            yield every[low:high]
+            low = high
+
+
+def _place(table: TensorTable, index: int, tensor: Numbers, first: Numbers, last: Numbers) -> tuple[int, Region]:
+    """One of the places, as a region."""
+    some = slice(index, index + 1)
+    t = int(tensor[index])
+    region = Boxes(table, tensor[some], first[some], (last - first)[some])[0]
+    return t, region or whole(table[t].shape)

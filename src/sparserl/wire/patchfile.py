@@ -13,13 +13,14 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
+from ..boxes import Boxes, Places, columns
 from ..digest import Digest
 from ..errors import InvalidField, LimitExceeded, Truncated, UnsupportedFormat
 from ..shards import Place
 from ..table import TensorTable
 from . import limits
 from .bucket import decode_places, encode_places
-from .check import refuse_shared
+from .check import place_columns, refuse_shared
 from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
 from .table import compress_table, decode_table, decompress_table, encode_table, table_hash
 
@@ -36,9 +37,9 @@ class Footer:
     base: Digest
     result: Digest
     changed: int
-    covers: tuple[Place, ...] | None
-    sizes: tuple[int, ...] = ()
-    checksums: tuple[bytes, ...] = ()
+    covers: Sequence[Place] | None
+    sizes: Sequence[int] = ()
+    checksums: bytes = b""  # one behind the other
 
 
 def encode_header(raw_table: bytes) -> bytes:
@@ -53,11 +54,10 @@ def encode_footer(footer: Footer, seal: bytes) -> bytes:
     complete = footer.covers is None
     out = seal + footer.base.to_bytes() + footer.result.to_bytes()
     out += varint(_COMPLETE if complete else 0) + varint(footer.changed) + varint(len(footer.sizes))
-    out += varints(np.array(footer.sizes, np.int64)) + b"".join(footer.checksums)
+    out += varints(np.array(footer.sizes, np.int64)) + footer.checksums
     if footer.covers is not None:
-        tensor = np.array([t for t, _ in footer.covers], np.int64)
-        zeros = np.zeros(tensor.size, np.int64)
-        out += varint(tensor.size) + encode_places(tensor, zeros, [r for _, r in footer.covers])
+        tensor, regions = columns(footer.covers)
+        out += varint(tensor.size) + encode_places(tensor, np.zeros(tensor.size, np.int64), regions)
     out += checksum(out)
     return out + _TRAILER.pack(len(out), END)
 
@@ -138,8 +138,8 @@ class PatchWriter:
         self._checksums.append(bytes(bucket[-CHECKSUM_BYTES:]))
 
     def finish(self, base: Digest, result: Digest, changed: int, covers: Sequence[Place] | None) -> None:
-        places = None if covers is None else tuple(covers)
-        footer = Footer(base, result, changed, places, tuple(self._sizes), tuple(self._checksums))
+        places = covers if covers is None or isinstance(covers, Places) else tuple(covers)
+        footer = Footer(base, result, changed, places, tuple(self._sizes), b"".join(self._checksums))
         self._file.write(encode_footer(footer, self._seal))
 
 
@@ -169,7 +169,8 @@ class PatchReader:
     def bucket(self, index: int) -> bytes | memoryview:
         """The bytes of a bucket: those that the footer names."""
         data = self._read(self._starts[index], self.footer.sizes[index], f"bucket {index}")
-        if bytes(data[-CHECKSUM_BYTES:]) != self.footer.checksums[index]:
+        named = self.footer.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
+        if bytes(data[-CHECKSUM_BYTES:]) != named:
             raise InvalidField(f"bucket {index} is not the one that the footer names")
         return data
 
@@ -231,12 +232,15 @@ class PatchReader:
         sizes = tuple(cursor.varints(count, "bucket lengths", limits.BUCKET_BYTES).tolist())
         if sum(sizes) != room:
             raise InvalidField(f"patch footer: {count} buckets of {sum(sizes)} bytes in all, {room} are there")
-        checksums = tuple(bytes(cursor.take(CHECKSUM_BYTES, "bucket checksum")) for _ in range(count))
-        covers = None
+        checksums = bytes(cursor.take(CHECKSUM_BYTES * count, "bucket checksums"))
+        covers: Sequence[Place] | None = None
         if not flags & _COMPLETE:
             n = cursor.varint("covered regions", limits.REGIONS_COVERED)
-            tensor, _, regions = decode_places(cursor, n, 0, self.table)
-            covers = tuple(zip(tensor.tolist(), regions, strict=True))
-            refuse_shared(self.table, covers)
+            tensor, _, regions, _ = decode_places(cursor, n, 0, self.table)
+            if isinstance(regions, Boxes):
+                covers = Places(regions)
+            else:
+                covers = tuple(zip(tensor.tolist(), regions, strict=True))
+            refuse_shared(self.table, *place_columns(self.table, covers), len(body))
         cursor.finish()
         return Footer(base, result, changed, covers, sizes, checksums)

@@ -66,15 +66,29 @@ def decode_table(raw: bytes | memoryview) -> TensorTable:
         raise LimitExceeded(f"tensor table: {max(ranks)} dimensions, the limit is {limits.RANK}")
     if sum(ranks) > limits.TABLE_DIMENSIONS:
         raise LimitExceeded(f"tensor table: {sum(ranks)} dimensions in all, the limit is {limits.TABLE_DIMENSIONS}")
-    sizes = cursor.varints(sum(ranks), "sizes", limits.TENSOR_ELEMENTS).tolist()
+    sizes = cursor.varints(sum(ranks), "sizes", limits.TENSOR_ELEMENTS)
     cursor.finish()
-    specs, at = [], 0
-    for name, dtype, rank in zip(names, dtypes, ranks, strict=True):
-        specs.append(TensorSpec(name, dtype, tuple(sizes[at : at + rank])))
+    every, at = sizes.tolist(), 0
+    shapes = []
+    for rank in ranks:
+        shapes.append(tuple(every[at : at + rank]))
         at += rank
-    table = TensorTable(specs)
-    _require_limits(table)
+    table = TensorTable(map(TensorSpec, names, dtypes, shapes))
+    if not _surely_small(ranks, sizes):
+        _require_limits(table)
     return table
+
+
+def _surely_small(ranks: bytes, sizes: npt.NDArray[np.int64]) -> bool:
+    """Whether tensors are within the limits as far as floats can tell: products that are not exact are above them."""
+    rank = np.frombuffer(ranks, np.uint8).astype(np.int64)
+    begin = (np.cumsum(rank) - rank)[rank > 0]
+    if not begin.size:
+        return True
+    with np.errstate(all="ignore"):
+        elements = np.multiply.reduceat(sizes.astype(np.float64), begin)
+        total = elements.sum() + len(ranks)
+        return bool((elements <= limits.TENSOR_ELEMENTS).all() and total < limits.TABLE_ELEMENTS / 2)
 
 
 def _require_limits(table: TensorTable) -> None:

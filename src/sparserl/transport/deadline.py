@@ -112,10 +112,11 @@ def within(seconds: float | None = None, stop: Callable[[], bool] | None = None)
 class Transfers:
     """Threads that call stores. Their calls have the deadline of whoever waits for them, and end if that one leaves."""
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, what: str) -> None:
+        self._what = what
         self._deadline = Deadline(around=current())
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sparserl-transfer")
 
     def __enter__(self) -> Transfers:
         return self
@@ -141,13 +142,13 @@ class Transfers:
             nbytes = size(item)
             while flight and (len(flight) >= 2 * self._threads or in_flight + nbytes > most > 0):
                 future, done = flight.popleft()
-                yield current().result(future, "a transfer")
+                yield current().result(future, self._what)
                 del future  # and the bytes with it
                 in_flight -= done
             flight.append((self._pool.submit(self._deadline.run, work, item), nbytes))
             in_flight += nbytes
         while flight:
-            yield current().result(flight.popleft()[0], "a transfer")
+            yield current().result(flight.popleft()[0], self._what)
 
 
 def apart(work: Callable[[], R], leave: Callable[[R], object]) -> tuple[Future[R], Callable[[], None]]:

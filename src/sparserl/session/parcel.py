@@ -149,7 +149,7 @@ def upload(store: Store, run: str, place: str, patch: Patch, progress: Progress 
     terms = table_digest(patch.table) if patch.complete else Digest()
     manifest = Manifest(run, place, patch.base - terms, patch.result - terms, patch.changed, ())
     blobs = []
-    with Transfers(AT_ONCE, "sparserl-transfer") as transfers:
+    with Transfers(AT_ONCE, f"{store.url}: run {run}") as transfers:
         for blob in transfers.ahead(put, range(patch.buckets)):
             blobs.append(blob)
             if progress is not None:
@@ -215,7 +215,7 @@ def receive(
     with (
         spool(size) as to,
         ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges,
-        Transfers(AT_ONCE, "sparserl-transfer") as transfers,
+        Transfers(AT_ONCE, f"{store.url}: run {run}") as transfers,
     ):
         buckets = transfers.ahead(get, manifest.buckets)
         patch = Patch(rewrite(table, buckets, manifest.base, manifest.result, manifest.changed, None, to))

@@ -111,10 +111,11 @@ def within(seconds: float | None = None, stop: Callable[[], bool] | None = None)
 class Transfers:
     """Threads that call stores. Their calls have the deadline of whoever waits for them, and end if that one leaves."""
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, what: str) -> None:
+        self._what = what
         self._deadline = Deadline(around=current())
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sparserl-transfer")
 
     def __enter__(self) -> Transfers:
         return self
@@ -132,9 +133,9 @@ class Transfers:
         for item in items:
             flight.append(self._pool.submit(self._deadline.run, work, item))
             while len(flight) > 2 * self._threads:
-                yield current().result(flight.pop(0), "a transfer")
+                yield current().result(flight.pop(0), self._what)
         while flight:
-            yield current().result(flight.pop(0), "a transfer")
+            yield current().result(flight.pop(0), self._what)
 
 
 def apart(work: Callable[[], R], leave: Callable[[R], object]) -> tuple[Future[R], Callable[[], None]]:

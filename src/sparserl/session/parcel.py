@@ -217,7 +217,7 @@ def receive(
     size = manifest.size
     if size != step.bytes:
         raise InvalidField(f"{what}: buckets of {size} bytes, the index promises {step.bytes}")
-    _require_size(manifest, table, what)
+    require_size(manifest, table, what)
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges, spool(size) as to:
         buckets = _ahead(get, manifest.buckets, lambda blob: blob.size)
         patch = Patch(rewrite(table, buckets, manifest.base, manifest.result, manifest.changed, None, to))
@@ -225,7 +225,7 @@ def receive(
     return patch
 
 
-def _require_size(manifest: Manifest, table: TensorTable, what: str) -> None:
+def require_size(manifest: Manifest, table: TensorTable, what: str) -> None:
     """Refuse buckets that are more, or larger, than any patch of these weights can be.
 
     A bucket has an entry, and an entry a change. A change takes its bits, or a step of as many, and a position of four

@@ -1,45 +1,22 @@
-"""Small files that ask for much: each is built here, and read in a process of its own that watches time and memory.
-
-Run as a program it reads every bomb and prints one line of JSON for each: how it ended, the processor time it took and
-how far the resident memory grew. An address space limit keeps a bomb that works from taking the machine with it.
-"""
+"""Small files that ask for much: each is built here. See `ways` for what is done with them."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import resource
 import struct
-import sys
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-import sparserl
-from sparserl import Bits, Digest, Patch, SparserlError
-from sparserl.errors import NeedsBase
-from sparserl.pieces import Held
-from sparserl.session import records, signing
-from sparserl.table import TensorTable
 from sparserl.wire import limits
 from tests.hostile.forge import Bucket, Columns, Footer, Header, Stream, Table, number, numbers, seal, squeeze
 from tests.hostile.forge import Patch as Parts
 
-ADDRESS_SPACE = 4 << 30
-REFERENCE = 0.15  # seconds that `slowness` takes on the processor that the bounds are for; an Arm Neoverse N1: 0.37
-BOMBS: dict[str, Callable[[], bytes]] = {}
+BOMBS: dict[str, Callable[..., bytes]] = {}
 RAW, GAP, ULP, CTX = 0, 1, 2, 3
 I8, F64 = 2, 50
 
 
-def bomb(build: Callable[[], bytes]) -> Callable[[], bytes]:
+def bomb(build: Callable[..., bytes]) -> Callable[..., bytes]:
     BOMBS[build.__name__] = build
     return build
 
@@ -107,6 +84,15 @@ def table_of_a_million_tensors() -> bytes:
     names = np.full((n, 54), ord("n"), np.uint8)
     names[:, 51:] = np.frombuffer(rows(n), np.uint8).reshape(n, 3)
     raw = number(n) + bytes((54,)) * n + names.tobytes() + b"\1" * n + b"\4" * n + numbers((1000, 1, 1, 1)) * n
+    header = seal(b"SRLPATCH\1\0" + framed(raw))
+    return header + Footer(bytes(16), bytes(16), 1, 0).encode(header, [])
+
+
+@bomb
+def table_of_many_tensors() -> bytes:
+    """As many as a model may have, of no elements. This table is valid."""
+    n = 1 << 16
+    raw = number(n) + b"\3" * n + rows(n) + b"\1" * n + b"\1" * n + bytes(n)
     header = seal(b"SRLPATCH\1\0" + framed(raw))
     return header + Footer(bytes(16), bytes(16), 1, 0).encode(header, [])
 
@@ -246,7 +232,7 @@ def entries_entangled_in_many_tensors() -> bytes:
 @bomb
 def boxes_of_many_dimensions_in_many_buckets() -> bytes:
     """As boxes these would be objects a hundred times the size of the file. This patch is valid."""
-    tensors, n, rank = 8, 1 << 16, 32
+    tensors, n, rank = 4, 1 << 16, 32
     shape = [2] * 5 + [1] * (rank - 6) + [n]
     start = np.zeros((n, rank), np.int64)
     start[:, -1] = np.arange(n)
@@ -261,25 +247,25 @@ def boxes_of_many_dimensions_in_many_buckets() -> bytes:
 
 
 @bomb
-def boxes_and_changes_in_one_bucket() -> bytes:
-    """As many entries, and as many changes, as a bucket may have, in columns of their tensors. This patch is valid."""
-    n, tensors = limits.REGIONS_PER_TENSOR, 16
+def boxes_and_changes_in_one_bucket(n: int = limits.REGIONS_PER_TENSOR) -> bytes:
+    """As many entries, and as many changes, as a bucket may have, in rows of their tensors. This patch is valid."""
+    tensors = 16
     i = np.arange(n)
     start, size = np.stack([i >> 9, i >> 2 & 127, 16 * (i & 3)], 1), np.tile([1, 1, 16], (n, 1))
     boxes = varints(np.concatenate([start, size], 1).ravel()) * tensors
     steps = b"".join(number(int(t > 0)) + bytes(n - 1) for t in range(tensors))
     columns = Columns([steps], [number(16 << 2 | 1) * n * tensors], [boxes])
     positions = np.tile(np.arange(16, dtype="<u4"), n * tensors).tobytes()
-    streams = Stream(1, [positions], 1), Stream(2, [bytes(8 * limits.BUCKET_CHANGES)], 1)
+    streams = Stream(1, [positions], 1), Stream(2, [bytes(8 * 16 * n * tensors)], 1)
     its_table = table(*((b"t%02d" % t, F64, [128, 128, 65]) for t in range(tensors)))
     its_bucket = claims(bucket(RAW, F64, columns, *streams), n * tensors)
-    return patch(its_table, its_bucket, changed=limits.BUCKET_CHANGES)
+    return patch(its_table, its_bucket, changed=16 * n * tensors)
 
 
 @bomb
 def buckets_of_one_change() -> bytes:
     """Many of the smallest buckets there are. This patch is valid."""
-    n = 1 << 14
+    n = 1 << 11
     its_table = table((b"w", I8, [1 << 20]))
     hash = Header(its_table).hash
     sealed = []
@@ -291,9 +277,9 @@ def buckets_of_one_change() -> bytes:
 
 
 @bomb
-def dense_entries_of_one_element() -> bytes:
+def dense_entries_of_one_element(n: int = limits.REGIONS_PER_TENSOR) -> bytes:
     """As many dense entries as a bucket may have, an element each. This patch is valid."""
-    n, tensors = limits.REGIONS_PER_TENSOR, 16
+    tensors = 16
     boxes = varints(np.stack([2 * np.arange(n), np.ones(n)], axis=1).ravel()) * tensors
     steps = b"".join(number(int(t > 0)) + bytes(n - 1) for t in range(tensors))
     columns = Columns([steps], [b"\7" * n * tensors], [boxes])
@@ -316,9 +302,8 @@ def claims(its_bucket: Bucket, entries: int) -> Bucket:
 
 
 @bomb
-def changes_in_no_bytes() -> bytes:
+def changes_in_no_bytes(n: int = limits.BUCKET_CHANGES) -> bytes:
     """Sixteen million changes in some kilobytes. This bucket is valid."""
-    n = limits.BUCKET_CHANGES
     zeros = bytes(n)
     streams = [Stream(6, [zeros], 1), *(Stream(16 + plane, [zeros], 1) for plane in range(8))]
     columns = Columns([0], [n << 2], [])
@@ -431,8 +416,7 @@ def symbols_of_a_table_without_end() -> bytes:
 
 
 @bomb
-def dense_of_zeros() -> bytes:
-    n = limits.BUCKET_DENSE_BYTES
+def dense_of_zeros(n: int = limits.BUCKET_DENSE_BYTES) -> bytes:
     columns = Columns([0], [1 << 2 | 2], [])
     return patch(table((b"w", I8, [n])), bucket(GAP, I8, columns, Stream(24, [bytes(n)], 1)))
 
@@ -486,233 +470,3 @@ def footer_of_a_million_buckets() -> bytes:
     header = Header(table((b"w", I8, [4]))).encode()
     footer = Footer(bytes(16), bytes(16), 1, 0, count=n, sizes=[bytes(n)], checksums=[bytes(16 * n)])
     return header + footer.encode(header, [])
-
-
-WAYS: dict[str, Callable[[bytes, Path], str]] = {}
-WEIGHTS, TENSORS = 1 << 30, 1 << 17  # bytes and tensors that may be allocated to apply a bomb to
-
-
-def way(go: Callable[[bytes, Path], str]) -> Callable[[bytes, Path], str]:
-    """A way in: what somebody does with bytes that may be hostile. Says what was found."""
-    WAYS[go.__name__] = go
-    return go
-
-
-@way
-def read(data: bytes, folder: Path) -> str:
-    its_patch = Patch.from_bytes(data)
-    heads = its_patch.heads
-    conditional = any(head.profile.conditional for head in heads)
-    base = Held.of(weights(its_patch), its_patch.table) if conditional else None
-    for index in range(its_patch.buckets):
-        its_patch.decode(index, base)
-    return f"valid: {len(heads)} buckets, {len(its_patch.table)} tensors"
-
-
-@way
-def inspect(data: bytes, folder: Path) -> str:
-    """From a file, as `sparserl inspect` does."""
-    (folder / "patch").write_bytes(data)
-    stats = Patch.open(folder / "patch").stats()
-    return f"valid: {len(stats.buckets)} buckets"
-
-
-@way
-def apply(data: bytes, folder: Path) -> str:
-    """It leads nowhere, which is seen when all of it was written."""
-    its_patch = leading(Patch.from_bytes(data), Digest(1, 2))
-    return f"valid: {its_patch.apply(weights(its_patch), digest=its_patch.base).changed} changed"
-
-
-@way
-def invert(data: bytes, folder: Path) -> str:
-    its_patch = Patch.from_bytes(data)
-    try:
-        return f"valid: {its_patch.invert().changed} changed"
-    except NeedsBase:
-        return f"valid: {its_patch.invert(weights(its_patch), digest=its_patch.base).changed} changed"
-
-
-@way
-def squash(data: bytes, folder: Path) -> str:
-    """With itself: it starts from the digest that it leads to."""
-    its_patch = Patch.from_bytes(data)
-    try:
-        return f"valid: {sparserl.squash(its_patch, its_patch).changed} changed"
-    except NeedsBase:
-        base = weights(its_patch)
-        return f"valid: {sparserl.squash(its_patch, its_patch, base=base, digest=its_patch.base).changed} changed"
-
-
-@way
-def merge(data: bytes, folder: Path) -> str:
-    its_patch = Patch.from_bytes(data)
-    return f"valid: {sparserl.merge(its_patch, its_patch).buckets} buckets"
-
-
-@way
-def sync(data: bytes, folder: Path) -> str:
-    """From a store, as the anchor of a run."""
-    its_patch = Patch.from_bytes(data)
-    table = its_patch.table
-    target = weights(its_patch)
-    store = Forged(folder / "store", table, aside(lambda: sparserl.digest(target)))
-    buckets = [bytes(its_patch.bucket(index)) for index in range(its_patch.buckets)]
-    store.write([store.step(None, 0, buckets, its_patch.changed)])
-    return store.sync(target)
-
-
-class NotAtHand(SparserlError):
-    """Weights that are too large to be had for a test."""
-
-
-def weights(its_patch: Patch) -> dict[str, Bits]:
-    """Zeros to apply a patch to; memory that no one writes to takes no room."""
-    if its_patch.table.dense_bytes > WEIGHTS or len(its_patch.table) > TENSORS:
-        raise NotAtHand(f"the weights would be {its_patch.table}")
-    specs = its_patch.table.specs
-    return aside(lambda: {s.name: Bits(np.zeros(s.shape, s.dtype.uint), s.dtype) for s in specs})
-
-
-def leading(its_patch: Patch, result: Digest) -> Patch:
-    """The same patch, with the promise of another result."""
-    reader = its_patch._reader
-    reader.footer = replace(reader.footer, result=result)
-    return its_patch
-
-
-ASIDE = {"seconds": 0.0, "bytes": 0}
-
-
-def aside(make: Callable[[], Any]) -> Any:
-    """Something that the test takes, not the reader: neither its time nor its memory counts."""
-    started, before = time.process_time(), resident()
-    made = make()
-    ASIDE["seconds"] += time.process_time() - started
-    ASIDE["bytes"] += max(0, resident() - before)
-    return made
-
-
-class Forged:
-    """A folder that holds what a publisher would have written, had it wanted to."""
-
-    def __init__(self, root: Path, table: TensorTable, nothing: Digest | None = None) -> None:
-        """`nothing` is the digest of weights of zeros."""
-        self.root = root
-        self.run = records.Run("0" * 16, 1.0, table)
-        self.digest, self.nothing = Digest(1, 2), nothing or Digest()
-        self._places = 0
-
-    def put(self, name: str, data: bytes) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def step(self, base: int | None, version: int, buckets: list[bytes], changed: int) -> dict[str, Any]:
-        """A step whose buckets are written."""
-        self._places += 1
-        place = f"{self._places:016x}"
-        blobs = [[records.sha256(b), len(b)] for b in buckets]
-        for (hash, _), bucket in zip(blobs, buckets, strict=True):
-            self.put(f"runs/{self.run.run}/buckets/{place}/{hash}", bucket)
-        return self.named(base, version, place, blobs, changed)
-
-    def named(self, base: int | None, version: int, place: str, blobs: list[Any], changed: int = 0) -> dict[str, Any]:
-        """A step of which only the manifest is written."""
-        ends = {"base": self.nothing.hex if base is None else self.digest.hex, "result": self.digest.hex}
-        body = {"format": 1, "run": self.run.run, "place": place, "changed": changed, "buckets": blobs, **ends}
-        manifest = records.canonical(body)
-        self.put(f"runs/{self.run.run}/manifests/{records.sha256(manifest)}", manifest)
-        size = sum(size for _, size in blobs)
-        row = {"base": base, "version": version, "bytes": size, "changed": changed, "profiles": ["raw"], "time": 1.0}
-        start = None if base is None else self.digest.hex
-        return {**row, "base_digest": start, "digest": self.digest.hex, "manifest": records.sha256(manifest)}
-
-    def write(self, steps: list[dict[str, Any]]) -> None:
-        """Run, index and head."""
-        self.commit(records.canonical({"format": 1, "run": self.run.run, "steps": steps}), steps[-1]["version"])
-
-    def commit(self, index: bytes, version: int, run: bytes | None = None) -> None:
-        run = self.run.to_bytes() if run is None else run
-        self.put(records.run_path(self.run.run), run)
-        self.put(f"runs/{self.run.run}/index/{records.sha256(index)}", index)
-        hashes = records.sha256(index), records.sha256(run)
-        head = records.Head(self.run.run, version, self.digest, *hashes, 1.0, 1.0, "0" * 16)
-        self.put(records.HEAD, signing.seal(head.body(), None))
-
-    def sync(self, target: Any) -> str:
-        with sparserl.Subscriber(f"file://{self.root}", target, name=False, threads=1) as subscriber:
-            report = subscriber.sync()
-        return f"valid: {report}"
-
-
-def watch(go: Callable[[], str]) -> dict[str, Any]:
-    """Do one thing and say what it took."""
-    ASIDE.update(seconds=0.0, bytes=0)
-    started = time.process_time()
-    before = resident()
-    try:
-        ended = go()
-    except SparserlError as error:
-        ended = f"{type(error).__name__}: {error}"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    seconds = time.process_time() - started - ASIDE["seconds"]
-    return {"ended": ended, "seconds": seconds, "grown": peak - before - ASIDE["bytes"]}
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def apart(name: str, go: Callable[[Path], str], **more: Any) -> None:
-    """Do one thing in a process of its own, and print a line of JSON about it."""
-    sys.stdout.flush()
-    if child := os.fork():
-        _, status = os.waitpid(child, 0)
-        if status:
-            died = {"name": name, "ended": f"died with status {status}", "seconds": 0, "grown": 0}
-            print(json.dumps({**died, **more}))
-        return
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ADDRESS_SPACE,) * 2)
-    with tempfile.TemporaryDirectory(prefix="bomb-") as folder:
-        record = watch(lambda: go(Path(folder)))
-    print(json.dumps({"name": name, **record, **more}), flush=True)
-    os._exit(0)
-
-
-def slowness() -> float:
-    """How much longer this processor takes now than the one that the bounds were set on, for Python and for arrays."""
-    started = time.process_time()
-    for _ in range(3):
-        sorted(f"{i * 7919 % 100_003}" for i in range(100_000))
-        np.sort(np.arange(1 << 20)[::-1] * 7919 % 1_000_003)
-    return max(1.0, (time.process_time() - started) / REFERENCE)
-
-
-WARM = (
-    *("tiles_in_no_bytes", "chunks_of_nothing", "classes_of_many_entries", "symbols_of_a_table_without_end"),
-    *("changes_in_no_bytes", "classes_in_no_bytes", "boxes_and_changes_in_one_bucket", "dense_of_zeros"),
-)
-
-
-def warm(folder: Path) -> None:
-    """Load and compile what readers need, outside of what is measured."""
-    for name in WARM:
-        for go in WAYS.values():
-            with contextlib.suppress(SparserlError):
-                go(BOMBS[name](), folder)
-
-
-def main(names: list[str]) -> None:
-    with tempfile.TemporaryDirectory(prefix="bomb-") as folder:
-        warm(Path(folder))
-    print(json.dumps({"slowness": slowness()}), flush=True)
-    for name in names or list(BOMBS):
-        data = BOMBS[name]()
-        for its, go in WAYS.items():
-            apart(name, partial(go, data), way=its, size=len(data))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -228,7 +228,7 @@ def receive(
     size = manifest.size
     if size != step.bytes:
         raise InvalidField(f"{what}: buckets of {size} bytes, the index promises {step.bytes}")
-    _require_size(manifest, table, what)
+    require_size(manifest, table, what)
     with (
         spool(size) as to,
         ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges,
@@ -240,7 +240,7 @@ def receive(
     return patch
 
 
-def _require_size(manifest: Manifest, table: TensorTable, what: str) -> None:
+def require_size(manifest: Manifest, table: TensorTable, what: str) -> None:
     """Refuse buckets that are more, or larger, than any patch of these weights can be.
 
     A bucket has an entry, and an entry a change. A change takes its bits, or a step of as many, and a position of four

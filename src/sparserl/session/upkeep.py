@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ..errors import FormatError, SessionError, StoreError
 from ..transport.store import RANGE_BYTES, Listed, Store
 from . import chain, signing
+from .parcel import require_size
 from .records import (
     HEAD,
     MOST_HEAD,
@@ -111,7 +112,7 @@ def faults(store: Store, key: str | None = None) -> Iterator[str]:
         steps.setdefault(step.manifest, []).append(step)
     places: set[str] = set()
     for hash, named in steps.items():
-        yield from _manifest_faults(store, head.run, hash, named, places)
+        yield from _manifest_faults(store, run, hash, named, places)
     known = chain.versions(index.steps)
     if known.get(head.version) != head.digest:
         yield f"no step leads to version {head.version} with digest {head.digest}"
@@ -122,17 +123,18 @@ def faults(store: Store, key: str | None = None) -> Iterator[str]:
             yield f"version {version} cannot be reached with what the store has"
 
 
-def _manifest_faults(store: Store, run: str, hash: str, steps: list[Step], places: set[str]) -> Iterator[str]:
+def _manifest_faults(store: Store, run: Run, hash: str, steps: list[Step], places: set[str]) -> Iterator[str]:
     """What is wrong with a manifest and its buckets, given the steps that name it and the places seen before."""
     first = steps[0].name
     try:
-        manifest = Manifest.parse(get_named(store, run, "manifests", hash), first)
+        manifest = Manifest.parse(get_named(store, run.run, "manifests", hash), first)
+        require_size(manifest, run.table, first)
     except (StoreError, FormatError) as error:
         for step in steps:
             yield f"{step.name}: {error}"
         return
     for step in steps:
-        if manifest.run != run or manifest.result != step.digest or step.base_digest not in (None, manifest.base):
+        if manifest.run != run.run or manifest.result != step.digest or step.base_digest not in (None, manifest.base):
             yield f"{step.name}: its manifest is that of something else"
         if manifest.size != step.bytes:
             yield f"{step.name}: the index promises {step.bytes} bytes, its buckets have another size"

@@ -20,6 +20,7 @@ from sparserl import Digest, Patch
 from sparserl.errors import InvalidField, LimitExceeded, NotRetained
 from sparserl.session import chain, parcel, records, room
 from sparserl.session.records import Blob, Index, Manifest, Step
+from sparserl.transport.deadline import Transfers
 from tests.hostile.bombs import I8, RAW, bucket, claims, patch, rows, table, varints
 from tests.hostile.forge import Columns, Stream, Table
 from tests.hostile.store_bombs import PARSERS, RECORDS, STORES
@@ -162,23 +163,28 @@ def test_the_largest_records_are_within_their_bounds():
     assert one + sparserl.wire.limits.BUCKETS * (two - one) <= records.MANIFEST.size
 
 
-def test_transfers_in_flight_are_bounded_in_bytes(monkeypatch):
+def test_transfers_in_flight_are_bounded_in_bytes():
     """However many items there are: no more bytes are on their way than there should be, but for one that is larger."""
-    monkeypatch.setattr(parcel, "FLIGHT_BYTES", 100)
-    lock, flying, most = threading.Lock(), [0], [0]
+    lock = threading.Lock()
+    flying = 0
+    most = 0
 
     def work(size):
+        nonlocal flying, most
         with lock:
-            flying[0] += size
-            most[0] = max(most[0], flying[0])
+            flying += size
+            most = max(most, flying)
         return size
 
     sizes = [30, 60, 300, 10, 10, 90, 40] * 5
-    for size in parcel._ahead(work, sizes, lambda size: size):
-        with lock:
-            flying[0] -= size
-    assert most[0] == 300
-    assert [*parcel._ahead(lambda size: size, sizes, lambda size: size)] == sizes
+    results = []
+    with Transfers(4, "the test") as transfers:
+        for size in transfers.ahead(work, sizes, lambda size: size, 100):
+            results.append(size)
+            with lock:
+                flying -= size
+    assert results == sizes
+    assert most == 300
 
 
 def test_memory_is_asked_for_before_it_is_taken(tmp_path, monkeypatch):

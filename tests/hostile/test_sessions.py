@@ -226,6 +226,20 @@ def test_a_publisher_that_loses_throws_nothing_away(url, tmp_path, monkeypatch):
     assert (again.run, again.version) == (winner.run, 1)
 
 
+def test_a_state_folder_that_serves_two_stores(url, tmp_path):
+    """One publisher after the other: neither removes what the other goes on from."""
+    trainer = weights()
+    runs = {}
+    for place in (url, f"{url}-other"):
+        with Publisher(place, trainer, state=tmp_path / "state") as publisher:
+            publisher.publish()
+            runs[place] = publisher.run
+    for place, run in runs.items():
+        with Publisher(place, trainer, state=tmp_path / "state") as publisher:
+            assert (publisher.run, publisher.version) == (run, 0)
+    assert len(list((tmp_path / "state").iterdir())) == 2
+
+
 @pytest.mark.parametrize("state", ["a file", "below a file"])
 def test_a_state_folder_that_cannot_be(url, tmp_path, state):
     """It is refused where it is given."""

@@ -1,9 +1,10 @@
 """An anchor that a publisher keeps on its own machine, so that a restart goes on with the run.
 
-    STATE/anchor-RUN-VERSION.srl
+    STATE/anchor-STORE-RUN-VERSION.srl
 
-The anchor of a run is there before the head moves to its first version, and those of other runs go after that: whenever
-a publisher is killed, the anchor of the run that the head names is there. One publisher at a time has the folder.
+The anchor of a run is there before the head moves to its first version, and those of earlier runs go after that:
+whenever a publisher is killed, the anchor of the run that the head names is there. STORE is a hash of the store's URL:
+anchors of other stores are left alone. One publisher at a time has the folder.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from ..folders import Folder
 from ..patch import Patch
 from ..transport.store import Store
 from . import chain, parcel
-from .records import Head, Index, Run
+from .records import Head, Index, Run, sha256
 from .upkeep import read_index, read_run
 
-_ANCHOR = re.compile(r"anchor-([0-9a-f]{16})-(\d{1,16})\.srl")
-_DRAFT = re.compile(r"\.anchor-[0-9a-f]{16}-\d{1,16}\.srl\..+")
+_ANCHOR = re.compile(r"anchor-(?P<store>[0-9a-f]{8})-(?P<run>[0-9a-f]{16})-(?P<version>\d{1,16})\.srl")
+_DRAFT = re.compile(rf"\.{_ANCHOR.pattern}\..+")
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,11 @@ class Resumed:
 
 
 class KeptAnchor:
-    """A folder with one anchor of the run that is being published."""
+    """A folder with one anchor of the run that is being published to a store."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, url: str) -> None:
         self._path = folder
+        self._store = sha256(url.rstrip("/").encode())[:8]
         self._held: Folder | None = None  # locked as long as it is open
         self.run: str | None = None  # of which an anchor is here
         self._name = ""  # of its file
@@ -47,7 +49,7 @@ class KeptAnchor:
     def keep(self, anchor: Patch, run: str, version: int) -> None:
         """Keep an anchor beside those that are here; `settle` removes the others."""
         self._lock()
-        name = f"anchor-{run}-{version}.srl"
+        name = f"anchor-{self._store}-{run}-{version}.srl"
         anchor.save(self._path / name)
         self.run = run
         self._name = name
@@ -55,13 +57,13 @@ class KeptAnchor:
     def settle(self) -> None:
         """The head names the run whose anchor was kept last: remove others, and what a killed publisher was writing."""
         for path in self._path.iterdir():
-            if path.name != self._name and (_ANCHOR.fullmatch(path.name) or _DRAFT.fullmatch(path.name)):
+            match = _ANCHOR.fullmatch(path.name) or _DRAFT.fullmatch(path.name)
+            if match is not None and path.name != self._name and self._store == match["store"]:
                 path.unlink(missing_ok=True)
 
     def resumed(self, store: Store, head: Head, threads: int | None = None) -> Resumed | None:
         """The run of the store's head, if an anchor of it is kept here; else a new run begins."""
-        for version in sorted(self._versions(head.run), reverse=True):
-            name = f"anchor-{head.run}-{version}.srl"
+        for version, name in sorted(self._anchors(head.run), reverse=True):
             resumed = self._resumed_from(name, version, store, head, threads)
             if resumed is not None:
                 self.run = head.run
@@ -76,10 +78,10 @@ class KeptAnchor:
             self._held.close()
             self._held = None
 
-    def _versions(self, run: str) -> list[int]:
-        """The versions of a run of which there are anchors."""
+    def _anchors(self, run: str) -> list[tuple[int, str]]:
+        """The versions of a run of which there are anchors, whatever the URL of its store was, and their files."""
         matches = [_ANCHOR.fullmatch(path.name) for path in self._path.iterdir()]
-        return [int(match[2]) for match in matches if match is not None and match[1] == run]
+        return [(int(match["version"]), match[0]) for match in matches if match is not None and match["run"] == run]
 
     def _resumed_from(self, name: str, version: int, store: Store, head: Head, threads: int | None) -> Resumed | None:
         try:

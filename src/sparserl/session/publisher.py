@@ -173,7 +173,7 @@ class Publisher:
         self._now: _Committed | None = None
         self._ladder = None if ladder is None else Ladder(*ladder)
         self._notes: list[str] = []
-        self._kept = None if state is None else KeptAnchor(Path(state))
+        self._kept = None if state is None else KeptAnchor(Path(state), self.store.url)
         self._head = OwnHead(self.store, key, self._writers, self._clock)
         if self._kept is not None and (head := self._head.found) is not None:
             found = self._kept.resumed(self.store, head, threads)

@@ -1,4 +1,4 @@
-"""Files that travel with the weights: config, tokenizer and the like. None but the one in hand is in memory."""
+"""Files that travel with the weights: config, tokenizer and the like. Only those that are just sent are in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..errors import SessionError
+from ..transport.deadline import Transfers
 from ..transport.store import Store, fetch
+from .parcel import AT_ONCE, FLIGHT_BYTES
 from .records import MOST_FILE, Blob, Run, file_name, path, require_files, require_hash, sha256
 
 Contents = Mapping[str, bytes | Path]
@@ -35,12 +37,17 @@ def _size(content: bytes | Path) -> int:
 
 
 def upload(store: Store, run: str, contents: Contents) -> dict[str, Blob]:
-    """Write the files of a run, one after the other."""
-    blobs: dict[str, Blob] = {}
-    for name, content in contents.items():
+    """Write the files of a run, a few at a time."""
+
+    def put(content: bytes | Path) -> Blob:
         data = _read(content) if isinstance(content, Path) else content
-        blobs[name] = Blob(sha256(data), len(data))
-        store.put(path(run, "files", blobs[name].hash), data)
+        blob = Blob(sha256(data), len(data))
+        store.put(path(run, "files", blob.hash), data)
+        return blob
+
+    with Transfers(AT_ONCE, f"{store.url}: the files of run {run}") as transfers:
+        sent = transfers.ahead(put, contents.values(), _size, FLIGHT_BYTES)
+        blobs = dict(zip(contents, sent, strict=True))
     require_files({name: blob.size for name, blob in blobs.items()}, "the files that travel with the weights")
     return blobs
 

@@ -277,9 +277,10 @@ def _write(out: Folder, weights: Weights, files: Mapping[str, bytes]) -> None:
     require_savable(table_of(memories(weights)))
     for name, data in files.items():
         above, _, last = name.rpartition("/")
-        with out.below(above, make=True) as folder:
-            with folder.creating(last) as file:
-                file.write(data)
+        with out.below(above, make=True) as folder, folder.creating(last) as file:
+            file.write(data)
+    for above in {name.rpartition("/")[0] for name in files}:
+        with out.below(above) as folder:
             folder.sync()
     shards = _shards(weights)
     stem = "adapter_model" if "adapter_config.json" in files else "model"  # as peft and transformers name them

@@ -145,6 +145,7 @@ class Retry:
 
 def fetch(store: Store, name: str, size: int, pool: ThreadPoolExecutor | None = None) -> bytes:
     """An object whose size is known: in one piece, or in ranges that are read at the same time."""
+    current().require(f"{store.url}: {name}")
     if pool is None or size <= RANGE_BYTES:
         data = store.get(name, size).data
     else:

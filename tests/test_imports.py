@@ -27,6 +27,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("table", "bitmap"),
     ("memory",),
     ("shards",),
+    ("boxes",),
     ("pieces", "codec"),
     ("device",),
     ("digest",),

@@ -645,6 +645,27 @@ MUTANTS = (
         "",
         Tests("test_threads.py", "nobody_wrote"),
     ),
+    Mutant(
+        "a cut goes through a region",
+        "region.py",
+        "        reach = np.maximum.accumulate(high[a:b] + shift)\n",
+        "        reach = high[a:b] + shift\n",
+        Tests("test_region.py", "overlap or compared"),
+    ),
+    Mutant(
+        "buckets need not fit the weights they are for",
+        "session/parcel.py",
+        "    if count > elements or size > most:\n",
+        "    if count > elements:\n",
+        Tests("hostile/test_budgets.py", "larger_than_any_patch and in_memory"),
+    ),
+    Mutant(
+        "weights are made for which there is no memory",
+        "session/parcel.py",
+        "        require_memory(table.dense_bytes)\n",
+        "        pass\n",
+        Tests("hostile/test_budgets.py", "do_not_fit"),
+    ),
 )
 
 

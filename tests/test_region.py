@@ -58,6 +58,18 @@ def test_split_does_not_crumble(made, limit):
         )
 
 
+@given(tensors_with_boxes(), st.integers(1, 40))
+@SETTINGS
+def test_a_piece_of_a_split_is_found_without_the_others(made, limit):
+    """Its number, of a position; itself and where it starts, of its number."""
+    _, (region,) = made
+    at = 0
+    for number, part in enumerate(region.split(limit)):
+        assert region.piece(limit, number) == (part, at)
+        assert set(region.pieces_of(limit, np.arange(at, at + part.numel)).tolist()) == {number}
+        at += part.numel
+
+
 def test_split_of_tensors_past_two_to_the_31():
     """Splitting is arithmetic on whole numbers: sizes past 32 bits cost nothing and lose nothing."""
     region = whole((3, 1 << 33))

@@ -58,6 +58,7 @@ class Mutant:
 KERNELS, CODEC, PLAN = "kernels/test_cpu.py", "codec/test_codec.py", "plan/test_plan.py"
 CLASSES, RANS, CTX = "kernels/test_classes.py", "kernels/test_rans.py", "patch/test_ctx.py"
 SESSION, SIGNING = "session/test_session.py", "session/test_signing.py"
+HOSTILE_SESSIONS = "hostile/test_sessions.py"
 TRACKED, COLLECTIVE, MARKED = "session/test_tracked.py", "session/test_collective.py", "patch/test_marked.py"
 APPLY, REGIONS, COMPOSE = "patch/test_diff_apply.py", "patch/test_regions.py", "patch/test_compose.py"
 FOLDERS = "hostile/test_folders.py"
@@ -687,6 +688,48 @@ MUTANTS = (
         """'Bearer realm="sparserl"', "Connection": "close"})\n""",
         """'Bearer realm="sparserl"'})\n""",
         Tests("hostile/test_server.py", "heard_once"),
+    ),
+    Mutant(
+        "a cut goes through a region",
+        "region.py",
+        "        reach = np.maximum.accumulate(high[a:b] + shift)\n",
+        "        reach = high[a:b] + shift\n",
+        Tests("test_region.py", "overlap or compared"),
+    ),
+    Mutant(
+        "buckets need not fit the weights they are for",
+        "session/parcel.py",
+        "    if count > elements or size > most:\n",
+        "    if count > elements:\n",
+        Tests("hostile/test_budgets.py", "larger_than_any_patch and in_memory"),
+    ),
+    Mutant(
+        "weights are made for which there is no memory",
+        "session/parcel.py",
+        "        require_memory(table.dense_bytes)\n",
+        "        pass\n",
+        Tests("hostile/test_budgets.py", "do_not_fit"),
+    ),
+    Mutant(
+        "a commit can be interrupted between two targets",
+        "session/receiver.py",
+        "        uninterrupted(lambda: self._commit_targets(staged))\n",
+        "        self._commit_targets(staged)\n",
+        Tests(HOSTILE_SESSIONS, "interrupt_at_any_line"),
+    ),
+    Mutant(
+        "an anchor in the state folder goes before the head has moved",
+        "session/kept.py",
+        "        self.run = run\n        self._name = name\n",
+        "        self.run = run\n        self._name = name\n        self.settle()\n",
+        Tests(HOSTILE_SESSIONS, "throws_nothing_away"),
+    ),
+    Mutant(
+        "every publish for a subscriber far behind writes an anchor",
+        "session/publisher.py",
+        "or len(since) >= _STEPS - 1",
+        "or len(now.index.steps) >= _STEPS - 1",
+        Tests(HOSTILE_SESSIONS, "far_behind"),
     ),
 )
 

@@ -430,3 +430,11 @@ def test_a_run_of_another_store_is_refused_where_the_run_is_pinned(tmp_path):
     shutil.copy(tmp_path / "two" / "head.json", tmp_path / "one" / "head.json")
     with pytest.raises(sparserl.errors.Untrusted, match="only follows run"):
         subscriber.sync()
+
+
+def test_weights_of_zeros_need_one_anchor(url):
+    """An anchor of no bytes does not make every version write another one."""
+    with Publisher(url, {"w": np.zeros(1000, np.float32)}) as publisher:
+        for _ in range(4):
+            publisher.publish()
+        assert sum(step.base is None for step in publisher._now.index.steps) == 1

@@ -37,9 +37,10 @@ class Flight:
             except BaseException as error:  # noqa: BLE001  # raised again by `settle`
                 self._failure = error
 
-        self._thread = threading.Thread(target=fly, name="sparserl-publish", daemon=True)
+        thread = threading.Thread(target=fly, name="sparserl-publish", daemon=True)
+        thread.start()
+        self._thread = thread
         _in_flight.add(self)
-        self._thread.start()
 
     def settle(self) -> SyncReport | None:
         """Wait for what is in flight; returns its report, or raises what went wrong with it."""

@@ -98,7 +98,7 @@ class KeptAnchor:
 
     def _lock(self) -> None:
         """Have the folder for ourselves, until we are closed or gone."""
-        if self._held is not None:
+        if self._held is not None and not self._held.gone:
             return
         try:
             folder = Folder.open(self._path, make=True)

@@ -301,6 +301,8 @@ class Publisher:
             self.store.close()
             if self._kept is not None:
                 self._kept.close()
+            if self._ladder is not None:
+                self._ladder.clear()
 
     def __enter__(self) -> Publisher:
         return self
@@ -484,7 +486,7 @@ class Publisher:
         last = max((s for s in now.index.steps if s.base is None), key=lambda s: s.version)
         since = [s for s in now.index.steps if s.base is not None and last.version <= s.base]
         written = sum(s.bytes for s in since if s.base == s.version - 1)
-        return written >= self._anchor_after * last.bytes or len(since) >= _STEPS - 1
+        return written >= self._anchor_after * max(1, last.bytes) or len(since) >= _STEPS - 1
 
     def _anchor_if_due(self, anchor: Patch | None, now: _Committed) -> None:
         """Write an anchor if one is due; what is too old then goes."""

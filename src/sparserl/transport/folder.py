@@ -27,6 +27,7 @@ from ..folders import Folder
 from .store import MOST_NAME, Found, Listed, require_name, watch
 
 _POLL = 0.05  # seconds between looks at a head that others may swap, or at a lock
+_MOST_SWAPPED = 1 << 26  # bytes of an object that is replaced under a condition
 _DRAFTS = re.compile(r"\d+-[0-9a-f]+")  # folders for drafts in `.tmp`
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -67,7 +68,7 @@ class FolderStore:
         place = self._place()
         with self._locked():
             try:
-                there = self.get(name, 1 << 30).tag
+                there = self.get(name, _MOST_SWAPPED).tag
             except NotFound:
                 there = None
             if there != tag:
@@ -107,6 +108,8 @@ class FolderStore:
                 return
             name, place = self._scratch
             self._scratch = None
+            if place.gone:  # or we were forked off, and it is not ours
+                return
             with contextlib.suppress(OSError), place, Folder.open(self.root, ".tmp") as drafts:
                 drafts.remove(name)
 
@@ -192,6 +195,8 @@ class FolderStore:
             self._await(handle)
             yield
         finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked off meanwhile has the lock open, too
             os.close(handle)
 
     def _await(self, handle: int) -> None:

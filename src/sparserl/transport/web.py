@@ -8,10 +8,13 @@ Connections are kept for the next request. Proxies are those of the environment 
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import http.client
 import io
+import ipaddress
+import os
 import re
 import select
 import socket
@@ -33,7 +36,8 @@ R = TypeVar("R")
 _POLL = 0.2  # seconds between looks at a head where the server does not hold requests
 _HOLD = 20.0  # seconds that a server is asked to hold a request for the head, at most
 _LATE = 30.0  # seconds that the answer to a held request may be late
-_REQUEST = 120.0  # seconds for a whole request: 8 MiB at 1 Mbit/s take half of it
+_REQUEST = 120.0  # seconds without a byte, and for a request besides what its bytes take
+_SLOWEST = 4096  # bytes a second that a request may be as slow as: many share a link
 _CONNECT = 5.0
 _REDIRECTS = 5
 _IDLE = 32  # connections that are kept
@@ -66,11 +70,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for: the status of a good answer, the most bytes that it may have, and until when."""
+    """What is asked for: the status of a good answer, the most bytes it may have, until when, and with which pauses."""
 
     status: int
     most: int
     deadline: Deadline
+    quiet: float  # seconds without a byte
 
 
 class WebStore:
@@ -93,6 +98,7 @@ class WebStore:
         if self._proxy is not None and self._tls is None:
             self._headers |= _proxy_headers(self._proxy)
         self._idle: list[socket.socket] = []
+        self._process = os.getpid()
         weakref.finalize(self, _close, self._idle)
 
     def get(self, name: str, most: int) -> Found:
@@ -104,7 +110,7 @@ class WebStore:
         headers = {"Range": f"bytes={start}-{start + size - 1}"}
 
         def once() -> bytes:
-            answer = self._ask(name, Wanted(206, size, Deadline(self._request, around=current())), headers)
+            answer = self._ask(name, self._wanted(206, size, self._request + size / _SLOWEST, self._request), headers)
             what = self._what(name)
             if answer.status == 416:
                 raise Truncated(f"{what} ends before the part that is asked for")
@@ -163,13 +169,18 @@ class WebStore:
         headers = {"If-None-Match": tag} if tag is not None and _VALUE.fullmatch(tag) else {}
         if hold:
             headers["Prefer"] = f"wait={hold}"
-        seconds = hold + _LATE if hold else self._request
-        answer = self._ask(name, Wanted(200, most, Deadline(seconds, around=current())), headers)
+        quiet = hold + _LATE if hold else self._request
+        seconds = quiet if hold else quiet + most / _SLOWEST
+        answer = self._ask(name, self._wanted(200, most, seconds, quiet), headers)
         if answer.status == 304 and tag is not None:
             return None
         self._require(answer, 200, self._what(name))
         given = answer.headers.get("ETag", "")
         return Found(answer.body, given if _TAG.fullmatch(given) else hashlib.sha256(answer.body).hexdigest())
+
+    @staticmethod
+    def _wanted(status: int, most: int, seconds: float, quiet: float) -> Wanted:
+        return Wanted(status, most, Deadline(seconds, around=current()), quiet)
 
     def _ask(self, name: str, wanted: Wanted, headers: dict[str, str]) -> Answer:
         """The answer to a GET, at this server, wherever it has moved the object to."""
@@ -194,6 +205,9 @@ class WebStore:
             target = f"http://{self._headers['Host']}{path}"
         lines = (f"{key}: {value}" for key, value in {**self._headers, **headers}.items())
         request = "\r\n".join([f"GET {target} HTTP/1.1", *lines, "", ""]).encode("ascii")
+        if self._process != os.getpid():  # the process that we were forked off from uses those connections
+            _close(self._idle)
+            self._process = os.getpid()
         while (kept := _alive(self._idle)) is not None:
             try:
                 return self._exchange(kept, request, wanted, what)
@@ -263,7 +277,7 @@ class WebStore:
             lines = (f"{key}: {value}" for key, value in {"Host": place, **_proxy_headers(self._proxy)}.items())
             request = "\r\n".join([f"CONNECT {place} HTTP/1.1", *lines, "", ""]).encode("ascii")
             _send(plain, request, deadline, what)
-            with _respond(plain, Wanted(200, 0, deadline), what, "CONNECT") as response:
+            with _respond(plain, Wanted(200, 0, deadline, self._request), what, "CONNECT") as response:
                 if response.status != 200:
                     raise Unavailable(f"{what}: the proxy answered {response.status} {response.reason[:80]!r}")
         secure = tls.wrap_socket(plain, server_hostname=self._origin.host, do_handshake_on_connect=False)
@@ -297,6 +311,7 @@ class _Wire(io.RawIOBase):
     def __init__(self, connection: socket.socket, wanted: Wanted, what: str) -> None:
         self._connection = connection
         self._deadline = wanted.deadline
+        self._quiet = wanted.quiet
         self._left = 2 * wanted.most + _FRAME
         self._what = what
 
@@ -306,7 +321,8 @@ class _Wire(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         if self._left <= 0:
             raise LimitExceeded(f"{self._what}: the server sends more than an answer can have")
-        size = _patiently(lambda: self._connection.recv_into(buffer), self._deadline, self._what)
+        deadline = Deadline(self._quiet, around=self._deadline)
+        size = _patiently(lambda: self._connection.recv_into(buffer), deadline, self._what)
         self._left -= size
         return size
 
@@ -439,12 +455,27 @@ def _proxy(origin: Origin) -> SplitResult | None:
     """The proxy that the environment names for a server."""
     proxies = urllib.request.getproxies()
     url = proxies.get(origin.scheme) or proxies.get("all")
-    if not url or urllib.request.proxy_bypass(f"{_bracketed(origin.host)}:{origin.port}"):
+    if not url or _bypassed(origin, proxies.get("no", "")):
         return None
     place = _split(url if "://" in url else f"http://{url}")
     if place.scheme != "http":
         raise StoreError(f"the environment names a proxy of scheme {place.scheme!r}; http proxies are known")
     return place
+
+
+def _bypassed(origin: Origin, exceptions: str) -> bool:
+    """Whether a server is asked without a proxy: by its name, or by a network that its address is in."""
+    if urllib.request.proxy_bypass(f"{_bracketed(origin.host)}:{origin.port}"):
+        return True
+    try:
+        address = ipaddress.ip_address(origin.host)
+    except ValueError:
+        return False
+    for exception in exceptions.split(","):
+        with contextlib.suppress(ValueError):  # the name of a host
+            if address in ipaddress.ip_network(exception.strip(), strict=False):
+                return True
+    return False
 
 
 def _proxy_headers(proxy: SplitResult) -> dict[str, str]:

@@ -331,6 +331,17 @@ def test_collection_takes_only_what_is_ours(url, tmp_path):
     assert list(faults(store)) == []
 
 
+def test_fsck_sees_what_stands_behind_a_large_object(url, tmp_path):
+    """An object that is read piece by piece must end where it should."""
+    Publisher(url, weights(), files={"large.dat": bytes(9 << 20)}).publish()
+    store = open_store(url)
+    assert list(faults(store)) == []
+    [large] = (tmp_path / "store" / "runs").glob("*/files/*")
+    with large.open("ab") as file:
+        file.write(b"more")
+    assert any("is longer than" in fault for fault in faults(store))
+
+
 GARBAGE = {
     "text": b"garbage",
     "nothing": b"",

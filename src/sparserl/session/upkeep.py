@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from ..errors import FormatError, SessionError, StoreError
+from ..errors import FormatError, SessionError, StoreError, Truncated
 from ..transport.store import RANGE_BYTES, Listed, Store
 from . import chain, signing
 from .parcel import require_size
@@ -146,6 +146,15 @@ def _manifest_faults(store: Store, run: Run, hash: str, steps: list[Step], place
         yield from _blob_fault(store, manifest.bucket(blob), blob.hash, blob.size, first)
 
 
+def _goes_on(store: Store, name: str, size: int) -> bool:
+    """Whether there is more of an object behind so many bytes."""
+    try:
+        store.read(name, size, 1)
+    except Truncated:
+        return False
+    return True
+
+
 def _blob_fault(store: Store, name: str, hash: str, size: int, what: str) -> Iterator[str]:
     """Whether an object is there and has the hash that names it; large ones are read piece by piece."""
     found = hashlib.sha256()
@@ -155,6 +164,8 @@ def _blob_fault(store: Store, name: str, hash: str, size: int, what: str) -> Ite
         else:
             for start in range(0, size, RANGE_BYTES):
                 found.update(store.read(name, start, min(RANGE_BYTES, size - start)))
+            if _goes_on(store, name, size):
+                yield f"{what}: {name} is longer than the {size} bytes that it should have"
     except (StoreError, FormatError) as error:
         yield f"{what}: {error}"
         return

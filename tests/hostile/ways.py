@@ -148,8 +148,16 @@ def taken(its_patch: Patch | None, its: str) -> dict[str, float]:
         return {"weights": 0.0, "bytes": 0}
     table = its_patch.table
     at_hand = table.dense_bytes <= WEIGHTS and its not in ("inspect", "merge")
-    seconds = (5e-5 if at_hand else 1e-5) * len(table) + 2e-7 * its_patch.changed
+    seconds = (5e-5 if at_hand else 1e-5) * len(table) + 2e-7 * (its_patch.changed + dense_elements(its_patch))
     return {"weights": seconds + 5e-9 * table.dense_bytes * at_hand, "bytes": table.dense_bytes * at_hand}
+
+
+def dense_elements(its_patch: Patch) -> int:
+    """How many elements are written that need not change."""
+    try:
+        return sum(head.dense_elements for head in its_patch.heads)
+    except SparserlError:
+        return 0
 
 
 def opened(data: bytes) -> Patch | None:

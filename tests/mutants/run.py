@@ -687,7 +687,7 @@ MUTANTS = (
         "transport/server.py",
         """'Bearer realm="sparserl"', "Connection": "close"})\n""",
         """'Bearer realm="sparserl"'})\n""",
-        Tests("hostile/test_server.py", "heard_once"),
+        Tests("hostile/test_clients.py", "heard_once"),
     ),
     Mutant(
         "a cut goes through a region",

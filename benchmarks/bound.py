@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 import sparserl
 from benchmarks import traces
 from benchmarks.traces import Weights
-from sparserl.bits import BY_NAME, DType
 from sparserl.codec import Classes, Stream, ctx
 from sparserl.codec.coders import Buffer, Coder, Rans
 from sparserl.codec.index import tiles
-from sparserl.kernels import rans, reference
+from sparserl.kernels import cpu, reference
+from sparserl.weights.dtypes import BY_NAME, DType
 from sparserl.wire import Head, InMemory, PatchReader, decode_bucket
 
 LARGE = 100_000  # changes: from here on directory and states must be small
@@ -205,11 +205,11 @@ def _model(head: Head, id: int, coded: Coded, counts: NDArray[Any]) -> tuple[int
     else:
         items = int(counts[(id - Stream.CLASS) // 4]) if by_class else layout.changes
     chunks = coded[id][1]
-    tables = sum(int(rans.read_table(np.frombuffer(c, np.uint8), np.empty(256, np.uint32))) for c in chunks)
+    tables = sum(int(cpu.rans.read_table(np.frombuffer(c, np.uint8), np.empty(256, np.uint32))) for c in chunks)
     sizes = layout.chunk_sizes(items)
     if len(sizes) != len(chunks):
         raise AssertionError(f"stream {id}: {len(chunks)} chunks where {items} items make {len(sizes)}")
-    return tables, sum(4 * int(rans.lanes(size)) for size in sizes)
+    return tables, sum(4 * int(cpu.rans.lanes(size)) for size in sizes)
 
 
 def main() -> None:

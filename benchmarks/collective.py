@@ -188,8 +188,8 @@ class Rank:
         """A session, and a sync of it."""
         import torch.distributed as dist
 
-        from sparserl.session.collective import CollectivePublisher
-        from sparserl.session.collective_subscriber import CollectiveSubscriber
+        from sparserl.session.group.publisher import CollectivePublisher
+        from sparserl.session.group.subscriber import CollectiveSubscriber
 
         group = dist.new_group([0, 1])
         if self.rank == 0:

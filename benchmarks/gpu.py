@@ -40,10 +40,10 @@ POISON = 0xA5
 
 
 def _import_kernels() -> bool:
-    """Make `sparserl.kernels.gpu` importable. Says whether the CPU kernels are there as well."""
+    """Make `sparserl.kernels.gpu.changes` importable. Says whether the CPU kernels are there as well."""
     sys.path.insert(0, str(_SRC))
     try:
-        import sparserl.kernels.cpu  # noqa: F401
+        import sparserl.kernels.cpu.changes  # noqa: F401
     except ImportError:
         for name in [n for n in sys.modules if n.partition(".")[0] == "sparserl"]:
             del sys.modules[name]
@@ -130,14 +130,14 @@ def check(expected: dict[str, Any] | None, traces: Path | None) -> dict[str, Any
     """Every kernel on large random data, held against PyTorch, NumPy and the CPU's bytes; raises where bits differ."""
     from sparserl.kernels import gpu
 
-    plain = gpu.Blocks.empty
-    gpu.Blocks.empty = _poisoned
+    plain = gpu.changes.Blocks.empty
+    gpu.changes.Blocks.empty = _poisoned
     try:
         done = {f"{kind} {width}": _check_width(width, kind) for width, kind in _KINDS}
         done["cast"] = _check_mark()
         done["same bytes as the CPU"] = _check_bytes(expected, traces) if expected else "not checked"
     finally:
-        gpu.Blocks.empty = plain
+        gpu.changes.Blocks.empty = plain
     return done
 
 
@@ -146,11 +146,11 @@ _KINDS = ((1, "float"), (2, "float"), (4, "float"), (8, "float"), (1, "signed"),
 
 def _check_width(width: int, kind: str) -> int:
     """Returns how many changes were found, coded, decoded and landed."""
-    from sparserl.kernels import gpu, gpu_cells, gpu_classes, gpu_streams, reference
+    from sparserl.kernels import gpu, reference
 
     torch.manual_seed(width)
     rng = np.random.default_rng(width)
-    ints = gpu.INTS[width]
+    ints = gpu.changes.INTS[width]
     sizes = [40_000_003, 1, 8192, 0, 24_000_000, 65_537, 31]
     buffers = [torch.randint(0, 256, (width * (n + 8),), dtype=torch.uint8, device="cuda").view(ints) for n in sizes]
     olds = [b[1 : n + 1] if kind == "signed" else b[:n] for b, n in zip(buffers, sizes, strict=True)]
@@ -162,57 +162,57 @@ def _check_width(width: int, kind: str) -> int:
         if new.numel() < 40:
             new ^= 1
     keys = rng.integers(0, 2**64, (len(sizes), 2), dtype=np.uint64)
-    blocks = gpu.Blocks(width, sizes, "cuda", keys)
+    blocks = gpu.changes.Blocks(width, sizes, "cuda", keys)
     old, new = blocks.side(olds), blocks.side(news)
-    words, counts = gpu.diff(blocks, old, new)
+    words, counts = gpu.changes.diff(blocks, old, new)
     wanted = [(a != b).nonzero().squeeze(1) for a, b in zip(olds, news, strict=True)]
     per = torch.tensor([w.numel() for w in wanted], device="cuda")
     total = int(per.sum())
-    require(torch.equal(gpu_streams.part_changes(blocks, counts), per), "changes per part")
-    positions, after, before, sums = gpu.compact(blocks, old, new, words, counts, total, keep_old=True)
+    require(torch.equal(gpu.streams.part_changes(blocks, counts), per), "changes per part")
+    positions, after, before, sums = gpu.changes.compact(blocks, old, new, words, counts, total, keep_old=True)
     require(torch.equal(positions.to(torch.int64) & 0xFFFFFFFF, torch.cat(wanted)), "positions")
     require(torch.equal(after, torch.cat([b[w] for b, w in zip(news, wanted, strict=True)])), "new bits")
     require(torch.equal(before, torch.cat([a[w] for a, w in zip(olds, wanted, strict=True)])), "old bits")
     sign = kind == "float"
-    _, steps, _, _ = gpu.compact(blocks, old, new, words, counts, total, steps=True, sign_magnitude=sign)
+    _, steps, _, _ = gpu.changes.compact(blocks, old, new, words, counts, total, steps=True, sign_magnitude=sign)
     uint = np.dtype(f"u{width}")
     some = slice(0, 1 << 20)
     told = reference.steps(*(t[some].cpu().numpy().view(uint) for t in (before, after)), sign)
     require(np.array_equal(told, steps[some].cpu().numpy().view(uint)), "steps")
-    moved = gpu.total(sums)
-    require(torch.equal(gpu.digest(blocks, old) + moved, gpu.digest(blocks, new)), "the digest's way")
-    small = gpu.Blocks(width, [300_001], "cuda", keys[:1], [7])
+    moved = gpu.changes.total(sums)
+    require(torch.equal(gpu.changes.digest(blocks, old) + moved, gpu.changes.digest(blocks, new)), "the digest's way")
+    small = gpu.changes.Blocks(width, [300_001], "cuda", keys[:1], [7])
     first = reference.digest(keys[0], 7, olds[0][:300_001].cpu().numpy().view(uint))
-    got = gpu.digest(small, small.side([olds[0][:300_001]])).cpu().numpy().view(np.uint64).tolist()
+    got = gpu.changes.digest(small, small.side([olds[0][:300_001]])).cpu().numpy().view(np.uint64).tolist()
     require(list(first) == got, "digest")
     bad = torch.zeros(1, dtype=torch.int32, device="cuda")
     changes, parts = per.cpu().numpy(), [0, 0, 0, 0, 1, 1, 1]
-    ulp = gpu_streams.Plan.of(blocks, parts, 16, sign_magnitude=sign)
-    sent = gpu_streams.encode(ulp, old, new)
+    ulp = gpu.streams.Plan.of(blocks, parts, 16, sign_magnitude=sign)
+    sent = gpu.streams.encode(ulp, old, new)
     for locate in (
-        lambda side: gpu_cells.at_positions(blocks, side, changes, positions, after, bad),
+        lambda side: gpu.cells.at_positions(blocks, side, changes, positions, after, bad),
         lambda side: decoded(ulp, side, sent, bad),
     ):
         target = blocks.side([a.clone() for a in olds])
         found = locate(target)
         same = torch.equal(found.old, before) and torch.equal(found.new, after)
-        require(int(bad) == 0 and same and torch.equal(gpu.total(found.sums), moved), "located")
-        gpu_classes.land(target, found, found.new, bad)
+        require(int(bad) == 0 and same and torch.equal(gpu.changes.total(found.sums), moved), "located")
+        gpu.classes.land(target, found, found.new, bad)
         require(all(map(torch.equal, target.alive, new.alive)), "landed")
     broken = positions.clone()
     broken[total // 2] = broken[total // 2 - 1]
-    gpu_cells.at_positions(blocks, target, changes, broken, after, bad)
+    gpu.cells.at_positions(blocks, target, changes, broken, after, bad)
     require(int(bad) == 1, "positions that do not rise are refused")
     bits = 8 * width
     limits = np.array([[1 << (bits - 4), 1 << (bits - 3), (1 << (bits - 2)) - 1]] * len(sizes), np.uint64)
-    plan = gpu_streams.Plan.of(blocks, parts, 16, limits, sign_magnitude=sign, signed=kind == "signed")
-    encoded = gpu_streams.encode(plan, old, new)
+    plan = gpu.streams.Plan.of(blocks, parts, 16, limits, sign_magnitude=sign, signed=kind == "signed")
+    encoded = gpu.streams.encode(plan, old, new)
     require(torch.equal(encoded.moved, moved), "the digest's way, by classes")
     target = blocks.side([a.clone() for a in olds])
     bad.zero_()
     found = decoded(plan, target, encoded, bad)
-    require(int(bad) == 0 and torch.equal(gpu.total(found.sums), moved), "decoded")
-    gpu_classes.land(target, found, found.new, bad)
+    require(int(bad) == 0 and torch.equal(gpu.changes.total(found.sums), moved), "decoded")
+    gpu.classes.land(target, found, found.new, bad)
     require(all(map(torch.equal, target.alive, new.alive)), "landed by classes")
     return total
 
@@ -226,28 +226,28 @@ def _check_mark() -> int:
     masters = [p.view(torch.float32) for p in patterns]  # every kind of NaN, infinity and subnormal
     cast = [m.to(torch.bfloat16).view(torch.int16) for m in masters]
     olds = [torch.where(torch.rand(n, device="cuda") < 0.99, c, 5) for n, c in zip(sizes, cast, strict=True)]
-    blocks = gpu.Blocks(2, sizes, "cuda")
+    blocks = gpu.changes.Blocks(2, sizes, "cuda")
     weights = blocks.side([o.clone() for o in olds])
     words = blocks.bitmap()
     counts = blocks.empty(blocks.count, torch.int32)
-    gpu.mark(blocks, gpu.Blocks(4, sizes, "cuda").side(masters), weights, words, counts)
+    gpu.changes.mark(blocks, gpu.changes.Blocks(4, sizes, "cuda").side(masters), weights, words, counts)
     require(all(map(torch.equal, weights.alive, cast)), "cast and copied")
-    wanted, _ = gpu.diff(blocks, blocks.side(olds), blocks.side(cast))
+    wanted, _ = gpu.changes.diff(blocks, blocks.side(olds), blocks.side(cast))
     require(torch.equal(words, wanted), "marks")
-    gpu.mark(blocks, blocks.side(olds), weights, words, counts)
+    gpu.changes.mark(blocks, blocks.side(olds), weights, words, counts)
     require(all(map(torch.equal, weights.alive, olds)) and torch.equal(words, wanted), "marks, copied back")
     return int(counts.sum())
 
 
 def _check_bytes(expected: dict[str, Any], traces: Path | None) -> int:
     """Returns how many bytes of the trace's streams are those that the CPU writes."""
-    from sparserl.kernels import gpu, gpu_streams
+    from sparserl.kernels import gpu
 
     olds, news = trace_pair(traces)
-    blocks = gpu.Blocks(2, [o.size for o in olds], "cuda")
+    blocks = gpu.changes.Blocks(2, [o.size for o in olds], "cuda")
     old, new = (blocks.side([torch.from_numpy(a.view(np.int16)).cuda() for a in side]) for side in (olds, news))
     plan = trace_plan(blocks)
-    encoded = gpu_streams.encode(plan, old, new)
+    encoded = gpu.streams.encode(plan, old, new)
     d, data = encoded.directory, encoded.data.cpu().numpy()
     keys = [f"{b} {s} {c}" for b, s, c in zip(d.bucket.tolist(), d.stream.tolist(), d.coder.tolist(), strict=True)]
     require(set(keys) >= {k for k in expected if k.split()[1] not in "45"}, "streams")
@@ -309,7 +309,7 @@ def floors(old: torch.Tensor, new: torch.Tensor) -> dict[str, float]:
 
 def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     """All passes on one pair, beside the floors and the PyTorch way."""
-    from sparserl.kernels import gpu, gpu_cells, gpu_classes, gpu_streams
+    from sparserl.kernels import gpu
 
     out: dict[str, Any] = {
         "GiB": old_flat.numel() * 2 / 2**30,
@@ -323,45 +323,45 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     olds, news = parts_of(old_flat), parts_of(new_flat)
     sizes = [t.numel() for t in olds]
     rng = np.random.default_rng(0)
-    blocks = gpu.Blocks(2, sizes, "cuda", rng.integers(0, 2**64, (len(sizes), 2), dtype=np.uint64))
+    blocks = gpu.changes.Blocks(2, sizes, "cuda", rng.integers(0, 2**64, (len(sizes), 2), dtype=np.uint64))
     old, new = blocks.side(olds), blocks.side(news)
-    words, counts = gpu.diff(blocks, old, new)
-    changes = gpu_streams.part_changes(blocks, counts).cpu().numpy()
+    words, counts = gpu.changes.diff(blocks, old, new)
+    changes = gpu.streams.part_changes(blocks, counts).cpu().numpy()
     total = int(changes.sum())
     out["changed"], out["density"] = total, total / old_flat.numel()
     bucket = buckets_of(sizes)
-    ulp = gpu_streams.Plan.of(blocks, bucket, 18)
-    ctx = gpu_streams.Plan.of(blocks, bucket, 18, limits_of(len(sizes)))
+    ulp = gpu.streams.Plan.of(blocks, bucket, 18)
+    ctx = gpu.streams.Plan.of(blocks, bucket, 18, limits_of(len(sizes)))
     bad = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def raw() -> Any:
-        words, counts = gpu.diff(blocks, old, new)
+        words, counts = gpu.changes.diff(blocks, old, new)
         ends = torch.cumsum(counts, 0, dtype=torch.int64)
-        return gpu.compact(blocks, old, new, words, counts, int(ends[-1]), ends=ends)
+        return gpu.changes.compact(blocks, old, new, words, counts, int(ends[-1]), ends=ends)
 
     positions, after, _, sums = raw()
-    moved = gpu.total(sums)
-    sent = {"ulp": gpu_streams.encode(ulp, old, new), "ctx": gpu_streams.encode(ctx, old, new)}
+    moved = gpu.changes.total(sums)
+    sent = {"ulp": gpu.streams.encode(ulp, old, new), "ctx": gpu.streams.encode(ctx, old, new)}
     for name, encoded in sent.items():
         out[f"{name} bits per change"] = round(8 * encoded.data.numel() / total, 3)
 
-    def land(name: str, side: gpu.Side, back: bool = True) -> None:  # old bits, to be repeatable
+    def land(name: str, side: gpu.changes.Side, back: bool = True) -> None:  # old bits, to be repeatable
         if name == "raw":
-            found = gpu_cells.at_positions(blocks, side, changes, positions, after, bad)
+            found = gpu.cells.at_positions(blocks, side, changes, positions, after, bad)
         else:
             found = decoded(ctx if name == "ctx" else ulp, side, sent[name], bad)
-        wrong = bad | (gpu.total(found.sums) != moved).any().to(torch.int32)
-        gpu_classes.land(side, found, found.old if back else found.new, wrong)
+        wrong = bad | (gpu.changes.total(found.sums) != moved).any().to(torch.int32)
+        gpu.classes.land(side, found, found.old if back else found.new, wrong)
 
     works: dict[str, tuple[Callable[[], Any], str]] = {
-        "diff": (lambda: gpu.diff(blocks, old, new), "read both"),
+        "diff": (lambda: gpu.changes.diff(blocks, old, new), "read both"),
         "diff + raw": (raw, "read both"),
-        "diff + ulp": (lambda: gpu_streams.encode(ulp, old, new), "read both"),
-        "diff + ctx": (lambda: gpu_streams.encode(ctx, old, new), "read both"),
+        "diff + ulp": (lambda: gpu.streams.encode(ulp, old, new), "read both"),
+        "diff + ctx": (lambda: gpu.streams.encode(ctx, old, new), "read both"),
         "raw: check + apply": (lambda: land("raw", old), "read one"),
         "ulp: decode + apply": (lambda: land("ulp", old), "read one"),
         "ctx: decode + apply": (lambda: land("ctx", old), "read one"),
-        "digest": (lambda: gpu.digest(blocks, old), "read one"),
+        "digest": (lambda: gpu.changes.digest(blocks, old), "read one"),
     }
     for name, (work, floor) in works.items():
         ms[name] = milliseconds(work)
@@ -394,7 +394,7 @@ def _tracking(old_flat: torch.Tensor, new_flat: torch.Tensor) -> tuple[Callable[
     half = old_flat.numel() // 2
     sides = [flat[:half].view(torch.bfloat16).to(torch.float32) for flat in (old_flat, new_flat)]
     sizes = [t.numel() for t in parts_of(old_flat[:half])]
-    blocks, wide = gpu.Blocks(2, sizes, "cuda"), gpu.Blocks(4, sizes, "cuda")
+    blocks, wide = gpu.changes.Blocks(2, sizes, "cuda"), gpu.changes.Blocks(4, sizes, "cuda")
     weights = old_flat[:half].clone().view(torch.bfloat16)
     side = blocks.side(parts_of(weights))
     masters = [wide.side(parts_of(s)) for s in sides]
@@ -402,7 +402,7 @@ def _tracking(old_flat: torch.Tensor, new_flat: torch.Tensor) -> tuple[Callable[
     turn = iter(range(10**6))
     return (
         lambda: weights.copy_(sides[next(turn) % 2]),
-        lambda: gpu.mark(blocks, masters[next(turn) % 2], side, words, counts),
+        lambda: gpu.changes.mark(blocks, masters[next(turn) % 2], side, words, counts),
     )
 
 
@@ -433,30 +433,30 @@ _WAYS = {
 
 def sweep(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     """Milliseconds of each kernel in its shape and in others."""
-    from sparserl.kernels import gpu, gpu_cells, gpu_classes, gpu_coding, gpu_streams
+    from sparserl.kernels import gpu
 
     olds, news = parts_of(old_flat), parts_of(new_flat)
     sizes = [t.numel() for t in olds]
-    blocks, bucket = gpu.Blocks(2, sizes, "cuda"), buckets_of(sizes)
+    blocks, bucket = gpu.changes.Blocks(2, sizes, "cuda"), buckets_of(sizes)
     old, new = blocks.side(olds), blocks.side(news)
-    plan = gpu_streams.Plan.of(blocks, bucket, 18, limits_of(len(sizes)))
-    sent, bad = gpu_streams.encode(plan, old, new), torch.zeros(1, dtype=torch.int32, device="cuda")
+    plan = gpu.streams.Plan.of(blocks, bucket, 18, limits_of(len(sizes)))
+    sent, bad = gpu.streams.encode(plan, old, new), torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def decode() -> None:
         found = decoded(plan, old, sent, bad)
-        gpu_classes.land(old, found, found.old, bad)
+        gpu.classes.land(old, found, found.old, bad)
 
     def raw() -> None:
-        words, counts = gpu.diff(blocks, old, new)
-        gpu.compact(blocks, old, new, words, counts, int(sent.changes.sum()))
+        words, counts = gpu.changes.diff(blocks, old, new)
+        gpu.changes.compact(blocks, old, new, words, counts, int(sent.changes.sum()))
 
-    ulp = gpu_streams.Plan.of(blocks, bucket, 18)
-    short = gpu_streams.encode(ulp, old, new)
-    works = {"raw": raw, "ctx": lambda: gpu_streams.encode(plan, old, new), "decode": decode}
+    ulp = gpu.streams.Plan.of(blocks, bucket, 18)
+    short = gpu.streams.encode(ulp, old, new)
+    works = {"raw": raw, "ctx": lambda: gpu.streams.encode(plan, old, new), "decode": decode}
     works["ulp decode"] = lambda: decoded(ulp, old, short, bad)
     works["mark"] = _tracking(old_flat, new_flat)[1]
     out: dict[str, Any] = {}
-    for module in (gpu, gpu_cells, gpu_classes, gpu_coding):
+    for module in (gpu.changes, gpu.cells, gpu.classes, gpu.rans):
         for name, usual in list(module.SHAPES.items()):
             way, kernel, others = _WAYS[name]
             for shape in (usual, *others):

@@ -113,9 +113,9 @@ def _cut(bits: Array) -> Array:
 def _chosen(old: Array, new: Array) -> Any:
     """The classes that a writer chooses for these changes."""
     from sparserl import plan
-    from sparserl.bits import BY_NAME
     from sparserl.kernels import reference
     from sparserl.plan.changes import Changes
+    from sparserl.weights.dtypes import BY_NAME
 
     positions, before, after = reference.diff(old, new)
     changes = Changes(
@@ -144,18 +144,18 @@ def trace_pair(path: Path | None) -> tuple[list[Array], list[Array]]:
 
 def trace_plan(blocks: Any) -> Any:
     """How the streams are cut that are held against the CPU's."""
-    from sparserl.kernels import gpu_streams
+    from sparserl.kernels import gpu
 
     sizes = blocks.sizes.tolist()
-    return gpu_streams.Plan.of(blocks, buckets_of(sizes, _TRACE_BUCKET), _TRACE_LOG, limits_of(len(sizes)))
+    return gpu.streams.Plan.of(blocks, buckets_of(sizes, _TRACE_BUCKET), _TRACE_LOG, limits_of(len(sizes)))
 
 
 def cpu_streams(olds: list[Array], news: list[Array]) -> dict[str, Any]:
     """What the CPU kernels make of the trace: all chunks of the `ctx` streams, by bucket and stream."""
     from sparserl import codec
-    from sparserl.bits import BY_NAME
     from sparserl.codec.profile import Classes, Layout
     from sparserl.kernels import reference
+    from sparserl.weights.dtypes import BY_NAME
 
     sizes = [o.size for o in olds]
     bucket, out = buckets_of(sizes, _TRACE_BUCKET), {}

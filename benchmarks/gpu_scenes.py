@@ -49,10 +49,10 @@ def peak_over(work: Callable[[], Any]) -> int:
 
 def decoded(plan: Any, side: Any, sent: Any, bad: torch.Tensor, data: torch.Tensor | None = None) -> Any:
     """The changes of all buckets that were encoded, located; from another copy of their bytes if there is one."""
-    from sparserl.kernels import gpu_streams
+    from sparserl.kernels import gpu
 
-    arrived = gpu_streams.Arrived(sent.data if data is None else data, sent.directory)
-    return gpu_streams.decode(plan, side, sent.changes, bad, lambda: arrived)
+    arrived = gpu.streams.Arrived(sent.data if data is None else data, sent.directory)
+    return gpu.streams.decode(plan, side, sent.changes, bad, lambda: arrived)
 
 
 # -- traces -----------------------------------------------------------------------------------------------------------
@@ -60,32 +60,33 @@ def decoded(plan: Any, side: Any, sent: Any, bad: torch.Tensor, data: torch.Tens
 
 def time_traces(path: Path, nbytes: int, floors: dict[str, float]) -> dict[str, Any]:
     """One sync of each run, again and again until there are so many bytes: real bits next to each other."""
-    from sparserl.kernels import gpu, gpu_classes, gpu_streams
+    from sparserl.kernels import gpu
 
     out: dict[str, Any] = {}
     for run, (old_bits, new_bits, classes) in read_traces(path).items():
         flat_old, flat_new = tiled(old_bits, nbytes // 2), tiled(new_bits, nbytes // 2)
         sizes = [t.numel() for t in parts_of(flat_old)]
-        blocks = gpu.Blocks(2, sizes, "cuda", np.random.default_rng(0).integers(0, 2**64, (len(sizes), 2), np.uint64))
+        keys = np.random.default_rng(0).integers(0, 2**64, (len(sizes), 2), np.uint64)
+        blocks = gpu.changes.Blocks(2, sizes, "cuda", keys)
         old, new = blocks.side(parts_of(flat_old)), blocks.side(parts_of(flat_new))
-        ulp = gpu_streams.Plan.of(blocks, buckets_of(sizes), 18)
-        ctx = gpu_streams.Plan.of(blocks, buckets_of(sizes), 18, limits_of(len(sizes), classes[0], classes[1:]))
-        sent, bad = gpu_streams.encode(ctx, old, new), torch.zeros(1, dtype=torch.int32, device="cuda")
-        short = gpu_streams.encode(ulp, old, new).data.numel()
+        ulp = gpu.streams.Plan.of(blocks, buckets_of(sizes), 18)
+        ctx = gpu.streams.Plan.of(blocks, buckets_of(sizes), 18, limits_of(len(sizes), classes[0], classes[1:]))
+        sent, bad = gpu.streams.encode(ctx, old, new), torch.zeros(1, dtype=torch.int32, device="cuda")
+        short = gpu.streams.encode(ulp, old, new).data.numel()
         total = int(sent.changes.sum())
 
-        def land(side: gpu.Side, back: bool) -> None:
+        def land(side: gpu.changes.Side, back: bool) -> None:
             found = decoded(ctx, side, sent, bad)  # noqa: B023
-            wrong = bad | (gpu.total(found.sums) != sent.moved).any().to(torch.int32)  # noqa: B023
-            gpu_classes.land(side, found, found.old if back else found.new, wrong)
+            wrong = bad | (gpu.changes.total(found.sums) != sent.moved).any().to(torch.int32)  # noqa: B023
+            gpu.classes.land(side, found, found.old if back else found.new, wrong)
 
         target = blocks.side([t.clone() for t in old.alive])
         land(target, back=False)
         require(int(bad) == 0 and all(map(torch.equal, target.alive, new.alive)), f"{run} landed")
         del target
         works = {
-            "diff + ulp": (lambda: gpu_streams.encode(ulp, old, new), "read both"),  # noqa: B023
-            "diff + ctx": (lambda: gpu_streams.encode(ctx, old, new), "read both"),  # noqa: B023
+            "diff + ulp": (lambda: gpu.streams.encode(ulp, old, new), "read both"),  # noqa: B023
+            "diff + ctx": (lambda: gpu.streams.encode(ctx, old, new), "read both"),  # noqa: B023
             "ctx: decode + apply": (lambda: land(old, back=True), "read one"),  # noqa: B023
         }
         ms = {name: milliseconds(work) for name, (work, _) in works.items()}
@@ -162,13 +163,13 @@ def training_step(
     optimizer = torch.optim.AdamW(masters, lr=1e-6, fused=True)
     sizes = [p.numel() for p in weights]
     before = torch.cuda.memory_allocated()
-    blocks = gpu.Blocks(2, sizes, "cuda")
-    wide, side = gpu.Blocks(4, sizes, "cuda").side(masters), blocks.side(weights)
+    blocks = gpu.changes.Blocks(2, sizes, "cuda")
+    wide, side = gpu.changes.Blocks(4, sizes, "cuda").side(masters), blocks.side(weights)
     marks, counts = blocks.bitmap(), blocks.empty(blocks.count, torch.int32)
     extra = torch.cuda.memory_allocated() - before
     ways: dict[str, Callable[[], Any]] = {
         "off": lambda: torch._foreach_copy_(weights, masters),
-        "on": lambda: gpu.mark(blocks, wide, side, marks, counts),
+        "on": lambda: gpu.changes.mark(blocks, wide, side, marks, counts),
     }
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     marked = []
@@ -218,13 +219,13 @@ def training_step(
 
 def crossover(nbytes: int = 2 << 30, most: int = 7) -> dict[str, Any]:
     """From a bitmap to coded bytes in host memory, in `ulp`: all on the GPU, or only compacted there."""
-    from sparserl.kernels import gpu, gpu_streams
+    from sparserl.kernels import gpu
 
     torch.manual_seed(3)
     flat = torch.randint(0x3000, 0x3F80, (nbytes // 2,), dtype=torch.int16, device="cuda")
     sizes = [t.numel() for t in parts_of(flat)]
-    blocks, bucket = gpu.Blocks(2, sizes, "cuda"), buckets_of(sizes)
-    plan = gpu_streams.Plan.of(blocks, bucket, 18)
+    blocks, bucket = gpu.changes.Blocks(2, sizes, "cuda"), buckets_of(sizes)
+    plan = gpu.streams.Plan.of(blocks, bucket, 18)
     room = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     rows = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -232,17 +233,17 @@ def crossover(nbytes: int = 2 << 30, most: int = 7) -> dict[str, Any]:
             other = flat.clone()
             other[torch.randint(flat.numel(), (10**exponent,), device="cuda")] ^= 1
             old, new = blocks.side(parts_of(flat)), blocks.side(parts_of(other))
-            found = gpu.diff(blocks, old, new)
-            changes = gpu_streams.part_changes(blocks, found[1]).cpu().numpy()
+            found = gpu.changes.diff(blocks, old, new)
+            changes = gpu.streams.part_changes(blocks, found[1]).cpu().numpy()
 
             def there() -> int:
-                data = gpu_streams.encode(plan, old, new, found).data  # noqa: B023
+                data = gpu.streams.encode(plan, old, new, found).data  # noqa: B023
                 room[: data.numel()].copy_(data)
                 return data.numel()
 
             def here() -> int:
-                total = int(gpu_streams.part_changes(blocks, found[1]).sum())  # noqa: B023
-                where, steps, _, _ = gpu.compact(blocks, old, new, *found, total, steps=True)  # noqa: B023
+                total = int(gpu.streams.part_changes(blocks, found[1]).sum())  # noqa: B023
+                where, steps, _, _ = gpu.changes.compact(blocks, old, new, *found, total, steps=True)  # noqa: B023
                 columns = [blocks.fetch(c) for c in (where, steps)]
                 return _coded(pool, sizes, bucket, changes, columns[0]().view(np.uint32), columns[1]().view(np.uint16))  # noqa: B023
 
@@ -259,8 +260,8 @@ def crossover(nbytes: int = 2 << 30, most: int = 7) -> dict[str, Any]:
 def _coded(pool: Any, sizes: list[int], bucket: Any, changes: Any, positions: Any, steps: Any) -> int:
     """Bytes of the streams that the CPU makes of all buckets."""
     from sparserl import codec
-    from sparserl.bits import BY_NAME
     from sparserl.codec.profile import Layout
+    from sparserl.weights.dtypes import BY_NAME
 
     ends = np.cumsum(changes)
 
@@ -336,7 +337,7 @@ def _shapes_7b() -> Iterator[tuple[int, ...]]:
 
 def sync_7b() -> dict[str, Any]:
     """Diff, encode, to host memory and back, decode, check the digest, apply: on one GPU, by the host's clock."""
-    from sparserl.kernels import gpu, gpu_classes, gpu_streams
+    from sparserl.kernels import gpu
 
     shapes = list(_shapes_7b())
     numel = [int(np.prod(s)) for s in shapes]
@@ -351,19 +352,19 @@ def sync_7b() -> dict[str, Any]:
     owner = [i for i, n in enumerate(numel) for _ in range(-(-n // PART))]
     start = [at for n in numel for at in range(0, n, PART)]
     sizes = [p.numel() for p in cut(copy)]
-    blocks = gpu.Blocks(2, sizes, "cuda", keys[owner], start)
+    blocks = gpu.changes.Blocks(2, sizes, "cuda", keys[owner], start)
     sides = {name: blocks.side(cut(side)) for name, side in flat.items()}
     rollout = blocks.side(cut(copy))
     limits = limits_of(len(sizes))
     bucket = buckets_of(sizes)
     room = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     back = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    current = gpu.digest(blocks, rollout)
+    current = gpu.changes.digest(blocks, rollout)
     runs: list[dict[str, float]] = []
     peak = 0
     for i in range(8):
         a, b = ("old", "new") if i % 2 == 0 else ("new", "old")
-        known = {name: gpu.digest(blocks, side) for name, side in sides.items()}
+        known = {name: gpu.changes.digest(blocks, side) for name, side in sides.items()}
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -373,29 +374,29 @@ def sync_7b() -> dict[str, Any]:
             torch.cuda.synchronize()
             marks.append(time.perf_counter())  # noqa: B023
 
-        plan = gpu_streams.Plan.of(blocks, bucket, 18, limits)
+        plan = gpu.streams.Plan.of(blocks, bucket, 18, limits)
         lap()
-        encoded = gpu_streams.encode(plan, sides[a], sides[b])
+        encoded = gpu.streams.encode(plan, sides[a], sides[b])
         result = known[a] + encoded.moved
         lap()
         size = encoded.data.numel()
         room[:size].copy_(encoded.data, non_blocking=True)
         lap()
-        there = gpu_streams.Plan.of(blocks, bucket, 18, limits)
+        there = gpu.streams.Plan.of(blocks, bucket, 18, limits)
         lap()
         back[:size].copy_(room[:size], non_blocking=True)
         bad = torch.zeros(1, dtype=torch.int32, device="cuda")
         lap()
         found = decoded(there, rollout, encoded, bad, back)
-        reached = current + gpu.total(found.sums)
+        reached = current + gpu.changes.total(found.sums)
         wrong = bad | (reached != result).any().to(torch.int32)
         lap()
-        gpu_classes.land(rollout, found, found.new, wrong)
+        gpu.classes.land(rollout, found, found.new, wrong)
         lap()
         require(int(wrong) == 0, "the digest of the result")
         peak = max(peak, (torch.cuda.max_memory_allocated() - before) >> 20)
         full = time.perf_counter()
-        current = gpu.digest(blocks, rollout)
+        current = gpu.changes.digest(blocks, rollout)
         torch.cuda.synchronize()
         full = time.perf_counter() - full
         require(torch.equal(current, known[b]) and all(map(torch.equal, rollout.alive, sides[b].alive)), "7B landed")
@@ -470,7 +471,8 @@ def library(repeats: int = 8) -> dict[str, Any]:
 def small() -> dict[str, Any]:
     """Small patches through the library: coded where the weights are, or on the CPU, whatever their number."""
     import sparserl
-    from sparserl.patch import device_apply, device_diff
+    from sparserl.patch import gpu_apply as device_apply
+    from sparserl.patch import gpu_compare as device_diff
 
     torch.manual_seed(4)
     never, always = 0, 1 << 62

@@ -26,13 +26,11 @@ from benchmarks import bound, traces
 from benchmarks.bound import entropy
 from benchmarks.kernels import best
 from benchmarks.traces import Bits, Weights
-from sparserl.bits import BY_NAME
 from sparserl.codec import Layout, numbers
 from sparserl.codec.coders import by_entropy, squeeze
 from sparserl.codec.ctx import KEYS, magnitude, tiles
-from sparserl.kernels import classes, reference
-from sparserl.kernels.classes import MOST
-from sparserl.kernels.llvm import (
+from sparserl.kernels import MOST_CLASSES, cpu, reference
+from sparserl.kernels.cpu.llvm import (
     at_most8,
     at_most16,
     kernel,
@@ -44,8 +42,9 @@ from sparserl.kernels.llvm import (
     splat,
     store,
 )
-from sparserl.pieces import Batch, Held
 from sparserl.plan.classes import _partition  # the rule by which `ctx` places thresholds
+from sparserl.weights.dtypes import BY_NAME
+from sparserl.weights.pieces import Batch, Held
 from sparserl.wire import Head
 
 ENOUGH = 0.12  # of the bytes, which history must save to be worth it
@@ -651,7 +650,7 @@ class _Part:
     def _classes(self, sync: Sync, patch: sparserl.Patch, index: int) -> None:
         """Limits as the kernels take them: ctx's own, and those of the boxes that suit the sync."""
         chosen = bound.classes_of(patch, index)
-        spare = (4 if len(chosen.thresholds) <= 4 else MOST - 1) - len(chosen.thresholds)
+        spare = (4 if len(chosen.thresholds) <= 4 else MOST_CLASSES - 1) - len(chosen.thresholds)
         self.limits = (np.uint64(0),) * spare + tuple(np.uint64(t << chosen.shift) for t in chosen.thresholds)
         boxes = split(sync, BOTH).boxes
         first = begins(sync.now)
@@ -690,7 +689,7 @@ class _Part:
         layout = self.layout
         args = *magnitude(_BF16), self.address, layout.numel, layout.count, layout.tile_log, self.limits
         ends = (np.array([row.ctypes.data for row in rows], np.int64) for rows in (self.gaps[0], self.sorted[0]))
-        classes.class_gaps(*args, self.positions, self.words, self.tiles[0].reshape(-1), *ends)
+        cpu.classes.class_gaps(*args, self.positions, self.words, self.tiles[0].reshape(-1), *ends)
 
     def encode_history(self) -> None:
         layout = self.layout
@@ -703,7 +702,7 @@ class _Part:
         layout, tag = self.layout, np.empty(0, np.uint16)
         gaps, words, at = self.ready[0]
         args = *magnitude(_BF16), self.address, layout.numel, layout.count, layout.tile_log, self.limits
-        classes.class_positions(tag, *args, self.tiles[0].ravel(), at.copy(), gaps, words, *_LOOK, *self.found[0])
+        cpu.classes.class_positions(tag, *args, self.tiles[0].ravel(), at.copy(), gaps, words, *_LOOK, *self.found[0])
 
     def decode_history(self) -> None:
         layout, tag = self.layout, np.empty(0, np.uint16)

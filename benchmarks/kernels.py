@@ -14,8 +14,8 @@ import sparserl
 from benchmarks import ceiling
 from benchmarks.traces import Bits
 from sparserl.parallel import ordered
-from sparserl.patch.diff import scan  # what `sparserl.diff` runs on every batch
-from sparserl.pieces import PIECE_BYTES
+from sparserl.patch.compare import scan  # what `sparserl.diff` runs on every batch
+from sparserl.weights.pieces import PIECE_BYTES
 
 SMALL = 10_000
 SMALL_MOST = 5_000
@@ -60,7 +60,7 @@ def measure(old: Bits, new: Bits, rounds: int = 4) -> Finding:
     """Ceilings and kernels take turns, so that a slow moment hits all of them; the best of each counts."""
     took: dict[str, list[float]] = {}
     ceilings: list[ceiling.Ceilings] = []
-    held = {"w": sparserl.Bits(old, sparserl.bits.BY_NAME["bfloat16"])}
+    held = {"w": sparserl.Bits(old, sparserl.weights.dtypes.BY_NAME["bfloat16"])}
     for _ in range(rounds):
         ceilings.append(ceiling.measure(old.nbytes, repeats=3))
         for threads in (1, 2):

@@ -31,10 +31,10 @@ import sparserl
 from benchmarks import traces
 from benchmarks.throttle import Line, carry
 from benchmarks.traces import Bits
-from sparserl.bits import BY_NAME
 from sparserl.codec import PROFILES
 from sparserl.patch import measure
 from sparserl.plan import Estimate, Link, Speeds, best, predict
+from sparserl.weights.dtypes import BY_NAME
 
 LINKS = (Link(10e6, 0.04), Link(100e6, 0.01), Link(1e9, 0.001), None)  # None: as fast as sockets are
 PATIENCE = 30.0  # seconds: what is predicted to take longer is not measured

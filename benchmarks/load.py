@@ -22,7 +22,7 @@ from rich.console import Console
 
 import sparserl
 from benchmarks import traces
-from sparserl.bits import BY_NAME
+from sparserl.weights.dtypes import BY_NAME
 
 _BF16 = BY_NAME["bfloat16"]
 _SPAWN = get_context("spawn")

@@ -21,7 +21,7 @@ import numpy as np
 import sparserl
 from benchmarks.fresh import told
 from benchmarks.traces import Weights
-from sparserl.bits import BY_NAME
+from sparserl.weights.dtypes import BY_NAME
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from benchmarks import ceiling, traces
 from benchmarks.ceiling import Ceilings
 from benchmarks.peers import PEERS, size
 from benchmarks.traces import Bits, Weights
-from sparserl.bits import BY_NAME
 from sparserl.codec import PROFILES
+from sparserl.weights.dtypes import BY_NAME
 
 _BF16 = BY_NAME["bfloat16"]
 

@@ -24,7 +24,7 @@ from benchmarks import traces
 from benchmarks.fresh import told
 from benchmarks.memory_use import peak
 from benchmarks.traces import Bits
-from sparserl.bits import BY_NAME
+from sparserl.weights.dtypes import BY_NAME
 
 SIZES = (64, 512, 4096)  # megabytes
 _TENSOR = 64  # megabytes

@@ -43,9 +43,9 @@ from examples.rl.options import Options
 from examples.rl.trainer import Trainer, compile_kernels
 from examples.rl.ways import Way
 from examples.rl.weights import Published, Weights, bits, distinct, sha256
-from sparserl.bits import BY_NAME
 from sparserl.plan import Link
-from sparserl.session.records import HEAD
+from sparserl.session.store.records import HEAD
+from sparserl.weights.dtypes import BY_NAME
 
 LANDED, READY = "landed.jsonl", "ready"  # files of the worker
 _HOME = Path(__file__).parent.parent / "docs"

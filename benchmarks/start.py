@@ -33,7 +33,7 @@ def main() -> None:
     from benchmarks import traces
 
     old, new = traces.synthetic(2 << 20, 0.05, seed=0)
-    dtype = sparserl.bits.BY_NAME["bfloat16"]
+    dtype = sparserl.weights.dtypes.BY_NAME["bfloat16"]
     began = time.perf_counter()
     for profile in ("auto", *sparserl.codec.PROFILES):
         weights = {"w": sparserl.Bits(old.copy(), dtype)}

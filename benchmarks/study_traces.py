@@ -15,8 +15,8 @@ import numpy as np
 import sparserl
 from benchmarks import traces
 from benchmarks.study_summary import classes
-from sparserl.bits import BY_NAME
 from sparserl.record import Recorder, Recording
+from sparserl.weights.dtypes import BY_NAME
 
 
 def replay(folder: Path, run: str) -> dict[str, Any]:

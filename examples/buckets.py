@@ -22,14 +22,14 @@ import numpy as np
 import zstandard
 
 import sparserl
-from sparserl.bits import BY_NAME
 from sparserl.codec import PROFILES, Stream, ctx
 from sparserl.codec.coders import CODERS
 from sparserl.kernels import reference
-from sparserl.pieces import PIECE_BYTES, batches
 from sparserl.plan.buckets import BUCKET_COVER_BYTES, ENOUGH_CHANGES, ENOUGH_COVER_BYTES
-from sparserl.plan.route import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
-from sparserl.region import Region
+from sparserl.plan.routing import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
+from sparserl.weights.dtypes import BY_NAME
+from sparserl.weights.pieces import PIECE_BYTES, batches
+from sparserl.weights.region import Region
 from sparserl.wire import Head
 
 MIB = 1 << 20

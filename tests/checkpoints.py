@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparserl.bits import BY_NAME, Bits
+from sparserl.weights.dtypes import BY_NAME, Bits
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "embed.weight": ("bfloat16", (33, 65)),

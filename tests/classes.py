@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparserl.bits import DType
 from sparserl.codec import Classes
+from sparserl.weights.dtypes import DType
 
 
 def always(dtype: DType, *_: Any) -> tuple[Classes, float]:

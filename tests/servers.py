@@ -27,7 +27,7 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
-from sparserl.transport.store import Retry, Store, open_store
+from sparserl.transport.stores.base import Retry, Store, open_store
 
 CACHE = Path(os.environ.get("SPARSERL_TESTS_CACHE", "~/.cache/sparserl-tests")).expanduser()
 BUCKET = "sparserl"

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparserl.bitmap import Bitmap
 from sparserl.kernels import reference
+from sparserl.weights.marks import Bitmap
 
 
 @given(st.data(), st.integers(1, 400))

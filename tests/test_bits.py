@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sparserl.bits import BY_CODE, BY_NAME, BY_SAFETENSORS, DTYPES, Bits
 from sparserl.kernels import reference
+from sparserl.weights.dtypes import BY_CODE, BY_NAME, BY_SAFETENSORS, DTYPES, Bits
 
 CODES = {
     "bool": 0,

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparserl.bits import BY_NAME
-from sparserl.boxes import Boxes, Places, boxes, corners, elements, ends, some
-from sparserl.pieces import Geometry, outline
-from sparserl.region import Region, whole
-from sparserl.table import TensorSpec, TensorTable
+from sparserl.weights.boxes import Boxes, Places, boxes, corners, elements, ends, some
+from sparserl.weights.dtypes import BY_NAME
+from sparserl.weights.pieces import Geometry, outline
+from sparserl.weights.region import Region, whole
+from sparserl.weights.table import TensorSpec, TensorTable
 from tests.test_region import boxes as boxes_inside
 from tests.test_region import shapes
 

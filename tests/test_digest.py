@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import sparserl
 from sparserl import Digest, digest
-from sparserl.bits import BY_NAME, DTYPES, Bits
-from sparserl.digest import element_sums, table_digest
 from sparserl.kernels import reference
-from sparserl.memory import memories, table_of
-from sparserl.pieces import Held
-from sparserl.region import Region, whole
-from sparserl.shards import Shards
+from sparserl.weights.digest import element_sums, table_digest
+from sparserl.weights.dtypes import BY_NAME, DTYPES, Bits
+from sparserl.weights.memory import memories, table_of
+from sparserl.weights.pieces import Held
+from sparserl.weights.region import Region, whole
+from sparserl.weights.shards import Shards
 
 BF16 = BY_NAME["bfloat16"]
 
@@ -157,7 +157,7 @@ def test_threads_and_pieces_are_irrelevant(threads, monkeypatch):
     """However the work is cut, the sums are the same."""
     expected = digest(weights())
     for limit in (8, 40, 64, 1000):
-        monkeypatch.setattr("sparserl.pieces.PIECE_BYTES", limit)
+        monkeypatch.setattr("sparserl.weights.pieces.PIECE_BYTES", limit)
         assert digest(weights(), threads=threads) == expected
 
 

@@ -16,11 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 import sparserl
-from sparserl import doctor
 from sparserl.cli import app
-from sparserl.doctor import Finding, examine, packages, store, trial, unmet
+from sparserl.cli import checks as doctor
+from sparserl.cli.checks import Finding, examine, packages, store, trial, unmet
 from sparserl.errors import StoreError
-from sparserl.transport.folder import FolderStore
+from sparserl.transport.stores.folder import FolderStore
 from tests.servers import Server
 
 ROOT = Path(__file__).resolve().parents[1]

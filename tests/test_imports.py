@@ -22,15 +22,10 @@ FOREIGN = (
 
 # A room imports from rows above its own, and from itself. A new room takes a row here.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "bits", "folders", "kernels", "words"),
-    ("region", "parallel", "files"),
-    ("table", "bitmap"),
-    ("memory",),
-    ("shards",),
-    ("boxes", "codec"),
-    ("pieces",),
-    ("device",),
-    ("digest",),
+    ("errors", "folders", "humanize", "kernels"),
+    ("parallel", "files"),
+    ("weights",),
+    ("codec",),
     ("wire",),
     ("plan",),
     ("patch",),
@@ -39,7 +34,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("session",),
     ("record", "metrics"),
     ("__init__",),
-    ("doctor", "integrations", "testing"),
+    ("integrations", "testing"),
     ("cli",),
     ("__main__",),
 )

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import sparserl
-from sparserl.bits import BY_NAME, DTYPES, Bits
 from sparserl.errors import TensorMismatch, TiedConflict, UnsupportedTensor
-from sparserl.memory import memories, memory_of, require_writable, table_of, tensor_table, tied_groups
-from sparserl.region import Region
+from sparserl.weights.dtypes import BY_NAME, DTYPES, Bits
+from sparserl.weights.memory import memories, memory_of, require_writable, table_of, tensor_table, tied_groups
+from sparserl.weights.region import Region
 
 NAME = "model.layers.0.w"
 
@@ -281,7 +281,7 @@ def test_memory_that_may_be_shared_is_refused(monkeypatch):
     def too_hard(*_, **__):
         raise np.exceptions.TooHardError
 
-    monkeypatch.setattr("sparserl.memory._shares_memory", too_hard)
+    monkeypatch.setattr("sparserl.weights.memory._shares_memory", too_hard)
     fused = np.zeros((6, 8), np.float32)
     with pytest.raises(TiedConflict, match=r"even.*odd|odd.*even"):
         tied_groups(memories({"even": fused[:, ::2], "odd": fused[:, 1::2]}))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparserl.errors import LimitExceeded, RegionOverlap
-from sparserl.region import Region, collapse, first_overlap, refuse_overlap, row_major, whole
+from sparserl.weights.region import Region, collapse, first_overlap, refuse_overlap, row_major, whole
 
 SETTINGS = settings(deadline=None, max_examples=150)
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import sparserl
 from sparserl.errors import RegionOverlap, TensorMismatch
-from sparserl.region import Region, whole
-from sparserl.shards import require_whole
+from sparserl.weights.region import Region, whole
+from sparserl.weights.shards import require_whole
 
 SHAPES = {"a": (7, 5), "b": (), "c": (0, 3), "d": (4,)}
 TABLE = sparserl.tensor_table({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})

@@ -13,15 +13,15 @@ True
 from __future__ import annotations
 
 from . import errors, sources, targets
-from .bits import Bits, DType
-from .digest import Digest, digest
 from .errors import SparserlError
-from .memory import tensor_table
 from .patch import Applied, Entry, Patch, Stats, diff, merge, squash
-from .region import Region
 from .session import Publisher, Subscriber, SyncReport
-from .shards import Part, Shards
-from .table import TensorSpec, TensorTable
+from .weights.digest import Digest, digest
+from .weights.dtypes import Bits, DType
+from .weights.memory import tensor_table
+from .weights.region import Region
+from .weights.shards import Part, Shards
+from .weights.table import TensorSpec, TensorTable
 
 __version__ = "0.1.0"
 

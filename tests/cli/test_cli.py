@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 import sparserl
 from sparserl import Patch
-from sparserl.bits import BY_NAME, Bits
 from sparserl.cli import app
 from sparserl.plan.cost import BUILT_IN, Speeds
 from sparserl.sources import open_checkpoint
+from sparserl.weights.dtypes import BY_NAME, Bits
 from tests.checkpoints import equal, random_weights, safetensors_header, stepped, tree, write_file
 from tests.checkpoints import write_folder as write_sharded
 

@@ -24,14 +24,14 @@ import safetensors
 from typer.testing import CliRunner
 
 import sparserl
-from sparserl.bits import Bits
 from sparserl.cli import app
-from sparserl.session import parcel, signing
-from sparserl.session.records import HEAD, Head, Index, path, sha256
-from sparserl.session.upkeep import read_head, read_index, read_run
+from sparserl.session.store import signing, transfer
+from sparserl.session.store.records import HEAD, Head, Index, path, sha256
+from sparserl.session.store.retention import read_head, read_index, read_run
 from sparserl.sources import open_checkpoint
-from sparserl.targets.folder import FolderTarget, write_checkpoint
-from sparserl.transport.folder import FolderStore
+from sparserl.targets.checkpoint_folder import FolderTarget, write_checkpoint
+from sparserl.transport.stores.folder import FolderStore
+from sparserl.weights.dtypes import Bits
 from tests.checkpoints import equal, random_weights, stepped, tree, write_file, write_folder
 from tests.servers import BUCKET, NoServer, running
 
@@ -427,7 +427,7 @@ def add_squashed() -> None:
     store = FolderStore("store")
     head, tag = read_head(store)
     patch = sparserl.diff(W[0], W[2])
-    step = parcel.send(store, head.run, patch).step(0, 2, time.time())
+    step = transfer.send(store, head.run, patch).step(0, 2, time.time())
     index = Index(head.run, (*read_index(store, head).steps, step))
     store.put(path(head.run, "index", sha256(index.to_bytes())), index.to_bytes())
     moved = Head(**(vars(head) | {"index": sha256(index.to_bytes()), "nonce": "0" * 16}))

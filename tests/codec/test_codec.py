@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparserl import codec
-from sparserl.bits import BY_NAME, DTYPES
 from sparserl.codec import Classes, Found, Layout, Reader, Row, Stream, numbers, value
 from sparserl.codec.coders import CODERS, Rans, Stored, Zstd, squeeze
 from sparserl.errors import InvalidField, NeedsBase, Truncated, UnsupportedFormat
 from sparserl.kernels import reference
+from sparserl.weights.dtypes import BY_NAME, DTYPES
 
 each_profile = pytest.mark.parametrize("profile", codec.PROFILES.values(), ids=lambda p: p.name)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)

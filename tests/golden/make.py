@@ -20,12 +20,12 @@ import numpy as np
 
 import sparserl
 from sparserl import Bits, Region, TensorTable, codec
-from sparserl.bits import BY_NAME, DTYPES
 from sparserl.codec import Classes, Stream, value
 from sparserl.codec.coders import CODERS
-from sparserl.digest import digest
 from sparserl.kernels import reference
 from sparserl.plan import steps_between
+from sparserl.weights.digest import digest
+from sparserl.weights.dtypes import BY_NAME, DTYPES
 from sparserl.wire import Entries, Head, PatchWriter, encode_bucket
 from tests.golden.recipe import Tensor, bits, fingerprint, noise, weights
 from tests.shards import diff_shards

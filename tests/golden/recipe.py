@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sparserl.bits import BY_NAME, Bits
+from sparserl.weights.dtypes import BY_NAME, Bits
 
 Tensor = tuple[str, str, list[int], str, int]  # name, dtype, shape, kind, seed
 

@@ -9,8 +9,8 @@ import pytest
 
 import sparserl
 from sparserl import Patch, codec
-from sparserl.bits import DTYPES
 from sparserl.codec.coders import CODERS
+from sparserl.weights.dtypes import DTYPES
 from tests.golden.recipe import fingerprint, weights
 from tests.hostile.forge import Scan
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import sparserl
 from sparserl import Digest
-from sparserl.session import records, signing
-from sparserl.table import TensorTable
+from sparserl.session.store import records, signing
+from sparserl.weights.table import TensorTable
 
 
 class Forged:

@@ -11,13 +11,13 @@ import numpy as np
 
 import sparserl
 from sparserl import Bits, Patch, Region, codec
-from sparserl.bits import BY_NAME
 from sparserl.codec import Classes, Stream, value
 from sparserl.codec.coders import Rans, Stored
-from sparserl.digest import digest
-from sparserl.memory import memories, require_like
-from sparserl.pieces import Held
 from sparserl.plan import steps_between
+from sparserl.weights.digest import digest
+from sparserl.weights.dtypes import BY_NAME
+from sparserl.weights.memory import memories, require_like
+from sparserl.weights.pieces import Held
 from sparserl.wire import Entries, Head, PatchWriter, encode_bucket
 from tests.shards import diff_shards
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 import sparserl
-from sparserl.bits import BY_NAME
-from sparserl.session import records, upkeep
-from sparserl.table import TensorSpec, TensorTable
+from sparserl.session.store import records, retention
 from sparserl.transport import open_store
+from sparserl.weights.dtypes import BY_NAME
+from sparserl.weights.table import TensorSpec, TensorTable
 from sparserl.wire import limits
 from tests.hostile.forge import squeeze
 from tests.hostile.forged_store import Forged
@@ -168,11 +168,11 @@ def in_a_folder(root: Path, folder: Path) -> str:
 
 
 def fsck(root: Path, folder: Path) -> str:
-    return f"{sum(1 for _ in upkeep.faults(open_store(f'file://{root}')))} faults"
+    return f"{sum(1 for _ in retention.faults(open_store(f'file://{root}')))} faults"
 
 
 def collect(root: Path, folder: Path) -> str:
-    return f"{len(upkeep.collect(open_store(f'file://{root}'), 3600.0))} objects"
+    return f"{len(retention.collect(open_store(f'file://{root}'), 3600.0))} objects"
 
 
 def parsed(parse: Callable[[bytes, str], object], data: bytes, folder: Path) -> str:

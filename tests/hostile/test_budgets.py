@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 import sparserl
 from sparserl import Digest, Patch
 from sparserl.errors import InvalidField, LimitExceeded, NotRetained
-from sparserl.session import chain, parcel, records, room
-from sparserl.session.records import Blob, Index, Manifest, Step
-from sparserl.transport.deadline import Transfers
+from sparserl.session.store import memory_limit as room
+from sparserl.session.store import records, routes, transfer
+from sparserl.session.store.records import Blob, Index, Manifest, Step
+from sparserl.transport.stores.deadline import Transfers
 from tests.hostile.bombs import I8, RAW, bucket, claims, patch, rows, table, varints
 from tests.hostile.forge import Columns, Stream, Table
 from tests.hostile.store_bombs import PARSERS, RECORDS, STORES
@@ -114,10 +115,10 @@ def step(base, version):
 def test_what_is_reached_is_what_a_way_leads_to(ends):
     """One search says of every version what a search for each would."""
     steps = [step(*pair) for pair in ends]
-    reached = chain.reached(steps)
-    for version, digest in chain.versions(steps).items():
+    reached = routes.reached(steps)
+    for version, digest in routes.versions(steps).items():
         try:
-            chain.route(steps, None, version)
+            routes.route(steps, None, version)
         except NotRetained:
             assert (version, digest) not in reached
         else:
@@ -214,8 +215,8 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
     """Nothing is allocated for a table that memory has no room for."""
     monkeypatch.setattr(room, "available_memory", lambda: 1000)
     made = []
-    monkeypatch.setattr(parcel, "zeros", made.append)
+    monkeypatch.setattr(transfer, "zeros", made.append)
     its_table = sparserl.tensor_table({"w": np.zeros(1001, np.uint8)})
     with pytest.raises(LimitExceeded, match="1001 bytes, and 1000 bytes of memory are available"):
-        parcel.built(its_table, [], Digest())
+        transfer.built(its_table, [], Digest())
     assert not made

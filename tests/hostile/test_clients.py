@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from sparserl.transport import open_store
-from sparserl.transport.store import Retry
+from sparserl.transport.stores.base import Retry
 from tests.transport.served import ask, serving
 
 pytest.importorskip("uvicorn")

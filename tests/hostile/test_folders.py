@@ -20,13 +20,13 @@ import pytest
 
 import sparserl
 from sparserl import Publisher, Subscriber, targets
-from sparserl.bits import BY_NAME, Bits
 from sparserl.errors import CheckpointError, CommitFailed, SparserlError, StoreError, Unavailable
-from sparserl.session.upkeep import collect
+from sparserl.session.store.retention import collect
 from sparserl.sources import open_checkpoint
-from sparserl.targets.folder import write_checkpoint
+from sparserl.targets.checkpoint_folder import write_checkpoint
 from sparserl.targets.swap import exchange
-from sparserl.transport.folder import FolderStore
+from sparserl.transport.stores.folder import FolderStore
+from sparserl.weights.dtypes import BY_NAME, Bits
 from tests.checkpoints import safetensors_header, tree
 
 HERE = Path(__file__).resolve().parents[2]
@@ -172,7 +172,7 @@ def a_stopped_writer(root: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that was stopped in the middle of a swap."""
     code = f"""
 import os, signal
-from sparserl.transport.folder import FolderStore
+from sparserl.transport.stores.folder import FolderStore
 store = FolderStore({str(root)!r})
 def write(*_):
     print("inside", flush=True)

@@ -11,9 +11,9 @@ from datetime import timedelta
 import pytest
 
 from sparserl.errors import Unavailable
-from sparserl.transport.folder import FolderStore
-from sparserl.transport.store import Retry, open_store
-from sparserl.transport.web import Origin, _proxy
+from sparserl.transport.stores.base import Retry, open_store
+from sparserl.transport.stores.folder import FolderStore
+from sparserl.transport.stores.web import Origin, _proxy
 from tests.hostile.liars import Liar
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

@@ -18,8 +18,8 @@ import pytest
 
 import sparserl
 from sparserl.errors import LimitExceeded, NotFound, SparserlError, StoreError, Truncated, Unavailable
-from sparserl.transport.deadline import within
-from sparserl.transport.store import Retry, Store, fetch, open_store
+from sparserl.transport.stores.base import Retry, Store, fetch, open_store
+from sparserl.transport.stores.deadline import within
 from tests.hostile.liars import Asked, Liar, answer, from_folder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import sparserl
-from sparserl.bits import BY_NAME, Bits
 from sparserl.errors import CheckpointError, WrongBase
 from sparserl.folders import Folder
 from sparserl.sources import open_checkpoint
 from sparserl.targets import apply_to_checkpoint
+from sparserl.weights.dtypes import BY_NAME, Bits
 from tests.checkpoints import safetensors_header, write_file, write_folder
 
 HERE = Path(__file__).resolve().parents[2]
@@ -107,7 +107,7 @@ import sys
 import numpy as np
 from sparserl.patch import capture
 from sparserl.session import parcel
-from sparserl.session.ladder import Ladder
+from sparserl.session.store.ladder import Ladder
 
 parcel.SPOOL_BYTES = 0
 old = {"w": np.zeros(1 << 20, np.uint32)}

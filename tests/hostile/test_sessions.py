@@ -19,8 +19,8 @@ import pytest
 import sparserl
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import Fenced, LimitExceeded, SessionError, UnsupportedFormat
-from sparserl.session import signing
-from sparserl.session.upkeep import collect, faults, read_head
+from sparserl.session.store import signing
+from sparserl.session.store.retention import collect, faults, read_head
 from sparserl.sources import open_checkpoint
 from sparserl.transport import open_store
 
@@ -213,7 +213,7 @@ def test_one_publisher_at_a_time_has_a_state_folder(url, tmp_path):
 
 def test_a_publisher_that_loses_throws_nothing_away(url, tmp_path, monkeypatch):
     """Where locks do not work: who is fenced has not removed the anchor that the winner would go on from."""
-    monkeypatch.setattr("sparserl.session.kept.KeptAnchor._lock", lambda self: self._path.mkdir(exist_ok=True))
+    monkeypatch.setattr("sparserl.session.store.resume.KeptAnchor._lock", lambda self: self._path.mkdir(exist_ok=True))
     trainer = weights()
     winner = Publisher(url, trainer, state=tmp_path / "state")
     loser = Publisher(url, trainer, state=tmp_path / "state")
@@ -287,8 +287,8 @@ def test_a_file_that_grows_while_it_is_published(url, tmp_path):
 
 def test_a_subscriber_far_behind_costs_no_anchors(url, monkeypatch):
     """While its lease is fresh the index keeps its steps, and anchors stay rare; but not without bound."""
-    monkeypatch.setattr("sparserl.session.publisher._STEPS", 10)
-    monkeypatch.setattr("sparserl.session.publisher._MOST_STEPS", 40)
+    monkeypatch.setattr("sparserl.session.store.publisher._STEPS", 10)
+    monkeypatch.setattr("sparserl.session.store.publisher._MOST_STEPS", 40)
     trainer = weights()
     publisher = Publisher(url, trainer, ladder=None, grace=0.5, anchor_after=1e9)
     publisher.publish()

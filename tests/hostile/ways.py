@@ -25,7 +25,7 @@ import numpy as np
 import sparserl
 from sparserl import Bits, Digest, Patch, SparserlError
 from sparserl.errors import NeedsBase
-from sparserl.pieces import Held
+from sparserl.weights.pieces import Held
 from tests.hostile import bombs
 from tests.hostile.bombs import BOMBS
 from tests.hostile.forged_store import Forged

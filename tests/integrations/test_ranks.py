@@ -12,8 +12,8 @@ import torch
 import sparserl
 from sparserl.errors import ChecksumMismatch, CommitFailed, SessionError, TensorMismatch
 from sparserl.integrations.ranks import EngineSubscriber
-from sparserl.targets.learn import learn
-from sparserl.targets.live import LiveTarget
+from sparserl.targets.engine import LiveTarget
+from sparserl.targets.engine_layout import learn
 from tests.targets.engines import Engine, checkpoint, named
 
 

@@ -78,9 +78,9 @@ def test_a_trainer_that_begins_anew(tmp_path):
 
 def test_state_and_keys(tmp_path, monkeypatch):
     """With a state folder a restarted trainer goes on with its run; rollouts believe no other key."""
-    from sparserl.session.signing import keygen
-    from sparserl.session.upkeep import read_head
-    from sparserl.transport.store import open_store
+    from sparserl.session.store.retention import read_head
+    from sparserl.session.store.signing import keygen
+    from sparserl.transport.stores.base import open_store
 
     secret, public = keygen()
     (tmp_path / "key").write_text(secret + "\n")

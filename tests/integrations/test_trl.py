@@ -16,8 +16,8 @@ import sparserl
 from sparserl.errors import SessionError, Unavailable, UnsupportedTensor
 from sparserl.session import Callback
 from sparserl.sources import open_checkpoint
-from sparserl.transport.folder import FolderStore
-from sparserl.transport.store import exists
+from sparserl.transport.stores.base import exists
+from sparserl.transport.stores.folder import FolderStore
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 with warnings.catch_warnings():

@@ -11,7 +11,7 @@ from pathlib import Path
 import numba
 import pytest
 
-from sparserl.kernels.llvm import _without_collecting, kernel
+from sparserl.kernels.cpu.llvm import _without_collecting, kernel
 
 
 def add(a, b):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparserl.kernels import classes, llvm, reference
+from sparserl.kernels import cpu, reference
 
 POISON = 0xA5
 WIDTHS = (1, 2, 4, 8)
@@ -109,7 +109,7 @@ def run_gaps(view, entries, addresses, limits, log, words):
     room = [column[: rows * positions.size].reshape(rows, -1) for column in (gaps, sorted_words)]
     args = int64(*addresses), numel, count, log, limits, positions, words
     places = (int64(*(row.ctypes.data for row in column)) for column in room)
-    classes.class_gaps(kind, keep, *args, counts[: tiles * rows], *places)
+    cpu.classes.class_gaps(kind, keep, *args, counts[: tiles * rows], *places)
     assert untouched(counts, tiles * rows)
     counts = counts[: tiles * rows].reshape(-1, rows)
     for column, used in ((gaps, room[0]), (sorted_words, room[1])):
@@ -130,7 +130,7 @@ def run_positions(view, entries, addresses, limits, log, counts, gaps, words, la
     at = np.cumsum(tallies) - tallies
     args = kind, keep, int64(*addresses), numel, count, log, limits, counts.astype(np.uint32).ravel(), at
     order = land, mirrored
-    bad = classes.class_positions(np.empty(0, uint), *args, np.append(gaps, np.uint32(0)), words, *order, *found)
+    bad = cpu.classes.class_positions(np.empty(0, uint), *args, np.append(gaps, np.uint32(0)), words, *order, *found)
     assert all(untouched(column, total) for column in found)
     if bad >= 0:
         return int(bad)
@@ -287,7 +287,7 @@ def test_what_does_not_fit_its_tile_is_refused(lie):
     words = np.full(5, 2, np.uint16)
     for land in (False, True):
         again = (a.copy() if a is at else a for a in args)
-        assert classes.class_positions(np.empty(0, np.uint16), kind, keep, *again, words, land, True, *found) == bad
+        assert cpu.classes.class_positions(np.empty(0, np.uint16), kind, keep, *again, words, land, True, *found) == bad
         assert all(untouched(column, 3) for column in found)
         assert (bits == np.tile(np.array([1, 9], np.uint16), 50)).all()
 
@@ -346,7 +346,7 @@ def test_reads_stop_at_the_last_byte(last_page):
                 assert (found[0].tolist(), found[2].tolist()) == ([size - 1], [bits[-1]])
             keys = np.zeros(512, np.int64)
             shift = np.uint64(8 * width - 8)
-            assert classes.key_histogram(view[0], int64(address), int64(size), view[1], shift, 1, keys) == size
+            assert cpu.classes.key_histogram(view[0], int64(address), int64(size), view[1], shift, 1, keys) == size
 
 
 def keys_of(bits, magnitude, shift):
@@ -365,7 +365,7 @@ def test_histograms(width, magnitude):
         sizes = [keys_of(bits, magnitude, shift) for bits in regions]
         for every in (1, 2, 7):
             keys = np.zeros(512, np.int64)
-            seen = classes.key_histogram(kind, address, numel, keep, np.uint64(shift), every, keys)
+            seen = cpu.classes.key_histogram(kind, address, numel, keep, np.uint64(shift), every, keys)
             sampled = [s[np.arange(s.size) // 64 % every == 0] for s in sizes]
             expected = np.bincount(np.concatenate(sampled).astype(np.int64), minlength=512)
             assert (keys == expected).all()
@@ -377,7 +377,7 @@ def test_the_histogram_of_magnitudes_past_63_bits():
     kind, keep = seen_as(8, "plain")
     bits = np.array([0, 510, 511, 512, 2**63 - 1, 2**64 - 300, 2**64 - 1], np.uint64)
     keys = np.zeros(512, np.int64)
-    assert classes.key_histogram(kind, int64(bits.ctypes.data), int64(7), keep, np.uint64(0), 1, keys) == 7
+    assert cpu.classes.key_histogram(kind, int64(bits.ctypes.data), int64(7), keep, np.uint64(0), 1, keys) == 7
     assert {int(k): int(keys[k]) for k in np.flatnonzero(keys)} == {0: 1, 510: 1, 511: 5}
 
 
@@ -393,7 +393,7 @@ def test_the_histogram_of_changes(width, magnitude):
     for shift in (1, 8 * width - 5):
         for every in (1, 3):
             keys, expected = np.zeros((512, 4), np.int64), np.zeros((512, 4), np.int64)
-            classes.change_histogram(kind, keep, np.uint64(shift), every, old, steps, keys)
+            cpu.classes.change_histogram(kind, keep, np.uint64(shift), every, old, steps, keys)
             np.add.at(expected, (keys_of(old, magnitude, shift)[::every].astype(np.int64), columns[::every]), 1)
             assert (keys == expected).all()
 
@@ -408,7 +408,7 @@ def test_the_largest_magnitude(width, magnitude):
         for _ in range(20):
             bits = awkward(rng, size, width, [7])
             expected = max(reference.magnitude(bits, magnitude).tolist(), default=0)
-            assert int(classes.largest(kind, keep, bits)) == expected
+            assert int(cpu.classes.largest(kind, keep, bits)) == expected
 
 
 def test_signed_magnitudes_at_the_edge():
@@ -416,7 +416,7 @@ def test_signed_magnitudes_at_the_edge():
     for width in WIDTHS:
         kind, keep = seen_as(width, "signed")
         bits = np.array([1 << (8 * width - 1)], f"u{width}")
-        assert int(classes.largest(kind, keep, bits)) == 1 << (8 * width - 1)
+        assert int(cpu.classes.largest(kind, keep, bits)) == 1 << (8 * width - 1)
 
 
 def test_select_without_the_instruction(monkeypatch):
@@ -424,9 +424,9 @@ def test_select_without_the_instruction(monkeypatch):
     rng = np.random.default_rng(7)
     masks = [1, 1 << 63, (1 << 64) - 1, *(int(x) for x in rng.integers(1, 2**64, 60, np.uint64))]
     masks += [m & int(rng.integers(1, 2**64, dtype=np.uint64)) or 1 for m in masks]
-    for has in {False, llvm._HAS_PDEP}:
-        monkeypatch.setattr(llvm, "_HAS_PDEP", has)
-        select = llvm.machine(llvm.select._defn)
+    for has in {False, cpu.llvm._HAS_PDEP}:
+        monkeypatch.setattr(cpu.llvm, "_HAS_PDEP", has)
+        select = cpu.llvm.machine(cpu.llvm.select._defn)
         function = numba.njit(lambda mask, rank, select=select: select(mask, rank))
         for mask in masks:
             places = [i for i in range(64) if mask >> i & 1]
@@ -435,8 +435,8 @@ def test_select_without_the_instruction(monkeypatch):
 
 def test_a_bit_that_is_not_there_is_still_looked_for_in_the_table(monkeypatch):
     """Weights that someone writes to while a patch is read have other bits than were counted: no place is past 63."""
-    monkeypatch.setattr(llvm, "_HAS_PDEP", False)
-    select = llvm.machine(llvm.select._defn)
+    monkeypatch.setattr(cpu.llvm, "_HAS_PDEP", False)
+    select = cpu.llvm.machine(cpu.llvm.select._defn)
     function = numba.njit(lambda mask, rank, select=select: select(mask, rank))
     places = [function(np.uint64(mask), rank) for mask in range(256) for rank in range(mask.bit_count(), 64)]
     assert min(places) >= 0

@@ -75,7 +75,7 @@ def run_diff(uint, pairs, offsets=(0,)):
     counts = poisoned(size.size, np.int64)
     saved = [(o[0].copy(), n[0].copy()) for o, n in placed]
     old, new = int64(*(o[1] for o, _ in placed)), int64(*(n[1] for _, n in placed))
-    found = cpu.diff(np.empty(0, uint), old, new, size, positions, before, after, counts)
+    found = cpu.changes.diff(np.empty(0, uint), old, new, size, positions, before, after, counts)
     for (o, n), (o_was, n_was) in zip(placed, saved, strict=True):
         assert (o[0] == o_was).all()
         assert (n[0] == n_was).all()
@@ -146,7 +146,7 @@ def test_diff_of_the_same_memory_is_empty(uint):
     bits = np.arange(200).astype(uint)
     counts, room = np.empty(1, np.int64), poisoned(0, uint)
     at = int64(bits.ctypes.data)
-    found = cpu.diff(np.empty(0, uint), at, at, int64(200), poisoned(0, np.uint32), room, room, counts)
+    found = cpu.changes.diff(np.empty(0, uint), at, at, int64(200), poisoned(0, np.uint32), room, room, counts)
     assert (found, counts.tolist()) == (0, [0])
 
 
@@ -163,7 +163,7 @@ def test_diff_without_room(room):
     """More changes than there is room for are told, and nothing is written behind the room."""
     old, new = np.zeros(200, np.uint16), np.ones(200, np.uint16)
     positions, before, after = poisoned(room, np.uint32), poisoned(room, np.uint16), poisoned(room, np.uint16)
-    found = cpu.diff(
+    found = cpu.changes.diff(
         np.empty(0, np.uint16),
         int64(old.ctypes.data),
         int64(new.ctypes.data),
@@ -181,7 +181,7 @@ def sums(uint, runs):
     """The digest kernel over (bits address, size, start, keys) runs."""
     address, size, start = (int64(*(r[i] for r in runs)) for i in range(3))
     keys = np.array([r[3] for r in runs], np.uint64).reshape(-1, 2)
-    return tuple(int(x) for x in cpu.digest(np.empty(0, uint), address, size, start, keys))
+    return tuple(int(x) for x in cpu.changes.digest(np.empty(0, uint), address, size, start, keys))
 
 
 def add(parts):
@@ -270,7 +270,7 @@ def test_locate(far):
         positions += where.tolist()
         expected += [reference.locate(int(p), int(start[e]), tuple(box), tuple(strides)) for p in where]
     out = poisoned(len(positions), np.int64)
-    cpu.locate(int64(*counts), start, dims, size, stride, np.array(positions, np.uint32), out)
+    cpu.changes.locate(int64(*counts), start, dims, size, stride, np.array(positions, np.uint32), out)
     assert out[: len(positions)].tolist() == expected
     assert untouched(out, len(positions))
 
@@ -281,7 +281,7 @@ def test_locate_positions_past_two_to_the_31():
     positions = [0, 1, 2**31 - 1, 2**31, 2**31 + 2**30 - 5, 3 * 2**30 - 1]
     out = poisoned(len(positions), np.int64)
     box, stride, where = np.array([size], np.int64), np.array([strides], np.int64), np.array(positions, np.uint32)
-    cpu.locate(int64(len(positions)), int64(9), int64(3), box, stride, where, out)
+    cpu.changes.locate(int64(len(positions)), int64(9), int64(3), box, stride, where, out)
     expected = [9 + int(np.dot(np.unravel_index(p, size), strides)) for p in positions]
     assert out[: len(positions)].tolist() == expected
     assert expected[-1] > 2**42
@@ -315,12 +315,12 @@ def test_gather_and_scatter(uint, way):
     where = np.concatenate(positions).astype(np.uint32)
     out = poisoned(where.size, uint)
     tag, counts = np.empty(0, uint), int64(*counts)
-    cpu.gather(tag, counts, first, dims, size, stride, where, out[: where.size])
+    cpu.changes.gather(tag, counts, first, dims, size, stride, where, out[: where.size])
     assert (out[: where.size] == np.concatenate(expected)).all()
     assert untouched(out, where.size)
     before, bits = np.concatenate(expected), np.concatenate([w[1] for w in wanted])
     if way == "scatter":
-        cpu.scatter(tag, counts, first, dims, size, stride, where.ctypes.data, bits)
+        cpu.changes.scatter(tag, counts, first, dims, size, stride, where.ctypes.data, bits)
     else:
         words = bits.copy() if way == "words" else reference.steps(before, bits, way.startswith("floats"))
         out = poisoned(where.size, uint)
@@ -332,8 +332,8 @@ def test_gather_and_scatter(uint, way):
         odd, at = unaligned(where, 1)
         start, keys = rng.integers(0, 2**40, len(rows)), rng.integers(0, 2**64, (len(rows), 2), np.uint64)
         other = stride + rng.integers(0, 3, stride.shape)  # strides in the tensor, which need not be those in memory
-        moved = cpu.exchange(tag, counts, first, start, dims, size, stride, other, keys, at, *given)
-        assert moved == cpu.digest_delta(counts, start, dims, size, other, keys, where, before, bits)
+        moved = cpu.changes.exchange(tag, counts, first, start, dims, size, stride, other, keys, at, *given)
+        assert moved == cpu.changes.digest_delta(counts, start, dims, size, other, keys, where, before, bits)
         assert (out[: where.size] == before).all()
         assert (words == same).all()
         assert untouched(out, where.size)
@@ -367,7 +367,7 @@ def test_digest_delta(uint):
         old.append(a)
         new.append(b)
     where = np.concatenate(positions).astype(np.uint32)
-    moved = cpu.digest_delta(
+    moved = cpu.changes.digest_delta(
         int64(*counts), start, dims, size, stride, keys, where, np.concatenate(old), np.concatenate(new)
     )
     assert tuple(int(x) for x in moved) == add(expected)
@@ -392,10 +392,10 @@ def test_digest_of_boxes(uint):
         alive.append(buffer)
         addresses.append(address)
     tag, where = np.empty(0, uint), int64(*addresses)
-    assert tuple(map(int, cpu.digest_boxes(tag, where, start, dims, size, stride, keys))) == add(expected)
+    assert tuple(map(int, cpu.changes.digest_boxes(tag, where, start, dims, size, stride, keys))) == add(expected)
     for e, one in enumerate(expected[-5:], len(rows) - 5):
         it = slice(e, e + 1)
-        alone = cpu.digest_boxes(tag, where[it], start[it], dims[it], size[it], stride[it], keys[it])
+        alone = cpu.changes.digest_boxes(tag, where[it], start[it], dims[it], size[it], stride[it], keys[it])
         assert tuple(map(int, alone)) == one
 
 
@@ -411,22 +411,22 @@ def test_reads_stop_at_the_last_byte(last_page):
             counts, positions = np.empty(1, np.int64), np.empty(size, np.uint32)
             before, after = np.empty(size, uint), np.empty(size, uint)
             args = int64(size), positions, before, after, counts
-            assert cpu.diff(tag, int64(address), int64(other.ctypes.data), *args) == 1
+            assert cpu.changes.diff(tag, int64(address), int64(other.ctypes.data), *args) == 1
             assert positions[0] == size - 1
             other[-1] ^= uint(1)
             keys = np.array([3, 4], np.uint64)
             assert sums(uint, [(address, size, 0, keys)]) == reference.digest(keys, 0, other)
             one, flat = np.ones(1, np.int64), np.ones((1, 1), np.int64)
             everywhere = np.arange(size, dtype=np.uint32)
-            cpu.gather(tag, int64(size), int64(address), one, flat, flat, everywhere, after)
+            cpu.changes.gather(tag, int64(size), int64(address), one, flat, flat, everywhere, after)
             assert (after == other).all()
 
 
 def run_steps(old, new, sign_magnitude):
     step = poisoned(old.size, old.dtype)
-    cpu.steps(old, new, sign_magnitude, step[: old.size])
+    cpu.changes.steps(old, new, sign_magnitude, step[: old.size])
     back = poisoned(old.size, old.dtype)
-    cpu.advance(old, step[: old.size], sign_magnitude, back[: old.size])
+    cpu.changes.advance(old, step[: old.size], sign_magnitude, back[: old.size])
     assert untouched(step, old.size)
     assert untouched(back, old.size)
     return step[: old.size], back[: old.size]
@@ -498,7 +498,7 @@ def test_the_neighbour_in_value_is_one_step_away():
 
 def run_pack(values):
     tokens, lows = poisoned(values.size, np.uint8), poisoned(values.size + 1, np.uint64)
-    bits = cpu.pack(values, tokens[: values.size], lows[: values.size + 1])
+    bits = cpu.changes.pack(values, tokens[: values.size], lows[: values.size + 1])
     assert untouched(tokens, values.size)
     assert untouched(lows, bits // 64 + 1)
     return tokens[: values.size].tobytes(), lows.tobytes()[: (bits + 7) // 8], int(bits)
@@ -509,7 +509,8 @@ def run_unpack(tokens, lows, limit, dtype, bits=None):
     words.view(np.uint8)[: len(lows)] = np.frombuffer(lows, np.uint8)
     out = poisoned(len(tokens), dtype)
     heads = np.frombuffer(tokens, np.uint8)
-    bad = cpu.unpack(heads, words, 8 * len(lows) if bits is None else bits, np.uint64(limit), out[: len(tokens)])
+    limit_bits = 8 * len(lows) if bits is None else bits
+    bad = cpu.changes.unpack(heads, words, limit_bits, np.uint64(limit), out[: len(tokens)])
     assert untouched(out, len(tokens))
     return int(bad), out[: len(tokens)]
 
@@ -531,13 +532,13 @@ def test_unpack_chunks(uint, behind, last_page):
         lows[-1] = last_page[-end.size :]
     at = tokens, int64(*(w.ctypes.data for w in lows)), int64(*(w.size for w in lows))
     out = poisoned(values.size, uint)
-    assert cpu.unpack_chunks(*at, 8, np.uint64(1 << 16), out[: values.size]) == -1
+    assert cpu.changes.unpack_chunks(*at, 8, np.uint64(1 << 16), out[: values.size]) == -1
     assert (out[: values.size] == values).all()
     assert untouched(out, values.size)
     limit = int(values[3000:].max()) - 1
-    assert cpu.unpack_chunks(*at, 8, np.uint64(limit), out[: values.size]) == int(np.argmax(values > limit))
+    assert cpu.changes.unpack_chunks(*at, 8, np.uint64(limit), out[: values.size]) == int(np.argmax(values > limit))
     at[2][7] -= 1
-    assert 7 * 256 <= cpu.unpack_chunks(*at, 8, np.uint64(1 << 16), out[: values.size]) <= 8 * 256
+    assert 7 * 256 <= cpu.changes.unpack_chunks(*at, 8, np.uint64(1 << 16), out[: values.size]) <= 8 * 256
 
 
 NUMBERS = [0, 1, 2, 14, 15, 16, 17, 31, 32, 2**16 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
@@ -637,7 +638,7 @@ def run_gaps(rows, log):
     per_entry = (numel - 1 >> log) + 1
     n_tiles = int(per_entry[per_entry > 1].sum())
     gaps, tiles = poisoned(positions.size, np.uint32), poisoned(n_tiles, np.uint32)
-    assert cpu.tile_gaps(counts, numel, log, positions, gaps, tiles) == n_tiles
+    assert cpu.changes.tile_gaps(counts, numel, log, positions, gaps, tiles) == n_tiles
     assert untouched(gaps, positions.size)
     assert untouched(tiles, n_tiles)
     return counts, numel, tiles[:n_tiles], gaps[: positions.size], positions
@@ -656,7 +657,7 @@ def test_tile_gaps_and_back(log):
     assert gaps.tolist() == expected_gaps
     assert tiles.tolist() == expected_tiles
     back = poisoned(positions.size, np.uint32)
-    assert cpu.tile_positions(counts, numel, log, tiles, gaps, back) == -1
+    assert cpu.changes.tile_positions(counts, numel, log, tiles, gaps, back) == -1
     assert (back[: positions.size] == positions).all()
     assert untouched(back, positions.size)
 
@@ -667,7 +668,7 @@ def test_tile_positions_at_the_end_of_32_bits():
     for log in (22, 30, 31):
         counts, numel, tiles, gaps, positions = run_gaps(rows, log)
         back = poisoned(positions.size, np.uint32)
-        assert cpu.tile_positions(counts, numel, log, tiles, gaps, back) == -1
+        assert cpu.changes.tile_positions(counts, numel, log, tiles, gaps, back) == -1
         assert back[: positions.size].tolist() == [0, 2**30, 2**31 - 1, 2**31 - 2]
 
 
@@ -694,7 +695,7 @@ def test_tile_positions_refuses_what_leaves_its_tile(counts, numel, tiles, gaps,
     """Gaps past a tile's or a region's end, and counts that do not add up, name the entry at fault."""
     room = poisoned(len(gaps), np.uint32)
     tiles, gaps = np.array(tiles, np.uint32), np.array(gaps, np.uint32)
-    assert cpu.tile_positions(int64(*counts), int64(*numel), 4, tiles, gaps, room) == bad
+    assert cpu.changes.tile_positions(int64(*counts), int64(*numel), 4, tiles, gaps, room) == bad
     assert untouched(room, len(gaps))
 
 
@@ -715,7 +716,7 @@ def test_tile_positions_refuses_what_leaves_its_tile(counts, numel, tiles, gaps,
 def test_ascending(counts, numel, positions, bad):
     """Positions must rise strictly and stay inside their region; the entry at fault is named."""
     where = np.array(positions, np.uint32)
-    assert cpu.ascending(int64(*counts), int64(*numel), where.ctypes.data) == bad
+    assert cpu.changes.ascending(int64(*counts), int64(*numel), where.ctypes.data) == bad
 
 
 @pytest.mark.parametrize("size", [2, 16, 17, 18, 33, 70])
@@ -724,7 +725,7 @@ def test_ascending_looks_at_all_neighbours(size):
 
     def bad(positions):
         odd, address = unaligned(positions, 1)
-        entry = cpu.ascending(int64(3, size, 2), int64(9, 3 * size, 9), address)
+        entry = cpu.changes.ascending(int64(3, size, 2), int64(9, 3 * size, 9), address)
         del odd  # not before
         return entry
 
@@ -751,13 +752,13 @@ def test_varints_and_back():
     spread = [int(rng.integers(0, 2**64, dtype=np.uint64)) >> int(rng.integers(64)) for _ in range(3000)]
     values = np.array([*NUMBERS, *(2**e - 1 for e in range(65)), *(2**e for e in range(64)), *spread], np.uint64)
     out = poisoned(10 * values.size, np.uint8)
-    size = cpu.varints(values, out)
+    size = cpu.changes.varints(values, out)
     expected = b"".join(leb128(int(v)) for v in values)
     assert out[:size].tobytes() == expected
     assert untouched(out, size)
     back = poisoned(values.size, np.uint64)
     data = np.frombuffer(b"\xff\xff\xff" + expected + b"\x80", np.uint8)
-    assert cpu.read_varints(data, 3, np.uint64(2**64 - 1), back[: values.size]) == 3 + size
+    assert cpu.changes.read_varints(data, 3, np.uint64(2**64 - 1), back[: values.size]) == 3 + size
     assert (back[: values.size] == values).all()
     assert untouched(back, values.size)
 
@@ -782,7 +783,7 @@ def test_varints_and_back():
 def test_read_varints_takes_only_canonical_numbers(data, limit, end):
     """Cut short, padded, too long or above the limit: refused, and never read past the end."""
     out = poisoned(1, np.uint64)
-    assert cpu.read_varints(np.frombuffer(data, np.uint8), 0, np.uint64(limit), out[:1]) == end
+    assert cpu.changes.read_varints(np.frombuffer(data, np.uint8), 0, np.uint64(limit), out[:1]) == end
     assert untouched(out, 1)
 
 
@@ -811,7 +812,7 @@ def test_kernels_run_on_the_plainest_processor(tmp_path):
     code = """
 import numpy as np, sparserl, hashlib
 rng = np.random.default_rng(0)
-bf16 = sparserl.bits.BY_NAME["bfloat16"]
+bf16 = sparserl.weights.dtypes.BY_NAME["bfloat16"]
 old = (rng.normal(0, 0.02, 200_000).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 new = old.copy()
 new[rng.random(old.size) < np.where((old & 0x7FFF) < 0x3B00, 0.3, 0.002)] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparserl.kernels.directory import read_directory
+from sparserl.kernels.cpu.directory import read_directory
 from sparserl.wire.cursor import varint
 
 STREAMS = [(0, 1, [5]), (4, 2, [300, 0, 70_000]), (64, 0, [1] * 40)]

@@ -23,11 +23,11 @@ outside = pytest.mark.skipif(INTERPRETED, reason="starts a process of its own")
 
 if INTERPRETED:
     from sparserl import codec
-    from sparserl.bits import BY_NAME
     from sparserl.codec.coders import Rans
     from sparserl.codec.profile import Classes, Layout
     from sparserl.errors import InvalidField
-    from sparserl.kernels import gpu, gpu_cells, gpu_classes, gpu_coding, gpu_streams, reference
+    from sparserl.kernels import gpu, reference
+    from sparserl.weights.dtypes import BY_NAME
 
     hasten_interpreter()
 
@@ -56,13 +56,13 @@ def _poisoned(monkeypatch):
         def poisoned(self, size, dtype):
             return torch.full((size * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)
 
-        monkeypatch.setattr(gpu.Blocks, "empty", poisoned)
+        monkeypatch.setattr(gpu.changes.Blocks, "empty", poisoned)
 
 
 def tensor(bits, shift=0):
     """Bit patterns as a torch tensor of integers, which begins `shift` elements behind an aligned address."""
     width = bits.itemsize
-    room = torch.zeros(bits.size + 16, dtype=gpu.INTS[width])
+    room = torch.zeros(bits.size + 16, dtype=gpu.changes.INTS[width])
     begin = -(room.data_ptr() // width) % (16 // width) + shift
     room[begin : begin + bits.size] = torch.from_numpy(bits.view(np.uint8 if width == 1 else f"i{width}").copy())
     return room[begin : begin + bits.size]
@@ -102,32 +102,32 @@ def test_changes_found_and_landed(width, shift):
     sizes, starts = [1, 1024, 0, 1031, 63], [0, 5, 0, 2**33, 1]
     olds, news = pair(width, sizes)
     keys = np.random.default_rng(1).integers(0, 2**64, (len(sizes), 2), dtype=np.uint64)
-    blocks = gpu.Blocks(width, sizes, "cpu", keys, starts, block=1024)
+    blocks = gpu.changes.Blocks(width, sizes, "cpu", keys, starts, block=1024)
     old, new = (blocks.side([tensor(p, shift) for p in side]) for side in (olds, news))
     assert old.aligned == (shift == 0)
     wanted = [reference.diff(a, b) for a, b in zip(olds, news, strict=True)]
     positions, before, after = (np.concatenate(column) for column in zip(*wanted, strict=True))
-    words, counts = gpu.diff(blocks, old, new)
+    words, counts = gpu.changes.diff(blocks, old, new)
     for first, (marked, _, _), n in zip(blocks.first_block.tolist(), wanted, sizes, strict=True):
         mine = words[first * 32 : (first + -(-n // 1024)) * 32].numpy().view(np.uint64)
         assert np.array_equal(reference.list_marks(mine, 0, 64 * mine.size), marked)
     total = positions.size
     assert int(counts.sum()) == total
-    found, out, kept, sums = gpu.compact(blocks, old, new, words, counts, total, keep_old=True)
+    found, out, kept, sums = gpu.changes.compact(blocks, old, new, words, counts, total, keep_old=True)
     assert np.array_equal(array(found, 4), positions)
     assert np.array_equal(array(out, width), after)
     assert np.array_equal(array(kept, width), before)
-    _, steps, _, _ = gpu.compact(blocks, old, new, words, counts, total, steps=True)
+    _, steps, _, _ = gpu.changes.compact(blocks, old, new, words, counts, total, steps=True)
     assert np.array_equal(array(steps, width), reference.steps(before, after, True))
     was, now = digests(keys, starts, olds), digests(keys, starts, news)
-    assert numbers(gpu.digest(blocks, old)) == was
-    assert [(a + b) % 2**64 for a, b in zip(was, numbers(gpu.total(sums)), strict=True)] == now
+    assert numbers(gpu.changes.digest(blocks, old)) == was
+    assert [(a + b) % 2**64 for a, b in zip(was, numbers(gpu.changes.total(sums)), strict=True)] == now
     bad, per = torch.zeros(1, dtype=torch.int32), np.array([p.size for p, _, _ in wanted])
-    located = gpu_cells.at_positions(blocks, old, per, found, out, bad)
+    located = gpu.cells.at_positions(blocks, old, per, found, out, bad)
     assert int(bad) == 0
     assert np.array_equal(array(located.old, width), before)
-    assert torch.equal(gpu.total(located.sums), gpu.total(sums))
-    gpu_classes.land(old, located, located.new, bad)
+    assert torch.equal(gpu.changes.total(located.sums), gpu.changes.total(sums))
+    gpu.classes.land(old, located, located.new, bad)
     assert all(map(torch.equal, old.alive, new.alive))
 
 
@@ -135,16 +135,16 @@ def test_changes_found_and_landed(width, shift):
 @pytest.mark.parametrize("fault", ["none", "twice", "behind the end"])
 def test_wrong_positions_are_refused(fault, monkeypatch):
     """Positions that do not rise, also from span to span, or leave their part, are noticed; then nothing is written."""
-    monkeypatch.setattr(gpu_cells, "_SPAN", 1)
-    blocks = gpu.Blocks(2, [100, 50], "cpu", block=1024)
+    monkeypatch.setattr(gpu.cells, "_SPAN", 1)
+    blocks = gpu.changes.Blocks(2, [100, 50], "cpu", block=1024)
     target = blocks.side([tensor(np.zeros(n, np.uint16)) for n in (100, 50)])
     positions = torch.tensor([3, 99, 3, 49], dtype=torch.int32)
     if fault != "none":
         positions[1 if fault == "twice" else 3] = 3 if fault == "twice" else 50
     bad, ones = torch.zeros(1, dtype=torch.int32), torch.ones(4, dtype=torch.int16)
-    found = gpu_cells.at_positions(blocks, target, np.array([2, 2]), positions, ones, bad)
+    found = gpu.cells.at_positions(blocks, target, np.array([2, 2]), positions, ones, bad)
     assert int(bad) == (fault != "none")
-    gpu_classes.land(target, found, ones, bad)
+    gpu.classes.land(target, found, ones, bad)
     assert sum(int(part.sum()) for part in target.alive) == (4 if fault == "none" else 0)
 
 
@@ -156,18 +156,18 @@ def test_cast_compare_mark_copy():
     masters = [torch.from_numpy(p.view(np.float32)) for p in np.split(patterns, [2051])]
     # Which NaN torch makes of a NaN on a CPU depends on how it is vectorized; on a GPU the benchmark checks them too.
     cast = [m.to(torch.bfloat16).view(torch.int16).masked_fill(m.isnan(), 0x7FC0) for m in masters]
-    blocks, wide = (gpu.Blocks(w, [2051, 49], "cpu", block=1024) for w in (2, 4))
+    blocks, wide = (gpu.changes.Blocks(w, [2051, 49], "cpu", block=1024) for w in (2, 4))
     weights = [c.clone() for c in cast]
     weights[0][::97] ^= 1
     words, counts = blocks.bitmap(), blocks.empty(blocks.count, torch.int32)
     side = blocks.side(weights)
-    gpu.mark(blocks, wide.side(masters), side, words, counts)
+    gpu.changes.mark(blocks, wide.side(masters), side, words, counts)
     assert all(map(torch.equal, side.alive, cast))
     marked = reference.list_marks(words.numpy().view(np.uint64), 0, 32 * words.numel())
     assert np.array_equal(marked, np.arange(0, 2051, 97))
     other = [c.clone() for c in cast]
     other[0][1] ^= 4
-    gpu.mark(blocks, blocks.side(other), side, words, counts)
+    gpu.changes.mark(blocks, blocks.side(other), side, words, counts)
     assert all(map(torch.equal, side.alive, other))
     assert int(counts.sum()) == marked.size + 1
 
@@ -194,12 +194,12 @@ def spread_of(counts):
     """How changes lie, from those by tile and class, where the streams follow each other without room in between."""
     per, turned = counts.reshape(-1), counts.t().reshape(-1)
     starts = [torch.cumsum(some, 0, dtype=torch.int64) - some for some in (turned, per)]
-    return gpu_classes.Spread(per, *starts, int(per.sum()))
+    return gpu.classes.Spread(per, *starts, int(per.sum()))
 
 
 def decoded(plan, side, sent, bad):
     """What was encoded, located."""
-    return gpu_streams.decode(plan, side, sent.changes, bad, lambda: gpu_streams.Arrived(sent.data, sent.directory))
+    return gpu.streams.decode(plan, side, sent.changes, bad, lambda: gpu.streams.Arrived(sent.data, sent.directory))
 
 
 @inside
@@ -218,11 +218,11 @@ def test_ctx_is_that_of_the_cpu(name, shift, classes):
     olds, news = pair(dtype.width, sizes, share=0.015, ulp=True)
     news[1][:] = olds[1]  # a part without changes is in no bucket
     limits = np.tile(np.array(classes[1], np.uint64) << np.uint64(classes[0]), (len(sizes), 1))
-    blocks = gpu.Blocks(dtype.width, sizes, "cpu", block=1024)
+    blocks = gpu.changes.Blocks(dtype.width, sizes, "cpu", block=1024)
     old, new = (blocks.side([tensor(p, shift) for p in side]) for side in (olds, news))
     order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
-    plan = gpu_streams.Plan.of(blocks, bucket, log, limits, chunk=256, **order)
-    encoded = gpu_streams.encode(plan, old, new)
+    plan = gpu.streams.Plan.of(blocks, bucket, log, limits, chunk=256, **order)
+    encoded = gpu.streams.encode(plan, old, new)
     data = encoded.data.numpy().tobytes()
     for b, parts in enumerate(([0, 1, 2], [3])):
         wanted = cpu_streams(dtype, [olds[i] for i in parts], [news[i] for i in parts], log, 8, Classes(*classes))
@@ -233,8 +233,8 @@ def test_ctx_is_that_of_the_cpu(name, shift, classes):
     bad = torch.zeros(1, dtype=torch.int32)
     found = decoded(plan, old, encoded, bad)
     assert int(bad) == 0
-    assert torch.equal(gpu.total(found.sums), encoded.moved)
-    gpu_classes.land(old, found, found.new, bad)
+    assert torch.equal(gpu.changes.total(found.sums), encoded.moved)
+    gpu.classes.land(old, found, found.new, bad)
     assert all(map(torch.equal, old.alive, new.alive))
 
 
@@ -244,13 +244,13 @@ def test_diff_and_count_in_one_pass(shift):
     """Both passes together find what each finds alone, in pairs and one by one; members are counted right."""
     sizes = [1100, 0, 33]
     olds, news = pair(2, sizes)
-    blocks = gpu.Blocks(2, sizes, "cpu", block=1024)
+    blocks = gpu.changes.Blocks(2, sizes, "cpu", block=1024)
     old, new = (blocks.side([tensor(p, shift) for p in side]) for side in (olds, news))
     limits = np.tile(np.array([0, 9, 300, 20000, 30000], np.uint64), (3, 1))
-    classing = gpu_classes.Classing.of(blocks, limits, 11, True)
-    words, counts, ranks = gpu_classes.diff_and_count(blocks, classing, old, new)
-    alone = gpu_classes.count(blocks, classing, old)
-    assert all(map(torch.equal, (words, counts), gpu.diff(blocks, old, new)))
+    classing = gpu.classes.Classing.of(blocks, limits, 11, True)
+    words, counts, ranks = gpu.classes.diff_and_count(blocks, classing, old, new)
+    alone = gpu.classes.count(blocks, classing, old)
+    assert all(map(torch.equal, (words, counts), gpu.changes.diff(blocks, old, new)))
     assert all(map(torch.equal, (ranks.members, ranks.low, ranks.high), (alone.members, alone.low, alone.high)))
     filled = [np.append(p & 0x7FFF, np.zeros(-p.size % 1024)).reshape(-1, 1024) for p in olds]
     below = [int((block < 20000).sum()) for part in filled for block in part]
@@ -260,7 +260,7 @@ def test_diff_and_count_in_one_pass(shift):
 @inside
 def test_columns_in_one_copy():
     """Columns come as they are, each at a 16-byte boundary."""
-    blocks = gpu.Blocks(2, [1], "cpu", block=1024)
+    blocks = gpu.changes.Blocks(2, [1], "cpu", block=1024)
     columns = [np.arange(n) - 5 for n in (3, 0, 4, 1)]
     there = blocks.put_all(*columns)
     assert [t.tolist() for t in there] == [c.tolist() for c in columns]
@@ -272,13 +272,13 @@ def test_samples_of_a_bitmap():
     """Each change by its number: the old and new bits that compacting finds in its place."""
     sizes = [1100, 0, 33, 2500]
     olds, news = pair(2, sizes)
-    blocks = gpu.Blocks(2, sizes, "cpu", block=1024)
+    blocks = gpu.changes.Blocks(2, sizes, "cpu", block=1024)
     old, new = (blocks.side([tensor(p) for p in side]) for side in (olds, news))
-    words, counts = gpu.diff(blocks, old, new)
+    words, counts = gpu.changes.diff(blocks, old, new)
     total = int(counts.sum())
-    _, after, before, _ = gpu.compact(blocks, old, new, words, counts, total, keep_old=True)
+    _, after, before, _ = gpu.changes.compact(blocks, old, new, words, counts, total, keep_old=True)
     which = torch.arange(0, total, 3)
-    found = gpu_cells.sample(blocks, old, new, words, counts, which)
+    found = gpu.cells.sample(blocks, old, new, words, counts, which)
     assert torch.equal(found, torch.stack((before[which], after[which])))
 
 
@@ -290,8 +290,8 @@ def test_how_changes_lie(fault):
     Whatever the counts are, no chunk is larger than the room for it.
     """
     rng, bucket, chunk = np.random.default_rng(0), np.array([0, 0, 1]), 16
-    blocks = gpu.Blocks(2, [5000, 900, 3000], "cpu", block=1024)
-    tiles = gpu_classes.Tiles.of(blocks, 11)
+    blocks = gpu.changes.Blocks(2, [5000, 900, 3000], "cpu", block=1024)
+    tiles = gpu.classes.Tiles.of(blocks, 11)
     counts = rng.integers(0, 9, (tiles.count, 3))
     changes = tiles.by_part(counts).sum(1)
     totals = np.stack([np.bincount(bucket[tiles.owner], counts[:, c], 2) for c in range(3)]).astype(np.int64)
@@ -309,7 +309,7 @@ def test_how_changes_lie(fault):
         many[1, 0] -= 1
     bad, told = torch.zeros(1, dtype=torch.int32), torch.from_numpy(counts.astype(np.uint32).view(np.int32))
     args = told.reshape(-1), bucket, changes, begin.ravel(), many.ravel(), chunk, bad
-    spread, sizes = gpu_classes.spread(blocks, tiles, *args)
+    spread, sizes = gpu.classes.spread(blocks, tiles, *args)
     assert int(bad) == (fault != "none")
     n = int(many.sum())
     assert torch.equal(sizes[:n], sizes[n:])
@@ -328,14 +328,14 @@ def test_how_changes_lie(fault):
 @inside
 def test_numbers_above_the_limit_are_refused():
     """They are noticed, and zeros take their place: later kernels find their way by them."""
-    blocks = gpu.Blocks(2, [1], "cpu", block=1024)
+    blocks = gpu.changes.Blocks(2, [1], "cpu", block=1024)
     numbers = np.array([3, 300, 0xFFFFFFFB, 17, 40], np.uint32)
     tokens, lows = (np.frombuffer(part, np.uint8).copy() for part in reference.pack(numbers))
     values = torch.full((5,), -1, dtype=torch.int32)
     for limit, wrong in ((2**32 - 1, 0), (300, 1)):
         bad = torch.zeros(1, dtype=torch.int32)
-        chunks = gpu_coding.Chunks(*blocks.put_all([0], [5], [0], [lows.size]))
-        gpu_coding.unpack(chunks, torch.from_numpy(tokens), torch.from_numpy(lows), values, limit, bad)
+        chunks = gpu.rans.Chunks(*blocks.put_all([0], [5], [0], [lows.size]))
+        gpu.rans.unpack(chunks, torch.from_numpy(tokens), torch.from_numpy(lows), values, limit, bad)
         assert int(bad) == wrong
         assert np.array_equal(array(values, 4), np.where(numbers > limit, 0, numbers))
 
@@ -344,18 +344,18 @@ def test_numbers_above_the_limit_are_refused():
 def test_a_gap_that_leaves_its_tile_is_refused():
     """Ranks that no member of the class has are noticed, and then nothing is written."""
     old, _ = pair(2, [2500], share=0.02)
-    blocks = gpu.Blocks(2, [2500], "cpu", block=1024)
+    blocks = gpu.changes.Blocks(2, [2500], "cpu", block=1024)
     side = blocks.side([tensor(old[0])])
-    classing = gpu_classes.Classing.of(blocks, np.array([[20000]]), 11, True)
-    tiles, bad = gpu_classes.Tiles.of(blocks, 11), torch.zeros(1, dtype=torch.int32)
+    classing = gpu.classes.Classing.of(blocks, np.array([[20000]]), 11, True)
+    tiles, bad = gpu.classes.Tiles.of(blocks, 11), torch.zeros(1, dtype=torch.int32)
     members = int(((old[0][2048:] & 0x7FFF) < 20000).sum())
     counts, steps = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32), torch.ones(1, dtype=torch.int16)
-    ranks = gpu_classes.count(blocks, classing, side)
+    ranks = gpu.classes.count(blocks, classing, side)
     for gap, wrong in ((members - 1, 0), (2500, 1)):
         gaps = torch.tensor([gap], dtype=torch.int32)
-        found = gpu_classes.select(blocks, classing, side, tiles, ranks, spread_of(counts), gaps, steps, bad)
+        found = gpu.classes.select(blocks, classing, side, tiles, ranks, spread_of(counts), gaps, steps, bad)
         assert int(bad) == wrong
-    gpu_classes.land(side, found, steps, bad)
+    gpu.classes.land(side, found, steps, bad)
     assert np.array_equal(array(side.alive[0], 2), old[0])
 
 
@@ -364,10 +364,10 @@ def test_ulp_is_that_of_the_cpu():
     """Gaps, steps and counts of tiles are the CPU's, token by token and bit by bit."""
     sizes, log = [2500, 9, 1100], 11
     olds, news = pair(2, sizes, share=0.02)
-    blocks = gpu.Blocks(2, sizes, "cpu", block=1024)
+    blocks = gpu.changes.Blocks(2, sizes, "cpu", block=1024)
     old, new = (blocks.side([tensor(p) for p in side]) for side in (olds, news))
-    plan = gpu_streams.Plan.of(blocks, [0, 0, 0], log, chunk=256)
-    encoded = gpu_streams.encode(plan, old, new)
+    plan = gpu.streams.Plan.of(blocks, [0, 0, 0], log, chunk=256)
+    encoded = gpu.streams.encode(plan, old, new)
     found = [reference.diff(a, b) for a, b in zip(olds, news, strict=True)]
     told = [reference.tile_gaps(p, n, 1 << log) for (p, _, _), n in zip(found, sizes, strict=True)]
     gaps = np.array([gap for _, part in told for gap in part])
@@ -385,8 +385,8 @@ def test_ulp_is_that_of_the_cpu():
     bad = torch.zeros(1, dtype=torch.int32)
     located = decoded(plan, old, encoded, bad)
     assert int(bad) == 0
-    assert torch.equal(gpu.total(located.sums), encoded.moved)
-    gpu_classes.land(old, located, located.new, bad)
+    assert torch.equal(gpu.changes.total(located.sums), encoded.moved)
+    gpu.classes.land(old, located, located.new, bad)
     assert all(map(torch.equal, old.alive, new.alive))
 
 
@@ -394,15 +394,15 @@ def test_ulp_is_that_of_the_cpu():
 @pytest.mark.parametrize(("gap", "wrong"), [(451, 0), (452, 1), (2**31, 1)])
 def test_a_gap_that_leaves_its_tile_or_part_is_refused(gap, wrong):
     """Where a gap leads out, that is noticed, and then nothing is written."""
-    blocks = gpu.Blocks(2, [2500], "cpu", block=1024)
+    blocks = gpu.changes.Blocks(2, [2500], "cpu", block=1024)
     side = blocks.side([tensor(np.zeros(2500, np.uint16))])
-    tiles, bad = gpu_classes.Tiles.of(blocks, 11), torch.zeros(1, dtype=torch.int32)
+    tiles, bad = gpu.classes.Tiles.of(blocks, 11), torch.zeros(1, dtype=torch.int32)
     spread = spread_of(torch.tensor([[0], [1]], dtype=torch.int32))
     numbers = spread, torch.from_numpy(np.array([gap], np.uint32).view(np.int32))
     log, steps = torch.tensor([11], dtype=torch.int32), torch.ones(1, dtype=torch.int16)
-    found = gpu_cells.follow_gaps(blocks, side, tiles, log, *numbers, steps, bad, True)
+    found = gpu.cells.follow_gaps(blocks, side, tiles, log, *numbers, steps, bad, True)
     assert int(bad) == wrong
-    gpu_classes.land(side, found, found.new, bad)
+    gpu.classes.land(side, found, found.new, bad)
     assert np.flatnonzero(side.alive[0].numpy()).tolist() == ([] if wrong else [2048 + gap])
 
 
@@ -415,16 +415,16 @@ def test_rans_chunks_are_those_of_the_cpu():
     rng = np.random.default_rng(0)
     values = np.minimum(rng.geometric(0.4, 60 + 30 + 20), 200).astype(np.uint16)
     values[90:] = 7  # a single symbol
-    blocks = gpu.Blocks(2, [1], "cpu", block=1024)
-    cuts, _ = gpu_coding.Cuts.of_streams(blocks, [60, 30, 20], 1 << 16)
-    packed = gpu_coding.Packed.of(cuts, 16)
+    blocks = gpu.changes.Blocks(2, [1], "cpu", block=1024)
+    cuts, _ = gpu.rans.Cuts.of_streams(blocks, [60, 30, 20], 1 << 16)
+    packed = gpu.rans.Packed.of(cuts, 16)
     packed.pack(0, 3, torch.from_numpy(values.view(np.int16)))
-    code = gpu_coding.encode(packed)
+    code = gpu.rans.encode(packed)
     tokens, chunks = packed.tokens.numpy(), []
     _, lengths, made = packed.numbers.tolist()
     for i, (begin, n) in enumerate(zip(cuts.host_begin, cuts.host_size, strict=True)):
         table = code.tables.numpy().view(np.uint8)[1024 * i :][: lengths[i]]
-        states = code.states.numpy()[32 * i : 32 * i + int(gpu_coding.lanes(n))]
+        states = code.states.numpy()[32 * i : 32 * i + int(gpu.rans.lanes(n))]
         words = code.words.numpy()[begin + n - made[i] : begin + n]
         chunks.append(table.tobytes() + states.tobytes() + words.tobytes())
         assert chunks[-1] == bytes(Rans().encode(tokens[begin : begin + n].tobytes()))
@@ -433,9 +433,9 @@ def test_rans_chunks_are_those_of_the_cpu():
         chunk[at] ^= 1 << at % 8
     for chunk, size in [(chunks[0], 60), *((bytes(c), 30) for c in spoiled)]:
         out, bad = torch.zeros(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-        one = gpu_coding.Chunks(*blocks.put_all([0], [size], [0], [len(chunk)]))
+        one = gpu.rans.Chunks(*blocks.put_all([0], [size], [0], [len(chunk)]))
         data = torch.from_numpy(np.frombuffer(chunk, np.uint8).copy())
-        gpu_coding.decode(blocks, one, data, out, bad)
+        gpu.rans.decode(blocks, one, data, out, bad)
         try:
             wanted = bytes(Rans().decode(chunk, size))
         except InvalidField:
@@ -447,42 +447,43 @@ def test_rans_chunks_are_those_of_the_cpu():
 def compile_all() -> None:
     """Hand every kernel to the compiler."""
     made = only_compile()
-    from sparserl.kernels import gpu, gpu_classes, gpu_coding
+    from sparserl.kernels import gpu
 
     bad = torch.zeros(1, dtype=torch.int32)
     for width in (2, 4):
-        blocks = gpu.Blocks(width, [9000], "cpu")
-        room = torch.zeros(9016, dtype=gpu.INTS[width])
+        blocks = gpu.changes.Blocks(width, [9000], "cpu")
+        room = torch.zeros(9016, dtype=gpu.changes.INTS[width])
         begin = -(room.data_ptr() // width) % (16 // width)
         side = blocks.side([room[begin : begin + 9000]])
-        words, counts = gpu.diff(blocks, side, side)
+        words, counts = gpu.changes.diff(blocks, side, side)
         counts.zero_()
         logs, where = torch.full((1,), 16, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
-        bits = torch.zeros(64, dtype=gpu.INTS[width])
-        gpu.compact(blocks, side, side, words, counts, 64, steps=True, tile_log=logs)
-        gpu.digest(blocks, side)
-        gpu.mark(blocks, side, side, words, counts)
-        classing = gpu_classes.Classing.of(blocks, np.ones((1, 4 if width == 2 else 5)), 16, True)
-        tiles, ranks = gpu_classes.Tiles.of(blocks, 16), gpu_classes.count(blocks, classing, side)
-        gpu_classes.diff_and_count(blocks, classing, side, side)
-        emitted = gpu_classes.emit(blocks, classing, side, side, words, counts.to(torch.int64), ranks, 64)
-        gpu_classes.sort(blocks, classing, counts, emitted)
+        bits = torch.zeros(64, dtype=gpu.changes.INTS[width])
+        gpu.changes.compact(blocks, side, side, words, counts, 64, steps=True, tile_log=logs)
+        gpu.changes.digest(blocks, side)
+        gpu.changes.mark(blocks, side, side, words, counts)
+        classing = gpu.classes.Classing.of(blocks, np.ones((1, 4 if width == 2 else 5)), 16, True)
+        tiles, ranks = gpu.classes.Tiles.of(blocks, 16), gpu.classes.count(blocks, classing, side)
+        gpu.classes.diff_and_count(blocks, classing, side, side)
+        emitted = gpu.classes.emit(blocks, classing, side, side, words, counts.to(torch.int64), ranks, 64)
+        gpu.classes.sort(blocks, classing, counts, emitted)
         none, one = torch.zeros(tiles.count * (classing.K + 1), dtype=torch.int32), np.ones(classing.K + 1, int)
-        spread, _ = gpu_classes.spread(blocks, tiles, none, 0 * one[:1], 64 * one[:1], one, one, 1 << 16, bad)
-        found = gpu_classes.select(blocks, classing, side, tiles, ranks, spread, where, bits, bad)
-        gpu_classes.land(side, found, bits, bad)
-        cuts, _ = gpu_coding.Cuts.of_streams(blocks, [64], 256)
-        packed = gpu_coding.Packed.of(cuts, 8 * width)
+        spread, _ = gpu.classes.spread(blocks, tiles, none, 0 * one[:1], 64 * one[:1], one, one, 1 << 16, bad)
+        found = gpu.classes.select(blocks, classing, side, tiles, ranks, spread, where, bits, bad)
+        gpu.classes.land(side, found, bits, bad)
+        cuts, _ = gpu.rans.Cuts.of_streams(blocks, [64], 256)
+        packed = gpu.rans.Packed.of(cuts, 8 * width)
         packed.pack(0, 1, bits)
-        chunks = gpu_coding.Chunks(cuts.begin, cuts.size, cuts.begin, cuts.size)
-        gpu_coding.unpack(chunks, packed.tokens, packed.tokens, bits, 9, bad)
+        chunks = gpu.rans.Chunks(cuts.begin, cuts.size, cuts.begin, cuts.size)
+        gpu.rans.unpack(chunks, packed.tokens, packed.tokens, bits, 9, bad)
         if width == 2:
-            gpu.mark(blocks, gpu.Blocks(4, [9000], "cpu").side([torch.zeros(9000)]), side, words, counts)
+            other = gpu.changes.Blocks(4, [9000], "cpu").side([torch.zeros(9000)])
+            gpu.changes.mark(blocks, other, side, words, counts)
             packed.pack(0, 1, where, ranked=True)
-            gpu_coding.lay_out(packed, gpu_coding.encode(packed), np.zeros(1, int), np.arange(2))
-            gpu_coding.decode(blocks, chunks, packed.tokens, packed.tokens, bad)
-            gpu_coding.copy(packed.tokens, packed.tokens, cuts.begin, cuts.begin, cuts.size, 64)
-    kernels = {n for m in (gpu, gpu_classes, gpu_coding) for n in vars(m) if n.endswith("_kernel")}
+            gpu.rans.lay_out(packed, gpu.rans.encode(packed), np.zeros(1, int), np.arange(2))
+            gpu.rans.decode(blocks, chunks, packed.tokens, packed.tokens, bad)
+            gpu.rans.copy(packed.tokens, packed.tokens, cuts.begin, cuts.begin, cuts.size, 64)
+    kernels = {n for m in (gpu.changes, gpu.classes, gpu.rans) for n in vars(m) if n.endswith("_kernel")}
     assert made == kernels, kernels - made
     print("compiled", len(made), "kernels")
 

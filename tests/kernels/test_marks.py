@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparserl.kernels import cpu, marks, reference
+from sparserl.kernels import cpu, reference
 
 
 def test_mark_parts():
@@ -22,7 +22,7 @@ def test_mark_parts():
         ]
         wanted = reference.mark_parts(words, first[:-1].tolist(), offset, positions)
         counts = np.array([p.size for p in positions])
-        marks.mark_parts(counts, np.concatenate(positions), offset, first[:-1], words)
+        cpu.marks.mark_parts(counts, np.concatenate(positions), offset, first[:-1], words)
         assert (words == wanted).all()
 
 
@@ -39,13 +39,13 @@ def test_digest_deltas(uint):
     stride = rng.integers(1, 5, (counts.size, 1))
     out = np.full((counts.size, 2), 0xA5A5A5A5A5A5A5A5, np.uint64)
     where = counts, start, ones, size, stride, keys, positions, old, new
-    marks.digest_deltas(*where, out)
+    cpu.marks.digest_deltas(*where, out)
     ends = np.cumsum(counts)
     for e, (end, n) in enumerate(zip(ends, counts, strict=True)):
         some = slice(end - n, end)
         at = (start[e] + stride[e, 0] * positions[some].astype(np.int64)).astype(np.uint64)
         assert tuple(out[e].tolist()) == reference.digest_delta(keys[e], at, old[some], new[some])
-    assert tuple(out.sum(axis=0, dtype=np.uint64)) == cpu.digest_delta(*where)
+    assert tuple(out.sum(axis=0, dtype=np.uint64)) == cpu.changes.digest_delta(*where)
 
 
 def test_collect(last_page):
@@ -55,7 +55,7 @@ def test_collect(last_page):
     parts = [last_page[a : a + n] for a, n in zip(starts, sizes, strict=True)]
     out = np.full(sum(sizes) + 20, 0xA5, np.uint8)
     source = np.array(starts) + last_page.ctypes.data
-    marks.collect(source, np.array(sizes), out.ctypes.data + 10)
+    cpu.marks.collect(source, np.array(sizes), out.ctypes.data + 10)
     assert (out[10:-10] == reference.collect(parts)).all()
     assert (out[:10] == 0xA5).all()
     assert (out[-10:] == 0xA5).all()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparserl.codec.coders import Rans, expand, where
 from sparserl.errors import InvalidField
-from sparserl.kernels import rans, reference
+from sparserl.kernels import cpu, reference
 
 POISON = 0xA5
 SIZES = (
@@ -45,7 +45,7 @@ def poisoned(count, dtype):
 def frequencies(raw):
     """What the kernel makes of the counts, and the symbol that takes the rest."""
     freq = poisoned(256, np.uint32)
-    most = rans.frequencies(np.frombuffer(raw, np.uint8), freq)
+    most = cpu.rans.frequencies(np.frombuffer(raw, np.uint8), freq)
     return freq, int(most)
 
 
@@ -66,19 +66,19 @@ KINDS = ("one symbol", "all symbols", "two, one rare", "geometric")
 def encoded(raw, freq):
     """States and words of the kernel; nothing is written outside them."""
     symbols = np.frombuffer(raw, np.uint8)
-    states, words = poisoned(rans.lanes(symbols.size), np.uint32), poisoned(symbols.size + 1, np.uint16)
-    start = rans.encode(symbols, freq, states, words)
+    states, words = poisoned(cpu.rans.lanes(symbols.size), np.uint32), poisoned(symbols.size + 1, np.uint16)
+    start = cpu.rans.encode(symbols, freq, states, words)
     return states, words[start:]
 
 
 def with_spare(words):
     """The words, and as many behind them as a decoder may look at."""
-    return np.append(words, np.full(rans.SPARE, 0xA5A5, np.uint16))
+    return np.append(words, np.full(cpu.rans.SPARE, 0xA5A5, np.uint16))
 
 
-def decoded(states, words, freq, out, kernel=rans.decode):
+def decoded(states, words, freq, out, kernel=cpu.rans.decode):
     """Whether a chunk comes out even; its symbols go to `out`."""
-    rows, spare = np.zeros((1, rans.MOST_LANES), np.uint32), with_spare(words)
+    rows, spare = np.zeros((1, cpu.rans.MOST_LANES), np.uint32), with_spare(words)
     rows[0, : states.size] = states
     addresses = (np.array([array.ctypes.data]) for array in (spare, out))
     words_at, out_at = addresses
@@ -107,7 +107,7 @@ def assert_coded(raw):
 def test_lanes_are_those_of_the_specification():
     """For every size up to where they no longer grow."""
     sizes = [*range(10_000), *(n + d for n in (1 << 14, 1 << 15, 1 << 16, 1 << 17, 1 << 24) for d in (-1, 0, 1))]
-    assert [rans.lanes(n) for n in sizes] == [reference.lanes(n) for n in sizes]
+    assert [cpu.rans.lanes(n) for n in sizes] == [reference.lanes(n) for n in sizes]
 
 
 @pytest.mark.parametrize("how", KINDS)
@@ -120,8 +120,8 @@ def test_coding_equals_the_specification(how):
 
 def test_any_machine_reads_the_same(monkeypatch):
     """Where the vector instructions are missing, the plain loop gives the same bytes, and refuses the same."""
-    monkeypatch.setattr(rans, "HAS_EXPAND", False)
-    plain = numba.njit(rans.decode.py_func)
+    monkeypatch.setattr(cpu.rans, "HAS_EXPAND", False)
+    plain = numba.njit(cpu.rans.decode.py_func)
     rng = np.random.default_rng(4)
     for size in (4096, 32_768, 40_001, 65_537, 100_003):
         raw = drawn(rng, size, "geometric")
@@ -133,7 +133,7 @@ def test_any_machine_reads_the_same(monkeypatch):
             (False, states, np.append(words, words[:1])),
             (False, states ^ np.uint32(1 << 20), words),
         ):
-            for kernel in (rans.decode, plain):
+            for kernel in (cpu.rans.decode, plain):
                 out = poisoned(size + 64, np.uint8)
                 assert decoded(its_states, its_words, freq, out[:size], kernel) is good
                 assert not good or out[:size].tobytes() == raw
@@ -203,8 +203,8 @@ def test_frequencies_are_near_the_counts(how, size):
 
 
 def table_of(freq, most):
-    out = poisoned(rans.MOST_TABLE, np.uint8)
-    size = rans.write_table(freq, most, out)
+    out = poisoned(cpu.rans.MOST_TABLE, np.uint8)
+    size = cpu.rans.write_table(freq, most, out)
     assert not out[size:].any()
     return out[:size]
 
@@ -224,10 +224,10 @@ def test_tables_there_and_back(some, most):
     table = table_of(freq, most)
     for behind in (b"", b"\xff" * 9):
         back = poisoned(256, np.uint32)
-        assert rans.read_table(np.frombuffer(table.tobytes() + behind, np.uint8), back) == table.size
+        assert cpu.rans.read_table(np.frombuffer(table.tobytes() + behind, np.uint8), back) == table.size
         assert (back == freq).all()
     for end in range(table.size):
-        assert rans.read_table(table[:end].copy(), back) == -1
+        assert cpu.rans.read_table(table[:end].copy(), back) == -1
 
 
 def test_the_longest_table():
@@ -237,7 +237,7 @@ def test_the_longest_table():
     freq[0] = 4096 - (freq.sum() - 1)
     table = table_of(freq, 0)
     back = np.empty(256, np.uint32)
-    assert rans.read_table(table, back) == table.size < rans.MOST_TABLE
+    assert cpu.rans.read_table(table, back) == table.size < cpu.rans.MOST_TABLE
     assert (back == freq).all()
 
 
@@ -261,7 +261,7 @@ def test_the_longest_table():
 def test_tables_that_do_not_add_up_are_refused(table):
     """No table, no symbols."""
     freq = np.empty(256, np.uint32)
-    assert rans.read_table(np.frombuffer(table, np.uint8), freq) == -1
+    assert cpu.rans.read_table(np.frombuffer(table, np.uint8), freq) == -1
     with pytest.raises(InvalidField, match="no table"):
         Rans().decode(table + bytes(100), 10)
 
@@ -271,7 +271,7 @@ def test_tables_that_do_not_add_up_are_refused(table):
 def test_any_table_adds_up_or_is_refused(data):
     """Whatever stands where a table should be: refused, or frequencies of 4096 in all."""
     freq = np.empty(256, np.uint32)
-    size = rans.read_table(np.frombuffer(data, np.uint8), freq)
+    size = cpu.rans.read_table(np.frombuffer(data, np.uint8), freq)
     assert size == -1 or (3 <= size <= len(data) and int(freq.sum()) == 4096)
 
 
@@ -328,7 +328,7 @@ def test_flipped_bits_never_leave_the_arrays(name):
 def specified(coded, size):
     """What the reference makes of a chunk; None where it does not come out even."""
     freq = np.empty(256, np.uint32)
-    begin = rans.read_table(np.frombuffer(coded, np.uint8), freq)
+    begin = cpu.rans.read_table(np.frombuffer(coded, np.uint8), freq)
     end = begin + 4 * reference.lanes(size)
     if begin < 0 or end > len(coded) or (len(coded) - end) % 2:
         return None

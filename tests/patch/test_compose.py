@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import sparserl
 from sparserl import Digest, Patch, Region
-from sparserl.bits import BY_NAME, Bits
 from sparserl.errors import ChainError, NeedsBase, TensorMismatch, WrongBase
 from sparserl.kernels import reference
-from sparserl.memory import memories
 from sparserl.patch.compose import add_steps, negate_steps
+from sparserl.weights.dtypes import BY_NAME, Bits
+from sparserl.weights.memory import memories
 from tests.classes import always
 from tests.shards import diff_shards
 
@@ -28,7 +28,7 @@ KINDS = {
     "e": ("bfloat16", (5, 0)),
 }
 SMALL = [
-    ("sparserl.pieces", "PIECE_BYTES", 256),
+    ("sparserl.weights.pieces", "PIECE_BYTES", 256),
     ("sparserl.patch.compose", "PIECE_BYTES", 200),
     ("sparserl.plan.route", "BUCKET_PAYLOAD_BYTES", 96),
     ("sparserl.plan.buckets", "BUCKET_PAYLOAD_BYTES", 96),

@@ -24,16 +24,19 @@ inside = pytest.mark.skipif(not CUDA and not INTERPRETED, reason="runs in the in
 
 if CUDA or INTERPRETED:
     import sparserl
-    from sparserl import Part, Region, Shards, codec, device, errors, memory
-    from sparserl.bits import BY_NAME, Bits
+    from sparserl import Part, Region, Shards, codec, errors
     from sparserl.codec.coders import CODERS, Zstd
-    from sparserl.kernels import classes as cpu_classes
-    from sparserl.kernels import gpu, gpu_cells
-    from sparserl.patch import Patch, capture, device_apply, device_diff, stage_all
+    from sparserl.kernels import cpu, gpu
+    from sparserl.patch import Patch, capture, stage_all
+    from sparserl.patch import gpu_apply as device_apply
+    from sparserl.patch import gpu_compare as device_diff
     from sparserl.patch.assemble import rewrite
-    from sparserl.pieces import Held
     from sparserl.plan import buckets
     from sparserl.session.baseline import NoBaseline, choose
+    from sparserl.weights import memory
+    from sparserl.weights import on_gpu as device
+    from sparserl.weights.dtypes import BY_NAME, Bits
+    from sparserl.weights.pieces import Held
     from sparserl.wire import encode_bucket, encode_table, table_hash
     from tests.classes import always
 
@@ -76,7 +79,7 @@ def _there(monkeypatch):
     if CUDA or INTERPRETED:
         if not CUDA:
             monkeypatch.setattr(memory, "on_device", lambda _: True)
-            monkeypatch.setattr(gpu.Blocks, "empty", poisoned)
+            monkeypatch.setattr(gpu.changes.Blocks, "empty", poisoned)
         monkeypatch.setattr(device_diff, "FEW_CHANGES", 0)
         monkeypatch.setattr(device_apply, "FEW_BYTES", 0)
         monkeypatch.setattr(device_apply, "FEW_CHANGES", 0)
@@ -108,7 +111,7 @@ def near(tensor):
     if isinstance(tensor, Bits):
         return Bits(tensor.array.copy(), tensor.dtype)
     dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
-    ints = tensor.detach().contiguous().view(gpu.INTS[dtype.width]).cpu().numpy()
+    ints = tensor.detach().contiguous().view(gpu.changes.INTS[dtype.width]).cpu().numpy()
     return Bits(ints.view(dtype.uint).copy().reshape(tuple(tensor.shape)), dtype)
 
 
@@ -459,7 +462,7 @@ def test_streams_of_several_chunks(profile, monkeypatch):
     """They are decoded on the device, whoever cut them."""
     monkeypatch.setattr(buckets, "CHUNK_LOG", 8)
     monkeypatch.setattr(device_diff, "CHUNK_LOG", 8)
-    monkeypatch.setattr(gpu_cells, "_SPAN", 100)
+    monkeypatch.setattr(gpu.cells, "_SPAN", 100)
     old, new = drawn("bfloat16", {"w": (9000,)}, changes=270)
     for f in (here, there):
         patch, weights = sparserl.diff(f(old), f(new), profile=profile), there(old)
@@ -703,13 +706,13 @@ def test_histograms_are_those_of_the_cpu():
         blocks, (side,) = runs.blocks(held.table.keys)
         kind = 0 if dtype.sign_magnitude else 1
         every, row = np.array([3, 2]), np.array([0, 0, 1])
-        found = gpu_cells.key_histogram(blocks, side, kind, row, every, np.array([shift, shift])).cpu().numpy()
+        found = gpu.cells.key_histogram(blocks, side, kind, row, every, np.array([shift, shift])).cpu().numpy()
         sample, keep = codec.ctx.magnitude(dtype)
         for r, parts in enumerate((["a", "b"], ["c"])):
             wanted = np.zeros(512, np.int64)
             address = np.array([old[p].array.ctypes.data for p in parts])
             numel = np.array([old[p].array.size for p in parts])
-            cpu_classes.key_histogram(sample, address, numel, keep, np.uint64(shift), int(every[r]), wanted)
+            cpu.classes.key_histogram(sample, address, numel, keep, np.uint64(shift), int(every[r]), wanted)
             assert np.array_equal(found[r], wanted)
 
 
@@ -829,30 +832,30 @@ def test_tracked(mastered, stay):
 
 def compile_all():
     """Hand every kernel to the compiler."""
-    from sparserl.kernels import gpu, gpu_cells, gpu_classes, gpu_sums
+    from sparserl.kernels import gpu
 
     made = only_compile()
     for width in (1, 2, 4, 8):
-        blocks, bits = gpu.Blocks(width, [9000], "cpu"), torch.zeros(9000, dtype=gpu.INTS[width])
+        blocks, bits = gpu.changes.Blocks(width, [9000], "cpu"), torch.zeros(9000, dtype=gpu.changes.INTS[width])
         side, where = blocks.side([bits]), torch.zeros(64, dtype=torch.int64)
-        gpu_cells.put(bits, where, gpu_cells.take(bits, where))
-        found = gpu_classes.Found(where, bits, bits, gpu.new_sums("cpu"))
+        gpu.cells.put(bits, where, gpu.cells.take(bits, where))
+        found = gpu.classes.Found(where, bits, bits, gpu.changes.new_sums("cpu"))
         bad = torch.zeros(1, dtype=torch.int32)
-        gpu_cells.swap(side, found, bad)
-        gpu_cells.at_positions(blocks, side, np.array([64]), torch.zeros(64, dtype=torch.int32), bits[:64], bad)
-        tiles, log = gpu_classes.Tiles.of(blocks, 16), torch.full((1,), 16, dtype=torch.int32)
-        spread = gpu_classes.Spread(torch.ones(1, dtype=torch.int32), where[:1], where[:1], 1)
+        gpu.cells.swap(side, found, bad)
+        gpu.cells.at_positions(blocks, side, np.array([64]), torch.zeros(64, dtype=torch.int32), bits[:64], bad)
+        tiles, log = gpu.classes.Tiles.of(blocks, 16), torch.full((1,), 16, dtype=torch.int32)
+        spread = gpu.classes.Spread(torch.ones(1, dtype=torch.int32), where[:1], where[:1], 1)
         numbers = spread, torch.zeros(1, dtype=torch.int32), bits[:1]
-        gpu_cells.follow_gaps(blocks, side, tiles, log, *numbers, bad, True)
+        gpu.cells.follow_gaps(blocks, side, tiles, log, *numbers, bad, True)
         one = np.ones(1, np.int64)
-        gpu_cells.sample(blocks, side, side, blocks.bitmap(), torch.zeros(2, dtype=torch.int32), where)
+        gpu.cells.sample(blocks, side, side, blocks.bitmap(), torch.zeros(2, dtype=torch.int32), where)
         for kind in (0, 1, 2):
-            gpu_cells.key_histogram(blocks, side, kind, 0 * one, one, one)
-        sums = gpu_sums.part_sums(blocks, side)
-        gpu_sums.part_moves(blocks, side, side, sums)
+            gpu.cells.key_histogram(blocks, side, kind, 0 * one, one, one)
+        sums = gpu.sums.part_sums(blocks, side)
+        gpu.sums.part_moves(blocks, side, side, sums)
         if width == 2:
-            gpu_sums.part_moves(blocks, gpu.Blocks(4, [9000], "cpu").side([torch.zeros(9000)]), side, sums)
-    assert made == {n for m in (gpu_cells, gpu_sums) for n in vars(m) if n.endswith("_kernel")}
+            gpu.sums.part_moves(blocks, gpu.changes.Blocks(4, [9000], "cpu").side([torch.zeros(9000)]), side, sums)
+    assert made == {n for m in (gpu.cells, gpu.sums) for n in vars(m) if n.endswith("_kernel")}
     print("compiled", len(made), "kernels")
 
 

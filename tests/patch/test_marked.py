@@ -7,11 +7,12 @@ import pytest
 
 import sparserl
 from sparserl import Part, Region, Shards, errors
-from sparserl.bitmap import Bitmap
-from sparserl.digest import Digest
-from sparserl.patch import capture_marked, marked
-from sparserl.pieces import Held
-from sparserl.region import whole
+from sparserl.patch import capture_marked
+from sparserl.patch import tracked as marked
+from sparserl.weights.digest import Digest
+from sparserl.weights.marks import Bitmap
+from sparserl.weights.pieces import Held
+from sparserl.weights.region import whole
 
 TABLE = sparserl.tensor_table(
     {"a": np.zeros((40, 50), np.uint16), "b": np.zeros(7, np.float32), "c": np.zeros((6, 1000), np.uint8)}

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import sparserl
 from sparserl import Digest, Part, Patch, Region, Shards
-from sparserl.bitmap import Bitmap
-from sparserl.bits import DTYPES
 from sparserl.errors import ChainError, RegionOverlap, TensorMismatch, WrongBase
 from sparserl.patch.assemble import rewrite
-from sparserl.region import whole
+from sparserl.weights.dtypes import DTYPES
+from sparserl.weights.marks import Bitmap
+from sparserl.weights.region import whole
 from tests.classes import always
 from tests.shards import diff_shards
 
@@ -125,7 +125,7 @@ def test_any_partition_in_any_order(data, shape, uint, profile, piece):
     table = sparserl.tensor_table({"w": old})
     parts = data.draw(st.permutations(data.draw(partitions(whole(shape)))))
     with pytest.MonkeyPatch.context() as patcher:
-        patcher.setattr("sparserl.pieces.PIECE_BYTES", piece)
+        patcher.setattr("sparserl.weights.pieces.PIECE_BYTES", piece)
         shards = [shard(old, new, r, table, profile, copy=data.draw(st.booleans())) for r in parts]
         half = data.draw(st.integers(0, len(shards)))
         stages = [sparserl.merge(*some) for some in (shards[:half], shards[half:]) if some]

@@ -9,8 +9,8 @@ import pytest
 
 import sparserl
 from sparserl import Patch, Region, codec
-from sparserl.bits import BY_NAME, Bits
 from sparserl.kernels import reference
+from sparserl.weights.dtypes import BY_NAME, Bits
 from tests.shards import diff_shards
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")

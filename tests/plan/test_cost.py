@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import sparserl
-from sparserl.bits import BY_NAME, Bits
 from sparserl.errors import SparserlError
-from sparserl.patch.measure import FEW, MANY, measure, synthetic, work_bytes
+from sparserl.patch.measuring import FEW, MANY, measure, synthetic, work_bytes
 from sparserl.plan import Chooser, Link, Speed, Speeds, Work, best, predict
 from sparserl.plan.cost import BUILT_IN, bandwidth, seconds
+from sparserl.weights.dtypes import BY_NAME, Bits
 
 PROFILES = ["raw", "gap", "ulp", "ctx"]
 

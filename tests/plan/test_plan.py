@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 import sparserl
 from sparserl import codec, plan
-from sparserl.bits import BY_NAME, Bits
 from sparserl.errors import UnsupportedFormat
 from sparserl.kernels import reference
 from sparserl.patch.decode import flatten
 from sparserl.plan import Changes
-from sparserl.plan.estimate import index_bits
+from sparserl.plan.estimates import index_bits
+from sparserl.weights.dtypes import BY_NAME, Bits
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 HOMES = {
-    "PIECE_BYTES": ("sparserl.pieces", "sparserl.patch.compose"),
+    "PIECE_BYTES": ("sparserl.weights.pieces", "sparserl.patch.compose"),
     "BUCKET_PAYLOAD_BYTES": ("sparserl.plan.route", "sparserl.plan.buckets"),
     "BUCKET_CHANGES": ("sparserl.plan.route", "sparserl.plan.buckets"),
     "BUCKET_COVER_BYTES": ("sparserl.plan.buckets",),

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sparserl.bits import BY_NAME, Bits
 from sparserl.cli import app
-from sparserl.patch.measure import synthetic
+from sparserl.patch.measuring import synthetic
 from sparserl.record import Recorder, Recording
 from sparserl.record.page import brief, page, share
 from sparserl.record.summary import projection, summary
+from sparserl.weights.dtypes import BY_NAME, Bits
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "input_layernorm")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

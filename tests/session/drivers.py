@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import sparserl
-from sparserl.bits import Bits
-from sparserl.memory import Weights, memories
-from sparserl.session.upkeep import collect, faults, needed, read_head
+from sparserl.session.store.retention import collect, faults, needed, read_head
 from sparserl.sources import open_checkpoint
-from sparserl.transport.store import Store
+from sparserl.transport.stores.base import Store
+from sparserl.weights.dtypes import Bits
+from sparserl.weights.memory import Weights, memories
 from tests.checkpoints import random_weights, stepped
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.chmod", "mmap.__new__"}
@@ -212,7 +212,7 @@ def settled(store: Store) -> None:
 
 def no_drafts(root: Path) -> None:
     """A folder store has no files but its objects."""
-    store = sparserl.transport.folder.FolderStore(root)  # type: ignore[attr-defined]
+    store = sparserl.transport.stores.folder.FolderStore(root)  # type: ignore[attr-defined]
     store.put("probe", b"")  # sweeps
     store.delete(["probe"])
     store.close()

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import sparserl
 from sparserl.errors import NotFound
-from sparserl.session.records import Head
-from sparserl.session.upkeep import read_head
+from sparserl.session.store.records import Head
+from sparserl.session.store.retention import read_head
 from sparserl.targets import folder
-from sparserl.transport.folder import FolderStore
+from sparserl.transport.stores.folder import FolderStore
 from tests.session.drivers import (
     FILES,
     Fuse,

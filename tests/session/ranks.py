@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 CONTEXT = get_context("forkserver")  # torch is imported once, not by every rank
-CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "sparserl.session.relay", "tests.session.ranks"])
+CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "sparserl.session.group.relay", "tests.session.ranks"])
 SHAPES = {"bf16": ("u2", (257, 33)), "f32": ("u4", (1000,)), "f8": ("u1", (4097,)), "none": ("u2", (0, 3))}
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import sparserl
 from sparserl.errors import Fenced, StoreError
-from sparserl.transport.store import Store, open_store
+from sparserl.transport.stores.base import Store, open_store
 from tests.servers import Server, running
 from tests.session.drivers import (
     FILES,

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import sparserl
-from sparserl import Part, Region, Shards, errors, memory, pieces
-from sparserl.bits import BY_NAME
-from sparserl.memory import Foreign, foreign, memory_of
+from sparserl import Part, Region, Shards, errors
 from sparserl.session.baseline import HostBaseline, NoBaseline, choose
+from sparserl.weights import memory, pieces
+from sparserl.weights.dtypes import BY_NAME
+from sparserl.weights.memory import Foreign, foreign, memory_of
 
 
 def weights(rng, n=5000):

@@ -12,7 +12,7 @@ import pytest
 import sparserl
 from sparserl.errors import NotFound, SessionError, Unavailable
 from sparserl.session import Callback, SyncReport
-from sparserl.transport.store import Retry, open_store
+from sparserl.transport.stores.base import Retry, open_store
 from tests.session.ranks import ranks, results
 
 

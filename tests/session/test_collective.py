@@ -21,13 +21,13 @@ from sparserl.errors import (
     SessionError,
     TensorMismatch,
 )
-from sparserl.targets.module import ModuleTarget, PreparedModule
+from sparserl.targets.modules import ModuleTarget, PreparedModule
 from tests.session.ranks import policy, ranks, results, seal, step, tensors
 
 pytest.importorskip("torch")
 
-from sparserl.session.collective import CollectivePublisher
-from sparserl.session.collective_subscriber import CollectiveSubscriber
+from sparserl.session.group.publisher import CollectivePublisher
+from sparserl.session.group.subscriber import CollectiveSubscriber
 
 WIDE = {"w": ("u2", (3 << 20,)), "b": ("u4", (100,))}  # an anchor of it takes several frames
 

@@ -20,9 +20,9 @@ import pytest
 
 from sparserl import Publisher, Subscriber
 from sparserl.errors import Fenced, SparserlError, StoreError, Unavailable
-from sparserl.session import signing
-from sparserl.session.upkeep import collect, faults
-from sparserl.transport.folder import FolderStore
+from sparserl.session.store import signing
+from sparserl.session.store.retention import collect, faults
+from sparserl.transport.stores.folder import FolderStore
 from tests.servers import Proxy, Server
 from tests.session.drivers import settled, sha, weights_at
 

@@ -15,7 +15,6 @@ import pytest
 
 import sparserl
 from sparserl import Bits, Publisher, Subscriber, targets
-from sparserl.bits import BY_NAME
 from sparserl.errors import (
     CheckpointError,
     ChecksumMismatch,
@@ -28,11 +27,12 @@ from sparserl.errors import (
     TensorMismatch,
     Unavailable,
 )
-from sparserl.session import chain, signing
-from sparserl.session.squashing import squash_versions
-from sparserl.session.upkeep import collect, faults, needed, read_head
+from sparserl.session.store import routes, signing
+from sparserl.session.store.retention import collect, faults, needed, read_head
+from sparserl.session.store.squashing import squash_versions
 from sparserl.transport import open_store
-from sparserl.transport.folder import FolderStore
+from sparserl.transport.stores.folder import FolderStore
+from sparserl.weights.dtypes import BY_NAME
 from tests.classes import always
 
 
@@ -641,7 +641,7 @@ def test_retention_and_leases(url):
     assert sum(s.base is None for s in steps) == 1
     assert {s.base for s in steps if s.base is not None} >= set(range(30)), "the lease of version 0 spares all patches"
     patches = [s for s in steps if s.base is not None]
-    assert len(chain.route(patches, (0, slow._held.digest), 30)) == 30
+    assert len(routes.route(patches, (0, slow._held.digest), 30)) == 30
     publisher._lease = -1.0
     for _ in range(10):
         policy.step()
@@ -876,7 +876,7 @@ def test_upkeep_that_fails_is_told_and_tried_again(url, tmp_path, monkeypatch):
 
 def test_an_index_does_not_grow_for_ever(url, monkeypatch):
     """Patches that are tiny lead to an anchor in the end, too, and to a collection."""
-    monkeypatch.setattr("sparserl.session.publisher._STEPS", 10)
+    monkeypatch.setattr("sparserl.session.store.publisher._STEPS", 10)
     policy = Policy()
     publisher = Publisher(url, policy.weights, grace=-1e12, keep_anchors=1, ladder=None)
     for _ in range(40):
@@ -934,7 +934,7 @@ def test_the_cheapest_way():
 
     def step(base, version, size, profiles=("ulp",)):
         start = None if base is None else digest(base)
-        return chain.Step(base, version, start, digest(version), size, 1, profiles, "0" * 64, 0.0)
+        return routes.Step(base, version, start, digest(version), size, 1, profiles, "0" * 64, 0.0)
 
     steps = [
         step(None, 0, 1000),
@@ -943,7 +943,7 @@ def test_the_cheapest_way():
         step(4, 8, 50),
         step(None, 6, 30),
     ]
-    ways = lambda have, want: [(s.base, s.version) for s in chain.route(steps, have, want)]  # noqa: E731
+    ways = lambda have, want: [(s.base, s.version) for s in routes.route(steps, have, want)]  # noqa: E731
     assert ways((0, digest(0)), 8) == [(None, 6), (6, 7), (7, 8)]
     assert ways((0, digest(0)), 5) == [(0, 4), (4, 5)]
     assert ways((3, digest(3)), 5) == [(3, 4), (4, 5)]
@@ -951,9 +951,9 @@ def test_the_cheapest_way():
     assert ways((5, digest(5)), 5) == []
     assert ways(None, 6) == [(None, 6)]
     with pytest.raises(NotRetained):
-        chain.route(steps, None, 9)
+        routes.route(steps, None, 9)
     with pytest.raises(NotRetained):
-        chain.route(steps, None, 8, {"raw"})
+        routes.route(steps, None, 8, {"raw"})
 
 
 def test_a_store_that_goes_away_is_waited_for_and_told_of(tmp_path, url):

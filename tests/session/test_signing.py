@@ -9,9 +9,9 @@ import pytest
 
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import Fenced, FormatError, SessionError, SparserlError, Untrusted
-from sparserl.session import signing
-from sparserl.session.records import HEAD, Head, Index, canonical, path, sha256
-from sparserl.session.upkeep import faults, read_head
+from sparserl.session.store import signing
+from sparserl.session.store.records import HEAD, Head, Index, canonical, path, sha256
+from sparserl.session.store.retention import faults, read_head
 from sparserl.transport import open_store
 from tests.session.test_session import Policy, bits
 

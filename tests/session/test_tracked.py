@@ -8,8 +8,8 @@ import torch
 import sparserl
 from sparserl import Publisher, Subscriber, sources
 from sparserl.errors import NeedsBase, SessionError, Unavailable
-from sparserl.session.upkeep import faults
-from sparserl.transport.folder import FolderStore
+from sparserl.session.store.retention import faults
+from sparserl.transport.stores.folder import FolderStore
 
 KINDS = ("host", "none")
 

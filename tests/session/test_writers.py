@@ -14,9 +14,9 @@ import pytest
 import sparserl
 from sparserl import Part, Region, Shards, Subscriber
 from sparserl.errors import NotFound, PeerLost, Refused, SessionError, TensorMismatch, Unavailable
-from sparserl.session.upkeep import faults, read_head
-from sparserl.session.writers import Writers
-from sparserl.transport.folder import FolderStore
+from sparserl.session.store.retention import faults, read_head
+from sparserl.session.store.writers import Writers
+from sparserl.transport.stores.folder import FolderStore
 from tests.session.ranks import finish, launch
 
 SHAPES = {"embed": (37, 16), "up": (24, 30), "norm": (16,), "none": (0, 4)}

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import sparserl
-from sparserl.bits import BY_SAFETENSORS, Bits
 from sparserl.errors import CheckpointError, UnsupportedTensor
 from sparserl.sources import Checkpoint, open_checkpoint
 from sparserl.sources import safetensors as header_of
+from sparserl.weights.dtypes import BY_SAFETENSORS, Bits
 from tests.checkpoints import (
     equal,
     random_weights,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import sparserl
-from sparserl.digest import Digest, table_digest
 from sparserl.errors import TensorMismatch, UnsupportedTensor
-from sparserl.session.parcel import copied
+from sparserl.session.store.transfer import copied
+from sparserl.weights.digest import Digest, table_digest
 from tests.session.ranks import together
 
 torch = pytest.importorskip("torch")

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import sparserl
 from sparserl import Region
-from sparserl.digest import table_digest
 from sparserl.errors import RegionOverlap, TensorMismatch, UnsupportedTensor
-from sparserl.region import whole
 from sparserl.sources import Layout, Local, Run, Slice, joined, mapped, require_cover
 from sparserl.sources.layout import boxes, flat, split, stack
+from sparserl.weights.digest import table_digest
+from sparserl.weights.region import whole
 
 Q, K = np.arange(48, dtype=np.float32).reshape(8, 6), 100 + np.arange(24, dtype=np.float32).reshape(4, 6)
 WEIGHTS = {"q": Q, "k": K}

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 import sparserl
-from sparserl.digest import table_digest
 from sparserl.errors import TensorMismatch, UnsupportedTensor
 from sparserl.sources import Ranks, joined, mapped, require_cover
-from sparserl.sources.megatron import Model, canonical, layout
+from sparserl.sources.megatron_core import Model, canonical, layout
+from sparserl.weights.digest import table_digest
 from tests.session.ranks import together
 
 torch = pytest.importorskip("torch")

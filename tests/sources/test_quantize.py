@@ -11,10 +11,10 @@ import pytest
 
 import sparserl
 from sparserl import Part, Region, Shards
-from sparserl.digest import table_digest
 from sparserl.errors import TensorMismatch, UnsupportedTensor, WeightsError
 from sparserl.sources import fp8_blockwise, fsdp, int8, linear_weights, quantized
-from sparserl.table import TensorSpec
+from sparserl.weights.digest import table_digest
+from sparserl.weights.table import TensorSpec
 from tests.session.ranks import together
 
 torch = pytest.importorskip("torch")
@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 def bits(tensor) -> np.ndarray:
     """The bit patterns of a tensor."""
-    return np.array(sparserl.memory.memory_of("", tensor.contiguous()).view())
+    return np.array(sparserl.weights.memory.memory_of("", tensor.contiguous()).view())
 
 
 def same(a, b) -> bool:
@@ -137,7 +137,7 @@ def test_stacked_experts_are_quantized_each_by_itself() -> None:
 )
 def test_which_tensors_are_linear_weights(name: str, shape: tuple[int, ...], dtype: str, is_one: bool) -> None:
     """By default just the weights of linear layers are quantized."""
-    assert linear_weights(TensorSpec(name, sparserl.bits.BY_NAME[dtype], shape)) == is_one
+    assert linear_weights(TensorSpec(name, sparserl.weights.dtypes.BY_NAME[dtype], shape)) == is_one
 
 
 def test_memory_is_reused_and_the_source_untouched() -> None:

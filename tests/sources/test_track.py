@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import sparserl
-from sparserl import Part, Patch, Region, Shards, errors, pieces
+from sparserl import Part, Patch, Region, Shards, errors
 from sparserl.session.baseline import HostBaseline, NoBaseline
-from sparserl.sources import rows, track
+from sparserl.sources import track
+from sparserl.sources import tracked_rows as rows
 from sparserl.sources.layout import boxes
+from sparserl.weights import pieces
 from tests.session.ranks import CONTEXT
 
 torch = pytest.importorskip("torch")
@@ -488,7 +490,7 @@ def test_plans_are_kept_while_nothing_moves(monkeypatch):
     """Steps look up no part's memory one by one, until something has moved; then all are, once."""
     calls = []
     monkeypatch.setattr(
-        rows, "memory_of", lambda name, data: calls.append(name) or sparserl.memory.memory_of(name, data)
+        rows, "memory_of", lambda name, data: calls.append(name) or sparserl.weights.memory.memory_of(name, data)
     )
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, dtype=BF16) for _ in range(20)))
     optimizer = sgd(model.parameters())

@@ -17,10 +17,10 @@ import pytest
 
 import sparserl
 from sparserl import Patch, TensorTable
-from sparserl.bits import Bits
 from sparserl.errors import ChainError, CheckpointError, ChecksumMismatch, TensorMismatch, WrongBase
 from sparserl.sources import open_checkpoint
 from sparserl.targets import apply_to_checkpoint, swap
+from sparserl.weights.dtypes import Bits
 from tests.checkpoints import equal, random_weights, safetensors_bytes, stepped, tree, write_file, write_folder
 from tests.shards import diff_shards
 

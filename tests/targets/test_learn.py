@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparserl.errors import UnsupportedTensor
-from sparserl.region import row_major, whole
-from sparserl.targets import learn as room
-from sparserl.targets.fold import Boxes, refold
-from sparserl.targets.learn import Named, Piece, learn
+from sparserl.targets import engine_layout as room
+from sparserl.targets.engine_layout import Named, Piece, learn
+from sparserl.targets.strides import Boxes, refold
+from sparserl.weights.region import row_major, whole
 from tests.targets.engines import Engine, checkpoint, named
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from sparserl import targets
-from sparserl.memory import tensor_table
 from sparserl.sources import lora, open_checkpoint
 from sparserl.testing import TargetConformance
 from sparserl.testing.weights import blank
+from sparserl.weights.memory import tensor_table
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -12,7 +12,7 @@ from sparserl import targets, tensor_table
 from sparserl.errors import SparserlError
 from sparserl.testing import SourceConformance, StoreConformance, TargetConformance
 from sparserl.testing.weights import bits, blank, versions
-from sparserl.transport.folder import FolderStore
+from sparserl.transport.stores.folder import FolderStore
 
 FAILS = (AssertionError, pytest.fail.Exception, SparserlError)
 

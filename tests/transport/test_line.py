@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sparserl.errors import PeerLost
-from sparserl.transport import collective
+from sparserl.transport.groups import line as collective
 from tests.session.ranks import port, ranks, results
 
 pytest.importorskip("torch")

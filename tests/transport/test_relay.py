@@ -23,8 +23,8 @@ import pytest
 import sparserl
 from sparserl.errors import StoreError
 from sparserl.transport import open_store
-from sparserl.transport.folder import FolderStore
-from sparserl.transport.store import fetch
+from sparserl.transport.stores.base import fetch
+from sparserl.transport.stores.folder import FolderStore
 from tests.transport.served import ROOT, ask, same, serving, step, weights
 
 pytest.importorskip("uvicorn")

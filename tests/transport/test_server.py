@@ -24,8 +24,8 @@ import sparserl
 from sparserl.cli import app
 from sparserl.errors import NotFound, StoreError
 from sparserl.transport import open_store
-from sparserl.transport.folder import FolderStore
-from sparserl.transport.store import Retry
+from sparserl.transport.stores.base import Retry
+from sparserl.transport.stores.folder import FolderStore
 from tests.transport.served import ENV, ask, same, serving, step, weights
 
 pytest.importorskip("uvicorn")
@@ -549,7 +549,7 @@ def test_waiting_where_nothing_is_held(tmp_path: Path) -> None:
 
 def test_answers_do_not_wait_to_be_confirmed() -> None:
     """Nagle's algorithm would hold a body back until its headers are acknowledged, 40 ms later."""
-    from sparserl.transport.server import listen
+    from sparserl.transport.stores.server import listen
 
     with listen("127.0.0.1:0") as server, socket.create_connection(server.getsockname()), server.accept()[0] as there:
         assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

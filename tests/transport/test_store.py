@@ -19,9 +19,9 @@ import pytest
 
 from sparserl.errors import LimitExceeded, NotFound, Refused, StoreError, Truncated, Unavailable
 from sparserl.testing import StoreConformance
-from sparserl.transport import folder
-from sparserl.transport.folder import FolderStore
-from sparserl.transport.store import Retry, Store, exists, open_store
+from sparserl.transport.stores import folder
+from sparserl.transport.stores.base import Retry, Store, exists, open_store
+from sparserl.transport.stores.folder import FolderStore
 from tests.servers import QUICK, NoServer, Proxy, Server, running
 
 HERE = Path(__file__).resolve().parents[2]
@@ -166,7 +166,7 @@ KILLS = """
 import ctypes, json, os, shutil, signal, sys
 from pathlib import Path
 
-from sparserl.transport.folder import FolderStore
+from sparserl.transport.stores.folder import FolderStore
 
 root, how = Path(sys.argv[1]), sys.argv[2]
 OLD, NEW = b"old" * 1000, b"new" * 2000

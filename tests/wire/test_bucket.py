@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparserl import Region, TensorSpec, TensorTable, codec
-from sparserl.bits import BY_NAME
 from sparserl.codec import Stream, value
 from sparserl.errors import ChecksumMismatch, InvalidField, LimitExceeded, UnsupportedFormat
 from sparserl.patch.decode import decode
-from sparserl.pieces import Held
+from sparserl.weights.dtypes import BY_NAME
+from sparserl.weights.pieces import Held
 from sparserl.wire import Entries, Head, Laid, decode_bucket, encode_bucket, limits
 from sparserl.wire.cursor import checksum
 from sparserl.wire.table import encode_table, table_hash

@@ -10,9 +10,9 @@ import pytest
 
 import sparserl
 from sparserl import Bits
-from sparserl.bits import BY_NAME, DTYPES
 from sparserl.codec import PROFILES, Stream
 from sparserl.codec.coders import CODERS
+from sparserl.weights.dtypes import BY_NAME, DTYPES
 from sparserl.wire import limits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparserl.plan.buckets import CHUNK_LOG
-from sparserl.plan.route import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
+from sparserl.plan.routing import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
 from sparserl.wire import limits
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparserl import Digest, Patch, Region, TensorSpec, TensorTable
-from sparserl.bits import BY_NAME
 from sparserl.errors import FormatError, InvalidField, RegionOverlap, Truncated
+from sparserl.weights.dtypes import BY_NAME
 from sparserl.wire import InMemory, InParts, OnDisk, PatchReader, PatchWriter
 from sparserl.wire.cursor import checksum
 from tests.hostile.samples import PROFILES, sample

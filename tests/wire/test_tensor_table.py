@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparserl import TensorSpec, TensorTable
-from sparserl.bits import BY_NAME, DTYPES
 from sparserl.errors import FormatError, InvalidField, LimitExceeded, Truncated, UnsupportedFormat
+from sparserl.weights.dtypes import BY_NAME, DTYPES
 from sparserl.wire import limits
 from sparserl.wire.table import compress_table, decode_table, decompress_table, encode_table, table_hash
 

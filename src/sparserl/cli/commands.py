@@ -14,9 +14,9 @@ from ..errors import NeedsBase, SparserlError, TensorMismatch
 from . import show
 
 if TYPE_CHECKING:
-    from ..digest import Digest
     from ..patch import Patch
     from ..sources import Checkpoint
+    from ..weights.digest import Digest
 
 P = ParamSpec("P")
 
@@ -308,8 +308,8 @@ def digest(
 
     It depends on names, dtypes, shapes and bits, and on nothing else: not on how they are sharded.
     """
-    from ..digest import digest as read
     from ..sources import open_checkpoint
+    from ..weights.digest import digest as read
 
     checkpoint = open_checkpoint(weights)
     with show.progress() as stage:
@@ -337,9 +337,9 @@ def open_patch(path: Path) -> Patch:
 
 def _digest(patch: Patch, checkpoint: Checkpoint, threads: int | None) -> Digest:
     """The digest of weights over what a patch covers."""
-    from ..memory import tensor_table
     from ..patch.apply import digest_of
-    from ..pieces import Held
+    from ..weights.memory import tensor_table
+    from ..weights.pieces import Held
 
     patch.table.require(tensor_table(checkpoint), "the patch", str(checkpoint.path))
     with show.progress() as stage:

@@ -44,7 +44,7 @@ def doctor(
     What is missing comes with the command that installs it. The exit code is 0, unless the store at URL or something
     that --need names does not work.
     """
-    from ..doctor import examine, unmet
+    from .checks import examine, unmet
 
     opening = None if url is None else functools.partial(opened, url, endpoint, region, token_file)
     findings = examine(url, opening)

@@ -84,7 +84,7 @@ def _option(name: str, work: Any) -> Any:
 def _question(
     params: float | None, density: float | None, dtype: str, patch: Path | None, given: list[str]
 ) -> Question:
-    from ..bits import BY_NAME
+    from ..weights.dtypes import BY_NAME
 
     if dtype not in BY_NAME:
         raise typer.BadParameter(f"{dtype!r} is not among {', '.join(BY_NAME)}", param_hint="--dtype")
@@ -121,7 +121,7 @@ def _bits(text: str) -> tuple[str, float]:
 
 def _measured(threads: int) -> Speeds:
     """Speeds of this machine, measured and kept."""
-    from ..patch.measure import measure, work_bytes
+    from ..patch.measuring import measure, work_bytes
 
     with show.progress() as stage:
         speeds = measure(threads, progress=stage("measure", work_bytes()))

@@ -22,9 +22,9 @@ from .commands import Json, LinkSpeed, Profile, Threads, app, reporting
 if TYPE_CHECKING:
     from ..parallel import Progress
     from ..session import Publisher, Subscriber, SyncReport
-    from ..session.records import Step
+    from ..session.store.records import Step
     from ..targets import FolderTarget
-    from ..transport.store import Store
+    from ..transport.stores.base import Store
 
 _MOST_SECRET = 4096  # bytes of a file with a key or a token
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -136,7 +136,7 @@ def publish(
 
 def _require_meant(publisher: Publisher, store: Store, state: Path | None, new_run: bool) -> None:
     """A run is neither left nor gone on with by accident."""
-    from ..session.upkeep import read_head
+    from ..session.store.retention import read_head
 
     if publisher.run is not None:
         if new_run:
@@ -218,7 +218,7 @@ def _follow(
     tell: Callable[[SyncReport], None],
 ) -> None:
     """The first version, for which a publisher may yet have to come, and then those that follow."""
-    from ..transport.deadline import within
+    from ..transport.stores.deadline import within
 
     wait = _waiting()
     with within(timeout) as deadline:
@@ -258,14 +258,14 @@ def _waiting() -> Callable[[Exception], None]:
 
 def _first(subscriber: Subscriber, target: FolderTarget, key: str | None, bar: _Bar) -> SyncReport | None:
     """The first sync, which may have to fetch everything, with a bar."""
-    from ..session import chain
-    from ..session.upkeep import read_head, read_index
+    from ..session.store import routes
+    from ..session.store.retention import read_head, read_index
 
     head, _ = read_head(subscriber.store, key)
     steps = read_index(subscriber.store, head).steps
     run, _, version = target.held() or ("", 0.0, -1)
-    digest = chain.versions(steps).get(version) if run == head.run else None
-    way = chain.route(steps, None if digest is None else (version, digest), head.version)
+    digest = routes.versions(steps).get(version) if run == head.run else None
+    way = routes.route(steps, None if digest is None else (version, digest), head.version)
     with show.progress() as stage:
         bar.advance = stage("fetch", sum(step.bytes for step in way))
         try:
@@ -324,7 +324,7 @@ def log(
     An anchor holds all weights; a patch leads from one version to the next, a squashed one over several. Density is the
     share of the elements that changed, bits are those sent per changed element.
     """
-    from ..session.upkeep import read_head, read_index, read_run
+    from ..session.store.retention import read_head, read_index, read_run
 
     pinned = _public(key)
     with opened(url, endpoint, region, token_file) as store:
@@ -379,7 +379,7 @@ def fsck(
     Every object, every hash, and a way to every version. One line for each fault, and exit code 1 if there is any.
     Objects that nothing refers to are counted; they are no fault: gc removes them.
     """
-    from ..session.upkeep import faults, read_head, read_index
+    from ..session.store.retention import faults, read_head, read_index
 
     pinned = _public(key)
     with opened(url, endpoint, region, token_file) as store, show.progress() as stage:
@@ -428,7 +428,7 @@ class _Watched:
 
 def _unreferenced(store: Store, key: str | None) -> list[int] | None:
     """Sizes of the objects that nothing refers to; None where the store does not say what it has. Leases are none."""
-    from ..session.upkeep import needed, read_head
+    from ..session.store.retention import needed, read_head
 
     if not store.writable:
         return None
@@ -460,7 +460,7 @@ def gc(
 
     Publishers do this themselves when they write an anchor. Versions that can be reached stay.
     """
-    from ..session.upkeep import collect, read_head
+    from ..session.store.retention import collect, read_head
 
     pinned = _public(key)
     with opened(url, endpoint, region) as store:
@@ -480,7 +480,7 @@ def squash_store(
     urls: list[str], first: int | None, last: int | None, key: Path | None, threads: int | None, json: bool
 ) -> None:
     """`sparserl squash URL`: one more way between two versions."""
-    from ..session.squashing import squash_versions
+    from ..session.store.squashing import squash_versions
 
     if len(urls) != 1 or first is None or last is None:
         raise typer.BadParameter("in a store: squash URL --from VERSION --to VERSION")
@@ -500,7 +500,7 @@ def keygen(
 
     A publisher signs with the file (publish --key FILE); whoever follows pins the public key (follow --key KEY).
     """
-    from ..session.signing import keygen as make
+    from ..session.store.signing import keygen as make
 
     secret, public = make()
     try:
@@ -524,7 +524,7 @@ def opened(
     url: str, endpoint: str | None = None, region: str | None = None, token_file: Path | None = None
 ) -> Iterator[Store]:
     """The store at a URL, with what the options say of it, until it is no longer needed."""
-    from ..transport.store import open_store
+    from ..transport.stores.base import open_store
 
     scheme = url.partition("://")[0]
     options: dict[str, Any] = {}
@@ -560,7 +560,7 @@ def _short_text(path: Path) -> str:
 
 def _secret(path: Path) -> str:
     """The secret key in a file, once it is known to be one."""
-    from ..session.signing import public_key
+    from ..session.store.signing import public_key
 
     if str(path).startswith("sparserl-secret-"):
         raise SessionError("a secret key on the command line can be seen by others; give the file that holds it")
@@ -574,7 +574,7 @@ def _secret(path: Path) -> str:
 
 def _public(key: str | None) -> str | None:
     """A public key: as it is, from a file with it, or the one that belongs to the secret key in a file."""
-    from ..session.signing import public_key
+    from ..session.store.signing import public_key
 
     if key is None or key.startswith("sparserl-public-"):
         return key

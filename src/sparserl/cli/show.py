@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .. import words
+from .. import humanize
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ..doctor import Finding
     from ..patch import Patch, Stats
     from ..plan import Estimate, Link
+    from .checks import Finding
 
-duration, size = words.duration, words.size
+duration, size = humanize.duration, humanize.size
 _PIPE_WIDTH = 240  # of tables that no terminal bounds: names must not be folded
 
 
@@ -96,7 +96,7 @@ def patch_tables(path: Path, stats: Stats, with_tensors: bool) -> None:
         console.print(_tensors(stats))
 
 
-def plan_table(link: Link, estimates: list[Estimate], words: list[str]) -> None:
+def plan_table(link: Link, estimates: list[Estimate], humanize: list[str]) -> None:
     """Predicted syncs as a table, the fastest marked, and what its columns mean."""
     from ..plan import best
 
@@ -110,7 +110,7 @@ def plan_table(link: Link, estimates: list[Estimate], words: list[str]) -> None:
     console = _console()
     console.print(table)
     console.print(f"Fastest at {link}: {fastest.name}\n", soft_wrap=True)
-    for line in words:
+    for line in humanize:
         console.print(line, soft_wrap=True)
 
 

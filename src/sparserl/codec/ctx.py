@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bits import DType, UIntArray
 from ..errors import InvalidField, NeedsBase
-from ..kernels import classes as kernel
+from ..kernels import MOST_CLASSES, cpu
+from ..weights.dtypes import DType, UIntArray
 from . import numbers
 from .profile import Classes, Found, Layout, Positions, empty
 from .streams import Chunks, Reader, Stream
@@ -62,7 +62,7 @@ class Ctx:
         ends = [np.array([a.ctypes.data for a in arrays], np.int64) for arrays in (gaps, sorted_words)]
         for part, steps, (entries, _) in zip(positions, words, layout.spans(positions), strict=True):
             of = layout.old[entries], layout.numel[entries], layout.count[entries], layout.tile_log
-            told += kernel.class_gaps(kind, keep, *of, limits, part, steps, counts[told:], *ends)
+            told += cpu.classes.class_gaps(kind, keep, *of, limits, part, steps, counts[told:], *ends)
         counts = counts.reshape(-1, len(limits) + 1)[:, spare:]
         streams: Chunks = {Stream.CLASSES: [write_classes(layout.classes)]}
         streams |= numbers.write(layout, counts.ravel(), Stream.TILE_TOKENS, Stream.TILE_LOWS)
@@ -107,7 +107,7 @@ class Ctx:
         args = kind, keep, layout.old, layout.numel, layout.count, layout.tile_log, limits
         at, tag = np.pad(at, (spare, 0)), np.empty(0, layout.dtype.uint)
         order = layout.land, layout.dtype.sign_magnitude
-        bad = kernel.class_positions(tag, *args, padded.ravel(), at, gaps, words, *order, *found)
+        bad = cpu.classes.class_positions(tag, *args, padded.ravel(), at, gaps, words, *order, *found)
         if bad >= 0:
             raise InvalidField(
                 f"{reader.what}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile "
@@ -123,7 +123,7 @@ def write_classes(classes: Classes) -> bytes:
 
 def read_classes(dtype: DType, reader: Reader) -> Classes:
     """Shift and thresholds, which rise strictly and stay where a magnitude of the dtype can reach them."""
-    data = reader.take_stored(Stream.CLASSES, 1 + 2 * (kernel.MOST - 1))
+    data = reader.take_stored(Stream.CLASSES, 1 + 2 * (MOST_CLASSES - 1))
     if len(data) < 3 or len(data) % 2 == 0:
         raise InvalidField(f"{reader.what}: {len(data)} bytes do not tell classes apart")
     classes = Classes(data[0], tuple(np.frombuffer(data[1:], "<u2").tolist()))

@@ -21,7 +21,7 @@ def write_positions(layout: Layout, positions: Positions) -> Chunks:
 def read_positions(layout: Layout, reader: Reader) -> Positions:
     """Positions, checked to rise strictly and to stay inside each region."""
     positions = reader.take_items(Stream.POSITIONS, np.dtype("<u4"), layout.chunk_sizes(layout.changes), layout.lend)
-    if (bad := cpu.ascending(layout.count, layout.numel, positions.ctypes.data)) >= 0:
+    if (bad := cpu.changes.ascending(layout.count, layout.numel, positions.ctypes.data)) >= 0:
         raise InvalidField(f"{reader.what}: sparse entry {bad}: positions are out of range or do not rise")
     return positions
 
@@ -37,7 +37,7 @@ def write_gaps(layout: Layout, positions: Sequence[Positions]) -> Chunks:
     gaps, counts, tile = empty(layout.changes, np.uint32), empty(tiles(layout), np.uint32), 0
     for part, (entries, mine) in zip(positions, layout.spans(positions), strict=True):
         of = layout.count[entries], layout.numel[entries], layout.tile_log
-        tile += cpu.tile_gaps(*of, part, gaps[mine], counts[tile:])
+        tile += cpu.changes.tile_gaps(*of, part, gaps[mine], counts[tile:])
     return {
         **numbers.write(layout, counts, Stream.TILE_TOKENS, Stream.TILE_LOWS),
         **numbers.write(layout, gaps, Stream.GAP_TOKENS, Stream.GAP_LOWS),
@@ -50,7 +50,7 @@ def read_gaps(layout: Layout, reader: Reader) -> Positions:
     counts = numbers.read(layout, reader, tiles(layout), largest, np.uint32, Stream.TILE_TOKENS, Stream.TILE_LOWS)
     found = layout.room(layout.changes, np.uint32)
     numbers.read_into(layout, reader, found, largest - 1, Stream.GAP_TOKENS, Stream.GAP_LOWS)
-    bad = cpu.tile_positions(layout.count, layout.numel, layout.tile_log, counts, found, found)
+    bad = cpu.changes.tile_positions(layout.count, layout.numel, layout.tile_log, counts, found, found)
     if bad >= 0:
         raise InvalidField(f"{reader.what}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile")
     return found

@@ -24,7 +24,7 @@ def write(layout: Layout, values: npt.NDArray[Any], tokens: int, lows: int) -> C
     """Chunks for the two streams named `tokens` and `lows`."""
     heads, spans = empty(values.size, np.uint8), np.empty((len(layout.chunk_sizes(values.size)), 2), np.int64)
     words = empty(values.nbytes // 8 + len(spans) + 1, np.uint64)
-    cpu.pack_chunks(values, layout.chunk_log, heads, words, spans)
+    cpu.changes.pack_chunks(values, layout.chunk_log, heads, words, spans)
     tails = words.view(np.uint8).data
     return {tokens: layout.cut(heads), lows: [tails[a:b] for a, b in spans.tolist()]}
 
@@ -44,7 +44,7 @@ def read_into(layout: Layout, reader: Reader, values: npt.NDArray[Any], limit: i
         return
     heads = reader.take_all(tokens, sizes)
     tails = reader.take_all_stored(lows, [(size * _MOST_LOW_BITS + 7) // 8 for size in sizes])
-    bad = cpu.unpack_chunks(heads, tails.at, tails.length, layout.chunk_log, np.uint64(limit), values)
+    bad = cpu.changes.unpack_chunks(heads, tails.at, tails.length, layout.chunk_log, np.uint64(limit), values)
     if bad >= 0:
         raise InvalidField(
             f"{reader.what}: stream {tokens}: number {bad} is past its limit or its low bits do not match"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..bits import DType, UIntArray
+from ..weights.dtypes import DType, UIntArray
 from .coders import Buffer
 from .streams import Chunks, Reader, empty
 

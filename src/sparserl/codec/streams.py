@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import FormatError, InvalidField, Truncated
-from ..kernels.classes import MOST
+from ..kernels import MOST_CLASSES
 from .coders import Buffer, Coder, Rans, Row, Stored, Where, by_entropy, expand, squeeze, where
 
 
@@ -42,13 +42,16 @@ class Stream(IntEnum):
 
 
 _DENSE = frozenset((int(Stream.DENSE), *range(Stream.DENSE_PLANE, Stream.DENSE_PLANE + 8)))
-_PLANES, _OF_CLASSES = range(Stream.WORD_PLANE, Stream.WORD_PLANE + 8), range(Stream.CLASS, Stream.CLASS + 4 * MOST)
+_PLANES, _OF_CLASSES = (
+    range(Stream.WORD_PLANE, Stream.WORD_PLANE + 8),
+    range(Stream.CLASS, Stream.CLASS + 4 * MOST_CLASSES),
+)
 _KNOWN = frozenset((*map(int, Stream), *_PLANES, *_DENSE, *_OF_CLASSES))
 _NOT_WORTH_CODING = frozenset(
     (
         *(Stream.POSITIONS, Stream.WORDS, Stream.CLASSES, Stream.DENSE),
         *(Stream.TILE_LOWS, Stream.GAP_LOWS, Stream.STEP_LOWS),
-        *range(Stream.CLASS + 1, Stream.CLASS + 4 * MOST, 2),
+        *range(Stream.CLASS + 1, Stream.CLASS + 4 * MOST_CLASSES, 2),
     )
 )
 Chunks = dict[int, list[Buffer]]

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..bits import UIntArray
+from ..weights.dtypes import UIntArray
 from . import index, value
 from .profile import Found, Layout, Positions
 from .streams import Chunks, Reader, Stream

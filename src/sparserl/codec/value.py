@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bits import UIntArray
+from ..weights.dtypes import UIntArray
 from . import numbers
 from .profile import Layout, empty
 from .streams import Chunks, Reader, Stream

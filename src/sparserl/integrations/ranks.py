@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..digest import Digest, table_digest
 from ..errors import ChecksumMismatch, NotFound, SessionError, SparserlError, Unavailable
 from ..session import Subscriber, SyncReport
 from ..session.receiver import Staged
-from ..session.subscriber import View
-from ..shards import Place, require_whole
-from ..table import TensorTable
-from ..targets.live import LiveTarget, PreparedLive
+from ..session.store.subscriber import View
+from ..targets.engine import LiveTarget, PreparedLive
+from ..weights.digest import Digest, table_digest
+from ..weights.shards import Place, require_whole
+from ..weights.table import TensorTable
 
 T = TypeVar("T")
 Gather = Callable[[Any], list[Any]]

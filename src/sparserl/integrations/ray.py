@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import LimitExceeded, NotFound, Refused, StoreError, Truncated, Unavailable
 from ..session import Publisher, Subscriber, SyncReport
-from ..transport.store import Found, Listed, require_name, watch
+from ..transport.stores.base import Found, Listed, require_name, watch
 
 try:
     import ray

@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..digest import digest
 from ..errors import SessionError, UnsupportedTensor
-from ..session.upkeep import read_head, read_run
-from ..targets.learn import Named, Piece, learn, parts_of
-from ..targets.live import LiveTarget
-from ..transport.store import open_store
+from ..session.store.retention import read_head, read_run
+from ..targets.engine import LiveTarget
+from ..targets.engine_layout import Named, Piece, learn, parts_of
+from ..transport.stores.base import open_store
+from ..weights.digest import digest
 from .ranks import EngineSubscriber, over
 
 T = TypeVar("T")

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SessionError
-from ..memory import Weights
 from ..session import Publisher, Subscriber
-from ..session.upkeep import read_head
+from ..session.store.retention import read_head
 from ..sources import open_checkpoint
 from ..targets import folder
-from ..transport.store import open_store
+from ..transport.stores.base import open_store
+from ..weights.memory import Weights
 
 
 class _Written:

@@ -18,7 +18,7 @@ from typing import Any
 from .. import sources
 from ..errors import SessionError, Unavailable, UnsupportedTensor
 from ..session import Publisher, SyncReport
-from ..transport.store import Store
+from ..transport.stores.base import Store
 
 try:
     import torch

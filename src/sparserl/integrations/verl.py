@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from ..bits import BY_NAME, Bits
 from ..errors import NotFound, PeerLost, SessionError
-from ..memory import Weights, tensor_table
 from ..session import Publisher, Subscriber, SyncReport
-from ..session.parcel import zeros
-from ..session.upkeep import read_head
-from ..shards import Shards
+from ..session.store.retention import read_head
+from ..session.store.transfer import zeros
 from ..sources import open_checkpoint
-from ..table import TensorSpec, TensorTable
 from ..targets import FolderTarget, ModuleTarget, folder
-from ..transport.store import open_store
+from ..transport.stores.base import open_store
+from ..weights.dtypes import BY_NAME, Bits
+from ..weights.memory import Weights, tensor_table
+from ..weights.shards import Shards
+from ..weights.table import TensorSpec, TensorTable
 
 try:
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry

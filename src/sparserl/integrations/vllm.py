@@ -29,10 +29,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from ..digest import Digest, digest
 from ..errors import SessionError, TensorMismatch, UnsupportedTensor
-from ..targets.learn import Named, Piece, learn, parts_of
-from ..targets.live import LiveTarget
+from ..targets.engine import LiveTarget
+from ..targets.engine_layout import Named, Piece, learn, parts_of
+from ..weights.digest import Digest, digest
 from .ranks import EngineSubscriber, over
 
 logger = init_logger(__name__)

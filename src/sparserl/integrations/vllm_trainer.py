@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 
 from ..errors import SessionError
-from ..memory import Weights
 from ..session import Publisher, SyncReport
-from ..shards import Shards
 from ..sources import Source
+from ..weights.memory import Weights
+from ..weights.shards import Shards
 
 
 @dataclass

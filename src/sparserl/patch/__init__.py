@@ -9,12 +9,12 @@ diff ──► plan (route, cut, estimate) ──► assemble ──► Patch �
 from __future__ import annotations
 
 from .apply import Applied, Landing, stage_all
+from .compare import Captured, capture, diff
 from .compose import merge, squash
-from .diff import Captured, capture, diff
-from .marked import Marked, capture_marked
-from .measure import measure
+from .measuring import measure
 from .patch import Entry, Patch
 from .stats import BucketStats, Stats, TensorStats
+from .tracked import Marked, capture_marked
 
 __all__ = [
     "Applied",

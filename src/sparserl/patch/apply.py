@@ -22,24 +22,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..bits import DType, UIntArray
 from ..codec.profile import Room, empty
-from ..digest import Digest, element_sums, sums, table_digest
 from ..errors import InvalidField, TensorMismatch, TiedConflict, WrongBase
 from ..kernels import cpu
-from ..memory import Weights, far_tensor, require_writable, tied_groups
 from ..parallel import Progress, ordered, uninterrupted
-from ..pieces import Batch, Geometry, Held
 from ..plan import advance
-from ..shards import Shards
+from ..weights.digest import Digest, element_sums, sums, table_digest
+from ..weights.dtypes import DType, UIntArray
+from ..weights.memory import Weights, far_tensor, require_writable, tied_groups
+from ..weights.pieces import Batch, Geometry, Held
+from ..weights.shards import Shards
 from ..wire import Head
 from .decode import Decoded, flatten, sparse
 from .overlay import Overlay
 from .patch import Patch
 
 if TYPE_CHECKING:
-    from ..device import Cells
-    from .device_apply import Resident
+    from ..weights.on_gpu import Cells
+    from .gpu_apply import Resident
 
 _LINE = 64  # bytes
 KEEP_BYTES = 256 << 20  # of decoded changes, while the result is not known yet
@@ -178,7 +178,7 @@ def _exchange_or_undo(patch: Patch, held: Held, base: Digest, threads: int | Non
 def _load_undo(dtype: DType) -> None:
     """Have the kernel that undoes changes compiled and at hand before there are any."""
     none, box, bits = np.empty(0, np.int64), np.empty((0, 1), np.int64), np.empty(0, dtype.uint)
-    cpu.scatter(bits, none, none, none, box, box, 0, bits)
+    cpu.changes.scatter(bits, none, none, none, box, box, 0, bits)
 
 
 def _stage_then_commit(patch: Patch, held: Held, base: Digest, tied: list[list[int]], threads: int | None) -> None:
@@ -255,7 +255,7 @@ def _exchanged(old: Overlay, new: UIntArray, order: tuple[bool, bool]) -> Digest
     g = old.geometry
     places = g.first, g.start, g.dims, g.size, g.inside, g.outside, g.keys
     at = old.positions.ctypes.data, new.ctypes.data
-    first, second = cpu.exchange(old.tag, old.count, *places, *at, *order, old.bits.ctypes.data)
+    first, second = cpu.changes.exchange(old.tag, old.count, *places, *at, *order, old.bits.ctypes.data)
     return Digest(int(first), int(second))
 
 
@@ -302,7 +302,7 @@ def _far(held: Held, decoded: Decoded, geometry: Geometry) -> Cells | None:
     homes = [far_tensor(held.local(*place)[0]) for place in decoded.sparse_places] if held.devices else []
     if all(there is None for there in homes):
         return None
-    from ..device import Cells
+    from ..weights.on_gpu import Cells
 
     return Cells(held, homes, geometry, decoded.sparse_count, decoded.positions)
 
@@ -316,7 +316,7 @@ def _overlay(geometry: Geometry, decoded: Decoded, bits: UIntArray | None) -> Ov
 def _sparse_moved(old: Overlay, new: UIntArray) -> Digest:
     """How the digest moves when old bits become new ones."""
     g = old.geometry
-    first, second = cpu.digest_delta(
+    first, second = cpu.changes.digest_delta(
         old.count, g.start, g.dims, g.size, g.outside, g.keys, old.positions, old.bits, new
     )
     return Digest(int(first), int(second))
@@ -362,7 +362,7 @@ class Landing:
         def work() -> None:
             try:
                 if far:
-                    from .device_apply import swap_all
+                    from .gpu_apply import swap_all
 
                     log.extend((part, part.moved) for part in far)
                     swap_all(far)
@@ -423,7 +423,7 @@ def _with_devices(
     patch: Patch, held: Held, tied: list[list[int]], threads: int | None
 ) -> tuple[list[Staged], list[Resident]]:
     """All buckets, staged here or located on a device; those with tensors that share memory are staged here."""
-    from . import device_apply
+    from . import gpu_apply as device_apply
 
     shared = {tensor for group in tied for tensor in group}
     groups = device_apply.Groups(patch)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .. import plan
-from ..digest import Digest
 from ..files import replacing
 from ..parallel import ordered
 from ..plan import Changes, Chooser, Draft
-from ..shards import Place
-from ..table import TensorTable
+from ..weights.digest import Digest
+from ..weights.shards import Place
+from ..weights.table import TensorTable
 from ..wire import InParts, OnDisk, PatchReader, PatchWriter
 
 Target = str | os.PathLike[str] | BinaryIO | None  # where a patch is written; an open file may have no name

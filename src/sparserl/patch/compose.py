@@ -22,17 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import plan
-from ..bits import Bits, DType, UIntArray
-from ..boxes import Boxes, Places, elements, some
-from ..digest import Digest, table_digest
 from ..errors import ChainError, InvalidField, NeedsBase, WrongBase
-from ..memory import Weights
 from ..parallel import ordered
-from ..pieces import PIECE_BYTES, Held
 from ..plan import Changes, Dense, advance, steps_between
-from ..region import Region, whole
-from ..shards import Part, Place, Shards
-from ..table import TensorTable
+from ..weights.boxes import Boxes, Places, elements, some
+from ..weights.digest import Digest, table_digest
+from ..weights.dtypes import Bits, DType, UIntArray
+from ..weights.memory import Weights
+from ..weights.pieces import PIECE_BYTES, Held
+from ..weights.region import Region, whole
+from ..weights.shards import Part, Place, Shards
+from ..weights.table import TensorTable
 from ..wire.check import place_columns, refuse_shared
 from .apply import digest_of, stage
 from .assemble import Target, assemble, rewrite

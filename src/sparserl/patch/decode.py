@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..bits import UIntArray
-from ..boxes import some
 from ..codec import Found, Reader, Stream, profile, value
 from ..codec.profile import Counts, Positions, Room, empty
 from ..kernels import cpu
-from ..pieces import Batch, Held, outline
-from ..region import Region
-from ..shards import Place
-from ..table import TensorTable
+from ..weights.boxes import some
+from ..weights.dtypes import UIntArray
+from ..weights.pieces import Batch, Held, outline
+from ..weights.region import Region
+from ..weights.shards import Place
+from ..weights.table import TensorTable
 from ..wire import Entries, Head
 
 _FEW_DENSE, _SMALL_DENSE = 1 << 10, 256  # entries of a bucket; elements of each, on average
@@ -148,5 +148,5 @@ def flatten_all(
     """Positions of regions, so many of each, as positions in their tensors."""
     g = outline(table, tensor, regions)
     out = np.empty(positions.size, np.int64)
-    cpu.locate(count, g.start, g.dims, g.size, g.outside, positions, out)
+    cpu.changes.locate(count, g.start, g.dims, g.size, g.outside, positions, out)
     return out

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..bits import UIntArray
-from ..boxes import corners, ends, some
-from ..region import Region
-from ..shards import Place
-from ..table import TensorTable
+from ..weights.boxes import corners, ends, some
+from ..weights.dtypes import UIntArray
+from ..weights.region import Region
+from ..weights.shards import Place
+from ..weights.table import TensorTable
 from .decode import Decoded, counted, flatten_all
 from .patch import Patch
 

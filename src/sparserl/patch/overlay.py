@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..bits import UIntArray
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
-from ..pieces import Geometry, Held
-from ..shards import Place
+from ..weights.dtypes import UIntArray
+from ..weights.pieces import Geometry, Held
+from ..weights.shards import Place
 
 if TYPE_CHECKING:
-    from ..device import Cells
+    from ..weights.on_gpu import Cells
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Overlay:
     def scatter(self) -> None:
         """Write these bits but for the dense ones. Nothing is copied: it also undoes what failed for lack of memory."""
         args, here = self._near()
-        cpu.scatter(*args[:-1], args[-1].ctypes.data, self.bits[here])
+        cpu.changes.scatter(*args[:-1], args[-1].ctypes.data, self.bits[here])
         if self.far is not None:
             self.far.put(self.bits)
 
@@ -47,7 +47,7 @@ class Overlay:
         """Read the bits that are at these positions."""
         args, here = self._near()
         found = out[here]
-        cpu.gather(*args, found)
+        cpu.changes.gather(*args, found)
         if self.far is not None:
             out[here] = found
             self.far.take(out)
@@ -73,7 +73,7 @@ class Overlay:
     def write_dense(self, held: Held) -> None:
         for place, bits in self.dense:
             if held.devices:
-                from .. import device
+                from ..weights import on_gpu as device
 
                 if device.write(held, place, bits):
                     continue

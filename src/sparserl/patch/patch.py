@@ -9,17 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..boxes import Places
 from ..codec import Reader
 from ..codec.profile import Room, empty
-from ..digest import Digest
 from ..files import replacing
-from ..memory import Weights
 from ..parallel import Progress, default_threads, ordered
-from ..pieces import Held
-from ..region import Region, whole
-from ..shards import Place, Shards
-from ..table import TensorTable
+from ..weights.boxes import Places
+from ..weights.digest import Digest
+from ..weights.memory import Weights
+from ..weights.pieces import Held
+from ..weights.region import Region, whole
+from ..weights.shards import Place, Shards
+from ..weights.table import TensorTable
 from ..wire import Head, InMemory, OnDisk, PatchReader, decode_bucket, gather_heads, read_bucket, unsealed
 from .assemble import Target
 from .decode import Decoded, decode

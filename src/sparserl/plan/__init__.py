@@ -5,8 +5,8 @@ from __future__ import annotations
 from .buckets import Draft, Written, begin, cut, write
 from .changes import Changes, Dense, advance, steps_between
 from .cost import Chooser, Estimate, Link, Speed, Speeds, Work, best, predict
-from .estimate import candidates, estimate
-from .route import route
+from .estimates import candidates, estimate
+from .routing import route
 
 __all__ = [
     "Changes",

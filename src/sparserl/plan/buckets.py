@@ -10,19 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import codec
-from ..bits import UIntArray
-from ..boxes import Boxes, boxes, some
 from ..codec import value
 from ..codec.ctx import tiles
 from ..codec.profile import Counts, Positions
-from ..pieces import Batch
-from ..region import Region
-from ..shards import Place
+from ..weights.boxes import Boxes, boxes, some
+from ..weights.dtypes import UIntArray
+from ..weights.pieces import Batch
+from ..weights.region import Region
+from ..weights.shards import Place
 from ..wire import LINK, Entries, Head, Laid, begin_bucket
 from .changes import Changes, Dense
 from .classes import choose
 from .cost import Chooser
-from .route import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
+from .routing import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
 
 BUCKET_COVER_BYTES = 256 << 20
 ENOUGH_COVER_BYTES, ENOUGH_CHANGES = 128 << 20, 1 << 17  # with both, a larger bucket would save less than 1%

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..bits import DType, UIntArray
 from ..codec import Profile
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
-from ..pieces import Held
-from ..region import Region
-from ..shards import Place
+from ..weights.dtypes import DType, UIntArray
+from ..weights.pieces import Held
+from ..weights.region import Region
+from ..weights.shards import Place
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Changes:
 def steps_between(dtype: DType, before: UIntArray, after: UIntArray) -> UIntArray:
     """Zigzag steps from old to new bits."""
     out = np.empty_like(after)
-    cpu.steps(before, after, dtype.sign_magnitude, out)
+    cpu.changes.steps(before, after, dtype.sign_magnitude, out)
     return out
 
 
 def advance(dtype: DType, before: UIntArray, steps: UIntArray) -> UIntArray:
     """New bits from old ones and zigzag steps."""
     out = np.empty_like(before)
-    cpu.advance(before, steps, dtype.sign_magnitude, out)
+    cpu.changes.advance(before, steps, dtype.sign_magnitude, out)
     return out

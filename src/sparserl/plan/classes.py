@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..bits import DType
 from ..codec.ctx import KEYS, magnitude
 from ..codec.profile import Classes, Counts
-from ..kernels import classes as kernel
-from ..kernels import entropy
+from ..kernels import cpu
+from ..weights.dtypes import DType
 from ..wire import limits
 from .changes import Changes
-from .estimate import number_bits
+from .estimates import number_bits
 
 MOST_CLASSES = 5  # more would save a percent or two and cost more time than that
 _MEMBERS, _CHANGES = 1 << 15, 1 << 13  # how many of a bucket are looked at
@@ -39,7 +38,7 @@ def choose(
     kind, keep = magnitude(dtype)
     members = np.zeros(KEYS, np.int64)
     shift = key_shift(dtype, parts)
-    kernel.key_histogram(kind, old, numel, keep, np.uint64(shift), sampling(numel), members)
+    cpu.classes.key_histogram(kind, old, numel, keep, np.uint64(shift), sampling(numel), members)
     total = sum(part.positions.size for part in parts)
     return decide(dtype, shift, members, int(numel.sum()), parts, total, tiles)
 
@@ -59,7 +58,7 @@ def decide(
     there = sum(part.positions.size for part in parts)
     every = max(1, there // _CHANGES)
     for part in parts:
-        kernel.change_histogram(kind, keep, np.uint64(shift), every, part.before, part.steps, counted)
+        cpu.classes.change_histogram(kind, keep, np.uint64(shift), every, part.before, part.steps, counted)
     changed = counted * (total / max(1, int(counted.sum())))
     thresholds, bits = _partition(np.maximum(whole, changed.sum(1)), changed, tiles)
     bits += _inside_columns(parts, changed, total / max(1, there))
@@ -75,7 +74,7 @@ def key_shift(dtype: DType, parts: Sequence[Changes]) -> int:
     if dtype.sign_magnitude:
         return max(0, 8 * dtype.width - 9)
     kind, keep = magnitude(dtype)
-    bits = max((int(kernel.largest(kind, keep, part.before)) for part in parts), default=0).bit_length()
+    bits = max((int(cpu.classes.largest(kind, keep, part.before)) for part in parts), default=0).bit_length()
     return max(0, bits - (KEYS.bit_length() - 1))
 
 
@@ -88,7 +87,7 @@ def _inside_columns(parts: Sequence[Changes], changed: Array, scale: float) -> f
 
 def _partition(members: Array, changed: Array, tiles: int) -> tuple[tuple[int, ...], float]:
     """Thresholds with the least estimated bits, and those bits."""
-    bits, thresholds = entropy.cuts(
+    bits, thresholds = cpu.entropy.cuts(
         members, changed, _candidates(changed.sum(1)), float(_TABLE_BITS + _COUNT_BITS * tiles), _WORTH, MOST_CLASSES
     )
     return tuple(thresholds.tolist()), float(bits)

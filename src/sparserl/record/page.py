@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..humanize import duration, size
 from ..plan import Link
-from ..words import duration, size
 from . import plots
 from .kinds import ORDER, place
 from .recording import Recording, Sync

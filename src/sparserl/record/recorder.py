@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparserlError
-from ..memory import Weights, tensor_table
 from ..parallel import Progress
 from ..session import Callback, SyncReport
+from ..weights.memory import Weights, tensor_table
 from .statistics import Seen, observe
 
 FORMAT = 1

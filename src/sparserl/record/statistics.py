@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..bitmap import Bitmap
-from ..bits import DType
 from ..codec import PROFILES, Stream
 from ..codec.ctx import KEYS, magnitude
-from ..digest import Digest
-from ..kernels import classes as kernel
-from ..memory import Weights
+from ..kernels import cpu
 from ..parallel import Progress, ordered
 from ..patch import Patch, diff
-from ..patch.diff import scan
-from ..pieces import Batch, Held, batches
+from ..patch.compare import scan
 from ..plan import steps_between
-from ..table import TensorTable
+from ..weights.digest import Digest
+from ..weights.dtypes import DType
+from ..weights.marks import Bitmap
+from ..weights.memory import Weights
+from ..weights.pieces import Batch, Held, batches
+from ..weights.table import TensorTable
 
 Counts = npt.NDArray[np.int64]
 EXPONENTS = {  # of floats whose classes are their exponents: bits of the fraction, and the exponent that means 2^0
@@ -125,10 +125,10 @@ def _count(was: Held, now: Held, batch: Batch) -> _Found:
     positions, before, after, counts = scan(np.empty(0, dtype.uint), old, new, batch.numel)
     kind, keep = magnitude(dtype)
     shift, found = np.uint64(class_shift(dtype)), _Classes()
-    kernel.key_histogram(kind, old, batch.numel, keep, shift, 1, found.members)
+    cpu.classes.key_histogram(kind, old, batch.numel, keep, shift, 1, found.members)
     del old_alive, new_alive  # copies may go only now
     moved, by_step = steps_between(dtype, before, after), np.zeros((KEYS, 4), np.int64)
-    kernel.change_histogram(kind, keep, shift, 1, before, moved, by_step)
+    cpu.classes.change_histogram(kind, keep, shift, 1, before, moved, by_step)
     found.changed += by_step.sum(1)
     sizes = np.bincount(np.minimum(moved, len(STEPS)).astype(np.int64), minlength=len(STEPS) + 1)[1:]
     return _Found(batch, positions, counts, found, sizes)

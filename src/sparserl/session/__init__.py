@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .callbacks import Callback
-from .publisher import Publisher
 from .report import SyncReport
-from .subscriber import Subscriber
+from .store.publisher import Publisher
+from .store.subscriber import Subscriber
 
 __all__ = ["Callback", "Publisher", "Subscriber", "SyncReport"]

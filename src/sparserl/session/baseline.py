@@ -16,16 +16,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..digest import Digest, digest, table_digest
 from ..errors import SessionError
-from ..memory import Memory, Weights
 from ..parallel import Progress
 from ..patch import Captured, Marked, Patch, capture, capture_marked
-from ..patch.marked import part_sums
-from ..pieces import Held
+from ..patch.tracked import part_sums
 from ..plan import Link
-from ..shards import Shards
-from .parcel import copied
+from ..weights.digest import Digest, digest, table_digest
+from ..weights.memory import Memory, Weights
+from ..weights.pieces import Held
+from ..weights.shards import Shards
+from .store.transfer import copied
 
 
 class Found(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..transport.store import Store
+from ..transport.stores.base import Store
 from .report import SyncReport
 
 _log = logging.getLogger("sparserl.callbacks")

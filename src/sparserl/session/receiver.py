@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..digest import Digest, digest
 from ..errors import ChecksumMismatch, CommitFailed, SessionError, SparserlError
-from ..memory import Weights
 from ..parallel import uninterrupted
-from ..table import TensorTable
 from ..targets import Change, Prepared, Target, module
+from ..weights.digest import Digest, digest
+from ..weights.memory import Weights
+from ..weights.table import TensorTable
 from .callbacks import Callback, Callbacks
 from .report import SyncReport
 

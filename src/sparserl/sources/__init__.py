@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from .adapters import AdapterSource, MergedSource, lora
 from .checkpoint import Checkpoint, open_checkpoint
-from .fsdp import ShardedSource, fsdp
+from .dtensors import ShardedSource, fsdp
 from .layout import Layout, LayoutSource, Local, Run, Slice, joined, mapped, require_cover
-from .lora import AdapterSource, MergedSource, lora
-from .megatron import Ranks, megatron
-from .module import ModuleSource, Source, module
+from .megatron_core import Ranks, megatron
+from .modules import ModuleSource, Source, module
 from .quantize import Blockwise, QuantizedSource, fp8_blockwise, int8, linear_weights, quantized
-from .track import Tracker, track
+from .tracker import Tracker, track
 
 __all__ = [
     "AdapterSource",

@@ -18,10 +18,10 @@ from unicodedata import category
 
 import numpy as np
 
-from ..bits import Bits
 from ..errors import CheckpointError
 from ..files import open_regular
 from ..folders import Folder
+from ..weights.dtypes import Bits
 from .safetensors import HEADER_BYTES, parse_json, read_header
 
 _SUFFIX = ".safetensors"

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import TensorMismatch, UnsupportedTensor
-from ..region import Region, Shape, refuse_overlap, whole
-from ..shards import Part, Shards
-from ..table import TensorSpec, TensorTable
-from .module import Source
+from ..weights.region import Region, Shape, refuse_overlap, whole
+from ..weights.shards import Part, Shards
+from ..weights.table import TensorSpec, TensorTable
+from .modules import Source
 
 
 @dataclass(frozen=True, slots=True)

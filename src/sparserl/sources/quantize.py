@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from ..bits import BY_NAME
 from ..errors import TensorMismatch, UnsupportedTensor, WeightsError
-from ..memory import Foreign, Weights, tensor_table
-from ..region import Region, Shape, whole
-from ..shards import Part, Shards
-from ..table import TensorSpec, TensorTable
-from .module import Source, module
+from ..weights.dtypes import BY_NAME
+from ..weights.memory import Foreign, Weights, tensor_table
+from ..weights.region import Region, Shape, whole
+from ..weights.shards import Part, Shards
+from ..weights.table import TensorSpec, TensorTable
+from .modules import Source, module
 
 Function = Callable[[str, Any], Mapping[str, Any]]
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from ..bits import BY_NAME, BY_SAFETENSORS, Bits, DType
 from ..errors import CheckpointError
-from ..region import Shape
-from ..table import TensorTable
+from ..weights.dtypes import BY_NAME, BY_SAFETENSORS, Bits, DType
+from ..weights.region import Shape
+from ..weights.table import TensorTable
 from ..wire import limits
 from ..wire.patchfile import MAGIC
 

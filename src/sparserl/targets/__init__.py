@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from .adapters import AdapterTarget, MergedTarget, lora
 from .checkpoint import Landed, apply_to_checkpoint
-from .folder import FolderTarget, folder
-from .lora import AdapterTarget, MergedTarget, lora
-from .module import ModuleTarget, module
+from .checkpoint_folder import FolderTarget, folder
+from .modules import ModuleTarget, module
 from .target import Change, Prepared, Target
 
 __all__ = [

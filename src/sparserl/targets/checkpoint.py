@@ -22,17 +22,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..digest import Digest
 from ..errors import CheckpointError, WeightsError, WrongBase
 from ..folders import Folder
-from ..memory import tensor_table
 from ..parallel import Progress
 from ..patch import Patch
 from ..patch.apply import digest_of
 from ..patch.compose import require_chain
-from ..pieces import Held
 from ..sources.checkpoint import Checkpoint, checkpoint_file, checkpoint_in, open_checkpoint
-from ..table import TensorTable
+from ..weights.digest import Digest
+from ..weights.memory import tensor_table
+from ..weights.pieces import Held
+from ..weights.table import TensorTable
 from .swap import swapping
 
 Stages = Callable[[str, int], Progress]  # called with the name of a stage and its bytes, gives what counts them

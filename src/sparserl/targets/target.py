@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..digest import Digest
-from ..memory import Weights
 from ..patch import Patch
-from ..table import TensorTable
+from ..weights.digest import Digest
+from ..weights.memory import Weights
+from ..weights.table import TensorTable
 
 Undo = Callable[[], None]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from ..digest import digest
 from ..errors import StoreError
-from ..memory import tensor_table
 from ..session import Publisher, Subscriber
-from ..shards import Shards
 from ..sources import Source
-from ..table import TensorTable
-from ..transport.folder import FolderStore
+from ..transport.stores.folder import FolderStore
+from ..weights.digest import digest
+from ..weights.memory import tensor_table
+from ..weights.shards import Shards
+from ..weights.table import TensorTable
 from .weights import blank
 
 

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ..errors import Fenced, InvalidField, LimitExceeded, NotFound, Refused, Truncated
-from ..memory import tensor_table
 from ..session import Publisher, Subscriber
-from ..session.upkeep import faults
-from ..transport.store import Store, exists, fetch
+from ..session.store.retention import faults
+from ..transport.stores.base import Store, exists, fetch
+from ..weights.memory import tensor_table
 from .weights import bits, blank, versions
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ..digest import digest
 from ..errors import CommitFailed, SparserlError, TensorMismatch
-from ..memory import Weights, tensor_table
 from ..patch import diff
 from ..session import Publisher, Subscriber
 from ..targets import Change, Prepared, Target
-from ..transport.folder import FolderStore
+from ..transport.stores.folder import FolderStore
+from ..weights.digest import digest
+from ..weights.memory import Weights, tensor_table
 from .weights import bits, versions
 
 

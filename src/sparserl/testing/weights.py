@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..bits import Bits
-from ..memory import Weights, memories
-from ..table import TensorTable
+from ..weights.dtypes import Bits
+from ..weights.memory import Weights, memories
+from ..weights.table import TensorTable
 
 _SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (60, 32),

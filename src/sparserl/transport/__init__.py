@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .store import Found, Listed, Store, open_store
+from .stores.base import Found, Listed, Store, open_store
 
 __all__ = ["Found", "Listed", "Store", "open_store"]

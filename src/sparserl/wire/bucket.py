@@ -10,14 +10,14 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from ..bits import BY_CODE, DType
-from ..boxes import Boxes
 from ..codec import Coded, Coder, Layout, Profile, Reader, Row, Stream, coder, ctx, index, profile_by_id
 from ..codec.coders import CODERS, Buffer, squeeze
 from ..errors import InvalidField, LimitExceeded, UnsupportedFormat
-from ..kernels.directory import read_directory
-from ..region import Region
-from ..table import TensorSpec, TensorTable
+from ..kernels import cpu
+from ..weights.boxes import Boxes
+from ..weights.dtypes import BY_CODE, DType
+from ..weights.region import Region
+from ..weights.table import TensorSpec, TensorTable
 from . import limits
 from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
 
@@ -212,7 +212,7 @@ def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, Row]], memoryview]:
 def _directory(cursor: Cursor, count: int) -> list[_Told]:
     """The directory, read at once; empty where anything in it is wrong."""
     rows, lengths = np.empty((count, 4), np.uint64), np.empty(min(limits.CHUNKS, cursor.left), np.uint64)
-    end = read_directory(np.frombuffer(cursor.data, np.uint8), cursor.at, rows, lengths)
+    end = cpu.directory.read_directory(np.frombuffer(cursor.data, np.uint8), cursor.at, rows, lengths)
     if end < 0 or not count:
         return []
     ids, coders, many, totals = rows.T.tolist()

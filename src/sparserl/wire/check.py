@@ -7,11 +7,11 @@ from typing import overload
 
 import numpy as np
 
-from ..boxes import Boxes, Numbers, columns, corners, ends
 from ..errors import InvalidField, LimitExceeded
-from ..region import Effort, Region, first_shared, parted, refuse_overlap, whole
-from ..shards import Place
-from ..table import TensorTable
+from ..weights.boxes import Boxes, Numbers, columns, corners, ends
+from ..weights.region import Effort, Region, first_shared, parted, refuse_overlap, whole
+from ..weights.shards import Place
+from ..weights.table import TensorTable
 from . import limits
 from .bucket import Head
 

@@ -60,7 +60,7 @@ class Cursor:
         if count > self.left:
             raise Truncated(f"{self.what}: {count} numbers of {field} cannot stand in {self.left} bytes")
         out = np.empty(count, np.uint64)
-        end = cpu.read_varints(np.frombuffer(self.data, np.uint8), self.at, np.uint64(most), out)
+        end = cpu.changes.read_varints(np.frombuffer(self.data, np.uint8), self.at, np.uint64(most), out)
         if end < 0:
             raise InvalidField(f"{self.what}: {field} ends too early, is not canonical, or is above {most}")
         self.at = end
@@ -102,7 +102,7 @@ def varint(value: int) -> bytes:
 def varints(values: npt.NDArray[Any]) -> bytes:
     """A column of numbers in LEB128."""
     out = np.empty(10 * values.size, np.uint8)
-    return out[: cpu.varints(values.astype(np.uint64), out)].tobytes()
+    return out[: cpu.changes.varints(values.astype(np.uint64), out)].tobytes()
 
 
 def checksum(*parts: bytes | bytearray | memoryview) -> bytes:

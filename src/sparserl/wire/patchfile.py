@@ -13,11 +13,11 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from ..boxes import Boxes, Places, columns
-from ..digest import Digest
 from ..errors import InvalidField, LimitExceeded, Truncated, UnsupportedFormat
-from ..shards import Place
-from ..table import TensorTable
+from ..weights.boxes import Boxes, Places, columns
+from ..weights.digest import Digest
+from ..weights.shards import Place
+from ..weights.table import TensorTable
 from . import limits
 from .bucket import decode_places, encode_places
 from .check import place_columns, refuse_shared

@@ -10,10 +10,10 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from ..bits import BY_CODE
 from ..codec.coders import Zstd
 from ..errors import InvalidField, LimitExceeded, UnsupportedFormat
-from ..table import TensorSpec, TensorTable
+from ..weights.dtypes import BY_CODE
+from ..weights.table import TensorSpec, TensorTable
 from . import limits
 from .cursor import Cursor, checksum, varint, varints
 

@@ -25,7 +25,7 @@ def held(llm):
 
 def poke(worker, rank=0):
     """Something else writes to a weight of a rank, which the next version changes too."""
-    from sparserl.targets.learn import span
+    from sparserl.targets.engine_layout import span
 
     if worker.rank == rank:
         span(worker.get_model().get_parameter("model.norm.weight"))[3] += 1
@@ -101,7 +101,7 @@ def die_in_commit(worker):
     """The next commit of rank 1 is killed when some of it is written."""
     if worker.rank != 1:
         return
-    from sparserl.targets import live as target
+    from sparserl.targets import engine as target
 
     def commit(self):
         for landing in self._landings[:1]:

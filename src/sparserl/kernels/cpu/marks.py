@@ -1,0 +1,104 @@
+"""Bitmaps of changes: one bit per element, 64 to a word, the first element lowest; and what fills many of them at once.
+
+Where bitmaps of many parts lie in one array, each begins with a word of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from .changes import digest_delta
+from .llvm import inline, kernel, lowest, machine, popcount
+
+_ONE, _ALL = np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@kernel
+def mark(positions: Any, offset: Any, words: Any) -> None:
+    """Set the bits at `offset` and the positions from there."""
+    for i in range(positions.size):
+        p = np.int64(positions[i]) + offset
+        words[p >> 6] |= _ONE << np.uint64(p & 63)
+
+
+@kernel
+def mark_parts(counts: Any, positions: Any, offset: Any, first: Any, words: Any) -> None:
+    """`mark` for a batch of parts, each with so many of the positions; `first` is the first word of each."""
+    k = 0
+    for e in range(counts.size):
+        for i in range(k, k + counts[e]):
+            p = np.int64(positions[i]) + offset
+            words[first[e] + (p >> 6)] |= _ONE << np.uint64(p & 63)
+        k += counts[e]
+
+
+@kernel
+def digest_deltas(
+    counts: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, positions: Any, old: Any, new: Any, out: Any
+) -> None:
+    """`digest_delta` for each entry of a batch alone: one row of two sums per entry."""
+    k = 0
+    for e in range(counts.size):
+        row, some = slice(e, e + 1), slice(k, k + counts[e])
+        out[e, 0], out[e, 1] = digest_delta(
+            counts[row], start[row], dims[row], size[row], stride[row], keys[row], positions[some], old[some], new[some]
+        )
+        k += counts[e]
+
+
+@machine
+def _move(_: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """Copy bytes from one address to another; the two must not overlap."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        to, at = (b.inttoptr(a, ir.IntType(8).as_pointer()) for a in args[:2])
+        cgutils.raw_memcpy(b, to, at, args[2], 1)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@kernel
+def collect(source: Any, nbytes: Any, target: Any) -> None:
+    """Copy the bytes of a batch of parts from where they lie to the address `target`, one part behind the other."""
+    for e in range(source.size):
+        _move(target, source[e], nbytes[e])
+        target += nbytes[e]
+
+
+@inline
+def _inside(words: Any, w: Any, low: Any, high: Any) -> Any:
+    """A word without the bits that stand before `low` or from `high` on."""
+    mask = words[w]
+    if w == low >> 6:
+        mask &= _ALL << np.uint64(low & 63)
+    if w == high >> 6:
+        mask &= (_ONE << np.uint64(high & 63)) - _ONE
+    return mask
+
+
+@kernel
+def count_marks(words: Any, low: Any, high: Any) -> Any:
+    """How many bits are set from `low` to `high`."""
+    total = 0
+    for w in range(low >> 6, (high + 63) >> 6):
+        total += popcount(_inside(words, w, low, high))
+    return total
+
+
+@kernel
+def list_marks(words: Any, low: Any, high: Any, out: Any) -> None:
+    """Write down the bits that are set from `low` to `high`, counted from `low`."""
+    k = 0
+    for w in range(low >> 6, (high + 63) >> 6):
+        mask = _inside(words, w, low, high)
+        base = (w << 6) - low
+        while mask:
+            out[k] = base + lowest(mask)
+            k += 1
+            mask &= mask - _ONE

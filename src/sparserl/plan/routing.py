@@ -1,0 +1,165 @@
+"""Routing: which entries are sent dense, and which must be cut to fit a bucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..codec.profile import Counts
+from ..weights.boxes import some
+from ..weights.dtypes import DType, UIntArray
+from ..weights.region import Region, whole
+from ..weights.table import TensorTable
+from .changes import Changes, Dense
+from .estimates import estimate, index_bits, plane_bits, word_bits
+
+BUCKET_PAYLOAD_BYTES = 4 << 20
+BUCKET_CHANGES = 1 << 22
+_NONE = slice(0)
+_DENSE_GATE = 0.25  # dense bits seldom shrink below this share, so sparser regions need no estimate
+
+
+def route(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterator[Changes]:
+    """Send dense what is smaller dense, cut what would overflow a bucket, and estimate the rest."""
+    if changes.dense:
+        yield replace(_columns(changes, [], sum(d.bits.size for d in changes.dense)), dense=changes.dense)
+    keep = np.ones(changes.count.size, bool)
+    if changes.bits is not None:
+        heavy = may_be_dense(changes.dtype, changes.numel, changes.count)
+        cuts = np.cumsum(changes.count) - changes.count
+        for e in np.flatnonzero(heavy).tolist():
+            part = slice(int(cuts[e]), int(cuts[e] + changes.count[e]))
+            sparse, dense = _compare(changes, changes.bits(e), e, part, names)
+            if dense <= sparse:
+                keep[e] = False
+                yield from _as_dense(changes, e, part, table)
+    yield from _fit(_select(changes, keep), names, table)
+
+
+def may_be_dense(dtype: DType, numel: Counts, count: Counts) -> npt.NDArray[np.bool_]:
+    """Which entries have so many changes that their dense bits may be smaller."""
+    width = 8 * dtype.width
+    return count * (width + 2) > _DENSE_GATE * width * numel
+
+
+def _compare(changes: Changes, whole_bits: UIntArray, e: int, part: slice, names: Sequence[str]) -> tuple[float, float]:
+    """Estimated bits of one entry, sparse (in its best profile) and dense."""
+    count, numel = int(changes.count[e]), int(changes.numel[e])
+    gaps = float(index_bits(changes.numel[e : e + 1], changes.count[e : e + 1])[0])
+    sparse = math.inf
+    for name in names:
+        bits = word_bits(changes, name, part)
+        if bits is not None:
+            sparse = min(sparse, (32.0 * count if name == "raw" else gaps) + bits * count)
+    dense = 8.0 * changes.dtype.width * numel
+    if tuple(names) != ("raw",):
+        dense = min(dense, plane_bits(whole_bits) * numel)
+    return sparse, dense
+
+
+def _fit(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterator[Changes]:
+    """Sparse changes in parts that fit a bucket each, with their estimates: fewer entries, or parts of one."""
+    changes.cost = estimate(changes, names)
+    entries, count, bits = changes.count.size, changes.total, min(changes.cost.values(), default=0.0)
+    if (count <= BUCKET_CHANGES and bits <= 8 * BUCKET_PAYLOAD_BYTES) or int(changes.numel.sum()) == 1:
+        yield changes
+    elif entries > 1:
+        middle = entries // 2
+        for half in (_run(changes, slice(middle)), _run(changes, slice(middle, entries))):
+            yield from _fit(half, names, table)
+    else:
+        for piece in _split(changes, table, bits):
+            yield from _fit(piece, names, table)
+
+
+def _as_dense(changes: Changes, e: int, part: slice, table: TensorTable) -> Iterator[Changes]:
+    """One dense entry, or several where it is larger than a bucket should be."""
+    assert changes.bits is not None
+    bits = changes.bits(e).copy()
+    at = 0
+    for region in _regions(changes, e, BUCKET_PAYLOAD_BYTES // changes.dtype.width, table):
+        numel = bits.size if region is None else region.numel
+        inside = changes.positions[part]
+        count = int(np.diff(np.searchsorted(inside, np.array([at, at + numel], np.uint32)))[0])
+        if count:
+            dense = Dense((int(changes.tensor[e]), region), count, bits[at : at + numel])
+            yield replace(_columns(changes, [], numel), dense=[dense])
+        at += numel
+
+
+def _split(changes: Changes, table: TensorTable, bits: float) -> Iterator[Changes]:
+    """A single sparse entry as several, small enough for a bucket if the changes are spread evenly."""
+    count, numel = int(changes.count[0]), int(changes.numel[0])
+    parts = max(math.ceil(bits / (8 * BUCKET_PAYLOAD_BYTES)), math.ceil(count / BUCKET_CHANGES))
+    at = 0
+    for region in _regions(changes, 0, max(1, numel // parts), table):
+        size = numel if region is None else region.numel
+        a, b = np.searchsorted(changes.positions, np.array([at, at + size], np.uint32))
+        if b > a:
+            piece = _columns(changes, [(int(changes.tensor[0]), region, size, int(b - a))], size, slice(a, b))
+            piece.positions = piece.positions - np.uint32(at)
+            yield piece
+        at += size
+
+
+def _regions(changes: Changes, e: int, most: int, table: TensorTable) -> Iterator[Region | None]:
+    """An entry's region in boxes of at most `most` elements, each a run of its positions."""
+    region = changes.region[e]
+    if changes.numel[e] <= most:
+        yield region
+        return
+    yield from (region or whole(table[int(changes.tensor[e])].shape)).split(most)
+
+
+def _columns(
+    changes: Changes, entries: list[tuple[int, Region | None, int, int]], covered: int, which: slice = _NONE
+) -> Changes:
+    """Changes with other entries (tensor, region, elements, changes) and some of the positions and words."""
+    tensor, region, numel, count = zip(*entries, strict=True) if entries else ((), (), (), ())
+    return Changes(
+        changes.dtype,
+        np.array(tensor, np.int64),
+        list(region),
+        np.array(numel, np.int64),
+        np.array(count, np.int64),
+        covered=covered,
+        base=changes.base,
+        **changes.some(which),
+    )
+
+
+def _run(changes: Changes, entries: slice) -> Changes:
+    """Some entries that stand one behind the other, where they are: nothing is copied."""
+    numel, count = changes.numel[entries], changes.count[entries]
+    begin = int(changes.count[: entries.start].sum()) if entries.start else 0
+    covered = int(numel.sum()) if entries.start else changes.covered - int(changes.numel[entries.stop :].sum())
+    return Changes(
+        changes.dtype,
+        changes.tensor[entries],
+        changes.region[entries],
+        numel,
+        count,
+        covered=covered,
+        base=changes.base,
+        **changes.some(slice(begin, begin + int(count.sum()))),
+    )
+
+
+def _select(changes: Changes, keep: npt.NDArray[np.bool_]) -> Changes:
+    """The sparse changes without some of their entries."""
+    if keep.all():
+        return replace(changes, dense=[]) if changes.dense else changes
+    return Changes(
+        changes.dtype,
+        changes.tensor[keep],
+        some(changes.region, keep),
+        changes.numel[keep],
+        changes.count[keep],
+        covered=int(changes.covered - changes.numel[~keep].sum()),
+        base=changes.base,
+        **changes.some(np.repeat(keep, changes.count)),
+    )

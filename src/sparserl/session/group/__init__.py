@@ -1,0 +1,1 @@
+"""Sessions over a process group, and relays from a store into one."""

@@ -1,0 +1,247 @@
+"""A rank that receives: it holds weights of a run that another rank of its process group sends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...errors import PeerLost, SessionError
+from ...targets import Target
+from ...transport.groups.line import TIMEOUT, CalledOff, Line
+from ...weights.digest import Digest
+from ...weights.memory import Weights
+from ..callbacks import Callback
+from ..receiver import Held, Receiver, Staged
+from ..report import SyncReport, Watch
+from . import rounds
+from .incoming import Arrival
+from .rounds import Course, Note, Round
+
+
+class CollectiveSubscriber(Receiver):
+    """Holds weights of a run that a `CollectivePublisher`, or a `Relay`, of the same process group sends.
+
+    target: a torch module or a mapping from names to tensors, a checkpoint folder, or several of them.
+    process_group: a group that nothing else uses.
+    writers: as the publisher has them.
+    before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
+        worked, if `before` did.
+    audit_every: after so many commits all bits of the targets are read and compared with the digest.
+    callbacks: are told what was committed, and what went wrong; see `sparserl.metrics`.
+    timeout: seconds that any single wait inside a sync may take.
+    """
+
+    def __init__(
+        self,
+        target: Target | Weights | Sequence[Target | Weights],
+        process_group: Any,
+        *,
+        writers: Sequence[int] = (0,),
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        audit_every: int | None = None,
+        timeout: float = TIMEOUT,
+        threads: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(target, before, after, audit_every, threads, callbacks)
+        self._line = Line(process_group, timeout, device)
+        self._lead, self._writers = writers[0], list(writers)
+        if self._line.rank in writers:
+            raise SessionError(f"rank {self._line.rank} is a writer; it cannot receive")
+        self._hash = b""
+        self._at: Digest | None = None  # what the targets hold, of whatever run
+        self._round: Round | None = None  # the one whose version is staged
+
+    def stage(self, timeout: float | None = None) -> SyncReport | None:
+        """Wait for the next version and get it ready while the weights are in use; None if none came in that time.
+
+        On return every rank has staged it, and all are to commit.
+        """
+        with self._turn, self._callbacks.failures("stage"):
+            return self._stage(timeout, None)
+
+    def commit(self) -> SyncReport:
+        """Make the staged version the one that is held: in O(changed), all targets or none."""
+        with self._turn:
+            return self._commit_round()
+
+    def _commit_round(self) -> SyncReport:
+        round, self._doubt = self._round, True  # until it is through, only the bits tell what the targets hold
+        try:
+            report = super().commit()
+            self._at, self._doubt = None if self._held is None else self._held.digest, False
+            assert round is not None
+            self._done(round, {})
+        except BaseException as error:
+            if self._staged is None and round is not None:
+                self._done(round, rounds.told(error))
+            raise
+        return report
+
+    def sync(self, timeout: float | None = None) -> SyncReport | None:
+        """Stage and commit the next version; None if none came in that time."""
+        with self._turn:
+            return None if self.stage(timeout) is None else self._commit_or_discard()
+
+    def follow(
+        self,
+        *,
+        timeout: float | None = None,
+        stop: Callable[[], bool] | None = None,
+        on_commit: Callable[[SyncReport], None] | None = None,
+    ) -> None:
+        """Commit every version as it comes, until the publisher closes, time is up or `stop()` is true."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while stop is None or not stop():
+            left = None if end is None else max(0.0, end - time.monotonic())
+            with self._turn:
+                try:
+                    staged = self._stage(left, stop)
+                except rounds.Closed:
+                    return
+                except Exception as error:
+                    self._callbacks.failed("stage", error)
+                    raise
+                if staged is None:
+                    return
+                report = self._commit_or_discard()
+            if on_commit is not None:
+                on_commit(report)
+
+    def discard(self) -> None:
+        """Forget what is staged; the publisher is told that it was not committed."""
+        with self._turn:
+            if self._staged is not None and self._round is not None:
+                self._done(self._round, {"error": "the staged version was discarded"})
+            super().discard()
+
+    def close(self) -> None:
+        """Forget what is staged, and let go of targets and group."""
+        self.discard()
+        for target in self.targets:
+            target.close()
+        self._line.close()
+
+    def __enter__(self) -> CollectiveSubscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def stage_async(self, timeout: float | None = None) -> SyncReport | None:
+        """`stage` on a thread."""
+        return await asyncio.to_thread(self.stage, timeout)
+
+    async def sync_async(self, timeout: float | None = None) -> SyncReport | None:
+        """`sync` on a thread."""
+        return await asyncio.to_thread(self.sync, timeout)
+
+    # -- staging -------------------------------------------------------------------------------------------------------
+
+    def _stage(self, timeout: float | None, stop: Callable[[], bool] | None) -> SyncReport | None:
+        self.discard()
+        end, watch = None if timeout is None else time.monotonic() + timeout, Watch()
+        while True:
+            with watch.stage("wait"):
+                round = rounds.join_round(self._line, self._lead, end, stop)
+            if round is None:
+                return None
+            course = self._joined(round, watch)
+            if course is not None and (report := self._receive(round, course, watch)) is not None:
+                return report
+
+    def _joined(self, round: Round, watch: Watch) -> Course | None:
+        """Say what is held, and hear what will come; None if the round was called off."""
+        try:
+            with watch.stage("attach"):
+                self._attach(round)
+        except BaseException as error:
+            round.tell("hello", rounds.told(error))
+            raise
+        limits = [target.profiles for target in self.targets if target.profiles is not None]
+        held = None if self._at is None else self._at.hex
+        round.tell("hello", {"digest": held, "profiles": sorted(frozenset.intersection(*limits)) if limits else None})
+        with watch.stage("wait"):
+            heard = rounds.hear_course(round, self._lead)
+        return None if "off" in heard else Course.of_note(heard)
+
+    def _attach(self, round: Round) -> None:
+        """Find out what the targets hold, by their bits, where that is not known."""
+        if round.opened["writers"] != self._writers:
+            raise SessionError(f"the writers are {round.opened['writers']} there and {self._writers} here")
+        if bytes.fromhex(round.opened["table"]) != self._hash:
+            table, hash = rounds.table_of(round)
+            self._at, self._hash = self._bits(table), hash
+        elif self._doubt or self._held is None:
+            assert self._table is not None
+            self._at = self._bits(self._table)
+
+    def _receive(self, round: Round, course: Course, watch: Watch) -> SyncReport | None:
+        """Stage what comes while more of it comes. None if the round was called off."""
+        line, before = self._line, self._line.moved
+        arrival = Arrival(self, course, self._table, self._hash, self._at)
+        try:
+            with watch.stage("receive"):
+                rounds.transfer(line, course, [iter(())] * len(course.legs), (), arrival.add)
+        except CalledOff:
+            arrival.stop()
+            return None
+        except BaseException as error:
+            arrival.stop()
+            line.abandon(f"{type(error).__name__} while receiving")
+            raise
+        try:
+            with watch.stage("stage"):
+                arrival.finish()
+            round.tell("ack", {} if arrival.failure is None else rounds.told(arrival.failure))
+            with watch.stage("agree"):
+                verdict = round.hear("verdict", [self._lead], "say whether to commit", 2.0)[self._lead]
+        except BaseException as error:
+            if isinstance(error, PeerLost):
+                line.lose(error)
+            else:  # the verdict may be told or not
+                self._leave(round, error)
+            arrival.stop()
+            raise
+        if "off" in verdict:
+            arrival.stop()
+            if arrival.failure is not None:
+                self._doubt = True  # where something else wrote to a target, its bits tell
+                raise arrival.failure
+            return None
+        assert self._table is not None
+        held = Held(course.run, course.created, course.version, course.digest)
+        report = rounds.report(course, self._table, line.moved - before, watch.seconds)
+        changed = max((p.changed for p in arrival.prepared), default=0)
+        report = replace(report, kind=arrival.kind, changed=changed)
+        self._staged, self._round = Staged(held, arrival.prepared, report), round
+        return report
+
+    def _commit_or_discard(self) -> SyncReport:
+        """Commit; where that cannot even begin there is no second try, and the publisher is told why."""
+        round = self._round
+        try:
+            return self.commit()
+        except BaseException as error:
+            if self._staged is not None and round is not None:
+                self._done(round, rounds.told(error))
+                self.discard()
+            raise
+
+    def _done(self, round: Round, note: Note) -> None:
+        """Tell the publisher. If it is gone, the next stage says so; what was committed stays."""
+        self._round = None
+        with contextlib.suppress(PeerLost):
+            round.tell("done", note)
+
+    def _leave(self, round: Round, error: BaseException) -> None:
+        """Leave before the verdict is heard: nobody is to commit, or if that was decided, all but this rank have."""
+        with contextlib.suppress(PeerLost):
+            round.tell("ack", rounds.told(error))
+        self._done(round, rounds.told(error))

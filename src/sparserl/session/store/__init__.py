@@ -1,0 +1,1 @@
+"""Sessions over a store: one publisher or several ranks, any number of subscribers."""

@@ -1,0 +1,484 @@
+"""What a session writes down: head, run, index and manifests. JSON, canonical, read in bounds.
+
+    head.json                    the one object that changes: which run, which version, which index
+    runs/RUN/run.json            the tensor table, and the files that travel with the weights
+    runs/RUN/index/HASH          every patch and anchor that can be had, with what it costs
+    runs/RUN/manifests/HASH      the buckets of one patch or anchor
+    runs/RUN/buckets/PLACE/HASH  a bucket, byte for byte as in a patch file
+    runs/RUN/files/HASH          config, tokenizer and the like
+    runs/RUN/leases/NAME         what a subscriber holds
+
+Whatever is named HASH is named by the SHA-256 of its bytes: a retry, or another publisher, can never change what a name
+means. Head names index and run by hash, the index its manifests, a manifest its buckets: one signature binds them all.
+PLACE is drawn anew for every patch that is sent, so that what nothing refers to will never be referred to again: it can
+be deleted without asking who might be about to.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from ...errors import ChecksumMismatch, InvalidField, LimitExceeded, SessionError, UnsupportedFormat
+from ...transport.stores.base import Store
+from ...weights.digest import Digest
+from ...weights.table import TensorTable
+from ...wire import limits
+from ...wire.table import compress_table, decode_table, decompress_table, encode_table
+
+FORMAT = 1
+HEAD = "head.json"
+MOST_HEAD = MOST_LEASE = 1 << 16  # bytes
+MOST_FILE, MOST_FILES = 1 << 30, 1 << 12
+MOST_STEPS = 1 << 17
+_RUN = re.compile(r"[0-9a-f]{16}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[^/\0]+(/[^/\0]+)*")
+_LEASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_OBJECT = re.compile(
+    rf"runs/{_RUN.pattern}/(run\.json|(index|manifests|files|buckets/{_RUN.pattern})/{_HASH.pattern}|leases/{_LEASE.pattern})"
+)
+MOST_VERSION = 1 << 53
+_MOST_SECONDS = 1e300  # since 1970: there are later times, whatever a clock has said
+T = TypeVar("T")
+
+
+class Bound(NamedTuple):
+    """What a record may hold. Text becomes objects many times its size, so that these are counted before it does."""
+
+    size: int  # bytes
+    values: int  # in lists and objects: commas, and brackets that open
+    names: int  # of fields: colons
+
+
+SMALL = Bound(MOST_HEAD, MOST_HEAD, MOST_HEAD)
+RUN = Bound(limits.TABLE_BYTES * 4 // 3 + MOST_FILES * 6200 + 4096, 1 << 21, 1 << 20)
+INDEX = Bound(MOST_STEPS * 512, MOST_STEPS * 16, MOST_STEPS * 9 + 16)
+MANIFEST = Bound(limits.BUCKETS * 96, limits.BUCKETS * 3 + 64, 16)
+
+
+def sha256(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical(record: Mapping[str, Any]) -> bytes:
+    """The one way a record is written."""
+    return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def written(record: Mapping[str, Any], what: str, bound: Bound) -> bytes:
+    """A record as bytes, refused where nobody would read them."""
+    data = canonical({"format": FORMAT, **record})
+    _require_bound(data, what, bound)
+    return data
+
+
+def _require_bound(data: bytes, what: str, bound: Bound) -> None:
+    if len(data) > bound.size:
+        raise LimitExceeded(f"{what}: {len(data)} bytes, the limit is {bound.size}")
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    names = data.count(b":")
+    if values > bound.values or names > bound.names:
+        raise LimitExceeded(
+            f"{what}: {values} values and {names} names, the limits are {bound.values} and {bound.names}"
+        )
+
+
+def parse(data: bytes, what: str, bound: Bound = SMALL) -> dict[str, Any]:
+    """A JSON object in which no name stands twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            raise ValueError("a name stands twice")
+        return out
+
+    _require_bound(data, what, bound)
+    read: dict[str, Any] = {"object_pairs_hook": once, "parse_int": _number, "parse_constant": _number}
+    try:
+        found = json.loads(data.decode("ascii"), parse_float=_fraction, **read)
+    except (ValueError, RecursionError) as error:
+        raise InvalidField(f"{what} is not valid JSON: {str(error)[:200]}") from error
+    if not isinstance(found, dict):
+        raise InvalidField(f"{what} is not a JSON object")
+    if found.get("format") != FORMAT:
+        raise UnsupportedFormat(f"{what}: format {found.get('format')!r}; this release reads {FORMAT}")
+    return found
+
+
+def _number(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    if len(text) > 40:
+        raise ValueError(f"a number of {len(text)} digits")
+    return float(text)
+
+
+class _Fields:
+    """Takes the fields of a record one by one; what is missing, of the wrong kind or too large is an error."""
+
+    def __init__(self, record: dict[str, Any], what: str) -> None:
+        self.left, self.what = dict(record), what
+        self.left.pop("format", None)
+
+    def take(self, name: str, read: Callable[[Any], T]) -> T:
+        if name not in self.left:
+            raise InvalidField(f"{self.what}: {name} is missing")
+        value = self.left.pop(name)
+        try:
+            return read(value)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidField(f"{self.what}: {name} is {str(value)[:80]!r}") from error
+
+    def text(self, name: str, pattern: re.Pattern[str]) -> str:
+        return self.take(name, lambda v: _match(pattern, v))
+
+    def count(self, name: str, most: int = MOST_VERSION) -> int:
+        return self.take(name, lambda v: _count(v, most))
+
+    def finish(self) -> None:
+        if self.left:
+            raise InvalidField(f"{self.what}: unknown fields {sorted(self.left)[:5]}")
+
+
+def _match(pattern: re.Pattern[str], value: Any) -> str:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise ValueError(value)
+    return value
+
+
+def _count(value: Any, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(value)
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= _MOST_SECONDS:
+        raise ValueError(value)
+    return float(value)
+
+
+def checked_clock(clock: Callable[[], float]) -> Callable[[], float]:
+    """A clock whose times can be written down."""
+
+    def seconds() -> float:
+        now = clock()
+        if not abs(now) <= _MOST_SECONDS:
+            raise SessionError(f"the clock of this machine says {now}; set it first")
+        return now
+
+    return seconds
+
+
+def _digest(value: Any) -> Digest:
+    return Digest.from_hex(_match(re.compile(r"[0-9a-f]{32}"), value))
+
+
+def _list(read: Callable[[Any], T]) -> Callable[[Any], tuple[T, ...]]:
+    def all_of(value: Any) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise TypeError(value)
+        return tuple(read(v) for v in value)
+
+    return all_of
+
+
+@dataclass(frozen=True)
+class Head:
+    """The newest committed version. `nonce` is drawn anew for every write, so that a writer knows its own."""
+
+    run: str
+    version: int
+    digest: Digest
+    index: str  # hash
+    run_hash: str
+    created: float  # when the run began
+    time: float
+    nonce: str
+
+    def body(self) -> bytes:
+        record = vars(self) | {"digest": self.digest.hex, "format": FORMAT}
+        return canonical(record)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Head:
+        fields = _Fields(parse(data, HEAD), HEAD)
+        head = cls(
+            fields.text("run", _RUN),
+            fields.count("version"),
+            fields.take("digest", _digest),
+            fields.text("index", _HASH),
+            fields.text("run_hash", _HASH),
+            fields.take("created", _seconds),
+            fields.take("time", _seconds),
+            fields.text("nonce", _RUN),
+        )
+        fields.finish()
+        return head
+
+
+class Blob(NamedTuple):
+    """An object by its hash, and its size."""
+
+    hash: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all versions of a run have in common."""
+
+    run: str
+    created: float
+    table: TensorTable
+    files: dict[str, Blob] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        raw = encode_table(self.table)
+        record = {
+            "run": self.run,
+            "created": self.created,
+            "table": base64.b64encode(compress_table(raw)).decode(),
+            "table_bytes": len(raw),
+            "files": {name: list(blob) for name, blob in self.files.items()},
+        }
+        return written(record, f"run {self.run}", RUN)
+
+    @classmethod
+    def parse(cls, data: bytes, what: str) -> Run:
+        fields = _Fields(parse(data, what, RUN), what)
+        run, created = fields.text("run", _RUN), fields.take("created", _seconds)
+        size = fields.count("table_bytes", limits.TABLE_BYTES)
+        coded = fields.take("table", lambda v: base64.b64decode(v, validate=True))
+        files = fields.take("files", lambda v: {_file(n): _blob(b, MOST_FILE) for n, b in v.items()})
+        fields.finish()
+        require_files({name: blob.size for name, blob in files.items()}, what)
+        return cls(run, created, decode_table(decompress_table(coded, size)), files)
+
+
+def _file(name: Any) -> str:
+    parts = _match(_FILE, name).split("/")
+    if any(part in (".", "..") or len(part.encode()) > 255 for part in parts) or len(name.encode()) > 1000:
+        raise ValueError(name)
+    if parts[0].endswith((".safetensors", ".safetensors.index.json")):  # where the weights go
+        raise ValueError(name)
+    return str(name)
+
+
+def require_files(sizes: Mapping[str, int], what: str) -> None:
+    """Refuse files that are too many or too large, or of which one would lie inside another."""
+    if len(sizes) > MOST_FILES or sum(sizes.values()) > MOST_FILE:
+        raise LimitExceeded(
+            f"{what}: {len(sizes)} files of {sum(sizes.values())} bytes in all, the limits are {MOST_FILES} files and "
+            f"{MOST_FILE} bytes; the largest is {max(sizes, key=sizes.__getitem__)!r}"
+        )
+    for name in sizes:
+        for at, letter in enumerate(name):
+            if letter == "/" and name[:at] in sizes:
+                raise InvalidField(f"{what}: file {name!r} would lie inside the file {name[:at]!r}")
+
+
+def _require_few(count: int, most: int, things: str, what: str) -> None:
+    if count > most:
+        raise LimitExceeded(f"{what}: {count} {things}, the limit is {most}")
+
+
+def _blob(value: Any, most: int) -> Blob:
+    hash, size = value
+    return Blob(_match(_HASH, hash), _count(size, most))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A way to a version: a patch from another one, or an anchor (`base` is None), which starts from nothing."""
+
+    base: int | None
+    version: int
+    base_digest: Digest | None
+    digest: Digest
+    bytes: int
+    changed: int
+    profiles: tuple[str, ...]
+    manifest: str  # hash
+    time: float
+
+    @property
+    def name(self) -> str:
+        return f"anchor {self.version}" if self.base is None else f"patch {self.base} → {self.version}"
+
+    def record(self) -> dict[str, Any]:
+        out = vars(self) | {"digest": self.digest.hex, "profiles": list(self.profiles)}
+        return out | {"base_digest": None if self.base_digest is None else self.base_digest.hex}
+
+    @classmethod
+    def read(cls, record: Any) -> Step:
+        fields = _Fields(dict(record), "index: a step")
+        step = cls(
+            fields.take("base", lambda v: None if v is None else _count(v, MOST_VERSION)),
+            fields.count("version"),
+            fields.take("base_digest", lambda v: None if v is None else _digest(v)),
+            fields.take("digest", _digest),
+            fields.count("bytes"),
+            fields.count("changed"),
+            fields.take("profiles", _list(lambda v: _match(re.compile(r"[a-z]{1,16}"), v))),
+            fields.text("manifest", _HASH),
+            fields.take("time", _seconds),
+        )
+        fields.finish()
+        if (step.base is None) != (step.base_digest is None) or (step.base is not None and step.base == step.version):
+            raise InvalidField(f"index: a step from {step.base} to {step.version} makes no sense")
+        return step
+
+
+@dataclass(frozen=True)
+class Index:
+    """All steps that can be had in a run, as of a version."""
+
+    run: str
+    steps: tuple[Step, ...]
+
+    def to_bytes(self) -> bytes:
+        _require_few(len(self.steps), MOST_STEPS, "steps", f"the index of run {self.run}")
+        return written({"run": self.run, "steps": [step.record() for step in self.steps]}, "the index", INDEX)
+
+    @classmethod
+    def parse(cls, data: bytes, what: str) -> Index:
+        fields = _Fields(parse(data, what, INDEX), what)
+        index = cls(fields.text("run", _RUN), fields.take("steps", _list(Step.read)))
+        fields.finish()
+        _require_few(len(index.steps), MOST_STEPS, "steps", what)
+        known = {step.version: step.digest for step in index.steps}
+        for step in index.steps:
+            ends = [(step.version, step.digest)] + ([] if step.base is None else [(step.base, step.base_digest)])
+            if any(known.get(version, digest) != digest for version, digest in ends):
+                raise InvalidField(f"{what}: {step.name} and others do not agree on what a version is")
+        return index
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The buckets of one step, in order, and the place where they lie."""
+
+    run: str
+    place: str
+    base: Digest
+    result: Digest
+    changed: int
+    buckets: tuple[Blob, ...]
+
+    def to_bytes(self) -> bytes:
+        ends = {"base": self.base.hex, "result": self.result.hex}
+        rest = {
+            "run": self.run,
+            "place": self.place,
+            "changed": self.changed,
+            "buckets": [list(b) for b in self.buckets],
+        }
+        what = f"the manifest of a patch in run {self.run}"
+        self._require_distinct(what)
+        return written({**ends, **rest}, what, MANIFEST)
+
+    @classmethod
+    def parse(cls, data: bytes, what: str) -> Manifest:
+        fields = _Fields(parse(data, what, MANIFEST), what)
+        manifest = cls(
+            fields.text("run", _RUN),
+            fields.text("place", _RUN),
+            fields.take("base", _digest),
+            fields.take("result", _digest),
+            fields.count("changed"),
+            fields.take("buckets", _list(lambda v: _blob(v, limits.BUCKET_BYTES))),
+        )
+        fields.finish()
+        manifest._require_distinct(what)
+        return manifest
+
+    @property
+    def size(self) -> int:
+        """Bytes of all buckets."""
+        return sum(blob.size for blob in self.buckets)
+
+    def _require_distinct(self, what: str) -> None:
+        """Refuse a bucket that is named twice: its entries would overlap themselves."""
+        _require_few(len(self.buckets), limits.BUCKETS, "buckets", what)
+        if len({blob.hash for blob in self.buckets}) != len(self.buckets):
+            raise InvalidField(f"{what}: a bucket stands in it twice")
+
+    def bucket(self, blob: Blob) -> str:
+        """The name of a bucket."""
+        return path(self.run, "buckets", f"{self.place}/{blob.hash}")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What a subscriber holds; retention spares what it needs, and publishers wait for it."""
+
+    name: str
+    version: int
+    time: float
+
+    def to_bytes(self) -> bytes:
+        return written(vars(self), f"the lease of {self.name}", SMALL)
+
+    @classmethod
+    def parse(cls, data: bytes, what: str) -> Lease:
+        fields = _Fields(parse(data, what), what)
+        lease = cls(fields.text("name", _LEASE), fields.count("version"), fields.take("time", _seconds))
+        fields.finish()
+        return lease
+
+
+def file_name(name: str) -> str:
+    """A name under which a file can travel: a path below the checkpoint, and nowhere else."""
+    try:
+        return _file(name)
+    except (ValueError, TypeError) as error:
+        raise InvalidField(f"{name!r} is not the name of a file below a checkpoint") from error
+
+
+def lease_name(name: str) -> str:
+    """A name under which a subscriber can be known."""
+    try:
+        return _match(_LEASE, name)
+    except ValueError as error:
+        raise SessionError(f"{name!r} cannot be a subscriber's name: letters, digits, '.', '_' and '-' can") from error
+
+
+def path(run: str, kind: str, name: str) -> str:
+    """Where something of a run lies: kind is `index`, `manifests`, `buckets`, `files` or `leases`."""
+    return f"runs/{run}/{kind}/{name}"
+
+
+def is_own(name: str) -> bool:
+    """Whether something below `runs/` has a name that sessions give."""
+    return _OBJECT.fullmatch(name) is not None
+
+
+def run_path(run: str) -> str:
+    return f"runs/{run}/run.json"
+
+
+_MOST = {"index": INDEX.size, "manifests": MANIFEST.size, "files": MOST_FILE}  # bytes of an object, by its kind
+
+
+def get_named(store: Store, run: str, kind: str, hash: str, most: int | None = None) -> bytes:
+    """An object that is named by its hash, once it is known to be the one."""
+    name = path(run, kind, hash)
+    data = store.get(name, _MOST[kind] if most is None else most).data
+    require_hash(data, hash, name)
+    return data
+
+
+def require_hash(data: bytes | memoryview, hash: str, name: str) -> None:
+    if sha256(data) != hash:
+        raise ChecksumMismatch(f"{name}: the bytes are not those that its name promises")

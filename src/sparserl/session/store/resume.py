@@ -1,0 +1,112 @@
+"""An anchor that a publisher keeps on its own machine, so that a restart goes on with the run.
+
+    STATE/anchor-STORE-RUN-VERSION.srl
+
+The anchor of a run is there before the head moves to its first version, and those of earlier runs go after that:
+whenever a publisher is killed, the anchor of the run that the head names is there. STORE is a hash of the store's URL:
+anchors of other stores are left alone. One publisher at a time has the folder.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import FormatError, NotFound, NotRetained, SessionError, WeightsError, WrongBase
+from ...folders import Folder
+from ...patch import Patch
+from ...transport.stores.base import Store
+from ...weights.dtypes import Bits
+from . import routes, transfer
+from .records import Head, Index, Run, sha256
+from .retention import read_index, read_run
+
+_ANCHOR = re.compile(r"anchor-(?P<store>[0-9a-f]{8})-(?P<run>[0-9a-f]{16})-(?P<version>\d{1,16})\.srl")
+_DRAFT = re.compile(rf"\.{_ANCHOR.pattern}\..+")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run to go on with, and the weights of its newest version."""
+
+    run: Run
+    index: Index
+    weights: dict[str, Bits]
+
+
+class KeptAnchor:
+    """A folder with one anchor of the run that is being published to a store."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self._path = folder
+        self._store = sha256(url.rstrip("/").encode())[:8]
+        self._held: Folder | None = None  # locked as long as it is open
+        self.run: str | None = None  # of which an anchor is here
+        self._name = ""  # of its file
+        self._lock()
+
+    def keep(self, anchor: Patch, run: str, version: int) -> None:
+        """Keep an anchor beside those that are here; `settle` removes the others."""
+        self._lock()
+        name = f"anchor-{self._store}-{run}-{version}.srl"
+        anchor.save(self._path / name)
+        self.run = run
+        self._name = name
+
+    def settle(self) -> None:
+        """The head names the run whose anchor was kept last: remove others, and what a killed publisher was writing."""
+        for path in self._path.iterdir():
+            match = _ANCHOR.fullmatch(path.name) or _DRAFT.fullmatch(path.name)
+            if match is not None and path.name != self._name and self._store == match["store"]:
+                path.unlink(missing_ok=True)
+
+    def resumed(self, store: Store, head: Head, threads: int | None = None) -> Resumed | None:
+        """The run of the store's head, if an anchor of it is kept here; else a new run begins."""
+        for version, name in sorted(self._anchors(head.run), reverse=True):
+            resumed = self._resumed_from(name, version, store, head, threads)
+            if resumed is not None:
+                self.run = head.run
+                self._name = name
+                self.settle()
+                return resumed
+        return None
+
+    def close(self) -> None:
+        """Let another publisher have the folder."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _anchors(self, run: str) -> list[tuple[int, str]]:
+        """The versions of a run of which there are anchors, whatever the URL of its store was, and their files."""
+        matches = [_ANCHOR.fullmatch(path.name) for path in self._path.iterdir()]
+        return [(int(match["version"]), match[0]) for match in matches if match is not None and match["run"] == run]
+
+    def _resumed_from(self, name: str, version: int, store: Store, head: Head, threads: int | None) -> Resumed | None:
+        try:
+            anchor = Patch.open(self._path / name)
+            run, index = read_run(store, head), read_index(store, head)
+            anchor.table.require(run.table, "the kept anchor", "the run")
+            steps = routes.route(index.steps, (version, anchor.result), head.version)
+            patches = [anchor] if not steps or steps[0].base is not None else []
+            patches += [transfer.receive(store, head.run, run.table, step) for step in steps]
+            weights = transfer.built(run.table, patches, head.digest, threads)
+        except (OSError, FormatError, NotFound, NotRetained, WeightsError, WrongBase):  # damaged here or there
+            return None
+        return Resumed(run, index, weights)
+
+    def _lock(self) -> None:
+        """Have the folder for ourselves, until we are closed or gone."""
+        if self._held is not None and not self._held.gone:
+            return
+        try:
+            folder = Folder.open(self._path, make=True)
+            is_free = folder.lock()
+        except OSError as error:
+            raise SessionError(f"the state of a publisher cannot be kept in {self._path}: {error}") from error
+        if not is_free:
+            raise SessionError(
+                f"another publisher keeps its state in {self._path}; end it first, or choose another folder"
+            )
+        self._held = folder

@@ -1,0 +1,173 @@
+"""Looking after a store: which objects are needed, which can go, and whether all are what they should be."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from ...errors import FormatError, SessionError, StoreError, Truncated
+from ...transport.stores.base import RANGE_BYTES, Listed, Store
+from . import routes, signing
+from .records import (
+    HEAD,
+    MOST_HEAD,
+    RUN,
+    Head,
+    Index,
+    Manifest,
+    Run,
+    Step,
+    get_named,
+    is_own,
+    path,
+    require_hash,
+    run_path,
+)
+from .transfer import require_size
+
+_LEASE = 86_400.0  # seconds that a lease stays which nobody renews
+
+
+def read_head(store: Store, key: str | None = None) -> tuple[Head, str]:
+    """The head and its tag."""
+    found = store.get(HEAD, MOST_HEAD)
+    return Head.parse(signing.unseal(found.data, key, HEAD)), found.tag
+
+
+def read_run(store: Store, head: Head) -> Run:
+    name = run_path(head.run)
+    data = store.get(name, RUN.size).data
+    require_hash(data, head.run_hash, name)
+    return Run.parse(data, name)
+
+
+def read_index(store: Store, head: Head) -> Index:
+    index = Index.parse(get_named(store, head.run, "index", head.index), path(head.run, "index", head.index))
+    if index.run != head.run:
+        raise FormatError(f"the index of run {head.run} is that of run {index.run}")
+    return index
+
+
+def needed(store: Store, head: Head, indices: Iterable[str] = ()) -> set[str]:
+    """Every object that the head leads to, and those that other indices of its run lead to."""
+    names = {HEAD, run_path(head.run)}
+    names |= {path(head.run, "files", blob.hash) for blob in read_run(store, head).files.values()}
+    manifests: set[str] = set()
+    for hash in {head.index, *indices}:
+        names.add(path(head.run, "index", hash))
+        steps = Index.parse(get_named(store, head.run, "index", hash), path(head.run, "index", hash)).steps
+        manifests |= {step.manifest for step in steps}
+    for hash in manifests:
+        name = path(head.run, "manifests", hash)
+        manifest = Manifest.parse(get_named(store, head.run, "manifests", hash), name)
+        names |= {name, *(manifest.bucket(blob) for blob in manifest.buckets)}
+    return names
+
+
+def _recent(listed: list[Listed], head: Head, since: float) -> set[str]:
+    """The indices that the head has led to since then: those written since, and the one before them."""
+    prefix = path(head.run, "index", "")
+    found = sorted((item.time, item.name[len(prefix) :]) for item in listed if item.name.startswith(prefix))
+    if any(name == head.index and written <= since for written, name in found):
+        return set()
+    older = [name for written, name in found if written <= since]
+    return {name for written, name in found if written > since} | set(older[-1:])
+
+
+def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, dry: bool = False) -> list[str]:
+    """Delete what nothing has referred to for the grace period, and what is that old and never was; returns the names.
+
+    Leases go when they have not been renewed for a day. What nothing refers to is never referred to again, but for
+    what a publisher is just sending: the grace period must be longer than a publish takes. What has a name that no
+    session gives is left alone.
+    """
+    # Listed before the head is read: what is committed in between is younger than the list.
+    listed = [item for item in store.list("runs/") if is_own(item.name)]
+    now, head = clock(), read_head(store)[0]
+    keep = needed(store, head, _recent(listed, head, now - grace))
+    gone = [
+        item.name
+        for item in listed
+        if item.name not in keep and now - item.time > (max(grace, _LEASE) if "/leases/" in item.name else grace)
+    ]
+    if gone and not dry:
+        store.delete(gone)
+    return gone
+
+
+def faults(store: Store, key: str | None = None) -> Iterator[str]:
+    """Everything that is wrong with a store, object by object: `sparserl fsck`."""
+    try:
+        head, _ = read_head(store, key)
+        run, index = read_run(store, head), read_index(store, head)
+    except (StoreError, FormatError, SessionError) as error:
+        yield str(error)
+        return
+    files = {blob: name for name, blob in run.files.items()}
+    for blob, name in files.items():
+        yield from _blob_fault(store, path(head.run, "files", blob.hash), blob.hash, blob.size, f"file {name}")
+    steps: dict[str, list[Step]] = {}
+    for step in index.steps:
+        steps.setdefault(step.manifest, []).append(step)
+    places: set[str] = set()
+    for hash, named in steps.items():
+        yield from _manifest_faults(store, run, hash, named, places)
+    known = routes.versions(index.steps)
+    if known.get(head.version) != head.digest:
+        yield f"no step leads to version {head.version} with digest {head.digest}"
+    oldest = min((step.version for step in index.steps if step.base is None), default=0)
+    reached = routes.reached(index.steps)
+    for version, digest in known.items():
+        if version >= oldest and (version, digest) not in reached:  # older ones are for those who hold a version
+            yield f"version {version} cannot be reached with what the store has"
+
+
+def _manifest_faults(store: Store, run: Run, hash: str, steps: list[Step], places: set[str]) -> Iterator[str]:
+    """What is wrong with a manifest and its buckets, given the steps that name it and the places seen before."""
+    first = steps[0].name
+    try:
+        manifest = Manifest.parse(get_named(store, run.run, "manifests", hash), first)
+        require_size(manifest, run.table, first)
+    except (StoreError, FormatError) as error:
+        for step in steps:
+            yield f"{step.name}: {error}"
+        return
+    for step in steps:
+        if manifest.run != run.run or manifest.result != step.digest or step.base_digest not in (None, manifest.base):
+            yield f"{step.name}: its manifest is that of something else"
+        if manifest.size != step.bytes:
+            yield f"{step.name}: the index promises {step.bytes} bytes, its buckets have another size"
+    if manifest.place in places:  # each patch has its own, so that no bucket is read twice
+        yield f"{first}: its buckets lie in {manifest.place}, the place of another patch"
+        return
+    places.add(manifest.place)
+    for blob in manifest.buckets:
+        yield from _blob_fault(store, manifest.bucket(blob), blob.hash, blob.size, first)
+
+
+def _goes_on(store: Store, name: str, size: int) -> bool:
+    """Whether there is more of an object behind so many bytes."""
+    try:
+        store.read(name, size, 1)
+    except Truncated:
+        return False
+    return True
+
+
+def _blob_fault(store: Store, name: str, hash: str, size: int, what: str) -> Iterator[str]:
+    """Whether an object is there and has the hash that names it; large ones are read piece by piece."""
+    found = hashlib.sha256()
+    try:
+        if size <= RANGE_BYTES:
+            found.update(store.get(name, size).data)
+        else:
+            for start in range(0, size, RANGE_BYTES):
+                found.update(store.read(name, start, min(RANGE_BYTES, size - start)))
+            if _goes_on(store, name, size):
+                yield f"{what}: {name} is longer than the {size} bytes that it should have"
+    except (StoreError, FormatError) as error:
+        yield f"{what}: {error}"
+        return
+    if found.hexdigest() != hash:
+        yield f"{what}: {name} holds other bytes than its name promises"

@@ -1,0 +1,92 @@
+"""From any version to any other: the cheapest way through the steps that a store has."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Sequence
+
+from ...errors import NotRetained
+from ...weights.digest import Digest
+from .records import Step
+
+_NOTHING = -1  # where anchors start from
+_Node = tuple[int, Digest | None]
+
+
+def route(
+    steps: Iterable[Step], have: tuple[int, Digest] | None, want: int, profiles: Collection[str] | None = None
+) -> list[Step]:
+    """The steps with the fewest bytes that lead to version `want`, in order.
+
+    have: version and digest that are held already; None for neither. An anchor can always be started from.
+    profiles: those that the receiver can take; None for all.
+    """
+    steps = tuple(steps)
+    goal: _Node = want, versions(steps).get(want)
+    ways: dict[int, list[Step]] = {}
+    for step in steps:
+        if profiles is not None and not set(step.profiles) <= set(profiles):
+            continue
+        ways.setdefault(_NOTHING if step.base is None else step.base, []).append(step)
+    starts: list[_Node] = ([] if have is None else [have]) + [(_NOTHING, None)]
+    queue: list[tuple[int, int, _Node, Step | None, _Node]] = [(0, i, n, None, n) for i, n in enumerate(starts)]
+    came: dict[_Node, tuple[Step | None, _Node]] = {}
+    pushed = len(queue)
+    while queue:
+        cost, _, node, led, before = heapq.heappop(queue)
+        if node in came:
+            continue
+        came[node] = led, before
+        if node == goal:
+            return _walked(came, node)
+        for way in ways.get(node[0], ()):
+            if way.base_digest == node[1]:
+                pushed += 1
+                heapq.heappush(queue, (cost + way.bytes, pushed, (way.version, way.digest), way, node))
+    raise NotRetained(f"version {want} cannot be reached with what the store has")
+
+
+def _walked(came: dict[_Node, tuple[Step | None, _Node]], node: _Node) -> list[Step]:
+    """The steps that led to a node, from the first on."""
+    out: list[Step] = []
+    while (step := came[node][0]) is not None:
+        out.append(step)
+        node = came[node][1]
+    return out[::-1]
+
+
+def reached(steps: Iterable[Step]) -> set[_Node]:
+    """Every version, with its digest, that some way leads to from nothing."""
+    ways: dict[_Node, list[_Node]] = {}
+    for step in steps:
+        start = (_NOTHING, None) if step.base is None else (step.base, step.base_digest)
+        ways.setdefault(start, []).append((step.version, step.digest))
+    out: set[_Node] = set()
+    ahead: list[_Node] = [(_NOTHING, None)]
+    while ahead:
+        for node in ways.pop(ahead.pop(), ()):
+            if node not in out:
+                out.add(node)
+                ahead.append(node)
+    return out
+
+
+def versions(steps: Iterable[Step]) -> dict[int, Digest]:
+    """The digest of every version that some step leads to."""
+    return {step.version: step.digest for step in steps}
+
+
+def retained(steps: Sequence[Step], anchors: int, needed: Collection[int], most: int) -> tuple[Step, ...]:
+    """The steps that are worth keeping: the last anchors, what builds on the oldest of them, and what leases need.
+
+    A lease is spared unless more than `most` patches were kept for it: whoever holds it takes an anchor instead.
+    """
+    kept = sorted(step.version for step in steps if step.base is None)[-anchors:]
+    starts = sorted(min(step.base, step.version) for step in steps if step.base is not None)
+    too_old = starts[-most - 1] if len(starts) > most else -1
+    oldest = min([*kept[:1], *(version for version in needed if version > too_old)], default=0)
+    return tuple(
+        step
+        for step in steps
+        if (step.version in kept if step.base is None else min(step.base, step.version) >= oldest)
+    )

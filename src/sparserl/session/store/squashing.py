@@ -1,0 +1,72 @@
+"""Squashed patches after the fact: one more way between two versions that a store has."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ...errors import NotRetained, Refused, SessionError, Unavailable
+from ...patch import Patch, diff
+from ...transport.stores.base import Store
+from . import routes, signing, transfer
+from .records import HEAD, MOST_HEAD, Head, Index, Run, Step, parse, path, sha256
+from .retention import read_index, read_run
+
+_SWAPS = 8  # attempts at a head that others move meanwhile
+
+
+def squash_versions(
+    store: Store,
+    base: int,
+    version: int,
+    *,
+    key: str | None = None,
+    threads: int | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Step:
+    """Write the patch from one version straight to a later one, and put it into the index.
+
+    Weights of both versions are built from what the store has. A publisher that is at work takes the new index over
+    with its next version. Where heads are signed, `key` is the publisher's secret key.
+    """
+    head, _ = _head(store, key)
+    run, index = read_run(store, head), read_index(store, head)
+    digests = routes.versions(index.steps)
+    if base not in digests or version not in digests or not base < version:
+        raise NotRetained(f"there is no way from version {base} to {version}: the store has {sorted(digests)[:20]}")
+    if any((step.base, step.version) == (base, version) for step in index.steps):
+        raise SessionError(f"there is a patch from version {base} to {version} already")
+    there, on = routes.route(index.steps, None, base), routes.route(index.steps, (base, digests[base]), version)
+    old = transfer.built(run.table, _fetched(store, run, there), digests[base], threads)
+    start = None if on[0].base is None else (transfer.copied(old), digests[base])
+    new = transfer.built(run.table, _fetched(store, run, on), digests[version], threads, start)
+    patch = diff(old, new, base_digest=digests[base], threads=threads)
+    step = transfer.send(store, run.run, patch).step(base, version, clock())
+    for _ in range(_SWAPS):
+        head, tag = _head(store, key)
+        if head.run != run.run:
+            raise SessionError(f"run {run.run} has ended meanwhile; the store has run {head.run}")
+        data = Index(run.run, (*read_index(store, head).steps, step)).to_bytes()
+        store.put(path(run.run, "index", sha256(data)), data)
+        moved = replace(head, index=sha256(data), time=clock(), nonce=secrets.token_hex(8))
+        try:
+            store.swap(HEAD, signing.seal(moved.body(), key), tag)
+        except Refused:
+            continue
+        return step
+    raise Unavailable(f"{store.url}: the head moves all the time; try again")
+
+
+def _head(store: Store, key: str | None) -> tuple[Head, str]:
+    """The head, which must be one that we can sign again."""
+    found = store.get(HEAD, MOST_HEAD)
+    if key is None and parse(found.data, HEAD).get("key") is not None:
+        raise SessionError("the heads of this store are signed: the publisher's secret key is needed")
+    pinned = None if key is None else signing.public_key(key)
+    return Head.parse(signing.unseal(found.data, pinned, HEAD)), found.tag
+
+
+def _fetched(store: Store, run: Run, steps: list[Step]) -> Iterator[Patch]:
+    return (transfer.receive(store, run.run, run.table, step) for step in steps)

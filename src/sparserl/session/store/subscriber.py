@@ -1,0 +1,328 @@
+"""The rollout's side: follow a run, and hold one of its versions, bit for bit.
+
+head ──► route (patches, squashed patches, anchor + patches) ──► fetch ──► verify ──► decode ──► staged
+staged ──► commit, all targets or none
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import InvalidField, NotFound, NotRetained, SessionError, StoreError, Unavailable, Untrusted, WrongBase
+from ...parallel import Progress
+from ...targets import Change, Target
+from ...transport.stores.base import Store, open_store
+from ...transport.stores.deadline import current, within
+from ...weights.digest import Digest
+from ...weights.memory import Weights
+from ..callbacks import Callback
+from ..receiver import Held, Receiver, Staged
+from ..report import SyncReport, Watch
+from . import routes, signing, transfer
+from .records import HEAD, Head, Index, Lease, Run, Step, checked_clock, lease_name, path
+from .retention import read_head, read_index, read_run
+from .side_files import StoredFiles
+
+_RENEW = 30.0  # seconds after which a lease is written again
+_REPLANS = 4  # times that a route is planned anew because objects of it went away
+
+
+@dataclass(frozen=True)
+class View:
+    """What the store has: the head, and what it leads to."""
+
+    head: Head
+    tag: str
+    run: Run
+    index: Index
+
+
+class Subscriber(Receiver):
+    """Holds weights of a run and moves them from version to version, exactly.
+
+    >>> import numpy as np, sparserl, tempfile
+    >>> url = f"file://{tempfile.mkdtemp()}"
+    >>> publisher = sparserl.Publisher(url, {"w": np.arange(5, dtype=np.float32)})
+    >>> _ = publisher.publish()
+    >>> mine = {"w": np.zeros(5, np.float32)}
+    >>> subscriber = sparserl.Subscriber(url, mine)
+    >>> subscriber.sync().version
+    0
+    >>> mine["w"].tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0]
+
+    url: the store of the run; see `sparserl.transport.stores.base`. Or a store that is open already.
+    target: a torch module or a mapping from names to tensors (on the CPU), whose weights are written in place; a
+        checkpoint folder (`sparserl.targets.folder`); or several of them: those change together or not at all.
+    key: the publisher's public key. With it, anything that this key has not signed is refused, and so is anything
+        older than what is held.
+    run: the id of a run; any other is refused.
+    name: under which this subscriber tells the store what it holds, so that publishers can wait for it and retention
+        spares what it needs. False to tell nothing; over http(s) nothing can be told.
+    before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
+        worked, if `before` did.
+    audit_every: after so many commits all bits of the targets are read and compared with the digest.
+    callbacks: are told what was committed, and what went wrong; see `sparserl.metrics`.
+    process_group: where the publisher is a rank of the same process group, that group, and no url: what is made then is
+        a `CollectiveSubscriber`. With both, a `Relay`, which hands on what it fetches to the other ranks of the group.
+    """
+
+    def __new__(cls, url: str | Store | None = None, *_: Any, process_group: Any = None, **options: Any) -> Any:
+        if process_group is None or cls is not Subscriber:
+            return super().__new__(cls)
+        from ..group.relay import Relay
+        from ..group.subscriber import CollectiveSubscriber
+
+        return CollectiveSubscriber(process_group=process_group, **options) if url is None else super().__new__(Relay)
+
+    def __init__(
+        self,
+        url: str | Store,
+        target: Target | Weights | Sequence[Target | Weights],
+        *,
+        key: str | None = None,
+        run: str | None = None,
+        name: str | bool = True,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        audit_every: int | None = None,
+        token: str | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+        callbacks: Sequence[Callback] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = open_store(url, token=token) if isinstance(url, str) else url
+        super().__init__(target, before, after, audit_every, threads, callbacks)
+        self._callbacks.hear_retries(self.store)
+        if key is not None:
+            signing.require_public(key)
+        self._key, self._pinned, self._progress, self._clock = key, run, progress, checked_clock(clock)
+        own = f"{_host()}-{os.getpid()}-{id(self):x}" if name is True else name
+        self._name = None if own is False or not self.store.writable else lease_name(str(own))
+        self._view: View | None = None
+        self._told: Held | None = None
+        self._told_at = 0.0
+        self._newest: Head | None = None  # of all heads seen: nothing older is believed
+
+    def stage(self, version: int | None = None) -> SyncReport | None:
+        """Get the newest version (or a given one) ready while the weights are in use; None if it is held already.
+
+        Everything is fetched, verified and decoded. Nothing of it can be seen before `commit`.
+        """
+        with self._turn, self._callbacks.failures("stage"):
+            return self._stage_newest(version)
+
+    def _stage_newest(self, version: int | None) -> SyncReport | None:
+        self.discard()
+        watch = Watch()
+        for attempt in range(_REPLANS):
+            with watch.stage("plan"):
+                view, held = self._wanted(version)
+                if held == self._held:
+                    self._tell()
+                    return None
+                steps = self._route(view, held)
+            try:
+                return self._stage(view, held, steps, watch)
+            except (WrongBase, InvalidField):  # where something else wrote to a target, its bits tell
+                self._doubt = True
+                raise
+            except NotFound:  # what was planned with went away meanwhile: plan anew
+                if attempt + 1 == _REPLANS:
+                    raise
+                self._view = None
+        raise AssertionError("unreachable")
+
+    def _wanted(self, version: int | None) -> tuple[View, Held]:
+        """What the store has, and the version of it to go to: the newest, or a given one."""
+        view = self._look()
+        wanted = view.head.version if version is None else version
+        digests = routes.versions(view.index.steps)
+        if wanted not in digests:
+            raise NotRetained(f"version {wanted} is not in the store; it has {_span(digests)}")
+        return view, Held(view.head.run, view.head.created, wanted, digests[wanted])
+
+    def sync(self, version: int | None = None) -> SyncReport | None:
+        """Stage and commit; None if the version is held already."""
+        with self._turn:
+            return None if self.stage(version) is None else self.commit()
+
+    def goto(self, version: int) -> SyncReport | None:
+        """Hold a given version, older or newer, as long as the store has it."""
+        return self.sync(version)
+
+    def follow(
+        self,
+        *,
+        once: bool = False,
+        timeout: float | None = None,
+        stop: Callable[[], bool] | None = None,
+        on_commit: Callable[[SyncReport], None] | None = None,
+        on_trouble: Callable[[StoreError], None] | None = None,
+    ) -> None:
+        """Commit every version as it comes, until `timeout` seconds have passed or `stop()` is true.
+
+        once: to the newest version, and no further. A store that is away, or has no head yet, is waited for, and
+        `on_trouble` is told at every attempt; anything else is raised. A version that is still being fetched when time
+        is up is given up: the weights stay what they are.
+        """
+        with within(timeout) as deadline:
+            while stop is None or not stop():
+                try:
+                    with self._turn:
+                        with within(stop=stop) as staging:  # a commit, and telling the store of it, is not cut off
+                            staged = self.stage()
+                        report = None if staged is None else self.commit()
+                except (NotFound, Unavailable) as error:
+                    if once:
+                        raise
+                    report = None
+                    if on_trouble is not None and not staging.over:
+                        on_trouble(error)
+                if report is not None and on_commit is not None:
+                    on_commit(report)
+                if once or deadline.over:
+                    return
+                with within(stop=stop):
+                    self._await(min(30.0 if stop is None else 1.0, deadline.left))
+
+    def close(self) -> None:
+        """Forget what is staged, and let go of targets and store."""
+        with self._turn:
+            self.discard()
+            for target in self.targets:
+                target.close()
+            self.store.close()
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def stage_async(self, version: int | None = None) -> SyncReport | None:
+        """`stage` on a thread."""
+        return await asyncio.to_thread(self.stage, version)
+
+    async def sync_async(self, version: int | None = None) -> SyncReport | None:
+        """`sync` on a thread."""
+        return await asyncio.to_thread(self.sync, version)
+
+    # -- what the store says -------------------------------------------------------------------------------------------
+
+    def _look(self) -> View:
+        """Read the head, and what it leads to if it moved."""
+        head, tag = read_head(self.store, self._key)
+        before = self._view
+        if before is not None and head == before.head:
+            if self._doubt:
+                self._attach(before)
+            return before
+        self._require_newer(head)
+        run = before.run if before is not None and before.run.run == head.run else read_run(self.store, head)
+        if run.run != head.run or run.created != head.created:
+            raise Untrusted(f"the head is of run {head.run}, what it points to of run {run.run}")
+        view = View(head, tag, run, read_index(self.store, head))
+        if routes.versions(view.index.steps).get(head.version) != head.digest:
+            raise InvalidField(f"the head says version {head.version}, {head.digest}; no step of its index leads there")
+        if self._newest is None or self._newest.run != head.run or self._doubt:
+            self._attach(view)
+        self._view, self._newest = view, head
+        return view
+
+    def _require_newer(self, head: Head) -> None:
+        if self._pinned is not None and head.run != self._pinned:
+            raise Untrusted(f"the store has run {head.run}, this subscriber only follows run {self._pinned}")
+        seen = [found for target in self.targets if (found := target.held()) is not None]
+        if (last := self._newest) is not None:
+            seen.append((last.run, last.created, last.version))
+        for run, created, version in seen:
+            if head.run == run and head.version < version:
+                raise Untrusted(f"the store was rolled back: version {version} was seen, now it says {head.version}")
+            if self._key is not None and head.run != run and head.created <= created:
+                raise Untrusted(f"the store was rolled back: run {head.run} is older than run {run}, which was seen")
+
+    def _attach(self, view: View) -> None:
+        """Find out which version of this run the targets hold, by their bits."""
+        bits, self._held = self._bits(view.run.table), None
+        if bits is not None:
+            at = [v for v, d in routes.versions(view.index.steps).items() if d == bits]
+            if at:
+                self._held = Held(view.run.run, view.run.created, max(at), bits)
+
+    def _route(self, view: View, wanted: Held) -> list[Step]:
+        held = self._held
+        have = (held.version, held.digest) if held is not None and held.run == wanted.run else None
+        limits = [target.profiles for target in self.targets if target.profiles is not None]
+        return routes.route(view.index.steps, have, wanted.version, frozenset.intersection(*limits) if limits else None)
+
+    # -- staging and committing ----------------------------------------------------------------------------------------
+
+    def _stage(self, view: View, held: Held, steps: list[Step], watch: Watch) -> SyncReport:
+        run, table = view.run, view.run.table
+        with watch.stage("fetch"):
+            patches = [transfer.receive(self.store, run.run, table, step, self._progress) for step in steps]
+        fresh = None
+        files: Mapping[str, bytes] | None = None
+        if steps and steps[0].base is None:
+            with watch.stage("build"):
+                fresh = transfer.built(table, patches, held.digest, self.threads)
+            if any(target.keeps_files for target in self.targets):
+                files = StoredFiles(self.store, run)
+            patches = []
+        change = Change(run.run, run.created, held.version, held.digest, patches, fresh, files)
+        with watch.stage("stage"):
+            prepared = self.prepare(change)
+        size = sum(step.bytes for step in steps)
+        kind = "anchor" if fresh is not None else "patch" if steps else "none"
+        changed = max((p.changed for p in prepared), default=0)
+        ends = run.run, held.version, held.digest.hex
+        behind = self._behind(view)
+        report = SyncReport(*ends, kind, changed, table.elements, size, table.dense_bytes, watch.seconds, behind=behind)
+        self._staged = Staged(held, prepared, report)
+        return report
+
+    def _behind(self, view: View) -> int | None:
+        held = self._held
+        return view.head.version - held.version if held is not None and held.run == view.head.run else None
+
+    def _settle(self, staged: Staged) -> None:
+        super()._settle(staged)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Leave a note in the store of what is held; that it could not be left is no reason to fail."""
+        if self._name is None or self._held is None:
+            return
+        if self._told == self._held and time.monotonic() - self._told_at < _RENEW:
+            return
+        self._told, self._told_at = self._held, time.monotonic()
+        try:
+            lease = Lease(self._name, self._held.version, self._clock())
+            self.store.put(path(self._held.run, "leases", self._name), lease.to_bytes())
+        except (StoreError, SessionError):
+            return
+
+    def _await(self, seconds: float) -> None:
+        """Wait for another head."""
+        try:
+            self.store.changed(HEAD, None if self._view is None else self._view.tag, seconds)
+        except StoreError:
+            current().sleep(1.0)
+
+
+def _host() -> str:
+    """The name of this machine, as far as it can be part of a lease's name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:60].lstrip("._-") or "host"
+
+
+def _span(digests: dict[int, Digest]) -> str:
+    return f"versions {min(digests)} to {max(digests)}" if digests else "none"

@@ -1,0 +1,123 @@
+"""The processes that publish together: the ranks of a sharded trainer, or one process alone.
+
+All ranks go through a publish in step. What each must do for itself (encode and upload its own buckets) it does
+`together`: if one fails, all do. What must happen once (the manifest, the head) rank 0 does, and the others learn
+what came of it: `lead`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from ...errors import SessionError, SparserlError, StoreError
+
+T = TypeVar("T")
+_DONE, _FAILED = b"+", b"-"
+
+
+class Exchange(Protocol):
+    """A way for some ranks to tell each other a few bytes, call by call and stage by stage."""
+
+    rank: int
+    size: int
+
+    def begin(self) -> None:
+        """A call begins on this rank."""
+        ...
+
+    def leave(self, why: str) -> None:
+        """Leave the call in the middle."""
+        ...
+
+    def all_gather(self, what: str, data: bytes) -> list[bytes]:
+        """What every rank has to say, by rank, at a stage of the call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Writers:
+    """Ranks that publish one run. Without an exchange: one process alone."""
+
+    def __init__(self, exchange: Exchange | None = None) -> None:
+        self._exchange = exchange
+        self.rank, self.size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+
+    @contextmanager
+    def call(self, begin: bool = True) -> Iterator[None]:
+        """Goes around a publish, or around what is left of one: whoever leaves it by an error does not leave alone."""
+        if self._exchange is None:
+            yield
+            return
+        if begin:
+            self._exchange.begin()
+        try:
+            yield
+        except BaseException as error:
+            self._exchange.leave(f"{type(error).__name__}: {error}")
+            raise
+
+    def together(self, what: str, work: Callable[[], bytes]) -> list[bytes]:
+        """What `work` gave on every rank; raises on all of them where it failed on one."""
+        if self._exchange is None:
+            return [work()]
+        failure: BaseException | None = None
+        try:
+            said = _DONE + work()
+        except BaseException as error:  # noqa: BLE001  # raised again when the others know
+            failure, said = error, _FAILED + _told(error)
+        try:
+            heard = self._exchange.all_gather(what, said)
+        except SessionError as lost:
+            if failure is not None:
+                raise failure from lost
+            raise
+        if failure is not None:
+            raise failure
+        for rank, data in enumerate(heard):
+            if data[:1] != _DONE:
+                raise _error(rank, data[1:])
+        return [data[1:] for data in heard]
+
+    def lead(self, what: str, work: Callable[[], T], dump: Callable[[T], bytes], load: Callable[[bytes], T]) -> T:
+        """What `work` gave on rank 0, where alone it is done; its error is raised on all ranks."""
+        if self._exchange is None:
+            return work()
+        if self.rank == 0:
+            result: list[T] = []
+
+            def once() -> bytes:
+                result.append(work())
+                return dump(result[0])
+
+            self.together(what, once)
+            return result[0]
+        return load(self.together(what, bytes)[0])
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+
+
+def _told(error: BaseException) -> bytes:
+    return json.dumps([type(error).__name__, str(error)[:2000]]).encode()
+
+
+def _error(rank: int, data: bytes) -> SparserlError:
+    """Another rank's error, of the same kind where it is one of ours."""
+    name, text = json.loads(data)
+    kind = _kinds(SparserlError).get(name, SessionError)
+    if isinstance(known := getattr(builtins, name, None), type) and issubclass(known, OSError):
+        kind = StoreError
+    return kind(f"rank {rank}: {name}: {text}")
+
+
+def _kinds(root: type[SparserlError]) -> dict[str, type[SparserlError]]:
+    found = {root.__name__: root}
+    for kind in root.__subclasses__():
+        found |= _kinds(kind)
+    return found

@@ -1,0 +1,198 @@
+"""The tensors of an engine, which holds checkpoint tensors fused, sharded or transposed: changed in place, O(changed).
+
+    pieces (see `learn`) ──► parts: views of the engine's memory in checkpoint coordinates ──► stage ──► commit
+
+An engine of one rank has all of every tensor. Its weights are then ordinary ones that lie in strange places, and take
+any patch. A rank of several has parts, and takes of a patch what falls into them; what several ranks have, each writes.
+How its parts move the digest (`moved`) is to be added up over ranks before anybody commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import SessionError, WrongBase
+from ..parallel import ordered
+from ..patch import Landing, Patch, diff, stage_all
+from ..patch.apply import Staged, refuse_conflicts, shared_memory, stage
+from ..patch.decode import Decoded
+from ..weights.digest import Digest, element_sums
+from ..weights.dtypes import Bits, UIntArray
+from ..weights.memory import memories, memory_of, require_writable
+from ..weights.pieces import Held
+from ..weights.region import Region, whole
+from ..weights.shards import Part, Place, Shards
+from ..weights.table import TensorTable
+from .engine_layout import Piece
+from .modules import ModuleTarget
+from .slicing import PROFILES, Carver
+from .target import Change, Undo
+
+
+class LiveTarget:
+    """What one rank of an engine has of the weights of a run.
+
+    live: returns the engine's tensors by name. Their memory must stay where it is from staging to commit.
+    tied: names of checkpoint tensors that the engine leaves out when it loads, since they are the same as others.
+    """
+
+    profiles: frozenset[str] | None = PROFILES  # all, once it is known that this rank has all of every tensor
+    keeps_files = False
+
+    def __init__(
+        self,
+        pieces: Iterable[Piece],
+        live: Callable[[], Mapping[str, Any]],
+        tied: Mapping[str, str] | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.tensor, []).append(piece)
+        self._live, self._tied, self._threads = live, tied or {}, threads
+        self._held: Held | None = None
+        self._tensors: Mapping[str, Any] = {}
+        self._owned: frozenset[Place] = frozenset()
+
+    @property
+    def held_parts(self) -> Held:
+        if self._held is None:
+            raise SessionError("the engine's tensors were not compared with those of a run yet")
+        return self._held
+
+    def attach(self, table: TensorTable) -> Any:
+        """The parts that this rank has of the tensors of a run."""
+        self._tensors = dict(self._live())
+        shards = Shards(table, [part for spec in table.specs for part in self._parts(spec.name)])
+        self._held = Held.of(shards)
+        self.profiles = None if self._held.complete else PROFILES
+        require_writable(self._held.named().items())
+        return shards
+
+    def _parts(self, name: str) -> Iterable[Part]:
+        pieces = self._pieces.get(name) or self._pieces.get(self._tied.get(name, ""), [])
+        return (Part(name, piece.region, piece.view(self._tensors)) for piece in pieces)
+
+    def require_in_place(self) -> None:
+        """Refuse to write where the engine's tensors no longer are."""
+        now = self._live()
+        for name, tensor in self._tensors.items():
+            if name not in now or now[name].data_ptr() != tensor.data_ptr():
+                raise WrongBase(f"{name!r} lies elsewhere than when the engine's tensors were looked at")
+
+    def sums(self) -> dict[Place, Digest]:
+        """The element sums of every part, from its bits as they are now."""
+        held = self.held_parts
+        found = ordered(lambda place: element_sums(held, [place], 1), held.places, self._threads)
+        return dict(zip(held.places, found, strict=True))
+
+    def own(self, places: Collection[Place]) -> None:
+        """Say which parts this rank speaks for, of those that several have."""
+        self._owned = frozenset(places)
+
+    def held(self) -> None:
+        """Memory does not outlive its process."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def prepare(self, change: Change) -> PreparedLive:
+        """Decode everything; nothing is written."""
+        held = self.held_parts
+        if held.complete:
+            weights = {held.table[tensor].name: memory.owner for (tensor, _), memory in held.parts}
+            prepared = ModuleTarget(weights, self._threads).prepare(change)
+            return PreparedLive(self, [prepared.commit], None, prepared.changed)
+        mine = [part for part in held.parts if part[0] in self._owned]
+        others = [part for part in held.parts if part[0] not in self._owned]
+        both = [Held(held.table, parts) for parts in (mine, others)]
+        if change.fresh is None and len(change.patches) == 1:
+            landings = self._carved(change.patches[0], both)
+        else:
+            landings = [self._beside(change, parts) for parts in both]
+        moved = landings[0].result - landings[0].base
+        commits = [landing.commit for landing in landings]
+        return PreparedLive(self, commits, moved, sum(landing.changed for landing in landings))
+
+    def _carved(self, patch: Patch, several: Sequence[Held]) -> list[Landing]:
+        """What a patch of the whole does to some parts and to others, staged on them. Digests count from zero."""
+        buckets = [*ordered(patch.decode, range(patch.buckets), self._threads)]
+        out = []
+        for held in several:
+            carver = Carver(held)
+
+            def one(bucket: Decoded, held: Held = held, carver: Carver = carver) -> Staged:
+                return stage(held, carver.carve(bucket))
+
+            staged = [*ordered(one, buckets, self._threads)]
+            tied = shared_memory(held)
+            refuse_conflicts(patch, held, tied, staged)
+            moved = sum((part.moved for part in staged), Digest())
+            changed = sum(int(part.decoded.head.entries.count.sum()) for part in staged)
+            out.append(Landing(held, Digest(), moved, tuple(staged), bool(tied), changed))
+        return out
+
+    def _beside(self, change: Change, held: Held) -> Landing:
+        """What several patches, or all weights anew, do to some parts: built in host memory, then compared."""
+        now = Shards(held.table, [Part(held.table[t].name, _box(held, t, r), m.owner) for (t, r), m in held.parts])
+        if change.fresh is not None:
+            whole_ones = {name: memory.view() for name, memory in memories(change.fresh).items()}
+            dtypes = {spec.name: spec.dtype for spec in held.table.specs}
+            new = now.map(lambda part: Bits(_inside(whole_ones[part.tensor], part.region), dtypes[part.tensor]))
+        else:
+            new = copied(now)
+            for patch in change.patches:
+                for landing in self._carved(patch, [Held.of(new)]):
+                    landing.commit(self._threads)
+        return stage_all(patch := diff(now, new, profile="raw", threads=self._threads), now, digest=patch.base)
+
+
+class PreparedLive:
+    """Changes that are staged on an engine's tensors."""
+
+    def __init__(
+        self, target: LiveTarget, landings: Sequence[Callable[[], Undo]], moved: Digest | None, changed: int
+    ) -> None:
+        """moved: how the parts that this rank speaks for move the digest; None if it has all of every tensor."""
+        self._target, self._landings, self.moved, self.changed = target, landings, moved, changed
+
+    def commit(self) -> Undo:
+        self._target.require_in_place()
+        done: list[Undo] = []
+
+        def undo() -> None:
+            while done:
+                done.pop()()
+
+        try:
+            for commit in self._landings:
+                done.append(commit())  # noqa: PERF401  # what was done must be known when the next one fails
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    def finish(self) -> None:
+        """Nothing is kept."""
+
+    def discard(self) -> None:
+        """Nothing was written."""
+
+
+def _box(held: Held, tensor: int, region: Region | None) -> Region:
+    return region or whole(held.table[tensor].shape)
+
+
+def _inside(bits: UIntArray, region: Region) -> UIntArray:
+    return bits[region.slices] if region.size else bits  # of no dimensions, what is inside would be a copy
+
+
+def copied(shards: Shards) -> Shards:
+    """The same parts in host memory of their own."""
+
+    def copy(part: Part) -> Bits:
+        memory = memory_of(part.tensor, part.data)
+        return Bits(memory.copied(), memory.dtype)
+
+    return shards.map(copy)

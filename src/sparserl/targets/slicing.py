@@ -1,0 +1,101 @@
+"""Those of a patch's changes that are at hand: of whole tensors, what falls into the parts that one rank has.
+
+A bucket is decoded once and its entries are cut along the parts. Steps stay steps, so the old bits are not needed; but
+a profile that is conditioned on old bits (`ctx`) cannot be decoded by a rank that has only some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from ..codec.profile import Positions
+from ..patch.decode import Decoded, flatten
+from ..weights.dtypes import UIntArray
+from ..weights.pieces import Held
+from ..weights.region import Region, Shape, whole
+from ..weights.shards import Place
+from ..wire import Entries
+
+PROFILES = frozenset(("raw", "gap", "ulp"))  # that can be carved
+
+
+class Carver:
+    """Cuts patches along the parts of one rank."""
+
+    def __init__(self, held: Held) -> None:
+        self._table = held.table
+        self._parts: dict[int, list[Region | None]] = {}
+        for tensor, region in held.places:
+            self._parts.setdefault(tensor, []).append(region)
+
+    def carve(self, decoded: Decoded) -> Decoded:
+        """A bucket with only the changes that are in the parts."""
+        rows: list[tuple[Place, int, int, bool]] = []
+        positions, words, dense = list[Positions](), list[UIntArray](), list[UIntArray]()
+        at = 0
+        for place, count in zip(decoded.sparse_places, decoded.sparse_count.tolist(), strict=True):
+            flat = flatten(self._table, place, decoded.positions[at : at + count])
+            mine = decoded.words[at : at + count]
+            at += count
+            for region in self._parts.get(place[0], ()):
+                inside, where = _within(flat, self._shape(place[0]), region)
+                if where.size:
+                    rows.append(((place[0], region), where.size, self._numel(place[0], region), False))
+                    positions.append(where)
+                    words.append(mine[inside])
+        for (tensor, region), bits in decoded.dense_bits:
+            for common, part in self._common(tensor, region, bits):
+                rows.append(((tensor, common), part.size, part.size, True))
+                dense.append(part)
+        return replace(
+            decoded,
+            head=replace(decoded.head, entries=_entries(rows)),
+            positions=np.concatenate([np.empty(0, np.uint32), *positions]),
+            words=np.concatenate([decoded.words[:0], *words]),
+            dense=np.concatenate([decoded.dense[:0], *dense]),
+        )
+
+    def _shape(self, tensor: int) -> Shape:
+        return self._table[tensor].shape
+
+    def _numel(self, tensor: int, region: Region | None) -> int:
+        return self._table[tensor].numel if region is None else region.numel
+
+    def _common(self, tensor: int, region: Region | None, bits: UIntArray) -> Iterator[tuple[Region | None, UIntArray]]:
+        """What a region of a tensor has in common with each part, with its share of the region's bits."""
+        every = whole(self._shape(tensor))
+        outer = region or every
+        for part in self._parts.get(tensor, ()):
+            if (common := _intersection(outer, part or every)) is not None:
+                start = tuple(a - b for a, b in zip(common.start, outer.start, strict=True))
+                share = bits.reshape(outer.size)[Region(start, common.size).slices].reshape(-1)
+                yield (None if common == every else common), share
+
+
+def _entries(rows: list[tuple[Place, int, int, bool]]) -> Entries:
+    tensors, regions = [place[0] for place, *_ in rows], [place[1] for place, *_ in rows]
+    count, numel = (np.array([row[i] for row in rows], np.int64) for i in (1, 2))
+    return Entries(np.array(tensors, np.int64), count, np.array([row[3] for row in rows], bool), regions, numel)
+
+
+def _within(
+    flat: np.ndarray[tuple[int], np.dtype[np.int64]], shape: Shape, region: Region | None
+) -> tuple[slice | np.ndarray, Positions]:
+    """Which positions in a tensor are in a region of it, and their positions there."""
+    if region is None:
+        return slice(None), flat.astype(np.uint32)
+    coordinates = np.unravel_index(flat, shape)
+    inside = np.ones(flat.size, bool)
+    for c, a, n in zip(coordinates, region.start, region.size, strict=True):
+        inside &= (c >= a) & (c < a + n)
+    local = [c[inside] - a for c, a in zip(coordinates, region.start, strict=True)]
+    return inside, np.ravel_multi_index(local, region.size).astype(np.uint32)
+
+
+def _intersection(a: Region, b: Region) -> Region | None:
+    start = tuple(map(max, a.start, b.start))
+    size = tuple(min(p + m, q + n) - s for p, m, q, n, s in zip(a.start, a.size, b.start, b.size, start, strict=True))
+    return Region(start, size) if all(n > 0 for n in size) else None

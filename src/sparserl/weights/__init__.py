@@ -1,0 +1,1 @@
+"""Weights in memory: dtypes, regions, tensor tables, where bits lie, shards, digests."""

@@ -1,0 +1,231 @@
+"""Boxes of a tensor: splitting, geometry, overlap and coverage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import LimitExceeded, RegionOverlap
+
+Shape = tuple[int, ...]
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Region:
+    """A box of a tensor: where it starts and how far it goes, in every dimension.
+
+    Positions inside a region count its elements in row-major order.
+    """
+
+    start: Shape
+    size: Shape
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.size):
+            raise ValueError(f"region starts in {len(self.start)} dimensions and extends in {len(self.size)}")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether the region lies inside a tensor of this shape and holds at least one element."""
+        return len(self.start) == len(shape) and all(
+            a >= 0 and n >= 1 and a + n <= d for a, n, d in zip(self.start, self.size, shape, strict=True)
+        )
+
+    def inside(self, other: Region) -> bool:
+        """Whether every element of this region is one of the other's."""
+        return all(
+            a >= b and a + n <= b + m for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
+        )
+
+    def split(self, limit: int) -> Iterator[Region]:
+        """Boxes of at most `limit` elements, in order: each is a run of consecutive positions of this one."""
+        axis, step, _ = self._cut(limit)
+        if axis < 0:
+            yield self
+            return
+        for head in np.ndindex(*self.size[:axis]):
+            for i in range(0, self.size[axis], step):
+                yield self._piece(axis, head, i, step)
+
+    def pieces_of(self, limit: int, positions: Numbers) -> Numbers:
+        """Which of the boxes that `split` makes each position is in, counted from 0."""
+        axis, step, inner = self._cut(limit)
+        if axis < 0:
+            return np.zeros_like(positions)
+        row, rest = np.divmod(positions, inner * self.size[axis])
+        numbers: Numbers = row * -(-self.size[axis] // step) + rest // (inner * step)
+        return numbers
+
+    def piece(self, limit: int, number: int) -> tuple[Region, int]:
+        """One of the boxes that `split` makes, and the position at which it starts."""
+        axis, step, inner = self._cut(limit)
+        if axis < 0:
+            return self, 0
+        row, i = divmod(number, -(-self.size[axis] // step))
+        head = tuple(int(k) for k in np.unravel_index(row, self.size[:axis])) if axis else ()
+        return self._piece(axis, head, i * step, step), (row * self.size[axis] + i * step) * inner
+
+    def _cut(self, limit: int) -> tuple[int, int, int]:
+        """The dimension that is cut (-1 for none), into how many steps at a time, and the elements of one step."""
+        axis = 0
+        inner = self.numel
+        while axis < len(self.size) and inner > limit:
+            inner //= self.size[axis]
+            axis += 1
+        return axis - 1, max(1, limit // max(1, inner)), inner
+
+    def _piece(self, axis: int, head: Shape, i: int, step: int) -> Region:
+        lead = tuple(a + k for a, k in zip(self.start, head, strict=False))
+        return Region(
+            (*lead, self.start[axis] + i, *self.start[axis + 1 :]),
+            ((1,) * axis + (min(step, self.size[axis] - i),) + self.size[axis + 1 :]),
+        )
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.size, strict=True)) + "]"
+
+
+def whole(shape: Shape) -> Region:
+    """The region that is all of a tensor."""
+    return Region((0,) * len(shape), shape)
+
+
+def row_major(shape: Shape) -> Shape:
+    """Strides, in elements, of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    return tuple(strides)
+
+
+def collapse(size: Shape, *strides: Shape) -> tuple[Shape, tuple[Shape, ...]]:
+    """The same box with as few dimensions as possible: neighbours merge where every stride list allows it."""
+    out: list[int] = []
+    rows: list[list[int]] = [[] for _ in strides]
+    for d in range(len(size)):
+        if size[d] == 1:
+            continue
+        if out and all(row[-1] == s[d] * size[d] for row, s in zip(rows, strides, strict=True)):
+            out[-1] *= size[d]
+            for row, s in zip(rows, strides, strict=True):
+                row[-1] = s[d]
+            continue
+        out.append(size[d])
+        for row, s in zip(rows, strides, strict=True):
+            row.append(s[d])
+    return tuple(out), tuple(tuple(row) for row in rows)
+
+
+class Effort:
+    """What may still be done to find out whether regions overlap, in steps of about a tenth of a microsecond."""
+
+    def __init__(self, steps: int = 1 << 23) -> None:
+        self._left = steps
+
+    def spend(self, steps: int, regions: int) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise LimitExceeded(f"{regions} regions of a tensor are too entangled to tell whether they overlap")
+
+
+def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
+    """Two indices whose regions share an element, or None."""
+    if len(regions) < 2:
+        return None
+    start = np.array([r.start for r in regions], np.int64).T
+    stop = start + np.array([r.size for r in regions], np.int64).T
+    return first_shared(np.zeros(len(regions), np.int64), start, stop, Effort())
+
+
+def first_shared(owner: Numbers, start: Numbers, stop: Numbers, effort: Effort) -> tuple[int, int] | None:
+    """Two indices of boxes of one owner that share an element, or None; a row for each dimension.
+
+    Cuts that go through no box part them, dimension by dimension: what sharding and splitting make falls apart into
+    single boxes. Only those that no cut parts are compared with one another.
+    """
+    left, group = np.arange(owner.size), owner
+    unparted, d = 0, 0
+    if not len(start):
+        left, group, _ = parted(left, group, np.zeros_like(owner), np.ones_like(owner), effort)
+    while left.size and unparted < len(start):
+        effort.spend(left.size, owner.size)
+        left, group, cut = parted(left, group, start[d], stop[d], effort)
+        unparted = 0 if cut else unparted + 1
+        d = (d + 1) % len(start)
+    return _first_pair(left, group, start, stop, effort) if left.size else None
+
+
+def parted(
+    left: Numbers, group: Numbers, start: Numbers, stop: Numbers, effort: Effort | None = None
+) -> tuple[Numbers, Numbers, bool]:
+    """Groups of intervals, cut wherever no interval of a group lies: those with others in their group, and whether
+    any group was cut. `left` says which intervals are looked at, `group` is a number for each of them.
+    """
+    if not left.size:
+        return left, group, False
+    low, high = start[left], stop[left]
+    if not bool(((group[1:] > group[:-1]) | ((group[1:] == group[:-1]) & (low[1:] >= low[:-1]))).all()):
+        if effort is not None:
+            effort.spend(4 * left.size, left.size)
+        order = np.lexsort((low, group))
+        left, group, low, high = left[order], group[order], low[order], high[order]
+    old = _begins(group[1:] != group[:-1])
+    begins = old.copy()
+    number, span = np.cumsum(old), max(1, int(high.max()))
+    together = max(1, (1 << 62) // span)  # groups one behind the other on one line, as many as fit 63 bits
+    for first in range(1, int(number[-1]) + 1, together):
+        a, b = np.searchsorted(number, [first, first + together])
+        shift = (number[a:b] - first) * span
+        reach = np.maximum.accumulate(high[a:b] + shift)
+        begins[a + 1 : b] |= low[a + 1 : b] + shift[1:] >= reach[:-1]
+    ids: Numbers = np.cumsum(begins, dtype=np.int64)
+    several = np.bincount(ids)[ids] > 1
+    return left[several], ids[several], bool((begins != old).any())
+
+
+def _begins(differs: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    return np.concatenate((np.ones(1, bool), differs))
+
+
+def _first_pair(left: Numbers, group: Numbers, start: Numbers, stop: Numbers, effort: Effort) -> tuple[int, int] | None:
+    """Compare the boxes of each group with one another, along the dimension in which they are shortest."""
+    if not len(start):
+        return int(left[0]), int(left[1])
+    shares = [(stop[d][left] - start[d][left]).sum() / max(1, int(stop[d][left].max())) for d in range(len(start))]
+    along = int(np.argmin(shares))
+    order = np.lexsort((start[along][left], group))
+    left, group = left[order], group[order]
+    low, high = start[along][left], stop[along][left]
+    at, step = np.arange(left.size), 0
+    while at.size:
+        step += 1
+        at = at[at < left.size - step]
+        rival = at + step
+        at = at[(group[rival] == group[at]) & (low[rival] < high[at])]  # they rise: who is past one is past the rest
+        effort.spend((at.size + 256) * len(start) // 2, left.size)
+        a, b = left[at], left[at + step]
+        hit = np.ones(at.size, bool)
+        for d in range(len(start)):
+            hit &= (start[d][a] < stop[d][b]) & (start[d][b] < stop[d][a])
+        if hit.any():
+            return int(a[hit.argmax()]), int(b[hit.argmax()])
+    return None
+
+
+def refuse_overlap(name: str, regions: Sequence[Region]) -> None:
+    """Raise `RegionOverlap` naming the tensor and the two regions, if any two share an element."""
+    if (pair := first_overlap(regions)) is not None:
+        a, b = regions[pair[0]], regions[pair[1]]
+        raise RegionOverlap(f"tensor {name!r}: regions {a} and {b} overlap; entries must not share elements")

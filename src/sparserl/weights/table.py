@@ -1,0 +1,143 @@
+"""The tensor table: names, dtypes and shapes of a set of weights, in one canonical order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cached_property
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..errors import TensorMismatch, UnsupportedTensor
+from .dtypes import DType
+from .region import Shape
+
+
+class TensorSpec(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def identity(self) -> bytes:
+        """The bytes that stand for this tensor in the digest: a change of name, dtype or shape changes them."""
+        return f"{self.dtype.name}{list(self.shape)}{self.name}".encode()
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype.name}{list(self.shape)}"
+
+
+class Dimensions(NamedTuple):
+    """Dimensions of tensors: how many each has, where they begin among all of them, and their sizes."""
+
+    rank: npt.NDArray[np.int64]
+    at: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+
+class TensorTable:
+    """Specs sorted by name. Tensors are known by their index in it."""
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        try:
+            self.specs: tuple[TensorSpec, ...] = tuple(sorted(specs, key=itemgetter(0)))  # their names
+            "".join([s.name for s in self.specs]).encode()
+        except (TypeError, UnicodeEncodeError) as error:
+            raise UnsupportedTensor(f"tensor names are text that UTF-8 can hold: {error}") from error
+        self.index: dict[str, int] = {s.name: i for i, s in enumerate(self.specs)}
+        if len(self.index) != len(self.specs):
+            raise TensorMismatch("a tensor name stands twice in the table")
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __getitem__(self, index: int) -> TensorSpec:
+        return self.specs[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorTable) and self.specs == other.specs
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.specs)
+
+    def __repr__(self) -> str:
+        return f"<TensorTable of {len(self)} tensors, {self.elements} elements>"
+
+    @cached_property
+    def numel(self) -> npt.NDArray[np.int64]:
+        return np.array([s.numel for s in self.specs], np.int64)
+
+    @cached_property
+    def elements(self) -> int:
+        return int(self.numel.sum()) if self.specs else 0
+
+    @cached_property
+    def dense_bytes(self) -> int:
+        return sum(s.numel * s.dtype.width for s in self.specs)
+
+    @cached_property
+    def keys(self) -> npt.NDArray[np.uint64]:
+        """Two 64-bit keys per tensor, under which the digest mixes its elements."""
+        raw = b"".join([xxhash.xxh3_128_digest(s.identity()) for s in self.specs])
+        return np.frombuffer(raw, ">u8").astype(np.uint64).reshape(-1, 2)
+
+    @cached_property
+    def codes(self) -> npt.NDArray[np.uint8]:
+        """The dtype of each tensor, by its code."""
+        return np.array([s.dtype.code for s in self.specs], np.uint8)
+
+    @cached_property
+    def dimensions(self) -> Dimensions:
+        """All dimensions of all tensors."""
+        rank = np.array([len(s.shape) for s in self.specs], np.int64)
+        sizes = np.fromiter((n for s in self.specs for n in s.shape), np.int64, int(rank.sum()))
+        return Dimensions(rank, np.cumsum(rank) - rank, sizes)
+
+    @cached_property
+    def wide(self) -> Dimensions:
+        """Those that have more than one element: in the others there is nothing to tell apart."""
+        every = self.dimensions
+        kept = every.sizes != 1
+        rank = np.bincount(np.repeat(np.arange(len(self)), every.rank)[kept], minlength=len(self)).astype(np.int64)
+        return Dimensions(rank, np.cumsum(rank) - rank, every.sizes[kept])
+
+    def require(self, other: TensorTable, ours: str, theirs: str) -> None:
+        """Raise `TensorMismatch` naming every difference, unless the two tables are equal."""
+        if self.specs == other.specs:
+            return
+        notes = []
+        for name in sorted(self.index.keys() | other.index.keys()):
+            mine, its = self.get(name), other.get(name)
+            if mine is None:
+                notes.append(f"{name!r} is in {theirs} but not in {ours}")
+            elif its is None:
+                notes.append(f"{name!r} is in {ours} but not in {theirs}")
+            elif mine != its:
+                notes.append(f"{name!r} is {_kind(mine)} in {ours} but {_kind(its)} in {theirs}")
+        raise TensorMismatch(_summary(notes))
+
+    def get(self, name: str) -> TensorSpec | None:
+        index = self.index.get(name)
+        return None if index is None else self.specs[index]
+
+
+def _kind(spec: TensorSpec) -> str:
+    return f"{spec.dtype.name}{list(spec.shape)}"
+
+
+def _summary(notes: list[str], most: int = 10) -> str:
+    more = f"; and {len(notes) - most} more" if len(notes) > most else ""
+    return f"{len(notes)} tensor(s) differ: " + "; ".join(notes[:most]) + more

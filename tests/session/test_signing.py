@@ -13,7 +13,7 @@ from sparserl.session.store import signing
 from sparserl.session.store.records import HEAD, Head, Index, canonical, path, sha256
 from sparserl.session.store.retention import faults, read_head
 from sparserl.transport import open_store
-from tests.session.test_session import Policy, bits
+from tests.session.policy import Policy, bits
 
 SECRET, PUBLIC = signing.keygen()
 OTHER, OTHERS = signing.keygen()

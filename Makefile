@@ -56,13 +56,13 @@ fuzz: $(STAMP)  ## the long form of the reader's fuzz test
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/hostile -k fuzz --timeout 7200
 
 soak: $(STAMP)  ## 500 kills of publisher and subscribers on each of a folder, SeaweedFS's S3 and moto
-	rm -f docs/soak.jsonl
+	rm -f research/results/soak.jsonl
 	for store in file seaweedfs moto; do \
-	  $(BIN)/python -m tests.session.soak --kills 500 --store $$store --seed 1 >> docs/soak.jsonl || exit 1; \
+	  $(BIN)/python -m tests.session.soak --kills 500 --store $$store --seed 1 >> research/results/soak.jsonl || exit 1; \
 	done
 
 load: $(STAMP)  ## 64 subscribers that come and go, 200 versions
-	$(BIN)/python -m benchmarks.load --out docs/load.json
+	$(BIN)/python -m benchmarks.load --out research/results/load.json
 
 collective: $(STAMP)  ## a dense broadcast against patches, over links held to a rate (needs root)
 	$(BIN)/python -m benchmarks.collective

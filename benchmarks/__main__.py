@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: every claim of size or speed, with the peers, in one run; writes docs/results.{json,md}."""
+"""`python -m benchmarks`: every claim of size or speed, beside the peers; writes research/results/results.{json,md}."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPEED_TARGETS = {  # one thread: encode of the two-stream, decode of the scatte
     "ulp": (0.65, 0.60, None),
     "ctx": (0.40, None, 0.40),
 }
-_HOME = Path(__file__).parent.parent / "docs"
+_HOME = Path(__file__).parent.parent / "research" / "results"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.collective`: syncs by Gloo broadcast over shaped links; writes docs/collective.{json,md}.
+"""`python -m benchmarks.collective`: syncs by Gloo broadcast over shaped links; writes collective.{json,md}.
 
 Two ranks in two network namespaces, joined by a pair of virtual interfaces that `tc tbf` holds to a rate. What the link
 gives to a plain socket is measured in the same run. Needs root; without it nothing is measured.
@@ -38,7 +38,7 @@ RATES = {  # and the bytes that may pass at once: far less than a patch has, or 
 PROFILES = ("raw", "gap", "ulp", "ctx", "auto")
 DENSE, FLAT, SPARSE = "dense, a message per tensor", "dense, in buckets", "sparse, a message per tensor"
 LAUNCH = "as many messages of one byte"
-_HOME = Path(__file__).parent.parent / "docs"
+_HOME = Path(__file__).parent.parent / "research" / "results"
 _BUCKET = 4 << 20
 _LAYERS, _LAYER = 28, (1, 1, 8, 8, 256, 64, 64, 256, 512, 512, 512)  # tensors of a layer, by their share of it
 _SECONDS = 30.0  # for the repeats of one way over one link
@@ -278,7 +278,7 @@ def over(name: str, megabytes: int, density: float, repeats: int) -> dict[str, A
 
 
 def render(result: dict[str, Any]) -> str:
-    """The tables of docs/collective.md."""
+    """The tables of research/results/collective.md."""
     out = []
     for row in result["links"]:
         ways, dense = row["ways"], row["ways"][FLAT]["seconds"]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.links`: predicted and measured sync times over real sockets; writes docs/links.{json,md}.
+"""`python -m benchmarks.links`: predicted and measured sync times over real sockets; writes links.{json,md}.
 
 A sender and a receiver are processes of their own. A third one stands between them where the link is slow, and lets
 through as many bits per second as the link has, each after its latency. Both sides work on one thread: a small machine
@@ -41,7 +41,7 @@ PATIENCE = 30.0  # seconds: what is predicted to take longer is not measured
 _ROUNDS = 8.0  # seconds for the repeats of one way over one link
 _CALM = 0.1  # how far the machine's speed may move while a link is measured
 _STUBBORN = 90.0  # seconds for one link to be measured on a calm machine
-_HOME = Path(__file__).parent.parent / "docs"
+_HOME = Path(__file__).parent.parent / "research" / "results"
 _HEADER = struct.Struct("<cQ")  # what comes, how many bytes
 _PATCH, _DENSE, _PROBE, _END = b"p", b"d", b"?", b"."
 _SPAWN = get_context("spawn")

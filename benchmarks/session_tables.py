@@ -1,4 +1,4 @@
-"""What `make soak`, `make load`, `make collective` and so on found last, as sections of docs/results.md."""
+"""What `make soak`, `make load`, `make collective` and so on found last, as sections of research/results/results.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks import study_page
+from research.study import page as study_page
 
 
 def tables(home: Path) -> list[str]:

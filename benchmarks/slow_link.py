@@ -1,4 +1,4 @@
-"""`python -m benchmarks.slow_link`: RL over a slow link, once for every format; writes docs/slow_link.json.
+"""`python -m benchmarks.slow_link`: RL over a slow link, once for every format; writes research/results/slow_link.json.
 
 The loop of examples/rl with one worker, trainer and worker in turn, in processes of their own. Every byte of weights
 goes through `benchmarks.throttle`. sparserl publishes to a folder, which `sparserl serve` offers; dense weights and
@@ -48,7 +48,7 @@ from sparserl.session.store.records import HEAD
 from sparserl.weights.dtypes import BY_NAME
 
 LANDED, READY = "landed.jsonl", "ready"  # files of the worker
-_HOME = Path(__file__).parent.parent / "docs"
+_HOME = Path(__file__).parent.parent / "research" / "results"
 _FROM, _TO = "<!-- slow link -->\n", "<!-- end of slow link -->"  # where the table stands in rl.md
 _FRAME = struct.Struct("<II")  # the version, and how many parts it has; then the size of each
 _NEEDLESS = ("plan", "fetch")  # stages of a subscriber that are not work on what has come

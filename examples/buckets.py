@@ -1,6 +1,6 @@
-"""How a dozen tensors become buckets, byte by byte: runs sparserl and prints docs/buckets.md.
+"""How a dozen tensors become buckets, byte by byte: runs sparserl and prints research/buckets.md.
 
-    python examples/buckets.py > docs/buckets.md
+    python examples/buckets.py > research/buckets.md
 
 Weights and changes come from one seed, so that all of the page but the timings is the same in every run.
 """
@@ -107,7 +107,7 @@ class Field:
 
 
 class Dissected:
-    """A bucket taken apart by docs/format.md, field by field."""
+    """A bucket taken apart by docs/reference/format.md, field by field."""
 
     def __init__(self, data: bytes, head: Head, table: sparserl.TensorTable) -> None:
         self.data, self.head, self.table, self.at = data, head, table, 0
@@ -207,7 +207,7 @@ class Dissected:
 
 
 def name_of(stream: int) -> str:
-    """The name of a stream, as docs/format.md has it."""
+    """The name of a stream, as docs/reference/format.md has it."""
     if stream >= Stream.CLASS:
         c, part = divmod(stream - Stream.CLASS, 4)
         return f"class {c} {('gap tokens', 'gap lows', 'step tokens', 'step lows')[part]}"
@@ -252,8 +252,8 @@ def page(patch: sparserl.Patch) -> Iterator[str]:
         f"""Written by `python examples/buckets.py`, which makes two versions of twelve tensors, lets `sparserl.diff`
         find what changed between them, and takes the patch apart. Everything but the timeline at the end is the same in
         every run with zstd {".".join(map(str, zstandard.ZSTD_VERSION))}; another may take a few bytes more or less. The
-        words are those of [architecture.md](architecture.md), the fields those of
-        [format.md](format.md)."""
+        words are those of [architecture.md](../docs/explanation/architecture.md), the fields those of
+        [format.md](../docs/reference/format.md)."""
     )
     yield from ("## The tensors", "")
     yield from _tensors(patch)

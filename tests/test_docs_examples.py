@@ -39,12 +39,12 @@ def test_examples_of_integrations(package: str, tmp_path: Path) -> None:
     """The longest block of a page is a program, which checks what it shows."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    (tmp_path / "example.py").write_text(max(blocks(f"integrations/{package}.md"), key=len))
+    (tmp_path / "example.py").write_text(max(blocks(f"how-to/integrations/{package}.md"), key=len))
     run("example.py", folder=tmp_path)
 
 
 @pytest.mark.long
 def test_examples_of_suites(tmp_path: Path) -> None:
     """A store, a source and a target of one's own pass the suites."""
-    (tmp_path / "test_mine.py").write_text("\n\n".join(blocks("testing.md")))
+    (tmp_path / "test_mine.py").write_text("\n\n".join(blocks("how-to/testing.md")))
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py", folder=tmp_path)

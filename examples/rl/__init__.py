@@ -4,5 +4,5 @@
        ▲                                                                          │
        └── tokens, rewards, log-probabilities ◄── queue (a folder) ◄──────────────┘
 
-`python -m examples.rl --help` says what can be chosen; docs/rl.md what it shows.
+`python -m examples.rl --help` says what can be chosen; research/results/rl.md what it shows.
 """

@@ -11,7 +11,7 @@
 0
 
 Each is a `Callback` for `Publisher(…, callbacks=[…])` and `Subscriber(…, callbacks=[…])`; so is
-`sparserl.record.Recorder`. The names are listed in docs/metrics.md.
+`sparserl.record.Recorder`. The names are listed in docs/how-to/metrics.md.
 """
 
 from __future__ import annotations

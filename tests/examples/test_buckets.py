@@ -1,4 +1,4 @@
-"""docs/buckets.md is what examples/buckets.py prints, but for the clock."""
+"""research/buckets.md is what examples/buckets.py prints, but for the clock."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def printed() -> str:
 
 
 def test_the_page_is_what_the_example_prints(printed):
-    """Tensors, pieces, buckets and bytes are those of this code; else run `examples/buckets.py > docs/buckets.md`."""
-    page = (HOME / "docs" / "buckets.md").read_text(encoding="utf-8")
+    """Tensors, buckets and bytes are those of this code; else run `examples/buckets.py > research/buckets.md`."""
+    page = (HOME / "research" / "buckets.md").read_text(encoding="utf-8")
     used, here = (re.search(r"zstd\s([\d.]+);", text)[1] for text in (page, printed))
     if used != here:
         pytest.skip(f"the page was written with zstd {used}, this is {here}")

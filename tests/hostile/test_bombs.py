@@ -17,7 +17,7 @@ from tests.hostile.ways import ways
 
 pytestmark = pytest.mark.alone
 
-MEMORY = 768 << 20  # what docs/format.md promises
+MEMORY = 768 << 20  # what docs/reference/format.md promises
 SMALL = 8192
 
 ENDS = {

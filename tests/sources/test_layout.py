@@ -195,8 +195,8 @@ def test_modules():
 
 
 def test_the_page_about_shards():
-    """What docs/shards.md works out runs, and is what the page draws."""
-    page = (Path(__file__).parents[2] / "docs" / "shards.md").read_text()
+    """What docs/how-to/shards.md works out runs, and is what the page draws."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "shards.md").read_text()
     *_, made, used = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names = {"rank": 1}
     exec(made, names)

@@ -1,4 +1,4 @@
-"""Two nginx caches between one origin and eight subscribers, configured as docs/serving.md says."""
+"""Two nginx caches between one origin and eight subscribers, configured as docs/how-to/serving.md says."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cache(nginx: str, folder: Path, origin: str) -> Iterator[str]:
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"127.0.0.1:{free.getsockname()[1]}"
-    found = re.search(r"```nginx\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)
+    found = re.search(r"```nginx\n(.*?)```", (ROOT / "docs" / "how-to" / "serving.md").read_text(), re.DOTALL)
     assert found is not None
     site = found[1]
     for theirs, ours in (

@@ -1,4 +1,4 @@
-"""docs/format.md is what the code does: its example, its tables and its digest are rebuilt and compared."""
+"""docs/reference/format.md is what the code does: its example, its tables and its digest are rebuilt and compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparserl.codec.coders import CODERS
 from sparserl.weights.dtypes import BY_NAME, DTYPES
 from sparserl.wire import limits
 
-PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "format.md").read_text()
 
 
 def block(language: str) -> str:

@@ -4,7 +4,7 @@
     loader: on the first call learn where the checkpoint lies in the model ──► what do all ranks hold?
             on every call staged on all ranks ──► commit on all, or on none      (meanwhile, on a thread: stage ahead)
 
-The server is started with `--custom-weight-loader sparserl.integrations.sglang.load`. See docs/integrations/sglang.md.
+The server is started with `--custom-weight-loader sparserl.integrations.sglang.load`. See its page in docs.
 
 What a loader returns is lost, and what it raises ends the server. So it raises nothing, and leaves a mark: a buffer of
 the model, whose name says which version is held, or what went wrong. `/weights_checker` tells the names of all buffers.

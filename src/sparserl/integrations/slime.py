@@ -3,7 +3,7 @@
     trainer: weight_v000007/ on its disk ──► publish ──► store ──► fetch ──► weight_v000007 on a rollout host ──► engine
 
 slime calls the first hook on every rank of the trainer when a version is written, and SGLang, as slime patches it, the
-second one on every rank of an engine before it reads that version (see docs/integrations/slime.md):
+second one on every rank of an engine before it reads that version (see docs/how-to/integrations/slime.md):
 
     --update-weight-mode full --update-weight-transport disk --update-weight-disk-dir /scratch/weights
     --update-weight-local-checkpoint-dir /scratch/checkpoint

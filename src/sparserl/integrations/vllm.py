@@ -1,4 +1,4 @@
-"""vLLM, worker side: the weight-transfer backend `sparserl`. See docs/integrations/vllm.md.
+"""vLLM, worker side: the weight-transfer backend `sparserl`. See docs/how-to/integrations/vllm.md.
 
     vLLM loads the model ──► learn where the checkpoint lies in it ──► load it again ──► compare ──► serve
     init_weight_transfer_engine ──► what do all ranks hold?      (meanwhile, on a thread: stage what is published)

@@ -1,4 +1,4 @@
-"""vLLM, trainer side: publish to a store, then have vLLM's workers commit. See docs/integrations/vllm.md.
+"""vLLM, trainer side: publish to a store, then have vLLM's workers commit. See docs/how-to/integrations/vllm.md.
 
 publish ──► store ──► (workers stage it by themselves)
 pause ──► start, update, finish ──► reset caches ──► resume

@@ -2,7 +2,7 @@
 
 Two 64-bit sums, over all elements, of a strong mix of (tensor, position in the tensor, bits), plus one term per
 tensor for its name, dtype and shape. A sum has no order: shards add up, and a patch moves it in O(changed).
-docs/format.md says what it protects against, and what not.
+docs/reference/format.md says what it protects against, and what not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables, buckets and patches as bytes: writing, bounded reading, limits. docs/format.md is the contract."""
+"""Tables, buckets and patches as bytes: writing, bounded reading, limits. docs/reference/format.md is the contract."""
 
 from __future__ import annotations
 

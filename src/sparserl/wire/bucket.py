@@ -1,4 +1,4 @@
-"""A bucket as bytes: header, entry table, directory, streams, checksum. See docs/format.md."""
+"""A bucket as bytes: header, entry table, directory, streams, checksum. See docs/reference/format.md."""
 
 from __future__ import annotations
 

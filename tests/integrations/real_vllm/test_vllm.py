@@ -83,7 +83,7 @@ def served(model, folder):
 def example(model, folder):
     """The program in the documentation, with nothing set but that this is a CPU."""
     folder.mkdir()
-    page = (ROOT / "docs/integrations/vllm.md").read_text()
+    page = (ROOT / "docs/how-to/integrations/vllm.md").read_text()
     program = max(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL), key=len)
     (folder / "example.py").write_text(program)
     return subprocess.run(

@@ -1,6 +1,6 @@
 """An order-0 entropy coder for bytes, in Numba: interleaved rANS with static tables.
 
-    chunk = table, states, words        (docs/format.md; `reference.py` has the coder itself in plain Python)
+    chunk = table, states, words        (docs/reference/format.md; `reference.py` has the coder itself in plain Python)
 
 A decoder checks everything it reads: a table that does not add up, states or words that do not come out even are
 an error, and no index leaves its array.

@@ -3,7 +3,7 @@
     encode: pack (tokens, low bits, histogram) ──► tables (frequencies: shares and bytes) ──► encode ──► lay out, copy
     decode: read_tables (shares) ──► slots ──► decode (tokens) ──► unpack
 
-The bytes are those of docs/format.md, so either side may be a CPU. A program works on a chunk, for which a lane of the
+The bytes are those of the format, so either side may be a CPU. A program works on a chunk, for which a lane of the
 format is a lane of a warp. A decoder checks what it reads: what is wrong sets `bad`, and no index leaves its array.
 """
 

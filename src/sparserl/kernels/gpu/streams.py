@@ -4,7 +4,7 @@
     bytes ──► tile counts ──► tokens, gaps, steps ──► locate ──► digest moved as promised? ──► land
 
 A bar is a place where the host waits for a few numbers, for all buckets together. Profiles, streams and coders are
-those of docs/format.md. A bucket here is some consecutive parts; all buckets of a call have as many classes.
+those of docs/reference/format.md. A bucket here is some consecutive parts; all buckets of a call have as many classes.
 """
 
 from __future__ import annotations

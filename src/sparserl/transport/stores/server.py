@@ -93,7 +93,7 @@ class Meter:
         self.sent = 0
 
     def text(self, head: Head | None, waiting: int) -> str:
-        """All metrics; see docs/metrics.md."""
+        """All metrics; see docs/how-to/metrics.md."""
         answers = {f'{{status="{status}"}}': count for status, count in sorted(self.answers.items())}
         rows = [
             ("requests_total", "counter", "Requests answered, by status.", answers),

@@ -1,6 +1,6 @@
 """An experiment: what would the history of each element add to the magnitude classes of `ctx`, and what would it cost?
 
-`python -m benchmarks.history` prints the tables of docs/history.md. Nothing of it is shipped.
+`python -m research.history` prints the tables of research/history.md. Nothing of it is shipped.
 
 Both sides would keep a byte per element: when it last changed (0 never, 1 long ago, else a count of syncs that is wound
 back before it overflows) and, in the lowest bit, whether it went up. Elements are put into groups by age, every

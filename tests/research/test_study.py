@@ -15,9 +15,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks import session_tables, study, study_follow, study_page, study_run, study_traces  # noqa: E402
-from benchmarks.study_plots import Axis, plot  # noqa: E402
-from benchmarks.study_summary import summary  # noqa: E402
+from benchmarks import session_tables  # noqa: E402
+from research.study import __main__ as study  # noqa: E402
+from research.study import follow as study_follow  # noqa: E402
+from research.study import page as study_page  # noqa: E402
+from research.study import run as study_run  # noqa: E402
+from research.study import traces as study_traces  # noqa: E402
+from research.study.plots import Axis, plot  # noqa: E402
+from research.study.summary import summary  # noqa: E402
 from sparserl import sources  # noqa: E402
 
 POINT = study_run.Point("tiny-grpo-5e-06", "tiny", "grpo", 5e-6, 4, prompts=4, group=4, warm_up=2)

@@ -1,4 +1,4 @@
-"""A run of the study as it is kept in docs/study.json: counts of every sync, and sums over the later half of them."""
+"""A run of the study as study.json keeps it: counts of every sync, and sums over the later half of them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import history
+from research import history
 
 TRACE = Path(__file__).parents[1] / "data" / "trace"
 

@@ -1,4 +1,4 @@
-"""Tables and plots of the study, from docs/study.json: for docs/study.md, docs/results.md and docs/plots/.
+"""Tables and plots of the study, from study.json in research/results/: for study.md, results.md and plots/.
 
 Published figures are those of arXiv 2605.07330 (SparseRL-Sync) and arXiv 2602.03839 (PULSE).
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study_plots import Axis, plot
+from research.study.plots import Axis, plot
 
 PULSE_RATES = {5e-7: 0.002, 1e-6: 0.0027, 3e-6: 0.0057, 5e-6: 0.0094}  # 1.5B, bf16
 PULSE_APART = {1: 0.0086, 8: 0.0140, 32: 0.0196}  # 7B, bf16
@@ -25,7 +25,7 @@ CALLED = {
     "tiny": "The tiny model from bf16 numbers",
     "tiny-from-fp32": "The tiny model from fp32 numbers",
 }
-BEGIN, END = "<!-- written by python -m benchmarks.study --render -->", "<!-- end -->"
+BEGIN, END = "<!-- written by python -m research.study --render -->", "<!-- end -->"
 
 
 def share(value: float) -> str:
@@ -109,14 +109,14 @@ def starts(every: Mapping[str, Family]) -> dict[str, Family]:
     return {start.replace("-", " "): family for start, family in found.items()}
 
 
-def write(data: Mapping[str, Any], docs: Path) -> None:
-    """The plots, and the part of docs/study.md between two comments."""
-    folder = docs / "plots"
-    folder.mkdir(exist_ok=True)
+def write(data: Mapping[str, Any], folder: Path) -> None:
+    """The plots, and the part of research/results/study.md between two comments."""
+    pictures = folder / "plots"
+    pictures.mkdir(exist_ok=True)
     every = families(data)
     for name, drawn in plots(starts(every)).items():
-        (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
-    page = docs / "study.md"
+        (pictures / f"{name}.svg").write_text(drawn, encoding="utf-8")
+    page = folder / "study.md"
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)
     lines = [f"## {next(CALLED[name] for name in every).partition(' from')[0]} beside published figures", ""]
     lines += [*_beside(starts(every)), *(f"![{title}](plots/{file}.svg)\n" for file, title in TITLES.items())]
@@ -128,7 +128,7 @@ def write(data: Mapping[str, Any], docs: Path) -> None:
 
 
 def section(data: Mapping[str, Any]) -> list[str]:
-    """What docs/results.md has of it."""
+    """What research/results/results.md has of it."""
     every = families(data)
     name, family = next(iter(every.items()))
     one = next(iter(family.values()))
@@ -136,7 +136,7 @@ def section(data: Mapping[str, Any]) -> list[str]:
     return [
         "## Sparsity of real RL",
         "",
-        f"`python -m benchmarks.study`: {CALLED[name]}. {where}.",
+        f"`python -m research.study`: {CALLED[name]}. {where}.",
         f"Densities are means of syncs {one.settled + 1} to {one.syncs}. *From bf16*: fp32 masters were bf16 numbers",
         "at first, as those of a published checkpoint are; *from fp32*: they could be any. [study.md](study.md) has",
         "the rest: distances, algorithms, kinds of tensors, magnitudes, and where these figures and published ones",

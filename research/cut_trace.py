@@ -1,4 +1,4 @@
-"""Cut a small real trace for the tests from the full traces: `python -m benchmarks.cut_trace`.
+"""Cut a small real trace for the tests from the full traces: `python -m research.cut_trace`.
 
 It keeps leading rows of a few tensors and two syncs of each run, in the format of `benchmarks.traces`, with
 counts and densities of the cut. `model_density` stays that of the whole model.

@@ -1,10 +1,10 @@
 """How sparse RL is: what a sync changes, by precision, learning rate, algorithm, distance, tensor and magnitude.
 
-    python -m benchmarks.study tiny                                  a tiny model on the CPU: minutes
-    python -m benchmarks.study 135m --device cuda --jobs 10          SmolLM2-135M, ten runs side by side on a GPU
-    python -m benchmarks.study tiny --points grpo-5e-06 --syncs 4    one of the runs, shorter
-    python -m benchmarks.study traces                                what the recorded traces say
-    python -m benchmarks.study --render                              tables and plots of docs/study.md again
+    python -m research.study tiny                                  a tiny model on the CPU: minutes
+    python -m research.study 135m --device cuda --jobs 10          SmolLM2-135M, ten runs side by side on a GPU
+    python -m research.study tiny --points grpo-5e-06 --syncs 4    one of the runs, shorter
+    python -m research.study traces                                what the recorded traces say
+    python -m research.study --render                              tables and plots of research/results/study.md again
 
 A run that is in the file already is not made again. Every run is written down when it is whole.
 """
@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import study_page, traces
-from benchmarks.study_run import SFT, Point, run
-from benchmarks.study_summary import summary
-from benchmarks.study_traces import replay
+from benchmarks import traces
 from examples.rl import policy
+from research.study import page as study_page
+from research.study.run import SFT, Point, run
+from research.study.summary import summary
+from research.study.traces import replay
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 SYNCS = 40  # of a run; longer and shorter ones are families of their own
 RATES = (5e-7, 1e-6, 3e-6, 5e-6, 2e-5)
 MODELS = {"tiny": "tiny", "135m": "smollm2-135m"}
@@ -96,7 +97,7 @@ def keep(found: dict[str, Any], out: Path) -> None:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m research.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("preset", nargs="?", choices=[*MODELS, "traces"], default="tiny")
@@ -106,10 +107,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--jobs", type=int, default=1, help="runs at a time (default %(default)s)")
     add("--model", default="", help="the model in a folder instead, as transformers saves it")
-    add("--out", type=Path, default=DOCS / "study.json", help="figures of all runs (default %(default)s)")
+    add("--out", type=Path, default=RESULTS / "study.json", help="figures of all runs (default %(default)s)")
     add("--recordings", type=Path, help="keep the recordings of every sync in this folder")
     add("--json", action="store_true", help="print the figures of the runs that were asked for")
-    add("--render", action="store_true", help="write the tables and plots of docs/ from --out, and run nothing")
+    add("--render", action="store_true", help="run nothing; write the tables and plots from --out")
     given = parser.parse_args(argv)
     every = points(given.preset, given.model or MODELS.get(given.preset, ""), given.syncs, given.start)
     asked = set(given.points.split(",")) - {""}
@@ -123,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run what is left to be run."""
     given = arguments(argv)
     if given.render:
-        study_page.write(json.loads(given.out.read_text()), DOCS)
+        study_page.write(json.loads(given.out.read_text()), RESULTS)
         return 0
     if given.preset == "traces":
         folder = traces.find_traces()

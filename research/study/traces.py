@@ -14,7 +14,7 @@ import numpy as np
 
 import sparserl
 from benchmarks import traces
-from benchmarks.study_summary import classes
+from research.study.summary import classes
 from sparserl.record import Recorder, Recording
 from sparserl.weights.dtypes import BY_NAME
 

@@ -1,0 +1,1 @@
+"""Experiments and measurements that nobody needs to use or change the library."""

@@ -1,9 +1,9 @@
-"""What importing brings in, what the root offers, and which way imports point."""
+"""What importing loads, what the root offers, which way imports point, and how long files are."""
 
 from __future__ import annotations
 
-import ast
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -12,26 +12,30 @@ from pathlib import Path
 import pytest
 
 import sparserl
+from tests.import_graph import circles, imports, modules
 
 ROOT = Path(sparserl.__file__).parent
-FOREIGN = (
-    *("torch", "matplotlib", "typer", "rich", "vllm", "sglang", "transformers", "ray"),
-    *("safetensors", "ml_dtypes", "obstore", "cryptography", "starlette", "uvicorn"),
-    *("prometheus_client", "tensorboard", "wandb"),
-)
+TESTS = Path(__file__).parent
+FILES = modules(ROOT)
+IMPORTS = imports(ROOT)
+ARROWS = {(module, imported) for module, _, imported in IMPORTS}
 
-# A room imports from rows above its own, and from itself. A new room takes a row here.
+# A room imports from the rows above its own, and from itself. A new room takes a row here.
+# `session/__init__` and the like are doors: they offer what the rooms behind them have.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "folders", "humanize", "kernels"),
-    ("parallel", "files"),
+    ("parallel", "files", "kernels.cpu", "kernels.gpu"),
     ("weights",),
     ("codec",),
     ("wire",),
     ("plan",),
     ("patch",),
     ("sources",),
-    ("targets", "transport"),
-    ("session",),
+    ("targets", "transport.stores", "transport.groups"),
+    ("transport/__init__", "session"),
+    ("session.store",),
+    ("session.group",),
+    ("session/__init__",),
     ("record", "metrics"),
     ("__init__",),
     ("integrations", "testing"),
@@ -40,18 +44,55 @@ ROWS: tuple[tuple[str, ...], ...] = (
 )
 RANK = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 
+# What is still to be mended: these lists may only become shorter.
+KNOWN_CIRCLES: list[list[str]] = [
+    ["cli.commands", "cli.session"],
+    ["patch.apply", "patch.compose", "patch.gpu_apply", "patch.located", "patch.patch", "patch.stats"],
+    ["session.group.relay", "session.store.subscriber"],
+    ["transport.stores.base", "transport.stores.folder", "transport.stores.objects", "transport.stores.web"],
+]
+KNOWN_UPWARD: set[tuple[str, str]] = {
+    ("session.baseline", "session.store.transfer"),
+    ("session.store.publisher", "session.group.publisher"),
+    ("session.store.subscriber", "session.group.relay"),
+    ("session.store.subscriber", "session.group.subscriber"),
+}
+KNOWN_LONG: set[str] = {"cli.session", "patch.apply", "session.store.publisher", "transport.stores.web"}
+MOST_LINES = 500
+
+# Neither `import sparserl` nor `sparserl --help` needs any of these; a session or a kernel loads its own.
+HEAVY = (
+    *("numba", "llvmlite", "triton", "torch", "matplotlib", "vllm", "sglang", "transformers", "ray"),
+    *("safetensors", "ml_dtypes", "obstore", "cryptography", "starlette", "uvicorn", "zstandard", "asyncio", "http"),
+    *("prometheus_client", "tensorboard", "wandb"),
+)
+
 
 def run(code):
-    """A fresh interpreter that sees the same sparserl as this one."""
+    """What a fresh interpreter prints that sees the same sparserl as this one."""
     env = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
 
 
-def test_importing_is_light():
-    """Neither torch nor any engine, plot library or command-line package comes with `import sparserl`."""
-    assert run(f"import sys, sparserl; print([m for m in {FOREIGN!r} if m in sys.modules])") == "[]"
+def loaded(statement):
+    """The modules that a statement loads in a fresh interpreter."""
+    return set(json.loads(run(f"import json, sys\n{statement}\nprint(json.dumps(list(sys.modules)))")))
+
+
+def test_import_loads_the_root_alone():
+    """`import sparserl` loads no other file of the package, no dependency, and fewer modules than NumPy has."""
+    names = loaded("import sparserl")
+    assert {name for name in names if name.partition(".")[0] == "sparserl"} == {"sparserl"}
+    assert names.isdisjoint({*HEAVY, "numpy", "typer", "rich"})
+    assert len(names) < len(loaded("import numpy"))
+
+
+def test_all_public_names_load_without_kernels_or_torch():
+    """Every public name can be looked at, and subclassed, before a kernel is compiled or torch is there."""
+    names = loaded("import sparserl\nfor name in sparserl.__all__: getattr(sparserl, name)")
+    assert names.isdisjoint({"numba", "llvmlite", "triton", "torch", "transformers", "obstore", "typer", "rich"})
 
 
 def test_working_without_torch():
@@ -90,60 +131,99 @@ def test_the_public_names():
         "digest",
         "errors",
         "merge",
+        "metrics",
         "sources",
         "squash",
         "targets",
         "tensor_table",
     ]
     assert sparserl.__all__ == sorted(sparserl.__all__)
-    assert all(hasattr(sparserl, name) for name in sparserl.__all__)
+    assert set(sparserl.__all__) <= set(dir(sparserl))
     assert callable(sparserl.digest)
     assert callable(sparserl.diff)
+    with pytest.raises(AttributeError, match="no attribute 'patches'"):
+        sparserl.patches  # noqa: B018
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda p: p.parent.name)
-def test_every_room_offers_what_is_there(path):
+def test_each_public_name_is_loaded_alone():
+    """Whichever name is looked up first, it is there, and the same object as ever."""
+    code = "import sparserl; assert sparserl.{0} is sparserl.{0}; from sparserl import {0}; assert {0} is sparserl.{0}"
+    for name in ("digest", "Patch", "errors", "sources", "targets", "testing"):
+        run(code.format(name))
+
+
+@pytest.mark.parametrize("name", ["errors", "metrics", "sources", "targets", "testing"])
+def test_public_modules(name):
+    """Public modules are found as modules, by import and as attributes."""
+    module = importlib.import_module(f"sparserl.{name}")
+    assert getattr(sparserl, name) is module
+    assert module.__name__ == f"sparserl.{name}"
+
+
+@pytest.mark.parametrize("module", sorted(m for m, path in FILES.items() if path.name == "__init__.py"))
+def test_every_package_offers_what_is_there(module):
     """`__all__` of every package is true."""
-    module = importlib.import_module(".".join(["sparserl", *path.parent.relative_to(ROOT).parts]))
-    assert [name for name in getattr(module, "__all__", []) if not hasattr(module, name)] == []
+    package = importlib.import_module("sparserl" if module == "__init__" else f"sparserl.{module}")
+    assert [name for name in getattr(package, "__all__", []) if not hasattr(package, name)] == []
 
 
-def room(path):
-    """The room a file belongs to."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def room(module):
+    """The room a file belongs to: its package; a file of the root is a room of its own."""
+    if FILES[module].name != "__init__.py":
+        return module.rpartition(".")[0] or module
+    return f"{module}/__init__" if f"{module}/__init__" in RANK else module
 
 
-def imported(path):
-    """The rooms that a file imports from, at any depth, also inside functions."""
-    inside = path.relative_to(ROOT).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "sparserl":
-                    yield node.lineno, (*alias.name.split(".")[1:], "__init__")[0]
-        elif isinstance(node, ast.ImportFrom):
-            if node.level == 0 and (node.module or "").split(".")[0] != "sparserl":
-                continue
-            start = inside[: len(inside) - node.level + 1] if node.level else ()
-            parts = [*start, *(p for p in (node.module or "").split(".") if p and p != "sparserl")]
-            if parts:
-                yield node.lineno, parts[0]
-            else:
-                for alias in node.names:
-                    yield node.lineno, alias.name if alias.name in RANK else "__init__"
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_imports_point_one_way(module):
+    """No file imports what stands below its room in the table, nor a neighbour in its row."""
+    importer = room(module)
+    for _, line, imported in (item for item in IMPORTS if item.module == module):
+        provider = room(imported)
+        assert {importer, provider} <= RANK.keys(), f"{module}:{line}: a room has no row in the table of rooms"
+        if (module, imported) not in KNOWN_UPWARD:
+            allowed = provider == importer or RANK[provider] < RANK[importer]
+            assert allowed, f"{module}:{line}: {importer} imports {provider}"
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_one_way(path):
-    """Nothing imports what stands above it, nor a neighbour in its row."""
-    mine = room(path)
-    assert mine in RANK, f"{mine} has no row in the table of rooms"
-    for line, theirs in imported(path):
-        assert theirs in RANK, f"{path}:{line} imports {theirs}, which has no row in the table of rooms"
-        assert theirs == mine or RANK[theirs] < RANK[mine], f"{path}:{line}: {mine} imports {theirs}"
+def test_exceptions_still_exist():
+    """An import that is allowed against its direction is there."""
+    assert ARROWS >= KNOWN_UPWARD
+
+
+def test_no_circles():
+    """No files import one another in a circle, at module level or inside functions."""
+    assert circles(ARROWS) == KNOWN_CIRCLES
+
+
+def test_circles_are_found(tmp_path):
+    """A circle through a function, a package and a lazily loaded name is seen; one for type checkers alone is none."""
+    package = tmp_path / "house"
+    (package / "room").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "room" / "__init__.py").write_text(
+        "if TYPE_CHECKING:\n    from .a import x\ndef __getattr__(name): ...\n"
+    )
+    (package / "room" / "a.py").write_text("def f():\n    from house import room\n    return room.x\n")
+    (package / "b.py").write_text("if TYPE_CHECKING:\n    from . import c\nelse:\n    import house.room.a\n")
+    (package / "c.py").write_text("from .b import y\n")
+    arrows = {(module, imported) for module, _, imported in imports(package)}
+    assert arrows == {("room", "room.a"), ("room.a", "room"), ("b", "room.a"), ("c", "b")}
+    assert circles(arrows) == [["room", "room.a"]]
 
 
 def test_the_table_has_no_empty_rooms():
     """Every room in the table exists."""
-    there = {room(p) for p in ROOT.rglob("*.py")}
-    assert set(RANK) == there
+    assert set(RANK) <= {room(module) for module in FILES}
+
+
+def test_the_root_is_small():
+    """At most seven loose modules stand in the root, `__main__` apart."""
+    loose = {path.stem for path in ROOT.glob("*.py")} - {"__main__"}
+    assert len(loose) <= 7, loose
+
+
+def test_files_are_short():
+    """Files have at most 500 lines, kernels apart."""
+    long = {module for module, path in FILES.items() if len(path.read_text().splitlines()) > MOST_LINES}
+    assert {module for module in long if not module.startswith("kernels.")} == KNOWN_LONG

@@ -1,4 +1,4 @@
-"""sparserl: move a policy's weights by sending only the bits that changed.
+"""Move a policy's weights from trainer to rollout by sending only the bits that changed.
 
 >>> import numpy as np, sparserl
 >>> old = {"w": np.zeros(1000, np.float16)}
@@ -8,20 +8,46 @@
 1
 >>> bool((old["w"] == new["w"]).all())
 True
+
+What to call for what:
+
+Two versions in one process
+    `diff` makes a `Patch`; `Patch.apply` writes it, `Patch.save` and `Patch.open` keep it in a file, `Patch.stats` says
+    what it holds. `squash` joins patches that follow one another, `merge` joins the patches of several shards.
+A trainer and its rollout workers, through a folder, object storage or HTTP
+    `Publisher` and `Subscriber`.
+Where the weights of a trainer come from, and where those of a rollout worker live
+    `sparserl.sources` and `sparserl.targets`: modules, shards, adapters, quantized weights, checkpoint folders.
+Whether two sets of weights are the same
+    `digest`, which depends on names, dtypes, shapes and bits alone.
+Weights that no dict of tensors describes
+    `Bits` for bit patterns with a dtype of their own, `Shards` of `Part`s for what one rank holds of a `TensorTable`.
+What can go wrong
+    `sparserl.errors`; every error is a `SparserlError`.
+What a session does over time
+    `SyncReport`, `sparserl.metrics`.
+Your own store, source or target
+    `sparserl.testing` has the tests that it must pass.
+
+A name is loaded when it is first used, so that `import sparserl` costs next to nothing.
 """
 
 from __future__ import annotations
 
-from . import errors, sources, targets
-from .errors import SparserlError
-from .patch import Applied, Entry, Patch, Stats, diff, merge, squash
-from .session import Publisher, Subscriber, SyncReport
-from .weights.digest import Digest, digest
-from .weights.dtypes import Bits, DType
-from .weights.memory import tensor_table
-from .weights.region import Region
-from .weights.shards import Part, Shards
-from .weights.table import TensorSpec, TensorTable
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import errors, metrics, sources, targets
+    from .errors import SparserlError
+    from .patch import Applied, Entry, Patch, Stats, diff, merge, squash
+    from .session import Publisher, Subscriber, SyncReport
+    from .weights.digest import Digest, digest
+    from .weights.dtypes import Bits, DType
+    from .weights.memory import tensor_table
+    from .weights.region import Region
+    from .weights.shards import Part, Shards
+    from .weights.table import TensorSpec, TensorTable
 
 __version__ = "0.1.0"
 
@@ -46,8 +72,39 @@ __all__ = [
     "digest",
     "errors",
     "merge",
+    "metrics",
     "sources",
     "squash",
     "targets",
     "tensor_table",
 ]
+
+_MODULES = ("errors", "metrics", "sources", "targets", "testing")
+_NAMES = {
+    "errors": ("SparserlError",),
+    "patch": ("Applied", "Entry", "Patch", "Stats", "diff", "merge", "squash"),
+    "session": ("Publisher", "Subscriber", "SyncReport"),
+    "weights.digest": ("Digest", "digest"),
+    "weights.dtypes": ("Bits", "DType"),
+    "weights.memory": ("tensor_table",),
+    "weights.region": ("Region",),
+    "weights.shards": ("Part", "Shards"),
+    "weights.table": ("TensorSpec", "TensorTable"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # type checkers would take it for a promise that every name exists
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

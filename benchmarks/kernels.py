@@ -15,7 +15,7 @@ from benchmarks import ceiling
 from benchmarks.traces import Bits
 from sparserl.parallel import ordered
 from sparserl.patch.compare import scan  # what `sparserl.diff` runs on every batch
-from sparserl.weights.pieces import PIECE_BYTES
+from sparserl.weights.batches import PIECE_BYTES
 
 SMALL = 10_000
 SMALL_MOST = 5_000

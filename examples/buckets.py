@@ -27,8 +27,8 @@ from sparserl.codec.coders import CODERS
 from sparserl.kernels import reference
 from sparserl.plan.buckets import BUCKET_COVER_BYTES, ENOUGH_CHANGES, ENOUGH_COVER_BYTES
 from sparserl.plan.routing import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
+from sparserl.weights.batches import PIECE_BYTES, batches
 from sparserl.weights.dtypes import BY_NAME
-from sparserl.weights.pieces import PIECE_BYTES, batches
 from sparserl.weights.region import Region
 from sparserl.wire import Head
 

@@ -43,8 +43,9 @@ from sparserl.kernels.cpu.llvm import (
     store,
 )
 from sparserl.plan.classes import _partition  # the rule by which `ctx` places thresholds
+from sparserl.weights.batches import Batch
 from sparserl.weights.dtypes import BY_NAME
-from sparserl.weights.pieces import Batch, Held
+from sparserl.weights.local import LocalWeights
 from sparserl.wire import Head
 
 ENOUGH = 0.12  # of the bytes, which history must save to be worth it
@@ -625,7 +626,7 @@ class _Part:
 
     def __init__(self, sync: Sync, patch: sparserl.Patch, index: int, sides: tuple[Bits, Bits, Array]) -> None:
         old, new, state = sides
-        held = Held.of(_held({"w": old}), patch.table)
+        held = LocalWeights.of(_held({"w": old}), patch.table)
         self.layout, entries = patch.heads[index].layout, patch.heads[index].entries
         if (self.layout.numel % (64 * _BLOCKS)).any():
             raise AssertionError("the kernels here read whole stretches only")

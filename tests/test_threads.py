@@ -43,7 +43,7 @@ def versions(seed=0, count=2):
 @pytest.fixture
 def small(monkeypatch):
     """Pieces so small that there is work for every thread."""
-    monkeypatch.setattr("sparserl.weights.pieces.PIECE_BYTES", 4096)
+    monkeypatch.setattr("sparserl.weights.batches.PIECE_BYTES", 4096)
     monkeypatch.setattr("sparserl.plan.buckets.BUCKET_COVER_BYTES", 40_000)
     monkeypatch.setattr("sparserl.plan.buckets.choose", always)
 
@@ -96,7 +96,7 @@ import numpy as np, sparserl
 rng = np.random.default_rng(0)
 old = {f"t{i}": rng.integers(0, 2**16, 50_000, np.uint16) for i in range(8)}
 new = {n: np.where(rng.random(b.size) < 0.01, b + np.uint16(1), b) for n, b in old.items()}
-sparserl.weights.pieces.PIECE_BYTES = 1 << 14
+sparserl.weights.batches.PIECE_BYTES = 1 << 14
 patch = sparserl.diff(old, new, threads=3)
 patch.apply({n: b.copy() for n, b in old.items()}, threads=3)
 children = []

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from .session import Publisher, Subscriber, SyncReport
     from .weights.digest import Digest, digest
     from .weights.dtypes import Bits, DType
-    from .weights.memory import tensor_table
     from .weights.region import Region
     from .weights.shards import Part, Shards
     from .weights.table import TensorSpec, TensorTable
+    from .weights.tensors import tensor_table
 
 __version__ = "0.1.0"
 
@@ -86,10 +86,10 @@ _NAMES = {
     "session": ("Publisher", "Subscriber", "SyncReport"),
     "weights.digest": ("Digest", "digest"),
     "weights.dtypes": ("Bits", "DType"),
-    "weights.memory": ("tensor_table",),
     "weights.region": ("Region",),
     "weights.shards": ("Part", "Shards"),
     "weights.table": ("TensorSpec", "TensorTable"),
+    "weights.tensors": ("tensor_table",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -16,8 +16,8 @@ from sparserl.codec.coders import Rans, Stored
 from sparserl.plan import steps_between
 from sparserl.weights.digest import digest
 from sparserl.weights.dtypes import BY_NAME
-from sparserl.weights.memory import memories, require_like
-from sparserl.weights.pieces import Held
+from sparserl.weights.local import LocalWeights
+from sparserl.weights.tensors import memories, require_like
 from sparserl.wire import Entries, Head, PatchWriter, encode_bucket
 from tests.shards import diff_shards
 
@@ -103,7 +103,7 @@ class Sample:
             assert len(patch.heads) == patch.buckets
             require_like(patch.table, memories(held))
             for index in range(patch.buckets):
-                part = patch.decode(index, Held.of(held, patch.table))
+                part = patch.decode(index, LocalWeights.of(held, patch.table))
                 assert part.positions.size == part.sparse_count.sum()
             return self._checked(patch.apply(held, threads=1), held, patch)
         except sparserl.SparserlError:

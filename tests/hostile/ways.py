@@ -25,7 +25,7 @@ import numpy as np
 import sparserl
 from sparserl import Bits, Digest, Patch, SparserlError
 from sparserl.errors import NeedsBase
-from sparserl.weights.pieces import Held
+from sparserl.weights.local import LocalWeights
 from tests.hostile import bombs
 from tests.hostile.bombs import BOMBS
 from tests.hostile.forged_store import Forged
@@ -47,7 +47,7 @@ def read(data: bytes, folder: Path) -> str:
     its_patch = Patch.from_bytes(data)
     heads = its_patch.heads
     conditional = any(head.profile.conditional for head in heads)
-    base = Held.of(weights(its_patch), its_patch.table) if conditional else None
+    base = LocalWeights.of(weights(its_patch), its_patch.table) if conditional else None
     for index in range(its_patch.buckets):
         its_patch.decode(index, base)
     return f"valid: {len(heads)} buckets, {len(its_patch.table)} tensors"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparserl.kernels import reference
 from sparserl.weights.dtypes import DTYPES, Bits
-from sparserl.weights.memory import memories
+from sparserl.weights.tensors import memories
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 CHANGES = ("nothing", "one", "first", "last", "all", "few", "half", "signs", "payloads", "infinities", "tiny", "steps")

@@ -15,7 +15,7 @@ from sparserl.errors import ChainError, NeedsBase, TensorMismatch, WrongBase
 from sparserl.kernels import reference
 from sparserl.patch.compose import add_steps, negate_steps
 from sparserl.weights.dtypes import BY_NAME, Bits
-from sparserl.weights.memory import memories
+from sparserl.weights.tensors import memories
 from tests.classes import always
 from tests.shards import diff_shards
 
@@ -28,11 +28,11 @@ KINDS = {
     "e": ("bfloat16", (5, 0)),
 }
 SMALL = [
-    ("sparserl.weights.pieces", "PIECE_BYTES", 256),
+    ("sparserl.weights.batches", "PIECE_BYTES", 256),
     ("sparserl.patch.compose", "PIECE_BYTES", 200),
-    ("sparserl.plan.route", "BUCKET_PAYLOAD_BYTES", 96),
+    ("sparserl.plan.routing", "BUCKET_PAYLOAD_BYTES", 96),
     ("sparserl.plan.buckets", "BUCKET_PAYLOAD_BYTES", 96),
-    ("sparserl.plan.route", "BUCKET_CHANGES", 40),
+    ("sparserl.plan.routing", "BUCKET_CHANGES", 40),
     ("sparserl.plan.buckets", "BUCKET_CHANGES", 40),
     ("sparserl.plan.buckets", "BUCKET_COVER_BYTES", 600),
 ]

@@ -250,7 +250,7 @@ def test_positions_may_be_a_superset(classes):
 def test_large_tiles_and_many_buckets(chain, monkeypatch):
     """Cut into pieces and buckets, on several threads, kept or decoded twice: the same weights."""
     versions, _ = chain
-    monkeypatch.setattr("sparserl.weights.pieces.PIECE_BYTES", 30_000)
+    monkeypatch.setattr("sparserl.weights.batches.PIECE_BYTES", 30_000)
     monkeypatch.setattr("sparserl.plan.buckets.choose", always)
     monkeypatch.setattr("sparserl.plan.buckets.BUCKET_COVER_BYTES", 60_000)
     monkeypatch.setattr("sparserl.patch.apply.KEEP_BYTES", 10_000)

@@ -33,10 +33,10 @@ if CUDA or INTERPRETED:
     from sparserl.patch.assemble import rewrite
     from sparserl.plan import buckets
     from sparserl.session.baseline import NoBaseline, choose
-    from sparserl.weights import memory
+    from sparserl.weights import memory, staging
     from sparserl.weights import on_gpu as device
     from sparserl.weights.dtypes import BY_NAME, Bits
-    from sparserl.weights.pieces import Held
+    from sparserl.weights.local import LocalWeights
     from sparserl.wire import encode_bucket, encode_table, table_hash
     from tests.classes import always
 
@@ -78,7 +78,7 @@ def _there(monkeypatch):
     """Torch tensors are on a device, few changes are coded there too, and classes always pay."""
     if CUDA or INTERPRETED:
         if not CUDA:
-            monkeypatch.setattr(memory, "on_device", lambda _: True)
+            monkeypatch.setattr(memory, "is_on_gpu", lambda _: True)
             monkeypatch.setattr(gpu.changes.Blocks, "empty", poisoned)
         monkeypatch.setattr(device_diff, "FEW_CHANGES", 0)
         monkeypatch.setattr(device_apply, "FEW_BYTES", 0)
@@ -90,14 +90,14 @@ def _there(monkeypatch):
 @pytest.fixture
 def stay(monkeypatch):
     """No bits of weights come to the host but those that changed, and tensors so small that most of them did."""
-    read = memory._ForeignMemory.read
+    read = staging.StagedMemory.read
 
     def small(self, region):
         assert np.prod(region.size if region else self.shape) <= 70, "weights were brought to the host"
         return read(self, region)
 
-    monkeypatch.setattr(memory._ForeignMemory, "read", small)
-    monkeypatch.setattr(memory._ForeignMemory, "view", None)
+    monkeypatch.setattr(staging.StagedMemory, "read", small)
+    monkeypatch.setattr(staging.StagedMemory, "view", None)
 
 
 def far(bits):
@@ -424,7 +424,7 @@ def test_tokens_in_zstd(profile, monkeypatch):
             streams[stream] = Zstd(), [Zstd().encode(coder.decode(chunk, size))]
 
     other, weights = forged(patch, squeezed), there(old)
-    held = Held.of(weights)
+    held = LocalWeights.of(weights)
     assert device_apply.bucket(held, 0, *other.opened(0)) is not None
     other.apply(weights)
     assert same(weights, new)
@@ -439,7 +439,7 @@ def test_chunks_are_found(profile, monkeypatch):
     patch = sparserl.diff(old, new, profile=profile)
     head, reader = patch.opened(0)
     wanted = {s: (coder.id, [bytes(c) for c in chunks]) for s, (coder, chunks) in reader.left().items()}
-    held, streams = Held.of(there(old)), (codec.Stream.POSITIONS, codec.Stream.WORDS)
+    held, streams = LocalWeights.of(there(old)), (codec.Stream.POSITIONS, codec.Stream.WORDS)
     found = [device_apply.bucket(held, 0, head, reader.copy()) for _ in range(2)]
     assert found[0].dense
     if profile == "raw":
@@ -656,11 +656,11 @@ def test_nothing_is_taken_for_what_it_was():
 def test_tables_are_kept():
     """The same parts have the same blocks again, and few tables are kept with them; other addresses have others."""
     old, _ = drawn("bfloat16", {"a": (90, 100), "b": (7,)})
-    held = [Held.of(there(old)) for _ in range(12)]
+    held = [LocalWeights.of(there(old)) for _ in range(12)]
     made = []
     for one in held:
-        (runs,) = device.groups(device.near_and_far(one.places, one)[1], one.table)
-        with device.working(one, runs.device):
+        (runs,) = device.groups(device.split_by_gpu(one.places, one)[1], one.table)
+        with device.on_stream(one, runs.device):
             blocks, (side,) = runs.blocks(one.table.keys)
         made.append((blocks, side))
         found = side.at.cpu().numpy() * 2 + side.base.data_ptr()
@@ -701,8 +701,8 @@ def test_histograms_are_those_of_the_cpu():
     """The keys of a sample are counted as the CPU counts them, so that classes are the same."""
     for name, shift in (("bfloat16", 6), ("int32", 20), ("float8_e4m3fn", 0)):
         old, _ = drawn(name, {"a": (5000,), "b": (3,), "c": (900,)})
-        dtype, held = BY_NAME[name], Held.of(there(old))
-        (runs,) = device.groups(device.near_and_far(held.places, held)[1], held.table)
+        dtype, held = BY_NAME[name], LocalWeights.of(there(old))
+        (runs,) = device.groups(device.split_by_gpu(held.places, held)[1], held.table)
         blocks, (side,) = runs.blocks(held.table.keys)
         kind = 0 if dtype.sign_magnitude else 1
         every, row = np.array([3, 2]), np.array([0, 0, 1])
@@ -721,7 +721,7 @@ def test_classes_are_chosen(monkeypatch):
     """Where small weights change and large ones do not, classes pay, and what is chosen says so."""
     monkeypatch.undo()
     if not CUDA:
-        monkeypatch.setattr(memory, "on_device", lambda _: True)
+        monkeypatch.setattr(memory, "is_on_gpu", lambda _: True)
     monkeypatch.setattr(device_diff, "FEW_CHANGES", 0)
     monkeypatch.setattr("sparserl.plan.classes._TABLE_BITS", 0)  # there are few changes to pay for tables
     rng = np.random.default_rng(0)

@@ -87,7 +87,7 @@ def test_heads_are_read_in_order_on_threads(monkeypatch, threads):
     """They are those of the buckets, in their order, and a damaged bucket is refused before a bit is written."""
     dtype = BY_NAME["float32"]
     old, new, dtypes = family(7, dtype, "few", ((300, 10), (70,), (90, 5)))
-    monkeypatch.setattr("sparserl.weights.pieces.PIECE_BYTES", 2000)
+    monkeypatch.setattr("sparserl.weights.batches.PIECE_BYTES", 2000)
     monkeypatch.setattr("sparserl.plan.buckets.BUCKET_CHANGES", 10)
     monkeypatch.setattr("sparserl.patch.patch._LARGE", 0)
     data = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw").to_bytes()
@@ -214,7 +214,7 @@ def test_known_positions_may_be_a_superset(pair, profile, seed, extra):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_known_positions_across_pieces(threads, monkeypatch):
     """Positions find their piece of a tensor that is cut into many."""
-    monkeypatch.setattr("sparserl.weights.pieces.PIECE_BYTES", 128)
+    monkeypatch.setattr("sparserl.weights.batches.PIECE_BYTES", 128)
     rng = np.random.default_rng(10)
     old = {"a": rng.integers(0, 2**16, (30, 41), np.uint16), "b": rng.integers(0, 2**16, 9, np.uint16)}
     new = {n: b.copy() for n, b in old.items()}

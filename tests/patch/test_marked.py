@@ -10,8 +10,8 @@ from sparserl import Part, Region, Shards, errors
 from sparserl.patch import capture_marked
 from sparserl.patch import tracked as marked
 from sparserl.weights.digest import Digest
+from sparserl.weights.local import LocalWeights
 from sparserl.weights.marks import Bitmap
-from sparserl.weights.pieces import Held
 from sparserl.weights.region import whole
 
 TABLE = sparserl.tensor_table(
@@ -41,7 +41,7 @@ def copies(bits):
 
 
 def sums(weights):
-    return marked.part_sums(Held.of(weights))
+    return marked.part_sums(LocalWeights.of(weights))
 
 
 def told(old, new, more=0):

@@ -101,7 +101,7 @@ def test_what_landed_before_an_error_is_put_back(monkeypatch, threads):
     new["t1"] = new["t1"] ^ np.uint32(1)
     one = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw")
     assert (one.buckets, {entry.dense for entry in one}) == (1, {True, False})
-    monkeypatch.setattr("sparserl.weights.pieces.PIECE_BYTES", 2000)
+    monkeypatch.setattr("sparserl.weights.batches.PIECE_BYTES", 2000)
     monkeypatch.setattr("sparserl.plan.buckets.BUCKET_CHANGES", 10)
     many = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw")
     assert many.buckets > 3

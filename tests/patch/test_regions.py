@@ -125,7 +125,7 @@ def test_any_partition_in_any_order(data, shape, uint, profile, piece):
     table = sparserl.tensor_table({"w": old})
     parts = data.draw(st.permutations(data.draw(partitions(whole(shape)))))
     with pytest.MonkeyPatch.context() as patcher:
-        patcher.setattr("sparserl.weights.pieces.PIECE_BYTES", piece)
+        patcher.setattr("sparserl.weights.batches.PIECE_BYTES", piece)
         shards = [shard(old, new, r, table, profile, copy=data.draw(st.booleans())) for r in parts]
         half = data.draw(st.integers(0, len(shards)))
         stages = [sparserl.merge(*some) for some in (shards[:half], shards[half:]) if some]

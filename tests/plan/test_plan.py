@@ -21,9 +21,9 @@ from sparserl.weights.dtypes import BY_NAME, Bits
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 HOMES = {
-    "PIECE_BYTES": ("sparserl.weights.pieces", "sparserl.patch.compose"),
-    "BUCKET_PAYLOAD_BYTES": ("sparserl.plan.route", "sparserl.plan.buckets"),
-    "BUCKET_CHANGES": ("sparserl.plan.route", "sparserl.plan.buckets"),
+    "PIECE_BYTES": ("sparserl.weights.batches", "sparserl.patch.compose"),
+    "BUCKET_PAYLOAD_BYTES": ("sparserl.plan.routing", "sparserl.plan.buckets"),
+    "BUCKET_CHANGES": ("sparserl.plan.routing", "sparserl.plan.buckets"),
     "BUCKET_COVER_BYTES": ("sparserl.plan.buckets",),
 }
 

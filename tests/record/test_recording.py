@@ -102,7 +102,7 @@ def test_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A tensor that is cut into pieces is counted as one that is not."""
     old, new = ({"w": bits} for bits in synthetic(50_000, 0.02, 3))
     whole = Recorder(tmp_path / "whole.jsonl").observe(old, new, version=1)
-    monkeypatch.setattr("sparserl.weights.pieces.PIECE_BYTES", 4096)
+    monkeypatch.setattr("sparserl.weights.batches.PIECE_BYTES", 4096)
     recorder = Recorder(tmp_path / "cut.jsonl")
     cut = recorder.observe(old, new, version=1)
     assert {name: cut[name] for name in cut if name != "profiles"} == {n: whole[n] for n in whole if n != "profiles"}

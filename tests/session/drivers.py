@@ -24,7 +24,8 @@ from sparserl.session.store.retention import collect, faults, needed, read_head
 from sparserl.sources import open_checkpoint
 from sparserl.transport.stores.base import Store
 from sparserl.weights.dtypes import Bits
-from sparserl.weights.memory import Weights, memories
+from sparserl.weights.memory import Weights
+from sparserl.weights.tensors import memories
 from tests.checkpoints import random_weights, stepped
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.chmod", "mmap.__new__"}

@@ -11,9 +11,10 @@ import pytest
 import sparserl
 from sparserl import Part, Region, Shards, errors
 from sparserl.session.baseline import HostBaseline, NoBaseline, choose
-from sparserl.weights import memory, pieces
+from sparserl.weights import batches, staging
 from sparserl.weights.dtypes import BY_NAME
-from sparserl.weights.memory import Foreign, foreign, memory_of
+from sparserl.weights.staging import LazyBits, lazy_bits
+from sparserl.weights.tensors import memory_of
 
 
 def weights(rng, n=5000):
@@ -106,12 +107,12 @@ def test_the_budget_chooses():
 
 def test_streaming(monkeypatch):
     """Bits that are elsewhere come in pieces: the next one while this one is in use, in few buffers again and again."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(batches, "PIECE_BYTES", 1 << 20)
     there = np.random.default_rng(3).integers(0, 256, (48, 1 << 19), np.uint8)
     made, sizes, second = [], [], threading.Event()
-    staging = memory._staging
-    monkeypatch.setattr(memory, "_staging", lambda *kind: made.append(kind) or staging(*kind))
-    monkeypatch.setattr(memory, "_idle", defaultdict(list))
+    allocate = staging._allocate
+    monkeypatch.setattr(staging, "_allocate", lambda *kind: made.append(kind) or allocate(*kind))
+    monkeypatch.setattr(staging, "_idle", defaultdict(list))
 
     def fill(region, out):
         if copying:
@@ -123,7 +124,7 @@ def test_streaming(monkeypatch):
         assert second.wait(20), "a piece must be on its way while another one is"
         out[...] = there[region.slices]
 
-    far = {"w": Foreign(BY_NAME["uint8"], there.shape, fill, None)}
+    far = {"w": LazyBits(BY_NAME["uint8"], there.shape, fill, None)}
     copying = True
     baseline = HostBaseline(far, sparserl.digest({"w": there}))
     copying = False
@@ -146,7 +147,7 @@ def test_foreign_bits_can_only_be_read():
     torch = pytest.importorskip("torch")
     wide = torch.randn(37, 23)
     wide[3, 4], wide[5, 6] = float("nan"), -0.0
-    cast = {"w": foreign(wide.t(), torch.bfloat16)}
+    cast = {"w": lazy_bits(wide.t(), torch.bfloat16)}
     plain = {"w": wide.t().to(torch.bfloat16).contiguous()}
     assert sparserl.digest(cast) == sparserl.digest(plain)
     zeros = {"w": torch.zeros(23, 37, dtype=torch.bfloat16)}
@@ -154,7 +155,7 @@ def test_foreign_bits_can_only_be_read():
     assert patch.result == sparserl.digest(plain)
     region = Region((2, 3), (20, 30))
     table = sparserl.tensor_table(plain)
-    box = Shards(table, [Part("w", region, foreign(wide.t()[region.slices], torch.bfloat16))])
+    box = Shards(table, [Part("w", region, lazy_bits(wide.t()[region.slices], torch.bfloat16))])
     assert sparserl.digest(box) == sparserl.digest(Shards(table, [Part("w", region, plain["w"][region.slices])]))
     with pytest.raises(errors.UnsupportedTensor, match="only be read"):
         sparserl.diff(cast, zeros).apply(cast)

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 def bits(tensor) -> np.ndarray:
     """The bit patterns of a tensor."""
-    return np.array(sparserl.weights.memory.memory_of("", tensor.contiguous()).view())
+    return np.array(sparserl.weights.tensors.memory_of("", tensor.contiguous()).view())
 
 
 def same(a, b) -> bool:

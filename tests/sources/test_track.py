@@ -10,7 +10,7 @@ from sparserl import errors
 from sparserl.session.baseline import HostBaseline, NoBaseline
 from sparserl.sources import track
 from sparserl.sources import tracked_rows as rows
-from sparserl.weights import pieces
+from sparserl.weights import batches
 from tests.sources.small_trainer import BF16, SHAPES, Both, Fixed, Line, Trainer, adam, bits, sgd
 
 torch = pytest.importorskip("torch")
@@ -194,7 +194,7 @@ def test_masters_of_slices():
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Tensors of a thousand bytes count as large: they are cut, as those of many megabytes are."""
-    for where in (pieces, rows):
+    for where in (batches, rows):
         monkeypatch.setattr(where, "PIECE_BYTES", 1000)
 
 

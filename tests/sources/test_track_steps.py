@@ -161,7 +161,7 @@ def test_plans_are_kept_while_nothing_moves(monkeypatch):
     """Steps look up no part's memory one by one, until something has moved; then all are, once."""
     calls = []
     monkeypatch.setattr(
-        rows, "memory_of", lambda name, data: calls.append(name) or sparserl.weights.memory.memory_of(name, data)
+        rows, "memory_of", lambda name, data: calls.append(name) or sparserl.weights.tensors.memory_of(name, data)
     )
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, dtype=BF16) for _ in range(20)))
     optimizer = sgd(model.parameters())

@@ -11,7 +11,7 @@ from sparserl import targets
 from sparserl.sources import lora, open_checkpoint
 from sparserl.testing import TargetConformance
 from sparserl.testing.weights import blank
-from sparserl.weights.memory import tensor_table
+from sparserl.weights.tensors import tensor_table
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -14,7 +14,7 @@ from sparserl.codec import Stream, value
 from sparserl.errors import ChecksumMismatch, InvalidField, LimitExceeded, UnsupportedFormat
 from sparserl.patch.decode import decode
 from sparserl.weights.dtypes import BY_NAME
-from sparserl.weights.pieces import Held
+from sparserl.weights.local import LocalWeights
 from sparserl.wire import Entries, Head, Laid, decode_bucket, encode_bucket, limits
 from sparserl.wire.cursor import checksum
 from sparserl.wire.table import encode_table, table_hash
@@ -23,7 +23,7 @@ U8 = BY_NAME["uint8"]
 TABLE = TensorTable([TensorSpec("a", U8, (4, 5)), TensorSpec("b", U8, (3000,)), TensorSpec("c", U8, ())])
 HASH = table_hash(encode_table(TABLE))
 WEIGHTS = {s.name: np.random.default_rng(1).integers(0, 256, s.shape, np.uint8) for s in TABLE.specs}
-BASE = Held.of({name: np.asarray(bits, np.uint8) for name, bits in WEIGHTS.items()}, TABLE)
+BASE = LocalWeights.of({name: np.asarray(bits, np.uint8) for name, bits in WEIGHTS.items()}, TABLE)
 
 LITERAL = (
     b"SRLB\x01\x00\x01\x00"

@@ -28,9 +28,10 @@ from ..sources import open_checkpoint
 from ..targets import FolderTarget, ModuleTarget, folder
 from ..transport.stores.base import open_store
 from ..weights.dtypes import BY_NAME, Bits
-from ..weights.memory import Weights, tensor_table
+from ..weights.memory import Weights
 from ..weights.shards import Shards
 from ..weights.table import TensorSpec, TensorTable
+from ..weights.tensors import tensor_table
 
 try:
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry

@@ -27,18 +27,22 @@ from ..errors import InvalidField, TensorMismatch, TiedConflict, WrongBase
 from ..kernels import cpu
 from ..parallel import Progress, ordered, uninterrupted
 from ..plan import advance
+from ..weights.batches import Batch
 from ..weights.digest import Digest, element_sums, sums, table_digest
 from ..weights.dtypes import DType, UIntArray
-from ..weights.memory import Weights, far_tensor, require_writable, tied_groups
-from ..weights.pieces import Batch, Geometry, Held
+from ..weights.geometry import Geometry
+from ..weights.local import LocalWeights
+from ..weights.memory import Weights, tied_groups
 from ..weights.shards import Shards
+from ..weights.staging import gpu_tensor
+from ..weights.tensors import require_writable
 from ..wire import Head
 from .decode import Decoded, flatten, sparse
 from .overlay import Overlay
 from .patch import Patch
 
 if TYPE_CHECKING:
-    from ..weights.on_gpu import Cells
+    from ..weights.on_gpu import GpuElements
     from .gpu_apply import Resident
 
 _LINE = 64  # bytes
@@ -90,7 +94,7 @@ def apply(
         return Applied(patch.result, 0, already=True)
     _require_base(patch, current)
     tied = shared_memory(held)
-    if held.devices:
+    if held.gpu_streams:
         _landing(patch, held, current, tied, threads).commit(threads)
         return Applied(patch.result, patch.changed, already=False)
     patch.read_heads(threads)
@@ -102,22 +106,22 @@ def apply(
     return Applied(patch.result, patch.changed, already=False)
 
 
-def _held(patch: Patch, weights: Weights | Shards) -> Held:
+def _held(patch: Patch, weights: Weights | Shards) -> LocalWeights:
     """The weights, once they are known to be those that the patch speaks of."""
-    held = Held.of(weights, patch.table, "the patch", "the weights")
+    held = LocalWeights.of(weights, patch.table, "the patch", "the weights")
     if not held.complete and (len(held.places) != len(patch.covers) or set(held.places) != set(patch.covers)):
         raise TensorMismatch("the patch covers other regions than the shards at hand")
     return held
 
 
-def shared_memory(held: Held) -> list[list[int]]:
+def shared_memory(held: LocalWeights) -> list[list[int]]:
     """Tensors that share memory, by their numbers."""
-    named = held.named()
+    named = held.memory_by_name()
     number = {name: t for name, ((t, _), _) in zip(named, held.parts, strict=True)}
     return [[number[name] for name in group] for group in tied_groups(named)]
 
 
-def _require_writable(patch: Patch, held: Held) -> None:
+def _require_writable(patch: Patch, held: LocalWeights) -> None:
     """Refuse weights that the patch changes and that cannot be written."""
     touched = {t for head in patch.heads for t in head.entries.tensor.tolist()}
     require_writable((patch.table[t].name, memory) for (t, _), memory in held.parts if t in touched)
@@ -151,7 +155,7 @@ class _Memory:
         return taken.view(dtype)
 
 
-def _exchange_or_undo(patch: Patch, held: Held, base: Digest, threads: int | None) -> None:
+def _exchange_or_undo(patch: Patch, held: LocalWeights, base: Digest, threads: int | None) -> None:
     log: list[tuple[Overlay, Digest]] = []
     ends = [0, *accumulate(_sparse_bytes(head) for head in patch.heads)]
     memory = empty(ends[-1], np.uint8)
@@ -181,7 +185,9 @@ def _load_undo(dtype: DType) -> None:
     cpu.changes.scatter(bits, none, none, none, box, box, 0, bits)
 
 
-def _stage_then_commit(patch: Patch, held: Held, base: Digest, tied: list[list[int]], threads: int | None) -> None:
+def _stage_then_commit(
+    patch: Patch, held: LocalWeights, base: Digest, tied: list[list[int]], threads: int | None
+) -> None:
     result, room = base, KEEP_BYTES
     kept: list[Staged] = []
     landing: list[Overlay | tuple[int, bytes]] = []
@@ -218,23 +224,23 @@ def _require_result(patch: Patch, result: Digest) -> None:
         )
 
 
-def _staged(patch: Patch, held: Held, index: int) -> tuple[int, bytes | memoryview, list[Staged]]:
+def _staged(patch: Patch, held: LocalWeights, index: int) -> tuple[int, bytes | memoryview, list[Staged]]:
     data = patch.bucket(index)
     return index, data, stage_parts(held, patch.parse(index, data, held))
 
 
-def stage_parts(held: Held, decoded: Decoded) -> list[Staged]:
+def stage_parts(held: LocalWeights, decoded: Decoded) -> list[Staged]:
     """A bucket, part by part."""
     return [stage(held, part) for part in decoded.parts()]
 
 
-def digest_of(patch: Patch, held: Held, threads: int | None = None, progress: Progress | None = None) -> Digest:
+def digest_of(patch: Patch, held: LocalWeights, threads: int | None = None, progress: Progress | None = None) -> Digest:
     """The digest of weights over what a patch covers: to be compared with its base and its result."""
     read = element_sums(held, patch.covers, threads, progress)
     return read + table_digest(patch.table) if patch.complete else read
 
 
-def exchange(held: Held, patch: Patch, index: int, room: Room = empty) -> Iterator[tuple[Overlay, Digest]]:
+def exchange(held: LocalWeights, patch: Patch, index: int, room: Room = empty) -> Iterator[tuple[Overlay, Digest]]:
     """Write the new bits of a bucket; what was there before, in this room, and how the digest moved, part by part."""
     geometry = _geometry(held, patch.heads[index])  # from here on nothing may fail before it is known what was where
     decoded = patch.decode(index, held, land=True, room=room)
@@ -253,14 +259,14 @@ def exchange(held: Held, patch: Patch, index: int, room: Room = empty) -> Iterat
 def _exchanged(old: Overlay, new: UIntArray, order: tuple[bool, bool]) -> Digest:
     """Swap the new bits, or steps, for the old ones; how the digest moves. `order` says what the new ones are."""
     g = old.geometry
-    places = g.first, g.start, g.dims, g.size, g.inside, g.outside, g.keys
+    places = g.address, g.start, g.dims, g.size, g.memory_strides, g.tensor_strides, g.keys
     at = old.positions.ctypes.data, new.ctypes.data
     first, second = cpu.changes.exchange(old.tag, old.count, *places, *at, *order, old.bits.ctypes.data)
     return Digest(int(first), int(second))
 
 
 def _with_dense(
-    held: Held, old: Overlay, new: UIntArray, moved: Digest | None, decoded: Decoded
+    held: LocalWeights, old: Overlay, new: UIntArray, moved: Digest | None, decoded: Decoded
 ) -> tuple[Overlay, Digest]:
     """Write the dense entries behind the sparse ones. Returns what was there before, and how the digest moved.
 
@@ -278,7 +284,7 @@ def _with_dense(
     return old, moved
 
 
-def stage(held: Held, decoded: Decoded) -> Staged:
+def stage(held: LocalWeights, decoded: Decoded) -> Staged:
     """Read the old bits, compute the new ones, and see how the digest moves. Writes nothing."""
     geometry = _geometry(held, decoded.head)
     old = _overlay(geometry, decoded, np.empty_like(decoded.words) if decoded.old is None else decoded.old)
@@ -292,19 +298,19 @@ def stage(held: Held, decoded: Decoded) -> Staged:
     return Staged(decoded, replace(old, bits=new, dense=decoded.dense_bits), old.bits, moved)
 
 
-def _geometry(held: Held, head: Head) -> Geometry:
+def _geometry(held: LocalWeights, head: Head) -> Geometry:
     entries = sparse(head)
     return held.geometry(entries.tensor, entries.region)
 
 
-def _far(held: Held, decoded: Decoded, geometry: Geometry) -> Cells | None:
+def _far(held: LocalWeights, decoded: Decoded, geometry: Geometry) -> GpuElements | None:
     """Those of the changes that are on devices; None where none is."""
-    homes = [far_tensor(held.local(*place)[0]) for place in decoded.sparse_places] if held.devices else []
+    homes = [gpu_tensor(held.locate(*place)[0]) for place in decoded.sparse_places] if held.gpu_streams else []
     if all(there is None for there in homes):
         return None
-    from ..weights.on_gpu import Cells
+    from ..weights.on_gpu import GpuElements
 
-    return Cells(held, homes, geometry, decoded.sparse_count, decoded.positions)
+    return GpuElements(held, homes, geometry, decoded.sparse_count, decoded.positions)
 
 
 def _overlay(geometry: Geometry, decoded: Decoded, bits: UIntArray | None) -> Overlay:
@@ -317,12 +323,12 @@ def _sparse_moved(old: Overlay, new: UIntArray) -> Digest:
     """How the digest moves when old bits become new ones."""
     g = old.geometry
     first, second = cpu.changes.digest_delta(
-        old.count, g.start, g.dims, g.size, g.outside, g.keys, old.positions, old.bits, new
+        old.count, g.start, g.dims, g.size, g.tensor_strides, g.keys, old.positions, old.bits, new
     )
     return Digest(int(first), int(second))
 
 
-def _dense_moved(held: Held, old: Overlay, decoded: Decoded) -> Digest:
+def _dense_moved(held: LocalWeights, old: Overlay, decoded: Decoded) -> Digest:
     """How the digest moves when old regions become new ones."""
     moved = Digest()
     for (place, was), (_, now) in zip(old.dense, decoded.dense_bits, strict=True):
@@ -337,7 +343,7 @@ def _dense_moved(held: Held, old: Overlay, decoded: Decoded) -> Digest:
 class Landing:
     """A patch staged on weights: everything is decoded and summed up, and nothing is written yet."""
 
-    held: Held
+    held: LocalWeights
     base: Digest
     result: Digest
     parts: tuple[Staged | Resident, ...]
@@ -353,7 +359,7 @@ class Landing:
         log: list[tuple[Overlay | Resident, Digest]] = []
         near = [part for part in self.parts if isinstance(part, Staged)]
         far = [part for part in self.parts if not isinstance(part, Staged)]
-        self.held.begin()
+        self.held.follow_current_streams()
 
         def undo() -> None:
             while log:
@@ -405,9 +411,9 @@ def stage_all(
     return _landing(patch, held, current, shared_memory(held), threads)
 
 
-def _landing(patch: Patch, held: Held, base: Digest, tied: list[list[int]], threads: int | None) -> Landing:
+def _landing(patch: Patch, held: LocalWeights, base: Digest, tied: list[list[int]], threads: int | None) -> Landing:
     """All buckets, staged. Those that can be are decoded where the weights are, together, behind the others."""
-    if held.devices:
+    if held.gpu_streams:
         staged, far = _with_devices(patch, held, tied, threads)
     else:
         found = ordered(lambda i: stage_parts(held, patch.decode(i, held)), patch.ready(), threads)
@@ -420,7 +426,7 @@ def _landing(patch: Patch, held: Held, base: Digest, tied: list[list[int]], thre
 
 
 def _with_devices(
-    patch: Patch, held: Held, tied: list[list[int]], threads: int | None
+    patch: Patch, held: LocalWeights, tied: list[list[int]], threads: int | None
 ) -> tuple[list[Staged], list[Resident]]:
     """All buckets, staged here or located on a device; those with tensors that share memory are staged here."""
     from . import gpu_apply as device_apply
@@ -449,7 +455,7 @@ def _with_devices(
     return staged + [stage(held, decoded) for part in far for decoded in part.dense], far
 
 
-def _require_old(held: Held, part: Staged) -> Overlay:
+def _require_old(held: LocalWeights, part: Staged) -> Overlay:
     """The old bits, if they are still those that were staged on. For names that share memory."""
     found = np.empty_like(part.old)
     part.new.gather(found)
@@ -458,7 +464,7 @@ def _require_old(held: Held, part: Staged) -> Overlay:
     return replace(part.new, bits=found, dense=[(place, held.bits(*place).copy()) for place, _ in part.new.dense])
 
 
-def _swap(held: Held, part: Staged) -> tuple[Overlay, Digest]:
+def _swap(held: LocalWeights, part: Staged) -> tuple[Overlay, Digest]:
     """Write the new bits of a staged bucket, and return what was there and how the digest moved."""
     dtype, new = part.decoded.head.dtype, part.new
     old = replace(new, bits=np.empty_like(new.bits), dense=[])
@@ -470,7 +476,7 @@ def _swap(held: Held, part: Staged) -> tuple[Overlay, Digest]:
     return _with_dense(held, old, new.bits, moved, part.decoded)
 
 
-def refuse_conflicts(patch: Patch, held: Held, tied: list[list[int]], staged: list[Staged]) -> None:
+def refuse_conflicts(patch: Patch, held: LocalWeights, tied: list[list[int]], staged: list[Staged]) -> None:
     """Names that share memory must change alike, or writing one would silently change the other."""
     for group in tied:
         first, *others = group
@@ -483,7 +489,9 @@ def refuse_conflicts(patch: Patch, held: Held, tied: list[list[int]], staged: li
                 )
 
 
-def _flat(patch: Patch, held: Held, tensor: int, staged: list[Staged]) -> tuple[npt.NDArray[np.int64], UIntArray]:
+def _flat(
+    patch: Patch, held: LocalWeights, tensor: int, staged: list[Staged]
+) -> tuple[npt.NDArray[np.int64], UIntArray]:
     """All changes of one tensor as positions in it and new bits; elements set to the bits they have do not count."""
     where, bits = [np.empty(0, np.int64)], [np.empty(0, patch.table[tensor].dtype.uint)]
     for part in staged:

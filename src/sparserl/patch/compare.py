@@ -15,11 +15,12 @@ from ..errors import TensorMismatch
 from ..kernels import cpu
 from ..parallel import Progress, default_threads, ordered
 from ..plan import Changes, Chooser, Dense, Draft, Link, Speeds, estimate
+from ..weights.batches import Batch, batches
 from ..weights.digest import Digest, sums, table_digest
 from ..weights.dtypes import UIntArray
+from ..weights.local import LocalWeights
 from ..weights.marks import Bitmap
 from ..weights.memory import Weights
-from ..weights.pieces import Batch, Held, batches
 from ..weights.shards import Place, Shards
 from ..wire import encode_table, table_hash
 from .assemble import Target, assemble
@@ -126,8 +127,8 @@ class _Difference:
         base_digest: Digest | None = None,
         positions: Mapping[str, Any] | None = None,
     ) -> None:
-        was = Held.of(old)
-        now = Held.of(new, was.table)
+        was = LocalWeights.of(old)
+        now = LocalWeights.of(new, was.table)
         _require_same_places(was, now)
         if positions and isinstance(new, Shards):
             raise TensorMismatch("positions are of whole tensors; the parts of shards have marks")
@@ -151,11 +152,11 @@ class _Difference:
     def _found(self, threads: int | None, keep: bool) -> Iterator[_Part]:
         """What is on a device in both versions is compared there, the rest here."""
         search, near = self.search, self.covers
-        if search.was.devices and search.now.devices:
-            from ..weights.on_gpu import near_and_far
+        if search.was.gpu_streams and search.now.gpu_streams:
+            from ..weights.on_gpu import split_by_gpu
             from . import gpu_compare as device_diff
 
-            near, far = near_and_far(near, search.was, search.now)
+            near, far = split_by_gpu(near, search.was, search.now)
             yield from device_diff.search(search.was, search.now, far, search.names, search.digest_base, keep)
         yield from ordered(search.run, search.batches(near), threads)
 
@@ -173,7 +174,7 @@ class _Difference:
 
         Where a device codes buckets there is little left to do: more threads would wait for the interpreter's lock.
         """
-        if profile == "gap" or not (self.search.was.devices and self.search.now.devices):
+        if profile == "gap" or not (self.search.was.gpu_streams and self.search.now.gpu_streams):
             return threads, None
         return threads or min(_WRITERS, default_threads()), _WAITING
 
@@ -226,8 +227,8 @@ class _Search:
 
     def __init__(
         self,
-        was: Held,
-        now: Held,
+        was: LocalWeights,
+        now: LocalWeights,
         known: Mapping[int, Bitmap | _Listed],
         names: Sequence[str],
         digest_base: bool,
@@ -239,7 +240,7 @@ class _Search:
 
     def batches(self, covers: Sequence[Place]) -> Iterator[Batch]:
         """Batches to compare in full, then batches whose possible changes are known."""
-        known = {p for p in covers if self.now.part(*p) in self.known} if self.known else set()
+        known = {p for p in covers if self.now.part_index(*p) in self.known} if self.known else set()
         yield from batches(self.table, (p for p in covers if p not in known))
         yield from batches(self.table, (p for p in covers if p in known))
 
@@ -248,7 +249,7 @@ class _Search:
         old, old_alive = self.was.read(batch)
         new, new_alive = self.now.read(batch)
         tag = np.empty(0, batch.dtype.uint)
-        if self.now.part(int(batch.tensor[0]), batch.region[0]) in self.known:
+        if self.now.part_index(int(batch.tensor[0]), batch.region[0]) in self.known:
             positions, before, after, counts = self._look(tag, old, new, batch)
         else:
             positions, before, after, counts = scan(tag, old, new, batch.numel)
@@ -263,7 +264,7 @@ class _Search:
         """Compare only where changes can be."""
         slices = []
         for tensor, region, numel in zip(batch.tensor.tolist(), batch.region, batch.numel.tolist(), strict=True):
-            marks = self.known[self.now.part(tensor, region)]
+            marks = self.known[self.now.part_index(tensor, region)]
             slices.append(marks.between(batch.offset, batch.offset + numel))
         counts = np.array([s.size for s in slices], np.int64)
         positions = np.concatenate(slices)
@@ -296,7 +297,7 @@ class _Search:
     def _moved(self, changes: Changes, before: UIntArray) -> Digest:
         g = self.was.geometry(changes.tensor, changes.region)
         first, second = cpu.changes.digest_delta(
-            changes.count, g.start, g.dims, g.size, g.outside, g.keys, changes.positions, before, changes.after
+            changes.count, g.start, g.dims, g.size, g.tensor_strides, g.keys, changes.positions, before, changes.after
         )
         return Digest(int(first), int(second))
 
@@ -354,7 +355,7 @@ class _Listed:
         return (self.where[a:b] - low).astype(np.uint32)
 
 
-def _known(held: Held, positions: Mapping[str, Any]) -> dict[int, Bitmap | _Listed]:
+def _known(held: LocalWeights, positions: Mapping[str, Any]) -> dict[int, Bitmap | _Listed]:
     """Positions handed over, checked, by the number of the part."""
     out: dict[int, Bitmap | _Listed] = {}
     for name, given in positions.items():
@@ -368,11 +369,11 @@ def _known(held: Held, positions: Mapping[str, Any]) -> dict[int, Bitmap | _List
         where = np.unique(found.astype(np.int64))
         if where.size and (where[0] < 0 or where[-1] >= numel):
             raise TensorMismatch(f"positions of {name!r} reach outside its {numel} elements")
-        out[held.part(tensor, None)] = _Listed(where)
+        out[held.part_index(tensor, None)] = _Listed(where)
     return out
 
 
-def _marked(held: Held, shards: Shards) -> dict[int, Bitmap | _Listed]:
+def _marked(held: LocalWeights, shards: Shards) -> dict[int, Bitmap | _Listed]:
     """The marks of parts, by the number of the part."""
     out: dict[int, Bitmap | _Listed] = {}
     for part in shards.parts:
@@ -381,11 +382,11 @@ def _marked(held: Held, shards: Shards) -> dict[int, Bitmap | _Listed]:
                 raise TensorMismatch(
                     f"{part.tensor!r}: marks for {part.marks.numel} elements, the region has {part.region.numel}"
                 )
-            out[held.part(held.table.index[part.tensor], part.region)] = part.marks
+            out[held.part_index(held.table.index[part.tensor], part.region)] = part.marks
     return out
 
 
-def _require_same_places(was: Held, now: Held) -> None:
+def _require_same_places(was: LocalWeights, now: LocalWeights) -> None:
     if was.places != now.places:
-        some = sorted(set(was.named()) ^ set(now.named()))[:10]
+        some = sorted(set(was.memory_by_name()) ^ set(now.memory_by_name()))[:10]
         raise TensorMismatch(f"old and new are not the same parts of their tensors: {some}")

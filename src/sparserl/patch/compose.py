@@ -25,11 +25,12 @@ from .. import plan
 from ..errors import ChainError, InvalidField, NeedsBase, WrongBase
 from ..parallel import ordered
 from ..plan import Changes, Dense, advance, steps_between
-from ..weights.boxes import Boxes, Places, elements, some
+from ..weights.batches import PIECE_BYTES
+from ..weights.boxes import Boxes, Places, elements, select
 from ..weights.digest import Digest, table_digest
 from ..weights.dtypes import Bits, DType, UIntArray
+from ..weights.local import LocalWeights
 from ..weights.memory import Weights
-from ..weights.pieces import PIECE_BYTES, Held
 from ..weights.region import Region, whole
 from ..weights.shards import Part, Place, Shards
 from ..weights.table import TensorTable
@@ -98,11 +99,13 @@ def _same_places(a: Patch, b: Patch) -> bool:
     return np.array_equal(mine[:, np.lexsort(mine[::-1])], its[:, np.lexsort(its[::-1])])
 
 
-def _base(patch: Patch, base: Weights | Shards | None, digest: Digest | None, threads: int | None) -> Held | None:
+def _base(
+    patch: Patch, base: Weights | Shards | None, digest: Digest | None, threads: int | None
+) -> LocalWeights | None:
     """The base weights, once they are known to be the base."""
     if base is None:
         return None
-    held = Held.of(base, patch.table, "the patch", "the base")
+    held = LocalWeights.of(base, patch.table, "the patch", "the base")
     current = digest_of(patch, held, threads) if digest is None else digest
     if current != patch.base:
         raise WrongBase(f"the weights have digest {current}, the patch starts from {patch.base}")
@@ -169,7 +172,7 @@ def _fold(delta: UIntArray) -> UIntArray:
     return np.where(delta >> top, ~doubled, doubled).astype(delta.dtype)
 
 
-def _windows(patches: Sequence[Patch], held: Held | None) -> Iterator[Changes]:
+def _windows(patches: Sequence[Patch], held: LocalWeights | None) -> Iterator[Changes]:
     """The combined changes, window by window of every tensor that any patch touches."""
     table = patches[0].table
     located = Located(patches)
@@ -185,7 +188,7 @@ def _windows(patches: Sequence[Patch], held: Held | None) -> Iterator[Changes]:
             yield _settle(table, tensor, region, window.numel, overlay, held)
 
 
-def _replayed(patches: Sequence[Patch], held: Held) -> Iterator[Changes]:
+def _replayed(patches: Sequence[Patch], held: LocalWeights) -> Iterator[Changes]:
     """The combined changes, found by applying the patches to a copy."""
     table = held.table
     changed = {tensor for tensor, *_ in touched(patches)}
@@ -197,7 +200,7 @@ def _replayed(patches: Sequence[Patch], held: Held) -> Iterator[Changes]:
     weights = Shards(table, parts)
     for patch in patches:
         patch.apply(weights, digest=patch.base)
-    result = Held.of(weights)
+    result = LocalWeights.of(weights)
     for tensor, cover, _ in touched(patches):
         spec = table[tensor]
         for window in (cover or whole(spec.shape)).split(PIECE_BYTES // spec.dtype.width):
@@ -206,7 +209,7 @@ def _replayed(patches: Sequence[Patch], held: Held) -> Iterator[Changes]:
 
 
 def _settle(
-    table: TensorTable, tensor: int, region: Region | None, numel: int, overlay: _Overlay, held: Held | None
+    table: TensorTable, tensor: int, region: Region | None, numel: int, overlay: _Overlay, held: LocalWeights | None
 ) -> Changes:
     """An overlay as changes: with the base exactly those elements that differ, else what can be said without it."""
     dtype = overlay.dtype
@@ -227,7 +230,7 @@ def _settle(
     raise NeedsBase(f"tensor {table[tensor].name!r} has both bits and steps; squash needs the base weights")
 
 
-def _compared(held: Held, tensor: int, region: Region | None, full: UIntArray) -> Changes:
+def _compared(held: LocalWeights, tensor: int, region: Region | None, full: UIntArray) -> Changes:
     """The changes from the base to the bits that a region has in the end."""
     dtype, memory = held.table[tensor].dtype, held.bits(tensor, region)
     where = np.flatnonzero(full != memory)
@@ -308,7 +311,7 @@ def _turned(decoded: Decoded) -> tuple[Changes, Digest]:
     return _columns(decoded, None, negate_steps(decoded.words), []), Digest()
 
 
-def _undo(held: Held, decoded: Decoded) -> tuple[Changes, Digest]:
+def _undo(held: LocalWeights, decoded: Decoded) -> tuple[Changes, Digest]:
     """The bits of the base, put back."""
     decoded = decoded.in_order()
     staged = stage(held, decoded)
@@ -322,7 +325,7 @@ def _columns(decoded: Decoded, after: UIntArray | None, steps: UIntArray | None,
     return Changes(
         decoded.head.dtype,
         decoded.sparse_tensor,
-        some(entries.region, entries.sparse),
+        select(entries.region, entries.sparse),
         entries.numel[entries.sparse],
         decoded.sparse_count,
         decoded.positions,

@@ -11,9 +11,11 @@ import numpy.typing as npt
 from ..codec import Found, Reader, Stream, profile, value
 from ..codec.profile import Counts, Positions, Room, empty
 from ..kernels import cpu
-from ..weights.boxes import some
+from ..weights.batches import Batch
+from ..weights.boxes import select
 from ..weights.dtypes import UIntArray
-from ..weights.pieces import Batch, Held, outline
+from ..weights.geometry import tensor_geometry
+from ..weights.local import LocalWeights
 from ..weights.region import Region
 from ..weights.shards import Place
 from ..weights.table import TensorTable
@@ -76,7 +78,7 @@ class Decoded:
         many = int(mine.sum())
         if many <= _FEW_DENSE or self.dense.size > _SMALL_DENSE * many:
             return [self]
-        regions, counts = some(entries.region, mine), entries.numel[mine]
+        regions, counts = select(entries.region, mine), entries.numel[mine]
         dense = Entries(entries.tensor[mine], counts, np.zeros(many, bool), regions, counts)
         no_words = np.empty(0, self.dense.dtype)
         head = replace(self.head, profile=profile("raw"), entries=dense, dense_bytes=0)
@@ -84,7 +86,7 @@ class Decoded:
         if many == len(entries):
             return [rest]
         sparse = entries.sparse
-        others = some(entries.region, sparse)
+        others = select(entries.region, sparse)
         columns = entries.tensor[sparse], entries.count[sparse], entries.dense[sparse], others, entries.numel[sparse]
         head = replace(self.head, entries=Entries(*columns), dense_bytes=0)
         return [replace(self, head=head, dense=no_words), rest]
@@ -92,11 +94,17 @@ class Decoded:
     def _places(self, dense: bool) -> list[Place]:
         entries = self.head.entries
         mine = entries.dense if dense else entries.sparse
-        return [*zip(entries.tensor[mine].tolist(), some(entries.region, mine), strict=True)]
+        return [*zip(entries.tensor[mine].tolist(), select(entries.region, mine), strict=True)]
 
 
 def decode(
-    head: Head, reader: Reader, base: Held | None = None, *, land: bool = False, lend: bool = False, room: Room = empty
+    head: Head,
+    reader: Reader,
+    base: LocalWeights | None = None,
+    *,
+    land: bool = False,
+    lend: bool = False,
+    room: Room = empty,
 ) -> Decoded:
     """Decode all streams of a bucket; every position is inside its region afterwards, or an error was raised.
 
@@ -125,7 +133,7 @@ def decode(
 def sparse(head: Head) -> Batch:
     """The sparse entries."""
     entries, sparse = head.entries, head.entries.sparse
-    return Batch(head.dtype, entries.tensor[sparse], some(entries.region, sparse), entries.numel[sparse])
+    return Batch(head.dtype, entries.tensor[sparse], select(entries.region, sparse), entries.numel[sparse])
 
 
 def counted(count: Counts) -> Positions:
@@ -146,7 +154,7 @@ def flatten_all(
     table: TensorTable, tensor: Counts, regions: Sequence[Region | None], count: Counts, positions: Positions
 ) -> npt.NDArray[np.int64]:
     """Positions of regions, so many of each, as positions in their tensors."""
-    g = outline(table, tensor, regions)
+    g = tensor_geometry(table, tensor, regions)
     out = np.empty(positions.size, np.int64)
-    cpu.changes.locate(count, g.start, g.dims, g.size, g.outside, positions, out)
+    cpu.changes.locate(count, g.start, g.dims, g.size, g.tensor_strides, positions, out)
     return out

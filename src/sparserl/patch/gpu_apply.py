@@ -24,10 +24,11 @@ from ..codec.ctx import read_classes, tiles
 from ..codec.index import tiles as gap_tiles
 from ..errors import InvalidField, WrongBase
 from ..kernels import gpu
-from ..weights.boxes import some
+from ..weights.boxes import select
 from ..weights.digest import Digest
-from ..weights.on_gpu import GROUP_BYTES, Runs, fetch, runs_of, send, working
-from ..weights.pieces import Held
+from ..weights.gpu_copies import fetch, upload_parts
+from ..weights.local import LocalWeights
+from ..weights.on_gpu import GROUP_BYTES, Runs, on_stream, runs_of
 from ..wire import Entries, Head
 from .decode import Decoded, sparse
 from .patch import Patch
@@ -84,7 +85,7 @@ class Bucket:
 class Resident:
     """Changes of some buckets, located on a device and ready to be written."""
 
-    held: Held
+    held: LocalWeights
     buckets: list[Bucket]
     side: gpu.changes.Side
     found: gpu.classes.Found
@@ -107,15 +108,15 @@ class Resident:
     def swap(self) -> Callable[[], Any]:
         """Begin to write the new bits, and to keep what was there; what it returns says if that was something else."""
         device = self.side.base.device
-        with working(self.held, device):
+        with on_stream(self.held, device):
             other = torch.zeros(1, dtype=torch.int32, device=device)
             gpu.cells.swap(self.side, self.found, other)
             return fetch(other)
 
-    def write(self, held: Held) -> None:
+    def write(self, held: LocalWeights) -> None:
         """Put back what was there."""
         device = self.side.base.device
-        with working(held, device):
+        with on_stream(held, device):
             right = torch.zeros(1, dtype=torch.int32, device=device)
             gpu.classes.land(self.side, self.found, self.found.old, right)
             int(right)  # waits until all is written
@@ -129,7 +130,7 @@ def swap_all(found: Iterable[Resident]) -> None:
         )
 
 
-def bucket(held: Held, index: int, head: Head, reader: Reader) -> Bucket | None:
+def bucket(held: LocalWeights, index: int, head: Head, reader: Reader) -> Bucket | None:
     """A bucket for the device, or None where it is one for the CPU."""
     name = head.profile.name
     if name == "gap" or not head.layout.changes or (head.profile.tiled and 1 << head.tile_log < gpu.changes.BLOCK):
@@ -189,7 +190,7 @@ def _dense(head: Head, reader: Reader) -> list[Decoded]:
     else:
         bits = value.read_words(head.layout, reader, head.dense_elements, Stream.DENSE)
     e, mine = head.entries, head.entries.dense
-    entries = Entries(e.tensor[mine], e.count[mine], e.dense[mine], some(e.region, mine), e.numel[mine])
+    entries = Entries(e.tensor[mine], e.count[mine], e.dense[mine], select(e.region, mine), e.numel[mine])
     alone = replace(head, entries=entries)
     return [Decoded(alone, np.empty(0, np.uint32), np.empty(0, head.dtype.uint), bits, None)]
 
@@ -229,7 +230,7 @@ class Groups:
         return sum(one.share for group in self.rest for one in group) < 1
 
 
-def located(patch: Patch, held: Held, group: list[Bucket]) -> Resident:
+def located(patch: Patch, held: LocalWeights, group: list[Bucket]) -> Resident:
     """The changes of some buckets, where they go. Nothing is written, and nothing waited for."""
     try:
         return _located(held, group)
@@ -237,30 +238,30 @@ def located(patch: Patch, held: Held, group: list[Bucket]) -> Resident:
         raise _refused(patch, held, group) from None
 
 
-def require_right(patch: Patch, held: Held, found: Iterable[Resident]) -> None:
+def require_right(patch: Patch, held: LocalWeights, found: Iterable[Resident]) -> None:
     """Wait for the devices. Raises if anything did not decode."""
     for part in found:
         if not part.right:
             raise _refused(patch, held, part.buckets)
 
 
-def _refused(patch: Patch, held: Held, group: list[Bucket]) -> InvalidField:
+def _refused(patch: Patch, held: LocalWeights, group: list[Bucket]) -> InvalidField:
     """What the CPU says of buckets that a device does not decode."""
     for one in group:
         patch.decode(one.index, held)
     return InvalidField(f"buckets {[one.index for one in group]} do not decode on {group[0].runs.device}")
 
 
-def _located(held: Held, group: list[Bucket]) -> Resident:
-    runs = Runs.joined([one.runs for one in group])
+def _located(held: LocalWeights, group: list[Bucket]) -> Resident:
+    runs = Runs.concatenate([one.runs for one in group])
     counts = [one.head.layout.count for one in group]
     changes = np.concatenate(counts)
-    with working(held, runs.device):
+    with on_stream(held, runs.device):
         blocks, (side,) = runs.blocks(held.table.keys)
         bad = torch.zeros(1, dtype=torch.int32, device=runs.device)
         if group[0].head.profile.name == "raw":
             streams = Stream.POSITIONS, Stream.WORDS
-            positions, words = (send([one.of(stream) for one in group], runs.device) for stream in streams)
+            positions, words = (upload_parts([one.of(stream) for one in group], runs.device) for stream in streams)
             bits = words.view(gpu.changes.INTS[runs.dtype.width])
             found = gpu.cells.at_positions(blocks, side, changes, positions.view(torch.int32), bits, bad)
         else:
@@ -272,7 +273,7 @@ def _located(held: Held, group: list[Bucket]) -> Resident:
 def _arrived(group: list[Bucket], device: Any) -> gpu.streams.Arrived:
     """What the streams of all buckets tell, on its way to the device."""
     bodies, rows = zip(*map(_told, group), strict=True)
-    return gpu.streams.Arrived(send(bodies, device), _directory(bodies, rows))
+    return gpu.streams.Arrived(upload_parts(bodies, device), _directory(bodies, rows))
 
 
 def _plan(group: list[Bucket], blocks: gpu.changes.Blocks, sizes: list[int]) -> gpu.streams.Plan:

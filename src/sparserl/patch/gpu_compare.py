@@ -32,8 +32,10 @@ from ..plan.estimates import index_bits
 from ..plan.routing import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES, may_be_dense
 from ..weights.digest import Digest
 from ..weights.dtypes import DType, UIntArray
-from ..weights.on_gpu import Runs, fetch, fetch_apart, groups, upload, working
-from ..weights.pieces import Held, Numbers
+from ..weights.gpu_copies import fetch, fetch_with_margins, upload
+from ..weights.local import LocalWeights
+from ..weights.on_gpu import Runs, groups, on_stream
+from ..weights.region import Numbers
 from ..wire import Entries, Head, Laid
 from ..wire.cursor import CHECKSUM_BYTES
 
@@ -55,7 +57,7 @@ R = TypeVar("R")
 
 
 def search(
-    was: Held, now: Held, far: Sequence[Runs], names: Sequence[str], digest_base: bool, keep: bool
+    was: LocalWeights, now: LocalWeights, far: Sequence[Runs], names: Sequence[str], digest_base: bool, keep: bool
 ) -> Iterator[Part]:
     """Changes of runs, element sums of the old bits (if wanted), how the changes move them, bytes covered.
 
@@ -68,10 +70,10 @@ def search(
     return in_turn(_on_device(was, runs, job) for runs, job in jobs)
 
 
-def _on_device(held: Held, runs: Runs, job: Generator[Waiting, None, R]) -> Generator[Waiting, None, R]:
+def _on_device(held: LocalWeights, runs: Runs, job: Generator[Waiting, None, R]) -> Generator[Waiting, None, R]:
     """A job whose steps are for the device that some runs are on, and for nobody else in between."""
     while True:
-        with working(held, runs.device):
+        with on_stream(held, runs.device):
             try:
                 pause = next(job)
             except StopIteration as end:
@@ -81,7 +83,7 @@ def _on_device(held: Held, runs: Runs, job: Generator[Waiting, None, R]) -> Gene
 
 
 def _searched(
-    was: Held, now: Held, runs: Runs, names: Sequence[str], most: int, digest_base: bool, keep: bool
+    was: LocalWeights, now: LocalWeights, runs: Runs, names: Sequence[str], most: int, digest_base: bool, keep: bool
 ) -> Generator[Waiting, None, Part]:
     """Find and encode the changes of a group."""
     blocks, (old, new) = runs.blocks(was.table.keys)
@@ -103,8 +105,8 @@ def _digest(sums: Callable[[], Any]) -> Digest:
 class _Found:
     """Runs in two versions, and how many changes each has."""
 
-    was: Held
-    now: Held
+    was: LocalWeights
+    now: LocalWeights
     runs: Runs
     changes: Numbers
 
@@ -145,7 +147,7 @@ class _Compared(_Found):
         """Some of the runs."""
         if which.size == self.changes.size:
             return self
-        runs = self.runs.some(which)
+        runs = self.runs.select(which)
         blocks, (old, new) = runs.blocks(self.was.table.keys)
         mine = np.zeros(self.changes.size, bool)
         mine[which] = True
@@ -198,7 +200,7 @@ class _Compacted(_Found):
     def changed(self, part: slice) -> Changes:
         """The changes of some runs in host memory. Without a base: the old bits stay where they are, so no `ctx`."""
         low, high = self.ends[part.start], self.ends[part.stop]
-        with working(self.was, self.runs.device):
+        with on_stream(self.was, self.runs.device):
             waits = [fetch(column[low:high]) for column in (self.positions, self.after, self.before)]
         positions, after, before = (wait() for wait in waits)
         after, before = after.view(self.runs.dtype.uint), before.view(self.runs.dtype.uint)
@@ -416,7 +418,7 @@ def _encode(found: _Compared, drafts: list[_Draft]) -> Generator[Waiting, None, 
     told = np.split(numbers, np.searchsorted(owner, np.arange(1, len(drafts))))
     sizes = np.bincount(encoded.directory.bucket, encoded.directory.length, len(drafts)).astype(np.int64).tolist()
     room = [_room(draft.entries, its) for draft, its in zip(drafts, told, strict=True)]
-    wait = fetch_apart([[body] for body in torch.split(encoded.data, sizes)], room, CHECKSUM_BYTES)
+    wait = fetch_with_margins([[body] for body in torch.split(encoded.data, sizes)], room, CHECKSUM_BYTES)
     for b, draft in enumerate(drafts):
         draft.made = partial(_laid, wait, b, int(streams[b]), told[b])
         draft.profile = "ulp" if draft.classes is None else "ctx"
@@ -433,8 +435,8 @@ def _stored(found: _Compacted, drafts: list[_Draft]) -> list[Callable[[], Laid]]
         mine = slice(found.ends[draft.part.start], found.ends[draft.part.stop])
         bodies.append([found.positions[mine], found.after[mine]])
     room = [_room(draft.entries, its) for draft, its in zip(drafts, told, strict=True)]
-    with working(found.was, found.runs.device):
-        wait = fetch_apart(bodies, room, CHECKSUM_BYTES)
+    with on_stream(found.was, found.runs.device):
+        wait = fetch_with_margins(bodies, room, CHECKSUM_BYTES)
     return [partial(_laid, wait, b, 2, its) for b, its in enumerate(told)]
 
 

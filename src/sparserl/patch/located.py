@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..weights.boxes import corners, ends, some
+from ..weights.boxes import corners, ends, select
 from ..weights.dtypes import UIntArray
 from ..weights.region import Region
 from ..weights.shards import Place
@@ -86,7 +86,7 @@ def _by_cover(
     for row in rows:
         entries = patches[row.patch].heads[row.bucket].entries
         its = entries.tensor[row.entries]
-        low, high = corners(table, its, *ends(table, its, some(entries.region, row.entries)))
+        low, high = corners(table, its, *ends(table, its, select(entries.region, row.entries)))
         its_cover = np.array(
             [((start <= low[:, e, None]) & (high[:, e, None] <= stop)).all(axis=0).argmax() for e in range(its.size)]
         )
@@ -169,7 +169,7 @@ class Located:
             words = (decoded.dense if dense else decoded.words)[at]
             where: npt.NDArray[Any] = positions
             if cover[1] is not None or entries.region[int(mine[0])] is not None:
-                where = flatten_all(self._table, entries.tensor[mine], some(entries.region, mine), count, positions)
+                where = flatten_all(self._table, entries.tensor[mine], select(entries.region, mine), count, positions)
                 where = _relative(self._table, cover, where)
             out.append((*_rising(where, words), dense or decoded.head.profile.absolute))
         return out

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
 from ..weights.dtypes import UIntArray
-from ..weights.pieces import Geometry, Held
+from ..weights.geometry import Geometry
+from ..weights.local import LocalWeights
 from ..weights.shards import Place
 
 if TYPE_CHECKING:
-    from ..weights.on_gpu import Cells
+    from ..weights.on_gpu import GpuElements
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,13 @@ class Overlay:
     positions: Positions
     bits: UIntArray
     dense: list[tuple[Place, UIntArray]]
-    far: Cells | None = None  # those of the positions that are on devices
+    far: GpuElements | None = None  # those of the positions that are on devices
 
     @property
     def nbytes(self) -> int:
         return self.positions.nbytes + self.bits.nbytes + sum(bits.nbytes for _, bits in self.dense)
 
-    def write(self, held: Held) -> None:
+    def write(self, held: LocalWeights) -> None:
         """Write these bits, and nothing but them."""
         self.scatter()
         self.write_dense(held)
@@ -41,7 +42,7 @@ class Overlay:
         args, here = self._near()
         cpu.changes.scatter(*args[:-1], args[-1].ctypes.data, self.bits[here])
         if self.far is not None:
-            self.far.put(self.bits)
+            self.far.write(self.bits)
 
     def gather(self, out: UIntArray) -> None:
         """Read the bits that are at these positions."""
@@ -50,7 +51,7 @@ class Overlay:
         cpu.changes.gather(*args, found)
         if self.far is not None:
             out[here] = found
-            self.far.take(out)
+            self.far.read(out)
 
     def swap(self, out: UIntArray) -> None:
         """Write these bits but for the dense ones, some of them on a device, and read what was there."""
@@ -65,17 +66,17 @@ class Overlay:
         """What kernels are told about the positions in host memory, and which ones these are."""
         g = self.geometry
         if self.far is None:
-            return (self.tag, self.count, g.first, g.dims, g.size, g.inside, self.positions), slice(None)
-        near, here = self.far.near, self.far.here
-        where = g.first[near], g.dims[near], g.size[near], g.inside[near]
+            return (self.tag, self.count, g.address, g.dims, g.size, g.memory_strides, self.positions), slice(None)
+        near, here = self.far.host_entries, self.far.host_changes
+        where = g.address[near], g.dims[near], g.size[near], g.memory_strides[near]
         return (self.tag, self.count[near], *where, self.positions[here]), here
 
-    def write_dense(self, held: Held) -> None:
+    def write_dense(self, held: LocalWeights) -> None:
         for place, bits in self.dense:
-            if held.devices:
-                from ..weights import on_gpu as device
+            if held.gpu_streams:
+                from ..weights import on_gpu
 
-                if device.write(held, place, bits):
+                if on_gpu.write(held, place, bits):
                     continue
             there = held.view(*place)
             there[...] = bits.reshape(there.shape)

@@ -15,8 +15,8 @@ from ..files import replacing
 from ..parallel import Progress, default_threads, ordered
 from ..weights.boxes import Places
 from ..weights.digest import Digest
+from ..weights.local import LocalWeights
 from ..weights.memory import Weights
-from ..weights.pieces import Held
 from ..weights.region import Region, whole
 from ..weights.shards import Place, Shards
 from ..weights.table import TensorTable
@@ -163,7 +163,9 @@ class Patch:
                     index,
                 )
 
-    def decode(self, index: int, base: Held | None = None, *, land: bool = False, room: Room = empty) -> Decoded:
+    def decode(
+        self, index: int, base: LocalWeights | None = None, *, land: bool = False, room: Room = empty
+    ) -> Decoded:
         """One bucket, decoded: positions and words of its sparse entries, bits of its dense ones.
 
         `ctx` buckets need the weights that the patch applies to. With `land`, the new bits may be written to them at
@@ -189,7 +191,7 @@ class Patch:
             head, reader = self._parsed(index, body)
             yield index, head, reader.copy()
 
-    def parse(self, index: int, data: bytes | memoryview, base: Held | None = None) -> Decoded:
+    def parse(self, index: int, data: bytes | memoryview, base: LocalWeights | None = None) -> Decoded:
         """The bytes of a bucket, decoded."""
         return decode(*self._open(index, data), base)
 

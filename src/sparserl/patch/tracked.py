@@ -22,13 +22,15 @@ from ..kernels import cpu
 from ..parallel import Progress, ordered
 from ..plan import Changes, Dense, Link
 from ..plan.routing import BUCKET_PAYLOAD_BYTES
+from ..weights.batches import Batch, batches
 from ..weights.digest import Digest, sums, table_digest
 from ..weights.dtypes import UIntArray
+from ..weights.local import LocalWeights
 from ..weights.marks import Bitmap
-from ..weights.memory import Weights, far_tensor
-from ..weights.pieces import Batch, Held, Numbers, batches
-from ..weights.region import whole
+from ..weights.memory import Weights
+from ..weights.region import Numbers, whole
 from ..weights.shards import Place, Shards
+from ..weights.staging import gpu_tensor
 from ..weights.table import TensorTable
 from .assemble import Target, assemble
 from .compare import _chooser, _Listed, _marked
@@ -42,7 +44,9 @@ class Marked:
     base, result: the digests of the two versions.
     """
 
-    def __init__(self, held: Held, parts: list[Changes], profile: str, old: Digest, new: dict[Place, Digest]) -> None:
+    def __init__(
+        self, held: LocalWeights, parts: list[Changes], profile: str, old: Digest, new: dict[Place, Digest]
+    ) -> None:
         self._table, self._parts, self._profile = held.table, parts, profile
         self._covers = None if held.complete else held.places
         terms = table_digest(held.table) if held.complete else Digest()
@@ -74,7 +78,7 @@ def capture_marked(
     Of a dense entry all elements count as changed.
     """
     names = _absolute(profile)
-    held = Held.of(new, table, "the last version", "the weights now")
+    held = LocalWeights.of(new, table, "the last version", "the weights now")
     if set(held.places) != known.keys():
         raise TensorMismatch("these are not the parts whose sums are known")
     now = part_sums(held, threads, progress)
@@ -87,7 +91,7 @@ def capture_marked(
             told = part in marks and part in moved and known[place] + moved[part] == now[place]
             (sparse if told else dense).append(place)
     parts: list[Changes] = []
-    there = {place for place, memory in held.parts if far_tensor(memory) is not None}
+    there = {place for place, memory in held.parts if gpu_tensor(memory) is not None}
     for some in ([p for p in sparse if p not in there], [p for p in sparse if p in there]):
         for routed in ordered(lambda batch: _look(held, marks, batch, names), batches(held.table, some), threads):
             parts += routed
@@ -96,7 +100,7 @@ def capture_marked(
     return Marked(held, parts, profile, sum(known.values(), Digest()), now)
 
 
-def part_sums(held: Held, threads: int | None = None, progress: Progress | None = None) -> dict[Place, Digest]:
+def part_sums(held: LocalWeights, threads: int | None = None, progress: Progress | None = None) -> dict[Place, Digest]:
     """The element sums of every part: one read of all bits."""
 
     def one(batch: Batch) -> tuple[Batch, list[Digest]]:
@@ -109,17 +113,17 @@ def part_sums(held: Held, threads: int | None = None, progress: Progress | None 
         return batch, found
 
     out, near = dict.fromkeys(held.places, Digest()), held.places
-    if held.devices:
-        from ..weights import on_gpu as device
+    if held.gpu_streams:
+        from ..weights import on_gpu
 
-        near, far = device.near_and_far(near, held)
-        for place, first, second, done in device.part_sums(held, far):
-            out[held.parts[held.part(*place)][0]] += Digest(first, second)
+        near, far = on_gpu.split_by_gpu(near, held)
+        for place, first, second, done in on_gpu.piece_sums(held, far):
+            out[held.parts[held.part_index(*place)][0]] += Digest(first, second)
             if progress is not None:
                 progress(done)
     for batch, found in ordered(one, batches(held.table, near), threads):
         for tensor, region, part in zip(batch.tensor.tolist(), batch.region, found, strict=True):
-            out[held.parts[held.part(tensor, region)][0]] += part
+            out[held.parts[held.part_index(tensor, region)][0]] += part
         if progress is not None:
             progress(batch.elements * batch.dtype.width)
     return out
@@ -133,21 +137,23 @@ def _absolute(profile: str) -> tuple[str, ...]:
     return names
 
 
-def _moved(held: Held, shards: Shards) -> dict[int, Digest]:
+def _moved(held: LocalWeights, shards: Shards) -> dict[int, Digest]:
     """How the marked changes moved the sums, by the number of the part."""
     index = shards.table.index
     return {
-        held.part(index[part.tensor], part.region): Digest(*part.moved)
+        held.part_index(index[part.tensor], part.region): Digest(*part.moved)
         for part in shards.parts
         if part.moved is not None
     }
 
 
-def _look(held: Held, marks: Mapping[int, Bitmap | _Listed], batch: Batch, names: Sequence[str]) -> list[Changes]:
+def _look(
+    held: LocalWeights, marks: Mapping[int, Bitmap | _Listed], batch: Batch, names: Sequence[str]
+) -> list[Changes]:
     """The marked elements of a batch and their bits, routed."""
     slices = []
     for tensor, region, numel in zip(batch.tensor.tolist(), batch.region, batch.numel.tolist(), strict=True):
-        slices.append(marks[held.part(tensor, region)].between(batch.offset, batch.offset + numel))
+        slices.append(marks[held.part_index(tensor, region)].between(batch.offset, batch.offset + numel))
     counts = np.array([s.size for s in slices], np.int64)
     live = np.flatnonzero(counts)
     positions = np.concatenate(slices)
@@ -170,14 +176,14 @@ def _look(held: Held, marks: Mapping[int, Bitmap | _Listed], batch: Batch, names
     return list(plan.route(changes, names, held.table))
 
 
-def _gathered(held: Held, batch: Batch, counts: Numbers, positions: Positions) -> UIntArray:
+def _gathered(held: LocalWeights, batch: Batch, counts: Numbers, positions: Positions) -> UIntArray:
     """The bits at positions of some parts."""
     out: UIntArray = np.empty(positions.size, batch.dtype.uint)
-    homes = [far_tensor(held.local(*place)[0]) for place in zip(batch.tensor.tolist(), batch.region, strict=True)]
+    homes = [gpu_tensor(held.locate(*place)[0]) for place in zip(batch.tensor.tolist(), batch.region, strict=True)]
     if homes and all(there is not None for there in homes):
-        from ..weights.on_gpu import Cells
+        from ..weights.on_gpu import GpuElements
 
-        Cells(held, homes, held.geometry(batch.tensor, batch.region), counts, positions).take(out)
+        GpuElements(held, homes, held.geometry(batch.tensor, batch.region), counts, positions).read(out)
         return out
     addresses, alive = held.read(batch)
     flat, ones = np.ones((counts.size, 1), np.int64), np.ones(counts.size, np.int64)
@@ -186,7 +192,7 @@ def _gathered(held: Held, batch: Batch, counts: Numbers, positions: Positions) -
     return out
 
 
-def _whole(held: Held, place: Place) -> Iterator[Changes]:
+def _whole(held: LocalWeights, place: Place) -> Iterator[Changes]:
     """All bits of a part, in entries that fit a bucket."""
     tensor, region = place
     spec = held.table.specs[tensor]

@@ -13,9 +13,9 @@ from .. import codec
 from ..codec import value
 from ..codec.ctx import tiles
 from ..codec.profile import Counts, Positions
-from ..weights.boxes import Boxes, boxes, some
+from ..weights.batches import Batch
+from ..weights.boxes import Boxes, boxes, select
 from ..weights.dtypes import UIntArray
-from ..weights.pieces import Batch
 from ..weights.region import Region
 from ..weights.shards import Place
 from ..wire import LINK, Entries, Head, Laid, begin_bucket
@@ -189,7 +189,7 @@ def _entries(parts: list[Changes], dense: list[Dense]) -> tuple[Entries, npt.NDA
     order = np.arange(tensors.size)
     if (np.diff(tensors) <= 0).any():
         order = _order(tensors, regions)
-        regions = some(regions, order)
+        regions = select(regions, order)
     sparse = tensors.size - len(dense)
     return Entries(tensors[order], counts[order], order >= sparse, regions, numel[order]), order[order < sparse]
 

@@ -13,7 +13,7 @@ from ..codec import Profile
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
 from ..weights.dtypes import DType, UIntArray
-from ..weights.pieces import Held
+from ..weights.local import LocalWeights
 from ..weights.region import Region
 from ..weights.shards import Place
 
@@ -49,7 +49,7 @@ class Changes:
     dense: list[Dense] = field(default_factory=list)
     cost: dict[str, float] = field(default_factory=dict)  # estimated bits of the sparse part, by profile
     before: UIntArray | None = None
-    base: Held | None = None
+    base: LocalWeights | None = None
 
     @property
     def total(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..codec.profile import Counts
-from ..weights.boxes import some
+from ..weights.boxes import select
 from ..weights.dtypes import DType, UIntArray
 from ..weights.region import Region, whole
 from ..weights.table import TensorTable
@@ -156,7 +156,7 @@ def _select(changes: Changes, keep: npt.NDArray[np.bool_]) -> Changes:
     return Changes(
         changes.dtype,
         changes.tensor[keep],
-        some(changes.region, keep),
+        select(changes.region, keep),
         changes.numel[keep],
         changes.count[keep],
         covered=int(changes.covered - changes.numel[~keep].sum()),

@@ -18,7 +18,8 @@ from typing import Any
 from ..errors import SparserlError
 from ..parallel import Progress
 from ..session import Callback, SyncReport
-from ..weights.memory import Weights, tensor_table
+from ..weights.memory import Weights
+from ..weights.tensors import tensor_table
 from .statistics import Seen, observe
 
 FORMAT = 1

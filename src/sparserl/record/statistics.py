@@ -17,11 +17,12 @@ from ..parallel import Progress, ordered
 from ..patch import Patch, diff
 from ..patch.compare import scan
 from ..plan import steps_between
+from ..weights.batches import Batch, batches
 from ..weights.digest import Digest
 from ..weights.dtypes import DType
+from ..weights.local import LocalWeights
 from ..weights.marks import Bitmap
 from ..weights.memory import Weights
-from ..weights.pieces import Batch, Held, batches
 from ..weights.table import TensorTable
 
 Counts = npt.NDArray[np.int64]
@@ -91,8 +92,8 @@ def observe(
     old: Weights, new: Weights, seen: Seen | None, threads: int | None, progress: Progress | None
 ) -> tuple[dict[str, Any], Seen]:
     """The figures of one sync, and the elements seen so far with those that changed in it."""
-    was = Held.of(old)
-    now, table = Held.of(new, was.table), was.table
+    was = LocalWeights.of(old)
+    now, table = LocalWeights.of(new, was.table), was.table
     seen = seen or Seen(table)
     seen.table.require(table, "the syncs before", "this one")
     changed, steps, again = np.zeros(len(table), np.int64), np.zeros(len(STEPS), np.int64), 0
@@ -118,7 +119,7 @@ def observe(
     }, seen
 
 
-def _count(was: Held, now: Held, batch: Batch) -> _Found:
+def _count(was: LocalWeights, now: LocalWeights, batch: Batch) -> _Found:
     dtype = batch.dtype
     old, old_alive = was.read(batch)
     new, new_alive = now.read(batch)

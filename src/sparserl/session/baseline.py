@@ -22,8 +22,8 @@ from ..patch import Captured, Marked, Patch, capture, capture_marked
 from ..patch.tracked import part_sums
 from ..plan import Link
 from ..weights.digest import Digest, digest, table_digest
+from ..weights.local import LocalWeights
 from ..weights.memory import Memory, Weights
-from ..weights.pieces import Held
 from ..weights.shards import Shards
 from .store.transfer import copied
 
@@ -121,7 +121,7 @@ class NoBaseline:
     weights = None
 
     def __init__(self, weights: Weights | Shards, threads: int | None = None) -> None:
-        held = Held.of(weights)
+        held = LocalWeights.of(weights)
         self._table, self.sums = held.table, part_sums(held, threads)
         self.digest = sum(self.sums.values(), table_digest(held.table) if held.complete else Digest())
 
@@ -163,7 +163,7 @@ def choose(
     """
     if kind not in ("auto", "host", "device", "none"):
         raise SessionError(f"there is no baseline {kind!r}; take 'auto', 'host', 'device' or 'none'")
-    held = Held.of(weights)
+    held = LocalWeights.of(weights)
     dense = sum(_nbytes(m) for _, m in held.parts)
     marks = sum(_numel(m) for _, m in held.parts) // 4 if tracked else 0  # two bits an element
     fits = memory is None or dense + marks <= memory
@@ -171,7 +171,7 @@ def choose(
     if kind != "none" and fits:
         there = kind == "device" and own is None
         kept = HostBaseline(weights, own, own=own is not None, there=there, threads=threads)
-        where = "where the weights are" if there and held.devices else "in host memory"
+        where = "where the weights are" if there and held.gpu_streams else "in host memory"
         return kept, f"baseline: {size(dense)} {where}{aside}"
     if kind in ("host", "device"):
         raise SessionError(f"a baseline takes {size(dense + marks)}, the budget is {size(memory or 0)}")

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import TensorMismatch, UnsupportedTensor
-from ..weights.memory import foreign, tensor_table
 from ..weights.region import Region, whole
 from ..weights.shards import Part, Shards
+from ..weights.staging import lazy_bits
 from ..weights.table import TensorTable
+from ..weights.tensors import tensor_table
 
 Spans = list[tuple[int, int]]  # where runs of indices start, and how many they are
 Cast = Callable[[str], Any]
@@ -40,7 +41,7 @@ class ShardedSource:
         first, rank = _ranks(self._group)
         for name, tensor in tensors.items():
             for region, data in _owned(name, tensor, first, rank):
-                parts.append(Part(name, region, data if dtypes[name] is None else foreign(data, dtypes[name])))
+                parts.append(Part(name, region, data if dtypes[name] is None else lazy_bits(data, dtypes[name])))
         return Shards(known if self._table is None else self._table, parts)
 
     def _published(self, name: str, tensor: Any) -> Any:

@@ -23,10 +23,12 @@ import numpy as np
 
 from ..errors import TensorMismatch, UnsupportedTensor, WeightsError
 from ..weights.dtypes import BY_NAME
-from ..weights.memory import Foreign, Weights, tensor_table
+from ..weights.memory import Weights
 from ..weights.region import Region, Shape, whole
 from ..weights.shards import Part, Shards
+from ..weights.staging import LazyBits
 from ..weights.table import TensorSpec, TensorTable
+from ..weights.tensors import tensor_table
 from .modules import Source, module
 
 Function = Callable[[str, Any], Mapping[str, Any]]
@@ -191,7 +193,7 @@ class _Plan:
     def _quantized(self, parts: tuple[Part, ...]) -> Iterator[tuple[Part, _Blocks]]:
         for part in parts:
             if (blocks := self.blocks.get(part.tensor)) is not None:
-                data = part.data.tensor() if isinstance(part.data, Foreign) else part.data
+                data = part.data.tensor() if isinstance(part.data, LazyBits) else part.data
                 if not hasattr(data, "detach"):
                     kind = type(data).__name__
                     raise UnsupportedTensor(f"{part.tensor!r}: only torch tensors can be quantized, not a {kind}")

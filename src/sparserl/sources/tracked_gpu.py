@@ -18,7 +18,7 @@ import torch
 
 from ..kernels import gpu
 from ..weights import memory
-from ..weights.on_gpu import fetch
+from ..weights.gpu_copies import fetch
 
 Pair = tuple[Any, Any]  # the new bits of a row, which may be wider, and its old ones, which become the new ones
 
@@ -28,7 +28,7 @@ def fits(new: Any, old: Any) -> bool:
     kinds = new.dtype, old.dtype
     return bool(
         (kinds[0] is kinds[1] or kinds == (torch.float32, torch.bfloat16))
-        and memory.on_device(new)
+        and memory.is_on_gpu(new)
         and new.device == old.device
         and new.is_contiguous()
         and old.is_contiguous()

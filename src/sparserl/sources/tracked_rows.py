@@ -14,13 +14,16 @@ import numpy.typing as npt
 from ..errors import TensorMismatch
 from ..kernels import cpu
 from ..patch.compare import scan
+from ..weights.batches import PIECE_BYTES, Batch, batches
 from ..weights.dtypes import UIntArray
+from ..weights.geometry import Geometry, tensor_geometry
 from ..weights.marks import Bitmap
-from ..weights.memory import Foreign, Memory, _address, _Lent, _span, far_tensor, leading, memory_of
-from ..weights.pieces import PIECE_BYTES, Batch, Geometry, Numbers, batches, outline
-from ..weights.region import Region, whole
+from ..weights.memory import Memory, address_of
+from ..weights.region import Numbers, Region, run_start, whole
 from ..weights.shards import Place
+from ..weights.staging import LazyBits, StagingBuffer, gpu_tensor
 from ..weights.table import TensorTable
+from ..weights.tensors import memory_of
 
 Key = tuple[str, Region]
 Mask = npt.NDArray[np.bool_]
@@ -113,13 +116,13 @@ class Plan:
                 (large if region.numel * spec.dtype.width > PIECE_BYTES else found)[place] = r
         for batch in batches(table, found):
             rows = [found[place] for place in zip(batch.tensor.tolist(), batch.region, strict=True)]
-            yield Cut(batch, np.array(rows), None, outline(table, batch.tensor, batch.region), mastered)
+            yield Cut(batch, np.array(rows), None, tensor_geometry(table, batch.tensor, batch.region), mastered)
         for place, r in large.items():
             corner = self.rows[r].key[1].start
             for batch in batches(table, [place]):
                 start, size = batch.region[0].start, batch.region[0].size  # type: ignore[union-attr]  # it was cut
                 piece = Region(tuple(a - c for a, c in zip(start, corner, strict=True)), size)
-                yield Cut(batch, np.array([r]), piece, outline(table, batch.tensor, batch.region), mastered)
+                yield Cut(batch, np.array([r]), piece, tensor_geometry(table, batch.tensor, batch.region), mastered)
 
     def place(self, data: Sequence[Any]) -> None:
         """Learn where the data is. Rows whose bits cannot be read where they are have the address 0."""
@@ -129,8 +132,8 @@ class Plan:
             if memory.shape != region.size:
                 raise TensorMismatch(f"{name!r}: region {region} cannot be {list(memory.shape)}")
             address.append(memory.address if memory.strides is None and memory.dtype is spec.dtype else 0)
-            there = far_tensor(memory)
-            start = None if there is None or not there.is_contiguous() else leading(region, spec.shape)
+            there = gpu_tensor(memory)
+            start = None if there is None or not there.is_contiguous() else run_start(region, spec.shape)
             self.there[r], self.start[r] = start is not None, start or 0
         self._address, self.where = np.array(address, np.int64), [sign(d) for d in data]
         if self.there.any():
@@ -171,8 +174,8 @@ class Plan:
         here = np.flatnonzero(self._address[cut.rows[some]])
         nbytes = cut.batch.numel[some[here]] * cut.batch.dtype.width
         copy = np.empty(nbytes.sum(), np.uint8)
-        cpu.marks.collect(address[here], nbytes, _address(copy))
-        address[here] = _address(copy) + np.cumsum(nbytes) - nbytes
+        cpu.marks.collect(address[here], nbytes, address_of(copy))
+        address[here] = address_of(copy) + np.cumsum(nbytes) - nbytes
         return Copy(cut, some, (address, (owner, copy)))
 
     def land(self, found: Found, data: Sequence[Any]) -> None:
@@ -266,7 +269,7 @@ def compared(cut: Cut, some: Numbers, old: Bits, new: Bits) -> Found:
     positions, before, after, counts = scan(tag, old[0], new[0], cut.batch.numel[some])
     some, counts = some[counts > 0], counts[counts > 0]
     moved = np.empty((some.size, 2), np.uint64)
-    where = g.start[some], g.dims[some], g.size[some], g.outside[some], g.keys[some]
+    where = g.start[some], g.dims[some], g.size[some], g.tensor_strides[some], g.keys[some]
     cpu.marks.digest_deltas(counts, *where, positions, before, after, moved)
     return Found(cut, cut.rows[some], counts, positions, after, moved)
 
@@ -278,7 +281,7 @@ def brought(data: Sequence[Any], cut: Cut, some: Numbers, keep: bool = False) ->
     sizes = cut.batch.numel[some]
     nbytes = sizes * cut.batch.dtype.width
     far = all(getattr(d, "is_cuda", False) for d in data)
-    lent = None if keep else _Lent(int(nbytes.sum()), far)
+    lent = None if keep else StagingBuffer(int(nbytes.sum()), far)
     array = np.empty(nbytes.sum(), np.uint8) if lent is None else lent.array
     here = torch.from_numpy(array).view(getattr(torch, cut.batch.dtype.name))
     if far:
@@ -289,7 +292,7 @@ def brought(data: Sequence[Any], cut: Cut, some: Numbers, keep: bool = False) ->
         torch._foreach_copy_(torch.split(there, sizes.tolist()), flat)
         if there is not here:
             here.copy_(there)
-    return _address(array) + np.cumsum(nbytes) - nbytes, lent or array
+    return address_of(array) + np.cumsum(nbytes) - nbytes, lent or array
 
 
 def _flat(data: Any, cut: Cut, numel: int) -> Any:
@@ -316,7 +319,7 @@ def sign(data: Any) -> object:
     """Where and what a tensor is: as long as this is the same, it can be handled as before."""
     if hasattr(data, "data_ptr"):
         return data.data_ptr(), data.shape, data.is_contiguous(), data.dtype
-    if isinstance(data, Foreign):
+    if isinstance(data, LazyBits):
         return data.dtype, sign(data.origin)
     return getattr(getattr(data, "array", data), "__array_interface__", None)
 
@@ -341,7 +344,7 @@ def places(tensors: Iterable[Any]) -> list[int]:
 
 def writes(row: Row, data: Any) -> int | None:
     """How often torch has counted a write to a row; all views of a buffer are counted as one."""
-    if isinstance(data, Foreign):
+    if isinstance(data, LazyBits):
         data = data.origin
     if not row.counted or not hasattr(data, "data_ptr") or data.is_inference():
         return None
@@ -350,14 +353,14 @@ def writes(row: Row, data: Any) -> int | None:
 
 def extents(tensors: Iterable[Any]) -> Numbers:
     """The extent of every tensor, or of what it is made of."""
-    found = [extent(t.origin if isinstance(t, Foreign) else t) for t in tensors]
+    found = [extent(t.origin if isinstance(t, LazyBits) else t) for t in tensors]
     return np.array(found, np.int64).reshape(-1, 2)
 
 
 def extent(tensor: Any) -> tuple[int, int]:
     """Addresses of the first byte of a tensor and of the byte behind its last; nothing, where it is foreign."""
     if not hasattr(tensor, "data_ptr"):
-        return (0, 0) if isinstance(tensor, Foreign) else _span(memory_of("", tensor))
+        return (0, 0) if isinstance(tensor, LazyBits) else memory_of("", tensor).span()
     if not tensor.numel():
         return 0, 0
     reach = tensor.numel()

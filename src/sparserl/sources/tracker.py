@@ -29,9 +29,11 @@ import numpy as np
 from ..errors import TensorMismatch
 from ..parallel import ordered
 from ..weights.dtypes import BY_NAME
-from ..weights.memory import Weights, foreign, memories, table_of
+from ..weights.memory import Weights
 from ..weights.shards import Shards
+from ..weights.staging import lazy_bits
 from ..weights.table import TensorSpec, TensorTable
+from ..weights.tensors import memories, table_of
 from .modules import Source, module
 from .tracked_rows import (
     Copy,
@@ -121,7 +123,7 @@ class Tracker:
         self.after()  # a step that raised has no end of its own
         given, _ = self._follow()
         shards, made = self._shards(given)
-        parts = [replace(p, data=foreign(p.data, made[p.tensor])) if p.tensor in made else p for p in shards.parts]
+        parts = [replace(p, data=lazy_bits(p.data, made[p.tensor])) if p.tensor in made else p for p in shards.parts]
         now, earlier = self._now, self._handed
         self._now, self._handed = Since(self._plan), {}  # what is handed out is not written to any more
         for r, row in enumerate(self._plan.rows):

@@ -30,9 +30,9 @@ from ..patch.apply import digest_of
 from ..patch.compose import require_chain
 from ..sources.checkpoint import Checkpoint, checkpoint_file, checkpoint_in, open_checkpoint
 from ..weights.digest import Digest
-from ..weights.memory import tensor_table
-from ..weights.pieces import Held
+from ..weights.local import LocalWeights
 from ..weights.table import TensorTable
+from ..weights.tensors import tensor_table
 from .swap import swapping
 
 Stages = Callable[[str, int], Progress]  # called with the name of a stage and its bytes, gives what counts them
@@ -202,7 +202,7 @@ class _Copy:
             weights = checkpoint_file(self._draft, self._alone[1], writable=True)
         table = patches[0].table
         table.require(tensor_table(weights), "the patch", str(self._path))
-        digest = digest_of(patches[0], Held.of(weights, table), threads, stages("verify", weights.nbytes))
+        digest = digest_of(patches[0], LocalWeights.of(weights, table), threads, stages("verify", weights.nbytes))
         rest = _rest(digest, patches, self._path)
         for patch in rest:
             patch.apply(weights, digest=patch.base, threads=threads)

@@ -30,8 +30,9 @@ from ..folders import Folder
 from ..sources.checkpoint import checkpoint_in
 from ..sources.safetensors import HEADER_BYTES, encode_header, parse_json, require_savable
 from ..weights.dtypes import Bits
-from ..weights.memory import Weights, memories, require_like, table_of
+from ..weights.memory import Weights
 from ..weights.table import TensorTable
+from ..weights.tensors import memories, require_like, table_of
 from .checkpoint import copy_patched
 from .target import Change, Undo
 

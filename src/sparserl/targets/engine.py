@@ -19,11 +19,11 @@ from ..patch.apply import Staged, refuse_conflicts, shared_memory, stage
 from ..patch.decode import Decoded
 from ..weights.digest import Digest, element_sums
 from ..weights.dtypes import Bits, UIntArray
-from ..weights.memory import memories, memory_of, require_writable
-from ..weights.pieces import Held
+from ..weights.local import LocalWeights
 from ..weights.region import Region, whole
 from ..weights.shards import Part, Place, Shards
 from ..weights.table import TensorTable
+from ..weights.tensors import memories, memory_of, require_writable
 from .engine_layout import Piece
 from .modules import ModuleTarget
 from .slicing import PROFILES, Carver
@@ -51,12 +51,12 @@ class LiveTarget:
         for piece in pieces:
             self._pieces.setdefault(piece.tensor, []).append(piece)
         self._live, self._tied, self._threads = live, tied or {}, threads
-        self._held: Held | None = None
+        self._held: LocalWeights | None = None
         self._tensors: Mapping[str, Any] = {}
         self._owned: frozenset[Place] = frozenset()
 
     @property
-    def held_parts(self) -> Held:
+    def held_parts(self) -> LocalWeights:
         if self._held is None:
             raise SessionError("the engine's tensors were not compared with those of a run yet")
         return self._held
@@ -65,9 +65,9 @@ class LiveTarget:
         """The parts that this rank has of the tensors of a run."""
         self._tensors = dict(self._live())
         shards = Shards(table, [part for spec in table.specs for part in self._parts(spec.name)])
-        self._held = Held.of(shards)
+        self._held = LocalWeights.of(shards)
         self.profiles = None if self._held.complete else PROFILES
-        require_writable(self._held.named().items())
+        require_writable(self._held.memory_by_name().items())
         return shards
 
     def _parts(self, name: str) -> Iterable[Part]:
@@ -106,7 +106,7 @@ class LiveTarget:
             return PreparedLive(self, [prepared.commit], None, prepared.changed)
         mine = [part for part in held.parts if part[0] in self._owned]
         others = [part for part in held.parts if part[0] not in self._owned]
-        both = [Held(held.table, parts) for parts in (mine, others)]
+        both = [LocalWeights(held.table, parts) for parts in (mine, others)]
         if change.fresh is None and len(change.patches) == 1:
             landings = self._carved(change.patches[0], both)
         else:
@@ -115,14 +115,14 @@ class LiveTarget:
         commits = [landing.commit for landing in landings]
         return PreparedLive(self, commits, moved, sum(landing.changed for landing in landings))
 
-    def _carved(self, patch: Patch, several: Sequence[Held]) -> list[Landing]:
+    def _carved(self, patch: Patch, several: Sequence[LocalWeights]) -> list[Landing]:
         """What a patch of the whole does to some parts and to others, staged on them. Digests count from zero."""
         buckets = [*ordered(patch.decode, range(patch.buckets), self._threads)]
         out = []
         for held in several:
             carver = Carver(held)
 
-            def one(bucket: Decoded, held: Held = held, carver: Carver = carver) -> Staged:
+            def one(bucket: Decoded, held: LocalWeights = held, carver: Carver = carver) -> Staged:
                 return stage(held, carver.carve(bucket))
 
             staged = [*ordered(one, buckets, self._threads)]
@@ -133,7 +133,7 @@ class LiveTarget:
             out.append(Landing(held, Digest(), moved, tuple(staged), bool(tied), changed))
         return out
 
-    def _beside(self, change: Change, held: Held) -> Landing:
+    def _beside(self, change: Change, held: LocalWeights) -> Landing:
         """What several patches, or all weights anew, do to some parts: built in host memory, then compared."""
         now = Shards(held.table, [Part(held.table[t].name, _box(held, t, r), m.owner) for (t, r), m in held.parts])
         if change.fresh is not None:
@@ -143,7 +143,7 @@ class LiveTarget:
         else:
             new = copied(now)
             for patch in change.patches:
-                for landing in self._carved(patch, [Held.of(new)]):
+                for landing in self._carved(patch, [LocalWeights.of(new)]):
                     landing.commit(self._threads)
         return stage_all(patch := diff(now, new, profile="raw", threads=self._threads), now, digest=patch.base)
 
@@ -180,7 +180,7 @@ class PreparedLive:
         """Nothing was written."""
 
 
-def _box(held: Held, tensor: int, region: Region | None) -> Region:
+def _box(held: LocalWeights, tensor: int, region: Region | None) -> Region:
     return region or whole(held.table[tensor].shape)
 
 

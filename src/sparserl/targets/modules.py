@@ -9,8 +9,9 @@ from typing import Any
 from .. import sources
 from ..errors import ChecksumMismatch, UnsupportedTensor, WrongBase
 from ..patch import Landing, diff, squash, stage_all
-from ..weights.memory import Weights, memories, require_like, require_writable
+from ..weights.memory import Weights
 from ..weights.table import TensorTable
+from ..weights.tensors import memories, require_like, require_writable
 from .target import Change, Undo
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from ..codec.profile import Positions
 from ..patch.decode import Decoded, flatten
 from ..weights.dtypes import UIntArray
-from ..weights.pieces import Held
+from ..weights.local import LocalWeights
 from ..weights.region import Region, Shape, whole
 from ..weights.shards import Place
 from ..wire import Entries
@@ -25,7 +25,7 @@ PROFILES = frozenset(("raw", "gap", "ulp"))  # that can be carved
 class Carver:
     """Cuts patches along the parts of one rank."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: LocalWeights) -> None:
         self._table = held.table
         self._parts: dict[int, list[Region | None]] = {}
         for tensor, region in held.places:

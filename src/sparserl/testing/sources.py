@@ -12,9 +12,9 @@ from ..session import Publisher, Subscriber
 from ..sources import Source
 from ..transport.stores.folder import FolderStore
 from ..weights.digest import digest
-from ..weights.memory import tensor_table
 from ..weights.shards import Shards
 from ..weights.table import TensorTable
+from ..weights.tensors import tensor_table
 from .weights import blank
 
 

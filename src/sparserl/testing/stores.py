@@ -15,7 +15,7 @@ from ..errors import Fenced, InvalidField, LimitExceeded, NotFound, Refused, Tru
 from ..session import Publisher, Subscriber
 from ..session.store.retention import faults
 from ..transport.stores.base import Store, exists, fetch
-from ..weights.memory import tensor_table
+from ..weights.tensors import tensor_table
 from .weights import bits, blank, versions
 
 

@@ -16,7 +16,8 @@ from ..session import Publisher, Subscriber
 from ..targets import Change, Prepared, Target
 from ..transport.stores.folder import FolderStore
 from ..weights.digest import digest
-from ..weights.memory import Weights, tensor_table
+from ..weights.memory import Weights
+from ..weights.tensors import tensor_table
 from .weights import bits, versions
 
 

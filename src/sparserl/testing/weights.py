@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from ..weights.dtypes import Bits
-from ..weights.memory import Weights, memories
+from ..weights.memory import Weights
 from ..weights.table import TensorTable
+from ..weights.tensors import memories
 
 _SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (60, 32),

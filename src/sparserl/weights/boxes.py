@@ -12,11 +12,10 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from .region import Region, row_major
+from .region import Numbers, Region, row_major
 from .shards import Place
 from .table import TensorTable
 
-Numbers = npt.NDArray[np.int64]
 _AT_ONCE = 1 << 12  # boxes that are made together
 
 
@@ -41,7 +40,7 @@ class Boxes(Sequence["Region | None"]):
 
     def __getitem__(self, index: int | slice) -> Region | Boxes | None:
         if isinstance(index, slice):
-            return self.some(index)
+            return self.select(index)
         return self._box(int(self.tensor[index]), int(self.first[index]), int(self.span[index]))
 
     def __iter__(self) -> Iterator[Region | None]:
@@ -49,7 +48,7 @@ class Boxes(Sequence["Region | None"]):
             some = slice(low, low + _AT_ONCE)
             yield from map(self._box, self.tensor[some].tolist(), self.first[some].tolist(), self.span[some].tolist())
 
-    def some(self, which: slice | npt.NDArray[np.bool_] | Numbers) -> Boxes:
+    def select(self, which: slice | npt.NDArray[np.bool_] | Numbers) -> Boxes:
         """Those of them that are wanted."""
         return Boxes(self.table, self.tensor[which], self.first[which], self.span[which])
 
@@ -113,10 +112,10 @@ def columns(places: Sequence[Place]) -> tuple[Numbers, Sequence[Region | None]]:
     return np.array([tensor for tensor, _ in places], np.int64), [region for _, region in places]
 
 
-def some(regions: Sequence[Region | None], which: npt.NDArray[np.bool_] | Numbers) -> Sequence[Region | None]:
+def select(regions: Sequence[Region | None], which: npt.NDArray[np.bool_] | Numbers) -> Sequence[Region | None]:
     """Those of some regions that are wanted, by a flag for each or by their numbers."""
     if isinstance(regions, Boxes):
-        return regions.some(which)
+        return regions.select(which)
     numbers = np.flatnonzero(which) if which.dtype == bool else which
     return [regions[e] for e in numbers.tolist()]
 

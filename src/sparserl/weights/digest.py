@@ -14,8 +14,11 @@ import numpy as np
 
 from ..kernels import cpu
 from ..parallel import Progress, ordered
+from .batches import Batch, batches
+from .geometry import tensor_geometry
+from .local import LocalWeights
 from .memory import Weights
-from .pieces import Batch, Held, Numbers, batches, outline
+from .region import Numbers
 from .shards import Place, Shards
 from .table import TensorTable
 
@@ -69,52 +72,68 @@ def table_digest(table: TensorTable) -> Digest:
 
 def sums(table: TensorTable, batch: Batch, addresses: Numbers) -> Digest:
     """The element sums of a batch whose bits lie, in row-major order, at the addresses."""
-    tag, keys = np.empty(0, batch.dtype.uint), table.keys[batch.tensor]
+    width_tag = np.empty(0, batch.dtype.uint)  # tells the kernel how wide elements are
+    keys = table.keys[batch.tensor]
     if any(region is not None for region in batch.region):
-        g = outline(table, batch.tensor, batch.region)
-        first, second = cpu.changes.digest_boxes(tag, addresses, g.start, g.dims, g.size, g.outside, keys)
+        g = tensor_geometry(table, batch.tensor, batch.region)
+        first, second = cpu.changes.digest_boxes(width_tag, addresses, g.start, g.dims, g.size, g.tensor_strides, keys)
     else:
-        first, second = cpu.changes.digest(tag, addresses, batch.numel, np.zeros(len(batch), np.int64), keys)
+        start = np.zeros(len(batch), np.int64)
+        first, second = cpu.changes.digest(width_tag, addresses, batch.numel, start, keys)
     return Digest(int(first), int(second))
 
 
 def element_sums(
-    held: Held, places: Iterable[Place], threads: int | None = None, progress: Progress | None = None
+    weights: LocalWeights, places: Iterable[Place], threads: int | None = None, progress: Progress | None = None
 ) -> Digest:
-    """The sums over the elements at the given places, without the terms of the table."""
-
-    def one(batch: Batch) -> tuple[Digest, int]:
-        addresses, alive = held.read(batch)
-        part = sums(held.table, batch, addresses)
-        del alive  # copies may go only now
-        return part, batch.elements * batch.dtype.width
-
-    def found() -> Iterator[tuple[Digest, int]]:
-        near = [*places]
-        if held.devices:
-            from . import on_gpu as device
-
-            near, far = device.near_and_far(near, held)
-            for first, second, done in device.sums(held, far):
-                yield Digest(first, second), done
-        yield from ordered(one, batches(held.table, near), threads)
-
+    """The sums over the elements at these places, without the terms of the table."""
     total = Digest()
-    for part, done in found():
+    for part, nbytes in _partial_sums(weights, [*places], threads):
         total += part
         if progress is not None:
-            progress(done)
+            progress(nbytes)
     return total
 
 
+def _partial_sums(weights: LocalWeights, places: list[Place], threads: int | None) -> Iterator[tuple[Digest, int]]:
+    """Sums that add up to those of all places, each with the bytes that were read."""
+
+    def batch_sums(batch: Batch) -> tuple[Digest, int]:
+        addresses, owners = weights.read(batch)
+        part = sums(weights.table, batch, addresses)
+        del owners  # the addresses may point to copies, which must live until here
+        return part, batch.elements * batch.dtype.width
+
+    if weights.gpu_streams:
+        from . import on_gpu
+
+        places, runs = on_gpu.split_by_gpu(places, weights)
+        for first, second, nbytes in on_gpu.group_sums(weights, runs):
+            yield Digest(first, second), nbytes
+    yield from ordered(batch_sums, batches(weights.table, places), threads)
+
+
 def digest(weights: Weights | Shards, *, threads: int | None = None, progress: Progress | None = None) -> Digest:
-    """The digest of weights: one read of every element.
+    """The digest of weights. It reads every element once.
 
-    The digests of shards add up: those of all, and `table_digest` once for the names, are the digest of the whole.
+    The digests of shards add up: their sum, plus `table_digest` once for the names, is the digest of the whole.
 
-    >>> digest({"w": np.zeros(2, np.float32)}) == digest({"w": np.array([0.0, -0.0], np.float32)})
-    False
+    Args:
+        weights: Tensors by name, or the shards of this process.
+        threads: How many threads read; by default as many as the machine has cores, or SPARSERL_THREADS.
+        progress: Is called with the number of bytes read since the last call.
+
+    Returns:
+        The digest. For shards that are not the whole weights, it lacks the terms of the table.
+
+    Raises:
+        UnsupportedTensor: A tensor is of a kind or dtype that is not supported.
+        TensorMismatch: A part of the shards does not fit the table.
+
+    Example:
+        >>> digest({"w": np.zeros(2, np.float32)}) == digest({"w": np.array([0.0, -0.0], np.float32)})
+        False
     """
-    held = Held.of(weights)
-    read = element_sums(held, held.places, threads, progress)
-    return read + table_digest(held.table) if held.complete else read
+    local = LocalWeights.of(weights)
+    total = element_sums(local, local.places, threads, progress)
+    return total + table_digest(local.table) if local.complete else total

@@ -82,6 +82,14 @@ DTYPES: tuple[DType, ...] = (
 BY_NAME: dict[str, DType] = {d.name: d for d in DTYPES}
 BY_CODE: dict[int, DType] = {d.code: d for d in DTYPES}
 BY_SAFETENSORS: dict[str, DType] = {d.safetensors: d for d in DTYPES if d.safetensors}
+TORCH_DTYPES: dict[Any, DType | None] = {}  # those that `dtype_of_torch` was asked for
+
+
+def dtype_of_torch(dtype: Any) -> DType | None:
+    """The dtype of the same name as a torch dtype; None if it is not supported."""
+    if dtype not in TORCH_DTYPES:
+        TORCH_DTYPES[dtype] = BY_NAME.get(str(dtype).removeprefix("torch."))
+    return TORCH_DTYPES[dtype]
 
 
 @dataclass(frozen=True, eq=False)

@@ -128,6 +128,16 @@ def collapse(size: Shape, *strides: Shape) -> tuple[Shape, tuple[Shape, ...]]:
     return tuple(out), tuple(tuple(row) for row in rows)
 
 
+def run_start(region: Region, shape: Shape) -> int | None:
+    """Position of the region's first element, if the region is one contiguous run of a row-major tensor; else None."""
+    partial = False
+    for d in range(len(shape) - 1, -1, -1):
+        if partial and region.size[d] != 1:
+            return None
+        partial = partial or region.size[d] != shape[d]
+    return sum(a * s for a, s in zip(region.start, row_major(shape), strict=True))
+
+
 class Effort:
     """What may still be done to find out whether regions overlap, in steps of about a tenth of a microsecond."""
 

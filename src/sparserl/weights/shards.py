@@ -8,9 +8,10 @@ from typing import Any
 
 from ..errors import TensorMismatch
 from .marks import Bitmap
-from .memory import Memory, Weights, memory_of
+from .memory import Memory, Weights
 from .region import Region, refuse_overlap, whole
 from .table import TensorTable
+from .tensors import memory_of
 
 Place = tuple[int, Region | None]  # a tensor by its index in the table, and a region of it or all of it
 

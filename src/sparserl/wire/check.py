@@ -8,8 +8,8 @@ from typing import overload
 import numpy as np
 
 from ..errors import InvalidField, LimitExceeded
-from ..weights.boxes import Boxes, Numbers, columns, corners, ends
-from ..weights.region import Effort, Region, first_shared, parted, refuse_overlap, whole
+from ..weights.boxes import Boxes, columns, corners, ends
+from ..weights.region import Effort, Numbers, Region, first_shared, parted, refuse_overlap, whole
 from ..weights.shards import Place
 from ..weights.table import TensorTable
 from . import limits

@@ -29,8 +29,8 @@ from ...sources import Source
 from ...sources.modules import weights_of
 from ...transport.groups.line import TIMEOUT, Bucket, CalledOff, Line
 from ...weights.digest import Digest, table_digest
+from ...weights.local import LocalWeights as AtHand
 from ...weights.memory import Weights
-from ...weights.pieces import Held as AtHand
 from ...weights.shards import Shards, dump_places, load_places, require_whole
 from ...weights.table import TensorTable
 from ..background import Flight

@@ -27,8 +27,8 @@ from ...sources import Source
 from ...sources.modules import weights_of
 from ...transport.groups.gather import Ranks
 from ...transport.stores.base import Store, open_store
+from ...weights.local import LocalWeights
 from ...weights.memory import Weights
-from ...weights.pieces import Held
 from ...weights.shards import Shards, dump_places, load_places, require_whole
 from ...weights.table import TensorTable
 from ..background import Flight
@@ -234,7 +234,7 @@ class Publisher:
                     weights, self._memory, kind, tracked=hasattr(self._source, "committed"), threads=self._threads
                 )
             anchor = self._anchor(weights, watch) if baseline.weights is None else None
-            work[:] = [functools.partial(self._first, Held.of(weights), baseline, anchor, watch)]
+            work[:] = [functools.partial(self._first, LocalWeights.of(weights), baseline, anchor, watch)]
             return b"none" if baseline.weights is None else b"host"
 
         def following(now: _Committed) -> bytes:
@@ -295,7 +295,7 @@ class Publisher:
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
-    def _first(self, held: Held, baseline: Baseline, anchor: Patch | None, watch: Watch) -> SyncReport:
+    def _first(self, held: LocalWeights, baseline: Baseline, anchor: Patch | None, watch: Watch) -> SyncReport:
         """The first version of a new run: an anchor."""
         run = self._writers.lead(
             "begin", lambda: self._begin(held.table), Run.to_bytes, lambda data: Run.parse(data, "the run")
@@ -362,7 +362,7 @@ class Publisher:
         if (committed := getattr(self._source, "committed", None)) is not None:
             committed()
 
-    def _require_whole(self, held: Held, table: TensorTable) -> None:
+    def _require_whole(self, held: LocalWeights, table: TensorTable) -> None:
         """All ranks must have the same tensor table, and every element of it must come from just one of them."""
 
         def own() -> bytes:

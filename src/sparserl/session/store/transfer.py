@@ -22,10 +22,12 @@ from ...transport.stores.base import Store, fetch
 from ...transport.stores.deadline import Transfers
 from ...weights.digest import Digest, digest, table_digest
 from ...weights.dtypes import Bits, DType
-from ...weights.memory import Memory, Weights, far_tensor, memories, memory_of, table_of
+from ...weights.memory import Memory, Weights
 from ...weights.region import Shape
 from ...weights.shards import Part, Shards
+from ...weights.staging import gpu_tensor
 from ...weights.table import TensorTable
+from ...weights.tensors import memories, memory_of, table_of
 from ...wire import limits
 from .memory_limit import require_memory
 from .records import Blob, Manifest, Step, canonical, get_named, path, require_hash, sha256
@@ -55,7 +57,7 @@ def copied(weights: Weights | Shards, threads: int | None = None, *, there: bool
     """
 
     def copy(memory: Memory) -> Any:
-        if there and (tensor := far_tensor(memory)) is not None:
+        if there and (tensor := gpu_tensor(memory)) is not None:
             return tensor.new_empty(tensor.shape).copy_(tensor.detach())
         return Bits(memory.copied(), memory.dtype)
 

@@ -9,8 +9,9 @@ import torch
 import sparserl
 from sparserl.errors import TensorMismatch, TiedConflict, UnsupportedTensor
 from sparserl.weights.dtypes import BY_NAME, DTYPES, Bits
-from sparserl.weights.memory import memories, memory_of, require_writable, table_of, tensor_table, tied_groups
+from sparserl.weights.memory import tied_groups
 from sparserl.weights.region import Region
+from sparserl.weights.tensors import memories, memory_of, require_writable, table_of, tensor_table
 
 NAME = "model.layers.0.w"
 

@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparserl.weights.boxes import Boxes, Places, boxes, corners, elements, ends, some
+from sparserl.weights.boxes import Boxes, Places, boxes, corners, elements, ends, select
 from sparserl.weights.dtypes import BY_NAME
-from sparserl.weights.pieces import Geometry, outline
+from sparserl.weights.geometry import Geometry, tensor_geometry
 from sparserl.weights.region import Region, whole
 from sparserl.weights.table import TensorSpec, TensorTable
-from tests.test_region import boxes as boxes_inside
-from tests.test_region import shapes
+from tests.weights.test_region import boxes as boxes_inside
+from tests.weights.test_region import shapes
 
 
 @st.composite
@@ -35,8 +35,8 @@ def test_boxes_are_the_regions_they_are_made_of(made):
     assert [many[i] for i in range(len(many))] == regions
     assert list(many[1:]) == regions[1:]
     odd = np.arange(len(regions)) % 2 == 1
-    assert list(some(many, odd)) == some(regions, odd) == regions[1::2]
-    assert list(some(many, np.flatnonzero(odd))) == regions[1::2]
+    assert list(select(many, odd)) == select(regions, odd) == regions[1::2]
+    assert list(select(many, np.flatnonzero(odd))) == regions[1::2]
     assert many.numbers.tolist() == [n for r in regions if r is not None for n in (*r.start, *r.size)]
     assert list(Places(many)) == [*zip(tensor.tolist(), regions, strict=True)]
 
@@ -60,7 +60,7 @@ def test_positions_and_corners_are_those_of_the_regions(made):
 
 
 def located(g: Geometry, e: int, numel: int) -> list[int]:
-    sizes, strides = g.size[e, : g.dims[e]].tolist(), g.outside[e, : g.dims[e]].tolist()
+    sizes, strides = g.size[e, : g.dims[e]].tolist(), g.tensor_strides[e, : g.dims[e]].tolist()
     return [g.start[e] + sum(i * s for i, s in zip(at, strides, strict=True)) for at in np.ndindex(*sizes)][:numel]
 
 
@@ -68,7 +68,10 @@ def located(g: Geometry, e: int, numel: int) -> list[int]:
 def test_elements_of_boxes_lie_where_those_of_regions_do(made):
     """The geometry of many boxes at once leads to the same elements in the same order."""
     table, tensor, regions = made
-    one_by_one, together = outline(table, tensor, regions), outline(table, tensor, boxes(table, tensor, [regions]))
+    one_by_one, together = (
+        tensor_geometry(table, tensor, regions),
+        tensor_geometry(table, tensor, boxes(table, tensor, [regions])),
+    )
     for e, (t, region) in enumerate(zip(tensor.tolist(), regions, strict=True)):
         numel = (region or whole(table[t].shape)).numel
         assert located(one_by_one, e, numel) == located(together, e, numel)

@@ -16,10 +16,10 @@ from sparserl import Digest, digest
 from sparserl.kernels import reference
 from sparserl.weights.digest import element_sums, table_digest
 from sparserl.weights.dtypes import BY_NAME, DTYPES, Bits
-from sparserl.weights.memory import memories, table_of
-from sparserl.weights.pieces import Held
+from sparserl.weights.local import LocalWeights
 from sparserl.weights.region import Region, whole
 from sparserl.weights.shards import Shards
+from sparserl.weights.tensors import memories, table_of
 
 BF16 = BY_NAME["bfloat16"]
 
@@ -157,7 +157,7 @@ def test_threads_and_pieces_are_irrelevant(threads, monkeypatch):
     """However the work is cut, the sums are the same."""
     expected = digest(weights())
     for limit in (8, 40, 64, 1000):
-        monkeypatch.setattr("sparserl.weights.pieces.PIECE_BYTES", limit)
+        monkeypatch.setattr("sparserl.weights.batches.PIECE_BYTES", limit)
         assert digest(weights(), threads=threads) == expected
 
 
@@ -197,10 +197,10 @@ def test_shards_add_up(data, shape, dtype):
     total = table_digest(table)
     for part in parts:
         shard = {"w": Bits(bits[part.slices].copy(), dtype)}
-        held = Held.of(Shards.of(table, shard, {"w": part}))
+        held = LocalWeights.of(Shards.of(table, shard, {"w": part}))
         total += element_sums(held, held.places)
     assert total == digest(every)
-    held = Held.of(every, table)
+    held = LocalWeights.of(every, table)
     assert table_digest(table) + element_sums(held, [(0, part) for part in parts]) == digest(every)
 
 

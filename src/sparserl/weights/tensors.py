@@ -1,0 +1,214 @@
+"""The memory and the table of weights, given as torch tensors, NumPy arrays, `Bits` or `LazyBits`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedTensor
+from . import memory as memory_module
+from .dtypes import BY_NAME, TORCH_DTYPES, Bits, DType, dtype_of_torch
+from .memory import Memory, Weights, address_of
+from .region import Shape, row_major
+from .staging import LazyBits, StagedMemory, gpu_tensor, lazy_bits
+from .table import TensorSpec, TensorTable
+
+_COMPLEX = frozenset(("complex32", "complex64"))
+
+
+def memory_of(name: str, tensor: Any) -> Memory:
+    """The memory of a torch tensor, NumPy array, `Bits` or `LazyBits`; `UnsupportedTensor` for anything else."""
+    if isinstance(tensor, np.ndarray):
+        dtype = BY_NAME.get(tensor.dtype.name)
+        if dtype is None:
+            raise UnsupportedTensor(f"tensor {name!r}: NumPy dtype {tensor.dtype} is not supported")
+        return _of_array(name, tensor, dtype)
+    if isinstance(tensor, Bits):
+        return _of_array(name, tensor.array, tensor.dtype)
+    if isinstance(tensor, LazyBits):
+        return StagedMemory(tensor.dtype, tensor.shape, 0, row_major(tensor.shape), False, tensor)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        try:
+            return _of_torch(name, tensor, torch)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise UnsupportedTensor(f"tensor {name!r}, a {type(tensor).__name__}: {error}") from error
+    kind = type(tensor).__name__
+    raise UnsupportedTensor(f"tensor {name!r}: expected a torch tensor or a NumPy array, got {kind}")
+
+
+def _of_array(name: str, array: np.ndarray[Any, Any], dtype: DType) -> Memory:
+    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
+        raise UnsupportedTensor(f"tensor {name!r}: big-endian arrays are not supported")
+    strides: Shape | None = None
+    if not array.flags.c_contiguous:
+        if any(s % dtype.width for s in array.strides):
+            raise UnsupportedTensor(f"tensor {name!r}: strides {array.strides} are not multiples of the element size")
+        strides = tuple(s // dtype.width for s in array.strides)
+    return Memory(dtype, array.shape, address_of(array), strides, array.flags.writeable, array)
+
+
+def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
+    dtype = _supported_dtype(name, tensor, torch)
+    if memory_module.is_on_gpu(tensor):
+        if tensor.numel() and _is_freed(tensor):
+            raise _without_memory(name, tensor)
+        return StagedMemory(dtype, tuple(tensor.shape), tensor.data_ptr(), tensor.stride(), True, tensor.detach())
+    if tensor.is_cuda:
+        return memory_of(name, lazy_bits(tensor))
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    memory = Memory(dtype, tensor.shape, tensor.data_ptr(), strides, True, tensor)
+    storage = tensor.untyped_storage()
+    low, high = memory.span()
+    if tensor.numel() and not storage.data_ptr() <= low < high <= storage.data_ptr() + storage.nbytes():
+        raise _without_memory(name, tensor)
+    return memory
+
+
+def _supported_dtype(name: str, tensor: Any, torch: Any) -> DType:
+    """The dtype of a torch tensor whose bits can be read; `UnsupportedTensor` if they cannot."""
+    dtype = dtype_of_torch(tensor.dtype)
+    if dtype is None:
+        raise UnsupportedTensor(
+            f"tensor {name!r}: {tensor.dtype} is not supported: an element must have 1, 2, 4 or 8 bytes"
+        )
+    if not (tensor.is_cpu or tensor.is_cuda) or tensor.layout is not torch.strided:
+        raise UnsupportedTensor(
+            f"tensor {name!r}: a {tensor.layout} tensor on {tensor.device}; a strided CPU or CUDA tensor is needed"
+        )
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
+        raise UnsupportedTensor(f"tensor {name!r} is a DTensor; pass its local shard with its region")
+    if tensor.is_neg() or (dtype.name in _COMPLEX and tensor.is_conj()):
+        raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative view; resolve it first")
+    return dtype
+
+
+def _is_freed(tensor: Any) -> bool:
+    """Whether the storage has no memory: all that is left of the address is then the offset into the storage."""
+    return bool(tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize)
+
+
+def _without_memory(name: str, tensor: Any) -> UnsupportedTensor:
+    return UnsupportedTensor(
+        f"tensor {name!r}, a {type(tensor).__name__}, has no memory for its {tensor.numel()} elements: "
+        "its storage was freed or never allocated"
+    )
+
+
+def memories(weights: Weights) -> dict[str, Memory]:
+    """The memory of every tensor, by name."""
+    if not isinstance(weights, Mapping):
+        kind = type(weights).__name__
+        raise UnsupportedTensor(f"weights must be a mapping from names to tensors, not a {kind}; pass its state_dict()")
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {name: memory_of(name, tensor) for name, tensor in weights.items()}
+    # Ten thousand tensors are common, so the usual kinds are recognized here with as few calls as possible.
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    strided = torch.strided
+    is_on_gpu = memory_module.is_on_gpu
+    out: dict[str, Memory] = {}
+    for name, tensor in weights.items():
+        if (
+            type(tensor) in kinds
+            and (dtype := TORCH_DTYPES.get(tensor.dtype)) is not None
+            and ((on_gpu := is_on_gpu(tensor)) or tensor.is_cpu)
+            and tensor.layout is strided
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and dtype.name not in _COMPLEX
+        ):
+            strides = tensor.stride() if on_gpu else None
+            address = tensor.data_ptr()
+            columns = (dtype, tensor.shape, address, strides, True, tensor)
+            out[name] = tuple.__new__(StagedMemory if on_gpu else Memory, columns)
+            if address == tensor.storage_offset() * dtype.width and tensor.numel():
+                raise _without_memory(name, tensor)
+        else:
+            out[name] = memory_of(name, tensor)
+    return out
+
+
+def tensor_table(weights: Weights) -> TensorTable:
+    """The table of weights: their names, dtypes and shapes.
+
+    Shards need the table of the whole weights; tensors on torch's meta device describe it without using memory.
+
+    Args:
+        weights: Tensors by name: torch tensors, NumPy arrays or `Bits`.
+
+    Returns:
+        The table, sorted by name.
+
+    Raises:
+        UnsupportedTensor: A tensor is of a kind or dtype that is not supported.
+
+    Example:
+        >>> import numpy as np
+        >>> from sparserl import tensor_table
+        >>> tensor_table({"w": np.zeros((4, 4), np.float32)})
+        <TensorTable of 1 tensors, 16 elements>
+    """
+    torch = sys.modules.get("torch")
+    specs = []
+    for name, tensor in weights.items():
+        if torch is not None and isinstance(tensor, torch.Tensor) and (dtype := dtype_of_torch(tensor.dtype)):
+            specs.append(TensorSpec(name, dtype, tuple(tensor.shape)))
+        else:
+            memory = memory_of(name, tensor)
+            specs.append(TensorSpec(name, memory.dtype, memory.shape))
+    return TensorTable(specs)
+
+
+def table_of(memory_by_name: Mapping[str, Memory]) -> TensorTable:
+    """The table of weights whose tensors are whole. Equal rows give the same object as the last time."""
+    return _table(tuple([(name, m.dtype.name, tuple(m.shape)) for name, m in memory_by_name.items()]))
+
+
+@lru_cache(maxsize=8)
+def _table(rows: tuple[tuple[str, str, Shape], ...]) -> TensorTable:
+    return TensorTable([TensorSpec(name, BY_NAME[dtype], shape) for name, dtype, shape in rows])
+
+
+def require_like(
+    table: TensorTable, memory_by_name: Mapping[str, Memory], table_label: str = "old", weights_label: str = "new"
+) -> None:
+    """Raise `TensorMismatch` naming every difference, unless the memory is of exactly the table's tensors."""
+    in_order = map(memory_by_name.get, table.index)
+    if len(memory_by_name) != len(table) or any(
+        memory is None or memory.shape != spec.shape or memory.dtype is not spec.dtype
+        for memory, spec in zip(in_order, table.specs, strict=True)
+    ):
+        table.require(table_of(memory_by_name), table_label, weights_label)
+
+
+def require_writable(named_memory: Iterable[tuple[str, Memory]]) -> None:
+    """Refuse memory that a patch cannot be written to: read-only, or with elements that share an address."""
+    for name, memory in named_memory:
+        if isinstance(memory, StagedMemory) and not memory.writable:
+            raise UnsupportedTensor(
+                f"tensor {name!r} can only be read: it is cast, or on a GPU that the kernels do not run on"
+            )
+        if not memory.writable:
+            raise UnsupportedTensor(f"tensor {name!r} is read-only; a patch cannot be applied in place")
+        if memory.strides is not None and not _is_contiguous(memory) and _overlaps_itself(memory.shape, memory.strides):
+            raise UnsupportedTensor(f"tensor {name!r} is expanded or overlaps itself: elements share an address")
+
+
+def _is_contiguous(memory: Memory) -> bool:
+    """Whether torch says at once that a tensor on a GPU is contiguous."""
+    return isinstance(memory, StagedMemory) and bool(gpu_tensor(memory).is_contiguous())
+
+
+def _overlaps_itself(shape: Shape, strides: Shape) -> bool:
+    """Whether elements may share an address: each dimension must step over everything the finer ones reach."""
+    reach = 0
+    for stride, size in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import sparserl
+import sparserl.weights.dtypes
 from benchmarks import ceiling
 from benchmarks.traces import Bits
 from sparserl.parallel import ordered

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparserl
+import sparserl.wire.limits
 from sparserl import Digest, Patch
 from sparserl.errors import InvalidField, LimitExceeded, NotRetained
 from sparserl.session.store import memory_limit as room

@@ -31,7 +31,7 @@ def test_compiling_is_announced_to_people_and_stays_out_of_pipes(log, says, tmp_
 def test_kernels_run_on_the_plainest_processor(tmp_path):
     """Without AVX, BMI2 and all that: Numba is told to compile for a generic one, and patches come out the same."""
     code = """
-import numpy as np, sparserl, hashlib
+import numpy as np, sparserl, sparserl.weights.dtypes, hashlib
 rng = np.random.default_rng(0)
 bf16 = sparserl.weights.dtypes.BY_NAME["bfloat16"]
 old = (rng.normal(0, 0.02, 200_000).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparserl
+import sparserl.patch.apply
 from sparserl import Digest, Patch
 from sparserl.errors import FormatError, InvalidField, WrongBase
 from sparserl.patch import apply

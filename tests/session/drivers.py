@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import sparserl
+import sparserl.transport.stores.folder
 from sparserl.session.store.retention import collect, faults, needed, read_head
 from sparserl.sources import open_checkpoint
 from sparserl.transport.stores.base import Store

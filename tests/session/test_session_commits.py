@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import sparserl
+import sparserl.patch.apply
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import (
     ChecksumMismatch,

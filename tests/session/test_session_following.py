@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import sparserl
+import sparserl.patch
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import (
     NotRetained,

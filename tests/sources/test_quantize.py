@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import sparserl
+import sparserl.weights.dtypes
+import sparserl.weights.memory
 from sparserl import Part, Region, Shards
 from sparserl.errors import TensorMismatch, UnsupportedTensor, WeightsError
 from sparserl.sources import fp8_blockwise, fsdp, int8, linear_weights, quantized

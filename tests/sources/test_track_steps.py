@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import sparserl
+import sparserl.weights.memory
 from sparserl import Part, Region, Shards
 from sparserl.session.baseline import HostBaseline, NoBaseline
 from sparserl.sources import track

@@ -44,6 +44,14 @@ def stepped(weights: Mapping[str, Bits], seed: int, density: float = 0.05) -> di
     return out
 
 
+def successive_versions(count: int) -> list[dict[str, Bits]]:
+    """Weights, and what becomes of them in each of the steps that follow."""
+    versions = [random_weights()]
+    for seed in range(1, count):
+        versions.append(stepped(versions[-1], seed))
+    return versions
+
+
 def safetensors_header(entries: object, pad: int = 0) -> bytes:
     raw = json.dumps(entries).encode() + b" " * pad
     return len(raw).to_bytes(8, "little") + raw

@@ -10,203 +10,34 @@ process between any two steps. Faults do not: a reply is lost, a request arrives
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-JUNK = -1  # bits that nobody meant
-OTHER = 50  # what a subscriber holds that was never seeded
-TORN = 100  # bits from here on are halves of two versions
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """The decisions. As they stand here they are the right ones."""
-
-    baseline_after_head: bool = True  # the baseline follows the head, not the other way round
-    head_last: bool = True  # buckets, manifest and index are there before the head moves
-    conditional: bool = True  # the head is swapped under a condition
-    nonces: bool = True  # after a lost reply, the nonce in the head tells whose swap worked
-    content_names: bool = True  # objects are named by content, not by version
-    new_run: bool = True  # a start that knows no baseline begins a run with an id of its own
-    created_rises: bool = True  # a new run is newer than the one it takes over from, whatever the clock says
-    baseline_forgotten: bool = True  # once the head has moved, a baseline that could not follow is not believed
-    places: bool = True  # every patch that is sent has a place of its own
-    list_then_head: bool = True  # garbage is listed first; the head that is there then says what stays
-    capture_first: bool = True  # publish returns to the trainer when everything is captured
-    whole_identity: bool = True  # a version is known by run, number and digest
-    verified: bool = True  # the bits that come out are compared with the digest before anything is written
-    attached: bool = True  # what targets hold is found out by their bits
-    held_with_bits: bool = True  # what is reported changes with the bits
-    only_if_applied: bool = True  # a version that could not be applied is not reported
-    undo: bool = True  # a target that has committed is taken back when a later one fails
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """How far to go: numbers of things that happen at most, and what takes part."""
-
-    publishers: int = 1
-    targets: tuple[str, ...] = ("module",)  # a module forgets its bits with the process, a folder keeps them
-    changes: int = 2
-    publishes: int = 2
-    anchors: int = 0
-    crashes: int = 1
-    faults: int = 1
-    collects: int = 0
-
-
-class Step(NamedTuple):
-    base: int | None
-    version: int
-    base_bits: int | None
-    bits: int
-    manifest: tuple
-
-
-class Head(NamedTuple):
-    run: int
-    version: int
-    bits: int
-    index: tuple
-    created: int
-    nonce: int
-
-
-class Entry(NamedTuple):
-    """A head that was written: what its writer meant by it."""
-
-    run: int
-    version: int
-    base: int | None
-    bits: int
-    meant: int
-
-
-class Now(NamedTuple):
-    """What a publisher takes for committed."""
-
-    run: int
-    created: int
-    version: int
-    bits: int
-    steps: tuple[Step, ...]
-
-
-class Work(NamedTuple):
-    """A publish in progress; its serial stands for place, nonce and, in the first of a run, the run's id."""
-
-    kind: str
-    run: int
-    created: int
-    version: int
-    base: int | None
-    bits: int
-    meant: int
-    serial: int
-    known: tuple[Step, ...]
-
-
-class Publisher(NamedTuple):
-    at: str = "down"
-    tag: int | None = None
-    now: Now | None = None
-    work: Work | None = None
-    unsure: Work | None = None  # a publish that was given up while it was open whether the head had moved
-
-
-class Held(NamedTuple):
-    run: int
-    version: int
-    bits: int
-
-
-class Subscriber(NamedTuple):
-    at: str = "idle"
-    bits: tuple[int, ...] = ()
-    held: Held | None = None
-    newest: tuple[int, int, int] | None = None  # run, version, created
-    head: Head | None = None
-    route: tuple[Step, ...] = ()
-    staged: tuple[Held, tuple[int, ...], tuple[int, ...]] | None = None  # what, new bits, bits before
-
-
-class Left(NamedTuple):
-    changes: int
-    publishes: int
-    anchors: int
-    crashes: int
-    faults: int
-    collects: int
-
-
-class State(NamedTuple):
-    left: Left
-    weights: int
-    objects: frozenset  # of (name, content, serial of the publish that wrote it)
-    head: Head | None
-    late: tuple[int | None, Head, Entry] | None  # a swap that is still on its way
-    disk: tuple[int, int, int] | None  # run, version and bits of the anchor that the trainer's machine keeps
-    log: tuple[Entry, ...]  # what has become visible, in order
-    serial: int
-    publishers: tuple[Publisher, ...]
-    subscriber: Subscriber
-    collector: tuple[str, frozenset] = ("idle", frozenset())  # where it is, and the names it knows so far
-
-
-Move = tuple[str, State, bool]  # what happened, what came of it, whether the subscriber did it unforced
-
-
-class Missing(Exception):
-    """An object that is not there."""
-
-
-def spend(state: State, what: str) -> State:
-    return state._replace(left=state.left._replace(**{what: getattr(state.left, what) - 1}))
-
-
-def get(state: State, name: tuple) -> Any:
-    for other, content, _ in state.objects:
-        if other == name:
-            return content
-    raise Missing(name)
-
-
-def route(steps: tuple[Step, ...], have: tuple[int, int] | None, want: int) -> tuple[Step, ...] | None:
-    """The shortest way to a version, from what is held or from an anchor."""
-    queue: deque = deque([(have, ())] if have is not None else [])
-    queue.append((None, ()))
-    seen = set()
-    while queue:
-        at, path = queue.popleft()
-        if at is not None and at[0] == want:
-            return path
-        if at in seen:
-            continue
-        seen.add(at)
-        for step in steps:
-            if (None if step.base is None else (step.base, step.base_bits)) == at:
-                queue.append(((step.version, step.bits), (*path, step)))
-    return None
-
-
-def fetch(state: State, step: Step) -> tuple[int | None, int]:
-    """The patch of a step: what it starts from and leads to."""
-    bucket, _, _ = get(state, step.manifest)
-    return get(state, bucket)
-
-
-def needed(state: State, head: Head) -> set[tuple]:
-    names = {head.index}
-    for step in get(state, head.index):
-        names |= {step.manifest, get(state, step.manifest)[0]}
-    return names
-
-
-def _old(state: State) -> frozenset:
-    busy = {p.work.serial for p in state.publishers if p.work is not None}
-    return frozenset(name for name, _, serial in state.objects if serial not in busy)
+from tests.session.model_state import (
+    JUNK,
+    OTHER,
+    TORN,
+    Bounds,
+    Entry,
+    Head,
+    Held,
+    Left,
+    Missing,
+    Move,
+    Now,
+    Protocol,
+    Publisher,
+    State,
+    Step,
+    Subscriber,
+    Work,
+    fetch,
+    get,
+    needed,
+    old_objects,
+    route,
+    spend,
+)
 
 
 class Machine:
@@ -462,7 +293,7 @@ class Machine:
             if state.left.collects and state.head is not None:
                 state = spend(state, "collects")
                 if self.protocol.list_then_head:
-                    yield "collector: lists what is old", state._replace(collector=("begun", _old(state))), False
+                    yield "collector: lists what is old", state._replace(collector=("begun", old_objects(state))), False
                 else:
                     keep = frozenset(needed(state, state.head))
                     yield "collector: reads head and what it needs", state._replace(collector=("begun", keep)), False
@@ -474,7 +305,7 @@ class Machine:
             gone = names - needed(state, state.head)
             yield "collector: reads head and what it needs", state._replace(collector=("deleting", gone)), False
         else:
-            gone = _old(state) - names
+            gone = old_objects(state) - names
             yield "collector: lists what is old", state._replace(collector=("deleting", gone)), False
 
     # -- the subscriber ------------------------------------------------------------------------------------------------
@@ -589,139 +420,3 @@ def _written(state: State, tag: int | None, head: Head, entry: Entry) -> State |
     if tag != (None if state.head is None else state.head.nonce):
         return None
     return state._replace(head=head, log=(*state.log, entry))
-
-
-# -- what must hold ----------------------------------------------------------------------------------------------------
-
-EXACT = "a subscriber reports a version and holds other bits"
-WHOLE = "the head leads to objects that are not there, or not those"
-MEANING = "a version has changed its meaning"
-TRUE = "a version is not what the trainer had when it published"
-FOLLOWS = "a version does not follow from the committed one"
-FENCED = "a publisher that was fenced off has moved the head"
-AGREE = "the subscriber never comes to agree with the head"
-
-
-def violation(state: State) -> str | None:
-    """What is wrong with a state."""
-    return _wrong_log(state.log) or _wrong_head(state) or _wrong_report(state)
-
-
-def _wrong_log(log: tuple[Entry, ...]) -> str | None:
-    if not log:
-        return None
-    *before, last = log
-    if last.bits != last.meant:
-        return TRUE
-    if any((e.run, e.version) == (last.run, last.version) and e.bits != last.bits for e in before):
-        return MEANING
-    if not before:
-        return None
-    prior = before[-1]
-    if prior.run != last.run:
-        return FENCED if any(e.run == last.run for e in before) or last.version else None
-    if last.version == prior.version:
-        return None  # another index
-    return None if (last.version, last.base) == (prior.version + 1, prior.bits) else FOLLOWS
-
-
-def _wrong_head(state: State) -> str | None:
-    head = state.head
-    if head is None:
-        return None
-    try:
-        steps = get(state, head.index)
-        for step in steps:
-            bucket, base, bits = get(state, step.manifest)
-            if (base, bits) != (step.base_bits, step.bits) or get(state, bucket) != (base, bits):
-                return WHOLE
-    except Missing:
-        return WHOLE
-    way = route(steps, None, head.version)
-    return None if way and way[-1].bits == head.bits else FOLLOWS
-
-
-def _wrong_report(state: State) -> str | None:
-    s = state.subscriber
-    if s.held is None or s.at == "down" or (s.at.startswith("commit ") and s.at != "commit 0"):
-        return None
-    if s.at == "written":
-        return None  # inside the commit
-    meant = [e.bits for e in state.log if (e.run, e.version) == (s.held.run, s.held.version)]
-    return None if meant and all(bits == meant[0] for bits in s.bits) else EXACT
-
-
-def agrees(state: State) -> bool:
-    s, head = state.subscriber, state.head
-    if s.at != "idle":
-        return False
-    if head is None:
-        return s.held is None
-    return s.held == (head.run, head.version, head.bits) and set(s.bits) == {head.bits}
-
-
-@dataclass(frozen=True)
-class Explored:
-    """What came of an exploration: how many states there are, and the first that is wrong, with the way to it."""
-
-    states: int
-    moves: int
-    wrong: str | None
-    trace: tuple[str, ...]
-
-    def __str__(self) -> str:
-        if self.wrong is None:
-            return f"{self.states:,} states, {self.moves:,} moves, nothing wrong"
-        steps = "\n".join(f"  {i:2}. {label}" for i, label in enumerate(self.trace, 1))
-        return f"{self.wrong}, after {len(self.trace)} steps:\n{steps}"
-
-
-def explore(protocol: Protocol, bounds: Bounds) -> Explored:
-    """Go everywhere; stop at the first state in which something is wrong.
-
-    That subscriber and head come to agree is asked of every state: the steps of the subscriber alone, without crash or
-    fault and with everything else at rest, must lead there.
-    """
-    machine = Machine(protocol, bounds)
-    start = machine.start()
-    number = {start: 0}
-    parents: list[tuple[int, str]] = [(-1, "")]
-    back: list[list[int]] = [[]]  # by whose unforced steps of the subscriber a state is reached
-    goals, moves = [], 0
-    queue = deque([start])
-    while queue:
-        state = queue.popleft()
-        here = number[state]
-        if (wrong := violation(state)) is not None:
-            return Explored(len(number), moves, wrong, _trace(parents, here))
-        if agrees(state):
-            goals.append(here)
-        for label, after, free in machine.moves(state):
-            moves += 1
-            there = number.get(after)
-            if there is None:
-                there = number[after] = len(parents)
-                parents.append((here, label))
-                back.append([])
-                queue.append(after)
-            if free:
-                back[there].append(here)
-    fine = bytearray(len(parents))
-    todo = goals
-    while todo:
-        here = todo.pop()
-        if not fine[here]:
-            fine[here] = 1
-            todo.extend(back[here])
-    stuck = fine.find(0)
-    if stuck >= 0:
-        return Explored(len(number), moves, AGREE, _trace(parents, stuck))
-    return Explored(len(number), moves, None, ())
-
-
-def _trace(parents: list[tuple[int, str]], at: int) -> tuple[str, ...]:
-    labels = []
-    while parents[at][0] >= 0:
-        at, label = parents[at]
-        labels.append(label)
-    return tuple(reversed(labels))

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.session import model
-from tests.session.model import Bounds, Protocol, explore
+from tests.session import model_search
+from tests.session.model_search import explore
+from tests.session.model_state import Bounds, Protocol
 
 EXPLORED = {
     "killed twice": (Bounds(crashes=2), 60_000),
@@ -52,32 +53,32 @@ FAULT = Bounds(publishes=3, crashes=0)
 CRASH = Bounds(faults=0)
 TWO = Bounds(publishers=2, publishes=3, changes=1, crashes=0, faults=0)
 HOLES = {
-    "baseline advances before the head": Hole(Protocol(baseline_after_head=False), FAULT, model.FOLLOWS, 17),
-    "head before buckets": Hole(Protocol(head_last=False), ONE, model.WHOLE, 5),
-    "unconditional put of the head": Hole(Protocol(conditional=False), TWO, model.FENCED, 20),
-    "lost reply taken for a failure": Hole(Protocol(nonces=False), FAULT, model.MEANING, 21),
+    "baseline advances before the head": Hole(Protocol(baseline_after_head=False), FAULT, model_search.FOLLOWS, 17),
+    "head before buckets": Hole(Protocol(head_last=False), ONE, model_search.WHOLE, 5),
+    "unconditional put of the head": Hole(Protocol(conditional=False), TWO, model_search.FENCED, 20),
+    "lost reply taken for a failure": Hole(Protocol(nonces=False), FAULT, model_search.MEANING, 21),
     "names by version, lost reply taken for a failure": Hole(
-        Protocol(nonces=False, content_names=False), FAULT, model.WHOLE, 18
+        Protocol(nonces=False, content_names=False), FAULT, model_search.WHOLE, 18
     ),
-    "names by version": Hole(Protocol(content_names=False), TWO, model.WHOLE, 18),
-    "restart at version 0 of the same run": Hole(Protocol(new_run=False), CRASH, model.MEANING, 14),
-    "a new run that is older by the clock": Hole(Protocol(created_rises=False), CRASH, model.AGREE, 14),
-    "stale baseline after the head moved": Hole(Protocol(baseline_forgotten=False), FAULT, model.MEANING, 21),
+    "names by version": Hole(Protocol(content_names=False), TWO, model_search.WHOLE, 18),
+    "restart at version 0 of the same run": Hole(Protocol(new_run=False), CRASH, model_search.MEANING, 14),
+    "a new run that is older by the clock": Hole(Protocol(created_rises=False), CRASH, model_search.AGREE, 14),
+    "stale baseline after the head moved": Hole(Protocol(baseline_forgotten=False), FAULT, model_search.MEANING, 21),
     "garbage collected by shared names": Hole(
-        Protocol(places=False), Bounds(publishes=3, changes=1, crashes=0, collects=1), model.WHOLE, 20
+        Protocol(places=False), Bounds(publishes=3, changes=1, crashes=0, collects=1), model_search.WHOLE, 20
     ),
     "garbage collected by a stale head": Hole(
-        Protocol(list_then_head=False), Bounds(crashes=0, faults=0, collects=1), model.WHOLE, 18
+        Protocol(list_then_head=False), Bounds(crashes=0, faults=0, collects=1), model_search.WHOLE, 18
     ),
-    "capture after returning to the trainer": Hole(Protocol(capture_first=False), ONE, model.TRUE, 8),
-    "version numbers compared alone": Hole(Protocol(whole_identity=False), CRASH, model.EXACT, 20),
-    "patch on a base never seeded": Hole(Protocol(attached=False, verified=False), ONE, model.EXACT, 18),
-    "patch on a base never seeded, but verified": Hole(Protocol(attached=False), ONE, model.AGREE, 14),
-    "reported although refused": Hole(Protocol(attached=False, only_if_applied=False), ONE, model.EXACT, 17),
-    "reported although the commit failed": Hole(Protocol(only_if_applied=False), FAULT, model.EXACT, 10),
-    "reported apart from the bits": Hole(Protocol(held_with_bits=False), FAULT, model.EXACT, 25),
+    "capture after returning to the trainer": Hole(Protocol(capture_first=False), ONE, model_search.TRUE, 8),
+    "version numbers compared alone": Hole(Protocol(whole_identity=False), CRASH, model_search.EXACT, 20),
+    "patch on a base never seeded": Hole(Protocol(attached=False, verified=False), ONE, model_search.EXACT, 18),
+    "patch on a base never seeded, but verified": Hole(Protocol(attached=False), ONE, model_search.AGREE, 14),
+    "reported although refused": Hole(Protocol(attached=False, only_if_applied=False), ONE, model_search.EXACT, 17),
+    "reported although the commit failed": Hole(Protocol(only_if_applied=False), FAULT, model_search.EXACT, 10),
+    "reported apart from the bits": Hole(Protocol(held_with_bits=False), FAULT, model_search.EXACT, 25),
     "no undo for two targets": Hole(
-        Protocol(undo=False), Bounds(crashes=0, targets=("folder", "module")), model.EXACT, 25
+        Protocol(undo=False), Bounds(crashes=0, targets=("folder", "module")), model_search.EXACT, 25
     ),
 }
 

@@ -1,21 +1,15 @@
-"""`sparserl serve`, as clients of every kind find it: real processes, real sockets."""
+"""The HTTP server of a run: objects, ranges, heads that are waited for, and nothing else."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import signal
 import socket
-import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -24,51 +18,11 @@ import sparserl
 from sparserl.cli import app
 from sparserl.errors import NotFound, StoreError
 from sparserl.transport import open_store
-from sparserl.transport.stores.base import Retry
-from sparserl.transport.stores.folder import FolderStore
 from tests.transport.served import ENV, ask, same, serving, step, weights
+from tests.transport.served_run import BUCKET, DATA, HASH, begun, fill
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("obstore")
-
-DATA = os.urandom(1_000_000)
-HASH = hashlib.sha256(DATA).hexdigest()
-BUCKET = f"/runs/0123456789abcdef/buckets/0123456789abcdef/{HASH}"
-
-
-def fill(folder: Path) -> FolderStore:
-    """A store with a head, a bucket, a lease, and things that nobody shall see."""
-    store = FolderStore(folder)
-    store.put(BUCKET[1:], DATA)
-    store.put("runs/0123456789abcdef/run.json", b"{}")
-    store.put("runs/0123456789abcdef/leases/someone", b"{}")
-    store.put("empty", b"")
-    store.swap("head.json", b"first", None)
-    secret = folder.parent / "secret"
-    secret.write_text("secret")
-    (folder / "link").symlink_to(secret)
-    (folder / "way").symlink_to(folder.parent)
-    (folder / ".hidden").write_text("secret")
-    os.mkfifo(folder / "pipe")
-    return store
-
-
-def begun(folder: Path) -> tuple[FolderStore, str]:
-    """A store with an object and a first head, and the head's tag."""
-    store = FolderStore(folder)
-    store.put("object", b"")
-    return store, store.swap("head.json", b"0", None)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A server that is open to everyone, and its folder."""
-    folder = tmp_path_factory.mktemp("site") / "store"
-    folder.mkdir()
-    store = fill(folder)
-    with serving(folder) as (url, _):
-        yield url, folder
-    store.close()
 
 
 def test_objects_are_there_for_ever(site: tuple[str, Path]) -> None:
@@ -208,181 +162,6 @@ def test_a_request_for_the_head_is_held(tmp_path: Path) -> None:
     store.close()
 
 
-def _open(url: str) -> socket.socket:
-    place = urlsplit(url)
-    assert place.port is not None
-    return socket.create_connection((place.hostname, place.port), timeout=30)
-
-
-def test_hundreds_wait_and_none_is_in_the_way(tmp_path: Path) -> None:
-    """Three hundred held requests are all answered when the head moves; meanwhile others are served."""
-    store, tag = begun(tmp_path)
-    with serving(tmp_path) as (url, _):
-        known = ask(url, "/head.json").headers["etag"]
-        held = [_open(url) for _ in range(300)]
-        for one in held:
-            one.sendall(
-                f"GET /head.json HTTP/1.1\r\nHost: x\r\nIf-None-Match: {known}\r\nPrefer: wait=30\r\n\r\n".encode()
-            )
-        time.sleep(0.5)
-        began = time.monotonic()
-        assert ask(url, "/head.json").body == b"0"
-        assert time.monotonic() - began < 1
-        store.swap("head.json", b"1", tag)
-        began = time.monotonic()
-        for one in held:
-            assert one.recv(4096).startswith(b"HTTP/1.1 200 ")
-            one.close()
-        assert time.monotonic() - began < 3
-    store.close()
-
-
-def test_tokens(tmp_path: Path) -> None:
-    """Who has one of them may read; who has none learns nothing, not even what is there."""
-    folder = tmp_path / "store"
-    folder.mkdir()
-    fill(folder).close()
-    tokens = tmp_path / "tokens"
-    tokens.write_text("# two of them\nopen-sesame\n\nsecond.token~\n")
-    with serving(folder, "--token-file", tokens) as (url, _):
-        for path in ("/head.json", BUCKET, "/nothing", "/auth", "/../x", "/.hidden"):
-            for method in ("GET", "HEAD", "POST"):
-                for given in ({}, {"authorization": "Bearer open-sesam"}, {"authorization": "Bearer open-sesame x"}):
-                    got = ask(url, path, method, **given)
-                    assert (got.status, got.body) == (401, b"")
-                    assert got.headers["www-authenticate"] == 'Bearer realm="sparserl"'
-                    assert "etag" not in got.headers
-        for given in ("Basic open-sesame", "Bearer", "Bearer ", "open-sesame", "Bearer \xfc", "Bearer # two of them"):
-            assert ask(url, "/head.json", authorization=given).status == 401
-        for given in ("Bearer open-sesame", "bearer second.token~"):
-            assert ask(url, "/head.json", authorization=given).body == b"first"
-            assert ask(url, "/nothing", authorization=given).status == 404
-            for method in ("GET", "HEAD", "POST", "PUT"):
-                assert ask(url, "/auth", method, authorization=given).status == 204
-        assert open_store(url, token="open-sesame").get("head.json", 100).data == b"first"
-        with pytest.raises(StoreError, match=r"head\.json.*401") as refused:
-            open_store(url, token="wrong").get("head.json", 100)
-        assert "wrong" not in str(refused.value)
-        with pytest.raises(StoreError, match="401"):
-            sparserl.Subscriber(url, weights(), token=None).sync()
-
-
-def test_too_much_is_refused(site: tuple[str, Path]) -> None:
-    """Headers and URLs that are too long, and what is not HTTP: an answer in the four hundreds, or none, and on."""
-    url, _ = site
-    assert ask(url, "/" + "a" * 3000).status == 414
-    assert ask(url, "/head.json", x_long="a" * 17_000).status in (400, 431)
-    for sent in (b"GET /" + b"a" * 300_000, b"\x16\x03\x01" + bytes(200), b"GET / HTTP/1.1\r\nX: " + b"b" * 200_000):
-        with _open(url) as raw:
-            try:
-                raw.sendall(sent + b"\r\n\r\n")
-                answer = raw.recv(4096)
-            except OSError:  # cut off while we were still sending
-                answer = b""
-            assert answer == b"" or answer.split()[1].startswith(b"4")
-    assert ask(url, "/head.json").body == b"first"
-
-
-def test_slow_clients_are_cut_off(site: tuple[str, Path]) -> None:
-    """Fifty that send a byte at a time, or nothing, do not keep others waiting, and are gone after ten seconds."""
-    url, _ = site
-    slow = [_open(url) for _ in range(50)]
-    for i, one in enumerate(slow[10:]):
-        rest = b"Content-Length: 100000\r\n\r\n" if i < 10 else b"X-Slow: "
-        one.sendall(b"GET /head.json HTTP/1.1\r\nHost: x\r\n" + rest)
-    began = time.monotonic()
-    worst = 0.0
-    while time.monotonic() - began < 13:
-        for one in slow[10:]:
-            with contextlib.suppress(OSError):  # cut off
-                one.send(b"a")
-        asked = time.monotonic()
-        assert ask(url, "/head.json").body == b"first"
-        worst = max(worst, time.monotonic() - asked)
-        time.sleep(0.5)
-    assert worst < 2
-    for one in slow:
-        one.settimeout(1)
-        with contextlib.suppress(ConnectionError), one:
-            while one.recv(4096):
-                pass
-
-
-def _open_files(pid: int) -> list[str]:
-    """What each descriptor of a process points to."""
-    found = []
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found.append(str(fd.readlink()))
-    return found
-
-
-@pytest.mark.slow
-def test_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
-    """An answer that stands still for long (three seconds here) ends there, and the server has the connection back."""
-    size = 64 << 20
-    with (tmp_path / "large").open("wb") as file:
-        file.truncate(size)
-    sooner = "from sparserl.transport.stores import guard\nguard._STALL_SECONDS = 3.0"
-    with serving(tmp_path, first=sooner) as (url, running), _open(url) as one:
-        one.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert one.recv(10) == b"HTTP/1.1 2"
-        large = str(tmp_path / "large")
-        while large not in (held := _open_files(running.pid)):
-            time.sleep(0.01)
-        ends = time.monotonic() + 30
-        while large in (now := _open_files(running.pid)) or len(now) > len(held) - 2:
-            assert time.monotonic() < ends  # the connection or the file is still open
-            time.sleep(0.1)
-        got = 0
-        with contextlib.suppress(ConnectionError):
-            while part := one.recv(1 << 20):
-                got += len(part)
-        assert got < size
-
-
-def test_who_leaves_or_does_not_read_is_no_harm(tmp_path: Path) -> None:
-    """Clients that go in the middle of an answer, or take none of it: memory stays bounded and others are served."""
-    size = 64 << 20
-    with (tmp_path / "large").open("wb") as file:
-        file.truncate(size)
-    with serving(tmp_path) as (url, running):
-        assert len(ask(url, "/large").body) == size
-        before = _memory(running.pid)
-        held = [_open(url) for _ in range(30)]
-        for one in held:
-            one.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert one.recv(10) == b"HTTP/1.1 2"
-        for one in held[:15]:
-            one.close()
-        time.sleep(0.5)
-        assert ask(url, "/large", range="bytes=5-6").body == bytes(2)
-        assert _memory(running.pid) - before < size
-        for one in held:
-            one.close()
-
-
-def _memory(pid: int) -> int:
-    """Bytes of its own that a process has in memory."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
-
-
-def test_signals_end_it_at_once(tmp_path: Path) -> None:
-    """Ctrl-C and SIGTERM: requests that are held are answered, and the exit code is 0."""
-    begun(tmp_path)[0].close()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with serving(tmp_path) as (url, running), ThreadPoolExecutor(1) as pool:
-            known = ask(url, "/head.json").headers["etag"]
-            waiting = pool.submit(ask, url, "/head.json", if_none_match=known, prefer="wait=30")
-            time.sleep(0.3)
-            began = time.monotonic()
-            running.send_signal(number)
-            assert waiting.result().status == 304
-            assert running.wait(10) == 0
-            assert time.monotonic() - began < 5
-
-
 def test_requests_are_written_down(tmp_path: Path) -> None:
     """One line for each: method, path, status, bytes."""
     folder = tmp_path / "store"
@@ -394,32 +173,6 @@ def test_requests_are_written_down(tmp_path: Path) -> None:
         ask(url, BUCKET, "HEAD")
         ask(url, "/nothing?really", "GET")
     assert log.read_text() == f"GET {BUCKET} 206 10\nHEAD {BUCKET} 200 0\nGET /nothing?really 404 0\n"
-
-
-def test_tls(tmp_path: Path) -> None:
-    """With a certificate the same over https; a client that trusts it needs nothing else."""
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    folder = tmp_path / "store"
-    folder.mkdir()
-    fill(folder).close()
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    name = ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*made, *name, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    with serving(folder, "--tls-cert", cert, "--tls-key", key) as (url, _):
-        assert url.startswith("https://127.0.0.1:")
-        context = ssl.create_default_context(cafile=str(cert))
-        assert ask(url, "/head.json", tls=context).body == b"first"
-        with pytest.raises(ssl.SSLCertVerificationError):
-            ask(url, "/head.json", tls=ssl.create_default_context())
-        open_ = open_store(url, client_options={"allow_invalid_certificates": True})
-        assert open_.get(BUCKET[1:], len(DATA)).data == DATA
-        once = Retry(attempts=1)
-        with pytest.raises(StoreError):
-            open_store(url, retry=once).get("head.json", 100)
-        with _open(url) as plain:  # http to an https port
-            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            plain.recv(100)
-        assert ask(url, "/head.json", tls=context).status == 200
 
 
 def test_what_cannot_be_served_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

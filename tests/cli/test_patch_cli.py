@@ -1,8 +1,7 @@
-"""The command line does what the library does, says it plainly, and fails with one line."""
+"""Commands that make, apply and show patches, from outside and from inside."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pty
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,26 +18,13 @@ from typer.testing import CliRunner
 import sparserl
 from sparserl import Patch
 from sparserl.cli import app
-from sparserl.plan.cost import BUILT_IN, Speeds
 from sparserl.sources import open_checkpoint
 from sparserl.weights.dtypes import BY_NAME, Bits
-from tests.checkpoints import equal, random_weights, safetensors_header, stepped, tree, write_file
-from tests.checkpoints import write_folder as write_sharded
+from tests.checkpoints import equal, safetensors_header, tree, write_file
+from tests.cli.patch_commands import W, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-W = [random_weights()]
-for seed in (1, 2):
-    W.append(stepped(W[-1], seed))
-
-
-def sparserl_(*args: object, code: int = 0) -> str:
-    """Run in this process; what it printed, once the exit code is the expected one and errors are one line."""
-    result = CliRunner().invoke(app, [str(a) for a in args])
-    assert result.exit_code == code, result.output
-    if code == 0:
-        assert result.stderr == ""
-    return result.stdout
 
 
 def failed(*args: object) -> str:
@@ -56,19 +41,6 @@ def program(*args: object, module: str = "sparserl.cli") -> subprocess.Completed
     """Run as a process of its own, with neither stdout nor stderr a terminal."""
     command = [sys.executable, "-m", module, *map(str, args)]
     return subprocess.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=120)
-
-
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder, which becomes the current one, with three versions as files and two as folders."""
-    monkeypatch.chdir(tmp_path)
-    for i, weights in enumerate(W):
-        write_file(tmp_path / f"{i}.safetensors", weights)
-    write_sharded(tmp_path / "0", W[0], shards=3)
-    write_sharded(tmp_path / "1", W[1], shards=2)
-    for i in (0, 1):
-        sparserl.diff(W[i], W[i + 1]).save(tmp_path / f"{i}{i + 1}.patch")
-    return tmp_path
 
 
 def test_a_round_trip_in_processes_of_their_own(files: Path) -> None:
@@ -109,7 +81,7 @@ def test_diff_writes_the_patch_of_the_library(profile: str, files: Path) -> None
     """However the weights are sharded, the patch has the same bytes as one made in memory."""
     expected = sparserl.diff(W[0], W[1], profile=profile).to_bytes()
     for old in ("0", "0.safetensors"):
-        said = sparserl_("diff", old, "1", "--output", "p.patch", "--profile", profile, "--threads", 2)
+        said = run_command("diff", old, "1", "--output", "p.patch", "--profile", profile, "--threads", 2)
         assert (files / "p.patch").read_bytes() == expected
         assert f"p.patch: {Patch.from_bytes(expected).changed:,} of " in said
 
@@ -117,14 +89,14 @@ def test_diff_writes_the_patch_of_the_library(profile: str, files: Path) -> None
 @pytest.mark.parametrize(("base", "suffix"), [("0", ""), ("0.safetensors", ".safetensors")])
 def test_apply(base: str, suffix: str, files: Path) -> None:
     """One patch or a chain, into a new place or in place; a base that is ahead gets the rest, or nothing."""
-    said = sparserl_("apply", base, "01.patch", "12.patch", "-o", "out")
+    said = run_command("apply", base, "01.patch", "12.patch", "-o", "out")
     assert "by 2 of 2 patch(es)" in said
     assert equal(open_checkpoint("out"), W[2])
-    sparserl_("apply", base, "01.patch", "-o", base)
+    run_command("apply", base, "01.patch", "-o", base)
     assert equal(open_checkpoint(base), W[1])
-    assert "by 1 of 2 patch(es)" in sparserl_("apply", base, "01.patch", "12.patch", "-o", base, "--threads", 1)
+    assert "by 1 of 2 patch(es)" in run_command("apply", base, "01.patch", "12.patch", "-o", base, "--threads", 1)
     assert equal(open_checkpoint(base), W[2])
-    assert "already the result" in sparserl_("apply", base, "01.patch", "12.patch", "-o", f"copy{suffix}")
+    assert "already the result" in run_command("apply", base, "01.patch", "12.patch", "-o", f"copy{suffix}")
     assert equal(open_checkpoint(f"copy{suffix}"), W[2])
     assert not [p for p in files.iterdir() if p.name.startswith(".")]
 
@@ -140,32 +112,32 @@ def test_apply_tells_of_weights_it_does_not_reach(files: Path) -> None:
 
 def test_verify_has_three_answers(files: Path) -> None:
     """`base` and `result` leave with 0, `neither` with 1, also where not even the tensors are the same."""
-    assert sparserl_("verify", "0", "01.patch") == "base\n"
-    assert sparserl_("verify", "1.safetensors", "01.patch") == "result\n"
-    assert sparserl_("verify", "2.safetensors", "01.patch", code=1) == "neither\n"
+    assert run_command("verify", "0", "01.patch") == "base\n"
+    assert run_command("verify", "1.safetensors", "01.patch") == "result\n"
+    assert run_command("verify", "2.safetensors", "01.patch", code=1) == "neither\n"
     write_file(files / "other.safetensors", {"x": W[0]["router"]})
     result = CliRunner().invoke(app, ["verify", "other.safetensors", "01.patch"])
     assert (result.exit_code, result.stdout) == (1, "neither\n")
     assert "'x' is in other.safetensors but not in the patch" in result.stderr
-    assert json.loads(sparserl_("verify", "2.safetensors", "01.patch", "--json", code=1))["answer"] == "neither"
-    sparserl_("diff", "0", "0.safetensors", "-o", "nothing.patch")
-    assert sparserl_("verify", "0", "nothing.patch") == "result\n"
+    assert json.loads(run_command("verify", "2.safetensors", "01.patch", "--json", code=1))["answer"] == "neither"
+    run_command("diff", "0", "0.safetensors", "-o", "nothing.patch")
+    assert run_command("verify", "0", "nothing.patch") == "result\n"
 
 
 def test_squash_and_invert(files: Path) -> None:
     """A squashed patch does what its parts do, and its inverse undoes it; the base is asked for where it is needed."""
-    sparserl_("squash", "01.patch", "12.patch", "--base", "0", "-o", "02.patch", "--profile", "gap")
-    sparserl_("apply", "0", "02.patch", "-o", "2")
+    run_command("squash", "01.patch", "12.patch", "--base", "0", "-o", "02.patch", "--profile", "gap")
+    run_command("apply", "0", "02.patch", "-o", "2")
     assert equal(open_checkpoint("2"), W[2])
     assert failed("invert", "02.patch", "-o", "20.patch").endswith("hand over the base weights (--base)\n")
     assert not (files / "20.patch").exists()
-    sparserl_("invert", "02.patch", "--base", "0.safetensors", "-o", "20.patch")
-    sparserl_("apply", "2", "20.patch", "-o", "2")
+    run_command("invert", "02.patch", "--base", "0.safetensors", "-o", "20.patch")
+    run_command("apply", "2", "20.patch", "-o", "2")
     assert equal(open_checkpoint("2"), W[0])
     for i in (0, 1):
-        sparserl_("diff", f"{i}.safetensors", f"{i + 1}.safetensors", "-o", f"{i}{i + 1}.ulp", "--profile", "ulp")
-    sparserl_("squash", "01.ulp", "12.ulp", "-o", "02.ulp")
-    sparserl_("invert", "02.ulp", "-o", "20.ulp")
+        run_command("diff", f"{i}.safetensors", f"{i + 1}.safetensors", "-o", f"{i}{i + 1}.ulp", "--profile", "ulp")
+    run_command("squash", "01.ulp", "12.ulp", "-o", "02.ulp")
+    run_command("invert", "02.ulp", "-o", "20.ulp")
     assert Patch.open("20.ulp").result == sparserl.digest(W[0])
     assert "patch 1 leads to" in failed("squash", "12.patch", "01.patch", "-o", "x.patch")
     assert "the patch starts from" in failed("squash", "01.patch", "--base", "1", "-o", "x.patch")
@@ -184,12 +156,12 @@ def test_outputs_that_are_no_files(files: Path) -> None:
 def test_inspect_for_people(files: Path) -> None:
     """Digests, sizes, buckets with profile and reason; with --tensors one row for each, names unbroken."""
     stats = Patch.open("01.patch").stats()
-    plain = sparserl_("inspect", "01.patch")
+    plain = run_command("inspect", "01.patch")
     assert stats.base_digest in plain
     assert stats.result_digest in plain
     assert all(b.reason in plain for b in stats.buckets)
     assert "embed.weight" not in plain
-    rows = sparserl_("inspect", "01.patch", "--tensors").splitlines()
+    rows = run_command("inspect", "01.patch", "--tensors").splitlines()
     assert all(any(row.split()[:1] == [name] for row in rows) for name in W[0])
 
 
@@ -198,8 +170,8 @@ def test_names_are_not_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     name = "[red]layers[0][/]"
     write_file(tmp_path / "[bold].safetensors", {name: W[0]["router"]})
-    sparserl_("diff", "[bold].safetensors", "[bold].safetensors", "-o", "[i].patch")
-    assert name in sparserl_("inspect", "[i].patch", "--tensors")
+    run_command("diff", "[bold].safetensors", "[bold].safetensors", "-o", "[i].patch")
+    assert name in run_command("inspect", "[i].patch", "--tensors")
     write_file(tmp_path / "other.safetensors", {"x": W[0]["router"]})
     assert name in failed("diff", "[bold].safetensors", "other.safetensors", "-o", "x.patch")
 
@@ -208,7 +180,7 @@ def test_json(files: Path) -> None:
     """Every command speaks JSON, with the figures of the library and digests in hexadecimal."""
 
     def said(*args: object) -> dict[str, object]:
-        found = json.loads(sparserl_(*args, "--json"))
+        found = json.loads(run_command(*args, "--json"))
         assert isinstance(found, dict)
         return found
 
@@ -307,10 +279,10 @@ def test_a_setting_that_makes_no_sense_is_one_line(files: Path, monkeypatch: pyt
 
 def test_a_patch_may_be_replaced_by_a_patch(files: Path) -> None:
     """An output that is a patch already, its own input even, or an empty file, is replaced."""
-    sparserl_("squash", "01.patch", "12.patch", "--base", "0", "-o", "01.patch")
+    run_command("squash", "01.patch", "12.patch", "--base", "0", "-o", "01.patch")
     assert Patch.open("01.patch").result == sparserl.digest(W[2])
     (files / "empty").touch()
-    sparserl_("diff", "0", "1", "-o", "empty")
+    run_command("diff", "0", "1", "-o", "empty")
     assert Patch.open("empty").changed
 
 
@@ -333,135 +305,14 @@ def test_usage_errors_leave_with_two(files: Path) -> None:
     assert not (files / "p").exists()
 
 
-@pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speeds that were measured before, on two threads."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    replace(BUILT_IN, threads=2, origin="measured long ago").save()
-
-
-PLAN = ("plan", "--params", "671e9", "--density", 0.006, "--link", "25Gbit", "--threads", 2)
-
-
-def test_plan(measured: None) -> None:
-    """A table with every way, the fastest marked, and what its symbols mean, in words."""
-    said = sparserl_(*PLAN)
-    for name in ("dense", "raw", "gap", "ulp", "ctx"):
-        assert sum(line.split()[:1] == [name] for line in said.splitlines()) == 1
-    assert said.count("◄") == 1
-    assert "S = 1.34 TB: dense bytes, 671,000,000,000 elements × 2." in said
-    assert "ρ = 0.6000%: density" in said
-    for words in ("X: bytes sent", "index bytes are counted", "break-even: the link speed above which", "long ago"):
-        assert words in said
-
-
-def test_plan_for_scripts(measured: None) -> None:
-    """The same as JSON; stages add up, and options do what they say."""
-    said = json.loads(sparserl_(*PLAN, "--json"))
-    assert (said["dense_bytes"], said["link_bits_per_second"], said["threads"]) == (1.342e12, 25e9, 2)
-    assert list(said["estimates"]) == ["dense", "raw", "gap", "ulp", "ctx"]
-    for row in said["estimates"].values():
-        assert row["total_s"] == row["encode_s"] + row["send_s"] + row["decode_s"]
-    assert said["estimates"]["dense"]["break_even_bits_per_second"] is None
-    assert said["estimates"]["raw"]["bytes"] == pytest.approx(671e9 * 0.006 * 6)
-    given = json.loads(sparserl_(*PLAN, "--json", "--bits", "ctx=4", "--dtype", "float32", "--latency", "20ms"))
-    assert given["estimates"]["ctx"]["bits_per_changed"] == pytest.approx(4)
-    assert given["dense_bytes"] == 2.684e12
-    assert given["latency_s"] == 0.02
-    slow = json.loads(sparserl_(*PLAN, "--json", "--link", "10Mbit"))
-    assert slow["best"] == "ctx"
-
-
-def test_plan_from_a_patch(measured: None, files: Path) -> None:
-    """Elements, density and bits of a real patch; what is given as well wins."""
-    sparserl_("diff", "0", "1", "-o", "gap.patch", "--profile", "gap")
-    stats = Patch.open("gap.patch").stats()
-    asked = ("plan", "--from", "gap.patch", "--link", "1Gbit", "--threads", 2, "--json")
-    said = json.loads(sparserl_(*asked))
-    assert (said["elements"], said["density"], said["dense_bytes"]) == (
-        stats.elements,
-        stats.density,
-        pytest.approx(stats.dense_bytes),
-    )
-    assert said["estimates"]["gap"]["bits_per_changed"] == pytest.approx(stats.bits_per_changed)
-    assert json.loads(sparserl_(*asked, "--bits", "gap=9"))["estimates"]["gap"]["bits_per_changed"] == pytest.approx(9)
-    assert json.loads(sparserl_(*asked, "--params", "7e9"))["elements"] == 7e9
-
-
-def test_plan_measures_once(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is kept, and on demand; what was measured is kept."""
-    calls = []
-
-    def quick(threads: int, **_: object) -> Speeds:
-        calls.append(threads)
-        return replace(BUILT_IN, threads=threads, origin=f"measurement {len(calls)}")
-
-    monkeypatch.setattr(importlib.import_module("sparserl.patch.measure"), "measure", quick)
-    for more, origin, times in (
-        (("--threads", 3), "measurement 1", [3]),
-        (("--threads", 3), "measurement 1", [3]),
-        (("--threads", 3, "--measure"), "measurement 2", [3, 3]),
-        (("--threads", 3), "measurement 2", [3, 3]),
-    ):
-        assert origin in sparserl_(*PLAN, *more)
-        assert calls == times
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
-    result = CliRunner().invoke(app, [str(a) for a in PLAN])
-    assert result.exit_code == 0
-    assert "these speeds could not be kept" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        (("--link", "25G"), "'25G' is not a bandwidth; write bits per second as 25Gbit"),
-        (("--link", "fast"), "'fast' is not a bandwidth"),
-        (("--latency", "20 minutes"), "'20 minutes' is not a duration"),
-        (("--density", "0"), "0 is not a share above 0 and up to 1"),
-        (("--density", "1.5"), "1.5 is not a share"),
-        (("--density", "nan"), "nan is not a share"),
-        (("--params", "0"), "--params"),
-        (("--params", "inf"), "--params"),
-        (("--dtype", "bf17"), "'bf17' is not among"),
-        (("--bits", "zip=3"), "'zip=3' is not a profile"),
-        (("--bits", "ctx"), "'ctx' is not a profile"),
-        (("--bits", "ctx=-1"), "and a number of bits"),
-    ],
-)
-def test_plan_says_what_is_wrong(more: tuple[str, str], says: str, measured: None) -> None:
-    """A question that makes no sense is a usage error that repeats it."""
-    result = CliRunner().invoke(app, [str(a) for a in (*PLAN, *more)], env={"COLUMNS": "300"})
-    assert result.exit_code == 2, result.output
-    assert says in result.stderr
-
-
-def test_plan_needs_a_model(measured: None) -> None:
-    """Its size and density, or a patch."""
-    result = CliRunner().invoke(app, ["plan", "--link", "1Gbit", "--params", "7e9"], env={"COLUMNS": "300"})
-    assert result.exit_code == 2
-    assert "give both, or a patch to take them from" in result.stderr
-
-
-def test_diff_for_a_link(measured: None, files: Path) -> None:
-    """As the library does it; a link that is none is a usage error."""
-    for link in ("1kbit", "1Tbit"):
-        sparserl_("diff", "0", "1", "-o", "p.patch", "--link", link, "--threads", 2)
-        expected = sparserl.diff(W[0], W[1], link=link, threads=2)
-        assert (files / "p.patch").read_bytes() == expected.to_bytes()
-    result = CliRunner().invoke(app, ["diff", "0", "1", "-o", "q", "--link", "25G"], env={"COLUMNS": "300"})
-    assert result.exit_code == 2
-    assert "'25G' is not a bandwidth" in result.stderr
-    assert not (files / "q").exists()
-
-
 def test_help_teaches() -> None:
     """Every command has a help text with an example that calls it."""
     commands = ["diff", "apply", "inspect", "verify", "squash", "invert", "digest", "plan"]
-    said = sparserl_("--help")
+    said = run_command("--help")
     for command in commands:
         assert command in said
-        assert f"sparserl {command} " in sparserl_(command, "--help").split("Example", 1)[1]
-    assert sparserl_("--version") == f"sparserl {sparserl.__version__}\n"
+        assert f"sparserl {command} " in run_command(command, "--help").split("Example", 1)[1]
+    assert run_command("--version") == f"sparserl {sparserl.__version__}\n"
 
 
 def _on_a_terminal(*args: str) -> tuple[str, str]:

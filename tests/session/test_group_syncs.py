@@ -1,0 +1,229 @@
+"""A publisher and subscribers in one process group: versions are exact, and faults heal."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import sparserl
+from sparserl import Part, Region, Shards, targets, tensor_table
+from sparserl.errors import (
+    CommitFailed,
+    FormatError,
+    SessionError,
+    TensorMismatch,
+)
+from tests.session.ranks import policy, ranks, results, seal, step, tensors
+
+pytest.importorskip("torch")
+
+from sparserl.session.group.publisher import CollectivePublisher
+from sparserl.session.group.subscriber import CollectiveSubscriber
+from tests.session.group_faults import Faulty
+
+
+def many_syncs(rank, group, pipe, folder):
+    return _publishes(group) if rank == 0 else _follows(rank, group, folder)
+
+
+def _publishes(group):
+    rng, bits = np.random.default_rng(1), policy(1)
+    seals, kinds, errors = [], [], []
+    files = {"config.json": b"{}", "empty": b""}
+    publisher = sparserl.Publisher(source=tensors(bits), process_group=group, files=files, timeout=30)
+
+    def publish(times=1):
+        for _ in range(times):
+            report = publisher.publish()
+            seals.append((report.version, seal(bits)))
+            kinds.append(report.kind)
+            step(bits, rng)
+
+    def fail():
+        with pytest.raises(SessionError) as raised:
+            publisher.publish()
+        errors.append(str(raised.value))
+        step(bits, rng)
+
+    publish(6)
+    held = publisher.version
+    fail()  # rank 2 cannot stage
+    assert publisher.version == held
+    publish()
+    fail()  # rank 2 cannot commit
+    publish()
+    fail()  # a frame that rank 2 gets was altered
+    publish()
+    taken = seal(bits)
+    assert publisher.publish(wait=False) is None
+    step(bits, rng)  # the trainer goes on at once
+    report = publisher.settle()
+    seals.append((report.version, taken))
+    messages = report.messages
+    publish()
+    with pytest.raises(TensorMismatch):
+        CollectivePublisher.publish(_renamed(publisher, bits))
+    publisher._source = tensors(bits)
+    publish()
+    publisher.close()
+    return seals, kinds, errors, messages
+
+
+def _renamed(publisher, bits):
+    publisher._source = tensors({**bits, "another": bits["f32"]})
+    return publisher
+
+
+def _follows(rank, group, folder):
+    bits = policy(1 if rank == 1 else 2)
+    seals, errors, calls = [], [], []
+    target = Faulty(tensors(bits))
+    several = [target, targets.folder(folder)] if rank == 2 else target
+    hooks = {"before": lambda: calls.append("before"), "after": lambda: calls.append("after")}
+    subscriber = sparserl.Subscriber(target=several, process_group=group, timeout=30, audit_every=3, **hooks)
+    receive = subscriber._line.receive
+
+    def altered(*args):
+        for bucket in receive(*args):
+            middle = len(bucket) // 2
+            yield bucket[:middle] + bytes([bucket[middle] ^ 1]) + bucket[middle + 1 :]
+
+    def note(report):
+        seals.append((report.version, seal(bits)))
+
+    if rank == 2:
+        for _ in range(6):
+            note(subscriber.sync())
+        for fault in ("prepare", "commit", "frame"):
+            before = seal(bits)
+            if fault == "frame":
+                subscriber._line.receive = altered
+            else:
+                target.fails = fault
+            with pytest.raises((MemoryError, CommitFailed, FormatError)) as raised:
+                subscriber.sync()
+            errors.append(type(raised.value).__name__)
+            assert seal(bits) == before
+            subscriber._line.receive = receive
+            note(subscriber.sync())
+        note(asyncio.run(subscriber.sync_async()))
+    subscriber.follow(on_commit=note)
+    subscriber.close()
+    return seals, errors, calls
+
+
+def test_random_syncs_are_exact_and_faults_heal(tmp_path):
+    """Every version is the publisher's, bit for bit; a rank that fails is named, and the next publish heals it."""
+    with ranks(3, many_syncs, tmp_path / "folder") as started:
+        (seals, kinds, errors, messages), (first, _, calls), (second, faults, _) = results(started)
+    expected = dict(seals)
+    assert len(expected) == 12
+    assert kinds[:2] == ["anchor", "patch"]
+    assert kinds[6:9] == ["patch", "anchor", "patch"]  # after a fault in staging, in committing, and of a frame
+    assert all("rank 2" in error for error in errors)
+    assert "no room to stage" in errors[0]
+    assert "fell off" in errors[1]
+    assert "anywhere" in errors[0]
+    assert "everywhere" in errors[1]
+    assert "anywhere" in errors[2]
+    assert faults[:2] == ["MemoryError", "CommitFailed"]
+    assert dict(second) == expected
+    missed = [version for version, found in first if expected.get(version, found) != found]
+    assert not missed
+    assert set(dict(first)) == set(expected) | {7}  # the version that rank 2 could not commit
+    assert calls == ["before", "after"] * len(first)
+    assert messages == 3  # one for each dtype: nothing is sent tensor by tensor
+    link = tmp_path / "folder" / "current"
+    assert (link / "config.json").read_bytes() == b"{}"
+    found = {name: np.asarray(bits.array) for name, bits in sparserl.sources.open_checkpoint(link).items()}
+    assert seal(found) == seals[-1][1]
+
+
+def sharded(rank, group, pipe):
+    shapes = {"row": ("u2", (64, 33)), "column": ("u4", (40, 50)), "first": ("u1", (1000,)), "last": ("u2", (7,))}
+    rng, bits, writers, seals = np.random.default_rng(3), policy(3, shapes), (2, 1), []
+    if rank not in writers:
+        mine = policy(9, shapes)
+        subscriber = CollectiveSubscriber(tensors(mine), group, writers=writers, timeout=30)
+        subscriber.follow(on_commit=lambda report: seals.append((report.version, report.changed, seal(mine))))
+        return seals
+    table, whole = tensor_table(tensors(bits)), tensors(bits)
+
+    def parts():
+        if rank == 1:
+            boxes = {
+                "row": Region((0, 0), (20, 33)),
+                "column": Region((0, 0), (40, 11)),
+                "first": Region((0,), (1000,)),
+            }
+        else:
+            boxes = {"row": Region((20, 0), (44, 33)), "column": Region((0, 11), (40, 39)), "last": Region((0,), (7,))}
+        return Shards(table, [Part(name, box, whole[name][box.slices]) for name, box in boxes.items()])
+
+    publisher = CollectivePublisher(parts(), group, writers=writers, timeout=30)
+    for _ in range(4):
+        report = publisher.publish()
+        seals.append((report.version, report.changed, seal(bits)))
+        step(bits, rng, 0.05)
+    if rank == 1:
+        publisher._now = None  # a writer that has lost its baseline
+    with pytest.raises(SessionError, match="one version"):
+        publisher.publish()
+    report = publisher.publish()
+    seals.append((report.version, report.changed, seal(bits)))
+    publisher.close()
+    return [(*row, report.kind) for row in seals]
+
+
+def test_the_shards_of_two_writers_become_one_version():
+    """Two writers with boxes of the tensors, two subscribers with all of them: exact, also when one writer is new."""
+    with ranks(4, sharded) as started:
+        one, led, second, other = results(started)
+    assert led == second
+    assert [row[0] for row in led] == [0, 1, 2, 3, 4]
+    assert led[-1][3] == "anchor"
+    for found in (one, other):
+        assert [(version, found_seal) for version, _, found_seal in found] == [(row[0], row[2]) for row in led]
+        assert [row[1] for row in found[1:4]] == [row[1] for row in led[1:4]]
+
+
+def rebuilt(rank, group, pipe):
+    import torch.distributed as dist
+
+    small = dist.new_group([0, 1])
+    large = dist.new_group([0, 1, 2])
+    larger = dist.new_group([0, 1, 2])
+    rng, bits, out = np.random.default_rng(1), policy(1), []
+    if rank == 0:
+        publisher = None
+        for which in (small, large, larger):
+            publisher = CollectivePublisher(tensors(bits), which, previous=publisher, timeout=30)
+            for _ in range(2):
+                report = publisher.publish()
+                out.append((report.run, report.version, report.kind, seal(bits)))
+                step(bits, rng)
+        publisher.close()
+        return out
+    mine = policy(2)
+    for which in (small, large, larger)[rank - 1 :]:
+        subscriber = CollectiveSubscriber(tensors(mine), which, timeout=30)
+        for _ in range(2):
+            report = subscriber.sync()
+            out.append((report.run, report.version, report.kind, seal(mine)))
+        subscriber.close()
+    return out
+
+
+def test_a_rank_that_joins_means_a_new_group_and_an_anchor():
+    """The run goes on; who holds the baseline takes the patch alone, and with nobody new there is no anchor."""
+    with ranks(3, rebuilt) as started:
+        sent, stayed, joined = results(started)
+    assert [row[2] for row in sent] == ["anchor", "patch", "anchor", "patch", "patch", "patch"]
+    assert [row[2] for row in stayed] == ["anchor", "patch", "patch", "patch", "patch", "patch"]
+    assert [row[2] for row in joined] == ["anchor", "patch", "patch", "patch"]
+    assert [row[1] for row in sent] == list(range(6))
+    assert len({row[0] for row in sent}) == 1
+    for found in (stayed, joined):
+        assert [(*row[:2], row[3]) for row in found] == [(*row[:2], row[3]) for row in sent[-len(found) :]]

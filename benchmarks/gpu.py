@@ -179,7 +179,7 @@ def _check_width(width: int, kind: str) -> int:
     some = slice(0, 1 << 20)
     told = reference.steps(*(t[some].cpu().numpy().view(uint) for t in (before, after)), sign)
     require(np.array_equal(told, steps[some].cpu().numpy().view(uint)), "steps")
-    moved = gpu.changes.total(sums)
+    moved = gpu.changes.sum_slots(sums)
     require(torch.equal(gpu.changes.digest(blocks, old) + moved, gpu.changes.digest(blocks, new)), "the digest's way")
     small = gpu.changes.Blocks(width, [300_001], "cuda", keys[:1], [7])
     first = reference.digest(keys[0], 7, olds[0][:300_001].cpu().numpy().view(uint))
@@ -187,32 +187,32 @@ def _check_width(width: int, kind: str) -> int:
     require(list(first) == got, "digest")
     bad = torch.zeros(1, dtype=torch.int32, device="cuda")
     changes, parts = per.cpu().numpy(), [0, 0, 0, 0, 1, 1, 1]
-    ulp = gpu.streams.Plan.of(blocks, parts, 16, sign_magnitude=sign)
+    ulp = gpu.streams.StreamPlan.of(blocks, parts, 16, sign_magnitude=sign)
     sent = gpu.streams.encode(ulp, old, new)
     for locate in (
-        lambda side: gpu.cells.at_positions(blocks, side, changes, positions, after, bad),
+        lambda side: gpu.cells.locate(blocks, side, changes, positions, after, bad),
         lambda side: decoded(ulp, side, sent, bad),
     ):
         target = blocks.side([a.clone() for a in olds])
         found = locate(target)
         same = torch.equal(found.old, before) and torch.equal(found.new, after)
-        require(int(bad) == 0 and same and torch.equal(gpu.changes.total(found.sums), moved), "located")
-        gpu.classes.land(target, found, found.new, bad)
+        require(int(bad) == 0 and same and torch.equal(gpu.changes.sum_slots(found.sums), moved), "located")
+        gpu.classes.write(target, found, found.new, bad)
         require(all(map(torch.equal, target.alive, new.alive)), "landed")
     broken = positions.clone()
     broken[total // 2] = broken[total // 2 - 1]
-    gpu.cells.at_positions(blocks, target, changes, broken, after, bad)
+    gpu.cells.locate(blocks, target, changes, broken, after, bad)
     require(int(bad) == 1, "positions that do not rise are refused")
     bits = 8 * width
     limits = np.array([[1 << (bits - 4), 1 << (bits - 3), (1 << (bits - 2)) - 1]] * len(sizes), np.uint64)
-    plan = gpu.streams.Plan.of(blocks, parts, 16, limits, sign_magnitude=sign, signed=kind == "signed")
+    plan = gpu.streams.StreamPlan.of(blocks, parts, 16, limits, sign_magnitude=sign, signed=kind == "signed")
     encoded = gpu.streams.encode(plan, old, new)
-    require(torch.equal(encoded.moved, moved), "the digest's way, by classes")
+    require(torch.equal(encoded.digest_delta, moved), "the digest's way, by classes")
     target = blocks.side([a.clone() for a in olds])
     bad.zero_()
     found = decoded(plan, target, encoded, bad)
-    require(int(bad) == 0 and torch.equal(gpu.changes.total(found.sums), moved), "decoded")
-    gpu.classes.land(target, found, found.new, bad)
+    require(int(bad) == 0 and torch.equal(gpu.changes.sum_slots(found.sums), moved), "decoded")
+    gpu.classes.write(target, found, found.new, bad)
     require(all(map(torch.equal, target.alive, new.alive)), "landed by classes")
     return total
 
@@ -330,8 +330,8 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     total = int(changes.sum())
     out["changed"], out["density"] = total, total / old_flat.numel()
     bucket = buckets_of(sizes)
-    ulp = gpu.streams.Plan.of(blocks, bucket, 18)
-    ctx = gpu.streams.Plan.of(blocks, bucket, 18, limits_of(len(sizes)))
+    ulp = gpu.streams.StreamPlan.of(blocks, bucket, 18)
+    ctx = gpu.streams.StreamPlan.of(blocks, bucket, 18, limits_of(len(sizes)))
     bad = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def raw() -> Any:
@@ -340,18 +340,18 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
         return gpu.changes.compact(blocks, old, new, words, counts, int(ends[-1]), ends=ends)
 
     positions, after, _, sums = raw()
-    moved = gpu.changes.total(sums)
+    moved = gpu.changes.sum_slots(sums)
     sent = {"ulp": gpu.streams.encode(ulp, old, new), "ctx": gpu.streams.encode(ctx, old, new)}
     for name, encoded in sent.items():
         out[f"{name} bits per change"] = round(8 * encoded.data.numel() / total, 3)
 
     def land(name: str, side: gpu.changes.Side, back: bool = True) -> None:  # old bits, to be repeatable
         if name == "raw":
-            found = gpu.cells.at_positions(blocks, side, changes, positions, after, bad)
+            found = gpu.cells.locate(blocks, side, changes, positions, after, bad)
         else:
             found = decoded(ctx if name == "ctx" else ulp, side, sent[name], bad)
-        wrong = bad | (gpu.changes.total(found.sums) != moved).any().to(torch.int32)
-        gpu.classes.land(side, found, found.old if back else found.new, wrong)
+        wrong = bad | (gpu.changes.sum_slots(found.sums) != moved).any().to(torch.int32)
+        gpu.classes.write(side, found, found.old if back else found.new, wrong)
 
     works: dict[str, tuple[Callable[[], Any], str]] = {
         "diff": (lambda: gpu.changes.diff(blocks, old, new), "read both"),
@@ -419,13 +419,13 @@ _WAYS = {
     "diff": ("raw", "_diff_kernel", ((2048, 4), (8192, 4), (8192, 8))),
     "compact": ("raw", "_compact_kernel", ((32, 1), (64, 1))),
     "diff and count": ("ctx", "_count_kernel", ((128, 4), (256, 8), (64, 4))),
-    "emit": ("ctx", "_emit_kernel", ((64, 1), (64, 2))),
+    "classify": ("ctx", "_classify_kernel", ((64, 1), (64, 2))),
     "sort": ("ctx", "_sort_kernel", ((32, 1), (64, 1))),
     "pack": ("ctx", "_pack_kernel", ((2048, 4), (2048, 8), (4096, 8))),
     "count": ("decode", "_count_kernel", ((128, 4), (256, 8), (64, 4))),
     "unpack": ("decode", "_unpack_kernel", ((2048, 4), (2048, 8), (4096, 8))),
-    "select": ("decode", "_select_kernel", ((32, 1), (64, 1), (64, 2))),
-    "land": ("decode", "_land_kernel", ((128, 4), (512, 4), (1024, 8))),
+    "positions": ("decode", "_class_positions_kernel", ((32, 1), (64, 1), (64, 2))),
+    "write": ("decode", "_write_kernel", ((128, 4), (512, 4), (1024, 8))),
     "locate": ("ulp decode", "_locate_kernel", ((128, 1), (64, 2), (128, 4))),
     "mark": ("mark", "_mark_kernel", ((32, 2), (64, 4), (64, 8), (128, 8), (256, 8))),
 }
@@ -439,18 +439,18 @@ def sweep(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     sizes = [t.numel() for t in olds]
     blocks, bucket = gpu.changes.Blocks(2, sizes, "cuda"), buckets_of(sizes)
     old, new = blocks.side(olds), blocks.side(news)
-    plan = gpu.streams.Plan.of(blocks, bucket, 18, limits_of(len(sizes)))
+    plan = gpu.streams.StreamPlan.of(blocks, bucket, 18, limits_of(len(sizes)))
     sent, bad = gpu.streams.encode(plan, old, new), torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def decode() -> None:
         found = decoded(plan, old, sent, bad)
-        gpu.classes.land(old, found, found.old, bad)
+        gpu.classes.write(old, found, found.old, bad)
 
     def raw() -> None:
         words, counts = gpu.changes.diff(blocks, old, new)
         gpu.changes.compact(blocks, old, new, words, counts, int(sent.changes.sum()))
 
-    ulp = gpu.streams.Plan.of(blocks, bucket, 18)
+    ulp = gpu.streams.StreamPlan.of(blocks, bucket, 18)
     short = gpu.streams.encode(ulp, old, new)
     works = {"raw": raw, "ctx": lambda: gpu.streams.encode(plan, old, new), "decode": decode}
     works["ulp decode"] = lambda: decoded(ulp, old, short, bad)

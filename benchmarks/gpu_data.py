@@ -147,7 +147,7 @@ def trace_plan(blocks: Any) -> Any:
     from sparserl.kernels import gpu
 
     sizes = blocks.sizes.tolist()
-    return gpu.streams.Plan.of(blocks, buckets_of(sizes, _TRACE_BUCKET), _TRACE_LOG, limits_of(len(sizes)))
+    return gpu.streams.StreamPlan.of(blocks, buckets_of(sizes, _TRACE_BUCKET), _TRACE_LOG, limits_of(len(sizes)))
 
 
 def cpu_streams(olds: list[Array], news: list[Array]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def decoded(plan: Any, side: Any, sent: Any, bad: torch.Tensor, data: torch.Tens
     """The changes of all buckets that were encoded, located; from another copy of their bytes if there is one."""
     from sparserl.kernels import gpu
 
-    arrived = gpu.streams.Arrived(sent.data if data is None else data, sent.directory)
+    arrived = gpu.streams.ReceivedChunks(sent.data if data is None else data, sent.directory)
     return gpu.streams.decode(plan, side, sent.changes, bad, lambda: arrived)
 
 
@@ -69,16 +69,16 @@ def time_traces(path: Path, nbytes: int, floors: dict[str, float]) -> dict[str, 
         keys = np.random.default_rng(0).integers(0, 2**64, (len(sizes), 2), np.uint64)
         blocks = gpu.changes.Blocks(2, sizes, "cuda", keys)
         old, new = blocks.side(parts_of(flat_old)), blocks.side(parts_of(flat_new))
-        ulp = gpu.streams.Plan.of(blocks, buckets_of(sizes), 18)
-        ctx = gpu.streams.Plan.of(blocks, buckets_of(sizes), 18, limits_of(len(sizes), classes[0], classes[1:]))
+        ulp = gpu.streams.StreamPlan.of(blocks, buckets_of(sizes), 18)
+        ctx = gpu.streams.StreamPlan.of(blocks, buckets_of(sizes), 18, limits_of(len(sizes), classes[0], classes[1:]))
         sent, bad = gpu.streams.encode(ctx, old, new), torch.zeros(1, dtype=torch.int32, device="cuda")
         short = gpu.streams.encode(ulp, old, new).data.numel()
         total = int(sent.changes.sum())
 
         def land(side: gpu.changes.Side, back: bool) -> None:
             found = decoded(ctx, side, sent, bad)  # noqa: B023
-            wrong = bad | (gpu.changes.total(found.sums) != sent.moved).any().to(torch.int32)  # noqa: B023
-            gpu.classes.land(side, found, found.old if back else found.new, wrong)
+            wrong = bad | (gpu.changes.sum_slots(found.sums) != sent.digest_delta).any().to(torch.int32)  # noqa: B023
+            gpu.classes.write(side, found, found.old if back else found.new, wrong)
 
         target = blocks.side([t.clone() for t in old.alive])
         land(target, back=False)
@@ -225,7 +225,7 @@ def crossover(nbytes: int = 2 << 30, most: int = 7) -> dict[str, Any]:
     flat = torch.randint(0x3000, 0x3F80, (nbytes // 2,), dtype=torch.int16, device="cuda")
     sizes = [t.numel() for t in parts_of(flat)]
     blocks, bucket = gpu.changes.Blocks(2, sizes, "cuda"), buckets_of(sizes)
-    plan = gpu.streams.Plan.of(blocks, bucket, 18)
+    plan = gpu.streams.StreamPlan.of(blocks, bucket, 18)
     room = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     rows = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -374,24 +374,24 @@ def sync_7b() -> dict[str, Any]:
             torch.cuda.synchronize()
             marks.append(time.perf_counter())  # noqa: B023
 
-        plan = gpu.streams.Plan.of(blocks, bucket, 18, limits)
+        plan = gpu.streams.StreamPlan.of(blocks, bucket, 18, limits)
         lap()
         encoded = gpu.streams.encode(plan, sides[a], sides[b])
-        result = known[a] + encoded.moved
+        result = known[a] + encoded.digest_delta
         lap()
         size = encoded.data.numel()
         room[:size].copy_(encoded.data, non_blocking=True)
         lap()
-        there = gpu.streams.Plan.of(blocks, bucket, 18, limits)
+        there = gpu.streams.StreamPlan.of(blocks, bucket, 18, limits)
         lap()
         back[:size].copy_(room[:size], non_blocking=True)
         bad = torch.zeros(1, dtype=torch.int32, device="cuda")
         lap()
         found = decoded(there, rollout, encoded, bad, back)
-        reached = current + gpu.changes.total(found.sums)
+        reached = current + gpu.changes.sum_slots(found.sums)
         wrong = bad | (reached != result).any().to(torch.int32)
         lap()
-        gpu.classes.land(rollout, found, found.new, wrong)
+        gpu.classes.write(rollout, found, found.new, wrong)
         lap()
         require(int(wrong) == 0, "the digest of the result")
         peak = max(peak, (torch.cuda.max_memory_allocated() - before) >> 20)

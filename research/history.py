@@ -33,9 +33,9 @@ from sparserl.kernels import MOST_CLASSES, cpu, reference
 from sparserl.kernels.cpu.llvm import (
     at_most8,
     at_most16,
+    intrinsic,
     kernel,
     load,
-    machine,
     popcount,
     prefetch,
     select,
@@ -348,7 +348,7 @@ def _vector(b: Any, address: Any, vector: Any) -> Any:
     return value
 
 
-@machine
+@intrinsic
 def below64(_: Any, kind: Any, address: Any, keep: Any, limits: Any, masks: Any) -> Any:
     """For each limit, the mask of the 64 unsigned elements at an address that are below it, one row after another."""
 
@@ -365,7 +365,7 @@ def below64(_: Any, kind: Any, address: Any, keep: Any, limits: Any, masks: Any)
     return types.void(kind, types.int64, types.uint64, limits, types.int64), codegen
 
 
-@machine
+@intrinsic
 def members16(_: Any, below: Any, above: Any, younger: Any, older: Any, mine: Any, ranks: Any, rank: Any) -> Any:
     """Masks of the members of a class in 16 blocks and the ranks before them, from four rows. Returns the next rank."""
 

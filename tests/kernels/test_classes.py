@@ -426,7 +426,7 @@ def test_select_without_the_instruction(monkeypatch):
     masks += [m & int(rng.integers(1, 2**64, dtype=np.uint64)) or 1 for m in masks]
     for has in {False, cpu.llvm._HAS_PDEP}:
         monkeypatch.setattr(cpu.llvm, "_HAS_PDEP", has)
-        select = cpu.llvm.machine(cpu.llvm.select._defn)
+        select = cpu.llvm.intrinsic(cpu.llvm.select._defn)
         function = numba.njit(lambda mask, rank, select=select: select(mask, rank))
         for mask in masks:
             places = [i for i in range(64) if mask >> i & 1]
@@ -436,7 +436,7 @@ def test_select_without_the_instruction(monkeypatch):
 def test_a_bit_that_is_not_there_is_still_looked_for_in_the_table(monkeypatch):
     """Weights that someone writes to while a patch is read have other bits than were counted: no place is past 63."""
     monkeypatch.setattr(cpu.llvm, "_HAS_PDEP", False)
-    select = cpu.llvm.machine(cpu.llvm.select._defn)
+    select = cpu.llvm.intrinsic(cpu.llvm.select._defn)
     function = numba.njit(lambda mask, rank, select=select: select(mask, rank))
     places = [function(np.uint64(mask), rank) for mask in range(256) for rank in range(mask.bit_count(), 64)]
     assert min(places) >= 0

@@ -121,13 +121,13 @@ def test_changes_found_and_landed(width, shift):
     assert np.array_equal(array(steps, width), reference.steps(before, after, True))
     was, now = digests(keys, starts, olds), digests(keys, starts, news)
     assert numbers(gpu.changes.digest(blocks, old)) == was
-    assert [(a + b) % 2**64 for a, b in zip(was, numbers(gpu.changes.total(sums)), strict=True)] == now
+    assert [(a + b) % 2**64 for a, b in zip(was, numbers(gpu.changes.sum_slots(sums)), strict=True)] == now
     bad, per = torch.zeros(1, dtype=torch.int32), np.array([p.size for p, _, _ in wanted])
-    located = gpu.cells.at_positions(blocks, old, per, found, out, bad)
+    located = gpu.cells.locate(blocks, old, per, found, out, bad)
     assert int(bad) == 0
     assert np.array_equal(array(located.old, width), before)
-    assert torch.equal(gpu.changes.total(located.sums), gpu.changes.total(sums))
-    gpu.classes.land(old, located, located.new, bad)
+    assert torch.equal(gpu.changes.sum_slots(located.sums), gpu.changes.sum_slots(sums))
+    gpu.classes.write(old, located, located.new, bad)
     assert all(map(torch.equal, old.alive, new.alive))
 
 
@@ -142,9 +142,9 @@ def test_wrong_positions_are_refused(fault, monkeypatch):
     if fault != "none":
         positions[1 if fault == "twice" else 3] = 3 if fault == "twice" else 50
     bad, ones = torch.zeros(1, dtype=torch.int32), torch.ones(4, dtype=torch.int16)
-    found = gpu.cells.at_positions(blocks, target, np.array([2, 2]), positions, ones, bad)
+    found = gpu.cells.locate(blocks, target, np.array([2, 2]), positions, ones, bad)
     assert int(bad) == (fault != "none")
-    gpu.classes.land(target, found, ones, bad)
+    gpu.classes.write(target, found, ones, bad)
     assert sum(int(part.sum()) for part in target.alive) == (4 if fault == "none" else 0)
 
 
@@ -194,12 +194,14 @@ def spread_of(counts):
     """How changes lie, from those by tile and class, where the streams follow each other without room in between."""
     per, turned = counts.reshape(-1), counts.t().reshape(-1)
     starts = [torch.cumsum(some, 0, dtype=torch.int64) - some for some in (turned, per)]
-    return gpu.classes.Spread(per, *starts, int(per.sum()))
+    return gpu.classes.ChangeLayout(per, *starts, int(per.sum()))
 
 
 def decoded(plan, side, sent, bad):
     """What was encoded, located."""
-    return gpu.streams.decode(plan, side, sent.changes, bad, lambda: gpu.streams.Arrived(sent.data, sent.directory))
+    return gpu.streams.decode(
+        plan, side, sent.changes, bad, lambda: gpu.streams.ReceivedChunks(sent.data, sent.directory)
+    )
 
 
 @inside
@@ -221,7 +223,7 @@ def test_ctx_is_that_of_the_cpu(name, shift, classes):
     blocks = gpu.changes.Blocks(dtype.width, sizes, "cpu", block=1024)
     old, new = (blocks.side([tensor(p, shift) for p in side]) for side in (olds, news))
     order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
-    plan = gpu.streams.Plan.of(blocks, bucket, log, limits, chunk=256, **order)
+    plan = gpu.streams.StreamPlan.of(blocks, bucket, log, limits, chunk=256, **order)
     encoded = gpu.streams.encode(plan, old, new)
     data = encoded.data.numpy().tobytes()
     for b, parts in enumerate(([0, 1, 2], [3])):
@@ -233,8 +235,8 @@ def test_ctx_is_that_of_the_cpu(name, shift, classes):
     bad = torch.zeros(1, dtype=torch.int32)
     found = decoded(plan, old, encoded, bad)
     assert int(bad) == 0
-    assert torch.equal(gpu.changes.total(found.sums), encoded.moved)
-    gpu.classes.land(old, found, found.new, bad)
+    assert torch.equal(gpu.changes.sum_slots(found.sums), encoded.digest_delta)
+    gpu.classes.write(old, found, found.new, bad)
     assert all(map(torch.equal, old.alive, new.alive))
 
 
@@ -247,9 +249,9 @@ def test_diff_and_count_in_one_pass(shift):
     blocks = gpu.changes.Blocks(2, sizes, "cpu", block=1024)
     old, new = (blocks.side([tensor(p, shift) for p in side]) for side in (olds, news))
     limits = np.tile(np.array([0, 9, 300, 20000, 30000], np.uint64), (3, 1))
-    classing = gpu.classes.Classing.of(blocks, limits, 11, True)
-    words, counts, ranks = gpu.classes.diff_and_count(blocks, classing, old, new)
-    alone = gpu.classes.count(blocks, classing, old)
+    classing = gpu.classes.Classification.of(blocks, limits, 11, True)
+    words, counts, ranks = gpu.classes.diff_with_class_ranks(blocks, classing, old, new)
+    alone = gpu.classes.class_ranks(blocks, classing, old)
     assert all(map(torch.equal, (words, counts), gpu.changes.diff(blocks, old, new)))
     assert all(map(torch.equal, (ranks.members, ranks.low, ranks.high), (alone.members, alone.low, alone.high)))
     filled = [np.append(p & 0x7FFF, np.zeros(-p.size % 1024)).reshape(-1, 1024) for p in olds]
@@ -262,7 +264,7 @@ def test_columns_in_one_copy():
     """Columns come as they are, each at a 16-byte boundary."""
     blocks = gpu.changes.Blocks(2, [1], "cpu", block=1024)
     columns = [np.arange(n) - 5 for n in (3, 0, 4, 1)]
-    there = blocks.put_all(*columns)
+    there = blocks.upload_columns(*columns)
     assert [t.tolist() for t in there] == [c.tolist() for c in columns]
     assert not any(t.data_ptr() % 16 for t in there if t.numel())
 
@@ -309,7 +311,7 @@ def test_how_changes_lie(fault):
         many[1, 0] -= 1
     bad, told = torch.zeros(1, dtype=torch.int32), torch.from_numpy(counts.astype(np.uint32).view(np.int32))
     args = told.reshape(-1), bucket, changes, begin.ravel(), many.ravel(), chunk, bad
-    spread, sizes = gpu.classes.spread(blocks, tiles, *args)
+    spread, sizes = gpu.classes.change_layout(blocks, tiles, *args)
     assert int(bad) == (fault != "none")
     n = int(many.sum())
     assert torch.equal(sizes[:n], sizes[n:])
@@ -334,7 +336,7 @@ def test_numbers_above_the_limit_are_refused():
     values = torch.full((5,), -1, dtype=torch.int32)
     for limit, wrong in ((2**32 - 1, 0), (300, 1)):
         bad = torch.zeros(1, dtype=torch.int32)
-        chunks = gpu.rans.Chunks(*blocks.put_all([0], [5], [0], [lows.size]))
+        chunks = gpu.rans.EncodedChunks(*blocks.upload_columns([0], [5], [0], [lows.size]))
         gpu.rans.unpack(chunks, torch.from_numpy(tokens), torch.from_numpy(lows), values, limit, bad)
         assert int(bad) == wrong
         assert np.array_equal(array(values, 4), np.where(numbers > limit, 0, numbers))
@@ -346,16 +348,16 @@ def test_a_gap_that_leaves_its_tile_is_refused():
     old, _ = pair(2, [2500], share=0.02)
     blocks = gpu.changes.Blocks(2, [2500], "cpu", block=1024)
     side = blocks.side([tensor(old[0])])
-    classing = gpu.classes.Classing.of(blocks, np.array([[20000]]), 11, True)
+    classing = gpu.classes.Classification.of(blocks, np.array([[20000]]), 11, True)
     tiles, bad = gpu.classes.Tiles.of(blocks, 11), torch.zeros(1, dtype=torch.int32)
     members = int(((old[0][2048:] & 0x7FFF) < 20000).sum())
     counts, steps = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32), torch.ones(1, dtype=torch.int16)
-    ranks = gpu.classes.count(blocks, classing, side)
+    ranks = gpu.classes.class_ranks(blocks, classing, side)
     for gap, wrong in ((members - 1, 0), (2500, 1)):
         gaps = torch.tensor([gap], dtype=torch.int32)
-        found = gpu.classes.select(blocks, classing, side, tiles, ranks, spread_of(counts), gaps, steps, bad)
+        found = gpu.classes.class_positions(blocks, classing, side, tiles, ranks, spread_of(counts), gaps, steps, bad)
         assert int(bad) == wrong
-    gpu.classes.land(side, found, steps, bad)
+    gpu.classes.write(side, found, steps, bad)
     assert np.array_equal(array(side.alive[0], 2), old[0])
 
 
@@ -366,7 +368,7 @@ def test_ulp_is_that_of_the_cpu():
     olds, news = pair(2, sizes, share=0.02)
     blocks = gpu.changes.Blocks(2, sizes, "cpu", block=1024)
     old, new = (blocks.side([tensor(p) for p in side]) for side in (olds, news))
-    plan = gpu.streams.Plan.of(blocks, [0, 0, 0], log, chunk=256)
+    plan = gpu.streams.StreamPlan.of(blocks, [0, 0, 0], log, chunk=256)
     encoded = gpu.streams.encode(plan, old, new)
     found = [reference.diff(a, b) for a, b in zip(olds, news, strict=True)]
     told = [reference.tile_gaps(p, n, 1 << log) for (p, _, _), n in zip(found, sizes, strict=True)]
@@ -385,8 +387,8 @@ def test_ulp_is_that_of_the_cpu():
     bad = torch.zeros(1, dtype=torch.int32)
     located = decoded(plan, old, encoded, bad)
     assert int(bad) == 0
-    assert torch.equal(gpu.changes.total(located.sums), encoded.moved)
-    gpu.classes.land(old, located, located.new, bad)
+    assert torch.equal(gpu.changes.sum_slots(located.sums), encoded.digest_delta)
+    gpu.classes.write(old, located, located.new, bad)
     assert all(map(torch.equal, old.alive, new.alive))
 
 
@@ -400,9 +402,9 @@ def test_a_gap_that_leaves_its_tile_or_part_is_refused(gap, wrong):
     spread = spread_of(torch.tensor([[0], [1]], dtype=torch.int32))
     numbers = spread, torch.from_numpy(np.array([gap], np.uint32).view(np.int32))
     log, steps = torch.tensor([11], dtype=torch.int32), torch.ones(1, dtype=torch.int16)
-    found = gpu.cells.follow_gaps(blocks, side, tiles, log, *numbers, steps, bad, True)
+    found = gpu.cells.tile_positions(blocks, side, tiles, log, *numbers, steps, bad, True)
     assert int(bad) == wrong
-    gpu.classes.land(side, found, found.new, bad)
+    gpu.classes.write(side, found, found.new, bad)
     assert np.flatnonzero(side.alive[0].numpy()).tolist() == ([] if wrong else [2048 + gap])
 
 
@@ -416,8 +418,8 @@ def test_rans_chunks_are_those_of_the_cpu():
     values = np.minimum(rng.geometric(0.4, 60 + 30 + 20), 200).astype(np.uint16)
     values[90:] = 7  # a single symbol
     blocks = gpu.changes.Blocks(2, [1], "cpu", block=1024)
-    cuts, _ = gpu.rans.Cuts.of_streams(blocks, [60, 30, 20], 1 << 16)
-    packed = gpu.rans.Packed.of(cuts, 16)
+    cuts, _ = gpu.rans.NumberChunks.of_streams(blocks, [60, 30, 20], 1 << 16)
+    packed = gpu.rans.PackedNumbers.of(cuts, 16)
     packed.pack(0, 3, torch.from_numpy(values.view(np.int16)))
     code = gpu.rans.encode(packed)
     tokens, chunks = packed.tokens.numpy(), []
@@ -433,7 +435,7 @@ def test_rans_chunks_are_those_of_the_cpu():
         chunk[at] ^= 1 << at % 8
     for chunk, size in [(chunks[0], 60), *((bytes(c), 30) for c in spoiled)]:
         out, bad = torch.zeros(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-        one = gpu.rans.Chunks(*blocks.put_all([0], [size], [0], [len(chunk)]))
+        one = gpu.rans.EncodedChunks(*blocks.upload_columns([0], [size], [0], [len(chunk)]))
         data = torch.from_numpy(np.frombuffer(chunk, np.uint8).copy())
         gpu.rans.decode(blocks, one, data, out, bad)
         try:
@@ -462,19 +464,19 @@ def compile_all() -> None:
         gpu.changes.compact(blocks, side, side, words, counts, 64, steps=True, tile_log=logs)
         gpu.changes.digest(blocks, side)
         gpu.changes.mark(blocks, side, side, words, counts)
-        classing = gpu.classes.Classing.of(blocks, np.ones((1, 4 if width == 2 else 5)), 16, True)
-        tiles, ranks = gpu.classes.Tiles.of(blocks, 16), gpu.classes.count(blocks, classing, side)
-        gpu.classes.diff_and_count(blocks, classing, side, side)
-        emitted = gpu.classes.emit(blocks, classing, side, side, words, counts.to(torch.int64), ranks, 64)
-        gpu.classes.sort(blocks, classing, counts, emitted)
+        classing = gpu.classes.Classification.of(blocks, np.ones((1, 4 if width == 2 else 5)), 16, True)
+        tiles, ranks = gpu.classes.Tiles.of(blocks, 16), gpu.classes.class_ranks(blocks, classing, side)
+        gpu.classes.diff_with_class_ranks(blocks, classing, side, side)
+        emitted = gpu.classes.classify_changes(blocks, classing, side, side, words, counts.to(torch.int64), ranks, 64)
+        gpu.classes.sort_by_class(blocks, classing, counts, emitted)
         none, one = torch.zeros(tiles.count * (classing.K + 1), dtype=torch.int32), np.ones(classing.K + 1, int)
-        spread, _ = gpu.classes.spread(blocks, tiles, none, 0 * one[:1], 64 * one[:1], one, one, 1 << 16, bad)
-        found = gpu.classes.select(blocks, classing, side, tiles, ranks, spread, where, bits, bad)
-        gpu.classes.land(side, found, bits, bad)
-        cuts, _ = gpu.rans.Cuts.of_streams(blocks, [64], 256)
-        packed = gpu.rans.Packed.of(cuts, 8 * width)
+        spread, _ = gpu.classes.change_layout(blocks, tiles, none, 0 * one[:1], 64 * one[:1], one, one, 1 << 16, bad)
+        found = gpu.classes.class_positions(blocks, classing, side, tiles, ranks, spread, where, bits, bad)
+        gpu.classes.write(side, found, bits, bad)
+        cuts, _ = gpu.rans.NumberChunks.of_streams(blocks, [64], 256)
+        packed = gpu.rans.PackedNumbers.of(cuts, 8 * width)
         packed.pack(0, 1, bits)
-        chunks = gpu.rans.Chunks(cuts.begin, cuts.size, cuts.begin, cuts.size)
+        chunks = gpu.rans.EncodedChunks(cuts.begin, cuts.size, cuts.begin, cuts.size)
         gpu.rans.unpack(chunks, packed.tokens, packed.tokens, bits, 9, bad)
         if width == 2:
             other = gpu.changes.Blocks(4, [9000], "cpu").side([torch.zeros(9000)])

@@ -838,23 +838,23 @@ def compile_all():
     for width in (1, 2, 4, 8):
         blocks, bits = gpu.changes.Blocks(width, [9000], "cpu"), torch.zeros(9000, dtype=gpu.changes.INTS[width])
         side, where = blocks.side([bits]), torch.zeros(64, dtype=torch.int64)
-        gpu.cells.put(bits, where, gpu.cells.take(bits, where))
-        found = gpu.classes.Found(where, bits, bits, gpu.changes.new_sums("cpu"))
+        gpu.cells.scatter(bits, where, gpu.cells.gather(bits, where))
+        found = gpu.classes.LocatedChanges(where, bits, bits, gpu.changes.new_sums("cpu"))
         bad = torch.zeros(1, dtype=torch.int32)
         gpu.cells.swap(side, found, bad)
-        gpu.cells.at_positions(blocks, side, np.array([64]), torch.zeros(64, dtype=torch.int32), bits[:64], bad)
+        gpu.cells.locate(blocks, side, np.array([64]), torch.zeros(64, dtype=torch.int32), bits[:64], bad)
         tiles, log = gpu.classes.Tiles.of(blocks, 16), torch.full((1,), 16, dtype=torch.int32)
-        spread = gpu.classes.Spread(torch.ones(1, dtype=torch.int32), where[:1], where[:1], 1)
+        spread = gpu.classes.ChangeLayout(torch.ones(1, dtype=torch.int32), where[:1], where[:1], 1)
         numbers = spread, torch.zeros(1, dtype=torch.int32), bits[:1]
-        gpu.cells.follow_gaps(blocks, side, tiles, log, *numbers, bad, True)
+        gpu.cells.tile_positions(blocks, side, tiles, log, *numbers, bad, True)
         one = np.ones(1, np.int64)
         gpu.cells.sample(blocks, side, side, blocks.bitmap(), torch.zeros(2, dtype=torch.int32), where)
         for kind in (0, 1, 2):
             gpu.cells.key_histogram(blocks, side, kind, 0 * one, one, one)
-        sums = gpu.sums.part_sums(blocks, side)
-        gpu.sums.part_moves(blocks, side, side, sums)
+        sums = gpu.sums.digests(blocks, side)
+        gpu.sums.digest_deltas(blocks, side, side, sums)
         if width == 2:
-            gpu.sums.part_moves(blocks, gpu.changes.Blocks(4, [9000], "cpu").side([torch.zeros(9000)]), side, sums)
+            gpu.sums.digest_deltas(blocks, gpu.changes.Blocks(4, [9000], "cpu").side([torch.zeros(9000)]), side, sums)
     assert made == {n for m in (gpu.cells, gpu.sums) for n in vars(m) if n.endswith("_kernel")}
     print("compiled", len(made), "kernels")
 

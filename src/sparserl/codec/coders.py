@@ -150,19 +150,19 @@ def where(chunks: Sequence[Buffer]) -> Where:
 def entropy_coded(chunks: Sequence[Buffer]) -> list[Buffer]:
     """Rans chunks, encoded in one go."""
     raw, ends = where(chunks), np.empty(len(chunks), np.int64)
-    out = np.empty(int(cpu.rans.room(raw.length).sum()), np.uint8)
-    cpu.rans.squeeze(raw.at, raw.length, out, ends)
+    out = np.empty(int(cpu.rans.largest_encoding(raw.length).sum()), np.uint8)
+    cpu.rans.encode_chunks(raw.at, raw.length, out, ends)
     return [out[a:b].data for a, b in pairwise((0, *ends.tolist()))]
 
 
 def expand(coded: Where, sizes: Sequence[int]) -> npt.NDArray[np.uint8] | None:
     """Rans chunks decoded in one go, one behind the other; None where one of them is at fault."""
     size = np.array(sizes, np.int64)
-    if (coded.length > cpu.rans.room(size)).any():
+    if (coded.length > cpu.rans.largest_encoding(size)).any():
         return None
     ends = np.cumsum(size)
     out = np.empty(ends[-1], np.uint8)
-    return None if cpu.rans.expand(coded.at, coded.length, size, out.ctypes.data + ends - size) >= 0 else out
+    return None if cpu.rans.decode_chunks(coded.at, coded.length, size, out.ctypes.data + ends - size) >= 0 else out
 
 
 CODERS: dict[int, Coder] = {c.id: c for c in (Stored(), Zstd(), Rans())}

@@ -88,7 +88,7 @@ class Resident:
     held: LocalWeights
     buckets: list[Bucket]
     side: gpu.changes.Side
-    found: gpu.classes.Found
+    found: gpu.classes.LocatedChanges
     told: Callable[[], Any]  # how the digest's sums move, and whether anything was wrong
 
     @property
@@ -118,7 +118,7 @@ class Resident:
         device = self.side.base.device
         with on_stream(held, device):
             right = torch.zeros(1, dtype=torch.int32, device=device)
-            gpu.classes.land(self.side, self.found, self.found.old, right)
+            gpu.classes.write(self.side, self.found, self.found.old, right)
             int(right)  # waits until all is written
 
 
@@ -263,29 +263,29 @@ def _located(held: LocalWeights, group: list[Bucket]) -> Resident:
             streams = Stream.POSITIONS, Stream.WORDS
             positions, words = (upload_parts([one.of(stream) for one in group], runs.device) for stream in streams)
             bits = words.view(gpu.changes.INTS[runs.dtype.width])
-            found = gpu.cells.at_positions(blocks, side, changes, positions.view(torch.int32), bits, bad)
+            found = gpu.cells.locate(blocks, side, changes, positions.view(torch.int32), bits, bad)
         else:
             plan = _plan(group, blocks, [count.size for count in counts])
             found = gpu.streams.decode(plan, side, changes, bad, lambda: _arrived(group, runs.device))
-        return Resident(held, group, side, found, blocks.fetch(torch.cat((gpu.changes.total(found.sums), bad))))
+        return Resident(held, group, side, found, blocks.fetch(torch.cat((gpu.changes.sum_slots(found.sums), bad))))
 
 
-def _arrived(group: list[Bucket], device: Any) -> gpu.streams.Arrived:
+def _arrived(group: list[Bucket], device: Any) -> gpu.streams.ReceivedChunks:
     """What the streams of all buckets tell, on its way to the device."""
     bodies, rows = zip(*map(_told, group), strict=True)
-    return gpu.streams.Arrived(upload_parts(bodies, device), _directory(bodies, rows))
+    return gpu.streams.ReceivedChunks(upload_parts(bodies, device), _directory(bodies, rows))
 
 
-def _plan(group: list[Bucket], blocks: gpu.changes.Blocks, sizes: list[int]) -> gpu.streams.Plan:
+def _plan(group: list[Bucket], blocks: gpu.changes.Blocks, sizes: list[int]) -> gpu.streams.StreamPlan:
     owner, head = np.repeat(np.arange(len(group)), sizes), group[0].head
     logs = np.array([one.head.tile_log for one in group])[owner]
     rows = [np.array(c.thresholds, np.uint64) << np.uint64(c.shift) for one in group if (c := one.classes)]
     limits = np.stack(rows)[owner] if rows else None
     order = {"sign_magnitude": head.dtype.sign_magnitude, "signed": head.dtype.signed}
-    return gpu.streams.Plan.of(blocks, owner, logs, limits, 1 << head.chunk_log, **order)
+    return gpu.streams.StreamPlan.of(blocks, owner, logs, limits, 1 << head.chunk_log, **order)
 
 
-def _directory(bodies: Sequence[Buffer], rows: Sequence[list[_Row]]) -> gpu.streams.Directory:
+def _directory(bodies: Sequence[Buffer], rows: Sequence[list[_Row]]) -> gpu.streams.ChunkDirectory:
     """Where the chunks of all buckets are, whose bodies are one behind the other."""
     before = [0, *accumulate(map(len, bodies))]
     every = [
@@ -297,4 +297,4 @@ def _directory(bodies: Sequence[Buffer], rows: Sequence[list[_Row]]) -> gpu.stre
     bucket, stream, coder, place, many = np.array(every, np.int64).T
     ahead, first = np.cumsum(length) - length, np.cumsum(many) - many
     bucket, stream, coder, skipped = np.repeat((bucket, stream, coder, place - ahead[first]), many, axis=1)
-    return gpu.streams.Directory(bucket, stream, coder, length, ahead + skipped)
+    return gpu.streams.ChunkDirectory(bucket, stream, coder, length, ahead + skipped)

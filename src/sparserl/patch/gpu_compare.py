@@ -151,7 +151,7 @@ class _Compared(_Found):
         blocks, (old, new) = runs.blocks(self.was.table.keys)
         mine = np.zeros(self.changes.size, bool)
         mine[which] = True
-        take = self.blocks.put(np.flatnonzero(np.repeat(mine, -(-self.blocks.sizes // self.blocks.block))))
+        take = self.blocks.upload(np.flatnonzero(np.repeat(mine, -(-self.blocks.sizes // self.blocks.block))))
         words, counts = self.words.view(self.blocks.count, -1)[take].view(-1), self.counts[take]
         columns = self.changes[which], blocks, old, new, words, counts, blocks.event()
         return _Compared(self.was, self.now, runs, *columns)
@@ -162,7 +162,7 @@ class _Compared(_Found):
         positions, after, before, sums = gpu.changes.compact(
             self.blocks, self.old, self.new, self.words, self.counts, total, keep_old=True
         )
-        moved = self.blocks.fetch(gpu.changes.total(sums))
+        moved = self.blocks.fetch(gpu.changes.sum_slots(sums))
         return _Compacted(self.was, self.now, self.runs, self.changes, positions, after, before, moved)
 
     def sampled(self, parts: Sequence[slice]) -> tuple[Waiting, Callable[[], list[Changes]]]:
@@ -361,7 +361,7 @@ def _drafts(
     spans = [slice(some[0].start, some[-1].stop) for some in cuts]
     dtype, by_classes = found.runs.dtype, dict[int, list[_Draft]]()
     shifts = [key_shift(dtype, ())] * len(spans)  # of integers it depends on the changes
-    with gpu.streams.ahead(found.runs.device, found.done):
+    with gpu.streams.urgent_stream(found.runs.device, found.done):
         pause, samples = found.sampled(spans)
         members = _members(found, spans, shifts) if "ctx" in names and dtype.sign_magnitude else None
     yield members or pause
@@ -388,7 +388,7 @@ def _drafts(
     return drafts, sum(map(_digest, moved), Digest()) if packed is None else packed.moved
 
 
-def _members(found: _Compared, parts: list[slice], shifts: list[int]) -> gpu.changes.Coming:
+def _members(found: _Compared, parts: list[slice], shifts: list[int]) -> gpu.changes.HostCopy:
     """Begin to count the magnitudes of old bits, of each lot some."""
     dtype, row = found.runs.dtype, np.repeat(np.arange(len(parts)), [part.stop - part.start for part in parts])
     every = np.array([sampling(found.runs.numel[part]) for part in parts])
@@ -408,13 +408,13 @@ def _encode(found: _Compared, drafts: list[_Draft]) -> Generator[Waiting, None, 
     logs = np.repeat([draft.tile_log for draft in drafts], sizes)
     order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
     bucket = np.repeat(np.arange(len(drafts)), sizes)
-    made = gpu.streams.Plan.of(mine.blocks, bucket, logs, limits, 1 << CHUNK_LOG, **order)
-    rest = gpu.streams.encoding(made, mine.old, mine.new, (mine.words, mine.counts), mine.changes)
+    made = gpu.streams.StreamPlan.of(mine.blocks, bucket, logs, limits, 1 << CHUNK_LOG, **order)
+    rest = gpu.streams.encode_in_steps(made, mine.old, mine.new, (mine.words, mine.counts), mine.changes)
     fetched = mine.blocks.fetch
     del mine
     encoded = yield from rest
-    moved = fetched(encoded.moved)
-    numbers, owner, streams = encoded.directory.told()
+    moved = fetched(encoded.digest_delta)
+    numbers, owner, streams = encoded.directory.numbers()
     told = np.split(numbers, np.searchsorted(owner, np.arange(1, len(drafts))))
     sizes = np.bincount(encoded.directory.bucket, encoded.directory.length, len(drafts)).astype(np.int64).tolist()
     room = [_room(draft.entries, its) for draft, its in zip(drafts, told, strict=True)]

@@ -87,7 +87,7 @@ def _inside_columns(parts: Sequence[Changes], changed: Array, scale: float) -> f
 
 def _partition(members: Array, changed: Array, tiles: int) -> tuple[tuple[int, ...], float]:
     """Thresholds with the least estimated bits, and those bits."""
-    bits, thresholds = cpu.entropy.cuts(
+    bits, thresholds = cpu.entropy.class_edges(
         members, changed, _candidates(changed.sum(1)), float(_TABLE_BITS + _COUNT_BITS * tiles), _WORTH, MOST_CLASSES
     )
     return tuple(thresholds.tolist()), float(bits)

@@ -72,7 +72,7 @@ class Marked:
         wide = blocks if news[0].element_size() == blocks.width else gpu.changes.Blocks(4, sizes, blocks.device)
         new, old = wide.side(news), blocks.side([old.detach() for _, old in pairs])
         with _at(blocks.device):
-            gpu.sums.part_moves(blocks, new, old, self._sums)
+            gpu.sums.digest_deltas(blocks, new, old, self._sums)
             gpu.changes.mark(blocks, new, old, self._words, self._counts)
 
     def settle(self, first: npt.NDArray[np.int64], words: npt.NDArray[np.uint64], moved: Any) -> None:

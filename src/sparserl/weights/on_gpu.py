@@ -270,7 +270,7 @@ def piece_sums(weights: LocalWeights, all_runs: Iterable[Runs]) -> Iterator[tupl
     for runs in groups(all_runs, weights.table, PIECE_BYTES):
         with on_stream(weights, runs.device):
             blocks, (side,) = runs.blocks(weights.table.keys)
-            sums = fetch(gpu.sums.part_sums(blocks, side))().view(np.uint64).tolist()
+            sums = fetch(gpu.sums.digests(blocks, side))().view(np.uint64).tolist()
         for place, numel, (first, second) in zip(runs.places, runs.numel.tolist(), sums, strict=True):
             yield place, first, second, numel * runs.dtype.width
 
@@ -320,13 +320,13 @@ class GpuElements:
         """Read the bits on GPUs, each to the index of its change."""
         for base, offsets, which in self._parts:
             with on_stream(self._weights, base.device):
-                out[which] = fetch(gpu.cells.take(base, offsets))().view(out.dtype)
+                out[which] = fetch(gpu.cells.gather(base, offsets))().view(out.dtype)
 
     def write(self, bits: UIntArray) -> None:
         """Write the elements on GPUs, given the bits of all changes."""
         for base, offsets, which in self._parts:
             with on_stream(self._weights, base.device):
-                gpu.cells.put(base, offsets, upload(bits[which], base.device))
+                gpu.cells.scatter(base, offsets, upload(bits[which], base.device))
         self.finish()
 
     def finish(self) -> None:

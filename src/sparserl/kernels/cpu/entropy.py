@@ -69,7 +69,7 @@ def _add_up(members: Any, changed: Any, edges: Any, size: Any, count: Any) -> No
 
 
 @kernel
-def cuts(members: Any, changed: Any, edges: Any, each: Any, worth: Any, most: Any) -> Any:
+def class_edges(members: Any, changed: Any, edges: Any, each: Any, worth: Any, most: Any) -> Any:
     """Where to cut keys into classes so that they cost least, by dynamic programming over the candidate edges.
 
     A class costs its bits and `each`; one more than there are must save the share `worth` of all. Returns the bits

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from llvmlite import binding, ir
-from numba import carray, njit, types
+from numba import carray, extending, njit, types
 from numba.core import cgutils, config, event
 from numba.core.compiler_lock import global_compiler_lock
-from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,11 +40,11 @@ def kernel(function: F) -> F:
         compiled = njit(nogil=True)(function)
     _take_turns(getattr(getattr(compiled, "_cache", None), "_cache_file", None))
     if hasattr(compiled, "compile"):  # it is plain Python where NUMBA_DISABLE_JIT is set
-        compiled.compile = _without_collecting(compiled.compile)
+        compiled.compile = _without_garbage_collection(compiled.compile)
     return cast("F", compiled)
 
 
-def _without_collecting(work: Callable[..., Any]) -> Callable[..., Any]:
+def _without_garbage_collection(work: Callable[..., Any]) -> Callable[..., Any]:
     """While Numba compiles or loads a kernel, look for no garbage: it makes much that stays.
 
     That took a tenth of the time to compile, and a quarter of what the first kernel takes to load.
@@ -115,12 +114,12 @@ def inline(function: F) -> F:
     return cast("F", njit(nogil=True)(function))
 
 
-def machine(function: Callable[..., Any]) -> Any:
-    """Write LLVM by hand; kernels call the result with one argument less, the typing context."""
-    return intrinsic(function)
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """A function written in LLVM by hand; kernels call it without its first argument, the typing context."""
+    return extending.intrinsic(function)
 
 
-@machine
+@intrinsic
 def alive(_: Any, array: Any) -> Any:
     """Use an array once more: Numba frees what a kernel has made behind its last use, whoever has its address."""
     return types.void(array), lambda ctx, b, sig, args: ctx.get_dummy_value()
@@ -141,13 +140,13 @@ def splat(b: Any, value: Any, vector: Any) -> Any:
     return b.shuffle_vector(b.insert_element(empty, value, _I32(0)), empty, zeros)
 
 
-@machine
+@intrinsic
 def width(_: Any, tag: Any) -> Any:
     """Bytes of an element, known to the compiler, which the `itemsize` of an array is not."""
     return types.int64(tag), lambda ctx, b, sig, args: _I64(sig.args[0].dtype.bitwidth // 8)
 
 
-@machine
+@intrinsic
 def load(_: Any, tag: Any, address: Any) -> Any:
     """The element at an address, which need not be aligned."""
 
@@ -159,7 +158,7 @@ def load(_: Any, tag: Any, address: Any) -> Any:
     return tag.dtype(tag, types.int64), codegen
 
 
-@machine
+@intrinsic
 def load32(_: Any, address: Any) -> Any:
     """The uint32 at an address, which need not be aligned, as an int64."""
 
@@ -171,7 +170,7 @@ def load32(_: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@machine
+@intrinsic
 def store(_: Any, tag: Any, address: Any, value: Any) -> Any:
     """Write an element to an address, which need not be aligned."""
 
@@ -182,7 +181,7 @@ def store(_: Any, tag: Any, address: Any, value: Any) -> Any:
     return types.void(tag, types.int64, tag.dtype), codegen
 
 
-@machine
+@intrinsic
 def _byte_pointer(_: Any, address: Any) -> Any:
     return types.CPointer(types.uint8)(types.int64), lambda ctx, b, sig, args: _pointer(b, args[0], _I8)
 
@@ -193,7 +192,7 @@ def bytes_at(address: Any, size: Any) -> Any:
     return carray(_byte_pointer(address), size)
 
 
-@machine
+@intrinsic
 def copy_bytes(_: Any, at: Any, size: Any, to: Any) -> Any:
     """Copy so many bytes from one address to another."""
 
@@ -241,7 +240,7 @@ def _count(b: Any, lanes: Any) -> Any:
     return b.neg(b.sext(b.trunc(_neon(b, "saddv.i32.v8i16", _I32, total), _I16), _I64))
 
 
-@machine
+@intrinsic
 def differ64(_: Any, tag: Any, left: Any, right: Any) -> Any:
     """Mask of the 64 elements at two addresses that differ; bit 0 is the first."""
 
@@ -268,7 +267,7 @@ def _fetch(b: Any, address: Any, near: bool = not ARM) -> None:
     b.call(function, [_pointer(b, address, _I8), _I32(0), _I32(3 if near else 2), _I32(1)])
 
 
-@machine
+@intrinsic
 def prefetch(_: Any, address: Any) -> Any:
     """Ask for the cache line at an address; any address is allowed."""
 
@@ -279,7 +278,7 @@ def prefetch(_: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-@machine
+@intrinsic
 def prefetch_near(_: Any, address: Any) -> Any:
     """The same, into the nearest cache."""
 
@@ -290,13 +289,13 @@ def prefetch_near(_: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-@machine
+@intrinsic
 def lowest(_: Any, mask: Any) -> Any:
     """Index of the lowest set bit of a mask that is not zero."""
     return types.int64(types.uint64), lambda ctx, b, sig, args: b.cttz(args[0], _I1(1))
 
 
-@machine
+@intrinsic
 def highest(_: Any, value: Any) -> Any:
     """Index of the highest set bit of a value that is not zero."""
 
@@ -306,7 +305,7 @@ def highest(_: Any, value: Any) -> Any:
     return types.int64(types.uint64), codegen
 
 
-@machine
+@intrinsic
 def popcount(_: Any, mask: Any) -> Any:
     """Number of set bits."""
     return types.int64(types.uint64), lambda ctx, b, sig, args: b.ctpop(args[0])
@@ -441,7 +440,7 @@ def _high(b: Any, at: Any) -> list[Any]:
     return [b.shuffle_vector(x, y, order) for x, y in zip(halves[::2], halves[1::2], strict=True)]
 
 
-@machine
+@intrinsic
 def classify(
     _: Any, kind: Any, start: Any, blocks: Any, keep: Any, limits: Any, masks: Any, ranks: Any, row: Any
 ) -> Any:
@@ -464,7 +463,7 @@ def classify(
     return types.void(kind, i64, i64, types.uint64, limits, i64, i64, i64), codegen
 
 
-@machine
+@intrinsic
 def classify_short(_: Any, start: Any, blocks: Any, limits: Any, masks: Any, ranks: Any, row: Any) -> Any:
     """The same for 16-bit floats and limits of which only the highest eight bits of a magnitude are set.
 
@@ -488,7 +487,7 @@ def classify_short(_: Any, start: Any, blocks: Any, limits: Any, masks: Any, ran
     return types.void(i64, i64, limits, i64, i64, i64), codegen
 
 
-@machine
+@intrinsic
 def members(_: Any, kind: Any, address: Any, keep: Any, low: Any, span: Any) -> Any:
     """The mask of the 64 elements at an address whose magnitude is not below `low` and at most `span` above it."""
 
@@ -501,7 +500,7 @@ def members(_: Any, kind: Any, address: Any, keep: Any, low: Any, span: Any) -> 
     return u64(kind, types.int64, u64, u64, u64), codegen
 
 
-@machine
+@intrinsic
 def members_short(_: Any, address: Any, low: Any, span: Any) -> Any:
     """The same for 16-bit floats, by the highest eight bits of a magnitude."""
 
@@ -519,7 +518,7 @@ def _at_most(b: Any, numbers: Any, value: Any) -> Any:
     return _count(b, b.icmp_signed("<=", numbers, splat(b, b.trunc(value, _I16), numbers.type)))
 
 
-@machine
+@intrinsic
 def every8(_: Any, low: Any, high: Any, out: Any) -> Any:
     """Store every eighth of the 128 int16 numbers at `high` less those at `low`; all arguments are addresses.
 
@@ -538,7 +537,7 @@ def every8(_: Any, low: Any, high: Any, out: Any) -> Any:
     return types.void(i64, i64, i64), codegen
 
 
-@machine
+@intrinsic
 def at_most16(_: Any, address: Any, value: Any) -> Any:
     """How many of the 16 int16 numbers at an address are not above a value."""
 
@@ -550,7 +549,7 @@ def at_most16(_: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
-@machine
+@intrinsic
 def at_most8(_: Any, low: Any, high: Any, value: Any) -> Any:
     """How many of the 8 int16 numbers at `high` less those at `low` are not above a value."""
 
@@ -583,7 +582,7 @@ _BITS_OF_BYTES = ir.Constant(  # the place of the bit that has so many below it,
 )
 
 
-@machine
+@intrinsic
 def select(_: Any, mask: Any, rank: Any) -> Any:
     """Index of the set bit of a mask that has `rank` set bits below it; there must be one."""
 
@@ -658,7 +657,7 @@ def _some(b: Any, vector: Any, lanes: range) -> Any:
     return b.shuffle_vector(vector, vector, ir.Constant(kind, list(lanes)))
 
 
-@machine
+@intrinsic
 def tokenize16(_: Any, values: Any, at: Any, tokens: Any, out: Any) -> Any:
     """The tokens of 16 values of at most four bytes, and their low bits in eight words, in four, and in two.
 
@@ -721,7 +720,7 @@ def _any(b: Any, lanes: Any) -> Any:
     return b.icmp_unsigned("!=", b.bitcast(lanes, ir.IntType(16)), ir.Constant(ir.IntType(16), 0))
 
 
-@machine
+@intrinsic
 def falls16(_: Any, address: Any) -> Any:
     """Whether one of 16 uint32 is not above the one before it; the first of them is compared with what precedes it."""
 
@@ -741,7 +740,7 @@ def _running(b: Any, v: Any) -> Any:
     return v
 
 
-@machine
+@intrinsic
 def sums16(_: Any, gaps: Any, last: Any, to: Any) -> Any:
     """The next 16 positions, which go to an address, from a last one and 16 gaps. Returns the last of them.
 
@@ -761,7 +760,7 @@ def sums16(_: Any, gaps: Any, last: Any, to: Any) -> Any:
     return i64(i64, i64, i64), codegen
 
 
-@machine
+@intrinsic
 def number16(_: Any, out: Any, tokens: Any, lows: Any, at: Any, end: Any, limit: Any, to: Any) -> Any:
     """16 numbers of at most four bytes from their tokens and a string of low bits, from bit `at` on.
 
@@ -808,7 +807,7 @@ def number16(_: Any, out: Any, tokens: Any, lows: Any, at: Any, end: Any, limit:
     return i64(out, i64, i64, i64, i64, types.uint64, i64), codegen
 
 
-@machine
+@intrinsic
 def advance16(_: Any, tag: Any, old: Any, steps: Any, sign_magnitude: Any, to: Any) -> Any:
     """The bits 16 zigzag steps further than old ones; all three are addresses. See `cpu.advanced`, one by one."""
 
@@ -834,7 +833,7 @@ def advance16(_: Any, tag: Any, old: Any, steps: Any, sign_magnitude: Any, to: A
     return types.void(tag, i64, i64, types.boolean, i64), codegen
 
 
-@machine
+@intrinsic
 def copy16(_: Any, tag: Any, at: Any, to: Any) -> Any:
     """Copy 16 elements from one address to another."""
 
@@ -916,7 +915,7 @@ def rans_rows(chunks: int, vectors: int) -> Any:
     the same, one by one.
     """
 
-    @machine
+    @intrinsic
     def rows(_: Any, slots: Any, states: Any, most: Any) -> Any:
         """Decode up to `most` (at least one) symbols with every state; how many it were.
 
@@ -975,7 +974,7 @@ def rans_rows(chunks: int, vectors: int) -> Any:
     return rows
 
 
-@machine
+@intrinsic
 def rans16_encode(_: Any, shares: Any, inverses: Any, states: Any, symbols: Any, words: Any) -> Any:
     """Encode one symbol into each of 16 states; all arguments are addresses. Returns how many words were given.
 
@@ -1104,7 +1103,7 @@ class _Sums:
 _SUMS = types.UniTuple(types.uint64, 2)
 
 
-@machine
+@intrinsic
 def digest_blocks(_: Any, tag: Any, address: Any, blocks: Any, weyl: Any, key: Any) -> Any:
     """Both digest sums over blocks of 16 elements; `weyl` belongs to the first element."""
 
@@ -1129,7 +1128,7 @@ def _moves(ctx: Any, b: Any, sig: Any, places: Any, origin: Any, stride: Any, ke
     return _Sums(b, key, lambda mix, index: mix.moved(changes, index, origin, stride))
 
 
-@machine
+@intrinsic
 def digest_moves(
     _: Any, tag: Any, positions: Any, old: Any, new: Any, blocks: Any, origin: Any, stride: Any, key: Any
 ) -> Any:
@@ -1156,7 +1155,7 @@ def _homes(b: Any, moves: _Sums, address: Any) -> dict[int, list[Any]]:
     return homes
 
 
-@machine
+@intrinsic
 def digest_move16(
     _: Any, tag: Any, positions: Any, old: Any, new: Any, origin: Any, stride: Any, key: Any, sums: Any
 ) -> Any:
@@ -1171,7 +1170,7 @@ def digest_move16(
     return types.void(tag, i64, i64, i64, u64, u64, u64, i64), codegen
 
 
-@machine
+@intrinsic
 def read16(_: Any, tag: Any, base: Any, positions: Any, far: Any, to: Any) -> Any:
     """Copy the 16 elements at positions from `base` on to an address, and ask for those so many positions ahead."""
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 
 from .changes import digest_delta
-from .llvm import inline, kernel, lowest, machine, popcount
+from .llvm import copy_bytes, inline, kernel, lowest, popcount
 
 _ONE, _ALL = np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -51,23 +48,11 @@ def digest_deltas(
         k += counts[e]
 
 
-@machine
-def _move(_: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """Copy bytes from one address to another; the two must not overlap."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        to, at = (b.inttoptr(a, ir.IntType(8).as_pointer()) for a in args[:2])
-        cgutils.raw_memcpy(b, to, at, args[2], 1)
-        return ctx.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
-
-
 @kernel
 def collect(source: Any, nbytes: Any, target: Any) -> None:
     """Copy the bytes of a batch of parts from where they lie to the address `target`, one part behind the other."""
     for e in range(source.size):
-        _move(target, source[e], nbytes[e])
+        copy_bytes(source[e], nbytes[e], target)
         target += nbytes[e]
 
 

@@ -304,7 +304,7 @@ def decode(freq: Any, states: Any, words: Any, left: Any, sizes: Any, outs: Any)
 
 
 @inline
-def _squeeze(symbols: Any, out: Any) -> Any:
+def _encode_chunk(symbols: Any, out: Any) -> Any:
     """Encode a chunk: table, states and words. Returns how many bytes."""
     freq = np.empty(256, np.uint32)
     size = write_table(freq, frequencies(symbols, freq), out[:MOST_TABLE])
@@ -319,27 +319,27 @@ def _squeeze(symbols: Any, out: Any) -> Any:
 
 
 @kernel
-def squeeze(data: Any, sizes: Any, out: Any, ends: Any) -> None:
+def encode_chunks(data: Any, sizes: Any, out: Any, ends: Any) -> None:
     """Encode chunks of so many symbols, at addresses, one behind the other; where in `out` each of them ends.
 
-    `room` says how many bytes there must be.
+    `largest_encoding` says how many bytes there must be.
     """
     at = np.int64(0)
     for c in range(sizes.size):
-        at += _squeeze(bytes_at(data[c], sizes[c]), out[at:])
+        at += _encode_chunk(bytes_at(data[c], sizes[c]), out[at:])
         ends[c] = at
 
 
-def room(size: Any) -> Any:
+def largest_encoding(size: Any) -> Any:
     """Bytes that a chunk of so many symbols may take at most, or each of several."""
     return MOST_TABLE + 4 * MOST_LANES + 2 * (size + 1)
 
 
 @kernel
-def expand(data: Any, lengths: Any, sizes: Any, outs: Any) -> Any:
+def decode_chunks(data: Any, lengths: Any, sizes: Any, outs: Any) -> Any:
     """Decode chunks of so many bytes into so many symbols; `data` and `outs` are addresses.
 
-    -1, or a chunk that is not what `squeeze` made of so many symbols.
+    -1, or a chunk that is not what `encode_chunks` made of so many symbols.
     """
     n = sizes.size
     freq, states = np.empty((n, 256), np.uint32), np.empty((n, MOST_LANES), np.uint32)

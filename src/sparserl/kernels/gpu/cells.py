@@ -12,8 +12,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .changes import _SLOTS, Blocks, Side, add_sums, advance, moved, new_sums, popcount, store_word, unsigned, weyl_of
-from .classes import Found, Spread, Tiles, magnitude, nth_bit
+from .changes import (
+    _SLOTS,
+    Blocks,
+    Side,
+    add_sums,
+    advance,
+    digest_delta,
+    new_sums,
+    popcount,
+    store_word,
+    unsigned,
+    weyl_number,
+)
+from .classes import ChangeLayout, LocatedChanges, Tiles, magnitude, select
 
 KEYS = 512  # of a histogram
 _AT_ONCE = 128  # changes that a program swaps
@@ -25,31 +37,31 @@ SHAPES = {"locate": (512, 4)}  # changes that a program locates at a time, and i
 
 
 @triton.jit(do_not_specialize=["cells"])
-def _take_kernel(base, where, out, cells, C: tl.constexpr):
+def _gather_kernel(base, where, out, cells, C: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     ok = k < cells
     tl.store(out + k, tl.load(base + tl.load(where + k, mask=ok, other=0), mask=ok, other=0), mask=ok)
 
 
-def take(base: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def gather(base: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     """The bits at some addresses."""
     out = torch.empty(where.numel(), dtype=base.dtype, device=base.device)
     if where.numel():
-        _take_kernel[(triton.cdiv(where.numel(), _CELLS),)](base, where, out, where.numel(), _CELLS, num_warps=4)
+        _gather_kernel[(triton.cdiv(where.numel(), _CELLS),)](base, where, out, where.numel(), _CELLS, num_warps=4)
     return out
 
 
 @triton.jit(do_not_specialize=["cells"])
-def _put_kernel(base, where, bits, cells, C: tl.constexpr):
+def _scatter_kernel(base, where, bits, cells, C: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     ok = k < cells
     tl.store(base + tl.load(where + k, mask=ok, other=0), tl.load(bits + k, mask=ok, other=0), mask=ok)
 
 
-def put(base: torch.Tensor, where: torch.Tensor, bits: torch.Tensor) -> None:
+def scatter(base: torch.Tensor, where: torch.Tensor, bits: torch.Tensor) -> None:
     """Write bits to some addresses."""
     if where.numel():
-        _put_kernel[(triton.cdiv(where.numel(), _CELLS),)](base, where, bits, where.numel(), _CELLS, num_warps=4)
+        _scatter_kernel[(triton.cdiv(where.numel(), _CELLS),)](base, where, bits, where.numel(), _CELLS, num_warps=4)
 
 
 @triton.jit
@@ -135,7 +147,7 @@ def _locate_kernel(
                 store_word(out + shift + q, y, ok, BITS)
             tl.store(where + shift + q, a + place, mask=ok)
             store_word(old + shift + q, x, ok, BITS)
-            first_moved, second_moved = moved(weyl_of(key, origin + place), key2, x, y, ok)
+            first_moved, second_moved = digest_delta(weyl_number(key, origin + place), key2, x, y, ok)
             one += first_moved
             two += second_moved
             if tl.max(wrong.to(tl.int32), axis=0) > 0:
@@ -144,17 +156,17 @@ def _locate_kernel(
         add_sums(sums, span % SLOTS, one, two)
 
 
-def follow_gaps(
+def tile_positions(
     blocks: Blocks,
     side: Side,
     tiles: Tiles,
     tile_log: torch.Tensor,
-    spread: Spread,
+    spread: ChangeLayout,
     gaps: torch.Tensor,
     steps: torch.Tensor,
     bad: torch.Tensor,
     sign_magnitude: bool,
-) -> Found:
+) -> LocatedChanges:
     """The changes of gaps inside tiles, and of steps. Writes no weights.
 
     Where a gap leads out of its tile, `bad` is set; where it is set before, nothing is located.
@@ -165,20 +177,20 @@ def follow_gaps(
     return _located(blocks, side, tiles.count, spans, gaps, steps, new, bad, True, sign_magnitude)
 
 
-def at_positions(
+def locate(
     blocks: Blocks,
     side: Side,
     changes: np.ndarray[Any, Any],
     positions: torch.Tensor,
     bits: torch.Tensor,
     bad: torch.Tensor,
-) -> Found:
+) -> LocatedChanges:
     """Changes at positions of the parts, so many of each. Writes no weights.
 
     Unless the positions of every part rise strictly and lie inside it, `bad` is set.
     """
     per = -(-changes // _SPAN)
-    first, before, many = blocks.put_all(np.cumsum(changes) - changes, np.cumsum(per) - per, changes)
+    first, before, many = blocks.upload_columns(np.cumsum(changes) - changes, np.cumsum(per) - per, changes)
     spans = (first, first, first, before, first, many)
     return _located(blocks, side, int(per.sum()), spans, positions, bits, bits, bad, False, True)
 
@@ -194,9 +206,9 @@ def _located(
     bad: torch.Tensor,
     gaps: bool,
     sign_magnitude: bool,
-) -> Found:
+) -> LocatedChanges:
     where, old = blocks.empty(new.numel(), torch.int64), blocks.empty(new.numel(), words.dtype)
-    found = Found(where, old, new, new_sums(blocks.device))
+    found = LocatedChanges(where, old, new, new_sums(blocks.device))
     together, warps = SHAPES["locate"]
     if programs:
         _locate_kernel[(programs,)](
@@ -220,7 +232,7 @@ def _swap_kernel(weights, where, old, new, moved, changes, Q: tl.constexpr):
         tl.store(moved, 1)
 
 
-def swap(side: Side, found: Found, moved: torch.Tensor) -> None:
+def swap(side: Side, found: LocatedChanges, moved: torch.Tensor) -> None:
     """Write the new bits of all changes; `found.old` is then what was there, and `moved` set if that was other bits."""
     changes = found.where.numel()
     if changes:
@@ -248,7 +260,7 @@ def _sample_kernel(
     mine = (upto > k) & (upto - count <= k)
     word = tl.sum(tl.where(mine, row, 0), axis=0)
     left = k - tl.sum(tl.where(mine, upto - count, 0), axis=0)
-    bit = nth_bit(tl.sum(tl.where(mine, marks, 0), axis=0).to(tl.uint32), left.to(tl.int32))
+    bit = select(tl.sum(tl.where(mine, marks, 0), axis=0).to(tl.uint32), left.to(tl.int32))
     e = tl.load(entry + block)
     place = (block - tl.load(first + e)) * B + word * 32 + bit
     tl.store(out + i, tl.load(old + tl.load(old_at + e) + place))
@@ -319,7 +331,7 @@ def key_histogram(
     inside = np.arange(part.size) - (np.cumsum(many) - many)[part]
     counts = torch.zeros((len(every), KEYS), dtype=torch.int32, device=blocks.device)
     if part.size:
-        table = blocks.put_all(part, inside * step[part], row[part], np.asarray(shift)[row[part]])
+        table = blocks.upload_columns(part, inside * step[part], row[part], np.asarray(shift)[row[part]])
         _keys_kernel[(triton.cdiv(part.size, _STRETCHES),)](
             *(side.base, side.at, blocks.numel, *table, counts, part.size, kind, 8 * blocks.width),
             *(_STRETCH, _STRETCHES, KEYS),

@@ -28,7 +28,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 BLOCK = 8192  # elements that a program looks at; tiles are whole numbers of blocks
 _SLOTS = 512  # sums that programs add to, so that few meet in one
 _SMALL = 1 << 16  # bytes that travel with the command to copy them, from anywhere
-_KEPT = 8  # tables that blocks keep
+_CACHED = 8  # tables that blocks keep
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What a program looks at together, and its warps: more registers would mean fewer programs at a time.
 SHAPES = {
@@ -45,7 +45,7 @@ def as_ints(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(INTS[tensor.element_size()])
 
 
-class Coming:
+class HostCopy:
     """Numbers on their way to the host. A call waits for them, but for no work that was given later."""
 
     def __init__(self, host: torch.Tensor, event: torch.cuda.Event | None = None) -> None:
@@ -62,7 +62,7 @@ class Coming:
 
 
 class Blocks:
-    """Elements of several tensors (or contiguous parts of them), cut into blocks.
+    """Elements of several tensors (or contiguous parts of them), chunk_spans into blocks.
 
     start: where each part begins in its tensor; keys: the two keys of its tensor. Both are for digests.
     """
@@ -77,7 +77,7 @@ class Blocks:
         block: int = BLOCK,
     ) -> None:
         self.width, self.block, self.device = width, block, torch.device(device)
-        self._kept: dict[tuple[str, bytes], Any] = {}
+        self._cache: dict[tuple[str, bytes], Any] = {}
         sizes = np.asarray(numel, np.int64)
         per = -(-sizes // block)
         self.count = int(per.sum())
@@ -86,14 +86,14 @@ class Blocks:
         table[:3, :n] = sizes, self.first_block, per
         table[3, :n] = 0 if start is None else start
         table[4:].reshape(-1)[: 2 * n] = 0 if keys is None else np.asarray(keys, np.uint64).view(np.int64).ravel()
-        there = self.put(table)
+        there = self.upload(table)
         self.numel, self.first, self.blocks_of, self.start = there[:4, :n]
         self.keys = there[4:].view(-1)[: 2 * n].view(n, 2)
         self.entry = torch.repeat_interleave(
             torch.arange(n, dtype=torch.int32, device=self.device), self.blocks_of, output_size=self.count
         )
 
-    def put(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def upload(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Numbers of the host on the device."""
         numbers = np.asarray(numbers)
         large = self.device.type == "cuda" and numbers.size * dtype.itemsize > _SMALL
@@ -101,25 +101,25 @@ class Blocks:
         host.numpy()[...] = numbers  # torch would take all cores for it, and they would be busy for a while after it
         return host.to(self.device, non_blocking=True)
 
-    def put_all(self, *columns: Any) -> list[torch.Tensor]:
+    def upload_columns(self, *columns: Any) -> list[torch.Tensor]:
         """Columns of numbers in one copy. Each begins at a 16-byte boundary: kernels are compiled for these."""
         sizes = [len(column) for column in columns]
         room = [size + size % 2 for size in sizes]
         flat, begins = np.zeros(sum(room), np.int64), accumulate(room, initial=0)
         for begin, size, column in zip(begins, sizes, columns, strict=False):
             flat[begin : begin + size] = column
-        there = self.put(flat).split(room)
+        there = self.upload(flat).split(room)
         return [row[:size] if size % 2 else row for row, size in zip(there, sizes, strict=True)]
 
-    def fetch(self, numbers: torch.Tensor) -> Coming:
+    def fetch(self, numbers: torch.Tensor) -> HostCopy:
         """Begin to bring numbers to the host."""
         if self.device.type != "cuda":
-            return Coming(numbers)
+            return HostCopy(numbers)
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return Coming(host, event)
+        return HostCopy(host, event)
 
     def event(self) -> torch.cuda.Event | None:
         """An event behind all that the device was given to do so far, on the current stream."""
@@ -153,16 +153,16 @@ class Blocks:
         """Parts at some addresses, counted from a tensor; `alive` is what keeps their memory."""
         base = as_ints(base)
         offset = (address - base.data_ptr()) // self.width
-        at = self.kept(("side", offset.tobytes()), lambda: self.put(offset))
+        at = self.cached(("side", offset.tobytes()), lambda: self.upload(offset))
         return Side(base, at, not (address % 16).any(), alive)
 
-    def kept(self, key: tuple[str, bytes], make: Callable[[], T]) -> T:
+    def cached(self, key: tuple[str, bytes], make: Callable[[], T]) -> T:
         """What is made of these blocks and of numbers that stand in the key, and so the same every time."""
-        found: T | None = self._kept.get(key)
-        if found is None:
-            found = make()
-            self._kept = dict([*self._kept.items()][1 - _KEPT :]) | {key: found}  # others may be at the old one
-        return found
+        value: T | None = self._cache.get(key)
+        if value is None:
+            value = make()
+            self._cache = dict([*self._cache.items()][1 - _CACHED :]) | {key: value}  # others may be at the old one
+        return value
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def lowest(x):
 
 
 @triton.jit
-def whereabouts(block, entry, first, numel, B: tl.constexpr):
+def block_span(block, entry, first, numel, B: tl.constexpr):
     """Part of a block, where the block begins in it, and how many elements are left from there."""
     e = tl.load(entry + block)
     begin = (block - tl.load(first + e)) * B
@@ -224,7 +224,7 @@ def _swap_bits(x, shift: tl.constexpr, mask: tl.constexpr):
 
 
 @triton.jit
-def natural(x):
+def natural_order(x):
     """A word of a bitmap, from the order in which pairs give it: bit 16 (p & 1) + 8 (p >> 1 & 1) + (p >> 2)."""
     return _swap_bits(_swap_bits(_swap_bits(x, 12, 0x0000F0F0), 6, 0x00CC00CC), 3, 0x0A0A0A0A)
 
@@ -246,7 +246,7 @@ def read_pairs(bits, a, n, W: tl.constexpr, ONCE: tl.constexpr = True, PAST: tl.
 
 
 @triton.jit
-def _unlike(x, y):
+def _differing_halves(x, y):
     """1 in the lowest bit of each half in which two pairs differ."""
     if _INTERPRETED:
         d = (x ^ y).to(tl.uint32, bitcast=True)
@@ -280,23 +280,23 @@ def _diff_kernel(
     W: tl.constexpr,
 ):
     block = tl.program_id(0)
-    e, begin, n = whereabouts(block, entry, first, numel, B)
+    e, begin, n = block_span(block, entry, first, numel, B)
     a = tl.multiple_of(tl.load(old_at + e) + begin, SA)
     b = tl.multiple_of(tl.load(new_at + e) + begin, SB)
     there = words + block.to(tl.int64) * (B // 32) + tl.arange(0, W)
     count = tl.zeros([W], tl.int32)
     for i in range(0, B, W * 32):
-        mask = differing(old, new, a + i, b + i, n - i, W, PAIRED)
+        mask = difference_mask(old, new, a + i, b + i, n - i, W, PAIRED)
         tl.store(there + i // 32, mask.to(tl.int32, bitcast=True))
         count += popcount(mask)
     tl.store(counts + block, tl.sum(count, axis=0))
 
 
 @triton.jit
-def differing(old, new, a, b, n, W: tl.constexpr, PAIRED: tl.constexpr):
+def difference_mask(old, new, a, b, n, W: tl.constexpr, PAIRED: tl.constexpr):
     """W words of a bitmap: which of the elements at `a` and `b` differ, of which `n` are left."""
     if PAIRED:
-        return unlike_pairs(read_pairs(old, a, n, W), read_pairs(new, b, n, W), n, W)
+        return pair_difference_mask(read_pairs(old, a, n, W), read_pairs(new, b, n, W), n, W)
     else:
         bit = tl.arange(0, 32)
         j = tl.arange(0, W)[:, None] * 32 + bit[None, :]
@@ -309,11 +309,11 @@ def differing(old, new, a, b, n, W: tl.constexpr, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def unlike_pairs(x, y, n, W: tl.constexpr):
+def pair_difference_mask(x, y, n, W: tl.constexpr):
     """W words of a bitmap: which elements of two rows of pairs differ, of which `n` are left."""
-    even, odd = tl.split(tl.reshape(_unlike(x, y), [W, 8, 2]))
+    even, odd = tl.split(tl.reshape(_differing_halves(x, y), [W, 8, 2]))
     power = (tl.zeros([8], tl.uint32) + 1) << tl.arange(0, 8).to(tl.uint32)
-    mask = natural(tl.sum((odd * 256 + even) * power[None, :], axis=1).to(tl.uint32))
+    mask = natural_order(tl.sum((odd * 256 + even) * power[None, :], axis=1).to(tl.uint32))
     left = tl.minimum(tl.maximum(n - tl.arange(0, W) * 32, 0), 32).to(tl.uint64)
     return mask & (((tl.zeros([W], tl.uint64) + 1) << left) - 1).to(tl.uint32)
 
@@ -344,12 +344,12 @@ def mix(weyl, key, bits):
 
 
 @triton.jit
-def weyl_of(key, position):
+def weyl_number(key, position):
     return key.to(tl.uint64, bitcast=True) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
 
 
 @triton.jit
-def moved(weyl, key, old, new, ok):
+def digest_delta(weyl, key, old, new, ok):
     """How both sums move when old bits become new ones."""
     was, now = mix(weyl, key, old.to(tl.uint64)), mix(weyl, key, new.to(tl.uint64))
     zero = was ^ was
@@ -364,11 +364,11 @@ def add_sums(sums, slot, one, two):
 
 
 def new_sums(device: Any) -> torch.Tensor:
-    """Room for both sums of a digest, many times; `total` adds them up."""
+    """Room for both sums of a digest, many times; `sum_slots` adds them up."""
     return torch.zeros((_SLOTS, 2), dtype=torch.int64, device=device)
 
 
-def total(sums: torch.Tensor) -> torch.Tensor:
+def sum_slots(sums: torch.Tensor) -> torch.Tensor:
     """Both sums, modulo 2^64, as int64."""
     return sums.sum(0)
 
@@ -381,7 +381,7 @@ def _order(x, top, SIGN: tl.constexpr):
 
 
 @triton.jit
-def fold(old, new, SIGN: tl.constexpr, BITS: tl.constexpr):
+def steps(old, new, SIGN: tl.constexpr, BITS: tl.constexpr):
     """The zigzag step from old to new bits, both as uint64."""
     top = tl.full([1], 1, tl.uint64) << (BITS - 1)
     ones = top | (top - 1)
@@ -443,7 +443,7 @@ def _compact_kernel(
     Q: tl.constexpr,
 ):
     block = tl.program_id(0)
-    e, begin, _ = whereabouts(block, entry, first, numel, B)
+    e, begin, _ = block_span(block, entry, first, numel, B)
     row = tl.arange(0, B // 32)
     left = tl.load(words + block.to(tl.int64) * (B // 32) + row).to(tl.uint32, bitcast=True)
     count = popcount(left)
@@ -485,10 +485,10 @@ def _compact_kernel(
             if BEFORE:
                 store_word(before + q, x, ok, BITS)
             if STEPS:
-                store_word(out + q, fold(x, y, SIGN, BITS), ok, BITS)
+                store_word(out + q, steps(x, y, SIGN, BITS), ok, BITS)
             else:
                 store_word(out + q, y, ok, BITS)
-            first_moved, second_moved = moved(weyl_of(key, origin + j), key2, x, y, ok)
+            first_moved, second_moved = digest_delta(weyl_number(key, origin + j), key2, x, y, ok)
             one += first_moved
             two += second_moved
             i += Q
@@ -536,10 +536,10 @@ def _digest_kernel(
     bits, at, entry, first, numel, keys, start, sums, B: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr
 ):
     block = tl.program_id(0)
-    e, begin, n = whereabouts(block, entry, first, numel, B)
+    e, begin, n = block_span(block, entry, first, numel, B)
     a = tl.multiple_of(tl.load(at + e) + begin, S)
     key, key2 = tl.load(keys + 2 * e), tl.load(keys + 2 * e + 1).to(tl.uint64, bitcast=True)
-    origin = weyl_of(key, tl.load(start + e) + begin)
+    origin = weyl_number(key, tl.load(start + e) + begin)
     lane = tl.arange(0, 1024)
     one = tl.zeros([1024], tl.uint64)
     two = tl.zeros([1024], tl.uint64)
@@ -567,7 +567,7 @@ def digest(blocks: Blocks, side: Side) -> torch.Tensor:
             *(blocks.block, side.step(blocks.width), _SLOTS),
             num_warps=4,
         )
-    return total(sums)
+    return sum_slots(sums)
 
 
 @triton.jit
@@ -623,21 +623,23 @@ def _mark_kernel(
     W: tl.constexpr,
 ):
     block = tl.program_id(0)
-    e, begin, n = whereabouts(block, entry, first, numel, B)
+    e, begin, n = block_span(block, entry, first, numel, B)
     a = tl.multiple_of(tl.load(master_at + e) + begin, SA)
     b = tl.multiple_of(tl.load(weight_at + e) + begin, SB)
     count = tl.zeros([W], tl.int32)
     for i in range(0, B, W * 32):
         there = words + block.to(tl.int64) * (B // 32) + i // 32 + tl.arange(0, W)
         marks = tl.load(there).to(tl.uint32, bitcast=True)
-        marks |= _landed(master, weight, a + i, b + i, n - i, W, CAST, NAN, PAIRED)
+        marks |= _write_changed(master, weight, a + i, b + i, n - i, W, CAST, NAN, PAIRED)
         tl.store(there, marks.to(tl.int32, bitcast=True))
         count += popcount(marks)
     tl.store(counts + block, tl.sum(count, axis=0))
 
 
 @triton.jit
-def _landed(master, weight, a, b, n, W: tl.constexpr, CAST: tl.constexpr, NAN: tl.constexpr, PAIRED: tl.constexpr):
+def _write_changed(
+    master, weight, a, b, n, W: tl.constexpr, CAST: tl.constexpr, NAN: tl.constexpr, PAIRED: tl.constexpr
+):
     """Write W words' elements of the weight that differ from the master's. Returns which did, as words of a bitmap."""
     if PAIRED:
         k = tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -647,7 +649,7 @@ def _landed(master, weight, a, b, n, W: tl.constexpr, CAST: tl.constexpr, NAN: t
         else:
             near = read_pairs(master, a, n, W)
         near = _rounded_pairs(near, CAST, NAN)
-        mask = unlike_pairs(near, read_pairs(weight, b, n, W, False), n, W)
+        mask = pair_difference_mask(near, read_pairs(weight, b, n, W, False), n, W)
         # A word without changes is not written, any other as a whole: memory has less to do.
         wanted, _ = tl.broadcast((mask != 0)[:, None], near)
         pairs = weight.to(tl.pointer_type(tl.int32)) + b // 2 + k

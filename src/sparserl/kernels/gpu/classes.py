@@ -5,7 +5,7 @@
     decode: scan ──► select (the element of a rank) ──► land
 
 A word is the 32 elements of a word of the bitmap. For each limit a mask says which of them are below it. Two-byte
-floats are compared in pairs, four elements in a few instructions; their masks are in the order that `natural` undoes.
+floats are compared in pairs, four elements in a few instructions; `natural_order` puts their masks in order.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from .changes import (
     Side,
     add_sums,
     advance,
-    differing,
-    fold,
+    block_span,
+    difference_mask,
+    digest_delta,
     lowest,
-    moved,
-    natural,
+    natural_order,
     new_sums,
+    pair_difference_mask,
     popcount,
     read_pairs,
     store_word,
-    unlike_pairs,
     unsigned,
-    weyl_of,
-    whereabouts,
+    weyl_number,
+)
+from .changes import (
+    steps as zigzag_steps,
 )
 
 _FLOAT, _SIGNED, _PLAIN = 0, 1, 2  # kinds of magnitude
@@ -47,15 +49,15 @@ MOST = 7  # thresholds
 SHAPES = {
     "count": (256, 4),  # words
     "diff and count": (256, 4),
-    "emit": (32, 1),  # changes of a block: at usual densities there are not many more
+    "classify": (32, 1),  # changes of a block: at usual densities there are not many more
     "sort": (32, 1),
-    "select": (32, 1),  # changes of a tile and class
-    "land": (256, 4),  # changes
+    "positions": (32, 1),  # changes of a tile and class
+    "write": (256, 4),  # changes
 }
 
 
 @dataclass(frozen=True)
-class Classing:
+class Classification:
     """How the parts of some blocks are told apart: limits (magnitudes) of each part, its tiles, its kind of magnitude.
 
     All parts have as many limits as the one with the most; what is filled up stands first, with zeros.
@@ -70,13 +72,15 @@ class Classing:
     @classmethod
     def of(
         cls, blocks: Blocks, limits: np.ndarray[Any, Any], tile_log: Any, sign_magnitude: bool, signed: bool = False
-    ) -> Classing:
+    ) -> Classification:
         rows = np.asarray(limits, np.uint64)
         if int(np.min(tile_log, initial=31)) < blocks.block.bit_length() - 1:
             raise ValueError("a tile is smaller than a block; make smaller blocks")
         logs = np.broadcast_to(np.asarray(tile_log, np.int32), (rows.shape[0],))
         kind = _FLOAT if sign_magnitude else _SIGNED if signed else _PLAIN
-        return cls(blocks.put(rows.view(np.int64)), blocks.put(logs, torch.int32), rows.shape[1], kind, sign_magnitude)
+        return cls(
+            blocks.upload(rows.view(np.int64)), blocks.upload(logs, torch.int32), rows.shape[1], kind, sign_magnitude
+        )
 
     def paired(self, blocks: Blocks, side: Side) -> bool:
         """Whether elements can be compared two at a time."""
@@ -248,12 +252,12 @@ def _field(packed, high, k, K: tl.constexpr):
 def _natural_bits(x, PAIRED: tl.constexpr):
     """A mask in the order of a bitmap."""
     if PAIRED:
-        x = natural(x)
+        x = natural_order(x)
     return x
 
 
 @triton.jit
-def _emit_kernel(
+def _classify_kernel(
     old,
     new,
     old_at,
@@ -285,7 +289,7 @@ def _emit_kernel(
     Q: tl.constexpr,
 ):
     block = tl.program_id(0)
-    e, begin, n = whereabouts(block, entry, first, numel, B)
+    e, begin, n = block_span(block, entry, first, numel, B)
     row = tl.arange(0, B // 32)
     a, b = tl.load(old_at + e) + begin, tl.load(new_at + e) + begin
     limits += e * K
@@ -337,8 +341,8 @@ def _emit_kernel(
         single = ok.to(tl.int64) << (16 * (c & 3)).to(tl.int64)
         low_kinds += tl.where(c < 4, single, 0)
         high_kinds += tl.where(c < 4, 0, single)
-        store_word(steps + change, fold(u, v, SIGN, BITS), ok, BITS)
-        first_moved, second_moved = moved(weyl_of(key, origin + j), key2, u, v, ok)
+        store_word(steps + change, zigzag_steps(u, v, SIGN, BITS), ok, BITS)
+        first_moved, second_moved = digest_delta(weyl_number(key, origin + j), key2, u, v, ok)
         one += first_moved
         two += second_moved
         i += Q
@@ -395,13 +399,13 @@ def _sort_kernel(
                 i += Q
 
 
-def exclusive(counts: torch.Tensor) -> torch.Tensor:
+def exclusive_sum(counts: torch.Tensor) -> torch.Tensor:
     """Sums of all that stand before, modulo 2^32."""
     return torch.cumsum(counts, 0, dtype=torch.int32) - counts
 
 
 @dataclass(frozen=True)
-class Emitted:
+class ClassifiedChanges:
     """Changes in the order of positions: class, rank inside the block, step.
 
     before: how many changes lie before each block, in all classes before and in its own: C × blocks.
@@ -417,37 +421,44 @@ class Emitted:
     sums: torch.Tensor
 
 
-def emit(
+def classify_changes(
     blocks: Blocks,
-    classing: Classing,
+    classification: Classification,
     old: Side,
     new: Side,
     words: torch.Tensor,
     ends: torch.Tensor,
-    found: Ranks,
+    found: ClassRanks,
     changes: int,
-) -> Emitted:
+) -> ClassifiedChanges:
     """The changes of a bitmap with their classes, from the ranks of the old bits and the words with changes.
 
     ends: the changes up to the end of each block.
     """
     places, ranks = blocks.empty(changes, torch.int16), blocks.empty(changes, torch.int16)
     kinds, steps = blocks.empty(changes, torch.uint8), blocks.empty(changes, INTS[blocks.width])
-    sums, changed = new_sums(blocks.device), blocks.empty((classing.K + 1) * blocks.count, torch.int32)
-    together, warps = SHAPES["emit"]
+    sums, changed = new_sums(blocks.device), blocks.empty((classification.K + 1) * blocks.count, torch.int32)
+    together, warps = SHAPES["classify"]
     if blocks.count:
-        _emit_kernel[(blocks.count,)](
+        _classify_kernel[(blocks.count,)](
             *(old.base, new.base, old.at, new.at, blocks.entry, blocks.first, blocks.numel, blocks.keys, blocks.start),
-            *(words, ends, classing.limits, places, ranks, kinds, steps, changed, found.low, found.high, sums),
-            *(blocks.count, blocks.block, classing.K, classing.kind, 8 * blocks.width, classing.sign_magnitude),
-            *(classing.paired(blocks, old), _SLOTS, together),
+            *(words, ends, classification.limits, places, ranks, kinds, steps, changed, found.low, found.high, sums),
+            *(
+                blocks.count,
+                blocks.block,
+                classification.K,
+                classification.kind,
+                8 * blocks.width,
+                classification.sign_magnitude,
+            ),
+            *(classification.paired(blocks, old), _SLOTS, together),
             num_warps=warps,
         )
-    return Emitted(ranks, kinds, steps, ends, exclusive(changed), found.before, sums)
+    return ClassifiedChanges(ranks, kinds, steps, ends, exclusive_sum(changed), found.before, sums)
 
 
-def sort(
-    blocks: Blocks, classing: Classing, counts: torch.Tensor, emitted: Emitted
+def sort_by_class(
+    blocks: Blocks, classification: Classification, counts: torch.Tensor, emitted: ClassifiedChanges
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ranks and steps by class, and in a class by part and position.
 
@@ -457,9 +468,17 @@ def sort(
     together, warps = SHAPES["sort"]
     if blocks.count:
         _sort_kernel[(blocks.count,)](
-            *(blocks.entry, blocks.first, classing.tile_log, counts, emitted.ends, emitted.members, emitted.before),
+            *(
+                blocks.entry,
+                blocks.first,
+                classification.tile_log,
+                counts,
+                emitted.ends,
+                emitted.members,
+                emitted.before,
+            ),
             *(emitted.ranks, emitted.kinds, emitted.steps, ranks, steps, blocks.count, blocks.block),
-            *(classing.K + 1, together),
+            *(classification.K + 1, together),
             num_warps=warps,
         )
     return ranks, steps
@@ -480,7 +499,7 @@ class Tiles:
     @classmethod
     def of(cls, blocks: Blocks, tile_log: Any) -> Tiles:
         logs = np.broadcast_to(np.asarray(tile_log, np.int64), blocks.sizes.shape)
-        return blocks.kept(("tiles", logs.tobytes()), lambda: cls._of(blocks, logs))
+        return blocks.cached(("tiles", logs.tobytes()), lambda: cls._of(blocks, logs))
 
     @classmethod
     def _of(cls, blocks: Blocks, logs: np.ndarray[Any, Any]) -> Tiles:
@@ -489,7 +508,7 @@ class Tiles:
         tiles = -(-part_blocks // per_tile)
         owner = np.repeat(np.arange(tiles.size), tiles)
         # The columns are made on the device: there are many tiles and few parts.
-        per, total, many, first = blocks.put(np.stack((per_tile, part_blocks, tiles, np.cumsum(tiles) - tiles)))
+        per, total, many, first = blocks.upload(np.stack((per_tile, part_blocks, tiles, np.cumsum(tiles) - tiles)))
         part = torch.repeat_interleave(many, output_size=int(owner.size))
         inside = (torch.arange(owner.size, device=blocks.device) - first[part]) * per[part]
         lengths = torch.minimum(per[part], total[part] - inside)
@@ -511,7 +530,7 @@ class Tiles:
         return (starts[1:] - starts[:-1]).view(C, -1).t().contiguous()
 
 
-class Spread(NamedTuple):
+class ChangeLayout(NamedTuple):
     """How changes lie: how many each tile has of each class (tiles × C), where these begin in the streams and by tile.
 
     by_class: among the numbers of all streams, which lie by class: C × tiles.
@@ -525,7 +544,7 @@ class Spread(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["N"])
-def _spread_kernel(
+def _change_layout_kernel(
     counts,
     part,
     block,
@@ -587,7 +606,7 @@ def _spread_kernel(
         i += 1
 
 
-def spread(
+def change_layout(
     blocks: Blocks,
     tiles: Tiles,
     counts: torch.Tensor,
@@ -597,7 +616,7 @@ def spread(
     many: np.ndarray[Any, Any],
     chunk: int,
     bad: torch.Tensor,
-) -> tuple[Spread, torch.Tensor]:
+) -> tuple[ChangeLayout, torch.Tensor]:
     """How changes lie, from those by tile and class; and the sizes of all chunks, once for gaps and once for steps.
 
     bucket, changes: of each part. begin, many: by class and bucket, where the numbers of a stream begin and how many
@@ -605,12 +624,14 @@ def spread(
     """
     edges = np.searchsorted(bucket, np.arange(int(bucket.max(initial=-1)) + 2))
     ends = [np.append(0, np.cumsum(column)) for column in (tiles.of_part, changes)]
-    table = blocks.put_all(*(column[edges] for column in ends), ends[1][:-1], begin, np.cumsum(many) - many, many)
+    table = blocks.upload_columns(
+        *(column[edges] for column in ends), ends[1][:-1], begin, np.cumsum(many) - many, many
+    )
     per, total, n = counts.numel(), int(ends[1][-1]), int(many.sum())
-    out = Spread(counts, blocks.empty(per, torch.int64), blocks.empty(per, torch.int64), total)
+    out = ChangeLayout(counts, blocks.empty(per, torch.int64), blocks.empty(per, torch.int64), total)
     sizes, classes = blocks.empty(2 * n, torch.int64), many.size // max(edges.size - 1, 1)
     if edges.size > 1:
-        _spread_kernel[(edges.size - 1,)](
+        _change_layout_kernel[(edges.size - 1,)](
             *(counts, tiles.part, tiles.block, blocks.first, *table, out.by_class, out.by_tile, sizes, bad),
             *(tiles.count, n, chunk, classes, max(2, triton.next_power_of_2(classes)), 128),
             num_warps=4,
@@ -646,7 +667,7 @@ def _count_kernel(
     W: tl.constexpr,
 ):
     block = tl.program_id(0)
-    e, begin, n = whereabouts(block, entry, first, numel, B)
+    e, begin, n = block_span(block, entry, first, numel, B)
     a = tl.multiple_of(tl.load(at + e) + begin, SA)
     b = tl.multiple_of(tl.load(new_at + e) + begin, SB)
     whole = tl.zeros([], tl.int64)
@@ -657,9 +678,9 @@ def _count_kernel(
         x = _read_words(bits, a + i, n - i, W, PAIRED, not DIFF)
         if DIFF:
             if PAIRED and NEW_PAIRED:
-                mask = unlike_pairs(x, read_pairs(new, b + i, n - i, W, True, False), n - i, W)
+                mask = pair_difference_mask(x, read_pairs(new, b + i, n - i, W, True, False), n - i, W)
             else:
-                mask = differing(bits, new, a + i, b + i, n - i, W, False)
+                mask = difference_mask(bits, new, a + i, b + i, n - i, W, False)
             tl.store(words + there, mask.to(tl.int32, bitcast=True))
             changed += popcount(mask)
         x = _sizes(x, PAIRED)
@@ -693,7 +714,7 @@ def _members_before(low_ranks, high_ranks, there, w, c, K: tl.constexpr, B: tl.c
 
 
 @triton.jit
-def _select_kernel(
+def _class_positions_kernel(
     bits,
     at,
     first,
@@ -786,7 +807,7 @@ def _select_kernel(
             place = tile + b * B + w * 32
             x = _read_rows(bits, a + place, n - place, whole, PAIRED)
             mask = _class_mask(x, under, upper, c, K, KIND, BITS, PAIRED, Q)
-            p = nth_bit(_natural_bits(mask, PAIRED), r)
+            p = select(_natural_bits(mask, PAIRED), r)
             place += p
             wrong = wrong | (ok & (place >= n))
             ok = ok & (place < n)
@@ -796,7 +817,7 @@ def _select_kernel(
             tl.store(where + k, a + place, mask=ok)
             store_word(old + k, u, ok, BITS)
             store_word(out + k, y, ok, BITS)
-            first_moved, second_moved = moved(weyl_of(key, origin + place), key2, u, y, ok)
+            first_moved, second_moved = digest_delta(weyl_number(key, origin + place), key2, u, y, ok)
             one += first_moved
             two += second_moved
             if tl.max(wrong.to(tl.int32), axis=0) > 0:
@@ -819,7 +840,7 @@ def _class_mask(
 
 
 @triton.jit
-def nth_bit(x, r):
+def select(x, r):
     """The place of bit number r, from 0, of those that are set."""
     place = tl.zeros_like(r)
     for i in tl.static_range(5):
@@ -833,7 +854,7 @@ def nth_bit(x, r):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ClassRanks:
     """How many elements of each class lie before each block, and before each word inside its block."""
 
     members: torch.Tensor
@@ -842,40 +863,56 @@ class Ranks:
     high: torch.Tensor
 
 
-def count(blocks: Blocks, classing: Classing, side: Side) -> Ranks:
+def class_ranks(blocks: Blocks, classification: Classification, side: Side) -> ClassRanks:
     """Ranks of the old bits: one read of them."""
     none = blocks.empty(0, torch.int32)
-    return _count(blocks, classing, side, side, none, none, "count")
+    return _count(blocks, classification, side, side, none, none, "count")
 
 
-def diff_and_count(
-    blocks: Blocks, classing: Classing, old: Side, new: Side
-) -> tuple[torch.Tensor, torch.Tensor, Ranks]:
+def diff_with_class_ranks(
+    blocks: Blocks, classification: Classification, old: Side, new: Side
+) -> tuple[torch.Tensor, torch.Tensor, ClassRanks]:
     """`diff` and `count` in one pass over both sides."""
     words, counts = blocks.empty(blocks.words, torch.int32), blocks.empty(blocks.count, torch.int32)
-    return words, counts, _count(blocks, classing, old, new, words, counts, "diff and count")
+    return words, counts, _count(blocks, classification, old, new, words, counts, "diff and count")
 
 
 def _count(
-    blocks: Blocks, classing: Classing, old: Side, new: Side, words: torch.Tensor, counts: torch.Tensor, shape: str
-) -> Ranks:
-    members = blocks.empty((classing.K + 1) * blocks.count, torch.int32)
+    blocks: Blocks,
+    classification: Classification,
+    old: Side,
+    new: Side,
+    words: torch.Tensor,
+    counts: torch.Tensor,
+    shape: str,
+) -> ClassRanks:
+    members = blocks.empty((classification.K + 1) * blocks.count, torch.int32)
     low = blocks.empty(blocks.words, torch.int64)
-    high = blocks.empty(blocks.words if classing.K > 4 else 0, torch.int64)
+    high = blocks.empty(blocks.words if classification.K > 4 else 0, torch.int64)
     together, warps = SHAPES[shape]
     if blocks.count:
         _count_kernel[(blocks.count,)](
-            *(old.base, new.base, old.at, new.at, blocks.entry, blocks.first, blocks.numel, classing.limits, members),
+            *(
+                old.base,
+                new.base,
+                old.at,
+                new.at,
+                blocks.entry,
+                blocks.first,
+                blocks.numel,
+                classification.limits,
+                members,
+            ),
             *(low, high, words, counts, blocks.count, blocks.block, old.step(blocks.width), new.step(blocks.width)),
-            *(classing.K, classing.kind, 8 * blocks.width, classing.paired(blocks, old)),
-            *(words.numel() > 0, classing.paired(blocks, new), min(together, blocks.block // 32)),
+            *(classification.K, classification.kind, 8 * blocks.width, classification.paired(blocks, old)),
+            *(words.numel() > 0, classification.paired(blocks, new), min(together, blocks.block // 32)),
             num_warps=warps if blocks.width <= 2 else 2 * warps,
         )
-    return Ranks(members, exclusive(members), low, high)
+    return ClassRanks(members, exclusive_sum(members), low, high)
 
 
 @dataclass(frozen=True)
-class Found:
+class LocatedChanges:
     """Changes located: where each lies from the side's base, in elements, the bits that are there and the new ones."""
 
     where: torch.Tensor
@@ -884,35 +921,40 @@ class Found:
     sums: torch.Tensor
 
 
-def select(
+def class_positions(
     blocks: Blocks,
-    classing: Classing,
+    classification: Classification,
     side: Side,
     tiles: Tiles,
-    ranks: Ranks,
-    spread: Spread,
+    ranks: ClassRanks,
+    spread: ChangeLayout,
     gaps: torch.Tensor,
     steps: torch.Tensor,
     bad: torch.Tensor,
-) -> Found:
+) -> LocatedChanges:
     """The changes of gaps and steps by class, tile by tile. Writes no weights.
 
     Where a gap leads out of its tile, `bad` is set; where it is set before, nothing is located.
     """
-    out = Found(
+    out = LocatedChanges(
         blocks.empty(spread.total, torch.int64),
         blocks.empty(spread.total, steps.dtype),
         blocks.empty(spread.total, steps.dtype),
         new_sums(blocks.device),
     )
-    together, warps = SHAPES["select"]
+    together, warps = SHAPES["positions"]
     if tiles.count:
-        _select_kernel[(tiles.count * (classing.K + 1),)](
-            *(side.base, side.at, blocks.first, blocks.numel, blocks.keys, blocks.start, classing.limits),
+        _class_positions_kernel[(tiles.count * (classification.K + 1),)](
+            *(side.base, side.at, blocks.first, blocks.numel, blocks.keys, blocks.start, classification.limits),
             *(ranks.before, ranks.members, ranks.low, ranks.high, tiles.part, tiles.block, tiles.blocks),
             *(*spread[:3], gaps, steps, out.where, out.old, out.new, out.sums, bad),
-            *(blocks.count, tiles.count, blocks.block, classing.K, (tiles.most_blocks - 1).bit_length()),
-            *(classing.kind, 8 * blocks.width, classing.sign_magnitude, classing.paired(blocks, side)),
+            *(blocks.count, tiles.count, blocks.block, classification.K, (tiles.most_blocks - 1).bit_length()),
+            *(
+                classification.kind,
+                8 * blocks.width,
+                classification.sign_magnitude,
+                classification.paired(blocks, side),
+            ),
             *(together, _SLOTS),
             num_warps=warps,
         )
@@ -920,18 +962,18 @@ def select(
 
 
 @triton.jit(do_not_specialize=["changes"])
-def _land_kernel(weights, where, bits, bad, changes, Q: tl.constexpr):
+def _write_kernel(weights, where, bits, bad, changes, Q: tl.constexpr):
     if tl.load(bad) == 0:
         k = tl.program_id(0).to(tl.int64) * Q + tl.arange(0, Q)
         ok = k < changes
         tl.store(weights + tl.load(where + k, mask=ok, other=0), tl.load(bits + k, mask=ok, other=0), mask=ok)
 
 
-def land(side: Side, found: Found, bits: torch.Tensor, bad: torch.Tensor) -> None:
+def write(side: Side, found: LocatedChanges, bits: torch.Tensor, bad: torch.Tensor) -> None:
     """Write the new bits (or the old ones) of all changes, unless `bad` is set."""
     changes = found.where.numel()
-    together, warps = SHAPES["land"]
+    together, warps = SHAPES["write"]
     if changes:
-        _land_kernel[(triton.cdiv(changes, together),)](
+        _write_kernel[(triton.cdiv(changes, together),)](
             side.base, found.where, bits, bad, changes, together, num_warps=warps
         )

@@ -33,7 +33,7 @@ def lanes(sizes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return out
 
 
-def cut(sizes: np.ndarray[Any, Any], chunk: int) -> tuple[np.ndarray[Any, Any], ...]:
+def chunk_spans(sizes: np.ndarray[Any, Any], chunk: int) -> tuple[np.ndarray[Any, Any], ...]:
     """Streams that follow each other, in chunks: where each begins, how many numbers it has, and its stream."""
     per = -(-sizes // chunk)
     stream = np.repeat(np.arange(sizes.size), per)
@@ -42,7 +42,7 @@ def cut(sizes: np.ndarray[Any, Any], chunk: int) -> tuple[np.ndarray[Any, Any], 
 
 
 @dataclass(frozen=True)
-class Cuts:
+class NumberChunks:
     """Chunks of numbers: where each begins among all numbers, and how many it has; on the host and on the device."""
 
     host_begin: np.ndarray[Any, Any]
@@ -52,15 +52,15 @@ class Cuts:
     blocks: Blocks
 
     @classmethod
-    def of(cls, blocks: Blocks, begin: Any, size: Any) -> Cuts:
+    def of(cls, blocks: Blocks, begin: Any, size: Any) -> NumberChunks:
         host_begin, host_size = np.asarray(begin, np.int64), np.asarray(size, np.int64)
-        there, sizes = blocks.put_all(host_begin, host_size)
+        there, sizes = blocks.upload_columns(host_begin, host_size)
         return cls(host_begin, host_size, there, sizes, blocks)
 
     @classmethod
-    def of_streams(cls, blocks: Blocks, sizes: Any, chunk: int) -> tuple[Cuts, np.ndarray[Any, Any]]:
-        """Streams that follow each other, cut into chunks; and the stream of each chunk."""
-        begin, size, stream = cut(np.asarray(sizes, np.int64).ravel(), chunk)
+    def of_streams(cls, blocks: Blocks, sizes: Any, chunk: int) -> tuple[NumberChunks, np.ndarray[Any, Any]]:
+        """Streams that follow each other, chunk_spans into chunks; and the stream of each chunk."""
+        begin, size, stream = chunk_spans(np.asarray(sizes, np.int64).ravel(), chunk)
         return cls.of(blocks, begin, size), stream
 
     @property
@@ -91,7 +91,7 @@ def _lanes(size):
 
 @triton.jit
 def _values(values, at, ok, first, RANKED: tl.constexpr, WIDE: tl.constexpr):
-    """Numbers of a type. Ranks, flagged where a tile begins, become gaps."""
+    """Numbers of a type. ClassRanks, flagged where a tile begins, become gaps."""
     v = unsigned(tl.load(values + at, mask=ok, other=0)).to(WIDE)
     if RANKED:
         before = unsigned(tl.load(values + at - 1, mask=ok & (at > first), other=0)).to(WIDE) & 0x7FFFFFFF
@@ -166,14 +166,14 @@ def _pack_kernel(
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedNumbers:
     """Chunks of numbers as tokens and low bits: `bits` of them in each chunk, from a word of its own on.
 
     numbers: three for each chunk: its low bits, the bytes of its table, and its words; `encode` adds the last two. Rows
         begin at 16-byte boundaries, for which kernels are compiled.
     """
 
-    cuts: Cuts
+    cuts: NumberChunks
     tokens: torch.Tensor
     lows: torch.Tensor
     low_at: torch.Tensor
@@ -181,7 +181,7 @@ class Packed:
     numbers: torch.Tensor
 
     @classmethod
-    def of(cls, cuts: Cuts, bits: Any) -> Packed:
+    def of(cls, cuts: NumberChunks, bits: Any) -> PackedNumbers:
         """Room for numbers of so many bits, which may differ from chunk to chunk."""
         empty = cuts.blocks.empty
         room = (cuts.host_size * (np.asarray(bits) - 3) + 31) // 32 + 2
@@ -189,7 +189,7 @@ class Packed:
             cuts,
             empty(int(cuts.host_size.sum()), torch.uint8),
             torch.zeros(int(room.sum()), dtype=torch.int32, device=cuts.begin.device),
-            cuts.blocks.put(np.cumsum(room) - room),
+            cuts.blocks.upload(np.cumsum(room) - room),
             torch.zeros(cuts.count * 256, dtype=torch.int32, device=cuts.begin.device),
             empty(3 * (cuts.count + cuts.count % 2), torch.int64).view(3, -1),
         )
@@ -347,7 +347,7 @@ def _encode_kernel(tokens, begins, sizes, shares, inverses, states, words, made)
 
 
 @dataclass(frozen=True)
-class Coded:
+class EncodedTokens:
     """Tokens through the entropy coder. The words of a chunk end where its room, one for each token, ends."""
 
     tables: torch.Tensor
@@ -355,12 +355,12 @@ class Coded:
     words: torch.Tensor
 
 
-def encode(packed: Packed) -> Coded:
+def encode(packed: PackedNumbers) -> EncodedTokens:
     """All chunks of tokens, whose histograms are known, through the rans coder."""
     cuts, tokens = packed.cuts, packed.tokens
     n, empty = cuts.count, cuts.blocks.empty
     shares, scratch, inverses = empty(n * 256, torch.int32), empty(n * 256, torch.int32), empty(n * 256, torch.int64)
-    out = Coded(
+    out = EncodedTokens(
         torch.zeros(n * 256 + 1, dtype=torch.int32, device=tokens.device),
         empty(n * 32, torch.int32),
         empty(tokens.numel(), torch.int16),
@@ -432,7 +432,7 @@ def _lay_out_kernel(
         i += P
 
 
-def lay_out(packed: Packed, code: Coded, stream: Any, place: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def lay_out(packed: PackedNumbers, code: EncodedTokens, stream: Any, place: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the bytes of all chunks lie, and how many they are: three runs for a chunk's tokens, and for its low bits.
 
     stream: of each chunk, rising; one that rans does not make shorter is stored.
@@ -440,7 +440,7 @@ def lay_out(packed: Packed, code: Coded, stream: Any, place: Any) -> tuple[torch
     """
     cuts, n = packed.cuts, packed.cuts.count
     ends = np.flatnonzero(np.append(np.diff(stream) != 0, True)) + 1 if n else np.empty(0, np.int64)
-    first, end, there = cuts.blocks.put_all(np.append(0, ends[:-1]) if n else ends, ends, place)
+    first, end, there = cuts.blocks.upload_columns(np.append(0, ends[:-1]) if n else ends, ends, place)
     source, runs = cuts.blocks.empty(6 * n, torch.int64), cuts.blocks.empty(6 * n, torch.int64)
     if n:
         _lay_out_kernel[(ends.size,)](
@@ -637,7 +637,7 @@ def _decode_kernel(data, offsets, lengths, begins, sizes, bodies, slots, tokens,
             tl.store(bad, 1)
 
 
-class Chunks(NamedTuple):
+class EncodedChunks(NamedTuple):
     """Chunks on the device: where the numbers of each begin, and how many they are; their bytes in some data."""
 
     begin: torch.Tensor
@@ -645,11 +645,11 @@ class Chunks(NamedTuple):
     offset: torch.Tensor
     length: torch.Tensor
 
-    def some(self, which: Any) -> Chunks:
-        return Chunks(*(column[which] for column in self))
+    def some(self, which: Any) -> EncodedChunks:
+        return EncodedChunks(*(column[which] for column in self))
 
 
-def decode(blocks: Blocks, chunks: Chunks, data: torch.Tensor, tokens: torch.Tensor, bad: torch.Tensor) -> None:
+def decode(blocks: Blocks, chunks: EncodedChunks, data: torch.Tensor, tokens: torch.Tensor, bad: torch.Tensor) -> None:
     """The tokens of chunks that were coded with rans, from their bytes in `data`."""
     n, (begin, size, offset, length) = chunks.begin.numel(), chunks
     if n:
@@ -722,7 +722,7 @@ def _shifted(byte, at, k: tl.constexpr):
 
 
 def unpack(
-    chunks: Chunks, tokens: torch.Tensor, data: torch.Tensor, values: torch.Tensor, limit: int, bad: torch.Tensor
+    chunks: EncodedChunks, tokens: torch.Tensor, data: torch.Tensor, values: torch.Tensor, limit: int, bad: torch.Tensor
 ) -> None:
     """Numbers, none above the limit, from tokens and the low bits in `data`."""
     bits = 8 * values.element_size()

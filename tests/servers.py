@@ -27,7 +27,8 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
-from sparserl.transport.stores.base import Retry, Store, open_store
+from sparserl.transport.stores.base import Retry, Store
+from sparserl.transport.stores.opening import open_store
 
 CACHE = Path(os.environ.get("SPARSERL_TESTS_CACHE", "~/.cache/sparserl-tests")).expanduser()
 BUCKET = "sparserl"

@@ -32,7 +32,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("patch",),
     ("sources",),
     ("targets", "transport.stores", "transport.groups"),
-    ("transport/__init__", "session"),
+    ("transport/__init__", "transport.server", "session"),
     ("session.store",),
     ("session.group",),
     ("session/__init__",),
@@ -49,7 +49,6 @@ KNOWN_CIRCLES: list[list[str]] = [
     ["cli.commands", "cli.session"],
     ["patch.apply", "patch.compose", "patch.gpu_apply", "patch.located", "patch.patch", "patch.stats"],
     ["session.group.relay", "session.store.subscriber"],
-    ["transport.stores.base", "transport.stores.folder", "transport.stores.objects", "transport.stores.web"],
 ]
 KNOWN_UPWARD: set[tuple[str, str]] = {
     ("session.baseline", "session.store.transfer"),
@@ -57,7 +56,7 @@ KNOWN_UPWARD: set[tuple[str, str]] = {
     ("session.store.subscriber", "session.group.relay"),
     ("session.store.subscriber", "session.group.subscriber"),
 }
-KNOWN_LONG: set[str] = {"cli.session", "patch.apply", "session.store.publisher", "transport.stores.web"}
+KNOWN_LONG: set[str] = {"cli.session", "patch.apply", "session.store.publisher"}
 MOST_LINES = 500
 
 # Neither `import sparserl` nor `sparserl --help` needs any of these; a session or a kernel loads its own.

@@ -20,8 +20,10 @@ from tests.transport.served import ask, serving
 
 pytest.importorskip("uvicorn")
 
-FEW = "from sparserl.transport.stores import guard\nguard.MOST_CONNECTIONS = 20"
-SOON = "from sparserl.transport.stores import guard, server\nguard._REQUEST_SECONDS = 1.0\nserver._END_SECONDS = 1"
+FEW = "from sparserl.transport.server import connections\nconnections.MAX_CONNECTIONS = 20"
+SOON = (
+    "from sparserl.transport.server import connections, run\nconnections._REQUEST_SECONDS = 1.0\nrun._END_SECONDS = 1"
+)
 GET = "GET /{} HTTP/1.1\r\nHost: x\r\n{}\r\n"
 
 

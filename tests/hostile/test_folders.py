@@ -195,7 +195,7 @@ def test_a_writer_that_is_stopped_holds_nobody_up(tmp_path: Path) -> None:
     tag = store.swap("head", b"1", None)
     with a_stopped_writer(tmp_path) as child:
         started = time.monotonic()
-        with pytest.raises(Unavailable, match=r"/\.tmp/lock is held by another writer.*stopped"):
+        with pytest.raises(Unavailable, match=r"/\.tmp/lock has been held by another writer.*stopped"):
             store.swap("head", b"3", tag)
         assert time.monotonic() - started >= 0.3
         other = FolderStore(tmp_path, wait=3600)

@@ -11,9 +11,10 @@ from datetime import timedelta
 import pytest
 
 from sparserl.errors import Unavailable
-from sparserl.transport.stores.base import Retry, open_store
+from sparserl.transport.stores.base import Retry
 from sparserl.transport.stores.folder import FolderStore
-from sparserl.transport.stores.web import Origin, _proxy
+from sparserl.transport.stores.http_settings import Origin, find_proxy
+from sparserl.transport.stores.opening import open_store
 from tests.hostile.liars import Liar
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -101,7 +102,7 @@ def test_a_slow_link_is_not_a_dead_one():
         options = {"timeout": timedelta(seconds=1.5)}
         store = open_store(liar.url, retry=Retry(attempts=1), client_options=options)
         assert store.get("slow", 65536).data == bytes(65536)
-        with pytest.raises(Unavailable, match="not done within the time"):
+        with pytest.raises(Unavailable, match="not done in time"):
             store.get("dead", 65536)
 
 
@@ -113,4 +114,4 @@ def test_servers_that_need_no_proxy(monkeypatch, host, asked_directly):
     """Names and networks, as other programs read them."""
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     monkeypatch.setenv("no_proxy", "10.0.0.0/8, ::1,.inside")
-    assert (_proxy(Origin("http", host, 8000)) is None) == asked_directly
+    assert (find_proxy(Origin("http", host, 8000)) is None) == asked_directly

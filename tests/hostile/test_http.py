@@ -18,8 +18,9 @@ import pytest
 
 import sparserl
 from sparserl.errors import LimitExceeded, NotFound, SparserlError, StoreError, Truncated, Unavailable
-from sparserl.transport.stores.base import Retry, Store, fetch, open_store
+from sparserl.transport.stores.base import Retry, Store, fetch
 from sparserl.transport.stores.deadline import within
+from sparserl.transport.stores.opening import open_store
 from tests.hostile.liars import Asked, Liar, answer, from_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -356,7 +357,7 @@ def test_programs_end_when_they_are_told_to(published: Path, tmp_path: Path) -> 
         cases = (
             ([*follow, "1", liar.url], signal.SIGINT, 0, "sparserl: stopped before the first version\n"),
             ([*follow, "2", liar.url], signal.SIGTERM, 0, "sparserl: stopped before the first version\n"),
-            ([*follow, "3", dead.url, "--once", "--timeout", "1s"], None, 1, "within the time"),
+            ([*follow, "3", dead.url, "--once", "--timeout", "1s"], None, 1, "not done in time"),
             (["fsck", *s3], signal.SIGINT, 130, ""),
         )
         command = [sys.executable, "-m", "sparserl.cli"]

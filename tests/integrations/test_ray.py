@@ -115,5 +115,5 @@ def test_a_rollout_is_killed_and_comes_back() -> None:
     for actor in rollouts:
         ray.kill(actor)
     store.destroy()
-    with pytest.raises(StoreError, match="its keeper has died"):
+    with pytest.raises(StoreError, match="the actor that held it has died"):
         store.get("head.json", 10_000)

@@ -80,7 +80,7 @@ def test_state_and_keys(tmp_path, monkeypatch):
     """With a state folder a restarted trainer goes on with its run; rollouts believe no other key."""
     from sparserl.session.store.retention import read_head
     from sparserl.session.store.signing import keygen
-    from sparserl.transport.stores.base import open_store
+    from sparserl.transport.stores.opening import open_store
 
     secret, public = keygen()
     (tmp_path / "key").write_text(secret + "\n")

@@ -26,7 +26,8 @@ from typing import Any
 
 import sparserl
 from sparserl.errors import Fenced, StoreError
-from sparserl.transport.stores.base import Store, open_store
+from sparserl.transport.stores.base import Store
+from sparserl.transport.stores.opening import open_store
 from tests.servers import Server, running
 from tests.session.drivers import (
     FILES,

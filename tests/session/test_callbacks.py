@@ -12,7 +12,8 @@ import pytest
 import sparserl
 from sparserl.errors import NotFound, SessionError, Unavailable
 from sparserl.session import Callback, SyncReport
-from sparserl.transport.stores.base import Retry, open_store
+from sparserl.transport.stores.base import Retry
+from sparserl.transport.stores.opening import open_store
 from tests.session.ranks import ranks, results
 
 

@@ -187,7 +187,7 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path, monkeypatch: pytest.M
             ((".", "--listen", "here"), "'here' is not an address to listen on; write HOST:PORT"),
             ((".", "--listen", "127.0.0.1:99999"), "is not an address"),
             ((".", "--listen", f"127.0.0.1:{port}"), f"cannot listen on 127.0.0.1:{port}: "),
-            ((".", "--token-file", "none"), "none: there is no token in it"),
+            ((".", "--token-file", "none"), "none has no token in it"),
             ((".", "--token-file", "bad"), "bad: line 2 is not a token"),
             ((".", "--token-file", "missing"), "missing: No such file"),
             ((".", "--tls-cert", "bad", "--tls-key", "bad"), "the certificate or its key cannot be used"),
@@ -302,7 +302,7 @@ def test_waiting_where_nothing_is_held(tmp_path: Path) -> None:
 
 def test_answers_do_not_wait_to_be_confirmed() -> None:
     """Nagle's algorithm would hold a body back until its headers are acknowledged, 40 ms later."""
-    from sparserl.transport.stores.server import listen
+    from sparserl.transport.server import listen
 
     with listen("127.0.0.1:0") as server, socket.create_connection(server.getsockname()), server.accept()[0] as there:
         assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

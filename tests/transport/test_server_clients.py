@@ -140,7 +140,7 @@ def test_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
     size = 64 << 20
     with (tmp_path / "large").open("wb") as file:
         file.truncate(size)
-    sooner = "from sparserl.transport.stores import guard\nguard._STALL_SECONDS = 3.0"
+    sooner = "from sparserl.transport.server import connections\nconnections._STALL_SECONDS = 3.0"
     with serving(tmp_path, first=sooner) as (url, running), open_connection(url) as one:
         one.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
         assert one.recv(10) == b"HTTP/1.1 2"

@@ -20,8 +20,9 @@ import pytest
 from sparserl.errors import LimitExceeded, NotFound, Refused, StoreError, Truncated, Unavailable
 from sparserl.testing import StoreConformance
 from sparserl.transport.stores import folder
-from sparserl.transport.stores.base import Retry, Store, exists, open_store
+from sparserl.transport.stores.base import Retry, Store, exists
 from sparserl.transport.stores.folder import FolderStore
+from sparserl.transport.stores.opening import open_store
 from tests.servers import QUICK, NoServer, Proxy, Server, running
 
 HERE = Path(__file__).resolve().parents[2]

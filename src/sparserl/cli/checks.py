@@ -26,8 +26,9 @@ import numpy as np
 from ..errors import NotFound, Refused, SparserlError, StoreError
 from ..humanize import size
 from ..parallel import default_threads
-from ..transport.stores.base import Store, open_store
+from ..transport.stores.base import Store
 from ..transport.stores.deadline import within
+from ..transport.stores.opening import open_store
 
 # Which packages each extra brings, by the name they are imported under. Those in ENGINES are not imported.
 EXTRAS: dict[str, tuple[str, ...]] = {

@@ -46,7 +46,7 @@ def serve(
     whatever stands in between; a subscriber that waits for a new version is answered when it is there.
     """
     try:
-        from ..transport.stores import server
+        from ..transport import server
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "h11"):
             raise

@@ -524,7 +524,7 @@ def opened(
     url: str, endpoint: str | None = None, region: str | None = None, token_file: Path | None = None
 ) -> Iterator[Store]:
     """The store at a URL, with what the options say of it, until it is no longer needed."""
-    from ..transport.stores.base import open_store
+    from ..transport.stores.opening import open_store
 
     scheme = url.partition("://")[0]
     options: dict[str, Any] = {}

@@ -30,7 +30,7 @@ from ..errors import SessionError, UnsupportedTensor
 from ..session.store.retention import read_head, read_run
 from ..targets.engine import LiveTarget
 from ..targets.engine_layout import Named, Piece, learn, parts_of
-from ..transport.stores.base import open_store
+from ..transport.stores.opening import open_store
 from ..weights.digest import digest
 from .ranks import EngineSubscriber, over
 

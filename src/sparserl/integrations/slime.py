@@ -28,7 +28,7 @@ from ..session import Publisher, Subscriber
 from ..session.store.retention import read_head
 from ..sources import open_checkpoint
 from ..targets import folder
-from ..transport.stores.base import open_store
+from ..transport.stores.opening import open_store
 from ..weights.memory import Weights
 
 

@@ -26,7 +26,7 @@ from ..session.store.retention import read_head
 from ..session.store.transfer import zeros
 from ..sources import open_checkpoint
 from ..targets import FolderTarget, ModuleTarget, folder
-from ..transport.stores.base import open_store
+from ..transport.stores.opening import open_store
 from ..weights.dtypes import BY_NAME, Bits
 from ..weights.memory import Weights
 from ..weights.shards import Shards

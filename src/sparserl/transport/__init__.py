@@ -1,7 +1,7 @@
-"""Moving bytes: stores, which hold named objects, and a server that shows one to the world."""
+"""Moving bytes: through stores of named objects, or between the ranks of a process group."""
 
 from __future__ import annotations
 
-from .stores.base import Found, Listed, Store, open_store
+from .stores import ObjectInfo, Store, StoredObject, open_store
 
-__all__ = ["Found", "Listed", "Store", "open_store"]
+__all__ = ["ObjectInfo", "Store", "StoredObject", "open_store"]

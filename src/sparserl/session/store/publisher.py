@@ -26,7 +26,8 @@ from ...patch import Captured, Patch
 from ...sources import Source
 from ...sources.modules import weights_of
 from ...transport.groups.gather import Ranks
-from ...transport.stores.base import Store, open_store
+from ...transport.stores.base import Store
+from ...transport.stores.opening import open_store
 from ...weights.local import LocalWeights
 from ...weights.memory import Weights
 from ...weights.shards import Shards, dump_places, load_places, require_whole

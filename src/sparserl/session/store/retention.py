@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from ...errors import FormatError, SessionError, StoreError, Truncated
-from ...transport.stores.base import RANGE_BYTES, Listed, Store
+from ...transport.stores.base import RANGE_BYTES, ObjectInfo, Store
 from . import routes, signing
 from .records import (
     HEAD,
@@ -65,7 +65,7 @@ def needed(store: Store, head: Head, indices: Iterable[str] = ()) -> set[str]:
     return names
 
 
-def _recent(listed: list[Listed], head: Head, since: float) -> set[str]:
+def _recent(listed: list[ObjectInfo], head: Head, since: float) -> set[str]:
     """The indices that the head has led to since then: those written since, and the one before them."""
     prefix = path(head.run, "index", "")
     found = sorted((item.time, item.name[len(prefix) :]) for item in listed if item.name.startswith(prefix))

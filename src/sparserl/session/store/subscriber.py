@@ -18,8 +18,9 @@ from typing import Any
 from ...errors import InvalidField, NotFound, NotRetained, SessionError, StoreError, Unavailable, Untrusted, WrongBase
 from ...parallel import Progress
 from ...targets import Change, Target
-from ...transport.stores.base import Store, open_store
+from ...transport.stores.base import Store
 from ...transport.stores.deadline import current, within
+from ...transport.stores.opening import open_store
 from ...weights.digest import Digest
 from ...weights.memory import Weights
 from ..callbacks import Callback

@@ -1,11 +1,8 @@
-"""Stores: objects under names, all written once but for the head, which is swapped under a condition.
+"""What a session needs of a store: named objects that are written once, and one, the head, that is replaced.
 
-    file:///path, s3://bucket/path, gs://bucket/path, az://container/path     to read and to write
-    http(s)://host/path                                                       to read, as `sparserl serve` offers it
-
-Every operation ends: requests have timeouts, transient trouble is met with a bounded number of retries, and a deadline
-of the caller's own (`transport.deadline`) ends all of it. What cannot be done is an error that says which object was
-meant. A refused condition is an answer, never retried.
+Every operation ends. Requests have timeouts, transient failures are retried a bounded number of times, and the deadline
+of the caller (`deadline`) ends all of it. An error names the object. A write whose condition does not hold is never
+retried.
 """
 
 from __future__ import annotations
@@ -16,27 +13,27 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from ...errors import InvalidField, LimitExceeded, NotFound, StoreError, Unavailable
+from ...errors import InvalidField, LimitExceeded, NotFound, Unavailable
 from .deadline import current
 
 R = TypeVar("R")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
-MOST_NAME = 400
+MAX_NAME = 400
 RANGE_BYTES = 8 << 20  # larger objects are read in ranges of this size, several at once
-MOST_WATCHED = 1 << 20  # bytes of an object whose changes are waited for: it is read each time
+MAX_WATCHED_BYTES = 1 << 20  # of an object whose changes are awaited: it is read each time
 
 
-class Found(NamedTuple):
-    """An object's bytes, and a tag that changes when they do."""
+class StoredObject(NamedTuple):
+    """The bytes of an object, and a tag that changes when they do."""
 
     data: bytes
     tag: str
 
 
-class Listed(NamedTuple):
-    """An object that is there: its name, its bytes, and when it was written (seconds since 1970)."""
+class ObjectInfo(NamedTuple):
+    """An object in a listing: its name, its size in bytes, and when it was written (seconds since 1970)."""
 
     name: str
     size: int
@@ -44,71 +41,68 @@ class Listed(NamedTuple):
 
 
 class Store(Protocol):
-    """What a session needs of a store. `transport.folder`, `transport.objects` and `transport.web` have it."""
+    """Named objects. `FolderStore`, `ObjectStore` and `WebStore` have these methods, and others may.
+
+    `sparserl.testing` has a suite of tests that every store passes.
+    """
 
     url: str
     writable: bool
 
-    def get(self, name: str, most: int) -> Found:
-        """An object of at most so many bytes; `NotFound` where there is none."""
-        ...
+    def get(self, name: str, max_bytes: int) -> StoredObject:
+        """Read an object.
 
-    def read(self, name: str, start: int, size: int) -> bytes:
-        """A part of an object."""
-        ...
-
-    def put(self, name: str, data: bytes | memoryview) -> None:
-        """Write an object whose name says what is in it, so that writing it twice does no harm."""
-        ...
-
-    def swap(self, name: str, data: bytes, tag: str | None) -> str:
-        """Write an object if it still has a tag (None: if it is not there), else raise `Refused`. Returns its new tag.
-
-        `Unavailable` leaves open whether it was written.
+        Raises:
+            NotFound: there is no object of that name.
+            LimitExceeded: it is larger than `max_bytes`.
         """
         ...
 
-    def changed(self, name: str, tag: str | None, timeout: float) -> Found | None:
-        """The object once its tag is another one; None if it stayed the same for so many seconds."""
+    def read(self, name: str, start: int, size: int) -> bytes:
+        """Read `size` bytes of an object, from `start` on.
+
+        Raises:
+            NotFound: there is no object of that name.
+            Truncated: it ends before that.
+        """
         ...
 
-    def list(self, prefix: str) -> Iterator[Listed]:
-        """The objects whose names begin with a prefix."""
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Write an object whose name depends on its contents, so that writing it twice does no harm."""
+        ...
+
+    def swap(self, name: str, data: bytes, tag: str | None) -> str:
+        """Replace an object that still has a tag; where the tag is None, create one that does not exist yet.
+
+        Returns:
+            The new tag.
+
+        Raises:
+            Refused: the object has another tag. Nothing was written.
+            Unavailable: it is not known whether the object was written.
+        """
+        ...
+
+    def changed(self, name: str, tag: str | None, timeout: float) -> StoredObject | None:
+        """Wait until an object has another tag than this one, and read it; None after `timeout` seconds."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """List the objects whose names begin with a prefix."""
         ...
 
     def delete(self, names: Iterable[str]) -> None:
-        """Objects that need not be there any more."""
+        """Delete objects. Those that do not exist are skipped."""
         ...
 
     def close(self) -> None:
-        """Give back what is held open. The store can still be used."""
+        """Release open files and connections. The store can still be used."""
         ...
 
 
-def open_store(url: str, *, token: str | None = None, retry: Retry | None = None, **options: Any) -> Store:
-    """The store at a URL. Options are those of obstore's stores: `endpoint`, `region`, `client_options` and so on.
-
-    token: sent as `Authorization: Bearer …` to an http(s) store, which of the options has a few of `client_options`.
-    """
-    scheme, _, rest = url.partition("://")
-    if not rest:
-        raise StoreError(f"{url!r} is not a URL; write file:///path, s3://bucket/path or https://host/path")
-    if scheme == "file":
-        from .folder import FolderStore
-
-        return FolderStore(rest)
-    if scheme in ("http", "https"):
-        from .web import WebStore
-
-        return WebStore(url, token=token, retry=retry or Retry(), options=options)
-    from .objects import ObjectStore
-
-    return ObjectStore(url, retry=retry or Retry(), options=options)
-
-
 def require_name(name: str) -> str:
-    """A name that means the same in every store: no dots in front, no way up, nothing to be escaped."""
-    if len(name) > MOST_NAME or not _NAME.fullmatch(name):
+    """Check that a name means the same in every store: no leading dots, no parent folders, nothing to escape."""
+    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise InvalidField(f"{name[:80]!r} is not the name of an object")
     return name
 
@@ -119,7 +113,7 @@ def _sleep(seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Retry:
-    """How often and how long transient trouble is met: each wait is drawn between nothing and a doubling bound."""
+    """How often an operation is tried, and how long it waits in between: a random time below a bound that doubles."""
 
     attempts: int = 6
     first: float = 0.1
@@ -127,7 +121,7 @@ class Retry:
     sleep: Callable[[float], None] = _sleep
 
     def run(self, what: str, work: Callable[[], R]) -> R:
-        """Do the work until it succeeds, fails for good, was tried often enough, or there is no time left for it."""
+        """Call `work` until it succeeds, fails for good, was tried often enough, or there is no time left."""
         for attempt in range(self.attempts):
             try:
                 return work()
@@ -136,7 +130,7 @@ class Retry:
                     raise
                 if attempt + 1 == self.attempts:
                     raise Unavailable(
-                        f"{what}: gave up after {self.attempts} attempts; the last said: {error}"
+                        f"{what}: gave up after {self.attempts} attempts; the last error was: {error}"
                     ) from error
                 bound = min(self.longest, self.first * 2**attempt)
                 self.sleep(random.uniform(0, bound))  # noqa: S311  # jitter, not a secret
@@ -144,33 +138,33 @@ class Retry:
 
 
 def fetch(store: Store, name: str, size: int, pool: ThreadPoolExecutor | None = None) -> bytes:
-    """An object whose size is known: in one piece, or in ranges that are read at the same time."""
+    """Read an object of known size: at once, or, on the threads of a pool, in several ranges at the same time."""
     current().require(f"{store.url}: {name}")
     if pool is None or size <= RANGE_BYTES:
         data = store.get(name, size).data
     else:
-        data = b"".join(_ranges(store, name, size, pool))
+        data = b"".join(_read_ranges(store, name, size, pool))
     if len(data) != size:
-        raise LimitExceeded(f"{name}: {len(data)} bytes are there, {size} were announced")
+        raise LimitExceeded(f"{name} has {len(data)} bytes; {size} were expected")
     return data
 
 
-def _ranges(store: Store, name: str, size: int, pool: ThreadPoolExecutor) -> Iterator[bytes]:
+def _read_ranges(store: Store, name: str, size: int, pool: ThreadPoolExecutor) -> Iterator[bytes]:
     def read(start: int) -> bytes:
         return store.read(name, start, min(RANGE_BYTES, size - start))
 
     deadline = current()
-    flight = [pool.submit(deadline.run, read, start) for start in range(0, size, RANGE_BYTES)]
+    ranges = [pool.submit(deadline.run, read, start) for start in range(0, size, RANGE_BYTES)]
     try:
-        for part in flight:
-            yield deadline.result(part, f"{store.url}: {name}")
+        for future in ranges:
+            yield deadline.result(future, f"{store.url}: {name}")
     finally:
-        for part in flight:
-            part.cancel()
+        for future in ranges:
+            future.cancel()
 
 
 def exists(store: Store, name: str) -> bool:
-    """Whether an object is there."""
+    """Whether there is an object of this name."""
     try:
         store.read(name, 0, 1)
     except NotFound:
@@ -178,19 +172,27 @@ def exists(store: Store, name: str) -> bool:
     return True
 
 
-def watch(store: Store, name: str, tag: str | None, timeout: float, wait: Callable[[float], object]) -> Found | None:
-    """`Store.changed` by looking again and again; `wait` is told how many seconds are left, and may take fewer."""
+def poll(
+    look: Callable[[float], StoredObject | None], tag: str | None, timeout: float, pause: Callable[[float], object]
+) -> StoredObject | None:
+    """`Store.changed` for stores that have to look again and again.
+
+    Args:
+        look: reads the object, or returns None if its tag is still `tag`. It is given the seconds that are left.
+        tag: the tag that is known; None if the object did not exist.
+        timeout: seconds after which None is returned.
+        pause: called between two looks with the seconds that are left; it may take fewer.
+    """
     end = time.monotonic() + timeout
     while True:
         try:
-            found = store.get(name, MOST_WATCHED)
+            stored = look(end - time.monotonic())
+            if stored is not None and stored.tag != tag:
+                return stored
         except NotFound:
             if tag is not None:
                 raise
-        else:
-            if found.tag != tag:
-                return found
         left = min(end - time.monotonic(), current().left)
         if left <= 0:
             return None
-        wait(left)
+        pause(left)

@@ -1,7 +1,7 @@
-"""How long work with a store may take, and how it ends before it is done.
+"""How long calls of a store may take, and what ends them early.
 
-Whoever calls a store says so around the call (`within`); the store asks for it (`current`). Every wait is cut into
-slices, so that a deadline, a cancelled transfer or a signal ends it soon, wherever it is.
+The caller of a store sets a deadline around the call (`within`); the store reads it (`current`). Every wait is made of
+short slices, so that a deadline, a cancelled transfer or a signal ends it soon.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ...errors import Unavailable
 
 T = TypeVar("T")
 R = TypeVar("R")
-SLICE = 0.2  # seconds after which a wait looks whether it shall go on
+SLICE = 0.2  # seconds after which a wait checks whether it should go on
 
 
 class Deadline:
-    """Until a moment, until it is cancelled, or until `stop()` is true; and never longer than the one around it.
+    """Ends after some seconds, when it is cancelled, or when `stop()` is true; and with the deadline around it.
 
-    `stop` is called on the thread that made the deadline, and on no other.
+    `stop` is called only on the thread that made the deadline.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds; zero when it is over."""
+        """Seconds that are left; zero when it is over."""
         if self._cancelled.is_set():
             return 0.0
         if self._stop is not None and threading.get_ident() == self._owner and self._stop():
@@ -56,7 +56,7 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more shall be done."""
+        """Whether no time is left."""
         return self.left <= 0.0
 
     def cancel(self) -> None:
@@ -66,23 +66,23 @@ class Deadline:
     def require(self, what: str) -> None:
         """Raise `Unavailable` when it is over."""
         if self.over:
-            raise Unavailable(f"{what}: not done within the time that there was for it")
+            raise Unavailable(f"{what}: not done in time")
 
     def sleep(self, seconds: float) -> None:
-        """Do nothing for a while, or until it is over."""
+        """Sleep for some seconds, or until it is over."""
         end = time.monotonic() + seconds
         while (pause := min(SLICE, end - time.monotonic(), self.left)) > 0:
             self._cancelled.wait(pause)
 
     def result(self, future: Future[R], what: str) -> R:
-        """What comes of work elsewhere, if it comes in time."""
+        """Wait for the result of work on another thread. Raises `Unavailable` if it is not there in time."""
         while not future.done():
             self.require(what)
             futures.wait([future], timeout=min(SLICE, self.left))
         return future.result()
 
     def run(self, work: Callable[[T], R], item: T) -> R:
-        """Do work for which this is the deadline, on whichever thread."""
+        """Call `work` with this deadline, on any thread."""
         token = _current.set(self)
         try:
             return work(item)
@@ -94,13 +94,13 @@ _current: ContextVar[Deadline] = ContextVar("deadline", default=Deadline())  # n
 
 
 def current() -> Deadline:
-    """The deadline of the calls that this thread makes now."""
+    """The deadline of the calls that this thread makes."""
     return _current.get()
 
 
 @contextmanager
 def within(seconds: float | None = None, stop: Callable[[], bool] | None = None) -> Iterator[Deadline]:
-    """Calls of stores inside end after so many seconds, or when `stop()` is true, with `Unavailable`."""
+    """Calls of stores in this block end after some seconds, or when `stop()` is true, with `Unavailable`."""
     deadline = Deadline(seconds, stop, current())
     token = _current.set(deadline)
     try:
@@ -110,7 +110,7 @@ def within(seconds: float | None = None, stop: Callable[[], bool] | None = None)
 
 
 class Transfers:
-    """Threads that call stores. Their calls have the deadline of whoever waits for them, and end if that one leaves."""
+    """Threads that call stores. Their calls end with the deadline of the thread that started them or when it leaves."""
 
     def __init__(self, threads: int, what: str) -> None:
         self._what = what
@@ -133,39 +133,44 @@ class Transfers:
         work: Callable[[T], R],
         items: Iterable[T],
         size: Callable[[T], int] = lambda _: 0,
-        most: int = 0,
+        max_bytes: int = 0,
     ) -> Iterator[R]:
-        """`map`, in order, with a bounded number in flight, and at most so many bytes of them: or one item alone."""
+        """`map` on the threads, with results in order.
+
+        A bounded number of items is in flight, and of these at most `max_bytes`, as `size` counts them; an item that
+        is larger goes alone.
+        """
         flight: deque[tuple[Future[R], int]] = deque()
-        in_flight = 0
+        flight_bytes = 0
         for item in items:
-            nbytes = size(item)
-            while flight and (len(flight) >= 2 * self._threads or in_flight + nbytes > most > 0):
-                future, done = flight.popleft()
+            item_bytes = size(item)
+            while flight and (len(flight) >= 2 * self._threads or flight_bytes + item_bytes > max_bytes > 0):
+                future, done_bytes = flight.popleft()
                 yield current().result(future, self._what)
                 del future  # and the bytes with it
-                in_flight -= done
-            flight.append((self._pool.submit(self._deadline.run, work, item), nbytes))
-            in_flight += nbytes
+                flight_bytes -= done_bytes
+            flight.append((self._pool.submit(self._deadline.run, work, item), item_bytes))
+            flight_bytes += item_bytes
         while flight:
             yield current().result(flight.popleft()[0], self._what)
 
 
-def apart(work: Callable[[], R], leave: Callable[[R], object]) -> tuple[Future[R], Callable[[], None]]:
-    """Work that cannot be interrupted, on a thread of its own that nobody has to wait for.
+def run_detached(work: Callable[[], R], discard: Callable[[R], object]) -> tuple[Future[R], Callable[[], None]]:
+    """Start work that cannot be interrupted on a thread that nobody has to wait for.
 
-    Returns its future, and what to call if nobody wants it any more: `leave` is given the result, when it comes.
+    Returns:
+        A future of the result, and a function to call if the result is not needed any more: then `discard` gets it.
     """
     future: Future[R] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # whoever waits gets it
+        except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
             future.set_exception(error)
 
     def abandon() -> None:
-        future.add_done_callback(lambda done: None if done.exception() else leave(done.result()))
+        future.add_done_callback(lambda done: None if done.exception() else discard(done.result()))
 
-    threading.Thread(target=run, name="sparserl-apart", daemon=True).start()
+    threading.Thread(target=run, name="sparserl-detached", daemon=True).start()
     return future, abandon

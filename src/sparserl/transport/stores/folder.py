@@ -1,10 +1,10 @@
-"""A folder as a store. What has a name is whole and on disk; a lock stands in for the conditional put.
+"""A folder as a store.
 
-Files are written under `.tmp/` first, in a folder of their writer's own that is locked as long as the writer lives:
-what a killed process left behind is swept by the next one that writes. Only the conditional put waits for others, and
-not for ever: whoever holds its lock may have been stopped.
+A file has its name only when all of it is on disk. It is written below `.tmp/` first, in a folder that its writer keeps
+locked: the next writer removes the drafts of processes that were killed. A lock on `.tmp/lock` makes `swap` atomic.
+`swap` does not wait for that lock for ever, since the process that holds it may be stopped.
 
-No link below the folder is followed: where one is found, it is an error.
+No symbolic link below the folder is followed; a link is an error.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from pathlib import Path
 
 from ...errors import LimitExceeded, NotFound, Refused, StoreError, Truncated, Unavailable
 from ...folders import Folder
-from .base import MOST_NAME, Found, Listed, require_name, watch
+from .base import MAX_NAME, MAX_WATCHED_BYTES, ObjectInfo, StoredObject, poll, require_name
 
 _POLL = 0.05  # seconds between looks at a head that others may swap, or at a lock
-_MOST_SWAPPED = 1 << 26  # bytes of an object that is replaced under a condition
-_DRAFTS = re.compile(r"\d+-[0-9a-f]+")  # folders for drafts in `.tmp`
-_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_MAX_SWAPPED_BYTES = 1 << 26  # of an object that is replaced under a condition
+_DRAFT_FOLDER = re.compile(r"\d+-[0-9a-f]+")
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class FolderStore:
     """A folder of the local (or a shared) file system.
 
-    wait: seconds that a conditional put waits for its lock. Where it was in vain, the next one does not wait again.
+    Args:
+        path: the folder. It is created by the first write.
+        wait: seconds that `swap` waits for the lock. After a wait in vain, the next `swap` does not wait again.
     """
 
     writable = True
@@ -44,42 +46,44 @@ class FolderStore:
         self.root = Path(path).absolute()
         self.url = f"file://{self.root}"
         self._wait = wait
-        self._stuck = False  # whether the last wait was in vain
-        self._scratch: tuple[str, Folder] | None = None  # the name and the folder of our drafts, which is locked
+        self._timed_out = False  # whether the last wait for the lock was in vain
+        self._drafts: tuple[str, Folder] | None = None  # the name and the folder of our drafts, which is locked
         self._guard = threading.Lock()
 
-    def get(self, name: str, most: int) -> Found:
+    def get(self, name: str, max_bytes: int) -> StoredObject:
         with self._open(name) as handle:
             size = os.fstat(handle).st_size
-            if size > most:
-                raise LimitExceeded(f"{name}: {size} bytes, at most {most} were expected")
+            if size > max_bytes:
+                raise LimitExceeded(f"{name} has {size} bytes; at most {max_bytes} were expected")
             data = _read(handle, 0, size, name)
-        return Found(data, _tag(data))
+        return StoredObject(data, _tag(data))
 
     def read(self, name: str, start: int, size: int) -> bytes:
         with self._open(name) as handle:
             return _read(handle, start, size, name)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        self._write(require_name(name), data, self._place())
+        self._write(require_name(name), data, self._draft_folder())
 
     def swap(self, name: str, data: bytes, tag: str | None) -> str:
         require_name(name)
-        place = self._place()
+        drafts = self._draft_folder()
         with self._locked():
             try:
-                there = self.get(name, _MOST_SWAPPED).tag
+                current_tag = self.get(name, _MAX_SWAPPED_BYTES).tag
             except NotFound:
-                there = None
-            if there != tag:
-                raise Refused(f"{name} is not what it was; another writer was first")
-            self._write(name, data, place)
+                current_tag = None
+            if current_tag != tag:
+                raise Refused(f"{name} was changed by another writer")
+            self._write(name, data, drafts)
         return _tag(data)
 
-    def changed(self, name: str, tag: str | None, timeout: float) -> Found | None:
-        return watch(self, name, tag, timeout, lambda left: time.sleep(min(_POLL, left)))
+    def changed(self, name: str, tag: str | None, timeout: float) -> StoredObject | None:
+        return poll(
+            lambda _left: self.get(name, MAX_WATCHED_BYTES), tag, timeout, lambda left: time.sleep(min(_POLL, left))
+        )
 
-    def list(self, prefix: str) -> Iterator[Listed]:
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
         above = prefix[: prefix.rfind("/") + 1]
         try:
             with Folder.open(self.root, above) as folder:
@@ -87,7 +91,7 @@ class FolderStore:
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise StoreError(f"{self.url}: what is in {above or 'it'} cannot be listed: {error}") from error
+            raise StoreError(f"{self.url}: cannot list {above or 'the folder'}: {error}") from error
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -99,22 +103,22 @@ class FolderStore:
                 pass
             except OSError as error:
                 raise StoreError(f"{self.url}: {name} cannot be deleted: {error}") from error
-            self._drop_empty(above)
+            self._remove_empty(above)
 
     def close(self) -> None:
-        """Give back the place where files are written."""
+        """Remove the folder for drafts."""
         with self._guard:
-            if self._scratch is None:
+            if self._drafts is None:
                 return
-            name, place = self._scratch
-            self._scratch = None
-            if place.gone:  # or we were forked off, and it is not ours
+            name, drafts = self._drafts
+            self._drafts = None
+            if drafts.gone:  # or this process was forked, and the folder is its parent's
                 return
-            with contextlib.suppress(OSError), place, Folder.open(self.root, ".tmp") as drafts:
-                drafts.remove(name)
+            with contextlib.suppress(OSError), drafts, Folder.open(self.root, ".tmp") as temporary:
+                temporary.remove(name)
 
-    def _drop_empty(self, name: str) -> None:
-        """Remove a folder, and those that it lies in, as far as nothing else is in them."""
+    def _remove_empty(self, name: str) -> None:
+        """Remove a folder, and its parents, as far as they are empty."""
         with contextlib.suppress(OSError):
             while name:
                 name, _, last = name.rpartition("/")
@@ -127,7 +131,7 @@ class FolderStore:
         try:
             with Folder.open(self.root, above) as folder:
                 handle = folder.file(last)
-        except _GONE as error:
+        except _MISSING as error:
             raise NotFound(f"{self.url}: there is no {name}") from error
         except OSError as error:
             raise StoreError(f"{self.url}: {name} cannot be read: {error}") from error
@@ -136,124 +140,124 @@ class FolderStore:
         finally:
             os.close(handle)
 
-    def _write(self, name: str, data: bytes | memoryview, place: Folder) -> None:
-        """All of the bytes on disk, then the name, then the name on disk."""
+    def _write(self, name: str, data: bytes | memoryview, drafts: Folder) -> None:
+        """Write all of the bytes to disk, then give the file its name, then write the name to disk."""
         draft = uuid.uuid4().hex
         try:
-            with place.creating(draft, 0o644) as file:
+            with drafts.creating(draft, 0o644) as file:
                 file.write(data)
-            self._name(place, draft, name)
+            self._rename(drafts, draft, name)
         except BaseException as error:
             with contextlib.suppress(OSError):
-                place.unlink(draft)
+                drafts.unlink(draft)
             if isinstance(error, OSError):
                 raise StoreError(f"{self.url}: {name} cannot be written: {error}") from error
             raise
 
-    def _name(self, place: Folder, draft: str, name: str) -> None:
+    def _rename(self, drafts: Folder, draft: str, name: str) -> None:
         above, _, last = name.rpartition("/")
         for _ in range(100):
             try:
                 with Folder.open(self.root, above, make=True) as folder:
-                    place.rename(draft, folder, last)
+                    drafts.rename(draft, folder, last)
                     folder.sync()
             except FileNotFoundError:
-                continue  # the folder was empty, and swept meanwhile
+                continue  # another process removed the folder while it was empty
             return
-        raise OSError(errno.ENOENT, "its folder keeps vanishing")
+        raise OSError(errno.ENOENT, "another process removes its folder again and again")
 
-    def _place(self) -> Folder:
-        """A folder for drafts, ours as long as this process lives."""
+    def _draft_folder(self) -> Folder:
+        """A folder for drafts that no other process uses while this one lives."""
         with self._guard:
-            if self._scratch is None or self._scratch[1].gone:
+            if self._drafts is None or self._drafts[1].gone:
                 try:
-                    self._scratch = self._claim()
+                    self._drafts = self._new_draft_folder()
                 except OSError as error:
                     raise StoreError(f"{self.url} cannot be written to: {error}") from error
-            return self._scratch[1]
+            return self._drafts[1]
 
-    def _claim(self) -> tuple[str, Folder]:
-        with Folder.open(self.root, ".tmp", make=True) as drafts:
-            os.close(drafts.file("lock", os.O_RDWR | os.O_CREAT, 0o644))  # for the first swap; it is not locked here
-            _sweep(drafts)
+    def _new_draft_folder(self) -> tuple[str, Folder]:
+        with Folder.open(self.root, ".tmp", make=True) as temporary:
+            # The first swap needs this file. It is not locked here.
+            os.close(temporary.file("lock", os.O_RDWR | os.O_CREAT, 0o644))
+            _remove_abandoned(temporary)
             while True:
                 name = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
                 with contextlib.suppress(FileNotFoundError):
-                    place = drafts.folder(name, make=True)
-                    if place.lock() and not place.gone:
-                        return name, place
-                # another writer has found it before it was locked, and swept it
+                    drafts = temporary.folder(name, make=True)
+                    if drafts.lock() and not drafts.gone:
+                        return name, drafts
+                # Another writer saw the folder before it was locked, and removed it.
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         try:
-            with Folder.open(self.root, ".tmp", make=True) as drafts:
-                handle = drafts.file("lock", os.O_RDWR | os.O_CREAT, 0o644)
+            with Folder.open(self.root, ".tmp", make=True) as temporary:
+                handle = temporary.file("lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise StoreError(f"{self.url} cannot be locked: {error}") from error
         try:
-            self._await(handle)
+            self._take_lock(handle)
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked off meanwhile has the lock open, too
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the lock open, too
             os.close(handle)
 
-    def _await(self, handle: int) -> None:
-        """Take the lock, soon."""
-        end = time.monotonic() + (0 if self._stuck else self._wait)
+    def _take_lock(self, handle: int) -> None:
+        end = time.monotonic() + (0 if self._timed_out else self._wait)
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() >= end:
-                    self._stuck = True
+                    self._timed_out = True
                     raise Unavailable(
-                        f"{self.root / '.tmp' / 'lock'} is held by another writer, for {self._wait:g} s and more; it "
-                        "may be stopped or hang: let it go on, or end it"
+                        f"{self.root / '.tmp' / 'lock'} has been held by another writer for more than "
+                        f"{self._wait:g} s; it may be stopped or hang: resume it, or end it"
                     ) from error
                 time.sleep(_POLL)
             except OSError as error:
                 raise StoreError(f"{self.url} cannot be locked: {error}") from error
             else:
-                self._stuck = False
+                self._timed_out = False
                 return
 
 
-def _sweep(drafts: Folder) -> None:
-    """Remove the drafts of writers that are gone, and nothing else."""
-    for name in drafts.names():
-        if not _DRAFTS.fullmatch(name):
+def _remove_abandoned(temporary: Folder) -> None:
+    """Remove the drafts of writers that have ended, and nothing else."""
+    for name in temporary.names():
+        if not _DRAFT_FOLDER.fullmatch(name):
             continue
-        with contextlib.suppress(OSError), drafts.folder(name) as place:
-            if place.lock():
-                drafts.remove(name)
+        with contextlib.suppress(OSError), temporary.folder(name) as drafts:
+            if drafts.lock():
+                temporary.remove(name)
 
 
-def _objects(folder: Folder, above: str, prefix: str) -> Iterator[Listed]:
-    """The objects below a folder whose names begin with a prefix; links are none."""
+def _objects(folder: Folder, above: str, prefix: str) -> Iterator[ObjectInfo]:
+    """The objects below a folder whose names begin with a prefix. Links are skipped."""
     for last in folder.names():
         name = above + last
-        status = None if last.startswith(".") or len(name) > MOST_NAME else folder.status(last)
+        status = None if last.startswith(".") or len(name) > MAX_NAME else folder.status(last)
         if status is None:
-            continue  # no object, or deleted meanwhile
+            continue  # not an object, or deleted meanwhile
         if stat.S_ISDIR(status.st_mode) and f"{name}/".startswith(prefix[: len(name) + 1]):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder.folder(last) as below:
                 yield from _objects(below, f"{name}/", prefix)
         elif stat.S_ISREG(status.st_mode) and name.startswith(prefix):
-            yield Listed(name, status.st_size, status.st_mtime)
+            yield ObjectInfo(name, status.st_size, status.st_mtime)
 
 
 def _read(handle: int, start: int, size: int, name: str) -> bytes:
-    parts = []
+    chunks = []
     while size:
-        part = os.pread(handle, size, start)
-        if not part:
+        chunk = os.pread(handle, size, start)
+        if not chunk:
             raise Truncated(f"{name} ends {size} bytes too early")
-        parts.append(part)
-        start += len(part)
-        size -= len(part)
-    return b"".join(parts)
+        chunks.append(chunk)
+        start += len(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)
 
 
 def _tag(data: bytes | memoryview) -> str:

@@ -1,8 +1,8 @@
 """Object storage through obstore: S3, Google Cloud Storage and Azure.
 
-Requests run on an event loop of their own, so that a deadline or a signal ends them; nothing is read past its limit,
-whatever headers promise. What fails on the way is tried again here, with a new request. A conditional write is never
-sent twice: whether it had worked is for the caller to find out.
+Requests run on an event loop of their own, so that a deadline or a signal ends them. No body is read past its limit,
+whatever its headers say. Retries are made here, with a new request. A conditional write is never sent twice: the caller
+has to find out whether it was done.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from ...errors import LimitExceeded, NotFound, Refused, SparserlError, StoreError, Truncated, Unavailable
-from .base import MOST_WATCHED, Found, Listed, Retry, require_name
+from .base import MAX_WATCHED_BYTES, ObjectInfo, Retry, StoredObject, poll, require_name
 from .deadline import current
 
 R = TypeVar("R")
 _POLL = 0.2  # seconds between looks at a head
 _TIMEOUT = timedelta(seconds=120)  # of a whole request: 8 MiB at 1 Mbit/s take half of it
-_CONNECT = timedelta(seconds=5)
-_KEYS = 1000  # deleted at a time
+_CONNECT_TIMEOUT = timedelta(seconds=5)
+_DELETED_AT_ONCE = 1000  # objects
 _CHUNK = 8 << 20
-_MOST_LISTED = 1 << 24  # objects: their names fit into memory
+_MAX_LISTED = 1 << 24  # objects: their names fit into memory
 
 
 class ObjectStore:
-    """A bucket, or the part of it below a path."""
+    """A bucket, or the objects of it below a path."""
 
     writable = True
 
@@ -43,137 +43,132 @@ class ObjectStore:
             from obstore import exceptions
             from obstore.store import from_url
         except ImportError as error:
-            raise StoreError(
-                f"{url.split('://', maxsplit=1)[0]}:// needs obstore: pip install 'sparserl[store]'"
-            ) from error
+            scheme = url.split("://", maxsplit=1)[0]
+            raise StoreError(f"{scheme}:// needs obstore: pip install 'sparserl[store]'") from error
         self.url = url
         self.retry = retry
         self._obstore = obstore
         self._errors = exceptions
-        client: Any = {"timeout": _TIMEOUT, "connect_timeout": _CONNECT, **(options.pop("client_options", None) or {})}
+        client: Any = {
+            "timeout": _TIMEOUT,
+            "connect_timeout": _CONNECT_TIMEOUT,
+            **(options.pop("client_options", None) or {}),
+        }
         if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
-            client["allow_http"] = True  # obstore reads that variable only where it is given no client options
-        opened: Any = from_url
+            client["allow_http"] = True  # obstore reads that variable only if it is given no client options
+        untyped_from_url: Any = from_url
         try:
-            self._store: Any = opened(url, client_options=client, retry_config={"max_retries": 0}, **options)
+            self._store: Any = untyped_from_url(url, client_options=client, retry_config={"max_retries": 0}, **options)
         except Exception as error:
             raise StoreError(f"{url}: {_short(error)}") from error
 
-    def get(self, name: str, most: int) -> Found:
-        found = self.retry.run(f"{self.url}: {name}", functools.partial(self._get, name, most, None))
-        assert found is not None
-        return found
+    def get(self, name: str, max_bytes: int) -> StoredObject:
+        stored = self._get(name, max_bytes, None)
+        assert stored is not None
+        return stored
 
     def read(self, name: str, start: int, size: int) -> bytes:
         path = require_name(name)
 
-        async def part() -> bytes:
+        async def request() -> bytes:
             result = await _own(self._obstore.get_async(self._store, path, options={"range": (start, start + size)}))
             return await _body(result, size, name)
 
-        def once() -> bytes:
-            data = self._call(name, part)
+        def read_once() -> bytes:
+            data = self._call(name, request)
             if len(data) != size:
                 raise Truncated(f"{name} ends {size - len(data)} bytes too early")
             return data
 
-        return self.retry.run(f"{self.url}: {name}", once)
+        return self.retry.run(f"{self.url}: {name}", read_once)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         path = require_name(name)
 
-        async def put() -> None:
+        async def request() -> None:
             await _own(self._obstore.put_async(self._store, path, data))
 
-        self.retry.run(f"{self.url}: {name}", lambda: self._call(name, put))
+        self.retry.run(f"{self.url}: {name}", lambda: self._call(name, request))
 
     def swap(self, name: str, data: bytes, tag: str | None) -> str:
         path = require_name(name)
         mode: Any = "create" if tag is None else _version(tag)
 
-        async def put() -> Any:
+        async def request() -> Any:
             return await _own(self._obstore.put_async(self._store, path, data, mode=mode, use_multipart=False))
 
-        result = self._call(name, put)
+        result = self._call(name, request)
         if result["e_tag"] is None:
             raise StoreError(f"{self.url}: the store gives no tags; it cannot hold the head of a session")
         return _tag(result["e_tag"], result["version"])
 
-    def changed(self, name: str, tag: str | None, timeout: float) -> Found | None:
-        end = time.monotonic() + timeout
-        while True:
-            try:
-                found = self.retry.run(f"{self.url}: {name}", functools.partial(self._get, name, MOST_WATCHED, tag))
-                if found is not None and found.tag != tag:
-                    return found
-            except NotFound:
-                if tag is not None:
-                    raise
-            left = min(end - time.monotonic(), current().left)
-            if left <= 0:
-                return None
-            current().sleep(min(_POLL, left))
+    def changed(self, name: str, tag: str | None, timeout: float) -> StoredObject | None:
+        return poll(
+            lambda _left: self._get(name, MAX_WATCHED_BYTES, tag),
+            tag,
+            timeout,
+            lambda left: current().sleep(min(_POLL, left)),
+        )
 
-    def list(self, prefix: str) -> Iterator[Listed]:
-        async def listed() -> list[Listed]:
-            out: list[Listed] = []
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        async def request() -> list[ObjectInfo]:
+            objects: list[ObjectInfo] = []
             async for page in _each(self._obstore.list(self._store, prefix=prefix.rpartition("/")[0] or None)):
                 items = (item for item in page if item["path"].startswith(prefix))
-                out += [Listed(item["path"], item["size"], item["last_modified"].timestamp()) for item in items]
-                if len(out) > _MOST_LISTED:
-                    raise LimitExceeded(f"{self.url}: more than {_MOST_LISTED} objects below {prefix!r}")
-            return out
+                objects += [ObjectInfo(item["path"], item["size"], item["last_modified"].timestamp()) for item in items]
+                if len(objects) > _MAX_LISTED:
+                    raise LimitExceeded(f"{self.url}: more than {_MAX_LISTED} objects below {prefix!r}")
+            return objects
 
-        return iter(self.retry.run(f"{self.url}: {prefix}", lambda: self._call(prefix, listed)))
+        return iter(self.retry.run(f"{self.url}: {prefix}", lambda: self._call(prefix, request)))
 
     def delete(self, names: Iterable[str]) -> None:
-        wanted = [require_name(name) for name in names]
-        for low in range(0, len(wanted), _KEYS):
-            self._delete(wanted[low : low + _KEYS])
+        paths = [require_name(name) for name in names]
+        for low in range(0, len(paths), _DELETED_AT_ONCE):
+            self._delete(paths[low : low + _DELETED_AT_ONCE])
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing is held open."""
 
-    def _delete(self, names: Sequence[str]) -> None:
-        async def delete() -> None:
-            await _own(self._obstore.delete_async(self._store, names))
+    def _delete(self, paths: Sequence[str]) -> None:
+        async def request() -> None:
+            await _own(self._obstore.delete_async(self._store, paths))
 
-        def once() -> None:
+        def delete_once() -> None:
             try:
-                self._call(names[0], delete)
+                self._call(paths[0], request)
             except NotFound:
                 return
 
-        self.retry.run(f"{self.url}: deleting {len(names)} objects", once)
+        self.retry.run(f"{self.url}: deleting {len(paths)} objects", delete_once)
 
-    def _get(self, name: str, most: int, tag: str | None) -> Found | None:
-        """An object; None if it has the tag that is known."""
-        path = require_name(name)
+    def _get(self, name: str, max_bytes: int, tag: str | None) -> StoredObject | None:
+        """An object; None if it still has this tag."""
+        request = functools.partial(self._request_object, require_name(name), max_bytes, tag)
+        return self.retry.run(f"{self.url}: {name}", lambda: self._call(name, request))
+
+    async def _request_object(self, name: str, max_bytes: int, tag: str | None) -> StoredObject | None:
         options: Any = None if tag is None else {"if_none_match": _version(tag)["e_tag"]}
+        try:
+            result = await _own(self._obstore.get_async(self._store, name, options=options))
+        except self._errors.NotModifiedError:
+            if tag is None:
+                raise
+            return None
+        meta = result.meta
+        if meta["size"] > max_bytes:
+            raise LimitExceeded(f"{name} has {meta['size']} bytes; at most {max_bytes} were expected")
+        data = await _body(result, max_bytes, name)
+        return StoredObject(data, _tag(meta["e_tag"] or hashlib.sha256(data).hexdigest(), meta["version"]))
 
-        async def get() -> Found | None:
-            try:
-                result = await _own(self._obstore.get_async(self._store, path, options=options))
-            except self._errors.NotModifiedError:
-                if tag is None:
-                    raise
-                return None
-            meta = result.meta
-            if meta["size"] > most:
-                raise LimitExceeded(f"{name}: {meta['size']} bytes, at most {most} were expected")
-            data = await _body(result, most, name)
-            return Found(data, _tag(meta["e_tag"] or hashlib.sha256(data).hexdigest(), meta["version"]))
-
-        return self._call(name, get)
-
-    def _call(self, name: str, work: Callable[[], Awaitable[R]]) -> R:
-        """What a request gives, or an error of ours. Whoever stops waiting for it also ends it."""
+    def _call(self, name: str, request: Callable[[], Awaitable[R]]) -> R:
+        """The result of a request, or an error of ours. A caller that stops waiting for the request ends it."""
         what = f"{self.url}: {name}"
         deadline = current()
         deadline.require(what)
 
         async def run() -> R:
-            return await work()
+            return await request()
 
         future = asyncio.run_coroutine_threadsafe(run(), _loop())
         try:
@@ -186,40 +181,40 @@ class ObjectStore:
             future.cancel()
 
     def _translated(self, error: Exception, what: str) -> StoreError | Truncated:
-        """Errors of obstore as ours. What is not known to be final is taken to be transient."""
-        known = self._errors
-        if isinstance(error, (known.NotFoundError, FileNotFoundError)):
-            return NotFound(f"{what} is not there")
-        if isinstance(error, (known.AlreadyExistsError, known.PreconditionError)):
-            return Refused(f"{what} is not what it was; another writer was first")
-        final = (known.PermissionDeniedError, known.UnauthenticatedError, known.InvalidPathError)
-        if isinstance(error, (*final, known.NotSupportedError, known.UnknownConfigurationKeyError, TypeError)):
+        """An error of obstore as one of ours. What is not known to be final may be transient."""
+        errors = self._errors
+        if isinstance(error, (errors.NotFoundError, FileNotFoundError)):
+            return NotFound(f"{what} does not exist")
+        if isinstance(error, (errors.AlreadyExistsError, errors.PreconditionError)):
+            return Refused(f"{what} was changed by another writer")
+        final = (errors.PermissionDeniedError, errors.UnauthenticatedError, errors.InvalidPathError)
+        if isinstance(error, (*final, errors.NotSupportedError, errors.UnknownConfigurationKeyError, TypeError)):
             return StoreError(f"{what}: {_short(error)}")
         if "416 Range Not Satisfiable" in str(error):
-            return Truncated(f"{what} ends before the part that is asked for")
+            return Truncated(f"{what} ends before the requested range")
         return Unavailable(f"{what}: {_short(error)}")
 
 
-async def _body(result: Any, most: int, name: str) -> bytes:
-    """All of a body, if that is no more than it may be."""
-    parts: list[bytes] = []
+async def _body(result: Any, max_bytes: int, name: str) -> bytes:
+    """The whole body, if it is not longer than it may be."""
+    chunks: list[bytes] = []
     size = 0
-    async for part in _each(result.stream(min_chunk_size=min(_CHUNK, most + 1))):
-        parts.append(bytes(part))
-        size += len(part)
-        if size > most:
-            raise LimitExceeded(f"{name}: more than the {most} bytes that were expected")
-    return b"".join(parts)
+    async for chunk in _each(result.stream(min_chunk_size=min(_CHUNK, max_bytes + 1))):
+        chunks.append(bytes(chunk))
+        size += len(chunk)
+        if size > max_bytes:
+            raise LimitExceeded(f"{name} has more than the {max_bytes} bytes that were expected")
+    return b"".join(chunks)
 
 
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
 _starting = threading.Lock()
-_unfinished: weakref.WeakSet[Any] = weakref.WeakSet()  # futures that threads of obstore's have a hand on
-_SETTLE = 0.5  # seconds
+_unfinished: weakref.WeakSet[Any] = weakref.WeakSet()  # futures that threads of obstore may still complete
+_SETTLE_SECONDS = 0.5
 
 
 def _own(future: Awaitable[R]) -> Awaitable[R]:
-    """A future of obstore's, to be waited for before Python ends."""
+    """Remember a future of obstore, to wait for it before Python ends."""
     _unfinished.add(future)
     return future
 
@@ -235,8 +230,8 @@ async def _each(stream: Any) -> AsyncIterator[Any]:
 
 
 def _settle() -> None:
-    """Let obstore's threads finish with what was cancelled: if they call Python after its end, the process aborts."""
-    end = time.monotonic() + _SETTLE
+    """Wait for obstore's threads to finish: one that calls Python after its end aborts the process."""
+    end = time.monotonic() + _SETTLE_SECONDS
     while _unfinished and time.monotonic() < end:
         time.sleep(0.005)
 
@@ -246,14 +241,15 @@ def _loop() -> asyncio.AbstractEventLoop:
     with _starting:
         loop = _loops.get(os.getpid())
         if loop is None:
-            loop = _loops[os.getpid()] = asyncio.new_event_loop()
+            loop = asyncio.new_event_loop()
+            _loops[os.getpid()] = loop
             threading.Thread(target=loop.run_forever, name="sparserl-objects", daemon=True).start()
             atexit.register(_settle)
         return loop
 
 
 def _tag(e_tag: str, version: str | None) -> str:
-    """Some stores compare ETags, some versions of an object: a tag is both."""
+    """Some stores compare ETags, others versions of an object: a tag has both."""
     return e_tag if version is None else f"{e_tag}\n{version}"
 
 

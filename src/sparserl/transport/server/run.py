@@ -1,0 +1,157 @@
+"""Running the server: its socket, its tokens, and uvicorn around the application.
+
+The headers of a request must arrive within ten seconds and fit into 16 KiB, a client must not stop reading its answer
+for thirty seconds, and one without a token gets a single answer on a connection. There are at most 4096 connections:
+another one takes the place of the one that has been idle longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import re
+import resource
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from ...errors import StoreError
+from .app import App
+from .connections import MAX_CONNECTIONS, BoundedProtocol, Connections, EventLoop
+
+_IDLE_SECONDS = 30
+_END_SECONDS = 5  # that unfinished answers get when the server ends
+_TOKEN = re.compile(r"[!-~]+")
+
+
+def serve(
+    folder: Path,
+    address: str,
+    *,
+    tokens: tuple[str, ...] = (),
+    tls: tuple[Path, Path] | None = None,
+    access_log: Path | None = None,
+    started: Callable[[str], object] = lambda _url: None,
+) -> None:
+    """Serve a folder until a signal ends the server.
+
+    Args:
+        folder: the folder of a store.
+        address: `HOST:PORT`; port 0 is any free port.
+        tokens: a request must have one of them; without tokens everyone may read.
+        tls: the files of a certificate and of its key; without them the server speaks plain HTTP.
+        access_log: a file that gets a line for each request: method, path, status, bytes.
+        started: called with the URL of the server when it accepts requests.
+
+    Raises:
+        StoreError: the folder, the address or the certificate cannot be used.
+    """
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is not a folder")
+    with contextlib.ExitStack() as stack:
+        log = None if access_log is None else stack.enter_context(access_log.open("a", buffering=1))
+        app = App(folder.absolute(), tokens, None if log is None else log.write)
+        config = _configure(app, tls)
+        _raise_file_limit()
+        listener = stack.enter_context(listen(address))
+        started(_url(listener, tls is not None))
+        loop = EventLoop()
+        stack.callback(loop.close)
+        loop.run_until_complete(_Server(config, app).serve(sockets=[listener]))
+
+
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """Read a file of tokens, one per line; empty lines and lines that begin with # are skipped."""
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    tokens = tuple(line for line in lines if line and not line.startswith("#"))
+    if not tokens:
+        raise StoreError(f"{path} has no token in it")
+    for number, line in enumerate(lines, 1):
+        if line in tokens and not _TOKEN.fullmatch(line):
+            raise StoreError(f"{path}: line {number} is not a token; write visible ASCII without spaces")
+    return tokens
+
+
+def listen(address: str) -> socket.socket:
+    """Open a socket that listens on `HOST:PORT`."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise StoreError(f"{address!r} is not an address to listen on; write HOST:PORT, as 127.0.0.1:8000")
+    try:
+        family, _, _, _, resolved = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(resolved[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise StoreError(f"cannot listen on {address}: {error.strerror or error}") from error
+    # Without this a body waits 40 ms until its headers are acknowledged.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Ends at the first signal, after answering the requests that are held; at the second one immediately."""
+
+    def __init__(self, config: uvicorn.Config, app: App) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # as uvicorn calls it
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._app.head.closing = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Give unfinished answers a few seconds."""
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        asyncio.get_running_loop().call_later(_END_SECONDS, self._abort)
+        await super().shutdown(sockets)
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def _configure(app: App, tls: tuple[Path, Path] | None) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        http=functools.partial(BoundedProtocol, connections=Connections()),  # type: ignore[arg-type]
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=_END_SECONDS + 2,
+        ssl_certfile=None if tls is None else tls[0],
+        ssl_keyfile=None if tls is None else tls[1],
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    try:
+        config.load()
+    except OSError as error:
+        raise StoreError(f"the certificate or its key cannot be used: {error}") from error
+    return config
+
+
+def _url(listener: socket.socket, secure: bool) -> str:
+    host, port = listener.getsockname()[:2]
+    if listener.family == socket.AF_INET6:
+        host = f"[{host}]"
+    return f"{'https' if secure else 'http'}://{host}:{port}"
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as connections need, if the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * MAX_CONNECTIONS + 256
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

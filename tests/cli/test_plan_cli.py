@@ -82,7 +82,7 @@ def test_plan_measures_once(measured: None, monkeypatch: pytest.MonkeyPatch) -> 
         calls.append(threads)
         return replace(BUILT_IN, threads=threads, origin=f"measurement {len(calls)}")
 
-    monkeypatch.setattr(importlib.import_module("sparserl.plan.measure"), "measure", quick)
+    monkeypatch.setattr(importlib.import_module("sparserl.patch.measuring"), "measure", quick)
     for more, origin, times in (
         (("--threads", 3), "measurement 1", [3]),
         (("--threads", 3), "measurement 1", [3]),

@@ -1,0 +1,145 @@
+"""Which classes of positions a GPU chooses, and the tables that it keeps for them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import sparserl
+from sparserl import codec
+from sparserl.kernels import cpu, gpu
+from sparserl.patch import capture
+from sparserl.patch import gpu_compare as device_diff
+from sparserl.weights import memory
+from sparserl.weights import on_gpu as device
+from sparserl.weights.dtypes import BY_NAME, Bits
+from sparserl.weights.local import LocalWeights
+from tests.patch.gpu.gpu_weights import (
+    CUDA,
+    gpu_tensor,
+    needs_gpu,
+    on_gpu,
+    on_host,
+    profiles_of,
+    same_bits,
+    two_versions,
+)
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+
+def renamed(weights):
+    weights["a"], weights["b"] = weights["b"], weights["a"]
+
+
+@needs_gpu
+def test_nothing_is_taken_for_what_it_was():
+    """Tables are kept from sync to sync. Weights that lie elsewhere, or are others by the same name, have their own."""
+    old, new = two_versions("bfloat16", {"a": (90, 100), "b": (90, 100)}, changes=20)
+    _, other = two_versions("bfloat16", {"a": (90, 100), "b": (90, 100)}, changes=20, seed=1)
+    more = two_versions("bfloat16", {"c": (77,)}, changes=5)
+    was, now, rollout = on_gpu(old), on_gpu(new), on_gpu(old)
+    changes = (
+        lambda: None,
+        lambda: now.update(a=gpu_tensor(other["a"])),  # another tensor of the same shape
+        lambda: setattr(rollout["b"], "data", rollout["b"].clone()),  # the same tensor in other memory
+        lambda: [renamed(weights) for weights in (was, now, rollout)],
+        lambda: [w.update({name: t.view(torch.float16) for name, t in w.items()}) for w in (was, now, rollout)],
+        lambda: [w.update(on_gpu(bits)) for w, bits in zip((was, now, rollout), (*more, more[0]), strict=True)],
+        lambda: [w.pop("a") for w in (was, now, rollout)],
+    )
+    for change in changes:
+        change()
+        patch = sparserl.diff(was, now, profile="raw", base_digest=sparserl.digest(on_host(was)))
+        assert patch.result == sparserl.digest(on_host(now))
+        patch.apply(rollout, digest=patch.base)
+        assert same_bits(rollout, now)
+        for name, tensor in was.items():
+            rollout[name].copy_(tensor)
+
+
+@needs_gpu
+def test_tables_are_kept():
+    """The same parts have the same blocks again, and few tables are kept with them; other addresses have others."""
+    old, _ = two_versions("bfloat16", {"a": (90, 100), "b": (7,)})
+    held = [LocalWeights.of(on_gpu(old)) for _ in range(12)]
+    made = []
+    for one in held:
+        (runs,) = device.groups(device.split_by_gpu(one.places, one)[1], one.table)
+        with device.on_stream(one, runs.device):
+            blocks, (side,) = runs.blocks(one.table.keys)
+        made.append((blocks, side))
+        found = side.at.cpu().numpy() * 2 + side.base.data_ptr()
+        assert np.array_equal(found, runs.address[0])
+    assert all(blocks is made[0][0] for blocks, _ in made)
+    assert len(blocks._kept) <= 8
+
+
+@needs_gpu
+def test_classes_that_do_not_pay(monkeypatch):
+    """Where telling elements apart saves nothing, `ctx` becomes `ulp`."""
+    monkeypatch.setattr(device_diff, "decide", lambda *_: (None, 0.0))
+    old, new = two_versions("bfloat16", {"w": (9000,)})
+    patch, weights = sparserl.diff(on_gpu(old), on_gpu(new), profile="ctx"), on_gpu(old)
+    assert profiles_of(patch) == {"ulp"}
+    patch.apply(weights, digest=patch.base)
+    assert same_bits(weights, new)
+
+
+@needs_gpu
+@pytest.mark.parametrize("profile", ["ulp", pytest.param("auto", marks=pytest.mark.long)])
+def test_compacted_only_where_it_is_needed(profile, monkeypatch):
+    """A patch has the same bytes whether its changes were compacted too, for other profiles, or not."""
+    old, new = map(on_gpu, two_versions("bfloat16", {"w": (9000,)}))
+    compacted, made = device_diff._Compared.compacted, []
+    monkeypatch.setattr(device_diff._Compared, "compacted", lambda self: made.append(1) or compacted(self))
+    patch = sparserl.diff(old, new, profile=profile)
+    assert not made
+    assert capture(old, new, profile=profile).encode().to_bytes() == patch.to_bytes()
+    assert made
+    monkeypatch.setattr(device_diff._Draft, "settled", False)
+    assert sparserl.diff(old, new, profile=profile).to_bytes() == patch.to_bytes()
+    assert len(made) == 2
+
+
+@needs_gpu
+def test_histograms_are_those_of_the_cpu():
+    """The keys of a sample are counted as the CPU counts them, so that classes are the same."""
+    for name, shift in (("bfloat16", 6), ("int32", 20), ("float8_e4m3fn", 0)):
+        old, _ = two_versions(name, {"a": (5000,), "b": (3,), "c": (900,)})
+        dtype, held = BY_NAME[name], LocalWeights.of(on_gpu(old))
+        (runs,) = device.groups(device.split_by_gpu(held.places, held)[1], held.table)
+        blocks, (side,) = runs.blocks(held.table.keys)
+        kind = 0 if dtype.sign_magnitude else 1
+        every, row = np.array([3, 2]), np.array([0, 0, 1])
+        found = gpu.cells.key_histogram(blocks, side, kind, row, every, np.array([shift, shift])).cpu().numpy()
+        sample, keep = codec.ctx.magnitude(dtype)
+        for r, parts in enumerate((["a", "b"], ["c"])):
+            wanted = np.zeros(512, np.int64)
+            address = np.array([old[p].array.ctypes.data for p in parts])
+            numel = np.array([old[p].array.size for p in parts])
+            cpu.classes.key_histogram(sample, address, numel, keep, np.uint64(shift), int(every[r]), wanted)
+            assert np.array_equal(found[r], wanted)
+
+
+@needs_gpu
+def test_classes_are_chosen(monkeypatch):
+    """Where small weights change and large ones do not, classes pay, and what is chosen says so."""
+    monkeypatch.undo()
+    if not CUDA:
+        monkeypatch.setattr(memory, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(device_diff, "FEW_CHANGES", 0)
+    monkeypatch.setattr("sparserl.plan.classes._TABLE_BITS", 0)  # there are few changes to pay for tables
+    rng = np.random.default_rng(0)
+    value = rng.normal(0, 0.02, 30000).astype(np.float32)
+    old = (value.view(np.uint32) >> 16).astype(np.uint16)
+    new = old.copy()
+    new[rng.permutation(np.flatnonzero(abs(value) < 0.001))[:64]] += 1
+    was, now = ({"w": Bits(bits, BY_NAME["bfloat16"])} for bits in (old, new))
+    mine, theirs = sparserl.diff(on_gpu(was), on_gpu(now)), sparserl.diff(was, now)
+    assert profiles_of(mine) == profiles_of(theirs) == {"ctx"}
+    assert mine.heads[0].estimates == theirs.heads[0].estimates
+    weights = on_gpu(was)
+    mine.apply(weights)
+    assert same_bits(weights, now)

@@ -1,0 +1,106 @@
+"""Baselines, tracking and a session with weights on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import sparserl
+from sparserl.session.baseline import NoBaseline, choose
+from sparserl.weights.dtypes import Bits
+from tests.patch.gpu.gpu_weights import DEVICE, TWO, needs_gpu, on_gpu, on_host, same_bits, two_versions
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+
+class Model(torch.nn.Module):
+    """A few parameters on the device."""
+
+    def __init__(self, weights):
+        super().__init__()
+        for name, tensor in on_gpu(weights).items():
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+@needs_gpu
+def test_published_and_followed(tmp_path):
+    """A trainer with its baseline on the device, and a module there that follows it over a store."""
+    one, two = two_versions("bfloat16", {"w": (300, 9), "v": (70,)}, changes=9)
+    _, other = two_versions("bfloat16", {"w": (300, 9), "v": (70,)}, changes=9, seed=1)
+    trainer, rollout = Model(one), Model(other)
+    publisher = sparserl.Publisher(
+        tmp_path.as_uri(), sparserl.sources.module(trainer), baseline="device", profile="ctx"
+    )
+    subscriber = sparserl.Subscriber(tmp_path.as_uri(), sparserl.targets.module(rollout))
+    publisher.publish()
+    assert "where the weights are" in publisher.baseline
+    subscriber.goto(None)
+    assert same_bits(rollout.state_dict(), one)
+    for weights in (two, one):
+        with torch.no_grad():
+            for name, tensor in on_gpu(weights).items():
+                getattr(trainer, name).copy_(tensor)
+        publisher.publish()
+        subscriber.goto(None)
+        assert same_bits(rollout.state_dict(), weights)
+
+
+@pytest.mark.long
+@needs_gpu
+def test_baselines():
+    """A baseline lies where the weights are, and moves on there; weights in host memory have theirs in host memory."""
+    old, new = two_versions("bfloat16", TWO)
+    weights = on_gpu(old) | {"near": np.zeros(9, np.float32)}
+    kept, words = choose(weights, kind="device")
+    assert "where the weights are" in words
+    assert all(isinstance(bits, Bits) == (name == "near") for name, bits in kept.weights.items())
+    for name, tensor in on_gpu(new).items():
+        weights[name].copy_(tensor)
+    weights["near"][3] = 1.0
+    found = kept.capture(weights)
+    patch = found.encode()
+    kept.advance(patch, found)
+    assert same_bits({name: kept.weights[name] for name in new}, new)
+    assert kept.digest == sparserl.digest(weights)
+    _, words = choose(on_host(old), kind="device")
+    assert "in host memory" in words
+
+
+@needs_gpu
+@pytest.mark.parametrize("mastered", [True, False])
+def test_tracked(mastered, nothing_leaves_the_gpu):
+    """Steps on a device are marked there: the changes of each and no others, and how the sums moved with them."""
+    old, _ = two_versions("bfloat16", {"w": (30, 40), "v": (70,), "tied": (50,)})
+    for bits in old.values():
+        bits.array[...] &= 0xBFFF  # neither NaNs nor infinities
+    model = Model(old)
+    model.twin = model.tied
+    params = dict(model.named_parameters())
+    masters = {p: p.detach().float() for p in params.values()} if mastered else {}
+    written = [*masters.values()] if mastered else [*params.values()]
+    source = sparserl.sources.track(None, model, params=written, masters=masters)
+    kept = NoBaseline(source.weights())
+    source.committed()
+    seen = on_host(model.state_dict())
+    marked = {name: np.zeros(bits.array.shape, bool) for name, bits in seen.items()}
+    rng, rollout = np.random.default_rng(0), on_gpu(seen)
+    for _ in range(2):
+        with source.step(), torch.no_grad():
+            for tensor in written:
+                flat = tensor.view(-1)
+                where = torch.from_numpy(rng.permutation(flat.numel())[:9])
+                flat[where.to(DEVICE)] = flat[where.to(DEVICE)] * 2 + 1
+        now = on_host(model.state_dict())
+        for name, bits in now.items():
+            marked[name] |= bits.array != seen[name].array
+        seen = now
+    shards = source.weights()
+    for part in shards.parts:
+        assert np.array_equal(part.marks.between(0, part.region.numel), np.flatnonzero(marked[part.tensor]))
+    found = kept.capture(shards)
+    patch = found.encode()
+    assert patch.changed == sum(map(np.count_nonzero, marked.values()))
+    rollout["twin"] = rollout["tied"]
+    patch.apply(rollout)
+    assert same_bits(rollout, seen)

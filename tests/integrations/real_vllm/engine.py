@@ -12,7 +12,7 @@ SMALL = {"max_model_len": 96, "block_size": 32, "kv_cache_memory_bytes": 16 << 2
 
 
 def start(folder, ranks=1, **options):
-    """An engine on a model; sparserl must not be imported before it is there (see `sparserl_vllm`)."""
+    """An engine on a model; no kernel of sparserl may be loaded before it (see `integrations.vllm_plugin`)."""
     from vllm import LLM
 
     assert ranks > 1 or "llvmlite" not in sys.modules

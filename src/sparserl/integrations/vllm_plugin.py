@@ -1,7 +1,7 @@
-"""What vLLM calls in each of its processes (entry point `vllm.general_plugins`): makes the backend `sparserl` known.
+"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`).
 
-It stands apart from `sparserl` and imports nothing of it: that brings Numba with it, and vLLM 0.32 on a CPU cannot
-start a worker in a process where llvmlite is loaded already.
+It registers the weight-transfer backend `sparserl` and imports neither torch nor Numba: vLLM 0.32 on a CPU cannot start
+a worker in a process that has loaded llvmlite.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 
 def register() -> None:
-    """Register both sides of the backend; they are imported when they are asked for."""
+    """Register both sides of the backend. vLLM imports them when they are first used."""
     from vllm.distributed.weight_transfer import factory
 
     for registry, module, name in (
@@ -26,10 +26,10 @@ def register() -> None:
 
 
 def keep_cpu_weights() -> None:
-    """Have vLLM's CPU backend compute with weights as they were loaded.
+    """Make vLLM's CPU backend compute with the weights as they were loaded.
 
-    It would pack them for oneDNN or AMX otherwise, and keep nothing that changes could be written into. vLLM has no
-    option for it.
+    By default it packs them for oneDNN or AMX and keeps nothing that changes could be written to. vLLM has no option
+    for this.
     """
     import torch
     import vllm._custom_ops as ops

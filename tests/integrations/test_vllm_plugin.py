@@ -1,0 +1,76 @@
+"""The entry point of vLLM: what it registers, and what it must not load. A stand-in takes the place of vLLM."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import sparserl
+
+SRC = Path(sparserl.__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+
+FACTORY = """
+class Registry:
+    def __init__(self):
+        self.engines = {}
+
+    def register_engine(self, backend, module, name):
+        if backend in self.engines:
+            raise ValueError(backend)
+        self.engines[backend] = module, name
+
+
+WeightTransferEngineFactory = Registry()
+WeightTransferTrainerFactory = Registry()
+"""
+
+PROGRAM = """
+import importlib, sys
+module, _, name = sys.argv[1].partition(":")
+register = getattr(importlib.import_module(module), name)
+register()
+register()
+from vllm.distributed.weight_transfer import factory
+print(factory.WeightTransferEngineFactory.engines, factory.WeightTransferTrainerFactory.engines)
+print([name for name in ("torch", "numba", "llvmlite", "triton") if name in sys.modules])
+"""
+
+
+def entry_point() -> str:
+    """What `vllm.general_plugins` names."""
+    section = (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."vllm.general_plugins"]')[2]
+    match = re.match(r'\s*sparserl = "([^"]+)"', section)
+    assert match is not None
+    return match[1]
+
+
+def test_the_plugin_registers_both_sides_and_loads_no_kernels(tmp_path: Path) -> None:
+    """Called twice it registers each side once, and a process with it has loaded neither torch nor a compiler."""
+    package = tmp_path / "vllm" / "distributed" / "weight_transfer"
+    package.mkdir(parents=True)
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").write_text("")
+    (package / "factory.py").write_text(FACTORY)
+    env = {**os.environ, "PYTHONPATH": f"{SRC}:{tmp_path}"}
+    env.pop("SPARSERL_VLLM_CPU", None)
+    program = subprocess.run(
+        [sys.executable, "-c", PROGRAM, entry_point()], env=env, capture_output=True, text=True, check=False
+    )
+    assert program.returncode == 0, program.stderr
+    registered, loaded = program.stdout.splitlines()
+    assert registered == (
+        "{'sparserl': ('sparserl.integrations.vllm', 'SparserlEngine')} "
+        "{'sparserl': ('sparserl.integrations.vllm_trainer', 'SparserlTrainer')}"
+    )
+    assert loaded == "[]"
+
+
+def test_what_is_registered_exists() -> None:
+    """Both classes are defined in the files that the plugin names."""
+    folder = SRC / "sparserl" / "integrations"
+    assert "class SparserlEngine(" in (folder / "vllm.py").read_text()
+    assert "class SparserlTrainer(" in (folder / "vllm_trainer.py").read_text()

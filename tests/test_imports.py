@@ -57,6 +57,7 @@ KNOWN_UPWARD: set[tuple[str, str]] = {
     ("session.store.subscriber", "session.group.subscriber"),
 }
 KNOWN_LONG: set[str] = {"cli.session", "patch.apply", "session.store.publisher"}
+KNOWN_HIDDEN: set[str] = {"cli.doctor", "cli.plan", "cli.report", "cli.serve", "codec.profile"}
 MOST_LINES = 500
 
 # Neither `import sparserl` nor `sparserl --help` needs any of these; a session or a kernel loads its own.
@@ -92,6 +93,26 @@ def test_all_public_names_load_without_kernels_or_torch():
     """Every public name can be looked at, and subclassed, before a kernel is compiled or torch is there."""
     names = loaded("import sparserl\nfor name in sparserl.__all__: getattr(sparserl, name)")
     assert names.isdisjoint({"numba", "llvmlite", "triton", "torch", "transformers", "obstore", "typer", "rich"})
+
+
+def test_no_module_is_hidden_behind_another_name():
+    """`import sparserl.a.b as b` gives the module, in every package: no function or class there has its name."""
+    code = """
+import importlib, json, pkgutil, sparserl
+from types import ModuleType
+
+def hidden(package):
+    offered = {*vars(package), *getattr(package, "__all__", ())}
+    for info in pkgutil.iter_modules(package.__path__):
+        name = f"{package.__name__}.{info.name}"
+        if info.name in offered and not isinstance(getattr(package, info.name), ModuleType):
+            yield name
+        if info.ispkg:
+            yield from hidden(importlib.import_module(name))
+
+print(json.dumps(list(hidden(sparserl))))
+"""
+    assert {name.removeprefix("sparserl.") for name in json.loads(run(code))} == KNOWN_HIDDEN
 
 
 def test_working_without_torch():

@@ -35,6 +35,18 @@ def default_threads() -> int:
         return min(16, os.cpu_count() or 1)
 
 
+def require_threads(threads: int | None) -> None:
+    """Refuse what is not a number of threads; None stands for `default_threads`."""
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+        raise SparserlError(f"threads is {threads!r}; it must be an integer, 1 or more, or None to use every core")
+
+
+def thread_count(threads: int | None) -> int:
+    """How many threads to use: so many, or where none are given `default_threads`."""
+    require_threads(threads)
+    return default_threads() if threads is None else threads
+
+
 class _Pool:
     """Threads that do what came first, but urgent work before any other."""
 
@@ -88,7 +100,12 @@ def ordered(
     Threads are shared. What is `urgent` does not wait for other work that nobody has begun: a bucket should be on its
     way before more weights are compared.
     """
-    threads = threads or default_threads()
+    return _ordered(work, items, thread_count(threads), ahead, urgent)  # checked here, not when results are asked for
+
+
+def _ordered(
+    work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int | None, urgent: bool
+) -> Iterator[R]:
     if threads == 1:
         yield from map(work, items)
         return

@@ -59,12 +59,12 @@ def plan(
     For each: the bytes sent, the seconds of each stage (find and encode, send, decode and apply) and of all together,
     and the link speed above which sending all weights is faster.
     """
-    from ..parallel import default_threads
+    from ..parallel import thread_count
     from ..plan import Link, Speeds, predict
 
     way = _option("--link / --latency", lambda: Link.parse(link, latency))
     question = _question(params, density, dtype, patch, bits or [])
-    count = threads or default_threads()
+    count = thread_count(threads)
     speeds = (None if measure else Speeds.load(count)) or _measured(count)
     estimates = predict(question.elements, question.width, question.density, way, speeds, question.bits)
     if json:

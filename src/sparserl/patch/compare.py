@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .. import plan
 from ..errors import TensorMismatch
 from ..kernels import cpu
-from ..parallel import Progress, default_threads, ordered
+from ..parallel import Progress, default_threads, ordered, thread_count
 from ..plan import Changes, Chooser, Dense, Draft, Link, Speeds, estimate
 from ..weights.batches import Batch, batches
 from ..weights.digest import Digest, sums, table_digest
@@ -219,7 +219,7 @@ class _Difference:
 def _chooser(link: Link | str, threads: int | None) -> Chooser:
     """What picks profiles for a link, by what is known of this machine."""
     there = Link.parse(link) if isinstance(link, str) else link
-    return Chooser(there, Speeds.known(threads or default_threads()))
+    return Chooser(there, Speeds.known(thread_count(threads)))
 
 
 class _Search:

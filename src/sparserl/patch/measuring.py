@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..codec import PROFILES
-from ..parallel import Progress, default_threads, ordered
+from ..parallel import Progress, ordered, thread_count
 from ..plan import Speed, Speeds, Work
 from ..weights.digest import Digest, digest
 from ..weights.dtypes import BY_NAME, Bits
@@ -42,7 +42,7 @@ def measure(
     Each thread works on weights of its own, as it does when a model has many buckets. They should be larger than the
     caches, as models are. `progress` is called with the dense bytes just worked on; `work_bytes` says how many come.
     """
-    threads = threads or default_threads()
+    threads = thread_count(threads)
     tick: Progress = progress or (lambda _done: None)
     elements = megabytes * 10**6 // 2 // threads
     nbytes = 2 * elements * threads

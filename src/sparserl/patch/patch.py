@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..codec import Reader
 from ..codec.profile import Room, empty
 from ..files import replacing
-from ..parallel import Progress, default_threads, ordered
+from ..parallel import Progress, ordered, thread_count
 from ..weights.boxes import Places
 from ..weights.digest import Digest
 from ..weights.local import LocalWeights
@@ -185,7 +185,7 @@ class Patch:
 
         Checksums are found on a few threads, where they take longer than these cost.
         """
-        few = min(_FEW, threads or default_threads()) if self.nbytes > self.buckets * _LARGE else 1
+        few = min(_FEW, thread_count(threads)) if self.nbytes > self.buckets * _LARGE else 1
         named = self.ready() if which is None else which
         for index, body in ordered(lambda i: (i, None if i in self._opened else self._body(i)), named, few):
             head, reader = self._parsed(index, body)

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from .background import BackgroundPublish
 from .callbacks import Callback
+from .group.publisher import GroupPublisher
+from .group.relay import Relay
+from .group.subscriber import GroupSubscriber
 from .report import SyncReport
 from .store.publisher import Publisher
 from .store.subscriber import Subscriber
 
-__all__ = ["Callback", "Publisher", "Subscriber", "SyncReport"]
+__all__ = [
+    "BackgroundPublish",
+    "Callback",
+    "GroupPublisher",
+    "GroupSubscriber",
+    "Publisher",
+    "Relay",
+    "Subscriber",
+    "SyncReport",
+]

@@ -1,7 +1,7 @@
-"""One publish in the background: at most one in flight, and what went wrong with it is raised by the next call.
+"""A publish in the background: at most one at a time, and what went wrong with it is never lost.
 
-A script may end while its last publish is in flight. The interpreter then waits for it, for a while; if it fails, or
-takes longer, that is said on stderr and the process ends with exit code 1.
+A script may end while its last publish is running. The interpreter then waits for it, for a while; if it fails, or
+takes longer, that is printed on stderr and the process ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -13,78 +13,136 @@ import sys
 import threading
 from collections.abc import Callable
 
+from ..errors import SessionError
 from .report import SyncReport
 
 EXIT_SECONDS = 300.0  # that the end of a process waits for a publish
-_PATIENCE = 2.0  # seconds of that in silence
-_in_flight: set[Flight] = set()
+_SILENT_SECONDS = 2.0  # of these, before it says that it waits
+_pending: set[BackgroundPublish] = set()  # of this process: running, or failed and not yet reported
 
 
-class Flight:
-    """Work on a thread of its own, whose report or failure is handed over once."""
+class BackgroundPublish:
+    """A publish that runs while the trainer goes on: what `publish_in_background` returns.
+
+    Nothing has to be done with it. The publisher's next call waits for it, and so do `close` and the end of the
+    process; each of them raises or reports its error, unless `result` has raised it before.
+
+    >>> import numpy as np, sparserl, tempfile
+    >>> weights = {"w": np.zeros(1000, np.float32)}
+    >>> publisher = sparserl.Publisher(f"file://{tempfile.mkdtemp()}", weights)
+    >>> background = publisher.publish_in_background()
+    >>> weights["w"][7] = 1  # belongs to the next version
+    >>> background.result().version
+    0
+    >>> background.done()
+    True
+    """
+
+    def __init__(self, work: Callable[[], SyncReport]) -> None:
+        self._process = os.getpid()
+        self._finished = threading.Event()
+        self._report: SyncReport | None = None
+        self._failure: BaseException | None = None
+        self._is_reported = False
+        threading.Thread(target=self._run, args=(work,), name="sparserl-publish", daemon=True).start()
+        _pending.add(self)
+
+    def done(self) -> bool:
+        """Whether the publish has ended, well or not."""
+        return self._finished.is_set()
+
+    def result(self, timeout: float | None = None) -> SyncReport:
+        """Wait for the publish to end.
+
+        Args:
+            timeout: How many seconds to wait at most; None to wait as long as it takes.
+
+        Returns:
+            The report of the version that was published.
+
+        Raises:
+            TimeoutError: The publish is still running after `timeout` seconds.
+            SparserlError: The publish failed; this is the error that `publish` would have raised.
+        """
+        if self._process != os.getpid():
+            raise SessionError("the publish runs in the process that this one was forked from")
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"the publish is still running after {timeout:g} s")
+        self._is_reported = True
+        _pending.discard(self)
+        if self._failure is not None:
+            raise self._failure
+        assert self._report is not None
+        return self._report
+
+    def finish(self) -> None:
+        """Wait for the publish to end, and raise its error unless that was done before."""
+        if self._process == os.getpid():
+            self._finished.wait()
+            if not self._is_reported:
+                self.result()
+
+    def problem_at_exit(self) -> str | None:
+        """Wait for the publish to end, but not for ever; what went wrong with it, if anything did."""
+        if not self._finished.wait(_SILENT_SECONDS):
+            _print(f"a publish is running; waiting for it for up to {EXIT_SECONDS:.0f} s")
+            self._finished.wait(EXIT_SECONDS - _SILENT_SECONDS)
+        if not self.done():
+            return f"a publish was still running {EXIT_SECONDS:.0f} s after the script had ended, and was abandoned"
+        if self._failure is not None:
+            return f"a publish in the background failed: {type(self._failure).__name__}: {self._failure}"
+        return None
+
+    def _run(self, work: Callable[[], SyncReport]) -> None:
+        try:
+            self._report = work()
+        except BaseException as error:  # noqa: BLE001  # raised again by `result`
+            self._failure = error
+        finally:
+            self._finished.set()
+
+
+class BackgroundSlot:
+    """The place for the one publish that a publisher may have in the background."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._report: SyncReport | None = None
+        self._publish: BackgroundPublish | None = None
 
-    def launch(self, work: Callable[[], SyncReport]) -> None:
-        """Do the work in the background; what flew before must have been settled."""
+    def start(self, work: Callable[[], SyncReport]) -> BackgroundPublish:
+        """Do the work in the background; the publish before it must have been finished."""
+        self._publish = BackgroundPublish(work)
+        return self._publish
 
-        def fly() -> None:
-            try:
-                self._report = work()
-            except BaseException as error:  # noqa: BLE001  # raised again by `settle`
-                self._failure = error
-
-        thread = threading.Thread(target=fly, name="sparserl-publish", daemon=True)
-        thread.start()
-        self._thread = thread
-        _in_flight.add(self)
-
-    def settle(self) -> SyncReport | None:
-        """Wait for what is in flight; returns its report, or raises what went wrong with it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        _in_flight.discard(self)
-        failure, self._failure = self._failure, None
-        report, self._report = self._report, None
-        if failure is not None:
-            raise failure
-        return report
-
-    def trouble_at_exit(self) -> str | None:
-        """Wait for what is in flight, but not for ever; what went wrong with it, if anything did."""
-        assert self._thread is not None
-        self._thread.join(_PATIENCE)
-        if self._thread.is_alive():
-            _say(f"a publish is in flight; waiting for it up to {EXIT_SECONDS:.0f} s")
-            self._thread.join(EXIT_SECONDS - _PATIENCE)
-        if self._thread.is_alive():
-            return f"a publish was in flight for {EXIT_SECONDS:.0f} s at exit, and was given up"
-        if self._failure is not None:
-            return f"the publish that was in flight failed: {type(self._failure).__name__}: {self._failure}"
-        return None
+    def finish(self) -> None:
+        """Wait for the publish in the background, if there is one, and raise its error unless that was done before."""
+        publish = self._publish
+        if publish is None:
+            return
+        try:
+            publish.finish()
+        finally:
+            if publish.done():  # not so after an interrupt: then the next call waits again
+                self._publish = None
 
 
 def _finish_at_exit() -> None:
     """Let no publish be lost because nobody has waited for it."""
-    troubles = [trouble for flight in list(_in_flight) if (trouble := flight.trouble_at_exit()) is not None]
-    if not troubles:
+    problems = [problem for publish in list(_pending) if (problem := publish.problem_at_exit()) is not None]
+    if not problems:
         return
-    for trouble in troubles:
-        _say(f"error: {trouble}")
+    for problem in problems:
+        _print(f"error: {problem}")
     atexit._run_exitfuncs()  # noqa: SLF001  # `os._exit`, which alone can set the exit code here, would skip them
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
 
 
-def _say(text: str) -> None:
-    print(f"sparserl: {text}", file=sys.stderr, flush=True)  # noqa: T201  # nobody is left to be told in another way
+def _print(text: str) -> None:
+    print(f"sparserl: {text}", file=sys.stderr, flush=True)  # noqa: T201  # there is no caller left to raise to
 
 
 # Plain exit handlers run when pools of threads take no more work, and a publish needs some. These run before that, the
 # one that was registered last before all others.
 threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]  # noqa: SLF001
+os.register_at_fork(after_in_child=_pending.clear)  # a child has none of its parent's threads

@@ -6,18 +6,21 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ChecksumMismatch, CommitFailed, SessionError, SparserlError
-from ..parallel import uninterrupted
+from ..errors import ChecksumMismatch, CommitFailed, SessionError, SparserlError, WeightsError
+from ..parallel import require_threads, uninterrupted
 from ..targets import Change, Prepared, Target, module
 from ..weights.digest import Digest, digest
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
 from .callbacks import Callback, Callbacks
+from .options import CommitHooks
 from .report import SyncReport
+
+Targets = Target | Weights | Sequence[Target | Weights]
 
 
 @dataclass(frozen=True)
@@ -43,26 +46,21 @@ class Receiver(ABC):
     """Targets that change together or not at all, and the version that they hold.
 
     Several threads may call it: their calls take turns. `follow` waits for versions without keeping others waiting.
-
-    before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
-        worked, if `before` did.
-    audit_every: after so many commits all bits of the targets are read and compared with the digest.
-    callbacks: are told what was committed, and what went wrong.
     """
 
     def __init__(
         self,
-        target: Target | Weights | Sequence[Target | Weights],
-        before: Callable[[], None] | None,
-        after: Callable[[], None] | None,
-        audit_every: int | None,
+        targets: Targets,
+        hooks: CommitHooks,
         threads: int | None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        several = target if isinstance(target, Sequence) else [target]
-        self.targets = [_as_target(t, threads) for t in several]
-        self._before, self._after, self.threads = before, after, threads
-        self._audit_every, self._commits = audit_every, 0
+        require_threads(threads)
+        several = targets if isinstance(targets, Sequence) else [targets]
+        self.targets = [_as_target(target, threads) for target in several]
+        self.threads = threads
+        self._hooks = hooks
+        self._commits = 0
         self._callbacks = Callbacks(callbacks)
         self._table: TensorTable | None = None
         self._held: Held | None = None
@@ -97,20 +95,21 @@ class Receiver(ABC):
         if staged is None:
             raise SessionError("nothing is staged; call stage() first")
         started = time.perf_counter()
-        if self._before is not None:
-            self._before()  # what is staged stays so if this raises
+        if self._hooks.before is not None:
+            self._hooks.before()  # what is staged stays so if this raises
         try:
             self._require_free_locks()
             self._commit(staged)
         finally:
             staged.report.seconds["commit"] = time.perf_counter() - started
             try:
-                if self._after is not None:
-                    self._after()
+                if self._hooks.after is not None:
+                    self._hooks.after()
             finally:
                 if self._held == staged.held:
                     self._settle(staged)
-        if self._audit_every and self._commits % self._audit_every == 0:
+        audit_every = self._hooks.audit_every
+        if audit_every is not None and self._commits % audit_every == 0:
             self.audit()
         return staged.report
 
@@ -227,5 +226,9 @@ class Receiver(ABC):
 
 def _as_target(target: Any, threads: int | None) -> Target:
     """A target as it is; a torch module or a mapping as live weights."""
-    found: Target = target if callable(getattr(target, "prepare", None)) else module(target, threads)
-    return found
+    if callable(getattr(target, "prepare", None)):
+        live: Target = target
+        return live
+    if isinstance(target, Mapping) and not target:
+        raise WeightsError("a target is an empty mapping; it must hold at least one tensor")
+    return module(target, threads)

@@ -5,7 +5,7 @@ will do or an anchor must come first; buckets are broadcast while the next ones 
 all commit, or none. The publisher's baseline moves on when every rank has committed.
 
 The group must be one of its own (`torch.distributed.new_group`): nothing else may use it. When a rank joins, or one
-is lost, build a new group and new objects over it: `CollectivePublisher(..., previous=old)` goes on with the run, and
+is lost, build a new group and new objects over it: `GroupPublisher(..., previous=old)` goes on with the run, and
 whoever does not hold its baseline gets an anchor first.
 """
 
@@ -16,11 +16,10 @@ import itertools
 import secrets
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ... import plan
 from ...errors import PeerLost, SessionError, SparserlError
 from ...parallel import Progress
 from ...patch import Captured
@@ -33,9 +32,10 @@ from ...weights.local import LocalWeights as AtHand
 from ...weights.memory import Weights
 from ...weights.shards import Shards, dump_places, load_places, require_whole
 from ...weights.table import TensorTable
-from ..background import Flight
+from ..background import BackgroundPublish, BackgroundSlot
 from ..baseline import HostBaseline
 from ..callbacks import Callback, Callbacks
+from ..options import EncodingOptions, require_source, require_timeout, require_writers
 from ..report import SyncReport, Watch
 from ..store import transfer
 from . import rounds
@@ -108,26 +108,47 @@ class _Taken:
         return self.baseline.digest if self.patch is None else self.patch.ends()[1]
 
 
-class CollectivePublisher:
-    """Publishes the versions of one run to all other ranks of a process group.
+class GroupPublisher:
+    """Publishes the versions of one run to all other ranks of a process group: no store is needed.
 
-    source: the weights, which may change between calls; a sharded trainer's writers hand over `Shards`.
-    process_group: a group that nothing else uses. Its ranks are counted inside it.
-    writers: the ranks that publish, the first of which leads; all others receive. Every writer calls `publish`.
-    previous: the publisher on a group that this one replaces: its run, version and baseline are taken over.
-    files: what travels with an anchor (config, tokenizer), by name.
-    timeout: seconds that any single wait may take: for a rank to come, for a frame, for a rank to stage or commit.
-    callbacks: are told what was published, and what went wrong; see `sparserl.metrics`.
-    device: where frames lie while they are broadcast; "cuda" for NCCL.
+    >>> import numpy as np, sparserl, tempfile, torch.distributed as dist
+    >>> store = dist.FileStore(f"{tempfile.mkdtemp()}/group", 1)
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # others would receive
+    >>> with sparserl.GroupPublisher(dist.group.WORLD, {"w": np.zeros(9, np.float32)}) as publisher:
+    ...     publisher.publish().version
+    0
+    >>> dist.destroy_process_group()
+
+    Args:
+        process_group: A `torch.distributed` group that nothing else uses; None for the group of all ranks. Ranks are
+            counted inside it.
+        source: The weights, which may change between calls: a mapping from names to tensors or arrays, the `Shards` of
+            one rank, or a source such as `sparserl.sources.module(model)`.
+        writers: The ranks that publish, the first of which leads; all others receive. Every writer calls `publish`.
+        previous: The publisher on a group that this one replaces: its run, version and baseline are taken over.
+        files: Files that travel with an anchor (config, tokenizer), by name.
+        profile: How patches are encoded: `raw`, `gap`, `ulp`, `ctx`, or `auto`, which takes the smallest or, with
+            `link`, the quickest.
+        link: The bandwidth between the ranks, such as `25Gbit`, by which `auto` chooses.
+        timeout: How many seconds any single wait may take: for a rank to come, for a bucket, for a rank to stage or
+            commit.
+        threads: How many threads to use; None for one a core.
+        progress: Called with the number of bytes whenever some have been compared.
+        callbacks: What is told about every publish, and about what went wrong; see `sparserl.metrics`.
+        device: The torch device that buckets are broadcast from; `cuda` for NCCL.
+
+    Raises:
+        SessionError: An option cannot be used, or this rank is not among the writers.
+        WeightsError: The source has no tensors, or is no source.
     """
 
     def __init__(
         self,
-        source: Source | Weights | Shards,
         process_group: Any,
+        source: Source | Weights | Shards,
         *,
         writers: Sequence[int] = (0,),
-        previous: CollectivePublisher | None = None,
+        previous: GroupPublisher | None = None,
         files: Mapping[str, bytes] | None = None,
         profile: str = "auto",
         link: str | None = None,
@@ -137,22 +158,32 @@ class CollectivePublisher:
         callbacks: Sequence[Callback] = (),
         device: str = "cpu",
     ) -> None:
-        plan.candidates(profile)  # raises here, not in the middle of a publish
+        require_source(source)
+        require_timeout("timeout", timeout)
+        self._source = source
+        self._files = dict(files or {})
+        self._encoding = EncodingOptions(profile, link, threads, progress)
+        self._callbacks = Callbacks(callbacks)
+        self._background = BackgroundSlot()
         self._line = Line(process_group, timeout, device)
         self.writers = tuple(writers)
+        require_writers(self.writers, self._line.size)
         if self._line.rank not in self.writers:
             raise SessionError(f"rank {self._line.rank} is not among the writers {self.writers}")
-        self._source, self._files = source, dict(files or {})
-        self._profile, self._link, self._threads, self._progress = profile, link, threads, progress
-        self._flight = Flight()
-        self._callbacks = Callbacks(callbacks)
-        self._run, self._created = secrets.token_hex(8), time.time()
+        self._run = secrets.token_hex(8)
+        self._created = time.time()
         self._now: _Baseline | None = None
         self._last = -1  # the last version that some rank may have committed
         if previous is not None:
-            previous.stop()
-            self._run, self._created = previous._run, previous._created  # noqa: SLF001  # of the same class
-            self._now, self._last = previous._now, previous._last  # noqa: SLF001
+            self._take_over(previous)
+
+    def _take_over(self, previous: GroupPublisher) -> None:
+        """Go on with the run of the publisher on a group that was replaced."""
+        previous.stop()
+        self._run = previous._run  # of the same class
+        self._created = previous._created
+        self._now = previous._now
+        self._last = previous._last
 
     @property
     def run(self) -> str | None:
@@ -164,58 +195,77 @@ class CollectivePublisher:
         """The newest version that every rank has committed; None before the first."""
         return None if self._now is None else self._now.version
 
-    def publish(self, wait: bool = True) -> SyncReport | None:
+    def publish(self) -> SyncReport:
         """Publish the weights as they are now, as the next version: on return every rank has committed it.
 
-        Where a rank cannot stage it, nobody commits; where one cannot commit it, the next publish brings it back. Both
-        raise, with the rank in the message, and so does a rank that hangs or is gone (`PeerLost`).
+        Where a rank cannot stage it, nobody commits; where one cannot commit it, the next publish brings it back.
 
-        With `wait=False`, returns None as soon as the changes are captured: the trainer may go on while they are
-        encoded and sent. The next call, or `settle`, waits for that and raises what went wrong with it.
+        Returns:
+            What was published, how large it is, and how long each stage took.
+
+        Raises:
+            PeerLost: A rank hangs, is gone, or did not come; the message names it.
+            SessionError: A rank could not stage or commit; the message names it.
+            SparserlError: Something else went wrong, perhaps with an earlier publish in the background.
         """
+        return self._capture()()
+
+    def publish_in_background(self) -> BackgroundPublish:
+        """Publish the weights as they are now, and return as soon as the changes are captured.
+
+        The trainer may go on while the changes are encoded and sent. The next call of the publisher waits for that,
+        and raises what went wrong with it.
+
+        Returns:
+            The publish that is running; its `result()` waits for the report.
+
+        Raises:
+            SparserlError: The changes could not be captured, or an earlier publish in the background failed.
+        """
+        return self._background.start(self._capture())
+
+    def _capture(self) -> Callable[[], SyncReport]:
+        """Take all that a publish needs of the weights, which may change from now on; returns what is left to do."""
         counts = _calls.setdefault(self._line.group, {})
         call = counts[self.writers] = counts.get(self.writers, 0) + 1
-        self.settle()
+        self._background.finish()
         self._line.require()
         watch = Watch()
         with self._callbacks.failures("publish"):
             taken = self._take(call, watch)
-        lead = self._line.rank == self.writers[0]
+        leads = self._line.rank == self.writers[0]
 
-        def work() -> SyncReport:
+        def complete() -> SyncReport:
             with self._callbacks.failures("publish"):
-                report = (self._lead if lead else self._go_along)(taken, watch)
+                report = self._lead(taken, watch) if leads else self._go_along(taken, watch)
             self._callbacks.published(report)
             return report
 
-        if wait:
-            return work()
-        self._flight.launch(work)
-        return None
-
-    def settle(self) -> SyncReport | None:
-        """Wait for a publish that is in flight; returns its report, or raises what went wrong with it."""
-        return self._flight.settle()
+        return complete
 
     def stop(self) -> None:
-        """Wait for what is in flight, whatever becomes of it, and let go of the group without a word."""
+        """Wait for a publish in the background, whatever becomes of it, and let go of the group without a word."""
         try:
-            self.settle()
+            self._background.finish()
         except SparserlError:
             pass  # it was the group's last, and the group is being replaced
         finally:
             self._line.close()
 
     def close(self) -> None:
-        """Wait for what is in flight, tell the subscribers that this was all, and let go of the group."""
+        """Wait for a publish in the background, tell the subscribers that this was all, and let go of the group.
+
+        Raises:
+            SparserlError: The publish in the background failed, and nobody was told yet.
+        """
         try:
-            self.settle()
+            self._background.finish()
         finally:
             if self._line.broken is None and self._line.rank == self.writers[0]:
                 rounds.close_rounds(self._line)
             self._line.close()
 
-    def __enter__(self) -> CollectivePublisher:
+    def __enter__(self) -> GroupPublisher:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -228,22 +278,22 @@ class CollectivePublisher:
         weights = weights_of(self._source)
         if (now := self._now) is None:
             with watch.stage("capture"):
-                fresh = _Baseline.of(HostBaseline(weights, threads=self._threads))
+                fresh = _Baseline.of(HostBaseline(weights, threads=self._encoding.threads))
             return _Taken(call, fresh, None, None)
         with watch.stage("find"):
-            options: Any = {"profile": self._profile, "threads": self._threads, "progress": self._progress}
+            options: Any = {"profile": self._encoding.profile, "threads": self._encoding.threads, "progress": self._encoding.progress}
             found = now.bits.capture(weights, **options)
         with watch.stage("encode"):
-            return _Taken(call, now, found, Sending(found.stream(link=self._link, threads=self._threads), keep=True))
+            return _Taken(call, now, found, Sending(found.stream(link=self._encoding.link, threads=self._encoding.threads), keep=True))
 
     def _legs(self, taken: _Taken, anchor: bool, profiles: list[str] | None) -> list[Sending]:
         """What this rank sends: the baseline from nothing, where it is asked for, and the changes since."""
         legs = []
         if anchor:
-            legs.append(Sending(Stream.of(transfer.anchor_of(taken.baseline.bits.weights, self._threads))))
+            legs.append(Sending(Stream.of(transfer.anchor_of(taken.baseline.bits.weights, self._encoding.threads))))
         if taken.found is not None and taken.patch is not None:
             if profiles is not None:
-                stream = taken.found.stream(link=self._link, profiles=profiles, threads=self._threads)
+                stream = taken.found.stream(link=self._encoding.link, profiles=profiles, threads=self._encoding.threads)
                 taken.patch = Sending(stream, keep=True)
             legs.append(taken.patch)
         taken.legs = legs
@@ -364,7 +414,7 @@ class CollectivePublisher:
             if taken.found is not None and taken.patch is not None:
                 self._now = None  # were this interrupted, a copy would be taken anew
                 patch = taken.patch.stream.patch(taken.patch.kept)
-                baseline.bits.advance(patch, taken.found, self._threads)
+                baseline.bits.advance(patch, taken.found, self._encoding.threads)
             self._now = replace(baseline, version=course.version)
         if (committed := getattr(self._source, "committed", None)) is not None:
             committed()  # a source that tracks changes counts them from here

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...errors import PeerLost, SessionError
+from ...parallel import Progress
 from ...patch import Patch
-from ...targets import Target
 from ...transport.groups.line import TIMEOUT, Bucket, Line
 from ...transport.stores.base import Store
 from ...weights.digest import Digest
-from ...weights.memory import Weights
 from ...wire import encode_table, table_hash
-from ..receiver import Held, Staged
+from ..callbacks import Callback
+from ..options import require_timeout
+from ..receiver import Held, Staged, Targets
 from ..report import SyncReport, Watch
 from ..store import routes, transfer
 from ..store.records import Step
 from ..store.side_files import StoredFiles
+from ..store.signing import PublicKeys
 from ..store.subscriber import Subscriber, View
 from . import rounds
 from .incoming import Arrival
@@ -25,35 +28,94 @@ from .rounds import Course, Leg, Note, Round, Share
 
 
 class Relay(Subscriber):
-    """A subscriber of a store that hands on what it gets, bucket by bucket, to the other ranks of a process group.
+    """Follows a run in a store, and hands on what it fetches to the other ranks of a process group.
 
-    What it fetches is verified and goes on as it is: nothing is encoded again. The other ranks are
-    `CollectiveSubscriber`s, with this rank as their only writer. Its own target, if it has one, changes with theirs:
-    all ranks commit a version, or none.
+    One rank of a site fetches, and the others, which are `GroupSubscriber`s with this rank as their only writer, get
+    the same buckets by broadcast. What is fetched is verified and goes on as it is: nothing is encoded again. Targets
+    of the relay's own change with those of the others: all ranks commit a version, or none.
 
-    url: the store of the run, as for `Subscriber`; further options (`key`, `run`, `before`, …) are those of it.
-    target: weights of this rank's own; none by default.
-    process_group: a group that nothing else uses.
-    timeout: seconds that any single wait for another rank may take.
+    >>> relay = sparserl.Relay("s3://bucket/run", process_group)                                   # doctest: +SKIP
+    >>> relay.follow()                                                                             # doctest: +SKIP
+
+    Args:
+        url: The store of the run: a `file://`, `s3://`, `gs://`, `az://`, `http://` or `https://` URL, or an open store.
+        process_group: A `torch.distributed` group that nothing else uses; None for the group of all ranks.
+        targets: Weights of this rank's own, as for `Subscriber`; none by default.
+        trusted_keys: The publisher's public key, or several: what none of them has signed is refused, and so is
+            anything older than what is held. None to accept what is not signed.
+        run: The id of a run; any other is refused. None to follow whatever run the store has.
+        name: Under which name the relay writes down in the store what it holds, as for `Subscriber`.
+        before: Called before each commit on this rank, for an engine to pause.
+        after: Called after each commit whose `before` was called, whether or not it worked, for an engine to resume.
+        audit_every: After so many commits all bits of the targets are read and compared with the digest; None to leave
+            that to `audit`.
+        token: The token that an `http(s)://` store asks for.
+        timeout: How many seconds any single wait for another rank may take.
+        threads: How many threads to use; None for one a core.
+        progress: Called with the number of bytes whenever some have been fetched.
+        callbacks: What is told about every commit, and about what went wrong; see `sparserl.metrics`.
+        clock: Gives the time in seconds since 1970.
+        device: The torch device that buckets are broadcast from; `cuda` for NCCL.
+
+    Raises:
+        SessionError: An option cannot be used.
+        WeightsError: A target has no tensors, or is no target.
+        StoreError: The URL names no store.
     """
 
     def __init__(
         self,
         url: str | Store,
-        target: Target | Weights | Sequence[Target | Weights] = (),
-        *,
         process_group: Any,
+        targets: Targets = (),
+        *,
+        trusted_keys: PublicKeys | None = None,
+        run: str | None = None,
+        name: str | bool = True,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        audit_every: int | None = None,
+        token: str | None = None,
         timeout: float = TIMEOUT,
+        threads: int | None = None,
+        progress: Progress | None = None,
+        callbacks: Sequence[Callback] = (),
+        clock: Callable[[], float] = time.time,
         device: str = "cpu",
-        **options: Any,
     ) -> None:
-        super().__init__(url, target, **options)
+        require_timeout("timeout", timeout)
+        super().__init__(
+            url,
+            targets,
+            trusted_keys=trusted_keys,
+            run=run,
+            name=name,
+            before=before,
+            after=after,
+            audit_every=audit_every,
+            token=token,
+            threads=threads,
+            progress=progress,
+            callbacks=callbacks,
+            clock=clock,
+        )
         self._line = Line(process_group, timeout, device)
         self._round: Round | None = None  # the one whose version is staged
         self._everywhere: Held | None = None  # what every rank has committed
 
     def stage(self, version: int | None = None) -> SyncReport | None:
-        """Get the newest version (or a given one) ready on all ranks; None if all hold it already."""
+        """Get a version ready on all ranks while the weights are in use.
+
+        Args:
+            version: Which version, older or newer; None for the newest.
+
+        Returns:
+            What was staged; None if all ranks hold the version already.
+
+        Raises:
+            PeerLost: A rank hangs, is gone, or did not come; the message names it.
+            SparserlError: A rank could not stage the version, and none commits it; or see `Subscriber.stage`.
+        """
         watch = Watch()
         with self._turn, self._callbacks.failures("stage"):
             self.discard()

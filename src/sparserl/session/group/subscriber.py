@@ -10,35 +10,49 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import PeerLost, SessionError
-from ...targets import Target
 from ...transport.groups.line import TIMEOUT, CalledOff, Line
 from ...weights.digest import Digest
-from ...weights.memory import Weights
 from ..callbacks import Callback
-from ..receiver import Held, Receiver, Staged
+from ..options import CommitHooks, require_timeout, require_writers
+from ..receiver import Held, Receiver, Staged, Targets
 from ..report import SyncReport, Watch
 from . import rounds
 from .incoming import Arrival
 from .rounds import Course, Note, Round
 
 
-class CollectiveSubscriber(Receiver):
-    """Holds weights of a run that a `CollectivePublisher`, or a `Relay`, of the same process group sends.
+class GroupSubscriber(Receiver):
+    """Follows a run that a `GroupPublisher`, or a `Relay`, of the same process group sends.
 
-    target: a torch module or a mapping from names to tensors, a checkpoint folder, or several of them.
-    process_group: a group that nothing else uses.
-    writers: as the publisher has them.
-    before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
-        worked, if `before` did.
-    audit_every: after so many commits all bits of the targets are read and compared with the digest.
-    callbacks: are told what was committed, and what went wrong; see `sparserl.metrics`.
-    timeout: seconds that any single wait inside a sync may take.
+    >>> subscriber = sparserl.GroupSubscriber(process_group, weights)                              # doctest: +SKIP
+    >>> subscriber.sync().version                                                                  # doctest: +SKIP
+    0
+
+    Args:
+        process_group: A `torch.distributed` group that nothing else uses; None for the group of all ranks. Ranks are
+            counted inside it.
+        targets: Where the weights are written: a mapping from names to tensors or a torch module, which are written in
+            place; a target such as `sparserl.targets.folder(path)`; or a sequence of them, which change together or
+            not at all.
+        writers: The ranks that publish, as the publisher has them; of a relay, its rank.
+        before: Called before each commit, for an engine to pause.
+        after: Called after each commit whose `before` was called, whether or not it worked, for an engine to resume.
+        audit_every: After so many commits all bits of the targets are read and compared with the digest; None to leave
+            that to `audit`.
+        timeout: How many seconds any single wait inside a sync may take.
+        threads: How many threads to use; None for one a core.
+        callbacks: What is told about every commit, and about what went wrong; see `sparserl.metrics`.
+        device: The torch device that buckets are received on; `cuda` for NCCL.
+
+    Raises:
+        SessionError: An option cannot be used, or this rank is one of the writers.
+        WeightsError: A target has no tensors, or is no target.
     """
 
     def __init__(
         self,
-        target: Target | Weights | Sequence[Target | Weights],
         process_group: Any,
+        targets: Targets,
         *,
         writers: Sequence[int] = (0,),
         before: Callable[[], None] | None = None,
@@ -49,19 +63,32 @@ class CollectiveSubscriber(Receiver):
         callbacks: Sequence[Callback] = (),
         device: str = "cpu",
     ) -> None:
-        super().__init__(target, before, after, audit_every, threads, callbacks)
+        super().__init__(targets, CommitHooks(before, after, audit_every), threads, callbacks)
+        require_timeout("timeout", timeout)
         self._line = Line(process_group, timeout, device)
-        self._lead, self._writers = writers[0], list(writers)
-        if self._line.rank in writers:
+        self._writers = list(writers)
+        require_writers(self._writers, self._line.size)
+        if self._line.rank in self._writers:
             raise SessionError(f"rank {self._line.rank} is a writer; it cannot receive")
+        self._lead = self._writers[0]
         self._hash = b""
         self._at: Digest | None = None  # what the targets hold, of whatever run
         self._round: Round | None = None  # the one whose version is staged
 
     def stage(self, timeout: float | None = None) -> SyncReport | None:
-        """Wait for the next version and get it ready while the weights are in use; None if none came in that time.
+        """Wait for the next version, and get it ready while the weights are in use.
 
         On return every rank has staged it, and all are to commit.
+
+        Args:
+            timeout: How many seconds to wait for a version; None for no limit.
+
+        Returns:
+            What was staged; None if no version came in that time.
+
+        Raises:
+            PeerLost: The publisher hangs or is gone.
+            SparserlError: The version could not be staged; no rank commits it.
         """
         with self._turn, self._callbacks.failures("stage"):
             return self._stage(timeout, None)
@@ -85,7 +112,19 @@ class CollectiveSubscriber(Receiver):
         return report
 
     def sync(self, timeout: float | None = None) -> SyncReport | None:
-        """Stage and commit the next version; None if none came in that time."""
+        """Wait for the next version, and commit it.
+
+        Args:
+            timeout: How many seconds to wait for a version; None for no limit.
+
+        Returns:
+            What was committed; None if no version came in that time.
+
+        Raises:
+            PeerLost: The publisher hangs or is gone.
+            CommitFailed: A target failed; all of this rank hold what they held before.
+            SparserlError: The version could not be staged; no rank commits it.
+        """
         with self._turn:
             return None if self.stage(timeout) is None else self._commit_or_discard()
 
@@ -96,7 +135,13 @@ class CollectiveSubscriber(Receiver):
         stop: Callable[[], bool] | None = None,
         on_commit: Callable[[SyncReport], None] | None = None,
     ) -> None:
-        """Commit every version as it comes, until the publisher closes, time is up or `stop()` is true."""
+        """Commit every version as it comes, until the publisher closes.
+
+        Args:
+            timeout: How many seconds to follow; None for no limit.
+            stop: Called now and then; following ends when it returns true.
+            on_commit: Called with the report of every commit.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         while stop is None or not stop():
             left = None if end is None else max(0.0, end - time.monotonic())
@@ -128,7 +173,7 @@ class CollectiveSubscriber(Receiver):
             target.close()
         self._line.close()
 
-    def __enter__(self) -> CollectiveSubscriber:
+    def __enter__(self) -> GroupSubscriber:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""The head as its publisher moves it: under the condition that nobody else has, and knowing what a lost reply meant."""
+"""The head as its publisher moves it: only if nobody else has moved it, and sure about swaps whose reply was lost."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...errors import Fenced, FormatError, NotFound, Refused, Unavailable, UnsupportedFormat, Untrusted
 from ...transport.stores.base import Store
-from ...weights.digest import Digest
 from . import signing
 from .records import HEAD, MOST_HEAD, Head, Index, Run, Step, path, sha256
 from .retention import read_index
+from .signing import PublisherKeys
 from .writers import Writers
 
 Steps = tuple[Step, ...]
-Landing = Callable[[Head, Index], None]
 
 _SWAPS = 8  # attempts at a head whose replies are lost
 _MOST_GARBAGE = 1 << 26  # bytes in the place of a head that a publisher with a key takes for garbage, and replaces
 
 
-class _Late(Unavailable):
+class _LateSwap(Unavailable):
     """A swap of ours that was given up worked after all."""
 
 
-class _Look(NamedTuple):
+class _HeadRead(NamedTuple):
     """What is in the place of the head: a head (None for none, or another's), its tag, or garbage and its tag."""
 
     head: Head | None
@@ -36,145 +36,173 @@ class _Look(NamedTuple):
     is_garbage: bool = False
 
 
-class OwnHead:
-    """The head of a store, which this publisher (or rank 0 of several) may move.
+class _OpenSwap(NamedTuple):
+    """A swap that nobody has answered yet, by its nonce, and what to do if it worked."""
 
-    found: the head that was there in the beginning; None where there was none, or none that our key has signed.
-    after: when a new run must say that it began, at the least: a later run says so, whatever the clock.
+    nonce: str
+    finish: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class HeadMove:
+    """A version that the head is to be moved to.
+
+    step: the step that leads to the version.
+    add_steps: makes the new index of the old one's steps; may be called again with others, which tools have added to.
+    finish: called when the head has moved.
     """
 
-    def __init__(self, store: Store, key: str | None, writers: Writers, clock: Callable[[], float]) -> None:
-        self._store, self._key, self._writers, self._clock = store, key, writers, clock
-        self._unsure: tuple[str, Callable[[], None]] | None = None  # a swap that nobody answered, and what it is to do
-        look = self._look(0) if writers.rank == 0 else _Look(None, None)
-        self.found = look.head
-        self._tag = look.tag
-        self.after = 0.0 if self.found is None else _later(self.found.created)
+    run: Run
+    step: Step
+    add_steps: Callable[[Steps], Steps]
+    finish: Callable[[Head, Index], None]
 
-    def move(
-        self,
-        run: Run,
-        version: int,
-        digest: Digest,
-        steps: Callable[[Steps], Steps],
-        known: Steps,
-        ours: Head | None,
-        land: Landing,
-    ) -> None:
-        """Make a version visible: the index, then the head under the condition that nobody else has moved it.
 
-        `steps` makes the new steps of the known ones, perhaps twice: tools may have added to the index meanwhile.
-        `ours` is the head that we moved last. `land` is called when the head has moved; where that cannot be found out
-        now, by `resolve`.
+class HeadWriter:
+    """The head of a store, which this publisher (or rank 0 of several) may move.
+
+    first_head: the head that was there in the beginning; None where there was none, or none that our keys have signed.
+    next_run_time: a new run must say that it began at this time or later, so that it is the later run, whatever the
+        clock.
+    """
+
+    def __init__(self, store: Store, keys: PublisherKeys, writers: Writers, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._keys = keys
+        self._writers = writers
+        self._clock = clock
+        self._open_swap: _OpenSwap | None = None
+        head_read = self._read(0) if writers.rank == 0 else _HeadRead(None, None)
+        self.first_head = head_read.head
+        self._tag = head_read.tag
+        self.next_run_time = 0.0 if self.first_head is None else _later(self.first_head.created)
+
+    def move(self, move: HeadMove, steps: Steps, last_head: Head | None) -> None:
+        """Make a version visible: the index, then the head, unless somebody else has moved it.
+
+        steps: those of the index that the last head names.
+        last_head: the head that we moved last.
+
+        Where it cannot be found out now whether the head has moved, `resolve` finds out later.
         """
         for _ in range(_SWAPS):
-            propose = functools.partial(self._proposal, run, version, digest, steps, known)
+            propose = functools.partial(self._propose, move, steps)
             head, index = self._writers.lead("propose", propose, _dump, _load)
-            before = self._unsure
-            self._unsure = head.nonce, functools.partial(self._land, land, head, index)
-            swap = functools.partial(self._moved, head, ours, None if before is None else before[0])
+            earlier = self._open_swap
+            self._open_swap = _OpenSwap(head.nonce, functools.partial(self._finish, move, head, index))
+            swap = functools.partial(self._swap_or_reread, head, last_head, None if earlier is None else earlier.nonce)
             try:
-                other = self._writers.lead("move the head", swap, _dump_other, _load_other)
-            except _Late:
-                self._unsure = before
+                other_index = self._writers.lead("move the head", swap, _dump_index, _load_index)
+            except _LateSwap:
+                self._open_swap = earlier
                 raise
-            if other is None:
-                self._unsure[1]()
+            if other_index is None:
+                self._open_swap.finish()
                 return
-            self._unsure = None
-            known = other.steps
+            self._open_swap = None
+            steps = other_index.steps
         raise Unavailable(f"{self._store.url}: the head could not be moved in {_SWAPS} attempts")
 
     def resolve(self) -> None:
         """Find out what became of a swap that was not answered, or interrupted."""
-        unsure = self._unsure
+        open_swap = self._open_swap
 
-        def landed() -> str:
-            look = _Look(None, None) if unsure is None else self._look(0)
-            if unsure is None or look.head is None or look.head.nonce != unsure[0]:
+        def worked_nonce() -> str:
+            head_read = _HeadRead(None, None) if open_swap is None else self._read(0)
+            if open_swap is None or head_read.head is None or head_read.head.nonce != open_swap.nonce:
                 return ""
-            self._tag = look.tag
-            return look.head.nonce
+            self._tag = head_read.tag
+            return head_read.head.nonce
 
-        nonce = self._writers.lead("look back", landed, str.encode, bytes.decode)
-        if unsure is not None and nonce == unsure[0]:
-            unsure[1]()
+        nonce = self._writers.lead("look back", worked_nonce, str.encode, bytes.decode)
+        if open_swap is not None and nonce == open_swap.nonce:
+            open_swap.finish()
 
-    def _land(self, land: Landing, head: Head, index: Index) -> None:
-        self._unsure = None
-        self.after = _later(head.created)
-        land(head, index)
+    def _finish(self, move: HeadMove, head: Head, index: Index) -> None:
+        self._open_swap = None
+        self.next_run_time = _later(head.created)
+        move.finish(head, index)
 
-    def _proposal(
-        self, run: Run, version: int, digest: Digest, steps: Callable[[Steps], Steps], known: Steps
-    ) -> tuple[Head, Index]:
+    def _propose(self, move: HeadMove, steps: Steps) -> tuple[Head, Index]:
         """The next head, and the index that it names, which is written."""
-        index = Index(run.run, steps(known))
+        run = move.run
+        index = Index(run.run, move.add_steps(steps))
         data = index.to_bytes()
-        hash = sha256(data)
-        self._store.put(path(run.run, "index", hash), data)
-        ends = version, digest, hash, sha256(run.to_bytes()), run.created
-        return Head(run.run, *ends, self._clock(), secrets.token_hex(8)), index
+        index_hash = sha256(data)
+        self._store.put(path(run.run, "index", index_hash), data)
+        head = Head(
+            run=run.run,
+            version=move.step.version,
+            digest=move.step.digest,
+            index=index_hash,
+            run_hash=sha256(run.to_bytes()),
+            created=run.created,
+            time=self._clock(),
+            nonce=secrets.token_hex(8),
+        )
+        return head, index
 
-    def _moved(self, head: Head, ours: Head | None, earlier: str | None) -> Index | None:
+    def _swap_or_reread(self, head: Head, last_head: Head | None, earlier_nonce: str | None) -> Index | None:
         """Move the head; returns None, or the index to start from again."""
-        other = self._swap(signing.seal(head.body(), self._key), head.nonce, ours, earlier)
-        return None if other is None else read_index(self._store, other)
+        other_head = self._swap(head, last_head, earlier_nonce)
+        return None if other_head is None else read_index(self._store, other_head)
 
-    def _swap(self, data: bytes, nonce: str, ours: Head | None, earlier: str | None) -> Head | None:
+    def _swap(self, head: Head, last_head: Head | None, earlier_nonce: str | None) -> Head | None:
         """Swap the head. Returns None when it is done, or a head with another index to start from again.
 
-        A reply may be lost: then the nonce that is there tells whose swap worked.
+        A reply may be lost: then the nonce in the store tells whose swap worked.
         """
-        last: Exception | None = None
+        data = signing.seal(head.body(), self._keys.signing_key)
+        last_error: Exception | None = None
         for attempt in range(_SWAPS):
             try:
                 self._tag = self._store.swap(HEAD, data, self._tag)
             except (Refused, Unavailable) as error:
-                head, tag, is_garbage = self._look(attempt)
+                stored, tag, is_garbage = self._read(attempt)
                 if tag == self._tag:
-                    last = error
+                    last_error = error
                     continue  # it did not get through
                 if is_garbage:
                     self._tag = tag
                     continue  # no publisher has written that
-                if head is not None and (head.nonce == nonce or _same_version(head, ours)):
+                if stored is not None and (stored.nonce == head.nonce or _same_version(stored, last_head)):
                     self._tag = tag
-                    return None if head.nonce == nonce else head
-                if head is not None and head.nonce == earlier:
-                    raise _Late(
+                    return None if stored.nonce == head.nonce else stored
+                if stored is not None and stored.nonce == earlier_nonce:
+                    raise _LateSwap(
                         f"{self._store.url}: a publish that seemed to fail got through; publish again"
                     ) from error
                 raise Fenced(f"{self._store.url}: another publisher has moved the head; this one must stop") from error
             return None
-        raise Unavailable(f"{self._store.url}: the head could not be moved in {_SWAPS} attempts; the last said: {last}")
+        raise Unavailable(
+            f"{self._store.url}: the head could not be moved in {_SWAPS} attempts; the last error was: {last_error}"
+        )
 
-    def _look(self, attempt: int) -> _Look:
-        """Read the head. With a key of our own, a head that it did not sign is none of ours.
+    def _read(self, attempt: int) -> _HeadRead:
+        """Read the head. With a key of our own, a head that no accepted key has signed is none of ours.
 
         Nor is garbage, which anyone who can write to the store could lock us out with. A head of another format may be
         that of a newer release, and is an error.
         """
         if attempt:
             time.sleep(min(2.0, 0.1 * 2**attempt))
-        key = self._key
+        is_signed = self._keys.signing_key is not None
         try:
-            data, tag = self._store.get(HEAD, MOST_HEAD if key is None else _MOST_GARBAGE)
+            data, tag = self._store.get(HEAD, _MOST_GARBAGE if is_signed else MOST_HEAD)
         except NotFound:
-            return _Look(None, None)
+            return _HeadRead(None, None)
         if len(data) > MOST_HEAD:
-            return _Look(None, tag, is_garbage=True)
+            return _HeadRead(None, tag, is_garbage=True)
         try:
-            pinned = None if key is None else signing.public_key(key)
-            return _Look(Head.parse(signing.unseal(data, pinned, HEAD)), tag)
+            return _HeadRead(Head.parse(signing.unseal(data, self._keys.accepted, HEAD)), tag)
         except Untrusted:
-            return _Look(None, tag)
+            return _HeadRead(None, tag)
         except UnsupportedFormat:
             raise
         except FormatError:
-            if key is None:
+            if not is_signed:
                 raise
-            return _Look(None, tag, is_garbage=True)
+            return _HeadRead(None, tag, is_garbage=True)
 
 
 def _later(time: float) -> float:
@@ -182,13 +210,16 @@ def _later(time: float) -> float:
     return max(time + 0.001, math.nextafter(time, math.inf))
 
 
-def _same_version(head: Head, ours: Head | None) -> bool:
-    """Whether a head only has another index than ours: a tool has squashed patches, say."""
-    return ours is not None and (head.run, head.version, head.digest) == (ours.run, ours.version, ours.digest)
+def _same_version(head: Head, last_head: Head | None) -> bool:
+    """Whether a head only has another index than the last one: a tool has squashed patches, say."""
+    if last_head is None:
+        return False
+    return (head.run, head.version, head.digest) == (last_head.run, last_head.version, last_head.digest)
 
 
 def _dump(proposal: tuple[Head, Index]) -> bytes:
-    return proposal[0].body() + b"\n" + proposal[1].to_bytes()
+    head, index = proposal
+    return head.body() + b"\n" + index.to_bytes()
 
 
 def _load(data: bytes) -> tuple[Head, Index]:
@@ -196,9 +227,9 @@ def _load(data: bytes) -> tuple[Head, Index]:
     return Head.parse(head), Index.parse(index, "the index")
 
 
-def _dump_other(index: Index | None) -> bytes:
+def _dump_index(index: Index | None) -> bytes:
     return b"" if index is None else index.to_bytes()
 
 
-def _load_other(data: bytes) -> Index | None:
+def _load_index(data: bytes) -> Index | None:
     return Index.parse(data, "the index") if data else None

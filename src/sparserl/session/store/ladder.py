@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...errors import SessionError
 from ...files import unnamed
 from ...patch import Captured, Patch, diff
 from ...weights.dtypes import Bits
@@ -19,8 +18,6 @@ class Ladder:
     """Keeps the ways back from the last versions, and makes a squashed patch for every rung that is complete."""
 
     def __init__(self, first: int, last: int) -> None:
-        if not 2 <= first <= last:
-            raise SessionError(f"a ladder from {first} to {last} versions makes no sense")
         self._spans = [first]
         while self._spans[-1] * 2 <= last:
             self._spans.append(self._spans[-1] * 2)

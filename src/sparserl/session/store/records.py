@@ -170,6 +170,8 @@ def _seconds(value: Any) -> float:
 
 def checked_clock(clock: Callable[[], float]) -> Callable[[], float]:
     """A clock whose times can be written down."""
+    if not callable(clock):
+        raise SessionError(f"clock is {clock!r}; it must be a function that returns seconds since 1970")
 
     def seconds() -> float:
         now = clock()
@@ -452,6 +454,14 @@ def lease_name(name: str) -> str:
         return _match(_LEASE, name)
     except ValueError as error:
         raise SessionError(f"{name!r} cannot be a subscriber's name: letters, digits, '.', '_' and '-' can") from error
+
+
+def run_id(run: str) -> str:
+    """The id of a run, checked."""
+    try:
+        return _match(_RUN, run)
+    except ValueError as error:
+        raise SessionError(f"run is {run!r}; the id of a run has 16 hexadecimal digits") from error
 
 
 def path(run: str, kind: str, name: str) -> str:

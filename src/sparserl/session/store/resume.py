@@ -1,4 +1,4 @@
-"""An anchor that a publisher keeps on its own machine, so that a restart goes on with the run.
+"""An anchor that a publisher saves on its own machine, so that a restart goes on with the run.
 
     STATE/anchor-STORE-RUN-VERSION.srl
 
@@ -27,7 +27,7 @@ _DRAFT = re.compile(rf"\.{_ANCHOR.pattern}\..+")
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedRun:
     """A run to go on with, and the weights of its newest version."""
 
     run: Run
@@ -35,70 +35,71 @@ class Resumed:
     weights: dict[str, Bits]
 
 
-class KeptAnchor:
+class SavedAnchor:
     """A folder with one anchor of the run that is being published to a store."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self._path = folder
         self._store = sha256(url.rstrip("/").encode())[:8]
-        self._held: Folder | None = None  # locked as long as it is open
+        self._folder: Folder | None = None  # locked as long as it is open
         self.run: str | None = None  # of which an anchor is here
         self._name = ""  # of its file
         self._lock()
 
-    def keep(self, anchor: Patch, run: str, version: int) -> None:
-        """Keep an anchor beside those that are here; `settle` removes the others."""
+    def save(self, anchor: Patch, run: str, version: int) -> None:
+        """Save an anchor beside those that are here; `remove_others` removes these."""
         self._lock()
         name = f"anchor-{self._store}-{run}-{version}.srl"
         anchor.save(self._path / name)
         self.run = run
         self._name = name
 
-    def settle(self) -> None:
-        """The head names the run whose anchor was kept last: remove others, and what a killed publisher was writing."""
+    def remove_others(self) -> None:
+        """The head names the run whose anchor was saved last: remove others, and what a killed publisher was writing."""
         for path in self._path.iterdir():
             match = _ANCHOR.fullmatch(path.name) or _DRAFT.fullmatch(path.name)
             if match is not None and path.name != self._name and self._store == match["store"]:
                 path.unlink(missing_ok=True)
 
-    def resumed(self, store: Store, head: Head, threads: int | None = None) -> Resumed | None:
-        """The run of the store's head, if an anchor of it is kept here; else a new run begins."""
+    def resume(self, store: Store, head: Head, threads: int | None = None) -> ResumedRun | None:
+        """The run of the store's head, if an anchor of it is saved here; else a new run begins."""
         for version, name in sorted(self._anchors(head.run), reverse=True):
-            resumed = self._resumed_from(name, version, store, head, threads)
+            resumed = self._resume_from(name, version, store, head, threads)
             if resumed is not None:
                 self.run = head.run
                 self._name = name
-                self.settle()
+                self.remove_others()
                 return resumed
         return None
 
     def close(self) -> None:
         """Let another publisher have the folder."""
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
     def _anchors(self, run: str) -> list[tuple[int, str]]:
         """The versions of a run of which there are anchors, whatever the URL of its store was, and their files."""
         matches = [_ANCHOR.fullmatch(path.name) for path in self._path.iterdir()]
         return [(int(match["version"]), match[0]) for match in matches if match is not None and match["run"] == run]
 
-    def _resumed_from(self, name: str, version: int, store: Store, head: Head, threads: int | None) -> Resumed | None:
+    def _resume_from(self, name: str, version: int, store: Store, head: Head, threads: int | None) -> ResumedRun | None:
         try:
             anchor = Patch.open(self._path / name)
-            run, index = read_run(store, head), read_index(store, head)
-            anchor.table.require(run.table, "the kept anchor", "the run")
+            run = read_run(store, head)
+            index = read_index(store, head)
+            anchor.table.require(run.table, "the saved anchor", "the run")
             steps = routes.route(index.steps, (version, anchor.result), head.version)
             patches = [anchor] if not steps or steps[0].base is not None else []
             patches += [transfer.receive(store, head.run, run.table, step) for step in steps]
             weights = transfer.built(run.table, patches, head.digest, threads)
         except (OSError, FormatError, NotFound, NotRetained, WeightsError, WrongBase):  # damaged here or there
             return None
-        return Resumed(run, index, weights)
+        return ResumedRun(run, index, weights)
 
     def _lock(self) -> None:
         """Have the folder for ourselves, until we are closed or gone."""
-        if self._held is not None and not self._held.gone:
+        if self._folder is not None and not self._folder.gone:
             return
         try:
             folder = Folder.open(self._path, make=True)
@@ -109,4 +110,4 @@ class KeptAnchor:
             raise SessionError(
                 f"another publisher keeps its state in {self._path}; end it first, or choose another folder"
             )
-        self._held = folder
+        self._folder = folder

@@ -24,15 +24,16 @@ from .records import (
     require_hash,
     run_path,
 )
+from .signing import PublicKeys
 from .transfer import require_size
 
 _LEASE = 86_400.0  # seconds that a lease stays which nobody renews
 
 
-def read_head(store: Store, key: str | None = None) -> tuple[Head, str]:
-    """The head and its tag."""
-    found = store.get(HEAD, MOST_HEAD)
-    return Head.parse(signing.unseal(found.data, key, HEAD)), found.tag
+def read_head(store: Store, trusted_keys: PublicKeys | None = None) -> tuple[Head, str]:
+    """The head and its tag; where keys are trusted, one of them must have signed it."""
+    data, tag = store.get(HEAD, MOST_HEAD)
+    return Head.parse(signing.unseal(data, trusted_keys, HEAD)), tag
 
 
 def read_run(store: Store, head: Head) -> Run:
@@ -96,10 +97,10 @@ def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, 
     return gone
 
 
-def faults(store: Store, key: str | None = None) -> Iterator[str]:
+def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str]:
     """Everything that is wrong with a store, object by object: `sparserl fsck`."""
     try:
-        head, _ = read_head(store, key)
+        head, _ = read_head(store, trusted_keys)
         run, index = read_run(store, head), read_index(store, head)
     except (StoreError, FormatError, SessionError) as error:
         yield str(error)

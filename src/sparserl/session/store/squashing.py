@@ -22,16 +22,16 @@ def squash_versions(
     base: int,
     version: int,
     *,
-    key: str | None = None,
+    signing_key: str | None = None,
     threads: int | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Step:
     """Write the patch from one version straight to a later one, and put it into the index.
 
     Weights of both versions are built from what the store has. A publisher that is at work takes the new index over
-    with its next version. Where heads are signed, `key` is the publisher's secret key.
+    with its next version. Where heads are signed, `signing_key` is the publisher's secret key.
     """
-    head, _ = _head(store, key)
+    head, _ = _head(store, signing_key)
     run, index = read_run(store, head), read_index(store, head)
     digests = routes.versions(index.steps)
     if base not in digests or version not in digests or not base < version:
@@ -45,27 +45,27 @@ def squash_versions(
     patch = diff(old, new, base_digest=digests[base], threads=threads)
     step = transfer.send(store, run.run, patch).step(base, version, clock())
     for _ in range(_SWAPS):
-        head, tag = _head(store, key)
+        head, tag = _head(store, signing_key)
         if head.run != run.run:
             raise SessionError(f"run {run.run} has ended meanwhile; the store has run {head.run}")
         data = Index(run.run, (*read_index(store, head).steps, step)).to_bytes()
         store.put(path(run.run, "index", sha256(data)), data)
         moved = replace(head, index=sha256(data), time=clock(), nonce=secrets.token_hex(8))
         try:
-            store.swap(HEAD, signing.seal(moved.body(), key), tag)
+            store.swap(HEAD, signing.seal(moved.body(), signing_key), tag)
         except Refused:
             continue
         return step
     raise Unavailable(f"{store.url}: the head moves all the time; try again")
 
 
-def _head(store: Store, key: str | None) -> tuple[Head, str]:
+def _head(store: Store, signing_key: str | None) -> tuple[Head, str]:
     """The head, which must be one that we can sign again."""
-    found = store.get(HEAD, MOST_HEAD)
-    if key is None and parse(found.data, HEAD).get("key") is not None:
+    data, tag = store.get(HEAD, MOST_HEAD)
+    if signing_key is None and parse(data, HEAD).get("key") is not None:
         raise SessionError("the heads of this store are signed: the publisher's secret key is needed")
-    pinned = None if key is None else signing.public_key(key)
-    return Head.parse(signing.unseal(found.data, pinned, HEAD)), found.tag
+    trusted_keys = None if signing_key is None else signing.public_key(signing_key)
+    return Head.parse(signing.unseal(data, trusted_keys, HEAD)), tag
 
 
 def _fetched(store: Store, run: Run, steps: list[Step]) -> Iterator[Patch]:

@@ -13,23 +13,23 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...errors import InvalidField, NotFound, NotRetained, SessionError, StoreError, Unavailable, Untrusted, WrongBase
 from ...parallel import Progress
-from ...targets import Change, Target
+from ...targets import Change
 from ...transport.stores.base import Store
 from ...transport.stores.deadline import current, within
 from ...transport.stores.opening import open_store
 from ...weights.digest import Digest
-from ...weights.memory import Weights
 from ..callbacks import Callback
-from ..receiver import Held, Receiver, Staged
+from ..options import CommitHooks, require_callable
+from ..receiver import Held, Receiver, Staged, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
-from .records import HEAD, Head, Index, Lease, Run, Step, checked_clock, lease_name, path
+from .records import HEAD, Head, Index, Lease, Run, Step, checked_clock, lease_name, path, run_id
 from .retention import read_head, read_index, read_run
 from .side_files import StoredFiles
+from .signing import PublicKeys
 
 _RENEW = 30.0  # seconds after which a lease is written again
 _REPLANS = 4  # times that a route is planned anew because objects of it went away
@@ -46,49 +46,55 @@ class View:
 
 
 class Subscriber(Receiver):
-    """Holds weights of a run and moves them from version to version, exactly.
+    """Follows a run in a store: holds one of its versions, and moves from version to version, bit for bit.
+
+    Several threads may call a subscriber: their calls take turns.
 
     >>> import numpy as np, sparserl, tempfile
     >>> url = f"file://{tempfile.mkdtemp()}"
     >>> publisher = sparserl.Publisher(url, {"w": np.arange(5, dtype=np.float32)})
     >>> _ = publisher.publish()
-    >>> mine = {"w": np.zeros(5, np.float32)}
-    >>> subscriber = sparserl.Subscriber(url, mine)
+    >>> weights = {"w": np.zeros(5, np.float32)}
+    >>> subscriber = sparserl.Subscriber(url, weights)
     >>> subscriber.sync().version
     0
-    >>> mine["w"].tolist()
+    >>> weights["w"].tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
 
-    url: the store of the run; see `sparserl.transport.stores.base`. Or a store that is open already.
-    target: a torch module or a mapping from names to tensors (on the CPU), whose weights are written in place; a
-        checkpoint folder (`sparserl.targets.folder`); or several of them: those change together or not at all.
-    key: the publisher's public key. With it, anything that this key has not signed is refused, and so is anything
-        older than what is held.
-    run: the id of a run; any other is refused.
-    name: under which this subscriber tells the store what it holds, so that publishers can wait for it and retention
-        spares what it needs. False to tell nothing; over http(s) nothing can be told.
-    before, after: called around each commit, for an engine to pause and to resume; `after` is called whether or not it
-        worked, if `before` did.
-    audit_every: after so many commits all bits of the targets are read and compared with the digest.
-    callbacks: are told what was committed, and what went wrong; see `sparserl.metrics`.
-    process_group: where the publisher is a rank of the same process group, that group, and no url: what is made then is
-        a `CollectiveSubscriber`. With both, a `Relay`, which hands on what it fetches to the other ranks of the group.
+    Args:
+        url: The store of the run: a `file://`, `s3://`, `gs://`, `az://`, `http://` or `https://` URL, or an open store.
+        targets: Where the weights are written: a mapping from names to tensors or a torch module, which are written in
+            place; a target such as `sparserl.targets.folder(path)`; or a sequence of them, which change together or
+            not at all.
+        trusted_keys: The publisher's public key, or several: what none of them has signed is refused, and so is
+            anything older than what is held. To replace a key without a gap, trust the old and the new one until the
+            publisher signs with the new one. None to accept what is not signed.
+        run: The id of a run; any other is refused. None to follow whatever run the store has.
+        name: Under which name this subscriber writes down in the store what it holds, so that publishers can wait for
+            it and retention spares what it needs. True for a name made of host and process, False to write nothing;
+            nothing is written to a store that can only be read.
+        before: Called before each commit, for an engine to pause.
+        after: Called after each commit whose `before` was called, whether or not it worked, for an engine to resume.
+        audit_every: After so many commits all bits of the targets are read and compared with the digest; None to leave
+            that to `audit`.
+        token: The token that an `http(s)://` store asks for.
+        threads: How many threads to use; None for one a core.
+        progress: Called with the number of bytes whenever some have been fetched.
+        callbacks: What is told about every commit, and about what went wrong; see `sparserl.metrics`.
+        clock: Gives the time in seconds since 1970.
+
+    Raises:
+        SessionError: An option cannot be used.
+        WeightsError: A target has no tensors, or is no target.
+        StoreError: The URL names no store.
     """
-
-    def __new__(cls, url: str | Store | None = None, *_: Any, process_group: Any = None, **options: Any) -> Any:
-        if process_group is None or cls is not Subscriber:
-            return super().__new__(cls)
-        from ..group.relay import Relay
-        from ..group.subscriber import CollectiveSubscriber
-
-        return CollectiveSubscriber(process_group=process_group, **options) if url is None else super().__new__(Relay)
 
     def __init__(
         self,
         url: str | Store,
-        target: Target | Weights | Sequence[Target | Weights],
+        targets: Targets,
         *,
-        key: str | None = None,
+        trusted_keys: PublicKeys | None = None,
         run: str | None = None,
         name: str | bool = True,
         before: Callable[[], None] | None = None,
@@ -100,23 +106,38 @@ class Subscriber(Receiver):
         callbacks: Sequence[Callback] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
+        super().__init__(targets, CommitHooks(before, after, audit_every), threads, callbacks)
+        signing.public_keys(trusted_keys)
+        require_callable("progress", progress)
+        own_name = f"{_host()}-{os.getpid()}-{id(self):x}" if name is True else name
+        lease = None if own_name is False else lease_name(str(own_name))
+        self._trusted_keys = trusted_keys
+        self._pinned_run = None if run is None else run_id(run)
+        self._progress = progress
+        self._clock = checked_clock(clock)
         self.store = open_store(url, token=token) if isinstance(url, str) else url
-        super().__init__(target, before, after, audit_every, threads, callbacks)
         self._callbacks.hear_retries(self.store)
-        if key is not None:
-            signing.require_public(key)
-        self._key, self._pinned, self._progress, self._clock = key, run, progress, checked_clock(clock)
-        own = f"{_host()}-{os.getpid()}-{id(self):x}" if name is True else name
-        self._name = None if own is False or not self.store.writable else lease_name(str(own))
+        self._name = lease if self.store.writable else None
         self._view: View | None = None
         self._told: Held | None = None
         self._told_at = 0.0
         self._newest: Head | None = None  # of all heads seen: nothing older is believed
 
     def stage(self, version: int | None = None) -> SyncReport | None:
-        """Get the newest version (or a given one) ready while the weights are in use; None if it is held already.
+        """Get a version ready while the weights are in use: it is fetched, verified and decoded.
 
-        Everything is fetched, verified and decoded. Nothing of it can be seen before `commit`.
+        Nothing of it can be seen before `commit`.
+
+        Args:
+            version: Which version, older or newer; None for the newest.
+
+        Returns:
+            What was staged; None if the version is held already.
+
+        Raises:
+            NotRetained: The store does not have the version, or has it no more.
+            Untrusted: The head is not signed by a trusted key, is of another run, or was rolled back.
+            StoreError: The store cannot be reached, or has no run yet.
         """
         with self._turn, self._callbacks.failures("stage"):
             return self._stage_newest(version)
@@ -152,7 +173,18 @@ class Subscriber(Receiver):
         return view, Held(view.head.run, view.head.created, wanted, digests[wanted])
 
     def sync(self, version: int | None = None) -> SyncReport | None:
-        """Stage and commit; None if the version is held already."""
+        """Stage a version and commit it.
+
+        Args:
+            version: Which version, older or newer; None for the newest.
+
+        Returns:
+            What was committed; None if the version is held already.
+
+        Raises:
+            CommitFailed: A target failed; all hold what they held before.
+            SparserlError: The version could not be staged; see `stage`.
+        """
         with self._turn:
             return None if self.stage(version) is None else self.commit()
 
@@ -169,11 +201,17 @@ class Subscriber(Receiver):
         on_commit: Callable[[SyncReport], None] | None = None,
         on_trouble: Callable[[StoreError], None] | None = None,
     ) -> None:
-        """Commit every version as it comes, until `timeout` seconds have passed or `stop()` is true.
+        """Commit every version as it comes.
 
-        once: to the newest version, and no further. A store that is away, or has no head yet, is waited for, and
-        `on_trouble` is told at every attempt; anything else is raised. A version that is still being fetched when time
-        is up is given up: the weights stay what they are.
+        A store that cannot be reached, or has no run yet, is waited for; anything else is raised. A version that is
+        still being fetched when time is up is given up: the weights stay what they are.
+
+        Args:
+            once: Whether to stop at the newest version; a store that cannot be reached is then an error.
+            timeout: How many seconds to follow; None for no limit.
+            stop: Called now and then; following ends when it returns true.
+            on_commit: Called with the report of every commit.
+            on_trouble: Called with the error whenever the store could not be reached.
         """
         with within(timeout) as deadline:
             while stop is None or not stop():
@@ -221,7 +259,7 @@ class Subscriber(Receiver):
 
     def _look(self) -> View:
         """Read the head, and what it leads to if it moved."""
-        head, tag = read_head(self.store, self._key)
+        head, tag = read_head(self.store, self._trusted_keys)
         before = self._view
         if before is not None and head == before.head:
             if self._doubt:
@@ -240,15 +278,15 @@ class Subscriber(Receiver):
         return view
 
     def _require_newer(self, head: Head) -> None:
-        if self._pinned is not None and head.run != self._pinned:
-            raise Untrusted(f"the store has run {head.run}, this subscriber only follows run {self._pinned}")
+        if self._pinned_run is not None and head.run != self._pinned_run:
+            raise Untrusted(f"the store has run {head.run}, this subscriber only follows run {self._pinned_run}")
         seen = [found for target in self.targets if (found := target.held()) is not None]
         if (last := self._newest) is not None:
             seen.append((last.run, last.created, last.version))
         for run, created, version in seen:
             if head.run == run and head.version < version:
                 raise Untrusted(f"the store was rolled back: version {version} was seen, now it says {head.version}")
-            if self._key is not None and head.run != run and head.created <= created:
+            if self._trusted_keys is not None and head.run != run and head.created <= created:
                 raise Untrusted(f"the store was rolled back: run {head.run} is older than run {run}, which was seen")
 
     def _attach(self, view: View) -> None:

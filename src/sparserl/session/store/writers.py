@@ -1,8 +1,8 @@
 """The processes that publish together: the ranks of a sharded trainer, or one process alone.
 
 All ranks go through a publish in step. What each must do for itself (encode and upload its own buckets) it does
-`together`: if one fails, all do. What must happen once (the manifest, the head) rank 0 does, and the others learn
-what came of it: `lead`.
+`together`: if one fails, all do. What must happen once (the manifest, the head) rank 0 does, and the others get its
+result: `lead`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Protocol, TypeVar
 from ...errors import SessionError, SparserlError, StoreError
 
 T = TypeVar("T")
-_DONE, _FAILED = b"+", b"-"
+_DONE = b"+"
+_FAILED = b"-"
 
 
 class Exchange(Protocol):
@@ -45,7 +46,8 @@ class Writers:
 
     def __init__(self, exchange: Exchange | None = None) -> None:
         self._exchange = exchange
-        self.rank, self.size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
+        self.rank = 0 if exchange is None else exchange.rank
+        self.size = 1 if exchange is None else exchange.size
 
     @contextmanager
     def call(self, begin: bool = True) -> Iterator[None]:
@@ -67,57 +69,67 @@ class Writers:
             return [work()]
         failure: BaseException | None = None
         try:
-            said = _DONE + work()
+            message = _DONE + work()
         except BaseException as error:  # noqa: BLE001  # raised again when the others know
-            failure, said = error, _FAILED + _told(error)
+            failure = error
+            message = _FAILED + _dump_error(error)
         try:
-            heard = self._exchange.all_gather(what, said)
+            messages = self._exchange.all_gather(what, message)
         except SessionError as lost:
             if failure is not None:
                 raise failure from lost
             raise
         if failure is not None:
             raise failure
-        for rank, data in enumerate(heard):
+        for rank, data in enumerate(messages):
             if data[:1] != _DONE:
-                raise _error(rank, data[1:])
-        return [data[1:] for data in heard]
+                raise _load_error(rank, data[1:])
+        return [data[1:] for data in messages]
+
+    def gather(
+        self, what: str, work: Callable[[], T], dump: Callable[[T], bytes], load: Callable[[bytes], T]
+    ) -> list[T]:
+        """What `work` gave on every rank, by rank; a process alone hands it over as it is."""
+        if self._exchange is None:
+            return [work()]
+        return [load(data) for data in self.together(what, lambda: dump(work()))]
 
     def lead(self, what: str, work: Callable[[], T], dump: Callable[[T], bytes], load: Callable[[bytes], T]) -> T:
         """What `work` gave on rank 0, where alone it is done; its error is raised on all ranks."""
         if self._exchange is None:
             return work()
-        if self.rank == 0:
-            result: list[T] = []
+        if self.rank != 0:
+            return load(self.together(what, bytes)[0])
+        results: list[T] = []
 
-            def once() -> bytes:
-                result.append(work())
-                return dump(result[0])
+        def once() -> bytes:
+            results.append(work())
+            return dump(results[0])
 
-            self.together(what, once)
-            return result[0]
-        return load(self.together(what, bytes)[0])
+        self.together(what, once)
+        return results[0]
 
     def close(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
 
 
-def _told(error: BaseException) -> bytes:
+def _dump_error(error: BaseException) -> bytes:
     return json.dumps([type(error).__name__, str(error)[:2000]]).encode()
 
 
-def _error(rank: int, data: bytes) -> SparserlError:
+def _load_error(rank: int, data: bytes) -> SparserlError:
     """Another rank's error, of the same kind where it is one of ours."""
     name, text = json.loads(data)
     kind = _kinds(SparserlError).get(name, SessionError)
-    if isinstance(known := getattr(builtins, name, None), type) and issubclass(known, OSError):
+    if isinstance(builtin := getattr(builtins, name, None), type) and issubclass(builtin, OSError):
         kind = StoreError
     return kind(f"rank {rank}: {name}: {text}")
 
 
 def _kinds(root: type[SparserlError]) -> dict[str, type[SparserlError]]:
-    found = {root.__name__: root}
+    """Every kind of error below one, by its name."""
+    kinds = {root.__name__: root}
     for kind in root.__subclasses__():
-        found |= _kinds(kind)
-    return found
+        kinds |= _kinds(kind)
+    return kinds

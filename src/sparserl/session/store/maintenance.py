@@ -1,0 +1,189 @@
+"""What a publisher does beside its versions: squashed patches, further anchors, retention, the anchor for a restart.
+
+No version depends on it. What fails is noted in the report of the publish, and tried again by the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...errors import Fenced, FormatError, SessionError, SparserlError, StoreError
+from ...patch import Captured, Patch
+from ..baseline import Found
+from ..options import require_count, require_number
+from ..report import Watch
+from . import routes, transfer
+from .head import Steps
+from .ladder import Ladder
+from .resume import SavedAnchor
+from .retention import collect
+from .run_writer import CommittedVersion, RunWriter
+
+_STEPS = 256  # there are at most so many steps before another anchor is written
+_MOST_STEPS = 1024  # that an index keeps for the sake of subscribers that are far behind
+_SQUASH_SHARE = 0.9  # a squashed patch is kept if it takes less than this share of the patches it stands for
+
+
+@dataclass(frozen=True)
+class RetentionOptions:
+    """When anchors and squashed patches are written, and what stays in the store; see `Publisher`."""
+
+    anchor_after: float
+    keep_anchors: int
+    ladder: tuple[int, int] | None
+    grace: float
+    lease: float
+
+    def __post_init__(self) -> None:
+        require_number("anchor_after", self.anchor_after, 0)
+        require_count("keep_anchors", self.keep_anchors)
+        require_number("grace", self.grace, 0)
+        require_number("lease", self.lease, 0)
+        if self.ladder is not None:
+            _require_ladder(self.ladder)
+
+
+def _require_ladder(ladder: tuple[int, int]) -> None:
+    try:
+        first, last = ladder
+    except (TypeError, ValueError) as error:
+        raise SessionError(f"ladder is {ladder!r}; it must be a pair of numbers of versions, or None") from error
+    require_count("the first number of ladder", first, 2)
+    require_count("the second number of ladder", last, first)
+
+
+class Maintenance:
+    """Keeps a run short to catch up with, and its store small."""
+
+    def __init__(
+        self,
+        writer: RunWriter,
+        options: RetentionOptions,
+        saved_anchor: SavedAnchor | None,
+        threads: int | None,
+    ) -> None:
+        self._writer = writer
+        self._options = options
+        self._saved_anchor = saved_anchor
+        self._threads = threads
+        is_alone = writer.writers.size == 1  # `sparserl squash` makes squashed patches of what several writers publish
+        self._ladder = Ladder(*options.ladder) if options.ladder is not None and is_alone else None
+        self._notes: list[str] = []
+
+    def begin_run(self, encode: Callable[[], Patch], run: str) -> None:
+        """A new run is about to begin: save its anchor first, so that whoever is killed after that goes on from it."""
+        if self._ladder is not None:
+            self._ladder.clear()
+        if (saved_anchor := self._saved_anchor) is not None:
+            self._try(lambda: saved_anchor.save(encode(), run, 0))
+
+    def run_begun(self, run: str) -> None:
+        """The head names the run now: saved anchors of others can go."""
+        if self._saved_anchor is not None and self._saved_anchor.run == run:
+            self._try(self._saved_anchor.remove_others)
+
+    def add_changes(self, version: int, changes: Found) -> None:
+        """One more version for the ladder; where that fails, late subscribers take longer, and nothing else."""
+        if self._ladder is None or not isinstance(changes, Captured):  # without a baseline there is no way back
+            return
+        try:
+            self._ladder.add(version, changes, self._threads)
+        except (OSError, SparserlError) as error:
+            self._notes.append(f"no squashed patches for a while: {error}")
+
+    def run(self, version: CommittedVersion, anchor: Patch | None, watch: Watch) -> tuple[str, ...]:
+        """All that is due after a version; notes about what failed.
+
+        anchor: one of the version, where it had to be made already.
+        """
+        with watch.stage("upkeep"):
+            self._try(lambda: self._squash_if_due(self._writer.committed or version))
+            self._try(lambda: self._anchor_if_due(anchor, self._writer.committed or version))
+            self._try(lambda: self._save_if_new(anchor, self._writer.committed or version))
+        notes = tuple(self._notes)
+        self._notes = []
+        return notes
+
+    def anchor_is_due(self, version: CommittedVersion) -> bool:
+        """Whether the patches since the last anchor have become as large as an anchor, or very many."""
+        steps = version.index.steps
+        last = max((step for step in steps if step.base is None), key=lambda step: step.version)
+        patches = [step for step in steps if step.base is not None and last.version <= step.base]
+        size = sum(step.bytes for step in patches if step.base == step.version - 1)
+        return size >= self._options.anchor_after * max(1, last.bytes) or len(patches) >= _STEPS - 1
+
+    def close(self) -> None:
+        """Give up the ladder, and let another publisher have the state folder."""
+        if self._saved_anchor is not None:
+            self._saved_anchor.close()
+        if self._ladder is not None:
+            self._ladder.clear()
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Do what a version does not depend on: a failure is noted, and it is tried again next time."""
+        try:
+            work()
+        except Fenced:
+            raise
+        except (StoreError, FormatError, SessionError, OSError) as error:
+            self._notes.append(f"upkeep failed, and will be tried again: {error}")
+
+    def _squash_if_due(self, version: CommittedVersion) -> None:
+        """A squashed patch for each rung of the ladder that ends here, where it takes less than what it stands for."""
+        weights = version.baseline.weights
+        if self._ladder is None or weights is None:
+            return
+        newest = version.head.version
+        for base, patch in self._ladder.rungs(newest, weights, self._threads):
+            size = sum(len(patch.bucket(index)) for index in range(patch.buckets))
+            steps = routes.route(version.index.steps, (base, patch.base), newest)
+            step_bytes = sum(step.bytes for step in steps)
+            if any(step.base is None for step in steps) or size > _SQUASH_SHARE * step_bytes:
+                continue
+            step = self._writer.send_alone(version.run, patch).step(base, newest, self._writer.clock())
+            version = self._writer.commit(version.run, step, version.baseline)
+
+    def _anchor_if_due(self, anchor: Patch | None, version: CommittedVersion) -> None:
+        """Write an anchor if one is due; what is too old then goes."""
+        weights = version.baseline.weights
+        if not self.anchor_is_due(version) or (weights is None and anchor is None):
+            if len(version.index.steps) == 1:
+                self._collect()  # what earlier runs left
+            return
+        anchors: list[Patch] = []
+
+        def encode() -> Patch:
+            anchors.append(anchor or transfer.anchor_of(weights, self._threads))
+            return anchors[0]
+
+        clock = self._writer.clock
+        step = self._writer.send(version.run, encode, Watch()).step(None, version.head.version, clock())
+
+        def add_steps(steps: Steps) -> Steps:
+            leased = [lease.version for lease in self._writer.leases() if clock() - lease.time < self._options.lease]
+            return routes.retained((*steps, step), self._options.keep_anchors, leased, _MOST_STEPS)
+
+        version = self._writer.commit(version.run, step, version.baseline, add_steps=add_steps)
+        if self._saved_anchor is not None:
+            self._save(anchors[0], version)
+        self._collect()
+
+    def _save_if_new(self, anchor: Patch | None, version: CommittedVersion) -> None:
+        """Save an anchor of the run here, for a restart, where that could not be done before its first version."""
+        if self._saved_anchor is None or self._saved_anchor.run == version.run.run:
+            return
+        if anchor is None and version.baseline.weights is not None:
+            anchor = transfer.anchor_of(version.baseline.weights, self._threads)
+        if anchor is not None:
+            self._save(anchor, version)
+
+    def _save(self, anchor: Patch, version: CommittedVersion) -> None:
+        assert self._saved_anchor is not None
+        self._saved_anchor.save(anchor, version.run.run, version.head.version)
+        self._saved_anchor.remove_others()
+
+    def _collect(self) -> None:
+        """Remove what nothing refers to any more."""
+        if self._writer.writers.rank == 0:
+            collect(self._writer.store, self._options.grace, self._writer.clock)

@@ -1,0 +1,131 @@
+"""Writes runs to a store: the record of a run, patches as buckets and manifests, and the head, on all ranks in step."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ...errors import FormatError, NotFound
+from ...parallel import Progress
+from ...patch import Patch
+from ...transport.stores.base import Store
+from ...weights.table import TensorTable
+from ..baseline import Baseline
+from ..report import Watch
+from . import side_files, transfer
+from .head import HeadMove, HeadWriter, Steps
+from .records import MOST_HEAD, Head, Index, Lease, Run, Step, path, run_path
+from .writers import Writers
+
+
+@dataclass(frozen=True)
+class CommittedVersion:
+    """The newest version of the run: what receivers can have, and its bits here."""
+
+    run: Run
+    head: Head
+    index: Index
+    baseline: Baseline
+
+
+class RunWriter:
+    """What a publisher writes to its store. `committed` is the version that its next patch starts from, if any."""
+
+    def __init__(
+        self,
+        store: Store,
+        head: HeadWriter,
+        writers: Writers,
+        clock: Callable[[], float],
+        progress: Progress | None,
+    ) -> None:
+        self.store = store
+        self.writers = writers
+        self.clock = clock
+        self.committed: CommittedVersion | None = None
+        self._head = head
+        self._progress = progress
+
+    def begin_run(self, table: TensorTable, files: side_files.Contents) -> Run:
+        """A new run, with all that its versions have in common in the store."""
+
+        def begin() -> Run:
+            run = Run(secrets.token_hex(8), max(self.clock(), self._head.next_run_time), table)
+            run = replace(run, files=side_files.upload(self.store, run.run, files))
+            self.store.put(run_path(run.run), run.to_bytes())
+            return run
+
+        return self.writers.lead("begin", begin, Run.to_bytes, lambda data: Run.parse(data, "the run"))
+
+    def send(self, run: Run, encode: Callable[[], Patch], watch: Watch) -> transfer.Sent:
+        """Every rank encodes and uploads what it has; when all of it is there, the manifest is written."""
+        place = self.writers.lead("find a place", lambda: secrets.token_hex(8), str.encode, bytes.decode)
+
+        def upload() -> transfer.Sent:
+            patch = encode()
+            with watch.stage("upload"):
+                return transfer.upload(self.store, run.run, place, patch, self._progress)
+
+        sent_by_rank = self.writers.gather("upload", upload, transfer.Sent.to_bytes, transfer.Sent.parse)
+        sent = transfer.joined(run.table, sent_by_rank)
+        with watch.stage("upload"):
+            self.writers.lead("write down", lambda: transfer.put_manifest(self.store, sent), _no_bytes, _no_bytes)
+        return sent
+
+    def send_alone(self, run: Run, patch: Patch) -> transfer.Sent:
+        """Upload a patch that this process has all of."""
+        return transfer.send(self.store, run.run, patch, self._progress)
+
+    def commit(
+        self,
+        run: Run,
+        step: Step,
+        baseline: Baseline,
+        *,
+        add_steps: Callable[[Steps], Steps] | None = None,
+        advance: Callable[[], None] | None = None,
+        notify: Callable[[], None] | None = None,
+    ) -> CommittedVersion:
+        """Move the head to the version that a step leads to.
+
+        add_steps: makes the new index of the old one's steps; without it, the step is added.
+        advance: called when the head has moved, to move the baseline too; if it fails, a new run will begin.
+        notify: called after that, when the next patch can start from the version.
+        """
+        versions: list[CommittedVersion] = []
+
+        def moved(head: Head, index: Index) -> None:
+            version = CommittedVersion(run, head, index, baseline)
+            versions.append(version)
+            self.committed = None  # were this interrupted, a new run would begin: no version is ever published twice
+            if advance is not None:
+                advance()
+            self.committed = version
+            if notify is not None:
+                notify()
+
+        last = self.committed
+        move = HeadMove(run, step, add_steps or (lambda steps: (*steps, step)), moved)
+        self._head.move(move, () if last is None else last.index.steps, None if last is None else last.head)
+        return versions[0]
+
+    def resolve(self) -> None:
+        """Find out what became of a commit that was not answered, or interrupted."""
+        self._head.resolve()
+
+    def leases(self) -> list[Lease]:
+        """What the subscribers of the run hold."""
+        leases: list[Lease] = []
+        if self.committed is None:
+            return leases
+        for item in self.store.list(path(self.committed.run.run, "leases", "")):
+            try:
+                leases.append(Lease.parse(self.store.get(item.name, MOST_HEAD).data, item.name))
+            except (NotFound, FormatError):
+                continue
+        return leases
+
+
+def _no_bytes(_: object) -> bytes:
+    return b""

@@ -188,16 +188,15 @@ class Rank:
         """A session, and a sync of it."""
         import torch.distributed as dist
 
-        from sparserl.session.group.publisher import CollectivePublisher
-        from sparserl.session.group.subscriber import CollectiveSubscriber
+        from sparserl import GroupPublisher, GroupSubscriber
 
         group = dist.new_group([0, 1])
         if self.rank == 0:
             chosen = link if profile == "auto" else None
-            session: Any = CollectivePublisher(self.tensors, group, profile=profile, link=chosen, threads=1)
+            session: Any = GroupPublisher(group, self.tensors, profile=profile, link=chosen, threads=1)
             turn = session.publish
         else:
-            session = CollectiveSubscriber(self.tensors, group, threads=1)
+            session = GroupSubscriber(group, self.tensors, threads=1)
             turn = session.sync
         assert turn().bytes == 0  # both hold the same bits: nothing is sent
 

@@ -302,7 +302,7 @@ def one_rank(backend: str = "nccl", device: str = "cuda", megabytes: int = 64) -
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, init_method=f"file://{folder}/group", rank=0, world_size=1)
         try:
-            with sparserl.Publisher(source=weights, process_group=dist.group.WORLD, device=device) as publisher:
+            with sparserl.GroupPublisher(dist.group.WORLD, weights, device=device) as publisher:
                 reports = []
                 for _ in range(3):
                     reports.append(publisher.publish())

@@ -76,7 +76,7 @@ class FromGroup:
     told = True
 
     def __init__(self, url: str, target: dict[str, Tensor], rank: int, size: int) -> None:
-        self._subscriber = sparserl.Subscriber(target=target, process_group=join(url, rank, size), threads=1)
+        self._subscriber = sparserl.GroupSubscriber(join(url, rank, size), target, threads=1)
 
     def look(self) -> int | None:
         """The next version, staged; None if none is on its way."""
@@ -98,7 +98,7 @@ class ToGroup:
     """Broadcasts versions: a publish ends when every worker has committed."""
 
     def __init__(self, url: str, source: Any, size: int, callbacks: Sequence[Any]) -> None:
-        self._publisher = sparserl.Publisher(source=source, process_group=join(url, 0, size), callbacks=callbacks)
+        self._publisher = sparserl.GroupPublisher(join(url, 0, size), source, callbacks=callbacks)
 
     def publish(self) -> sparserl.SyncReport | None:
         report: sparserl.SyncReport | None = self._publisher.publish()

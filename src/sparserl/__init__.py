@@ -16,6 +16,8 @@ Two versions in one process
     what it holds. `squash` joins patches that follow one another, `merge` joins the patches of several shards.
 A trainer and its rollout workers, through a folder, object storage or HTTP
     `Publisher` and `Subscriber`.
+A trainer and its rollout workers as ranks of one process group, by broadcast
+    `GroupPublisher` and `GroupSubscriber`; a `Relay` hands on what it fetches from a store.
 Where the weights of a trainer come from, and where those of a rollout worker live
     `sparserl.sources` and `sparserl.targets`: modules, shards, adapters, quantized weights, checkpoint folders.
 Whether two sets of weights are the same
@@ -41,7 +43,15 @@ if TYPE_CHECKING:
     from . import errors, metrics, sources, targets
     from .errors import SparserlError
     from .patch import Applied, Entry, Patch, Stats, diff, merge, squash
-    from .session import Publisher, Subscriber, SyncReport
+    from .session import (
+        BackgroundPublish,
+        GroupPublisher,
+        GroupSubscriber,
+        Publisher,
+        Relay,
+        Subscriber,
+        SyncReport,
+    )
     from .weights.digest import Digest, digest
     from .weights.dtypes import Bits, DType
     from .weights.region import Region
@@ -53,14 +63,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Applied",
+    "BackgroundPublish",
     "Bits",
     "DType",
     "Digest",
     "Entry",
+    "GroupPublisher",
+    "GroupSubscriber",
     "Part",
     "Patch",
     "Publisher",
     "Region",
+    "Relay",
     "Shards",
     "SparserlError",
     "Stats",
@@ -83,7 +97,15 @@ _MODULES = ("errors", "metrics", "sources", "targets", "testing")
 _NAMES = {
     "errors": ("SparserlError",),
     "patch": ("Applied", "Entry", "Patch", "Stats", "diff", "merge", "squash"),
-    "session": ("Publisher", "Subscriber", "SyncReport"),
+    "session": (
+        "BackgroundPublish",
+        "GroupPublisher",
+        "GroupSubscriber",
+        "Publisher",
+        "Relay",
+        "Subscriber",
+        "SyncReport",
+    ),
     "weights.digest": ("Digest", "digest"),
     "weights.dtypes": ("Bits", "DType"),
     "weights.region": ("Region",),

@@ -103,9 +103,7 @@ def ordered(
     return _ordered(work, items, thread_count(threads), ahead, urgent)  # checked here, not when results are asked for
 
 
-def _ordered(
-    work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int | None, urgent: bool
-) -> Iterator[R]:
+def _ordered(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int | None, urgent: bool) -> Iterator[R]:
     if threads == 1:
         yield from map(work, items)
         return

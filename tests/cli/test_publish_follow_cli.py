@@ -221,7 +221,7 @@ def test_what_cannot_be_followed_is_one_line(here: Path) -> None:
         ((URL, "--key", "text"), "text holds no key"),
         ((URL, "--key", "nowhere"), "nowhere: No such file"),
         ((URL, "--key", "sparserl-public-12"), "a public key reads sparserl-public-"),
-        (("file://unsigned", "--key", other), "is not signed, and a key is pinned"),
+        (("file://unsigned", "--key", other), "is not signed, and only what a trusted key has signed is accepted"),
         (("file://nowhere",), "there is no head.json"),
         (("store",), "'store' is not a URL"),
         ((URL, "--run", "0" * 16), "only follows run 0000000000000000"),

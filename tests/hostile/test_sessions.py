@@ -164,7 +164,7 @@ weights["w"][::3] += 1
 if sys.argv[2] == "broken":
     shutil.rmtree(sys.argv[1])
     open(sys.argv[1], "w").close()
-publisher.publish(wait=False)
+publisher.publish_in_background()
 """
 
 
@@ -213,7 +213,7 @@ def test_one_publisher_at_a_time_has_a_state_folder(url, tmp_path):
 
 def test_a_publisher_that_loses_throws_nothing_away(url, tmp_path, monkeypatch):
     """Where locks do not work: who is fenced has not removed the anchor that the winner would go on from."""
-    monkeypatch.setattr("sparserl.session.store.resume.KeptAnchor._lock", lambda self: self._path.mkdir(exist_ok=True))
+    monkeypatch.setattr("sparserl.session.store.resume.SavedAnchor._lock", lambda self: self._path.mkdir(exist_ok=True))
     trainer = weights()
     winner = Publisher(url, trainer, state=tmp_path / "state")
     loser = Publisher(url, trainer, state=tmp_path / "state")
@@ -287,8 +287,8 @@ def test_a_file_that_grows_while_it_is_published(url, tmp_path):
 
 def test_a_subscriber_far_behind_costs_no_anchors(url, monkeypatch):
     """While its lease is fresh the index keeps its steps, and anchors stay rare; but not without bound."""
-    monkeypatch.setattr("sparserl.session.store.publisher._STEPS", 10)
-    monkeypatch.setattr("sparserl.session.store.publisher._MOST_STEPS", 40)
+    monkeypatch.setattr("sparserl.session.store.maintenance._STEPS", 10)
+    monkeypatch.setattr("sparserl.session.store.maintenance._MOST_STEPS", 40)
     trainer = weights()
     publisher = Publisher(url, trainer, ladder=None, grace=0.5, anchor_after=1e9)
     publisher.publish()
@@ -299,7 +299,7 @@ def test_a_subscriber_far_behind_costs_no_anchors(url, monkeypatch):
     for version in range(1, 101):
         trainer["w"][version] += 1
         publisher.publish()
-        index = publisher._now.index.steps
+        index = publisher._committed.index.steps
         steps.append(len(index))
         if any(step.base is None and step.version == version for step in index):
             anchors.append(version)
@@ -358,10 +358,10 @@ def test_garbage_in_place_of_the_head(url, tmp_path, kind):
     secret, public = signing.keygen()
     trainer = weights()
     head = tmp_path / "store" / "head.json"
-    publisher = Publisher(url, trainer, key=secret, state=tmp_path / "state")
+    publisher = Publisher(url, trainer, signing_key=secret, state=tmp_path / "state")
     publisher.publish()
     mine = {"w": np.zeros(1000, np.uint32)}
-    subscriber = Subscriber(url, mine, key=public)
+    subscriber = Subscriber(url, mine, trusted_keys=public)
     subscriber.sync()
     head.write_bytes(GARBAGE[kind])
     trainer["w"][3] += 1
@@ -370,7 +370,7 @@ def test_garbage_in_place_of_the_head(url, tmp_path, kind):
     assert subscriber.sync().version == 1
     publisher.close()
     head.write_bytes(GARBAGE[kind])
-    with Publisher(url, trainer, key=secret, state=tmp_path / "state") as again:
+    with Publisher(url, trainer, signing_key=secret, state=tmp_path / "state") as again:
         assert again.publish().version == 0
     subscriber.sync()
     assert subscriber.run == again.run
@@ -380,14 +380,14 @@ def test_garbage_in_place_of_the_head(url, tmp_path, kind):
 def test_heads_of_others_still_fence_a_publisher(url, tmp_path):
     """A head that is well formed may be another publisher's, and one of another format a newer release's."""
     secret, _ = signing.keygen()
-    publisher = Publisher(url, weights(), key=secret)
+    publisher = Publisher(url, weights(), signing_key=secret)
     publisher.publish()
     Publisher(url, weights()).publish()
     with pytest.raises(Fenced):
         publisher.publish()
     (tmp_path / "store" / "head.json").write_text('{"format":2}')
     with pytest.raises(UnsupportedFormat, match="format 2; this release reads 1"):
-        Publisher(url, weights(), key=secret)
+        Publisher(url, weights(), signing_key=secret)
 
 
 @pytest.mark.parametrize("host", ["_builder", "-x", "höst", "x" * 64, "", "a/b", "..", "日本"])
@@ -417,12 +417,12 @@ def test_a_clock_that_was_far_ahead_once(url, now):
     """The next run is a later one all the same, whatever the clock says then."""
     secret, public = signing.keygen()
     trainer = weights()
-    Publisher(url, trainer, key=secret, clock=lambda: now).publish()
+    Publisher(url, trainer, signing_key=secret, clock=lambda: now).publish()
     mine = {"w": np.zeros(1000, np.uint32)}
-    subscriber = Subscriber(url, mine, key=public)
+    subscriber = Subscriber(url, mine, trusted_keys=public)
     subscriber.sync()
     trainer["w"][5] += 1
-    Publisher(url, trainer, key=secret).publish()
+    Publisher(url, trainer, signing_key=secret).publish()
     assert subscriber.sync().kind == "anchor"
     assert np.array_equal(mine["w"], trainer["w"])
 
@@ -432,11 +432,11 @@ def test_a_run_of_another_store_is_refused_where_the_run_is_pinned(tmp_path):
     secret, public = signing.keygen()
     one, two = (f"file://{tmp_path}/{name}" for name in ("one", "two"))
     trainer = weights()
-    publisher = Publisher(one, trainer, key=secret)
+    publisher = Publisher(one, trainer, signing_key=secret)
     publisher.publish()
-    subscriber = Subscriber(one, {"w": np.zeros(1000, np.uint32)}, key=public, run=publisher.run)
+    subscriber = Subscriber(one, {"w": np.zeros(1000, np.uint32)}, trusted_keys=public, run=publisher.run)
     subscriber.sync()
-    Publisher(two, weights(seed=1), key=secret).publish()
+    Publisher(two, weights(seed=1), signing_key=secret).publish()
     shutil.copytree(tmp_path / "two" / "runs", tmp_path / "one" / "runs", dirs_exist_ok=True)
     shutil.copy(tmp_path / "two" / "head.json", tmp_path / "one" / "head.json")
     with pytest.raises(sparserl.errors.Untrusted, match="only follows run"):
@@ -448,4 +448,4 @@ def test_weights_of_zeros_need_one_anchor(url):
     with Publisher(url, {"w": np.zeros(1000, np.float32)}) as publisher:
         for _ in range(4):
             publisher.publish()
-        assert sum(step.base is None for step in publisher._now.index.steps) == 1
+        assert sum(step.base is None for step in publisher._committed.index.steps) == 1

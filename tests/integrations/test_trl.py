@@ -196,7 +196,7 @@ def test_the_first_of_two_processes_publishes(tmp_path: Path) -> None:
 def test_every_second_step_in_flight(tmp_path: Path) -> None:
     """Versions of every second step and of the last one, sent while training goes on."""
     notes, model = Notes(), llama()
-    callback = PublishCallback(f"file://{tmp_path / 'store'}", every=2, wait=False, callbacks=[notes])
+    callback = PublishCallback(f"file://{tmp_path / 'store'}", every=2, in_background=True, callbacks=[notes])
     train(tmp_path, model, callback, steps=3)
     assert [report.version for report in notes.reports] == [0, 1, 2]
     assert callback.settle() == notes.reports[-1]

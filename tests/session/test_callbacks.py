@@ -55,8 +55,7 @@ def test_reports_are_told(tmp_path: Path) -> None:
     ):
         reports = [publisher.publish(), subscriber.sync()]
         weights["w"][5] = 1
-        assert publisher.publish(wait=False) is None
-        reports.append(publisher.settle())
+        reports.append(publisher.publish_in_background().result())
         weights["w"][6] = 1
         reports += [publisher.publish(), subscriber.sync()]
         assert subscriber.sync() is None
@@ -98,9 +97,9 @@ def test_failures_are_told(tmp_path: Path) -> None:
     publisher = sparserl.Publisher(url, weights, callbacks=[heard])
     publisher.publish()
     weights["w"] = np.zeros(5, np.float32)
-    for wait in (True, False):
+    for publish in (publisher.publish, publisher.publish_in_background):
         with pytest.raises(sparserl.SparserlError):
-            publisher.publish(wait=wait)
+            publish()
     kinds = [event if event[0] != "published" else "published" for event in heard.events]
     assert kinds == [
         ("stage", NotFound),
@@ -127,12 +126,12 @@ def over_a_group(rank: int, group: Any, _pipe: Any) -> list[str]:
     """Two versions, and what this rank's callback heard."""
     heard, weights = Heard(), {"w": np.full(50, rank + 1, np.float32)}
     if rank == 0:
-        with sparserl.Publisher(source=weights, process_group=group, callbacks=[Raises(), heard]) as publisher:
+        with sparserl.GroupPublisher(group, weights, callbacks=[Raises(), heard]) as publisher:
             publisher.publish()
             weights["w"][3] = 7
             publisher.publish()
     else:
-        with sparserl.Subscriber(target=weights, process_group=group, callbacks=[Raises(), heard]) as subscriber:
+        with sparserl.GroupSubscriber(group, weights, callbacks=[Raises(), heard]) as subscriber:
             subscriber.follow()
     return [f"{name} {report.version} {report.changed}" for name, report in heard.events]
 

@@ -284,7 +284,7 @@ def test_following_through_outages(server: Server, place: str) -> None:
 
 
 def test_what_is_in_flight_belongs_to_its_version(server: Server, place: str) -> None:
-    """Weights that change right after `publish(wait=False)` do not leak; its error comes out with the next call."""
+    """Weights that change right after `publish_in_background()` do not leak; its error comes out with the next call."""
     slow, down = threading.Event(), threading.Event()
 
     def trouble(_line: str) -> str:
@@ -298,15 +298,15 @@ def test_what_is_in_flight_belongs_to_its_version(server: Server, place: str) ->
         slow.set()
         for n in range(3):
             bits = trainer.step(n)
-            assert publisher.publish(wait=False) is None
+            background = publisher.publish_in_background()
             trainer.step(100 + n)
-            report = publisher.settle()
+            report = background.result()
             assert report is not None
             assert report.version == n
             assert rollout.sync() == bits
         down.set()
         trainer.step(3)
-        publisher.publish(wait=False)
+        publisher.publish_in_background()
         trainer.step(103)
         with pytest.raises(StoreError):
             publisher.publish()
@@ -331,8 +331,8 @@ def test_clocks_that_jump(tmp_path: Path) -> None:
     jumps = [0, 10 * YEAR, -20 * YEAR, 30 * YEAR, -19 * YEAR, YEAR, -YEAR]
     trainer, (secret, public) = Trainer(), signing.keygen()
     options = {"key": secret, "anchor_after": 0.3, "keep_anchors": 1, "grace": 60.0, "lease": 30.0, "threads": 1}
-    near = Rollout(store, key=public, name="near", clock=lambda: now["near"])
-    far = Rollout(store, key=public, name="far", clock=lambda: now["far"])
+    near = Rollout(store, trusted_keys=public, name="near", clock=lambda: now["near"])
+    far = Rollout(store, trusted_keys=public, name="far", clock=lambda: now["far"])
     runs = set()
     for life in range(3):
         state = tmp_path / "state" if life < 2 else None

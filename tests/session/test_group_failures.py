@@ -20,8 +20,8 @@ from tests.session.ranks import policy, ranks, results, seal, step, tensors
 
 pytest.importorskip("torch")
 
-from sparserl.session.group.publisher import CollectivePublisher
-from sparserl.session.group.subscriber import CollectiveSubscriber
+from sparserl.session.group.publisher import GroupPublisher
+from sparserl.session.group.subscriber import GroupSubscriber
 from tests.session.group_faults import Faulty, Hand, at, go, press, quick
 
 WIDE = {"w": ("u2", (3 << 20,)), "b": ("u4", (100,))}  # an anchor of it takes several frames
@@ -31,11 +31,11 @@ def struck(rank, group, pipe, writer, victim, blow):
     """One sync that works, and one in the middle of which a rank is killed or stopped."""
     bits, limit = policy(4, WIDE), 30.0
     if rank == writer:
-        session = CollectivePublisher(tensors(bits), group, writers=(writer,), timeout=limit)
+        session = GroupPublisher(group, tensors(bits), writers=(writer,), timeout=limit)
         turn = session.publish
     else:
         bits = policy(5, WIDE)
-        session = CollectiveSubscriber(tensors(bits), group, writers=(writer,), timeout=limit)
+        session = GroupSubscriber(group, tensors(bits), writers=(writer,), timeout=limit)
         turn = session.sync
     turn()
     session._line.timeout = 4.0
@@ -92,7 +92,7 @@ def absent(rank, group, pipe):
     bits = policy(1)
     if rank == 0:
         dist.barrier()
-        publisher = CollectivePublisher(tensors(bits), group, timeout=2)
+        publisher = GroupPublisher(group, tensors(bits), timeout=2)
         with pytest.raises(PeerLost, match="rank 1 did not come to the sync") as raised:
             publisher.publish()
         pipe.send(("late", None))
@@ -100,7 +100,7 @@ def absent(rank, group, pipe):
         publisher.close()
         return str(raised.value), report.kind
     mine = policy(2)
-    subscriber = CollectiveSubscriber(tensors(mine), group, timeout=20)
+    subscriber = GroupSubscriber(group, tensors(mine), timeout=20)
     assert subscriber.stage(timeout=0.05) is None
     dist.barrier()
     if rank == 1:
@@ -132,7 +132,7 @@ def hooked(rank, group, pipe):
 
 def _leads(group, hand):
     rng, bits, seals = np.random.default_rng(1), policy(1), []
-    publisher = CollectivePublisher(tensors(bits), group, timeout=30)
+    publisher = GroupPublisher(group, tensors(bits), timeout=30)
 
     def publish():
         report = quick(publisher.publish)
@@ -168,7 +168,7 @@ def _trips(rank, group, hand):
             raise RuntimeError(f"cannot {which}")
 
     hooks = {"before": lambda: hook("pause"), "after": lambda: hook("resume")}
-    subscriber = CollectiveSubscriber(target, group, timeout=30, **hooks)
+    subscriber = GroupSubscriber(group, target, timeout=30, **hooks)
 
     def sync():
         report = quick(subscriber.sync)
@@ -241,7 +241,7 @@ def stepwise(rank, group, pipe):
     def made(first, rows, table=table):
         part = np.zeros((rows, 8), np.float32)
         shards = Shards(table, [Part("w", Region((first, 0), (rows, 8)), part)])
-        return part, CollectivePublisher(shards, group, writers=writers, timeout=30)
+        return part, GroupPublisher(group, shards, writers=writers, timeout=30)
 
     for other, kind, match in (
         (made(5, 2), TensorMismatch, "no rank has 8 of the 64 elements of 'w'"),
@@ -295,10 +295,10 @@ def _watches(group, hand, writers, mine):
         if len(seen) == 3:
             hand.stop("commits")
 
-    subscriber = CollectiveSubscriber({"w": mine + 1}, group, writers=writers, timeout=30)
+    subscriber = GroupSubscriber(group, {"w": mine + 1}, writers=writers, timeout=30)
     subscriber.close()
     mine += 9
-    subscriber = CollectiveSubscriber({"w": mine}, group, writers=writers, before=before, timeout=30)
+    subscriber = GroupSubscriber(group, {"w": mine}, writers=writers, before=before, timeout=30)
     subscriber.follow(on_commit=lambda report: seen.append((report.version, *np.unique(mine).tolist())))
     return seen
 

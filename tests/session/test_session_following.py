@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,9 @@ from tests.session.policy import Policy, bits
 def test_retention_and_leases(url):
     """Old anchors and what builds on them go, unless a live subscriber needs it; nothing else is left."""
     policy = Policy()
-    now = itertools.count(1_000_000)
+    now = itertools.count(int(time.time()) + 3600)  # what nothing refers to is older than that
     clock = lambda: float(next(now))  # noqa: E731
-    kept = {"anchor_after": 0.05, "keep_anchors": 1, "grace": -1e12, "lease": 1e9, "ladder": None}
+    kept = {"anchor_after": 0.05, "keep_anchors": 1, "grace": 0.0, "lease": 1e9, "ladder": None}
     publisher = Publisher(url, policy.weights, clock=clock, **kept)
     publisher.publish()
     slow = Subscriber(url, policy.empty(), name="slow", clock=clock)
@@ -35,16 +36,16 @@ def test_retention_and_leases(url):
     for _ in range(30):
         policy.step()
         publisher.publish()
-    steps = publisher._now.index.steps
+    steps = publisher._committed.index.steps
     assert sum(s.base is None for s in steps) == 1
     assert {s.base for s in steps if s.base is not None} >= set(range(30)), "the lease of version 0 spares all patches"
     patches = [s for s in steps if s.base is not None]
     assert len(routes.route(patches, (0, slow._held.digest), 30)) == 30
-    publisher._lease = -1.0
+    publisher._maintenance._options = replace(publisher._maintenance._options, lease=0.0)
     for _ in range(10):
         policy.step()
         publisher.publish()
-    oldest = min(s.version for s in publisher._now.index.steps)
+    oldest = min(s.version for s in publisher._committed.index.steps)
     assert oldest > 25
     with pytest.raises(NotRetained):
         slow.goto(oldest - 1)
@@ -125,7 +126,7 @@ def test_what_was_needed_a_moment_ago_stays_for_the_grace_period(url):
     for _ in range(3):
         policy.step()
         publisher.publish()
-    assert 0 not in {s.version for s in publisher._now.index.steps}
+    assert 0 not in {s.version for s in publisher._committed.index.steps}
     there = {item.name for item in publisher.store.list("")}
     assert needed(publisher.store, old) <= there
     later = collect(publisher.store, 600, clock=lambda: time.time() + 601)

@@ -105,9 +105,9 @@ def test_a_failed_publish_loses_nothing(tmp_path, wait):
         with pytest.raises(Unavailable):
             publisher.publish()
     else:
-        publisher.publish(wait=False)
+        background = publisher.publish_in_background()
         with pytest.raises(Unavailable):
-            publisher.settle()
+            background.result()
     assert publisher.version == 0
     assert subscriber.sync() is None
     policy.step()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -105,7 +108,7 @@ def test_far_behind_is_cheaper_than_every_patch(url):
     for _ in range(100):
         policy.step(0.01)
         publisher.publish()
-    steps = [s for s in publisher._now.index.steps if s.base is not None]
+    steps = [s for s in publisher._committed.index.steps if s.base is not None]
     single = sum(s.bytes for s in steps if s.version == s.base + 1)
     assert {s.version - s.base for s in steps} >= {1, 8, 16, 32, 64}
     report = subscriber.sync()
@@ -144,28 +147,28 @@ def test_profiles_that_a_target_cannot_take(url, monkeypatch, takes, kind):
     subscriber.sync()
     policy.step()
     publisher.publish()
-    assert "ctx" in publisher._now.index.steps[-1].profiles
+    assert "ctx" in publisher._committed.index.steps[-1].profiles
     target.profiles = frozenset(takes)
     if kind == "anchor":
         with pytest.raises(NotRetained):
             subscriber.sync()
-        publisher._anchor_after = 0.0
+        publisher._maintenance._options = replace(publisher._maintenance._options, anchor_after=0.0)
         publisher.publish()
     assert subscriber.sync().kind == kind
     assert bits(mine) == bits(policy.weights)
 
 
 def test_what_is_published_while_training_goes_on(url):
-    """`wait=False` returns when the changes are captured; what the trainer does next is not in the version."""
+    """A background publish begins when the changes are captured; what the trainer does next is not in the version."""
     policy = Policy()
     publisher = Publisher(url, policy.weights)
     mine = policy.empty()
     subscriber = Subscriber(url, mine)
     for version in range(4):
-        assert publisher.publish(wait=False) is None
+        background = publisher.publish_in_background()
         captured = bits(policy.weights)
         policy.step(0.5)
-        assert publisher.settle().version == version
+        assert background.result().version == version
         subscriber.sync()
         assert bits(mine) == captured
 
@@ -206,10 +209,10 @@ def test_squashed_after_the_fact(url, signed):
     """A tool adds a patch over several versions; subscribers take it, and the publisher goes on with the new index."""
     policy = Policy()
     secret, public = signing.keygen() if signed else (None, None)
-    publisher = Publisher(url, policy.weights, key=secret, ladder=None)
+    publisher = Publisher(url, policy.weights, signing_key=secret, ladder=None)
     publisher.publish()
     mine = policy.empty()
-    subscriber = Subscriber(url, mine, key=public)
+    subscriber = Subscriber(url, mine, trusted_keys=public)
     subscriber.sync()
     for _ in range(6):
         policy.step()
@@ -217,17 +220,17 @@ def test_squashed_after_the_fact(url, signed):
     if signed:
         with pytest.raises(SessionError, match="secret key is needed"):
             squash_versions(publisher.store, 0, 6)
-    step = squash_versions(publisher.store, 0, 6, key=secret)
+    step = squash_versions(publisher.store, 0, 6, signing_key=secret)
     assert (step.base, step.version) == (0, 6)
     with pytest.raises(SessionError, match="already"):
-        squash_versions(publisher.store, 0, 6, key=secret)
+        squash_versions(publisher.store, 0, 6, signing_key=secret)
     with pytest.raises(NotRetained):
-        squash_versions(publisher.store, 3, 9, key=secret)
+        squash_versions(publisher.store, 3, 9, signing_key=secret)
     assert subscriber.sync().bytes == step.bytes
     assert bits(mine) == bits(policy.weights)
     policy.step()
     assert publisher.publish().version == 7
-    assert step in publisher._now.index.steps
+    assert step in publisher._committed.index.steps
     subscriber.sync()
     assert bits(mine) == bits(policy.weights)
     assert list(faults(publisher.store)) == []
@@ -242,12 +245,12 @@ def test_files_that_would_lie_elsewhere(url):
 
 def test_an_index_does_not_grow_for_ever(url, monkeypatch):
     """Patches that are tiny lead to an anchor in the end, too, and to a collection."""
-    monkeypatch.setattr("sparserl.session.store.publisher._STEPS", 10)
+    monkeypatch.setattr("sparserl.session.store.maintenance._STEPS", 10)
     policy = Policy()
-    publisher = Publisher(url, policy.weights, grace=-1e12, keep_anchors=1, ladder=None)
+    publisher = Publisher(url, policy.weights, grace=0.0, keep_anchors=1, ladder=None, clock=lambda: time.time() + 3600)
     for _ in range(40):
         publisher.publish()
-    assert len(publisher._now.index.steps) <= 10
+    assert len(publisher._committed.index.steps) <= 10
     assert len(list(publisher.store.list("runs/"))) < 60
 
 

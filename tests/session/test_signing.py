@@ -29,14 +29,14 @@ class Scene:
 
     def __init__(self, url, key=SECRET, pinned=PUBLIC):
         self.policy = Policy()
-        self.publisher = Publisher(url, self.policy.weights, key=key)
+        self.publisher = Publisher(url, self.policy.weights, signing_key=key)
         self.store = self.publisher.store
         self.publisher.publish()
         self.first = self.store.get(HEAD, 1 << 16)
         self.policy.step()
         self.publisher.publish()
         self.mine = self.policy.empty()
-        self.subscriber = Subscriber(url, self.mine, key=pinned)
+        self.subscriber = Subscriber(url, self.mine, trusted_keys=pinned)
 
     def replace_head(self, data):
         self.store.swap(HEAD, data, self.store.get(HEAD, 1 << 16).tag)
@@ -75,13 +75,13 @@ def test_a_signature_belongs_to_its_body(url):
         forged = dict(body)
         forged[name] = value + 1 if isinstance(value, (int, float)) else ("0" if value[0] != "0" else "1") + value[1:]
         scene.replace_head(canonical({**sealed, "body": canonical(forged).decode()}))
-        scene.refused("does not hold")
+        scene.refused("signature is not valid")
     first = json.loads(scene.first.data)
     scene.replace_head(canonical({**sealed, "signature": first["signature"]}))
-    scene.refused("does not hold")
+    scene.refused("signature is not valid")
     for junk in ("", "00", "zz" * 64, sealed["signature"][:-2]):
         scene.replace_head(canonical({**sealed, "signature": junk}))
-        scene.refused("does not hold")
+        scene.refused("signature is not valid")
     scene.replace_head(canonical({**sealed, "key": None}))
     scene.refused("not signed")
 
@@ -99,12 +99,12 @@ def test_a_rolled_back_store_after_a_restart(url, tmp_path):
     """A checkpoint folder remembers what it held: an older head is refused by the next process, too."""
     scene = Scene(url)
     folder = targets.folder(tmp_path / "out")
-    Subscriber(url, folder, key=PUBLIC).sync()
+    Subscriber(url, folder, trusted_keys=PUBLIC).sync()
     folder.close()
     scene.replace_head(scene.first.data)
     again = targets.folder(tmp_path / "out")
     with pytest.raises(Untrusted, match="rolled back"):
-        Subscriber(url, again, key=PUBLIC).sync()
+        Subscriber(url, again, trusted_keys=PUBLIC).sync()
     assert again.current.readlink().name.endswith("-000000000001")
 
 
@@ -114,7 +114,7 @@ def test_an_older_run_is_not_newer(url):
     older = scene.store.get(HEAD, 1 << 16).data
     scene.subscriber.sync()
     second = Policy(5)
-    newer = Publisher(url, second.weights, key=SECRET)
+    newer = Publisher(url, second.weights, signing_key=SECRET)
     newer.publish()
     assert scene.subscriber.sync().run == newer.run
     assert bits(scene.mine) == bits(second.weights)
@@ -126,9 +126,9 @@ def test_only_the_run_that_was_asked_for(url):
     """With a run pinned, another one is refused, whoever signed it."""
     scene = Scene(url)
     mine = scene.policy.empty()
-    pinned = Subscriber(url, mine, key=PUBLIC, run=scene.publisher.run)
+    pinned = Subscriber(url, mine, trusted_keys=PUBLIC, run=scene.publisher.run)
     pinned.sync()
-    Publisher(url, Policy(5).weights, key=SECRET).publish()
+    Publisher(url, Policy(5).weights, signing_key=SECRET).publish()
     with pytest.raises(Untrusted, match="only follows run"):
         pinned.sync()
 
@@ -154,7 +154,7 @@ def test_everything_below_the_head_is_bound_by_hash(url):
         data = scene.store.get(name, 1 << 30).data
         for change in (flip, lambda d: d[:-1], lambda d: d + b" "):
             scene.store.put(name, change(data))
-            subscriber = Subscriber(url, scene.policy.empty(), key=PUBLIC)
+            subscriber = Subscriber(url, scene.policy.empty(), trusted_keys=PUBLIC)
             try:
                 subscriber.sync()
             except FormatError:
@@ -170,7 +170,7 @@ def test_an_index_of_another_run(url):
     """Even a signed head must lead to an index of its own run."""
     scene = Scene(url)
     head, _ = read_head(scene.store)
-    index = Index("0" * 16, scene.publisher._now.index.steps).to_bytes()
+    index = Index("0" * 16, scene.publisher._committed.index.steps).to_bytes()
     scene.store.put(path(head.run, "index", sha256(index)), index)
     body = Head(**{**vars(head), "index": sha256(index)}).body()
     scene.replace_head(signing.seal(body, SECRET))
@@ -181,7 +181,7 @@ def test_a_publisher_does_not_sign_what_another_wrote(url):
     """A head without our signature is not taken for a tool's: the publisher stops instead of signing a forged index."""
     scene = Scene(url)
     head, _ = read_head(scene.store)
-    index = Index(head.run, scene.publisher._now.index.steps[:1]).to_bytes()
+    index = Index(head.run, scene.publisher._committed.index.steps[:1]).to_bytes()
     scene.store.put(path(head.run, "index", sha256(index)), index)
     scene.replace_head(signing.seal(Head(**{**vars(head), "index": sha256(index), "nonce": "0" * 16}).body(), None))
     scene.policy.step()
@@ -193,11 +193,11 @@ def test_keys_that_are_none(url):
     """What is not a key is said to be none, before anything is fetched or written."""
     policy = Policy()
     with pytest.raises(SessionError, match="secret key"):
-        Publisher(url, policy.weights, key=PUBLIC)
+        Publisher(url, policy.weights, signing_key=PUBLIC)
     assert not list(open_store(url).list("head.json"))
-    Publisher(url, policy.weights, key=SECRET).publish()
+    Publisher(url, policy.weights, signing_key=SECRET).publish()
     with pytest.raises(SessionError, match="public key"):
-        Subscriber(url, policy.empty(), key=SECRET)
+        Subscriber(url, policy.empty(), trusted_keys=SECRET)
     assert signing.public_key(SECRET) == PUBLIC
 
 
@@ -205,7 +205,7 @@ def test_an_index_that_contradicts_itself(url):
     """Two digests for one version are refused, whoever signed them."""
     scene = Scene(url)
     head, _ = read_head(scene.store)
-    steps = scene.publisher._now.index.steps
+    steps = scene.publisher._committed.index.steps
     for liar in (replace(steps[0], version=1), replace(steps[1], base_digest=steps[1].digest)):
         index = Index(head.run, (*steps, liar)).to_bytes()
         scene.store.put(path(head.run, "index", sha256(index)), index)
@@ -217,7 +217,7 @@ def test_a_step_that_takes_more_than_it_says(url):
     """What a patch takes is known before it is fetched."""
     scene = Scene(url)
     head, _ = read_head(scene.store)
-    first, second = scene.publisher._now.index.steps
+    first, second = scene.publisher._committed.index.steps
     index = Index(head.run, (replace(first, bytes=3), second)).to_bytes()
     scene.store.put(path(head.run, "index", sha256(index)), index)
     scene.replace_head(signing.seal(Head(**{**vars(head), "index": sha256(index)}).body(), SECRET))
@@ -243,4 +243,63 @@ def test_heads_that_are_none(url, data):
     scene.replace_head(data or b" ")
     for key in (None, PUBLIC):
         with pytest.raises(SparserlError, match=r"head\.json"):
-            Subscriber(url, scene.policy.empty(), key=key).sync()
+            Subscriber(url, scene.policy.empty(), trusted_keys=key).sync()
+
+
+def test_a_key_is_replaced_while_a_run_goes_on(url, tmp_path):
+    """Who trusts the old and the new key follows one run across the change; who trusts the old one alone stops."""
+    policy = Policy()
+    rollout = policy.empty()
+    state = tmp_path / "state"
+    subscriber = Subscriber(url, rollout, trusted_keys=[PUBLIC, OTHERS])
+    with Publisher(url, policy.weights, signing_key=SECRET, state=state) as publisher:
+        publisher.publish()
+        subscriber.sync()
+        run = publisher.run
+    behind = Subscriber(url, policy.empty(), trusted_keys=PUBLIC)
+    behind.sync()
+    policy.step()
+    with Publisher(url, policy.weights, signing_key=OTHER, trusted_keys=PUBLIC, state=state) as publisher:
+        assert (publisher.run, publisher.version) == (run, 0)
+        report = publisher.publish()
+        assert (report.run, report.version, report.kind) == (run, 1, "patch")
+    assert subscriber.sync().kind == "patch"
+    assert bits(rollout) == bits(policy.weights)
+    with pytest.raises(Untrusted, match="another key"):
+        behind.sync()
+    assert behind.version == 0
+
+
+def test_a_new_key_alone_begins_a_new_run(url, tmp_path):
+    """A publisher goes on with no run that it has no reason to trust; who trusts both keys follows the new run."""
+    policy = Policy()
+    rollout = policy.empty()
+    state = tmp_path / "state"
+    subscriber = Subscriber(url, rollout, trusted_keys=(PUBLIC, OTHERS))
+    old = Publisher(url, policy.weights, signing_key=SECRET, state=state)
+    old.publish()
+    subscriber.sync()
+    policy.step()
+    with Publisher(url, policy.weights, signing_key=OTHER) as publisher:
+        assert publisher.run is None
+        assert publisher.publish().kind == "anchor"
+        assert publisher.run != old.run
+    with pytest.raises(Fenced):
+        old.publish()
+    assert subscriber.sync().run == publisher.run
+    assert bits(rollout) == bits(policy.weights)
+
+
+@pytest.mark.parametrize("keys", [(), [], "sparserl-public-", SECRET, [PUBLIC, SECRET]])
+def test_trusted_keys_are_public_keys(url, keys):
+    """One or more of them; a secret key, an empty list or part of a key is refused at once, on both sides."""
+    with pytest.raises(SessionError, match="public key"):
+        Subscriber(url, Policy().empty(), trusted_keys=keys)
+    with pytest.raises(SessionError, match="public key"):
+        Publisher(url, Policy().weights, signing_key=SECRET, trusted_keys=keys)
+
+
+def test_a_publisher_that_trusts_keys_signs(url):
+    """Without a signing key it would replace signed heads by unsigned ones."""
+    with pytest.raises(SessionError, match="needs a signing_key"):
+        Publisher(url, Policy().weights, trusted_keys=PUBLIC)

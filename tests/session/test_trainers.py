@@ -57,7 +57,8 @@ def rank_main(rank: int, size: int, folder: str) -> None:
             optimizer.step()
         model.router_bias[version] += 0.5
         for kind in KINDS:
-            report = publishers[kind].publish(wait=version % 2 == 0) or publishers[kind].settle()
+            publisher = publishers[kind]
+            report = publisher.publish() if version % 2 == 0 else publisher.publish_in_background().result()
             assert report.version == version
         state = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.state_dict().items()}
         if rank == 0:

@@ -111,7 +111,7 @@ def rank_main(rank: int, size: int, folder: str, scenario: str) -> None:
 def follow(rank, trainer, store, publisher, folder) -> None:
     for version in range(8):
         trainer.version = version
-        report = publisher.publish(wait=version % 2 == 0) or publisher.settle()
+        report = publisher.publish() if version % 2 == 0 else publisher.publish_in_background().result()
         assert (report.version, report.changed > 0) == (version, True)
         assert report.digest == sparserl.digest(whole(version)).hex
         if rank == 0:
@@ -158,7 +158,7 @@ def lose_reply(rank, trainer, store, publisher, folder) -> None:
     assert report.digest == sparserl.digest(whole(2)).hex
     assert trainer.committed_at[-1] == 2
     if rank == 1:  # a rank that lost its baseline: all begin a new run together
-        publisher._now = None
+        publisher._run_writer.committed = None
     trainer.version = 3
     report = publisher.publish()
     assert (report.version, report.kind) == (0, "anchor")
@@ -215,10 +215,9 @@ def two(rank, trainer, store, publisher, folder) -> None:
     other = sparserl.Publisher(f"file://{folder}/other", trainer, writers=dist.group.WORLD, timeout=8)
     for version in range(3):
         trainer.version = version
-        for one in (publisher, other):
-            one.publish(wait=False)
-        for one in (other, publisher):
-            assert one.settle().digest == sparserl.digest(whole(version)).hex
+        backgrounds = [session.publish_in_background() for session in (publisher, other)]
+        for background in reversed(backgrounds):
+            assert background.result().digest == sparserl.digest(whole(version)).hex
     other.close()
     publisher.close()
     assert not [t for t in threading.enumerate() if t.name == "sparserl-beat" and not t.join(1) and t.is_alive()]
@@ -236,7 +235,7 @@ def mixed(rank, trainer, store, publisher, folder) -> None:
         trainer.version = version
         assert publisher.publish().digest == sparserl.digest(whole(version)).hex
     assert publisher.baseline.startswith("baseline: none")
-    assert len([s for s in publisher._now.index.steps if s.base is None]) > 1
+    assert len([s for s in publisher._committed.index.steps if s.base is None]) > 1
     publisher.close()
 
 

@@ -116,7 +116,7 @@ def publish(
         publisher = Publisher(
             store,
             weights,
-            key=secret,
+            signing_key=secret,
             files=files,
             state=state,
             profile=profile,
@@ -127,7 +127,6 @@ def publish(
         _require_meant(publisher, store, state, new_run)
         begins = publisher.run is None
         report = publisher.publish()
-    assert report is not None
     for line in report.notes:
         show.note(f"note: {line}")
     new = "new run" if begins else "run"
@@ -205,7 +204,7 @@ def follow(
         pinned = _public(key)
         with opened(url, endpoint, region, token_file) as store, contextlib.closing(target):
             bar = _Bar()
-            subscriber = Subscriber(store, target, key=pinned, run=run, threads=threads, progress=bar)
+            subscriber = Subscriber(store, target, trusted_keys=pinned, run=run, threads=threads, progress=bar)
             ended.append(lambda: _where(subscriber))
             _follow(subscriber, lambda: _first(subscriber, target, pinned, bar), once, _seconds(timeout), _teller(json))
 
@@ -485,7 +484,7 @@ def squash_store(
     if len(urls) != 1 or first is None or last is None:
         raise typer.BadParameter("in a store: squash URL --from VERSION --to VERSION")
     with opened(urls[0], None, None) as store:
-        step = squash_versions(store, first, last, key=None if key is None else _secret(key), threads=threads)
+        step = squash_versions(store, first, last, signing_key=None if key is None else _secret(key), threads=threads)
     values = {"url": urls[0], "from": first, "to": last, "bytes": step.bytes, "changed": step.changed}
     show.result(json, values, f"{step.name}: {step.changed:,} changed, {show.size(step.bytes)}")
 

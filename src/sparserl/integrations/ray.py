@@ -227,7 +227,7 @@ class PublisherActor:
         self.source = make()
         self.publisher = Publisher(store, self.source, **options)
 
-    def publish(self, **options: Any) -> SyncReport | None:
+    def publish(self, **options: Any) -> SyncReport:
         return self.publisher.publish(**options)
 
     def call(self, work: Callable[..., Any], *args: Any) -> Any:

@@ -111,15 +111,17 @@ class _Follower:
         if subscriber is not None:
             subscriber.wait(_LOOK)
 
-    def _follow(self, url: str, **options: Any) -> EngineSubscriber:
+    def _follow(self, url: str, key: str | None, **options: Any) -> EngineSubscriber:
         if self._subscriber is not None:
             self._subscriber.close()
             self._subscriber = None
         if not self._pieces:
-            learnt_now = self._agreed(lambda: self._learn(url, options["key"], options["token"]))
+            learnt_now = self._agreed(lambda: self._learn(url, key, options["token"]))
             self._pieces, self._layout = learnt_now, _layout(self._model)
         target = LiveTarget(self._pieces, lambda: tensors_of(self._model), tied_names(self._model))
-        return self._agreed(lambda: EngineSubscriber(url, target, self._rank, self._gather, **options))
+        return self._agreed(
+            lambda: EngineSubscriber(url, target, self._rank, self._gather, trusted_keys=key, **options)
+        )
 
     def _learn(self, url: str, key: str | None, token: str | None) -> list[Piece]:
         with closing(open_store(url, token=token)) as store:

@@ -55,7 +55,7 @@ def publish(args: Any, version_dir: str, rollout_engines: Any) -> None:  # noqa:
         secret = os.environ.get("SPARSERL_KEY_FILE")
         key = None if secret is None else Path(secret).read_text().strip()
         state = os.environ.get("SPARSERL_STATE")
-        _publishers[url] = Publisher(url, _written, key=key, files=_written.path, state=state)
+        _publishers[url] = Publisher(url, _written, signing_key=key, files=_written.path, state=state)
     _publishers[url].publish()
 
 
@@ -74,7 +74,7 @@ def fetch(source_dir: str, target_version: int) -> None:
     with _alone(root), closing(open_store(_url())) as store, closing(folder(root / "sparserl", keep=2)) as target:
         head, _ = read_head(store, key)
         if target.held() != (head.run, head.created, head.version):
-            Subscriber(store, target, key=key).sync()
+            Subscriber(store, target, trusted_keys=key).sync()
         draft = root / f".{name.name}"
         draft.unlink(missing_ok=True)
         draft.symlink_to(target.current.resolve())

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import sources
 from ..errors import SessionError, Unavailable, UnsupportedTensor
-from ..session import Publisher, SyncReport
+from ..session import BackgroundPublish, Publisher, SyncReport
 from ..transport.stores.base import Store
 
 try:
@@ -36,7 +36,7 @@ class PublishCallback(TrainerCallback):
 
     url: where to, as for a `Publisher`, which also takes all other options.
     every: optimizer steps from one version to the next.
-    wait: False to go on training while a version is encoded and sent; `settle` waits for it.
+    in_background: True to go on training while a version is encoded and sent; `settle` waits for it.
     cast: the dtype to publish in, where the trainer's weights are wider: `torch.bfloat16`, say. What the optimizer
         changes is tracked then (`sparserl.sources.track`).
     source: makes the source, from the model and the optimizer. By default all weights of the model, and of a peft model
@@ -51,14 +51,16 @@ class PublishCallback(TrainerCallback):
         url: str | Store,
         *,
         every: int = 1,
-        wait: bool = True,
+        in_background: bool = False,
         cast: Any = None,
         source: Callable[[Any, Any], Any] | None = None,
         **options: Any,
     ) -> None:
         if cast is not None and source is not None:
             raise SessionError("cast belongs to the source: give one of them")
-        self._url, self._every, self._wait, self._cast, self._source = url, max(1, every), wait, cast, source
+        self._url, self._every, self._cast, self._source = url, max(1, every), cast, source
+        self._in_background = in_background
+        self._background: BackgroundPublish | None = None
         self._options = options
         self._step = -1  # the last step that was published
         self.publisher: Publisher | None = None
@@ -92,8 +94,9 @@ class PublishCallback(TrainerCallback):
 
     def settle(self) -> SyncReport | None:
         """The report of the newest version, when it is in the store."""
-        if self.publisher is not None:
-            self.report = self.publisher.settle() or self.report
+        background, self._background = self._background, None
+        if background is not None:
+            self.report = background.result()
         return self.report
 
     def _publish(self, step: int) -> None:
@@ -102,7 +105,10 @@ class PublishCallback(TrainerCallback):
             return
 
         def publish() -> None:
-            self.report = publisher.publish(wait=self._wait, step=step) or self.report
+            if self._in_background:
+                self._background = publisher.publish_in_background(step=step)
+            else:
+                self.report = publisher.publish(step=step)
             self._step = step
 
         self._patiently(self.settle)

@@ -135,7 +135,7 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         if self._publisher is None:
             group = torch.distributed.group.WORLD if self._spread else None
             self._publisher = Publisher(
-                self._store, self._source, key=self._key, writers=group, timeout=self._timeout, **self._options
+                self._store, self._source, signing_key=self._key, writers=group, timeout=self._timeout, **self._options
             )
         report = await asyncio.to_thread(self._publisher.publish, step=global_steps if self._spread else None)
         return {} if report is None or not self.is_master else _metrics(report)
@@ -173,7 +173,7 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
             return self._read_folder(Path(self._folder))
         if self._subscriber is None:
             self._target = _Host() if self._folder is None else folder(self._folder, keep=1)
-            self._subscriber = Subscriber(self._url, self._target, key=self._public)
+            self._subscriber = Subscriber(self._url, self._target, trusted_keys=self._public)
         held = self._subscriber
 
         def arrived() -> bool:

@@ -100,7 +100,7 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         if init_info is None:
             return
         target = LiveTarget(self._pieces, lambda: parts_of(self.model), tied_names(self.model_config, self._pieces))
-        options = {"key": init_info.key, "run": init_info.run, "token": init_info.token}
+        options = {"trusted_keys": init_info.key, "run": init_info.run, "token": init_info.token}
         rank, gather = self._world.rank_in_group, over(self._world)
         with self._last_speaks():
             follow = EngineSubscriber(init_info.url, target, rank, gather, audit_every=init_info.audit_every, **options)

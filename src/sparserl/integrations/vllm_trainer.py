@@ -24,7 +24,7 @@ class SparserlTrainerInitInfo(TrainerInitInfo):
     """Where to publish, and how.
 
     profile: `ctx`, the smallest, and `auto`, which may choose it, can be taken by engines of one rank alone.
-    publisher: further options of the `Publisher`, `writers` and `key` among them.
+    publisher: further options of the `Publisher`, `writers` and `signing_key` among them.
     worker: further options of the workers; see `SparserlInitInfo`.
     """
 

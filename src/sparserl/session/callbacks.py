@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from ..errors import SessionError
 from ..transport.stores.base import Store
 from .report import SyncReport
 
@@ -35,9 +36,11 @@ class Callback:
 class Callbacks(Callback):
     """Several callbacks as one that never raises."""
 
-    def __init__(self, several: Sequence[Callback] = ()) -> None:
-        self._several = tuple(several)
-        self._silent: set[int] = set()  # those that have raised once
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        if not isinstance(callbacks, Sequence):
+            raise SessionError(f"callbacks is {callbacks!r}; it must be a sequence of callbacks, such as a list")
+        self._callbacks = tuple(callbacks)
+        self._logged: set[int] = set()  # those that have raised once
 
     def published(self, report: SyncReport) -> None:
         self._tell("published", report)
@@ -63,7 +66,7 @@ class Callbacks(Callback):
     def hear_retries(self, store: Store) -> None:
         """Be told when requests to a store are made again: each time it sleeps first."""
         retry = getattr(store, "retry", None)
-        if retry is None or not self._several:
+        if retry is None or not self._callbacks:
             return
 
         def sleep(seconds: float) -> None:
@@ -73,12 +76,12 @@ class Callbacks(Callback):
         store.retry = replace(retry, sleep=sleep)  # type: ignore[attr-defined]
 
     def _tell(self, event: str, *about: object) -> None:
-        for number, callback in enumerate(self._several):
+        for number, callback in enumerate(self._callbacks):
             try:
                 getattr(callback, event)(*about)
             except Exception:  # noqa: BLE001  # whatever it is, a sync does not depend on it
-                if number not in self._silent:
-                    self._silent.add(number)
+                if number not in self._logged:
+                    self._logged.add(number)
                     _log.exception(
                         "%r raised in %s(); it will be called again, but this is not said again", callback, event
                     )

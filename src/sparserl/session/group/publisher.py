@@ -12,26 +12,22 @@ whoever does not hold its baseline gets an anchor first.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...errors import PeerLost, SessionError, SparserlError
 from ...parallel import Progress
-from ...patch import Captured
 from ...patch.contents import Stream
 from ...sources import Source
 from ...sources.modules import weights_of
-from ...transport.groups.line import TIMEOUT, Bucket, CalledOff, Line
+from ...transport.groups.line import TIMEOUT, CalledOff, Line
 from ...weights.digest import Digest, table_digest
-from ...weights.local import LocalWeights as AtHand
 from ...weights.memory import Weights
 from ...weights.shards import Shards, dump_places, load_places, require_whole
-from ...weights.table import TensorTable
 from ..background import BackgroundPublish, BackgroundSlot
 from ..baseline import HostBaseline
 from ..callbacks import Callback, Callbacks
@@ -39,73 +35,11 @@ from ..options import EncodingOptions, require_source, require_timeout, require_
 from ..report import SyncReport, Watch
 from ..store import transfer
 from . import rounds
+from .outgoing import CapturedPublish, GroupBaseline, OutgoingPatch
 from .rounds import Apart, Behind, Course, Leg, Note, Round, Share
 
 # How often publish was called on each group, by its writers: it outlives publishers.
 _calls: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
-
-
-class Sending:
-    """A stream of which the first bucket is there already; it remembers what was sent."""
-
-    def __init__(self, stream: Stream, keep: bool = False) -> None:
-        self.stream = stream
-        self._first = next(stream.buckets) if stream.count else b""
-        self._keep, self.kept = keep, list[Bucket]()
-
-    def __iter__(self) -> Iterator[Bucket]:
-        for bucket in itertools.chain([self._first] if self.stream.count else [], self.stream.buckets):
-            if self._keep:
-                self.kept.append(bucket)
-            yield bucket
-
-    def share(self, rank: int) -> Share:
-        return Share(rank, self.stream.count, self.stream.changed, len(self._first))
-
-    def ends(self) -> tuple[Digest, Digest]:
-        """Base and result without the terms of the tensor table, so that those of several ranks add up."""
-        terms = table_digest(self.stream.table) if self.stream.covers is None else Digest()
-        return self.stream.base - terms, self.stream.result - terms
-
-
-@dataclass(frozen=True)
-class _Baseline:
-    """The bits that every rank had when it last committed, as far as this rank has them."""
-
-    version: int
-    bits: HostBaseline
-    held: AtHand
-    terms: Digest  # what the tensor table adds to the digest of the bits here, where they are whole
-
-    @classmethod
-    def of(cls, bits: HostBaseline) -> _Baseline:
-        """Bits that no rank has committed yet."""
-        held = AtHand.of(bits.weights)
-        return cls(-1, bits, held, table_digest(held.table) if held.complete else Digest())
-
-    @property
-    def table(self) -> TensorTable:
-        return self.held.table
-
-    @property
-    def digest(self) -> Digest:
-        """Of all elements that are here, so that those of several ranks add up."""
-        return self.bits.digest - self.terms
-
-
-@dataclass
-class _Taken:
-    """What one publish has to send: the baseline, and the changes since."""
-
-    call: int
-    baseline: _Baseline
-    found: Captured | None
-    patch: Sending | None
-    legs: list[Sending] = field(default_factory=list)
-
-    @property
-    def now(self) -> Digest:
-        return self.baseline.digest if self.patch is None else self.patch.ends()[1]
 
 
 class GroupPublisher:
@@ -172,7 +106,7 @@ class GroupPublisher:
             raise SessionError(f"rank {self._line.rank} is not among the writers {self.writers}")
         self._run = secrets.token_hex(8)
         self._created = time.time()
-        self._now: _Baseline | None = None
+        self._now: GroupBaseline | None = None
         self._last = -1  # the last version that some rank may have committed
         if previous is not None:
             self._take_over(previous)
@@ -180,7 +114,7 @@ class GroupPublisher:
     def _take_over(self, previous: GroupPublisher) -> None:
         """Go on with the run of the publisher on a group that was replaced."""
         previous.stop()
-        self._run = previous._run  # of the same class
+        self._run = previous._run
         self._created = previous._created
         self._now = previous._now
         self._last = previous._last
@@ -273,35 +207,46 @@ class GroupPublisher:
 
     # -- what is to be sent --------------------------------------------------------------------------------------------
 
-    def _take(self, call: int, watch: Watch) -> _Taken:
+    def _take(self, call: int, watch: Watch) -> CapturedPublish:
         """Look at the weights: afterwards they may change."""
         weights = weights_of(self._source)
         if (now := self._now) is None:
             with watch.stage("capture"):
-                fresh = _Baseline.of(HostBaseline(weights, threads=self._encoding.threads))
-            return _Taken(call, fresh, None, None)
+                fresh = GroupBaseline.of(HostBaseline(weights, threads=self._encoding.threads))
+            return CapturedPublish(call, fresh, None, None)
         with watch.stage("find"):
-            options: Any = {"profile": self._encoding.profile, "threads": self._encoding.threads, "progress": self._encoding.progress}
+            options: Any = {
+                "profile": self._encoding.profile,
+                "threads": self._encoding.threads,
+                "progress": self._encoding.progress,
+            }
             found = now.bits.capture(weights, **options)
         with watch.stage("encode"):
-            return _Taken(call, now, found, Sending(found.stream(link=self._encoding.link, threads=self._encoding.threads), keep=True))
+            return CapturedPublish(
+                call,
+                now,
+                found,
+                OutgoingPatch(found.stream(link=self._encoding.link, threads=self._encoding.threads), keep=True),
+            )
 
-    def _legs(self, taken: _Taken, anchor: bool, profiles: list[str] | None) -> list[Sending]:
+    def _legs(self, taken: CapturedPublish, anchor: bool, profiles: list[str] | None) -> list[OutgoingPatch]:
         """What this rank sends: the baseline from nothing, where it is asked for, and the changes since."""
         legs = []
         if anchor:
-            legs.append(Sending(Stream.of(transfer.anchor_of(taken.baseline.bits.weights, self._encoding.threads))))
+            legs.append(
+                OutgoingPatch(Stream.of(transfer.anchor_of(taken.baseline.bits.weights, self._encoding.threads)))
+            )
         if taken.found is not None and taken.patch is not None:
             if profiles is not None:
                 stream = taken.found.stream(link=self._encoding.link, profiles=profiles, threads=self._encoding.threads)
-                taken.patch = Sending(stream, keep=True)
+                taken.patch = OutgoingPatch(stream, keep=True)
             legs.append(taken.patch)
         taken.legs = legs
         return legs
 
     # -- the first writer ----------------------------------------------------------------------------------------------
 
-    def _lead(self, taken: _Taken, watch: Watch) -> SyncReport:
+    def _lead(self, taken: CapturedPublish, watch: Watch) -> SyncReport:
         line, table, before = self._line, taken.baseline.table, self._line.moved
         round, course = self._agreed(taken, watch)
         round.tell("course", course.to_note())
@@ -318,7 +263,7 @@ class GroupPublisher:
         self._advance(taken, course, watch)
         return rounds.report(course, table, line.moved - before, watch.seconds)
 
-    def _agreed(self, taken: _Taken, watch: Watch) -> tuple[Round, Course]:
+    def _agreed(self, taken: CapturedPublish, watch: Watch) -> tuple[Round, Course]:
         """A round that every rank has come to, and what all of them will get.
 
         Writers must come with the same call of publish: were one of them interrupted in an earlier call, a version
@@ -339,7 +284,7 @@ class GroupPublisher:
                 if not isinstance(error, Behind):
                     raise
 
-    def _course(self, round: Round, taken: _Taken, hellos: dict[int, Note]) -> Course:
+    def _course(self, round: Round, taken: CapturedPublish, hellos: dict[int, Note]) -> Course:
         """Decide what all ranks will get."""
         if failed := rounds.failures(hellos):
             raise SessionError(f"not every rank can take part: {failed}")
@@ -378,7 +323,7 @@ class GroupPublisher:
         course = Course(self._run, self._created, self._last + 1, new, tuple(legs))
         return course.with_files(self._files, line.rank) if anchor else course
 
-    def _transfer(self, course: Course, taken: _Taken, watch: Watch) -> None:
+    def _transfer(self, course: Course, taken: CapturedPublish, watch: Watch) -> None:
         files = list(self._files.values())
         try:
             with watch.stage("send"):
@@ -407,7 +352,7 @@ class GroupPublisher:
         round.tell("outcome", {"failed": failed})
         return failed
 
-    def _advance(self, taken: _Taken, course: Course, watch: Watch) -> None:
+    def _advance(self, taken: CapturedPublish, course: Course, watch: Watch) -> None:
         """Every rank has committed: what was published is the baseline now."""
         baseline = taken.baseline
         with watch.stage("baseline"):
@@ -421,7 +366,7 @@ class GroupPublisher:
 
     # -- the other writers ---------------------------------------------------------------------------------------------
 
-    def _go_along(self, taken: _Taken, watch: Watch) -> SyncReport:
+    def _go_along(self, taken: CapturedPublish, watch: Watch) -> SyncReport:
         line, lead, before = self._line, self.writers[0], self._line.moved
         with watch.stage("gather"):
             round, course = self._joined(taken)
@@ -439,7 +384,7 @@ class GroupPublisher:
         self._advance(taken, course, watch)
         return rounds.report(course, taken.baseline.table, line.moved - before, watch.seconds)
 
-    def _joined(self, taken: _Taken) -> tuple[Round, Course]:
+    def _joined(self, taken: CapturedPublish) -> tuple[Round, Course]:
         """The round of the lead's same call of publish, and what will be sent in it."""
         line, lead = self._line, self.writers[0]
         ends = {"old": taken.baseline.digest.hex, "new": taken.now.hex, "version": taken.baseline.version}
@@ -458,7 +403,7 @@ class GroupPublisher:
             if round.opened["call"] == taken.call and not heard["again"]:
                 raise SessionError(f"the sync was called off: {heard['off']}")
 
-    def _heard(self, round: Round, taken: _Taken) -> Note:
+    def _heard(self, round: Round, taken: CapturedPublish) -> Note:
         """Say what this writer will send, and hear what all will get; or that the round was called off."""
         lead = self.writers[0]
         self._run, self._created = round.opened["run"], round.opened["created"]
@@ -474,7 +419,7 @@ class GroupPublisher:
         round.tell("share", share)
         return rounds.hear_course(round, lead)
 
-    def _share(self, round: Round, taken: _Taken, plan: Note) -> Note:
+    def _share(self, round: Round, taken: CapturedPublish, plan: Note) -> Note:
         rank, baseline = self._line.rank, taken.baseline
         legs = self._legs(taken, plan["anchor"], plan["profiles"])
         ends = [(*leg.ends(), leg.share(rank)) for leg in legs]

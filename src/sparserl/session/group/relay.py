@@ -38,7 +38,7 @@ class Relay(Subscriber):
     >>> relay.follow()                                                                             # doctest: +SKIP
 
     Args:
-        url: The store of the run: a `file://`, `s3://`, `gs://`, `az://`, `http://` or `https://` URL, or an open store.
+        url: The store of the run: a `file://`, `s3://`, `gs://`, `az://` or `http(s)://` URL, or an open store.
         process_group: A `torch.distributed` group that nothing else uses; None for the group of all ranks.
         targets: Weights of this rank's own, as for `Subscriber`; none by default.
         trusted_keys: The publisher's public key, or several: what none of them has signed is refused, and so is

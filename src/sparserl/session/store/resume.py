@@ -55,7 +55,7 @@ class SavedAnchor:
         self._name = name
 
     def remove_others(self) -> None:
-        """The head names the run whose anchor was saved last: remove others, and what a killed publisher was writing."""
+        """The head names the run whose anchor was saved last: remove others, and drafts of a killed publisher."""
         for path in self._path.iterdir():
             match = _ANCHOR.fullmatch(path.name) or _DRAFT.fullmatch(path.name)
             if match is not None and path.name != self._name and self._store == match["store"]:

@@ -62,7 +62,7 @@ class Subscriber(Receiver):
     [0.0, 1.0, 2.0, 3.0, 4.0]
 
     Args:
-        url: The store of the run: a `file://`, `s3://`, `gs://`, `az://`, `http://` or `https://` URL, or an open store.
+        url: The store of the run: a `file://`, `s3://`, `gs://`, `az://` or `http(s)://` URL, or an open store.
         targets: Where the weights are written: a mapping from names to tensors or a torch module, which are written in
             place; a target such as `sparserl.targets.folder(path)`; or a sequence of them, which change together or
             not at all.

@@ -23,8 +23,8 @@ ARROWS = {(module, imported) for module, _, imported in IMPORTS}
 # A room imports from the rows above its own, and from itself. A new room takes a row here.
 # `session/__init__` and the like are doors: they offer what the rooms behind them have.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "folders", "humanize", "kernels"),
-    ("parallel", "files", "kernels.cpu", "kernels.gpu"),
+    ("errors", "files", "humanize", "kernels"),
+    ("parallel", "kernels.cpu", "kernels.gpu"),
     ("weights",),
     ("codec",),
     ("wire",),

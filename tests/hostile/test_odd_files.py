@@ -16,7 +16,7 @@ import pytest
 
 import sparserl
 from sparserl.errors import CheckpointError, WrongBase
-from sparserl.folders import Folder
+from sparserl.files import Folder
 from sparserl.sources import open_checkpoint
 from sparserl.targets import apply_to_checkpoint
 from sparserl.weights.dtypes import BY_NAME, Bits

@@ -499,22 +499,16 @@ def keygen(
 
     A publisher signs with the file (publish --key FILE); whoever follows pins the public key (follow --key KEY).
     """
+    from ..files import creating
     from ..session.store.signing import keygen as make
 
     secret, public = make()
     try:
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with creating(file, 0o600) as out:
+            os.fchmod(out.fileno(), 0o600)
+            out.write(f"{secret}\n".encode())
     except FileExistsError as error:
         raise FileExistsError(errno.EEXIST, "exists already; a key is never replaced", str(file)) from error
-    try:
-        with os.fdopen(handle, "w") as out:
-            os.fchmod(handle, 0o600)
-            out.write(secret + "\n")
-            out.flush()
-            os.fsync(handle)
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
     show.result(json, {"path": str(file), "public_key": public}, public)
 
 

@@ -16,7 +16,7 @@ needs to go on with its run, SPARSERL_KEY_FILE, its secret key, and SPARSERL_PUB
 
 from __future__ import annotations
 
-import fcntl
+import math
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SessionError
+from ..files import lock
 from ..session import Publisher, Subscriber
 from ..session.store.retention import read_head
 from ..sources import open_checkpoint
@@ -102,7 +103,7 @@ def _alone(root: Path) -> Iterator[None]:
     """One process of this host at a time."""
     handle = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        lock(handle, math.inf)
         yield
     finally:
         os.close(handle)

@@ -19,8 +19,7 @@ from unicodedata import category
 import numpy as np
 
 from ..errors import CheckpointError
-from ..files import open_regular
-from ..folders import Folder
+from ..files import Folder, open_regular
 from ..weights.dtypes import Bits
 from .safetensors import HEADER_BYTES, parse_json, read_header
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, WeightsError, WrongBase
-from ..folders import Folder
+from ..files import Folder
 from ..parallel import Progress
 from ..patch import Patch
 from ..patch.apply import digest_of

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointError, WeightsError
-from ..folders import Folder
+from ..files import Folder
 from ..sources.checkpoint import checkpoint_in
 from ..sources.safetensors import HEADER_BYTES, encode_header, parse_json, require_savable
 from ..weights.dtypes import Bits

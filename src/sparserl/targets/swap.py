@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..files import sync
-from ..folders import Folder
+from ..files import Folder, lock, sync
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -86,31 +84,31 @@ def swapping(out: Path) -> Iterator[Swap]:
 @contextmanager
 def _alone(out: Path) -> Iterator[bool]:
     """Hold the lock of `out`; False where the filesystem has no locks. Another holder is an error."""
-    lock = out.with_name(f".{out.name}.sparserl-lock")
+    path = out.with_name(f".{out.name}.sparserl-lock")
     while True:
         try:
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
-            raise CheckpointError(f"{lock} cannot be opened to be locked: {error}") from error
+            raise CheckpointError(f"{path} cannot be opened to be locked: {error}") from error
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(handle)
-            raise CheckpointError(f"another run is writing {out}: {lock.name} is locked") from error
+            is_locked = lock(handle)
         except OSError as error:
             os.close(handle)
-            lock.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             if error.errno not in _CANNOT_LOCK:
                 raise
             yield False
             return
-        if _names(lock, handle):
+        if not is_locked:
+            os.close(handle)
+            raise CheckpointError(f"another run is writing {out}: {path.name} is locked")
+        if _names(path, handle):
             break
         os.close(handle)  # its last holder removed it between our two calls
     try:
         yield True
     finally:
-        lock.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         os.close(handle)
 
 

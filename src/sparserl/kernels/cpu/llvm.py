@@ -6,9 +6,9 @@ width of the elements behind the address. LLVM lowers the vectors to AVX-512, AV
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import logging
+import math
 import platform
 import sys
 from collections.abc import Callable
@@ -21,6 +21,8 @@ from llvmlite import binding, ir
 from numba import carray, extending, njit, types
 from numba.core import cgutils, config, event
 from numba.core.compiler_lock import global_compiler_lock
+
+from ...files import lock
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,16 +75,17 @@ def _take_turns(cache: Any) -> None:
         return
     place = Path(cache._cache_path) / "sparserl.lock"  # noqa: SLF001  # nothing public says where it is
 
-    def alone(work: Callable[..., Any], how: int) -> Callable[..., Any]:
+    def alone(work: Callable[..., Any], shared: bool) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             with ExitStack() as stack:
                 with suppress(OSError):  # a folder that is not there yet, or can only be read, or has no locks
-                    fcntl.flock(stack.enter_context(place.open("a")), how)
+                    lock(stack.enter_context(place.open("a")).fileno(), math.inf, shared=shared)
                 return work(*args)
 
         return run
 
-    cache.save, cache.load = alone(cache.save, fcntl.LOCK_EX), alone(cache.load, fcntl.LOCK_SH)
+    cache.save = alone(cache.save, shared=False)
+    cache.load = alone(cache.load, shared=True)
 
 
 class _Notice(event.Listener):  # type: ignore[misc]  # Numba has no types

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import FormatError, NotFound, NotRetained, SessionError, WeightsError, WrongBase
-from ...folders import Folder
+from ...files import Folder
 from ...patch import Patch
 from ...transport.stores.base import Store
 from ...weights.dtypes import Bits

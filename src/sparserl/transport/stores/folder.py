@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -23,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ...errors import LimitExceeded, NotFound, Refused, StoreError, Truncated, Unavailable
-from ...folders import Folder
+from ...files import Folder, lock, unlock
 from .base import MAX_NAME, MAX_WATCHED_BYTES, ObjectInfo, StoredObject, poll, require_name
 
 _POLL = 0.05  # seconds between looks at a head that others may swap, or at a lock
@@ -144,15 +143,10 @@ class FolderStore:
         """Write all of the bytes to disk, then give the file its name, then write the name to disk."""
         draft = uuid.uuid4().hex
         try:
-            with drafts.creating(draft, 0o644) as file:
+            with drafts.creating(draft, 0o644, lambda: self._rename(drafts, draft, name)) as file:
                 file.write(data)
-            self._rename(drafts, draft, name)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                drafts.unlink(draft)
-            if isinstance(error, OSError):
-                raise StoreError(f"{self.url}: {name} cannot be written: {error}") from error
-            raise
+        except OSError as error:
+            raise StoreError(f"{self.url}: {name} cannot be written: {error}") from error
 
     def _rename(self, drafts: Folder, draft: str, name: str) -> None:
         above, _, last = name.rpartition("/")
@@ -200,28 +194,20 @@ class FolderStore:
             self._take_lock(handle)
             yield
         finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the lock open, too
+            unlock(handle)
             os.close(handle)
 
     def _take_lock(self, handle: int) -> None:
-        end = time.monotonic() + (0 if self._timed_out else self._wait)
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if time.monotonic() >= end:
-                    self._timed_out = True
-                    raise Unavailable(
-                        f"{self.root / '.tmp' / 'lock'} has been held by another writer for more than "
-                        f"{self._wait:g} s; it may be stopped or hang: resume it, or end it"
-                    ) from error
-                time.sleep(_POLL)
-            except OSError as error:
-                raise StoreError(f"{self.url} cannot be locked: {error}") from error
-            else:
-                self._timed_out = False
-                return
+        try:
+            is_locked = lock(handle, 0.0 if self._timed_out else self._wait)
+        except OSError as error:
+            raise StoreError(f"{self.url} cannot be locked: {error}") from error
+        self._timed_out = not is_locked
+        if not is_locked:
+            raise Unavailable(
+                f"{self.root / '.tmp' / 'lock'} has been held by another writer for more than "
+                f"{self._wait:g} s; it may be stopped or hang: resume it, or end it"
+            )
 
 
 def _remove_abandoned(temporary: Folder) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from ...folders import Folder
+from ...files import Folder
 
 HEAD = "head.json"
 _POLL = 0.05  # seconds between looks at the head while a request waits for it

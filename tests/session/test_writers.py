@@ -186,7 +186,7 @@ def overlap(rank, trainer, store, publisher, folder) -> None:
 def interrupted(rank, trainer, store, publisher, folder) -> None:
     """Ctrl-C on one rank, wherever it waits: the others leave the publish too, and the next one is all of one step."""
     exchange = publisher._writers._exchange
-    hear = exchange._line.hear
+    hear = exchange._line.await_notes
     publisher.publish(step=0)
     for version, stage in enumerate((1, 3, 4, 6, 7), 1):  # stages of a publish
 
@@ -197,10 +197,10 @@ def interrupted(rank, trainer, store, publisher, folder) -> None:
 
         trainer.version = version
         if rank == 1:
-            exchange._line.hear = stop
+            exchange._line.await_notes = stop
         with pytest.raises(KeyboardInterrupt if rank == 1 else SessionError, match="" if rank == 1 else "rank 1 left"):
             publisher.publish(step=version)
-        exchange._line.hear = hear
+        exchange._line.await_notes = hear
     trainer.version = 8 - rank  # and one that goes on with another step
     with pytest.raises(SessionError, match=r"not at one step: \[8, 7\]"):
         publisher.publish(step=trainer.version)

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from sparserl.errors import PeerLost
-from sparserl.transport.groups import line as collective
+from sparserl.transport.groups.frames import Frame
+from sparserl.transport.groups.line import CalledOff, Line
 from tests.session.ranks import port, ranks, results
 
 pytest.importorskip("torch")
@@ -25,26 +26,26 @@ def stops_after(count):
 
 
 def talk(rank, group, pipe):
-    line = collective.Line(group, 10.0)
+    line = Line(group, 10.0)
     long = bytes(range(256)) * 10_000
-    line.tell(f"long/{rank}", long)
-    line.tell(f"short/{rank}", b"")
-    assert line.hear({0: "long/0", 1: "long/1"}, "write") == {0: long, 1: long}
-    assert line.peek("short/1") in (b"", None)
-    assert line.peek("nobody wrote this") is None
+    line.write_note(f"long/{rank}", long)
+    line.write_note(f"short/{rank}", b"")
+    assert line.await_notes({0: "long/0", 1: "long/1"}, "write") == {0: long, 1: long}
+    assert line.read_note("short/1") in (b"", None)
+    assert line.read_note("nobody wrote this") is None
     for source in (0, 1, 0):
         if rank == source:
             line.send(SIZES[0], iter(buckets(source)), len(SIZES))
         else:
             assert list(line.receive(source, SIZES[0], len(SIZES))) == buckets(source)
-    assert line.moved.messages == 3 * len(SIZES)
+    assert line.traffic.messages == 3 * len(SIZES)
     for count in (1, 2, 5):  # the sender fails in the middle: all know, and the line is in order
         if rank == 0:
             with pytest.raises(MemoryError):
                 line.send(SIZES[0], stops_after(count), len(SIZES))
         else:
             got = []
-            with pytest.raises(collective.CalledOff, match="rank 0"):
+            with pytest.raises(CalledOff, match="rank 0"):
                 got.extend(line.receive(0, SIZES[0], len(SIZES)))
     if rank == 0:
         line.send(SIZES[0], iter(buckets(3)), len(SIZES))
@@ -57,17 +58,17 @@ def _apart(rank, line):
     """The length of the next frame is altered on the way: going on would leave the ranks out of step."""
     started = time.monotonic()
     if rank == 1:
-        tail = collective._Frame.tail
-        collective._Frame.tail = lambda frame: b"\1" + tail(frame)[1:]
+        tail = Frame.tail
+        Frame.tail = lambda frame: b"\1" + tail(frame)[1:]
         with pytest.raises(PeerLost, match="altered") as raised:
             list(line.receive(0, SIZES[0], len(SIZES)))
     else:
         line.send(SIZES[0], iter(buckets(3)[:1]), 1)
         with pytest.raises(PeerLost) as raised:
-            line.hear({1: "never"}, "go on")
+            line.await_notes({1: "never"}, "go on")
     assert time.monotonic() - started < 9  # the alarm was heard: nobody waits until time is up
     with pytest.raises(PeerLost, match="build a new one"):
-        line.tell("more", b"")
+        line.write_note("more", b"")
     line.close()
     return str(raised.value)
 
@@ -83,11 +84,11 @@ def missing(rank, group, pipe):
     if rank == 1:
         pipe.recv()
         return ""
-    line = collective.Line(group, 1.0)
-    with pytest.raises(PeerLost, match=r"rank 1 did not write within 1 s: it was never heard of"):
-        line.hear({1: "note"}, "write")
+    line = Line(group, 1.0)
+    with pytest.raises(PeerLost, match=r"rank 1 did not write within 1 s: it has never answered"):
+        line.await_notes({1: "note"}, "write")
     assert line.broken is None
-    return str(line.peek("note"))
+    return str(line.read_note("note"))
 
 
 def test_a_rank_that_says_nothing_is_named():
@@ -107,20 +108,20 @@ def reborn(rank, group, pipe, at):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         world = dist.group.WORLD
         if rank == 1 and turn == 2:
-            lines.append(collective.Line(world, 20.0))  # before rank 0, which still beats for the old groups
+            lines.append(Line(world, 20.0))  # before rank 0, which still beats for the old groups
             time.sleep(1.2)
-            assert lines[-1].peek("open") is None
-            assert lines[-1].peek("answer") is None
+            assert lines[-1].read_note("open") is None
+            assert lines[-1].read_note("answer") is None
         dist.barrier()
         if rank == 0 or turn == 0:
-            lines.append(collective.Line(world, 20.0))  # rank 1 sits the second group out
+            lines.append(Line(world, 20.0))  # rank 1 sits the second group out
         if turn != 1:
-            lines[-1].tell("answer" if rank else "open", bytes([turn]))
-            assert lines[-1].hear({1 - rank: "open" if rank else "answer"}, "write") == {1 - rank: bytes([turn])}
+            lines[-1].write_note("answer" if rank else "open", bytes([turn]))
+            assert lines[-1].await_notes({1 - rank: "open" if rank else "answer"}, "write") == {1 - rank: bytes([turn])}
             if rank == 0:  # another line over a group that is known
-                assert collective.Line(world, 20.0).peek("answer") == bytes([turn])
+                assert Line(world, 20.0).read_note("answer") == bytes([turn])
         else:
-            assert rank == 1 or lines[-1].peek("open") is None
+            assert rank == 1 or lines[-1].read_note("open") is None
         dist.barrier()
         dist.destroy_process_group()
         _forget_addresses(store, rank, turn)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...patch import Captured
 from ...patch.contents import Stream
-from ...transport.groups.line import Bucket
+from ...transport.groups.frames import Bucket
 from ...weights.digest import Digest, table_digest
 from ...weights.local import LocalWeights
 from ...weights.table import TensorTable

@@ -247,7 +247,7 @@ class GroupPublisher:
     # -- the first writer ----------------------------------------------------------------------------------------------
 
     def _lead(self, taken: CapturedPublish, watch: Watch) -> SyncReport:
-        line, table, before = self._line, taken.baseline.table, self._line.moved
+        line, table, before = self._line, taken.baseline.table, self._line.traffic
         round, course = self._agreed(taken, watch)
         round.tell("course", course.to_note())
         self._transfer(course, taken, watch)
@@ -261,7 +261,7 @@ class GroupPublisher:
                 "The next publish starts from what each rank holds"
             )
         self._advance(taken, course, watch)
-        return rounds.report(course, table, line.moved - before, watch.seconds)
+        return rounds.report(course, table, line.traffic - before, watch.seconds)
 
     def _agreed(self, taken: CapturedPublish, watch: Watch) -> tuple[Round, Course]:
         """A round that every rank has come to, and what all of them will get.
@@ -367,7 +367,7 @@ class GroupPublisher:
     # -- the other writers ---------------------------------------------------------------------------------------------
 
     def _go_along(self, taken: CapturedPublish, watch: Watch) -> SyncReport:
-        line, lead, before = self._line, self.writers[0], self._line.moved
+        line, lead, before = self._line, self.writers[0], self._line.traffic
         with watch.stage("gather"):
             round, course = self._joined(taken)
         self._transfer(course, taken, watch)
@@ -382,7 +382,7 @@ class GroupPublisher:
         if failed:
             raise SessionError(f"version {course.version} was not committed everywhere: {failed}")
         self._advance(taken, course, watch)
-        return rounds.report(course, taken.baseline.table, line.moved - before, watch.seconds)
+        return rounds.report(course, taken.baseline.table, line.traffic - before, watch.seconds)
 
     def _joined(self, taken: CapturedPublish) -> tuple[Round, Course]:
         """The round of the lead's same call of publish, and what will be sent in it."""
@@ -436,7 +436,7 @@ class GroupPublisher:
             for kind in ("plan", "course"):
                 if round.there(kind):
                     return round.hear(kind, [lead], "plan")[lead]
-            self._line.require_calm(f"waiting for the plan of rank {lead}")
+            self._line.require_no_alarm(f"waiting for the plan of rank {lead}")
             time.sleep(0.002)
         raise PeerLost(f"rank {lead} did not plan the sync within {2 * self._line.timeout:g} s")
 

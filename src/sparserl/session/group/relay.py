@@ -9,7 +9,8 @@ from typing import Any
 from ...errors import PeerLost, SessionError
 from ...parallel import Progress
 from ...patch import Patch
-from ...transport.groups.line import TIMEOUT, Bucket, Line
+from ...transport.groups.frames import Bucket
+from ...transport.groups.line import TIMEOUT, Line
 from ...transport.stores.base import Store
 from ...weights.digest import Digest
 from ...wire import encode_table, table_hash
@@ -145,7 +146,7 @@ class Relay(Subscriber):
             super().close()
 
     def _hand_on(self, view: View, held: Held, watch: Watch) -> SyncReport:
-        line, run, before = self._line, view.run, self._line.moved
+        line, run, before = self._line, view.run, self._line.traffic
         self._everywhere = None
         round = rounds.open_round(line, (line.rank,), run.run, run.created, run.table)
         try:
@@ -194,7 +195,7 @@ class Relay(Subscriber):
             arrival.stop()
             self._doubt = self._doubt or arrival.failure is not None
             raise
-        report = rounds.report(course, run.table, line.moved - before, watch.seconds)
+        report = rounds.report(course, run.table, line.traffic - before, watch.seconds)
         self._staged, self._round = Staged(held, arrival.prepared, report), round
         round.tell("verdict", {})
         return report

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import InvalidField, PeerLost, SessionError
-from ...transport.groups.line import Bucket, Line, Moved
+from ...transport.groups.frames import Bucket
+from ...transport.groups.line import Line, Traffic
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
 from ...wire import compress_table, decode_table, decompress_table, encode_table, limits, table_hash
@@ -122,17 +123,17 @@ class Round:
 
     def tell(self, kind: str, note: Note) -> None:
         """Leave a note: one that there is once, or one of this rank."""
-        self.line.tell(self._name(kind, self.line.rank), canonical(note))
+        self.line.write_note(self._name(kind, self.line.rank), canonical(note))
 
     def hear(self, kind: str, ranks: Iterable[int], what: str, patience: float = 1.0) -> dict[int, Note]:
         """The notes of some ranks, waited for as long as the line allows, times `patience`."""
         names = {rank: self._name(kind, rank) for rank in ranks}
-        heard = self.line.hear(names, what, patience * self.line.timeout)
+        heard = self.line.await_notes(names, what, patience * self.line.timeout)
         return {rank: json.loads(note) for rank, note in heard.items()}
 
     def there(self, kind: str) -> bool:
         """Whether a note that there is once is there."""
-        return self.line.peek(self._name(kind, 0)) is not None
+        return self.line.read_note(self._name(kind, 0)) is not None
 
     def _name(self, kind: str, rank: int) -> str:
         return f"{self.number}/{kind}" if kind in _ONE else f"{self.number}/{kind}/{rank}"
@@ -164,14 +165,14 @@ def open_round(
     """
     raw = encode_table(table)
     hash = table_hash(raw).hex()
-    if line.peek(f"table/{hash}") is None:
-        line.tell(f"table/{hash}", len(raw).to_bytes(8, "big") + compress_table(raw))
+    if line.read_note(f"table/{hash}") is None:
+        line.write_note(f"table/{hash}", len(raw).to_bytes(8, "big") + compress_table(raw))
     number = line.number = line.number + 1
     old = number - 2  # nobody waits for its notes any more
-    line.forget([*(f"{old}/{kind}" for kind in _ONE), *(f"{old}/{k}/{r}" for k in _EACH for r in line.others)])
+    line.delete_notes([*(f"{old}/{kind}" for kind in _ONE), *(f"{old}/{k}/{r}" for k in _EACH for r in line.others)])
     opened = {"number": number, "writers": list(writers), "run": run, "created": created, "table": hash}
     opened["call"] = call
-    line.tell(_OPEN, canonical(opened))
+    line.write_note(_OPEN, canonical(opened))
     return Round(line, number, opened)
 
 
@@ -181,9 +182,9 @@ def close_rounds(line: Line) -> None:
     The store of the group may go with this process.
     """
     line.number += 1
-    line.tell(_OPEN, canonical({"number": line.number, "closed": True}))
+    line.write_note(_OPEN, canonical({"number": line.number, "closed": True}))
     with contextlib.suppress(PeerLost):
-        line.hear({rank: f"{line.number}/bye/{rank}" for rank in line.others}, "leave", _FAREWELL)
+        line.await_notes({rank: f"{line.number}/bye/{rank}" for rank in line.others}, "leave", _FAREWELL)
 
 
 def call_off(round: Round, error: BaseException) -> None:
@@ -204,7 +205,7 @@ def judge(round: Round, ranks: Iterable[int], stage: Callable[[], BaseException 
             failed = "; ".join(filter(None, [f"rank {round.line.rank}: {_text(own)}", failed]))
     except PeerLost as error:
         round.tell("verdict", {"off": str(error)})
-        raise round.line.lose(error) from error
+        raise round.line.mark_broken(error) from error
     except BaseException as error:
         round.tell("verdict", {"off": f"rank {round.line.rank}: {_text(error)}"})
         raise
@@ -224,20 +225,20 @@ def committed(round: Round, ranks: Iterable[int]) -> str:
 def join_round(line: Line, lead: int, end: float | None, stop: Callable[[], bool] | None = None) -> Round | None:
     """The next round that the lead opens; None if it has opened none until then."""
     line.require()
-    line.fresh()
+    line.restart_silence()
     pause = 0.001
     while True:
-        note = line.peek(_OPEN)
+        note = line.read_note(_OPEN)
         opened = {"number": 0} if note is None else json.loads(note)
         if opened["number"] > line.number:
             if "closed" in opened:
-                line.tell(f"{opened['number']}/bye/{line.rank}", b".")
+                line.write_note(f"{opened['number']}/bye/{line.rank}", b".")
                 raise Closed(f"rank {lead} has closed: there will be no more versions")
             line.number = opened["number"]
             return Round(line, line.number, opened)
-        line.require_calm(f"waiting for rank {lead} to publish")
+        line.require_no_alarm(f"waiting for rank {lead} to publish")
         if line.silent([lead]):
-            raise line.lose(PeerLost(f"rank {lead}, which publishes, does not answer: it hangs or is gone"))
+            raise line.mark_broken(PeerLost(f"rank {lead}, which publishes, does not answer: it hangs or is gone"))
         if (end is not None and time.monotonic() >= end) or (stop is not None and stop()):
             return None
         time.sleep(pause)
@@ -261,7 +262,7 @@ def hear_course(round: Round, lead: int) -> Note:
 def table_of(round: Round) -> tuple[TensorTable, bytes]:
     """The tensor table of a round, and its hash."""
     hash = bytes.fromhex(round.opened["table"])
-    note = round.line.peek(f"table/{hash.hex()}")
+    note = round.line.read_note(f"table/{hash.hex()}")
     size = 0 if note is None else int.from_bytes(note[:8], "big")
     if note is None or size > limits.TABLE_BYTES:
         raise InvalidField(f"the tensor table {hash.hex()} is not there, or too large")
@@ -297,7 +298,7 @@ def transfer(
                 take(number, bucket)
 
 
-def report(course: Course, table: TensorTable, moved: Moved, seconds: dict[str, float]) -> SyncReport:
+def report(course: Course, table: TensorTable, moved: Traffic, seconds: dict[str, float]) -> SyncReport:
     """What a sync did."""
     kind = "anchor" if course.legs and course.legs[0].anchor else "patch" if course.legs else "none"
     changed = course.legs[-1].changed if course.legs else 0

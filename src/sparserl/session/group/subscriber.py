@@ -229,7 +229,7 @@ class GroupSubscriber(Receiver):
 
     def _receive(self, round: Round, course: Course, watch: Watch) -> SyncReport | None:
         """Stage what comes while more of it comes. None if the round was called off."""
-        line, before = self._line, self._line.moved
+        line, before = self._line, self._line.traffic
         arrival = Arrival(self, course, self._table, self._hash, self._at)
         try:
             with watch.stage("receive"):
@@ -249,7 +249,7 @@ class GroupSubscriber(Receiver):
                 verdict = round.hear("verdict", [self._lead], "say whether to commit", 2.0)[self._lead]
         except BaseException as error:
             if isinstance(error, PeerLost):
-                line.lose(error)
+                line.mark_broken(error)
             else:  # the verdict may be told or not
                 self._leave(round, error)
             arrival.stop()
@@ -262,7 +262,7 @@ class GroupSubscriber(Receiver):
             return None
         assert self._table is not None
         held = Held(course.run, course.created, course.version, course.digest)
-        report = rounds.report(course, self._table, line.moved - before, watch.seconds)
+        report = rounds.report(course, self._table, line.traffic - before, watch.seconds)
         changed = max((p.changed for p in arrival.prepared), default=0)
         report = replace(report, kind=arrival.kind, changed=changed)
         self._staged, self._round = Staged(held, arrival.prepared, report), round

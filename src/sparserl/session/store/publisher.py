@@ -22,7 +22,7 @@ from ...parallel import Progress
 from ...patch import Patch
 from ...sources import Source
 from ...sources.modules import weights_of
-from ...transport.groups.gather import Ranks
+from ...transport.groups.gather import RankGather
 from ...transport.stores.base import Store
 from ...transport.stores.opening import open_store
 from ...weights.local import LocalWeights
@@ -147,7 +147,7 @@ class Publisher:
 
         self.store = _open_writable(url)
         self._callbacks.hear_retries(self.store)
-        self._writers = Writers(None if writers is None else Ranks(writers, timeout))
+        self._writers = Writers(None if writers is None else RankGather(writers, timeout))
         if state is not None and self._writers.size > 1:
             raise SessionError("several writers keep no state: after a restart they begin a new run")
         saved_anchor = None if state is None else SavedAnchor(Path(state), self.store.url)

@@ -1,1 +1,1 @@
-"""Process groups: frames by broadcast, heartbeats, a few bytes from every rank to every other."""
+"""Process groups: buckets by broadcast, short notes through the group's store, heartbeats, and a gather for writers."""

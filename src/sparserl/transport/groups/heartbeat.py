@@ -1,8 +1,8 @@
-"""The store of a process group, kept on a thread of its own: beats, alarms, and a name that no other group has had.
+"""One thread per group that counts up this rank's heartbeat, watches for alarms, and uses the store of the group.
 
-A store outlives its groups: where one was destroyed and built anew, the notes of the old one are still there, under the
-same names. So the notes of a group stand under a name of its own. Rank 0 makes it, and tells it to each rank that asks.
-A rank asks in the name of a random word, which only an answer to itself can have.
+A store outlives its groups: after a group was destroyed and built anew, the notes of the old one are still in it. So
+every group keeps its notes under a random prefix, which rank 0 draws. Another rank requests the prefix with a random id
+of its own, so that it cannot take the answer to an older request for an answer to its own.
 """
 
 from __future__ import annotations
@@ -20,88 +20,95 @@ T = TypeVar("T")
 
 PERIOD = 0.5  # seconds between two beats
 ALARM = "alarm"
+_FIRST_PAUSE = 0.01  # seconds: ranks that start together should find each other at once
 
-_words: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of each group: its name, or who asks for it
+_ids: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of each group: its prefix, or our request id
 
 
-class Clerk:
-    """Does with the store what it is asked, so that nobody has to wait for a store that hangs.
-
-    Work is handed the notes of the group; None as long as rank 0 has not told their name.
-    """
+class Heartbeat:
+    """Does all work with the store on its own thread, so that no caller is stuck with a store that hangs."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         from torch.distributed import distributed_c10d as c10d
 
-        self._prefixed, self._groups = c10d.PrefixStore, c10d._world.pg_map  # noqa: SLF001
+        self._prefix_store = c10d.PrefixStore
+        self._groups = c10d._world.pg_map  # noqa: SLF001
         self._store = c10d.PrefixStore("sparserl", c10d._get_process_group_store(group))  # noqa: SLF001
-        self._group, self._rank, self._size = weakref.ref(group), rank, size
-        self._word = _words.setdefault(group, secrets.token_hex(8))
-        self._notes = self._named(self._word) if rank == 0 else None
-        self._asks, self._answered = False, 0
-        self._asked: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._group = weakref.ref(group)
+        self._rank = rank
+        self._size = size
+        self._id = _ids.setdefault(group, secrets.token_hex(8))
+        self._notes = self._prefixed(self._id) if rank == 0 else None
+        self._requested = False
+        self._answered = 0
+        self._work: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None] = queue.SimpleQueue()
         self.alarm = threading.Event()
-        threading.Thread(target=self._serve, name="sparserl-beat", daemon=True).start()
+        threading.Thread(target=self._run, name="sparserl-beat", daemon=True).start()
 
-    def ask(self, work: Callable[[Any], T]) -> Future[T]:
+    def submit(self, work: Callable[[Any], T]) -> Future[T]:
+        """Have the thread call `work` with the notes of the group; with None while their prefix is not known."""
         future: Future[T] = Future()
-        self._asked.put((work, future))
+        self._work.put((work, future))
         return future
 
     def stop(self) -> None:
-        self._asked.put(None)
+        """End the thread."""
+        self._work.put(None)
 
-    def _serve(self) -> None:
-        due, pause = 0.0, 0.01  # ranks that come together find each other at once
+    def _run(self) -> None:
+        due = 0.0
+        pause = _FIRST_PAUSE
         while True:
             if time.monotonic() >= due:
                 pause = min(1.3 * pause, PERIOD)
                 due = time.monotonic() + pause
                 self._beat()
             try:
-                asked = self._asked.get(timeout=max(0.0, due - time.monotonic()))
+                item = self._work.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
                 continue
-            if asked is None:
+            if item is None:
                 return
-            work, future = asked
+            work, future = item
             try:
-                self._learn()
+                self._find_prefix()
                 future.set_result(work(self._notes))
-            except BaseException as error:  # noqa: BLE001  # raised again where it was asked
+            except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
                 future.set_exception(error)
 
     def _beat(self) -> None:
         try:
-            self._learn()
-            self._answer()
+            self._find_prefix()
+            self._answer_requests()
             if self._notes is not None:
                 self._notes.add(f"beat/{self._rank}", 1)
                 if self._notes.check([ALARM]):
                     self.alarm.set()
         except RuntimeError:
-            return  # whoever asks something will hear of it
+            return  # the next caller of `submit` gets the error
 
-    def _learn(self) -> None:
-        """Ask for the name of the group, and take it when rank 0 has told it."""
+    def _find_prefix(self) -> None:
+        """Request the prefix of the group, and use it when rank 0 has answered."""
         if self._notes is not None:
             return
-        if not self._asks:
-            self._store.set(f"asks/{self._rank}", self._word)
+        if not self._requested:
+            self._store.set(f"asks/{self._rank}", self._id)
             self._store.add("asks", 1)
-            self._asks = True
-        if self._store.check([f"name/{self._word}"]):
-            self._notes = self._named(self._store.get(f"name/{self._word}").decode())
+            self._requested = True
+        if self._store.check([f"name/{self._id}"]):
+            self._notes = self._prefixed(self._store.get(f"name/{self._id}").decode())
 
-    def _answer(self) -> None:
-        """Tell the name to all ranks that have asked since the last time, unless the group was destroyed meanwhile."""
-        if self._rank == 0 and self._group() in self._groups:
-            asks = self._store.add("asks", 0)
-            if asks != self._answered:
-                for name in (f"asks/{rank}" for rank in range(1, self._size)):
-                    if self._store.check([name]):
-                        self._store.set(f"name/{self._store.get(name).decode()}", self._word)
-                self._answered = asks
+    def _answer_requests(self) -> None:
+        """On rank 0: answer all new requests, unless the group was destroyed meanwhile."""
+        if self._rank != 0 or self._group() not in self._groups:
+            return
+        requests = self._store.add("asks", 0)
+        if requests == self._answered:
+            return
+        for name in (f"asks/{rank}" for rank in range(1, self._size)):
+            if self._store.check([name]):
+                self._store.set(f"name/{self._store.get(name).decode()}", self._id)
+        self._answered = requests
 
-    def _named(self, name: str) -> Any:
-        return self._prefixed(name, self._store)
+    def _prefixed(self, prefix: str) -> Any:
+        return self._prefix_store(prefix, self._store)

@@ -1,12 +1,12 @@
-"""A process group as a line between ranks: frames by broadcast, short notes through the store of the group.
+"""A process group as a line between ranks: frames by broadcast, notes through the store of the group.
 
-    frame   a bucket, and the length of the frame that comes next: one message a bucket
-    note    a few bytes under a name: who is there, what will come, who is ready
-    beat    a number in the store that every live rank counts up, so that a dead one can be told from a slow one
+    frame   a bucket, and the length of the next frame: one message for each bucket
+    note    a few bytes under a name: that a rank is present, what will be sent, that a rank is ready
+    beat    a number in the store that every live rank counts up, to tell a dead rank from a slow one
 
-No rank waits inside a broadcast before all ranks have said by a note that they are there. A rank that is missing then
-is named, and the group is still in order. One that goes away between two frames is named too, but its group can not be
-used any more: broadcasts have no way back.
+No rank waits inside a broadcast before all ranks have said by a note that they are present. A rank that is missing then
+is named, and the group can still be used. A rank that is lost between two frames is named, too, but then the group
+cannot be used any more: a broadcast cannot be cancelled.
 """
 
 from __future__ import annotations
@@ -16,53 +16,50 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
-
-import numpy as np
-import xxhash
+from typing import Any, NoReturn, TypeVar
 
 from ...errors import InvalidField, PeerLost, SessionError
 from ...wire import limits
-from .heartbeat import ALARM, PERIOD, Clerk
+from .frames import END, TAIL, Bucket, Frame, read_tail
+from .heartbeat import ALARM, PERIOD, Heartbeat
 
 T = TypeVar("T")
-Bucket = bytes | memoryview
 
-TIMEOUT = 600.0  # seconds, where none is given
+TIMEOUT = 600.0  # seconds, if no other timeout is given
 SILENCE = 30.0  # seconds without a beat after which a rank is lost, if the timeout is not shorter
-_GRACE = 6 * PERIOD  # how long the beats are watched when a broadcast has failed
-_NOTE_BYTES = 1 << 20  # a longer note is cut: stores take only so much at a time
-_TAIL = struct.Struct("<QQ")  # length of the next frame, and a checksum of it
-_OFF = (1 << 64) - 1  # instead of a length: nothing more will come
-_FRAMES = 2  # one is on the way while the other is filled or emptied
+_WATCH_SECONDS = 6 * PERIOD  # how long the beats are watched after a broadcast has failed
+_NOTE_BYTES = 1 << 20  # a longer note is cut into several: stores limit the size of a value
+_FRAMES = 2  # one is sent while the other is filled or emptied
 _FINDING = "finding"
 
-_rounds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of each group: it outlives sessions on it
+_rounds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of each group: it outlives its sessions
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What went over a line."""
+class Traffic:
+    """Messages and bytes that were broadcast."""
 
     messages: int = 0
     bytes: int = 0
 
-    def __sub__(self, other: Moved) -> Moved:
-        return Moved(self.messages - other.messages, self.bytes - other.bytes)
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.messages - other.messages, self.bytes - other.bytes)
 
 
 class CalledOff(SessionError):
-    """The rank that sends has stopped in the middle; all ranks know, and the line is in order."""
+    """The sending rank has stopped in the middle; all ranks know, and the line can still be used."""
 
 
 class Line:
-    """One rank's end of the line. It must be the only one that uses its group, from one thread at a time.
+    """One rank's end of the line. Nothing else may use the group meanwhile, and only one thread at a time the line.
 
-    timeout: seconds that any single wait may take: for a rank to come, for a frame, for a rank to get ready.
-    device: where frames lie while they are broadcast: what the backend of the group can send from.
+    Args:
+        group: the process group; None is the group of all ranks.
+        timeout: seconds that a single wait may take: for a rank to come, for a frame, for a rank to get ready.
+        device: where frames are while they are broadcast; the backend of the group must be able to send from there.
     """
 
     def __init__(self, group: Any, timeout: float, device: str = "cpu") -> None:
@@ -70,14 +67,16 @@ class Line:
         from torch.distributed import distributed_c10d as c10d
 
         group = group or c10d._get_default_group()  # noqa: SLF001  # None is the group of all ranks, as in torch
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         if self.rank < 0:
-            raise SessionError("this process is not a rank of the process group handed over")
-        self.timeout, self.moved = timeout, Moved()
+            raise SessionError("this process is not a rank of the given process group")
+        self.timeout = timeout
+        self.traffic = Traffic()
         self._group = group
-        self._frames = [_Frame(device) for _ in range(_FRAMES)]
-        self._clerk = Clerk(group, self.rank, self.size)
-        self._beats: dict[int, tuple[int, float]] = {}  # the last count of each rank, and since when it is that
+        self._frames = [Frame(device) for _ in range(_FRAMES)]
+        self._heartbeat = Heartbeat(group, self.rank, self.size)
+        self._beats: dict[int, tuple[int, float]] = {}  # the last count of each rank, and since when it has that count
         self.broken: PeerLost | None = None
 
     @property
@@ -87,6 +86,7 @@ class Line:
 
     @property
     def others(self) -> list[int]:
+        """All ranks but this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     @property
@@ -98,37 +98,42 @@ class Line:
     def number(self, number: int) -> None:
         _rounds[self._group] = number
 
+    @property
+    def silence(self) -> float:
+        """Seconds without an answer after which a rank or the store counts as lost."""
+        return min(self.timeout, SILENCE)
+
     def require(self) -> None:
-        """Refuse to go on with a group that is broken."""
+        """Raise if the group is broken."""
         if self.broken is not None:
             raise PeerLost(f"the process group is broken, build a new one: {self.broken}") from self.broken
 
     def close(self) -> None:
-        """Stop beating."""
-        self._clerk.stop()
+        """Stop the heartbeat."""
+        self._heartbeat.stop()
 
     # -- notes ---------------------------------------------------------------------------------------------------------
 
-    def tell(self, name: str, note: bytes) -> None:
-        """Leave a note for all ranks. Before the first one, rank 0 must have come."""
-        cuts = [note[at : at + _NOTE_BYTES] for at in range(0, len(note), _NOTE_BYTES)] or [b""]
+    def write_note(self, name: str, note: bytes) -> None:
+        """Write a note for all ranks. The first one waits for rank 0."""
+        pieces = [note[start : start + _NOTE_BYTES] for start in range(0, len(note), _NOTE_BYTES)] or [b""]
 
         def write(store: Any) -> bool:
             if store is None:
                 return False
-            for i, cut in enumerate(cuts[1:], 1):
-                store.set(f"{name}/{i}", b"." + cut)
-            store.set(name, struct.pack("<I", len(cuts)) + cuts[0])
+            for i, piece in enumerate(pieces[1:], 1):
+                store.set(f"{name}/{i}", b"." + piece)
+            store.set(name, struct.pack("<I", len(pieces)) + pieces[0])
             return True
 
         end = time.monotonic() + self.timeout
-        while not self._ask(write):
+        while not self._with_store(write):
             if time.monotonic() > end:
-                raise PeerLost(f"rank 0 did not come to the group within {self.timeout:g} s: it was never heard of")
+                raise PeerLost(f"rank 0 did not join the group within {self.timeout:g} s: it has never answered")
             time.sleep(0.01)
 
-    def peek(self, name: str) -> bytes | None:
-        """A note, if it is there."""
+    def read_note(self, name: str) -> bytes | None:
+        """A note; None if it was not written yet."""
 
         def read(store: Any) -> bytes | None:
             if store is None or not store.check([name]):
@@ -137,79 +142,90 @@ class Line:
             (count,) = struct.unpack_from("<I", first)
             return first[4:] + b"".join(bytes(store.get(f"{name}/{i}"))[1:] for i in range(1, count))
 
-        return self._ask(read)
+        return self._with_store(read)
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Take notes away that nobody will read any more."""
+    def delete_notes(self, names: Iterable[str]) -> None:
+        """Delete notes that no rank will read any more."""
         names = list(names)
-        self._clerk.ask(lambda store: store is not None and [store.delete_key(name) for name in names])
+        self._heartbeat.submit(lambda store: store is not None and [store.delete_key(name) for name in names])
 
-    def hear(
-        self, notes: Mapping[int, str], what: str, wait: float | None = None, look: Callable[[], None] | None = None
+    def await_notes(
+        self, names: Mapping[int, str], what: str, wait: float | None = None, look: Callable[[], None] | None = None
     ) -> dict[int, bytes]:
-        """The notes of some ranks, which are waited for. `what` says in the error what a missing rank has not done.
+        """Wait for a note of each of some ranks.
 
-        `look` is called while they are waited for, and may raise.
+        Args:
+            names: the name of each rank's note.
+            what: what the ranks have done when they have written it, for errors: "come to the sync".
+            wait: seconds; else the timeout of the line.
+            look: called now and then; it may raise to end the wait.
+
+        Raises:
+            PeerLost: a rank did not write its note in time, or is lost. The message names it.
         """
-        self.fresh()
+        self.restart_silence()
         end = time.monotonic() + (self.timeout if wait is None else wait)
-        names, pause = list(notes.values()), 0.0005
-        while names and not self._ask(lambda store: store is not None and store.check(names)):
-            self.require_calm(f"waiting for {_ranks(notes)} to {what}")
+        keys = list(names.values())
+        pause = 0.0005
+        while keys and not self._with_store(lambda store: store is not None and store.check(keys)):
+            self.require_no_alarm(f"waiting for {_list_ranks(names)} to {what}")
             if look is not None:
                 look()
-            silent, late = self.silent(notes), time.monotonic() > end
+            silent = self.silent(names)
+            late = time.monotonic() > end
             if late or silent:
-                missing = [rank for rank, name in notes.items() if self.peek(name) is None]
+                missing = [rank for rank, name in names.items() if self.read_note(name) is None]
                 if missing and (late or set(silent) & set(missing)):
                     raise self._missing(missing, silent, what, wait)
             time.sleep(pause)
             pause = min(1.3 * pause, 0.02)
-        return {rank: self._note(name) for rank, name in notes.items()}
+        return {rank: self._written_note(name) for rank, name in names.items()}
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
-        """Those of some ranks whose beats have stopped."""
+        """Which of some ranks have stopped beating."""
+        others = [rank for rank in ranks if rank != self.rank]
         now = time.monotonic()
-        limit = min(self.timeout, SILENCE)
-        for rank in ranks:
+        for rank in others:
             count, since = self._beats.get(rank, (-1, now))
-            if rank != self.rank and (count < 0 or now - since > PERIOD):
-                found = self._count(rank)
-                self._beats[rank] = found, (since if found == count else now)
-        return [r for r in ranks if r != self.rank and self._beats[r][0] > 0 and now - self._beats[r][1] > limit]
+            if count < 0 or now - since > PERIOD:
+                new_count = self._count(rank)
+                self._beats[rank] = (new_count, since if new_count == count else now)
+        return [rank for rank in others if self._beats[rank][0] > 0 and now - self._beats[rank][1] > self.silence]
 
-    def fresh(self) -> None:
-        """Count silence from now on: time in which nobody was waited for does not count."""
+    def restart_silence(self) -> None:
+        """Count silence from now on: time in which this rank waited for nobody does not count."""
         self._beats.clear()
 
     def _missing(self, missing: list[int], silent: list[int], what: str, wait: float | None) -> PeerLost:
-        took = f"{self.timeout if wait is None else wait:g} s"
-        said = []
+        limit = f"{self.timeout if wait is None else wait:g} s"
+        reasons = []
         for rank in missing:
             if rank in silent:
-                said.append(f"rank {rank} did not answer for {min(self.timeout, SILENCE):g} s: it hangs or is gone")
+                reasons.append(f"rank {rank} did not answer for {self.silence:g} s: it hangs or is gone")
             elif self._beats.get(rank, (0, 0.0))[0] > 0:
-                said.append(f"rank {rank} did not {what} within {took}, though it is there")
+                reasons.append(f"rank {rank} did not {what} within {limit}, but its process is alive")
             else:
-                said.append(f"rank {rank} did not {what} within {took}: it was never heard of")
-        return PeerLost("; ".join(said))
+                reasons.append(f"rank {rank} did not {what} within {limit}: it has never answered")
+        return PeerLost("; ".join(reasons))
 
-    def _note(self, name: str) -> bytes:
-        found = self.peek(name)
-        assert found is not None
-        return found
+    def _written_note(self, name: str) -> bytes:
+        note = self.read_note(name)
+        assert note is not None
+        return note
 
     def _count(self, rank: int) -> int:
-        return int(self._ask(lambda store: 0 if store is None else store.add(f"beat/{rank}", 0)))
+        return int(self._with_store(lambda store: 0 if store is None else store.add(f"beat/{rank}", 0)))
 
-    def _ask(self, work: Callable[[Any], T]) -> T:
-        """Something of the store, which may hang as any process may."""
+    def _with_store(self, work: Callable[[Any], T]) -> T:
+        """Do work with the store of the group, which may hang as any process may."""
         self.require()
         try:
-            return self._clerk.ask(work).result(min(self.timeout, SILENCE))
-        except Late:
-            gone = f"did not answer for {min(self.timeout, SILENCE):g} s"
-            self.broken = PeerLost(f"the store of the group {gone}: the process that has it, most often rank 0, hangs")
+            return self._heartbeat.submit(work).result(self.silence)
+        except FutureTimeout:
+            self.broken = PeerLost(
+                f"the store of the group did not answer for {self.silence:g} s: "
+                "the process that has it, most often rank 0, hangs"
+            )
             raise self.broken from None
         except RuntimeError as error:  # torch has its own kinds, all of them runtime errors
             self.broken = PeerLost(
@@ -220,83 +236,91 @@ class Line:
     # -- frames --------------------------------------------------------------------------------------------------------
 
     def send(self, first: int, buckets: Iterator[Bucket], count: int) -> None:
-        """Broadcast buckets; the length of the first is known to all.
+        """Broadcast buckets. All ranks know the length of the first.
 
-        A frame goes out when the bucket after it is there, since it tells its length. While it is on the way, that
-        bucket is copied to the other frame, and the next ones are encoded.
+        A frame names the length of the next bucket, so that it is sent when that bucket exists. While it is on its way,
+        that bucket is copied to the other frame, and further ones are encoded.
         """
         if not count:
             return
         bucket = next(buckets)
         assert len(bucket) == first
+        failure: BaseException | None = None
         for index in range(count):
             frame = self._frames[index % _FRAMES]
             self._finish(frame, self.rank)
-            following, failure, length = None, None, 0
+            following: Bucket = b""
+            length = 0
             if index + 1 < count:
                 try:
                     following = next(buckets)
                     length = len(following)
                 except BaseException as error:  # noqa: BLE001  # raised when the others know
-                    failure, length = error, _OFF
+                    failure = error
+                    length = END
             frame.fill(bucket, length)
             self._post(frame, self.rank)
             if failure is not None:
                 break
-            bucket = following if following is not None else b""
+            bucket = following
         for frame in self._frames:
             self._finish(frame, self.rank)
         if failure is not None:
             raise failure
 
     def receive(self, source: int, first: int, count: int) -> Iterator[bytes]:
-        """The buckets that a rank sends, each while the next one is on the way."""
+        """The buckets that a rank sends, each while the next one is on its way."""
         if not count:
             return
-        self._frames[0].size = _checked(first) + _TAIL.size
+        self._frames[0].size = _require_length(first) + TAIL.size
         self._post(self._frames[0], source)
         for index in range(count):
-            frame, other = self._frames[index % _FRAMES], self._frames[(index + 1) % _FRAMES]
+            frame = self._frames[index % _FRAMES]
+            next_frame = self._frames[(index + 1) % _FRAMES]
             self._finish(frame, source)
-            length = self._following(frame, source)
-            if length == _OFF:
+            length = self._next_length(frame, source)
+            if length == END:
                 raise CalledOff(f"rank {source} has stopped sending")
             if index + 1 < count:
-                other.size = _checked(length) + _TAIL.size
-                self._post(other, source)
-            yield frame.take()
+                next_frame.size = _require_length(length) + TAIL.size
+                self._post(next_frame, source)
+            yield frame.bucket()
 
-    def _following(self, frame: _Frame, source: int) -> int:
-        """The length that a frame tells of the next one; a wrong one would leave the ranks out of step for good."""
-        raw = frame.tail()
-        length, check = _TAIL.unpack(raw)
-        if xxhash.xxh64_intdigest(raw[:8]) != check:
+    def _next_length(self, frame: Frame, source: int) -> int:
+        """The length of the next frame; a wrong one would leave the ranks out of step for good."""
+        length = read_tail(frame.tail())
+        if length is None:
             self._fail(source, "a frame was altered on its way, and with it the length of the next one")
-        return int(length)
+        return length
 
-    def _post(self, frame: _Frame, source: int) -> None:
+    def _post(self, frame: Frame, source: int) -> None:
         import torch.distributed as dist
 
         self.require()
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
+        options.rootRank = source
+        options.rootTensor = 0
         options.timeout = timedelta(seconds=self.timeout)
         try:
-            frame.work = self._group.broadcast([frame.sent()], options)
+            frame.work = self._group.broadcast([frame.tensor()], options)
         except RuntimeError as error:
             self._fail(source, str(error), error)
-        self.moved = Moved(self.moved.messages + 1, self.moved.bytes + frame.size)
+        self.traffic = Traffic(self.traffic.messages + 1, self.traffic.bytes + frame.size)
 
-    def _finish(self, frame: _Frame, source: int) -> None:
-        """Wait until a frame is where it should be."""
-        work, frame.work = frame.work, None
+    def _finish(self, frame: Frame, source: int) -> None:
+        """Wait until a broadcast has ended."""
+        work = frame.work
+        frame.work = None
         if work is None:
             return
-        end, pause, what = time.monotonic() + self.timeout, 0.00002, f"a frame of rank {source}"
+        end = time.monotonic() + self.timeout
+        pause = 0.00002
+        what = f"a frame of rank {source}"
         while not work.is_completed():
-            if self._clerk.alarm.is_set() or time.monotonic() > end:
-                late = not self._clerk.alarm.is_set()
-                self._fail(source, f"{what} took longer than {self.timeout:g} s" if late else f"waiting for {what}")
+            if self._heartbeat.alarm.is_set():
+                self._fail(source, f"waiting for {what}")
+            if time.monotonic() > end:
+                self._fail(source, f"{what} took longer than {self.timeout:g} s")
             time.sleep(pause)
             pause = min(1.5 * pause, 0.001)
         try:
@@ -304,110 +328,63 @@ class Line:
         except RuntimeError as error:
             self._fail(source, f"{what} did not get through: {error}", error)
 
-    # -- trouble -------------------------------------------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------------------------------
 
-    def require_calm(self, what: str) -> None:
-        """Stop waiting where another rank has found the group broken."""
-        if self._clerk.alarm.is_set():
+    def require_no_alarm(self, what: str) -> None:
+        """Raise if another rank has found the group broken. `what` is what this rank was doing."""
+        if self._heartbeat.alarm.is_set():
             self._fail(None, what)
 
     def abandon(self, why: str) -> None:
-        """Leave in the middle of a transfer: tell all ranks, so that they need not wait until their time is up."""
+        """Leave in the middle of a transfer, and tell all ranks, so that they do not wait for the timeout."""
         if self.broken is None:
             with contextlib.suppress(PeerLost):
-                self._alarm(why)
+                self._raise_alarm(why)
             self.broken = PeerLost(f"rank {self.rank} left in the middle of a transfer: {why}")
 
-    def lose(self, error: PeerLost) -> PeerLost:
-        """The group is of no use any more, for this reason."""
+    def mark_broken(self, error: PeerLost) -> PeerLost:
+        """Let the group not be used any more, because of this error. Returns the error."""
         self.broken = self.broken or error
         return error
 
-    def _alarm(self, why: str) -> None:
-        self._ask(lambda store: store.set(ALARM, f"rank {self.rank}: {why}".encode()))
+    def _raise_alarm(self, why: str) -> None:
+        self._with_store(lambda store: store.set(ALARM, f"rank {self.rank}: {why}".encode()))
 
-    def _fail(self, source: int | None, why: str, cause: BaseException | None = None) -> None:
-        """Find out which ranks do not beat any more, and raise with their names."""
-        waited = "" if source is None or source == self.rank else f", waiting for rank {source}"
+    def _fail(self, source: int | None, why: str, cause: BaseException | None = None) -> NoReturn:
+        """Find out which ranks have stopped beating, and raise an error that names them."""
+        awaited = "" if source is None or source == self.rank else f", waiting for rank {source}"
         try:
-            if not self._clerk.alarm.is_set():
-                self._alarm(why)
-            found = PeerLost(f"{self._roll_call()} ({why}{waited}). Build a new group")
-        except PeerLost as error:  # the store went with the rank that has it
-            found = PeerLost(f"{error} ({why}{waited}). Build a new group")
-        self.broken = found
-        raise found from cause
+            if not self._heartbeat.alarm.is_set():
+                self._raise_alarm(why)
+            failure = PeerLost(f"{self._find_lost()} ({why}{awaited}). Build a new group")
+        except PeerLost as error:  # the store is gone, with the rank that had it
+            failure = PeerLost(f"{error} ({why}{awaited}). Build a new group")
+        self.broken = failure
+        raise failure from cause
 
-    def _roll_call(self) -> str:
-        """Which ranks do not beat any more. The first rank that knows tells all: it may be gone itself soon."""
-        before, end = {rank: self._count(rank) for rank in self.others}, time.monotonic() + _GRACE
+    def _find_lost(self) -> str:
+        """Which ranks have stopped beating. The first rank that knows tells all, as it may end soon itself."""
+        counts = {rank: self._count(rank) for rank in self.others}
+        end = time.monotonic() + _WATCH_SECONDS
         lost = set(self.others)
         while lost and time.monotonic() < end:
             time.sleep(PERIOD / 2)
-            if (found := self.peek(_FINDING)) is not None:
-                return found.decode()
-            lost = {rank for rank in lost if self._count(rank) == before[rank]}
-        found = b"all ranks answer, but a broadcast failed"
+            if (note := self.read_note(_FINDING)) is not None:
+                return note.decode()
+            lost = {rank for rank in lost if self._count(rank) == counts[rank]}
+        finding = "all ranks answer, but a broadcast failed"
         if lost:
-            found = f"{_ranks(sorted(lost))} did not answer for {_GRACE:g} s: hangs or is gone".encode()
-        self.tell(_FINDING, found)
-        return found.decode()
+            finding = f"{_list_ranks(sorted(lost))} did not answer for {_WATCH_SECONDS:g} s: hangs or is gone"
+        self.write_note(_FINDING, finding.encode())
+        return finding
 
 
-class _Frame:
-    """Room for one bucket and its tail, on the host and where the group sends from."""
-
-    def __init__(self, device: str) -> None:
-        import torch
-
-        self._device, self._pinned = torch.device(device), device != "cpu" and torch.cuda.is_available()
-        self._host: Any = None
-        self._there: Any = None
-        self._bytes = np.empty(0, np.uint8)
-        self._size = 0
-        self.work: Any = None
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @size.setter
-    def size(self, size: int) -> None:
-        import torch
-
-        self._size = size
-        if size > self._bytes.size:
-            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-            self._there = self._host if self._device.type == "cpu" else self._host.to(self._device)
-            self._bytes = self._host.numpy()
-
-    def fill(self, bucket: Bucket, following: int) -> None:
-        self.size = len(bucket) + _TAIL.size
-        length = struct.pack("<Q", following)
-        tail = length + struct.pack("<Q", xxhash.xxh64_intdigest(length))
-        self._bytes[: len(bucket)] = np.frombuffer(bucket, np.uint8)
-        self._bytes[len(bucket) : self.size] = np.frombuffer(tail, np.uint8)
-        if self._there is not self._host:
-            self._there[: self.size].copy_(self._host[: self.size])
-
-    def sent(self) -> Any:
-        return self._there[: self.size]
-
-    def tail(self) -> bytes:
-        if self._there is not self._host:
-            self._host[: self.size].copy_(self._there[: self.size])
-        return self._bytes[self.size - _TAIL.size : self.size].tobytes()
-
-    def take(self) -> bytes:
-        return self._bytes[: self.size - _TAIL.size].tobytes()
-
-
-def _checked(length: int) -> int:
+def _require_length(length: int) -> int:
     if not 0 <= length <= limits.BUCKET_BYTES:
         raise InvalidField(f"a frame of {length} bytes; a bucket has at most {limits.BUCKET_BYTES}")
     return length
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    found = [str(rank) for rank in ranks]
-    return f"rank {found[0]}" if len(found) == 1 else f"ranks {', '.join(found)}"
+def _list_ranks(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"

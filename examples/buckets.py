@@ -385,7 +385,7 @@ def _summary(i: int, taken: Dissected) -> Iterator[str]:
 
 
 DOING = {  # the functions that tell what a thread is doing
-    ("diff.py", "run"): "F",
+    ("compare.py", "run"): "F",
     ("buckets.py", "write"): "E",
     ("patchfile.py", "add"): "W",
     ("files.py", "replacing"): "S",

@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit long coverage mutants fuzz soak load collective integrations vllm test-vllm slow-link bench clean
+.PHONY: demo test lint types kernels unit long coverage mutants fuzz soak load collective integrations vllm test-vllm slow-link bench docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -91,5 +91,12 @@ slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patch
 bench: $(STAMP)  ## size and speed of every profile beside the peers' formats
 	$(BIN)/python -m benchmarks
 
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs  ## the site, in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* demo-run
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* demo-run site

@@ -1,23 +1,38 @@
-"""The complete examples in the documentation run, in processes of their own."""
+"""Programs in the documentation run, its code uses names that exist, its links lead somewhere, and it stays short."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import sparserl
+
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "research").rglob("*.md"))]
+GENERATED = {"docs/reference/cli.md"}
+CLASSES = ("Publisher", "Subscriber", "GroupPublisher", "GroupSubscriber", "Relay")
 
 
-def blocks(page: str) -> list[str]:
-    """What a page has of Python."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+def blocks(page: Path) -> list[str]:
+    """The Python code of a page, block by block."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def names_of(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
 
 
 def run(*command: str, folder: Path) -> None:
@@ -33,18 +48,112 @@ def run(*command: str, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def words(path: Path) -> int:
+    return len(path.read_text().split())
+
+
+@pytest.mark.parametrize("page", ["docs/tutorial.md", "docs/how-to/checkpoints.md"])
+def test_a_page_is_a_program(page: str, tmp_path: Path) -> None:
+    """All blocks of the page, one after the other, are a program that checks what it shows."""
+    if page == "docs/tutorial.md":
+        pytest.importorskip("torch")
+    (tmp_path / "example.py").write_text("\n\n".join(blocks(ROOT / page)))
+    run("example.py", folder=tmp_path)
+
+
+def test_the_first_example_of_the_readme(tmp_path: Path) -> None:
+    """It runs as it stands, with NumPy alone."""
+    (tmp_path / "example.py").write_text(blocks(ROOT / "README.md")[0])
+    run("example.py", folder=tmp_path)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("package", ["transformers", "peft", "trl", "ray"])
 def test_examples_of_integrations(package: str, tmp_path: Path) -> None:
     """The longest block of a page is a program, which checks what it shows."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    (tmp_path / "example.py").write_text(max(blocks(f"how-to/integrations/{package}.md"), key=len))
+    page = ROOT / "docs" / "how-to" / "integrations" / f"{package}.md"
+    (tmp_path / "example.py").write_text(max(blocks(page), key=len))
     run("example.py", folder=tmp_path)
 
 
 @pytest.mark.long
 def test_examples_of_suites(tmp_path: Path) -> None:
     """A store, a source and a target of one's own pass the suites."""
-    (tmp_path / "test_mine.py").write_text("\n\n".join(blocks("how-to/testing.md")))
+    (tmp_path / "test_mine.py").write_text("\n\n".join(blocks(ROOT / "docs" / "how-to" / "testing.md")))
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py", folder=tmp_path)
+
+
+def chains(tree: ast.AST) -> Iterator[list[str]]:
+    """Dotted names that begin with `sparserl`, such as ["sparserl", "sources", "track"]."""
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name) and node.id == "sparserl":
+            yield ["sparserl", *reversed(parts)]
+
+
+def resolve(parts: list[str]) -> Any:
+    """The object that a dotted name is; modules are imported on the way."""
+    value: Any = importlib.import_module(parts[0])
+    for depth, name in enumerate(parts[1:], 2):
+        if not hasattr(value, name):
+            importlib.import_module(".".join(parts[:depth]))
+        value = getattr(value, name)
+    return value
+
+
+def imported(tree: ast.AST) -> Iterator[list[str]]:
+    """Names that are imported from sparserl; integrations need their frameworks, and are left out."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sparserl":
+            module = str(node.module)
+            if not module.startswith("sparserl.integrations"):
+                yield from ([*module.split("."), alias.name] for alias in node.names)
+
+
+@pytest.mark.parametrize("page", names_of([page for page in PAGES if blocks(page)]))
+def test_code_uses_names_that_exist(page: str) -> None:
+    """Blocks are Python, their names of sparserl exist, and sessions get options that they have."""
+    for block in blocks(ROOT / page):
+        tree = ast.parse(block)
+        for parts in (*chains(tree), *imported(tree)):
+            resolve(parts)
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            name = getattr(call.func, "attr", getattr(call.func, "id", None))
+            if name in CLASSES:
+                options = inspect.signature(getattr(sparserl, name)).parameters
+                unknown = {keyword.arg for keyword in call.keywords if keyword.arg} - options.keys()
+                assert not unknown, f"{name} has no {unknown}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", names_of(NOTES))
+def test_links_lead_somewhere(page: str) -> None:
+    """Files that links name exist, and pages have the headings that links name."""
+    path = ROOT / page
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", path.read_text()):
+        if "://" in target:
+            continue
+        linked = (path.parent / target).resolve() if target else path
+        assert linked.exists() or str(linked.relative_to(ROOT)) in GENERATED, target
+        if anchor:
+            assert anchor in anchors(linked), f"{target}#{anchor}"
+
+
+def test_pages_are_short() -> None:
+    """People read the README, the architecture and the glossary to the end."""
+    assert words(ROOT / "README.md") < 900
+    assert words(ROOT / "docs" / "explanation" / "architecture.md") < 1200
+    glossary = (ROOT / "docs" / "explanation" / "concepts.md").read_text().split("## Glossary")[1]
+    assert len(re.findall(r"^\| \w", glossary, re.MULTILINE)) - 1 <= 30
+    assert sum(map(words, (ROOT / "docs").rglob("*.md"))) <= 25_000

@@ -70,7 +70,21 @@ class Sent:
 
 @dataclass
 class Recording:
-    """All that is in a file: syncs in the order they came, and what was noted about their versions."""
+    """All that is in a file: syncs in the order they came, and what was noted about their versions.
+
+    A recording is a file of JSON lines. Each has a `kind`:
+
+    - `run`, the first line: `format` (1), `time`, `meta`.
+    - `tensors`, before the first sync of a precision: `precision`, `names`, `dtypes`, `elements`, column by column.
+    - `sync`, one sync in one precision: `version`, `precision`; `dense_bytes`, bytes of all weights; `changed`, changed
+      elements of each tensor; `again`, changed elements that had changed in an earlier sync of this recorder and
+      precision; `ever`, elements that changed in any; `steps`, how far changes go, in neighbouring numbers of the
+      format (`-1`, `+1`, `-2`, `+2`, `more`); `classes`, by dtype the `keys`, `members` and `changed` elements of each
+      magnitude (a key is the old magnitude shifted right by `shift`); `profiles`, by profile the bytes of `index`,
+      `value`, `dense` entries, `header` and tensor `table`; `seconds` and `numbers` as in a note.
+    - `note`: `version`, and any of `seconds` (by stage; of several receivers the slowest), `numbers` (by name, such as
+      `reward`), `sent` (what a publisher reported).
+    """
 
     meta: dict[str, Any]
     time: float

@@ -136,7 +136,7 @@ def parts(old: Weights, new: Weights) -> Parts:
 
 
 def _coded(patch: sparserl.Patch, index: int, hash: bytes) -> tuple[Head, Coded]:
-    head, reader = decode_bucket(patch.bucket(index), patch.table, hash, f"bucket {index}")
+    head, reader = decode_bucket(patch.contents.bucket(index), patch.table, hash, f"bucket {index}")
     return head, reader._coded  # noqa: SLF001  # nothing else tells how long a chunk is before it is decoded
 
 

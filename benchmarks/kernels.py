@@ -15,7 +15,7 @@ import sparserl.weights.dtypes
 from benchmarks import ceiling
 from benchmarks.traces import Bits
 from sparserl.parallel import ordered
-from sparserl.patch.compare import scan  # what `sparserl.diff` runs on every batch
+from sparserl.patch.cpu_compare import scan  # what `sparserl.diff` runs on every batch
 from sparserl.weights.batches import PIECE_BYTES
 
 SMALL = 10_000

@@ -319,11 +319,11 @@ def _buckets(patch: sparserl.Patch) -> Iterator[str]:
         shape = f"{ctx.tiles(head.layout)} of 2^{head.tile_log}" if sparse and head.profile.tiled else "none"
         kind = f"{sparse} sparse" * (sparse > 0) + ", " * (0 < sparse < len(entries))
         kind += f"{len(entries) - sparse} dense" * (sparse < len(entries))
-        return i, head.dtype, profile, kind, f"{int(entries.count.sum()):,}", shape, size(len(patch.bucket(i)))
+        return i, head.dtype, profile, kind, f"{int(entries.count.sum()):,}", shape, size(len(patch.contents.bucket(i)))
 
     yield from listed(
         "bucket, dtype, profile, entries, changes, tiles, size",
-        (row(i, head) for i, head in enumerate(patch.heads)),
+        (row(i, head) for i, head in enumerate(patch.contents.heads)),
     )
     yield "Why each bucket is what it is:"
     yield ""
@@ -333,7 +333,7 @@ def _buckets(patch: sparserl.Patch) -> Iterator[str]:
 
 def _wire(patch: sparserl.Patch) -> Iterator[str]:
     data = patch.to_bytes()
-    sizes = [len(patch.bucket(i)) for i in range(patch.buckets)]
+    sizes = [len(patch.contents.bucket(i)) for i in range(patch.buckets)]
     starts = [patch.table_nbytes + sum(sizes[:i]) for i in range(patch.buckets)]
     footer = starts[-1] + sizes[-1]
     yield from ("## On the wire", "")
@@ -344,10 +344,10 @@ def _wire(patch: sparserl.Patch) -> Iterator[str]:
         (len(data) - 16, 16, "trailer: length of the footer"),
     ]
     yield from listed("offset, bytes, what", ((f"{a:,}", f"{n:,}", what) for a, n, what in rows))
-    smallest = min((i for i, h in enumerate(patch.heads) if len(h.entries) > 1), key=sizes.__getitem__)
+    smallest = min((i for i, h in enumerate(patch.contents.heads) if len(h.entries) > 1), key=sizes.__getitem__)
     before: list[tuple[int, int]] = []
-    for i, head in enumerate(patch.heads):
-        taken = Dissected(bytes(patch.bucket(i)), head, patch.table)
+    for i, head in enumerate(patch.contents.heads):
+        taken = Dissected(bytes(patch.contents.bucket(i)), head, patch.table)
         like = [(stream, coder) for stream, coder, _ in taken.streams]
         if i == smallest:
             yield from _hexdump(i, taken)

@@ -160,7 +160,7 @@ def _sync(old: Weights, new: Weights, state: dict[str, NDArray[np.uint8]], now: 
     patch = sparserl.diff(_held(old), _held(new), profile="ctx")
     if patch.buckets != 1:
         raise AssertionError(f"{patch.buckets} buckets; the experiment looks at one")
-    head, wire = patch.heads[0], bound.parts(old, new)
+    head, wire = patch.contents.heads[0], bound.parts(old, new)
     places = zip(head.entries.tensor.tolist(), head.entries.region, strict=True)
     which = [(patch.table[t].name, ... if r is None else r.slices) for t, r in places]
     flat = [np.concatenate([side[name][part].ravel() for name, part in which]) for side in (old, new, state)]
@@ -627,7 +627,7 @@ class _Part:
     def __init__(self, sync: Sync, patch: sparserl.Patch, index: int, sides: tuple[Bits, Bits, Array]) -> None:
         old, new, state = sides
         held = LocalWeights.of(_held({"w": old}), patch.table)
-        self.layout, entries = patch.heads[index].layout, patch.heads[index].entries
+        self.layout, entries = patch.contents.heads[index].layout, patch.contents.heads[index].entries
         if (self.layout.numel % (64 * _BLOCKS)).any():
             raise AssertionError("the kernels here read whole stretches only")
         self.address, _ = held.read(Batch(_BF16, entries.tensor, list(entries.region), entries.numel))

@@ -47,12 +47,11 @@ RANK = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 # What is still to be mended: these lists may only become shorter.
 KNOWN_CIRCLES: list[list[str]] = [
     ["cli.commands", "cli.session"],
-    ["patch.apply", "patch.compose", "patch.gpu_apply", "patch.located", "patch.patch", "patch.stats"],
 ]
 KNOWN_UPWARD: set[tuple[str, str]] = {
     ("session.baseline", "session.store.transfer"),
 }
-KNOWN_LONG: set[str] = {"cli.session", "patch.apply"}
+KNOWN_LONG: set[str] = {"cli.session"}
 KNOWN_HIDDEN: set[str] = {"cli.doctor", "cli.plan", "cli.report", "cli.serve", "codec.profile"}
 MOST_LINES = 500
 

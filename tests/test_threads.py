@@ -94,7 +94,7 @@ def test_many_python_threads_at_once(small, tmp_path):
 
 FORK = """
 import os, signal, sys
-import numpy as np, sparserl, sparserl.weights.pieces
+import numpy as np, sparserl, sparserl.weights.batches
 rng = np.random.default_rng(0)
 old = {f"t{i}": rng.integers(0, 2**16, 50_000, np.uint16) for i in range(8)}
 new = {n: np.where(rng.random(b.size) < 0.01, b + np.uint16(1), b) for n, b in old.items()}

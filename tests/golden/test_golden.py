@@ -41,10 +41,10 @@ def test_the_shelf_is_complete():
     profiles, coders, dtypes = set(), set(), set()
     for record in INDEX:
         patch = Patch.open(HERE / record["file"])
-        for index, head in enumerate(patch.heads):
+        for index, head in enumerate(patch.contents.heads):
             profiles.add(head.profile.name)
             dtypes.add((head.profile.name, head.dtype.name))
-            coders |= set(coders_of(bytes(patch.bucket(index))))
+            coders |= set(coders_of(bytes(patch.contents.bucket(index))))
     assert profiles == {"raw", "gap", "ulp", "ctx"} == set(codec.PROFILES)
     assert coders == {"stored", "zstd", "rans"} == {c.name for c in CODERS.values()}
     assert {(p, d.name) for p in profiles for d in DTYPES} == dtypes

@@ -100,10 +100,10 @@ class Sample:
         before = snapshot(held)
         try:
             patch = Patch.from_bytes(data)
-            assert len(patch.heads) == patch.buckets
+            assert len(patch.contents.heads) == patch.buckets
             require_like(patch.table, memories(held))
             for index in range(patch.buckets):
-                part = patch.decode(index, LocalWeights.of(held, patch.table))
+                part = patch.contents.decode(index, LocalWeights.of(held, patch.table))
                 assert part.positions.size == part.sparse_count.sum()
             return self._checked(patch.apply(held, threads=1), held, patch)
         except sparserl.SparserlError:

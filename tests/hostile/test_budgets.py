@@ -88,7 +88,7 @@ def test_many_tensors_in_grids_are_never_refused():
     streams = Stream(1, [bytes(4 * n)], 1), Stream(2, [bytes(n)], 1)
     columns = Columns([steps], [b"\5" * n], [boxes])
     data = patch(its_table, claims(bucket(RAW, I8, columns, *streams), n), changed=n)
-    assert sum(len(head.entries) for head in Patch.from_bytes(data).heads) == n
+    assert sum(len(head.entries) for head in Patch.from_bytes(data).contents.heads) == n
 
 
 def test_columns_of_a_tensor_are_never_refused():

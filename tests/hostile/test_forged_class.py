@@ -41,7 +41,7 @@ def test_reading_it_needs_the_base():
     patch = Read.from_bytes(sample("ctx").data)
     for index in range(3):
         with pytest.raises(NeedsBase, match=f"bucket {index} is in profile ctx"):
-            patch.decode(index)
+            patch.contents.decode(index)
     assert patch.decode(3).dense.size == 30
 
 

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,11 +44,11 @@ def way(go: Callable[[bytes, Path], str]) -> Callable[[bytes, Path], str]:
 @way
 def read(data: bytes, folder: Path) -> str:
     its_patch = Patch.from_bytes(data)
-    heads = its_patch.heads
+    heads = its_patch.contents.heads
     conditional = any(head.profile.conditional for head in heads)
     base = LocalWeights.of(weights(its_patch), its_patch.table) if conditional else None
     for index in range(its_patch.buckets):
-        its_patch.decode(index, base)
+        its_patch.contents.decode(index, base)
     return f"valid: {len(heads)} buckets, {len(its_patch.table)} tensors"
 
 
@@ -101,7 +100,7 @@ def sync(data: bytes, folder: Path) -> str:
     table = its_patch.table
     target = weights(its_patch)
     store = Forged(folder / "store", table, aside(lambda: sparserl.digest(target)))
-    buckets = [bytes(its_patch.bucket(index)) for index in range(its_patch.buckets)]
+    buckets = [bytes(its_patch.contents.bucket(index)) for index in range(its_patch.buckets)]
     store.write([store.step(None, 0, buckets, its_patch.changed)])
     return store.sync(target)
 
@@ -125,8 +124,7 @@ def weights(its_patch: Patch) -> dict[str, Bits]:
 
 def leading(its_patch: Patch, result: Digest) -> Patch:
     """The same patch, with the promise of another result."""
-    reader = its_patch._reader
-    reader.footer = replace(reader.footer, result=result)
+    its_patch.contents.ends = its_patch.contents.ends._replace(result=result)
     return its_patch
 
 
@@ -155,7 +153,7 @@ def taken(its_patch: Patch | None, its: str) -> dict[str, float]:
 def dense_elements(its_patch: Patch) -> int:
     """How many elements are written that need not change."""
     try:
-        return sum(head.dense_elements for head in its_patch.heads)
+        return sum(head.dense_elements for head in its_patch.contents.heads)
     except SparserlError:
         return 0
 

@@ -89,19 +89,19 @@ def test_heads_are_read_in_order_on_threads(monkeypatch, threads):
     old, new, dtypes = family(7, dtype, "few", ((300, 10), (70,), (90, 5)))
     monkeypatch.setattr("sparserl.weights.batches.PIECE_BYTES", 2000)
     monkeypatch.setattr("sparserl.plan.buckets.BUCKET_CHANGES", 10)
-    monkeypatch.setattr("sparserl.patch.patch._LARGE", 0)
+    monkeypatch.setattr("sparserl.patch.contents._LARGE_BUCKET", 0)
     data = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw").to_bytes()
     patch = sparserl.Patch.from_bytes(data)
     assert patch.buckets > 3
-    heads = patch.read_heads(threads)
+    heads = patch.contents.read_heads(threads)
     for index, head in enumerate(heads):
-        fresh = sparserl.Patch.from_bytes(data).opened(index)[0]
+        fresh = sparserl.Patch.from_bytes(data).contents.open_bucket(index)[0]
         assert (head.entries.tensor.tolist(), head.entries.region) == (
             fresh.entries.tensor.tolist(),
             fresh.entries.region,
         )
-    assert patch.heads is heads
-    at = data.index(bytes(patch.bucket(2))) + 40
+    assert patch.contents.heads is heads
+    at = data.index(bytes(patch.contents.bucket(2))) + 40
     bad = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
     weights = hold(old, dtypes)
     with pytest.raises(FormatError, match="bucket 2"):

@@ -95,7 +95,7 @@ def test_a_shard_of_a_tensor_of_two_to_the_44_elements():
     new[[0, 1, 2, 2], [0, 50, 3, 99]] = [1, 2, 3, 4]
     patch = diff_shards({"w": old}, {"w": new}, table=table, regions={"w": region}, profile="gap")
     assert [(e.region, e.changed) for e in patch] == [(region, 4)]
-    decoded = patch.decode(0)
+    decoded = patch.contents.decode(0)
     flat = flatten(table, decoded.sparse_places[0], decoded.positions)
     expected = [(region.start[0] + r) * shape[1] + region.start[1] + c for r, c in ((0, 0), (1, 50), (2, 3), (2, 99))]
     assert flat.tolist() == expected

@@ -7,7 +7,7 @@ import pytest
 
 import sparserl
 from sparserl import Part, Region, Shards, errors
-from sparserl.patch import capture_marked
+from sparserl.patch import capture_tracked
 from sparserl.patch import tracked as marked
 from sparserl.weights.digest import Digest
 from sparserl.weights.local import LocalWeights
@@ -81,7 +81,7 @@ def test_marked_elements_are_sent_with_their_bits(profile, more):
     new["b"].view(np.uint32)[2] = 0x7FC00123  # a NaN
     new["c"][2, rng.integers(10, 900, 30)] ^= 255
     marks, moved = told(old, new, more)
-    found = capture_marked(shards(new, marks, moved), sums(shards(old)), profile=profile)
+    found = capture_tracked(shards(new, marks, moved), sums(shards(old)), profile=profile)
     patch = lands(found, old, new)
     assert not any(entry.dense for entry in patch if entry.tensor != "b")
     assert patch.changed >= 6
@@ -99,7 +99,7 @@ def test_new_bits_are_captured():
     marks, moved = told(old, new)
     del marks["b"], marks["c"]  # one lies in one piece, the other does not
     going_on = copies(new)
-    found = capture_marked(shards(going_on, marks, moved), sums(shards(old)))
+    found = capture_tracked(shards(going_on, marks, moved), sums(shards(old)))
     for array in going_on.values():
         array.view(np.uint8)[...] ^= 77
     lands(found, old, new)
@@ -114,7 +114,7 @@ def test_a_write_without_a_mark_makes_the_part_dense():
     new["c"][3, 300] ^= 1
     marks, moved = told(old, new)
     new["a"][9, 9] ^= 1
-    patch = lands(capture_marked(shards(new, marks, moved), sums(shards(old))), old, new)
+    patch = lands(capture_tracked(shards(new, marks, moved), sums(shards(old))), old, new)
     assert {entry.tensor: entry.dense for entry in patch} == {"a": True, "c": False}
 
 
@@ -124,9 +124,9 @@ def test_without_marks_a_part_is_dense_or_not_there():
     old = some_bits(rng)
     new = copies(old)
     new["b"].view(np.uint32)[3] ^= 1 << 31  # the sign of a number, be it zero
-    patch = lands(capture_marked(shards(new), sums(shards(old))), old, new)
+    patch = lands(capture_tracked(shards(new), sums(shards(old))), old, new)
     assert [(entry.tensor, entry.dense) for entry in patch] == [("b", True)]
-    assert capture_marked(shards(new), sums(shards(new))).encode().changed == 0
+    assert capture_tracked(shards(new), sums(shards(new))).encode().changed == 0
 
 
 def test_changes_that_were_undone_are_not_sent():
@@ -134,7 +134,7 @@ def test_changes_that_were_undone_are_not_sent():
     old = some_bits(np.random.default_rng(3))
     marks = {"a": Bitmap(2000)}
     marks["a"].fill()
-    assert capture_marked(shards(old, marks, {"a": (0, 0)}), sums(shards(old))).encode().nbytes < 500
+    assert capture_tracked(shards(old, marks, {"a": (0, 0)}), sums(shards(old))).encode().nbytes < 500
 
 
 def test_whole_weights_and_large_tensors():
@@ -153,10 +153,10 @@ def test_whole_weights_and_large_tensors():
         Part("w", whole((3000, 4000)), new["w"], marks, (moved.first, moved.second)),
         Part("v", whole(()), new["v"]),
     ]
-    patch = capture_marked(Shards(table, parts), before).encode(link="10Gbit")
+    patch = capture_tracked(Shards(table, parts), before).encode(link="10Gbit")
     assert patch.complete
     assert patch.changed == 50_000
-    dense = capture_marked(new, before).encode()
+    dense = capture_tracked(new, before).encode()
     assert dense.buckets > 1
     for made in (patch, dense):
         there = copies(old)
@@ -171,6 +171,6 @@ def test_what_is_refused():
     known = sums(shards(old))
     for profile in ("ulp", "ctx"):
         with pytest.raises(errors.NeedsBase, match=profile):
-            capture_marked(shards(old), known, profile=profile)
+            capture_tracked(shards(old), known, profile=profile)
     with pytest.raises(errors.TensorMismatch):
-        capture_marked(shards(old), known | {(0, Region((0, 0), (1, 1))): Digest()})
+        capture_tracked(shards(old), known | {(0, Region((0, 0), (1, 1))): Digest()})

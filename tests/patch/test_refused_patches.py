@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import signal
 
 import numpy as np
@@ -14,7 +15,7 @@ import sparserl.patch.apply
 from sparserl import Digest, Patch
 from sparserl.errors import FormatError, InvalidField, WrongBase
 from sparserl.patch import apply
-from sparserl.patch.assemble import rewrite
+from sparserl.patch.contents import BucketList, Contents, Ends
 from sparserl.weights.dtypes import BY_NAME
 from tests.classes import always
 from tests.patch.changed_weights import PROFILES, assert_same, each_profile, family, hold, weights_pairs
@@ -83,9 +84,11 @@ def test_a_result_that_does_not_hold_is_refused_untouched(profile, landing):
     for kind in ("few", "all"):
         old, new, dtypes = family(4, dtype, kind, ((300, 10),))
         patch = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile=profile)
-        buckets = [patch.bucket(i) for i in range(patch.buckets)]
+        buckets = [patch.contents.bucket(i) for i in range(patch.buckets)]
         for delta in (Digest(1, 0), Digest(0, 1)):
-            lie = Patch(rewrite(patch.table, buckets, patch.base, patch.result + delta, patch.changed, None))
+            lie = Patch(
+                Contents(patch.table, Ends(patch.base, patch.result + delta, patch.changed), BucketList.of(buckets))
+            )
             with pytest.raises(InvalidField, match=r"the changes lead to"):
                 lie.invert(hold(old, dtypes))
             weights = hold(old, dtypes)
@@ -106,8 +109,8 @@ def test_what_landed_before_an_error_is_put_back(monkeypatch, threads):
     monkeypatch.setattr("sparserl.plan.buckets.BUCKET_CHANGES", 10)
     many = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile="raw")
     assert many.buckets > 3
-    for patch, name, at in ((many, "exchange", 3), (one, "_dense_moved", 1)):
-        inner, seen = getattr(sparserl.patch.apply, name), []
+    for patch, name, at in ((many, "apply.exchange", 3), (one, "staging._dense_moved", 1)):
+        inner, seen = operator.attrgetter(name)(sparserl.patch), []
 
         def fail(*args, inner=inner, seen=seen, at=at):
             seen.append(args)
@@ -117,7 +120,7 @@ def test_what_landed_before_an_error_is_put_back(monkeypatch, threads):
 
         weights = hold(old, dtypes)
         with monkeypatch.context() as patched:
-            patched.setattr(f"sparserl.patch.apply.{name}", fail)
+            patched.setattr(f"sparserl.patch.{name}", fail)
             with pytest.raises(MemoryError):
                 patch.apply(weights, threads=threads)
         assert_same(old, weights)
@@ -128,7 +131,7 @@ def test_what_landed_before_an_error_is_put_back(monkeypatch, threads):
 def test_memory_for_what_was_there_is_handed_out_once():
     """Each piece begins at a line of its own and overlaps no other; where no room is left, there is new memory."""
     memory = np.zeros(3 * 64, np.uint8)
-    mine = apply._Memory(memory)
+    mine = apply._Arena(memory)
     first, none, second = mine.take(5, np.uint32), mine.take(0, np.uint16), mine.take(40, np.uint16)
     assert (first.size, none.size, second.size) == (5, 0, 40)
     assert second.ctypes.data - first.ctypes.data == 64

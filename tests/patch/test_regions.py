@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import sparserl
 from sparserl import Digest, Part, Patch, Region, Shards
 from sparserl.errors import ChainError, RegionOverlap, TensorMismatch, WrongBase
-from sparserl.patch.assemble import rewrite
+from sparserl.patch.contents import BucketList, Contents, Ends
 from sparserl.weights.dtypes import DTYPES
 from sparserl.weights.marks import Bitmap
 from sparserl.weights.region import whole
@@ -71,7 +71,7 @@ def shard(old, new, region, table, profile="auto", name="w", copy=True, **more):
 
 
 def buckets(*patches):
-    return [bytes(p.bucket(i)) for p in patches for i in range(p.buckets)]
+    return [bytes(p.contents.bucket(i)) for p in patches for i in range(p.buckets)]
 
 
 @each_profile
@@ -292,7 +292,9 @@ def test_overlapping_buckets_are_refused_when_applied():
     """Entries that overlap across buckets are found although the footer does not say so; nothing is written."""
     old, new = versions((8, 6), 0.2)
     patch = sparserl.diff({"w": old}, {"w": new}, profile="raw")
-    twice = Patch(rewrite(patch.table, buckets(patch, patch), patch.base, patch.result, 2 * patch.changed, None))
+    twice = Patch(
+        Contents(patch.table, Ends(patch.base, patch.result, 2 * patch.changed), BucketList.of(buckets(patch, patch)))
+    )
     weights = {"w": old.copy()}
     with pytest.raises(RegionOverlap, match="'w'"):
         twice.apply(weights)

@@ -10,6 +10,7 @@ import pytest
 import sparserl
 from sparserl import Patch, Region, codec
 from sparserl.kernels import reference
+from sparserl.patch.contents import Contents
 from sparserl.weights.dtypes import BY_NAME, Bits
 from tests.shards import diff_shards
 
@@ -56,7 +57,7 @@ def test_totals_are_sums(profile):
     assert stats.changed == sum(t.changed for t in stats.tensors) == sum(b.changed for b in stats.buckets)
     assert stats.changed == patch.changed
     assert stats.bytes == patch.nbytes == len(patch.to_bytes())
-    assert [b.bytes for b in stats.buckets] == [len(patch.bucket(i)) for i in range(patch.buckets)]
+    assert [b.bytes for b in stats.buckets] == [len(patch.contents.bucket(i)) for i in range(patch.buckets)]
     assert stats.table_bytes == patch.table_nbytes
     assert stats.dense_bytes == 6 * 80 * 100 * 2 + 60 * 8 * 2 + 16 * 8 * 4
     assert sum(t.dense_entries for t in stats.tensors) == sum(b.dense_entries for b in stats.buckets)
@@ -158,7 +159,7 @@ def test_entries_are_listed_without_decoding(monkeypatch):
     def refuse(*_):
         raise AssertionError("a bucket was decoded")
 
-    monkeypatch.setattr(Patch, "decode", refuse)
+    monkeypatch.setattr(Contents, "decode", refuse)
     for profile in codec.PROFILES.values():
         monkeypatch.setattr(type(profile), "decode", refuse)
     patch = Patch.from_bytes(data)

@@ -102,7 +102,7 @@ def test_a_commit_that_ends_with_an_exception(url, monkeypatch, how):
         with pytest.raises(RuntimeError, match="cannot resume"):
             subscriber.commit()
     else:
-        inner, seen = sparserl.patch.apply._swap, []
+        inner, seen = sparserl.patch.application.swap, []
 
         def interrupted(*args):
             seen.append(args)
@@ -111,7 +111,7 @@ def test_a_commit_that_ends_with_an_exception(url, monkeypatch, how):
                 time.sleep(0.2)
             return inner(*args)
 
-        monkeypatch.setattr("sparserl.patch.apply._swap", interrupted)
+        monkeypatch.setattr("sparserl.patch.application.swap", interrupted)
         with pytest.raises(KeyboardInterrupt):
             subscriber.commit()
     assert subscriber.version == 1

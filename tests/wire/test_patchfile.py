@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sparserl import Digest, Patch, Region, TensorSpec, TensorTable
 from sparserl.errors import FormatError, InvalidField, RegionOverlap, Truncated
 from sparserl.weights.dtypes import BY_NAME
-from sparserl.wire import InMemory, InParts, OnDisk, PatchReader, PatchWriter
+from sparserl.wire import InMemory, OnDisk, PatchReader, PatchWriter
 from sparserl.wire.cursor import checksum
 from tests.hostile.samples import PROFILES, sample
 
@@ -56,18 +56,6 @@ def test_header_and_footer_round_trip(bodies, changed):
     assert [bytes(reader.bucket(i)) for i in range(len(reader))] == buckets
 
 
-@given(st.lists(st.binary(max_size=40), max_size=6), st.data())
-def test_parts_read_like_one(parts, data):
-    """A patch in parts has the bytes that its parts have one behind the other, wherever one reads."""
-    kept, whole = InParts(), b"start" + b"".join(parts)
-    for part in (b"start", *parts):
-        kept.write(part)
-    at = data.draw(st.integers(0, len(whole)))
-    size = data.draw(st.integers(0, len(whole) - at + 3))
-    assert kept.size == len(whole)
-    assert bytes(kept.read(at, size)) == whole[at : at + size]
-
-
 @pytest.mark.parametrize(
     "covers",
     [
@@ -103,8 +91,8 @@ def test_memory_and_disk_read_alike(profile, tmp_path):
     path.write_bytes(data)
     for patch in (Patch.from_bytes(data), Patch.from_bytes(memoryview(bytearray(data))), Patch.open(path)):
         assert patch.to_bytes() == data
-        assert [bytes(patch.bucket(i)) for i in range(patch.buckets)] == [
-            bytes(Patch.from_bytes(data).bucket(i)) for i in range(4)
+        assert [bytes(patch.contents.bucket(i)) for i in range(patch.buckets)] == [
+            bytes(Patch.from_bytes(data).contents.bucket(i)) for i in range(4)
         ]
         patch.save(tmp_path / "again")
         assert (tmp_path / "again").read_bytes() == data

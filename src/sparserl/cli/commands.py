@@ -329,7 +329,7 @@ def open_patch(path: Path) -> Patch:
 
     try:
         patch = Patch.open(path)
-        len(patch.heads)
+        len(patch.contents.heads)
     except SparserlError as error:
         raise type(error)(f"{path}: {error}") from error
     return patch
@@ -337,13 +337,15 @@ def open_patch(path: Path) -> Patch:
 
 def _digest(patch: Patch, checkpoint: Checkpoint, threads: int | None) -> Digest:
     """The digest of weights over what a patch covers."""
-    from ..patch.apply import digest_of
+    from ..patch.matching import digest_of
     from ..weights.local import LocalWeights
     from ..weights.tensors import tensor_table
 
     patch.table.require(tensor_table(checkpoint), "the patch", str(checkpoint.path))
     with show.progress() as stage:
-        return digest_of(patch, LocalWeights.of(checkpoint, patch.table), threads, stage("verify", checkpoint.nbytes))
+        return digest_of(
+            patch.contents, LocalWeights.of(checkpoint, patch.table), threads, stage("verify", checkpoint.nbytes)
+        )
 
 
 def _base(patch: Patch, path: Path | None, threads: int | None) -> tuple[Checkpoint | None, Digest | None]:

@@ -1,33 +1,33 @@
-"""Patches: finding changes, landing them, and making patches from patches.
+"""Patches: finding changes, applying them, and making patches from patches.
 
 diff ──► plan (route, cut, estimate) ──► assemble ──► Patch ──► apply
-                  ▲                                     │
-                  └────────── squash, invert ◄──────────┤
-                                              merge ◄───┘
+▲                                     │
+└────────── squash, invert ◄──────────┤
+merge ◄───┘
 """
 
 from __future__ import annotations
 
-from .apply import Applied, Landing, stage_all
+from .application import Application, stage_all
+from .apply import Applied
 from .compare import Captured, capture, diff
-from .compose import merge, squash
 from .measuring import measure
-from .patch import Entry, Patch
+from .patch import Entry, Patch, merge, squash
 from .stats import BucketStats, Stats, TensorStats
-from .tracked import Marked, capture_marked
+from .tracked import TrackedChanges, capture_tracked
 
 __all__ = [
+    "Application",
     "Applied",
     "BucketStats",
     "Captured",
     "Entry",
-    "Landing",
-    "Marked",
     "Patch",
     "Stats",
     "TensorStats",
+    "TrackedChanges",
     "capture",
-    "capture_marked",
+    "capture_tracked",
     "diff",
     "measure",
     "merge",

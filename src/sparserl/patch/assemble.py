@@ -1,91 +1,94 @@
-"""Changes in, a patch out: the one way every patch is written."""
+"""Changes in, a patch out: buckets are cut, encoded and collected here, for every patch that is made."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from .. import plan
+from ..errors import LimitExceeded
 from ..files import replacing
-from ..parallel import ordered
-from ..plan import Changes, Chooser, Draft
-from ..weights.digest import Digest
-from ..weights.shards import Place
+from ..parallel import ordered, thread_count
+from ..plan import Chooser, Draft, Link, Speeds
+from ..plan.buckets import Written
 from ..weights.table import TensorTable
-from ..wire import InParts, OnDisk, PatchReader, PatchWriter
+from ..wire import OnDisk, PatchReader, PatchWriter, encoded_table, limits
+from .contents import Bucket, BucketList, Contents, Ends
 
-Target = str | os.PathLike[str] | BinaryIO | None  # where a patch is written; an open file may have no name
+PatchPath = str | os.PathLike[str]
 
 
-def assemble(
-    table: TensorTable,
-    parts: Iterable[Changes | Draft],
-    profile: str,
-    digests: Callable[[], tuple[Digest, Digest]],
-    covers: Sequence[Place] | None,
-    to: Target = None,
-    threads: int | None = None,
-    chooser: Chooser | None = None,
-    ahead: int | None = None,
-) -> PatchReader:
-    """Cut routed changes into buckets, encode them on threads, and write them in order as they come.
+@dataclass(frozen=True)
+class Encoding:
+    """How buckets are encoded.
 
-    `digests` is called when all changes went through: only then are base and result known. Without `to` the patch
-    stays in memory; with a path, the file gets its name when it is whole; an open file is written to as it is.
-    `chooser` picks profiles for a link. `ahead` is how many buckets may wait to be written.
+    Attributes:
+        names: The profiles that may be used.
+        chooser: Picks profiles for a link; None takes the smallest.
+        threads: Threads that encode; None for as many as there are cores.
+        ahead: How many buckets may wait to be taken; None for a few.
     """
-    names = plan.candidates(profile)
 
-    def write(writer: PatchWriter) -> None:
-        changed = 0
+    names: Sequence[str]
+    chooser: Chooser | None = None
+    threads: int | None = None
+    ahead: int | None = None
 
-        def begun(draft: Draft) -> Callable[[], plan.Written]:
-            """What is left to do for a bucket: of one that is coded already, only to find its checksum."""
-            if draft.light and chooser is None:  # else another profile may be wanted
-                return plan.begin(draft, names, writer.hash)
-            return partial(plan.write, draft, names, writer.hash, chooser)
-
-        for written in ordered(lambda rest: rest(), map(begun, plan.cut(parts)), threads, ahead, urgent=True):
+    def buckets(self, table: TensorTable, drafts: Iterable[Draft]) -> Iterator[tuple[Bucket, int]]:
+        """Encode drafts on threads: the bytes of each bucket and how many elements it changes, in order."""
+        begun = (self._begin(draft, encoded_table(table).hash) for draft in drafts)
+        for written in ordered(lambda finish: finish(), begun, self.threads, self.ahead, urgent=True):
             if written is not None:
-                bucket, count = written
-                writer.add(bucket)
-                changed += count
-        writer.finish(*digests(), changed, covers)
+                yield written
 
-    return _written(table, write, to)
+    def _begin(self, draft: Draft, table_hash: bytes) -> Callable[[], Written]:
+        """What is left to do for a bucket: of one that is coded already, only to find its checksum."""
+        if self.chooser is None and draft.is_coded(self.names):
+            return plan.begin(draft, self.names, table_hash)
+        return partial(plan.write, draft, self.names, table_hash, self.chooser)
 
 
-def rewrite(
+def chooser_for(link: Link | str, threads: int | None) -> Chooser:
+    """What picks profiles for a link, by what is known of this machine."""
+    parsed = Link.parse(link) if isinstance(link, str) else link
+    return Chooser(parsed, Speeds.known(thread_count(threads)))
+
+
+def collect(
     table: TensorTable,
-    buckets: Iterable[bytes | memoryview],
-    base: Digest,
-    result: Digest,
-    changed: int,
-    covers: Sequence[Place] | None,
-    to: Target = None,
-) -> PatchReader:
-    """A patch of buckets that are written already."""
+    buckets: Iterable[tuple[Bucket, int]],
+    ends: Callable[[int], Ends],
+    to: PatchPath | BucketList | None = None,
+) -> Contents:
+    """Collect the buckets of a patch as they come: in memory, in a list that may spill to disk, or in a patch file.
 
-    def write(writer: PatchWriter) -> None:
-        for bucket in buckets:
-            writer.add(bytes(bucket))
-        writer.finish(base, result, changed, covers)
+    Args:
+        table: The tensor table of the patch.
+        buckets: The bytes of each bucket, and how many elements it changes.
+        ends: Gives the ends of the patch for a number of changes. It is called when all buckets have come, since the
+            digests may be known only then.
+        to: A patch file, which takes its name when it is whole; a list for the buckets; or None for memory.
+    """
+    if to is None or isinstance(to, BucketList):
+        bucket_list = BucketList() if to is None else to
+        contents = Contents(table, ends(_take(buckets, bucket_list.add)), bucket_list)
+        contents.require_limits()
+        return contents
+    with replacing(Path(to)) as file:
+        writer = PatchWriter(file, table)
+        writer.finish(*ends(_take(buckets, writer.add)))
+    return Contents.from_image(PatchReader(OnDisk(to), table))
 
-    return _written(table, write, to)
 
-
-def _written(table: TensorTable, write: Callable[[PatchWriter], None], to: Target) -> PatchReader:
-    if to is None:
-        parts = InParts()
-        write(PatchWriter(parts, table))
-        return PatchReader(parts, table)
-    if isinstance(to, str | os.PathLike):
-        with replacing(Path(to)) as file:
-            write(PatchWriter(file, table))
-        return PatchReader(OnDisk(to), table)
-    write(PatchWriter(to, table))
-    to.flush()
-    return PatchReader(OnDisk(os.dup(to.fileno())), table)
+def _take(buckets: Iterable[tuple[Bucket, int]], add: Callable[[Bucket], None]) -> int:
+    """Add all buckets; how many elements they change."""
+    changed = 0
+    for bucket, count in buckets:
+        if len(bucket) > limits.BUCKET_BYTES:
+            raise LimitExceeded(f"a bucket takes {len(bucket)} bytes, the limit is {limits.BUCKET_BYTES}")
+        add(bucket)
+        changed += count
+    return changed

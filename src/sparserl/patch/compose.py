@@ -35,81 +35,79 @@ from ..weights.region import Region, whole
 from ..weights.shards import Part, Place, Shards
 from ..weights.table import TensorTable
 from ..wire.check import place_columns, refuse_shared
-from .apply import digest_of, stage
-from .assemble import Target, assemble, rewrite
+from .apply import apply
+from .assemble import Encoding, PatchPath, collect
+from .contents import Contents, Ends
 from .decode import Decoded
 from .located import Located, among, by_window, touched
-from .patch import Patch
+from .matching import digest_of
+from .staging import stage
 
 Flat = npt.NDArray[np.int64]
 _STEPS = frozenset(("ulp", "ctx"))  # profiles that are written from steps
 
 
 def squash(
-    first: Patch,
-    *others: Patch,
+    patches: Sequence[Contents],
+    *,
     base: Weights | Shards | None = None,
     digest: Digest | None = None,
     profile: str = "auto",
-    to: Target = None,
+    to: PatchPath | None = None,
     threads: int | None = None,
-) -> Patch:
-    """One patch that does what the given ones do in turn: from the base of the first to the result of the last.
-
-    Without `base` the result keeps the kind of its inputs: `raw` and `gap` patches give bits (`gap`, unless `raw` is
-    asked for), `ulp` patches give steps. Where one tensor has both, where a patch has `ctx` buckets, or where another
-    profile is asked for, `base` is needed: the weights the first patch applies to (`digest` vouches for them and saves
-    a read). With `ctx` buckets the touched tensors are copied.
-    """
-    patches = (first, *others)
+) -> Contents:
+    """One patch that does what several do in turn; see `sparserl.squash`."""
     require_chain(patches)
-    held = _base(first, base, digest, threads)
+    first = patches[0]
+    weights = _base_weights(first, base, digest, threads)
     names = plan.candidates(profile)
-    table = first.table
 
-    def parts() -> Iterator[Changes]:
-        conditional = any(h.profile.conditional for p in patches for h in p.heads)
-        for changes in _windows(patches, held) if held is None or not conditional else _replayed(patches, held):
-            if not any((changes.steps if n in _STEPS else changes.after) is not None for n in names):
+    def routed() -> Iterator[Changes]:
+        conditional = any(head.profile.conditional for patch in patches for head in patch.heads)
+        replay = weights is not None and conditional
+        for changes in _replayed(patches, weights) if replay else _windows(patches, weights):
+            if not any((changes.steps if name in _STEPS else changes.after) is not None for name in names):
                 raise NeedsBase(f"squashing these patches to {profile!r} needs the base weights")
-            yield from plan.route(changes, names, table)
+            yield from plan.route(changes, names, first.table)
 
-    covers = None if first.complete else first.covers
-    ends = (first.base, patches[-1].result)
-    return Patch(assemble(table, parts(), profile, lambda: ends, covers, to, threads))
+    def ends(changed: int) -> Ends:
+        return Ends(first.base, patches[-1].result, changed, first.ends.covers)
+
+    buckets = Encoding(names, threads=threads).buckets(first.table, plan.cut(routed()))
+    return collect(first.table, buckets, ends, to)
 
 
-def require_chain(patches: Sequence[Patch]) -> None:
+def require_chain(patches: Sequence[Contents]) -> None:
     """Refuse patches that do not follow one another, counted from 1 in the message."""
     if not patches:
         raise ChainError("no patch was given")
-    for i, (a, b) in enumerate(zip(patches, patches[1:], strict=False), 1):
-        b.table.require(a.table, f"patch {i + 1}", f"patch {i}")
-        if a.result != b.base:
-            raise ChainError(f"patch {i} leads to {a.result}, but patch {i + 1} starts from {b.base}")
-        if not _same_places(a, b):
+    for i, (before, after) in enumerate(zip(patches, patches[1:], strict=False), 1):
+        after.table.require(before.table, f"patch {i + 1}", f"patch {i}")
+        if before.result != after.base:
+            raise ChainError(f"patch {i} leads to {before.result}, but patch {i + 1} starts from {after.base}")
+        if not _same_places(before, after):
             raise ChainError(f"patches {i} and {i + 1} cover different regions; merge the shards first")
 
 
-def _same_places(a: Patch, b: Patch) -> bool:
+def _same_places(first: Contents, second: Contents) -> bool:
     """Whether two patches of the same tensors cover the same regions."""
-    if a.complete and b.complete:
+    if first.complete and second.complete:
         return True
-    mine, its = (np.stack(place_columns(p.table, p.covers)) for p in (a, b))
-    return np.array_equal(mine[:, np.lexsort(mine[::-1])], its[:, np.lexsort(its[::-1])])
+    places, others = (np.stack(place_columns(patch.table, patch.covers)) for patch in (first, second))
+    return np.array_equal(places[:, np.lexsort(places[::-1])], others[:, np.lexsort(others[::-1])])
 
 
-def _base(
-    patch: Patch, base: Weights | Shards | None, digest: Digest | None, threads: int | None
+def _base_weights(
+    patch: Contents, base: Weights | Shards | None, digest: Digest | None, threads: int | None
 ) -> LocalWeights | None:
     """The base weights, once they are known to be the base."""
     if base is None:
         return None
-    held = LocalWeights.of(base, patch.table, "the patch", "the base")
-    current = digest_of(patch, held, threads) if digest is None else digest
+    weights = LocalWeights.of(base, patch.table, "the patch", "the base")
+    current = digest_of(patch, weights, threads) if digest is None else digest
     if current != patch.base:
         raise WrongBase(f"the weights have digest {current}, the patch starts from {patch.base}")
-    return held
+    return weights
 
 
 class _Overlay:
@@ -172,7 +170,7 @@ def _fold(delta: UIntArray) -> UIntArray:
     return np.where(delta >> top, ~doubled, doubled).astype(delta.dtype)
 
 
-def _windows(patches: Sequence[Patch], held: LocalWeights | None) -> Iterator[Changes]:
+def _windows(patches: Sequence[Contents], held: LocalWeights | None) -> Iterator[Changes]:
     """The combined changes, window by window of every tensor that any patch touches."""
     table = patches[0].table
     located = Located(patches)
@@ -188,8 +186,9 @@ def _windows(patches: Sequence[Patch], held: LocalWeights | None) -> Iterator[Ch
             yield _settle(table, tensor, region, window.numel, overlay, held)
 
 
-def _replayed(patches: Sequence[Patch], held: LocalWeights) -> Iterator[Changes]:
+def _replayed(patches: Sequence[Contents], held: LocalWeights | None) -> Iterator[Changes]:
     """The combined changes, found by applying the patches to a copy."""
+    assert held is not None
     table = held.table
     changed = {tensor for tensor, *_ in touched(patches)}
     parts = []
@@ -199,7 +198,7 @@ def _replayed(patches: Sequence[Patch], held: LocalWeights) -> Iterator[Changes]
         parts.append(Part(spec.name, place[1] or whole(spec.shape), Bits(bits, spec.dtype)))
     weights = Shards(table, parts)
     for patch in patches:
-        patch.apply(weights, digest=patch.base)
+        apply(patch, weights, digest=patch.base)
     result = LocalWeights.of(weights)
     for tensor, cover, _ in touched(patches):
         spec = table[tensor]
@@ -260,48 +259,44 @@ def _one_entry(
 
 
 def invert(
-    patch: Patch,
+    patch: Contents,
     base: Weights | Shards | None = None,
     *,
     digest: Digest | None = None,
     profile: str = "auto",
-    to: Target = None,
+    to: PatchPath | None = None,
     threads: int | None = None,
-) -> Patch:
-    """The undo: the patch from this one's result back to its base.
-
-    `base` is the weights this patch applies to (`digest` vouches for them and saves a read). A patch of `ulp` entries
-    alone turns round without it; bits that were overwritten are in the base only, so anything else raises `NeedsBase`.
-    """
-    held = _base(patch, base, digest, threads)
+) -> Contents:
+    """The patch from a result back to its base; see `Patch.invert`."""
+    weights = _base_weights(patch, base, digest, threads)
     names = plan.candidates(profile)
-    if held is None and patch.buckets and not _STEPS & set(names):
+    if weights is None and len(patch) and not _STEPS & set(names):
         raise NeedsBase(f"inverting this patch to {profile!r} needs the base weights")
-    moved = Digest()
+    result = patch.base
 
-    def one(index: int) -> tuple[list[Changes], Digest]:
+    def turn(index: int) -> tuple[list[Changes], Digest]:
         routed: list[Changes] = []
         moved = Digest()
-        parts = patch.decode(index, held).parts()
+        parts = patch.decode(index, weights).parts()
         while parts:  # each is let go of as soon as it was turned round
-            changes, delta = _turned(parts.pop(0)) if held is None else _undo(held, parts.pop(0))
+            changes, delta = _turned(parts.pop(0)) if weights is None else _undo(weights, parts.pop(0))
             routed += plan.route(changes, names, patch.table)
             moved += delta
         return routed, moved
 
-    def parts() -> Iterator[Changes]:
-        nonlocal moved
-        for routed, delta in ordered(one, range(patch.buckets), threads):
-            moved += delta
+    def turned() -> Iterator[Changes]:
+        nonlocal result
+        for routed, moved in ordered(turn, range(len(patch)), threads):
+            result += moved
             yield from routed
 
-    def digests() -> tuple[Digest, Digest]:
-        if held is not None and patch.base + moved != patch.result:
-            raise InvalidField(f"the changes lead to {patch.base + moved}, the patch promises {patch.result}")
-        return patch.result, patch.base
+    def ends(changed: int) -> Ends:
+        if weights is not None and result != patch.result:
+            raise InvalidField(f"the changes lead to {result}, the patch promises {patch.result}")
+        return Ends(patch.result, patch.base, changed, patch.ends.covers)
 
-    covers = None if patch.complete else patch.covers
-    return Patch(assemble(patch.table, parts(), profile, digests, covers, to, threads))
+    buckets = Encoding(names, threads=threads).buckets(patch.table, plan.cut(turned()))
+    return collect(patch.table, buckets, ends, to)
 
 
 def _turned(decoded: Decoded) -> tuple[Changes, Digest]:
@@ -317,7 +312,9 @@ def _undo(held: LocalWeights, decoded: Decoded) -> tuple[Changes, Digest]:
     staged = stage(held, decoded)
     dtype = decoded.head.dtype
     dense = [Dense(place, count, held.bits(*place).copy()) for place, count, _ in decoded.dense_entries()]
-    return _columns(decoded, staged.old, steps_between(dtype, staged.new.bits, staged.old), dense), staged.moved
+    return _columns(
+        decoded, staged.old_bits, steps_between(dtype, staged.new.bits, staged.old_bits), dense
+    ), staged.moved
 
 
 def _columns(decoded: Decoded, after: UIntArray | None, steps: UIntArray | None, dense: list[Dense]) -> Changes:
@@ -336,28 +333,24 @@ def _columns(decoded: Decoded, after: UIntArray | None, steps: UIntArray | None,
     )
 
 
-def merge(first: Patch, *others: Patch, to: Target = None) -> Patch:
-    """Join the patches of shards: their buckets side by side, nothing recoded.
-
-    The regions they cover must not overlap (`RegionOverlap`); where they cover the whole tensor table, the result is a
-    complete patch, whose digests are those of the whole weights.
-    """
-    patches = (first, *others)
-    for i, patch in enumerate(others, 1):
+def merge(patches: Sequence[Contents], *, to: PatchPath | None = None) -> Contents:
+    """The patches of shards as one patch, nothing recoded; see `sparserl.merge`."""
+    first = patches[0]
+    for i, patch in enumerate(patches[1:], 1):
         patch.table.require(first.table, f"patch {i}", "patch 0")
-    covers = _joined(first.table, patches)
+    covers = _joined_covers(first.table, patches)
     terms = table_digest(first.table)
     start = terms if covers is None else Digest()
     base = sum((p.base - terms if p.complete else p.base for p in patches), start)
     result = sum((p.result - terms if p.complete else p.result for p in patches), start)
     changed = sum(p.changed for p in patches)
-    buckets = (p.bucket(i) for p in patches for i in range(p.buckets))
-    merged = Patch(rewrite(first.table, buckets, base, result, changed, covers, to))
+    buckets = ((p.bucket(i), 0) for p in patches for i in range(len(p)))
+    merged = collect(first.table, buckets, lambda _: Ends(base, result, changed, covers), to)
     len(merged.heads)  # what cannot be read back must not be handed out
     return merged
 
 
-def _joined(table: TensorTable, patches: Sequence[Patch]) -> Sequence[Place] | None:
+def _joined_covers(table: TensorTable, patches: Sequence[Contents]) -> Sequence[Place] | None:
     """The regions covered by all together, refused where two overlap; None where they are the whole table."""
     columns = np.concatenate([np.stack(place_columns(table, patch.covers)) for patch in patches], axis=1)
     tensor, first, last = columns
@@ -366,5 +359,5 @@ def _joined(table: TensorTable, patches: Sequence[Patch]) -> Sequence[Place] | N
     covered = int(elements(table, tensor, first, last).sum())
     if covered == table.elements and np.unique(tensor).size == len(table):
         return None
-    whole_ones = last - first + 1 == table.numel[tensor]
-    return Places(Boxes(table, tensor, np.where(whole_ones, -1, first), last - first))
+    whole_tensors = last - first + 1 == table.numel[tensor]
+    return Places(Boxes(table, tensor, np.where(whole_tensors, -1, first), last - first))

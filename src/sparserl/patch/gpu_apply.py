@@ -30,8 +30,8 @@ from ..weights.gpu_copies import fetch, upload_parts
 from ..weights.local import LocalWeights
 from ..weights.on_gpu import GROUP_BYTES, Runs, on_stream, runs_of
 from ..wire import Entries, Head
+from .contents import Contents
 from .decode import Decoded, sparse
-from .patch import Patch
 
 FEW_BYTES = 8 << 20
 """Weights of `ctx` buckets below which all are brought to the CPU and decoded there: launches take a device as long.
@@ -46,7 +46,7 @@ _CHANGE_BYTES = 20  # of device memory that a change takes until it is written
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GpuBucket:
     """A bucket that a device can decode: its entries there, the bytes of its streams, its dense entries on the host."""
 
     index: int
@@ -82,11 +82,11 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Resident:
+class GpuStaged:
     """Changes of some buckets, located on a device and ready to be written."""
 
     held: LocalWeights
-    buckets: list[Bucket]
+    buckets: list[GpuBucket]
     side: gpu.changes.Side
     found: gpu.classes.LocatedChanges
     told: Callable[[], Any]  # how the digest's sums move, and whether anything was wrong
@@ -122,7 +122,7 @@ class Resident:
             int(right)  # waits until all is written
 
 
-def swap_all(found: Iterable[Resident]) -> None:
+def swap_all(found: Iterable[GpuStaged]) -> None:
     """Write the new bits, and keep what was there; raises `WrongBase` where that was something else than before."""
     if any([int(other()[0]) for other in [part.swap() for part in found]]):  # noqa: C419  # all are waited for
         raise WrongBase(
@@ -130,7 +130,7 @@ def swap_all(found: Iterable[Resident]) -> None:
         )
 
 
-def bucket(held: LocalWeights, index: int, head: Head, reader: Reader) -> Bucket | None:
+def gpu_bucket(held: LocalWeights, index: int, head: Head, reader: Reader) -> GpuBucket | None:
     """A bucket for the device, or None where it is one for the CPU."""
     name = head.profile.name
     if name == "gap" or not head.layout.changes or (head.profile.tiled and 1 << head.tile_log < gpu.changes.BLOCK):
@@ -139,10 +139,10 @@ def bucket(held: LocalWeights, index: int, head: Head, reader: Reader) -> Bucket
         return None
     classes = read_classes(head.dtype, reader) if head.profile.conditional else None
     dense = _dense(head, reader)
-    return Bucket(index, head, classes, runs, reader, dense) if head.profile.tiled or _plain(head, reader) else None
+    return GpuBucket(index, head, classes, runs, reader, dense) if head.profile.tiled or _plain(head, reader) else None
 
 
-def _told(one: Bucket) -> tuple[Buffer, list[_Row]]:
+def _told(one: GpuBucket) -> tuple[Buffer, list[_Row]]:
     """Bytes with the streams of a bucket as the device can read them, and where. `ValueError` if no bucket has them."""
     head, reader, many = one.head, one.reader, 1 if one.classes is None else len(one.classes.thresholds) + 1
     first = int(Stream.CLASS if head.profile.conditional else Stream.GAP_TOKENS)
@@ -163,7 +163,7 @@ def _told(one: Bucket) -> tuple[Buffer, list[_Row]]:
     return body, rows
 
 
-def _numbers(one: Bucket, many: int) -> list[int]:
+def _numbers(one: GpuBucket, many: int) -> list[int]:
     """How many numbers there are in the streams of a bucket: counts of tiles, and gaps and steps of each class."""
     head, layout = one.head, one.head.layout
     names = Stream.TILE_TOKENS, Stream.TILE_LOWS
@@ -198,13 +198,13 @@ def _dense(head: Head, reader: Reader) -> list[Decoded]:
 class Groups:
     """Buckets that come one by one, put together with others of their kind, in groups that are about alike."""
 
-    def __init__(self, patch: Patch) -> None:
-        self._waiting: dict[tuple[Any, ...], list[Bucket]] = {}
+    def __init__(self, patch: Contents) -> None:
+        self._waiting: dict[tuple[Any, ...], list[GpuBucket]] = {}
         self._room: dict[tuple[Any, ...], int] = {}
         most = patch.table.dense_bytes + _CHANGE_BYTES * patch.changed
         self._share = most // max(1, -(-most // GROUP_BYTES))
 
-    def add(self, one: Bucket) -> Iterator[list[Bucket]]:
+    def add(self, one: GpuBucket) -> Iterator[list[GpuBucket]]:
         """The group that is full, if there is one."""
         kind, nbytes = one.kind, one.nbytes
         if self._room.get(kind, 0) < nbytes // 2:
@@ -215,7 +215,7 @@ class Groups:
         self._room[kind] -= nbytes
 
     @property
-    def rest(self) -> list[list[Bucket]]:
+    def rest(self) -> list[list[GpuBucket]]:
         """Groups that are not full."""
         return [*self._waiting.values()]
 
@@ -230,7 +230,7 @@ class Groups:
         return sum(one.share for group in self.rest for one in group) < 1
 
 
-def located(patch: Patch, held: LocalWeights, group: list[Bucket]) -> Resident:
+def stage_group(patch: Contents, held: LocalWeights, group: list[GpuBucket]) -> GpuStaged:
     """The changes of some buckets, where they go. Nothing is written, and nothing waited for."""
     try:
         return _located(held, group)
@@ -238,21 +238,21 @@ def located(patch: Patch, held: LocalWeights, group: list[Bucket]) -> Resident:
         raise _refused(patch, held, group) from None
 
 
-def require_right(patch: Patch, held: LocalWeights, found: Iterable[Resident]) -> None:
+def require_decoded(patch: Contents, held: LocalWeights, found: Iterable[GpuStaged]) -> None:
     """Wait for the devices. Raises if anything did not decode."""
     for part in found:
         if not part.right:
             raise _refused(patch, held, part.buckets)
 
 
-def _refused(patch: Patch, held: LocalWeights, group: list[Bucket]) -> InvalidField:
+def _refused(patch: Contents, held: LocalWeights, group: list[GpuBucket]) -> InvalidField:
     """What the CPU says of buckets that a device does not decode."""
     for one in group:
         patch.decode(one.index, held)
     return InvalidField(f"buckets {[one.index for one in group]} do not decode on {group[0].runs.device}")
 
 
-def _located(held: LocalWeights, group: list[Bucket]) -> Resident:
+def _located(held: LocalWeights, group: list[GpuBucket]) -> GpuStaged:
     runs = Runs.concatenate([one.runs for one in group])
     counts = [one.head.layout.count for one in group]
     changes = np.concatenate(counts)
@@ -267,16 +267,16 @@ def _located(held: LocalWeights, group: list[Bucket]) -> Resident:
         else:
             plan = _plan(group, blocks, [count.size for count in counts])
             found = gpu.streams.decode(plan, side, changes, bad, lambda: _arrived(group, runs.device))
-        return Resident(held, group, side, found, blocks.fetch(torch.cat((gpu.changes.sum_slots(found.sums), bad))))
+        return GpuStaged(held, group, side, found, blocks.fetch(torch.cat((gpu.changes.sum_slots(found.sums), bad))))
 
 
-def _arrived(group: list[Bucket], device: Any) -> gpu.streams.ReceivedChunks:
+def _arrived(group: list[GpuBucket], device: Any) -> gpu.streams.ReceivedChunks:
     """What the streams of all buckets tell, on its way to the device."""
     bodies, rows = zip(*map(_told, group), strict=True)
     return gpu.streams.ReceivedChunks(upload_parts(bodies, device), _directory(bodies, rows))
 
 
-def _plan(group: list[Bucket], blocks: gpu.changes.Blocks, sizes: list[int]) -> gpu.streams.StreamPlan:
+def _plan(group: list[GpuBucket], blocks: gpu.changes.Blocks, sizes: list[int]) -> gpu.streams.StreamPlan:
     owner, head = np.repeat(np.arange(len(group)), sizes), group[0].head
     logs = np.array([one.head.tile_log for one in group])[owner]
     rows = [np.array(c.thresholds, np.uint64) << np.uint64(c.shift) for one in group if (c := one.classes)]

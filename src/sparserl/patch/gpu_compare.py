@@ -38,6 +38,7 @@ from ..weights.on_gpu import Runs, groups, on_stream
 from ..weights.region import Numbers
 from ..wire import Entries, Head, Laid
 from ..wire.cursor import CHECKSUM_BYTES
+from .cpu_compare import Compared
 
 FEW_CHANGES = 1 << 18
 """Changes of a group below which the CPU codes them: launches and waits take a device as long, whatever the number.
@@ -52,13 +53,12 @@ _WORD_BITS = 2  # taken for a word where buckets are cut, which is what steps ta
 COVER_BYTES = 1 << 30  # of a bucket: four times what a CPU makes, since each takes the host a while
 _BUCKETS = 8  # at least: a receiver without a device decodes them on threads
 _CODED = ("ctx", "ulp")  # profiles that are coded on the device
-Part = tuple[list[Changes | Draft], Digest, Digest, int]
 R = TypeVar("R")
 
 
-def search(
+def compare(
     was: LocalWeights, now: LocalWeights, far: Sequence[Runs], names: Sequence[str], digest_base: bool, keep: bool
-) -> Iterator[Part]:
+) -> Iterator[Compared]:
     """Changes of runs, element sums of the old bits (if wanted), how the changes move them, bytes covered.
 
     keep: whether buckets may be wanted in another profile than the one with the fewest bits, or later.
@@ -84,7 +84,7 @@ def _on_device(held: LocalWeights, runs: Runs, job: Generator[Waiting, None, R])
 
 def _searched(
     was: LocalWeights, now: LocalWeights, runs: Runs, names: Sequence[str], most: int, digest_base: bool, keep: bool
-) -> Generator[Waiting, None, Part]:
+) -> Generator[Waiting, None, Compared]:
     """Find and encode the changes of a group."""
     blocks, (old, new) = runs.blocks(was.table.keys)
     words, counts = gpu.changes.diff(blocks, old, new)
@@ -94,7 +94,7 @@ def _searched(
     rest = _routed(_Compared(was, now, runs, changes(), blocks, old, new, words, counts, done), names, most, keep)
     del words  # a bitmap is large, and not needed to the end: who comes next has it
     routed, moved = yield from rest
-    return routed, Digest() if base is None else _digest(base), moved, runs.nbytes
+    return Compared(routed, Digest() if base is None else _digest(base), moved, runs.nbytes)
 
 
 def _digest(sums: Callable[[], Any]) -> Digest:
@@ -297,9 +297,8 @@ class _Draft(Draft):
     def width(self) -> int:
         return self.found.runs.dtype.width
 
-    @property
-    def light(self) -> bool:
-        return self.made is not None and self.profile in _CODED
+    def is_coded(self, names: Sequence[str]) -> bool:
+        return self.made is not None and self.profile in _CODED and self.profile in names
 
     @property
     def settled(self) -> bool:

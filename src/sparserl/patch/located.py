@@ -18,8 +18,8 @@ from ..weights.dtypes import UIntArray
 from ..weights.region import Region
 from ..weights.shards import Place
 from ..weights.table import TensorTable
+from .contents import Contents
 from .decode import Decoded, counted, flatten_all
-from .patch import Patch
 
 Flat = npt.NDArray[np.int64]
 _KEEP_BYTES = 416 << 20  # of decoded changes that may be asked for again: two of the largest buckets
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     entries: Flat
 
 
-def touched(patches: Sequence[Patch]) -> Iterator[tuple[int, Region | None, list[Rows]]]:
+def touched(patches: Sequence[Contents]) -> Iterator[tuple[int, Region | None, list[Rows]]]:
     """Every region that the patches cover and change, and the entries that lie in it."""
     first, table = patches[0], patches[0].table
     rows = _entry_rows(patches)
@@ -58,7 +58,7 @@ def _spans(begin: Flat, end: int) -> Iterator[slice]:
     return map(slice, begin.tolist(), np.append(begin, end)[1:].tolist())
 
 
-def _entry_rows(patches: Sequence[Patch]) -> Flat:
+def _entry_rows(patches: Sequence[Contents]) -> Flat:
     """Where tensors stand in buckets: tensor, patch, bucket, and their first entry and the one behind the last."""
     rows: list[Flat] = [np.empty((5, 0), np.int64)]
     for p, patch in enumerate(patches):
@@ -73,7 +73,7 @@ def _entry_rows(patches: Sequence[Patch]) -> Flat:
 
 
 def _by_cover(
-    patches: Sequence[Patch], tensor: int, covers: Sequence[Region | None], rows: list[Rows]
+    patches: Sequence[Contents], tensor: int, covers: Sequence[Region | None], rows: list[Rows]
 ) -> Iterator[tuple[Region | None, list[Rows]]]:
     """Entries of a tensor, by the covered region that they lie in; none reaches out of what is covered."""
     if len(covers) == 1:
@@ -119,7 +119,7 @@ def by_window(
 class Located:
     """Changes as positions in covered regions, decoded once as long as they fit into some memory."""
 
-    def __init__(self, patches: Sequence[Patch]) -> None:
+    def __init__(self, patches: Sequence[Contents]) -> None:
         self._patches = patches
         self._table = patches[0].table
         self._kept: OrderedDict[Any, tuple[int, Any]] = OrderedDict()

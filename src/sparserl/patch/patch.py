@@ -1,40 +1,47 @@
-"""`Patch`: all changes from one version of the weights to another."""
+"""`Patch`: all changes from one version of the weights to another; and patches made of patches."""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..codec import Reader
-from ..codec.profile import Room, empty
 from ..files import replacing
-from ..parallel import Progress, ordered, thread_count
-from ..weights.boxes import Places
+from ..parallel import Progress
 from ..weights.digest import Digest
-from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.region import Region, whole
 from ..weights.shards import Place, Shards
 from ..weights.table import TensorTable
-from ..wire import Head, InMemory, OnDisk, PatchReader, decode_bucket, gather_heads, read_bucket, unsealed
-from .assemble import Target
-from .decode import Decoded, decode
-
-if TYPE_CHECKING:
-    from .apply import Applied
-    from .stats import Stats
-
-_LARGE, _FEW = 1 << 20, 4  # bytes of a bucket; threads
-_ROOM, _HEAD = 1 << 20, 64  # entries of buckets that stay parsed; a bucket takes as much memory as so many
+from ..wire import InMemory, OnDisk, PatchReader
+from . import compose
+from .apply import Applied, apply
+from .assemble import PatchPath
+from .contents import Contents
+from .stats import Stats, stats
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The changes of one region, as the entry table has them: nothing is decoded."""
+    """The changes of one region, as the entry table has them: nothing is decoded.
+
+    Attributes:
+        tensor: The tensor's name.
+        region: The box of the tensor that the entry is about.
+        elements: How many elements the region has.
+        changed: How many of them change.
+        dense: Whether all bits of the region are sent, not only those that change.
+        profile: How the bucket that it is in is encoded.
+        bucket: The number of that bucket.
+
+    Example:
+        >>> old = {"w": np.zeros(4, np.float32)}
+        >>> patch = sparserl.diff(old, {"w": np.array([0, 0, 1, 0], np.float32)})
+        >>> [(entry.tensor, entry.changed) for entry in patch]
+        [('w', 1)]
+    """
 
     tensor: str
     region: Region
@@ -49,107 +56,108 @@ class Patch:
     """All changes from a base to a result, both known by their digests.
 
     Made by `diff`, `squash`, `merge` and `invert`, read by `open` and `from_bytes`. A patch is immutable; its
-    buckets are read one at a time, from memory or from disk.
+    buckets are read one at a time, from memory or from disk. Iterating gives its entries.
+
+    Args:
+        contents: The tensor table, ends and buckets of the patch.
+
+    Example:
+        >>> old = {"w": np.zeros(4, np.float32)}
+        >>> new = {"w": np.array([0, 0, 1, 0], np.float32)}
+        >>> patch = sparserl.Patch.from_bytes(sparserl.diff(old, new).to_bytes())
+        >>> patch.apply(old).digest == sparserl.digest(new)
+        True
     """
 
-    def __init__(self, reader: PatchReader) -> None:
-        self._reader = reader
-        self._opened: dict[int, tuple[Head, Reader]] = {}  # of a patch in memory, whose buckets are parsed once
-        self._room = _ROOM
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Patch:
-        """A patch file. Header and footer are read and checked now, buckets when they are needed."""
-        return cls(PatchReader(OnDisk(path)))
+        """Open a patch file.
+
+        Header and footer are read and checked now, buckets when they are needed.
+
+        Args:
+            path: The file. It stays open as long as the patch is in use.
+
+        Raises:
+            FormatError: If it is not a patch, is damaged, or was written by a later release.
+            OSError: If it cannot be read.
+        """
+        return cls(Contents.from_image(PatchReader(OnDisk(path))))
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Patch:
-        """A patch from its bytes, which must not change as long as it is in use."""
-        return cls(PatchReader(InMemory(data)))
+        """Read a patch from its bytes.
+
+        Args:
+            data: The bytes of a patch file, which must not change as long as the patch is in use.
+
+        Raises:
+            FormatError: If they are not a patch, are damaged, or were written by a later release.
+        """
+        return cls(Contents.from_image(PatchReader(InMemory(data))))
 
     def to_bytes(self) -> bytes:
-        """The whole patch, as it would stand in a file."""
-        return b"".join(bytes(part) for part in self._reader.parts())
+        """The whole patch, as it would be in a file."""
+        file = io.BytesIO()
+        self.contents.write(file)
+        return file.getvalue()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the patch to a file, which takes its name when it is whole."""
         with replacing(Path(path)) as file:
-            for part in self._reader.parts():
-                file.write(part)
+            self.contents.write(file)
 
     @property
     def table(self) -> TensorTable:
         """Names, dtypes and shapes of the weights."""
-        return self._reader.table
+        return self.contents.table
 
     @property
     def base(self) -> Digest:
         """The digest of the weights this patch applies to."""
-        return self._reader.footer.base
+        return self.contents.base
 
     @property
     def result(self) -> Digest:
-        """The digest of the weights it makes of them."""
-        return self._reader.footer.result
+        """The digest of the weights it turns them into."""
+        return self.contents.result
 
     @property
     def changed(self) -> int:
         """How many elements change."""
-        return self._reader.footer.changed
+        return self.contents.changed
 
     @property
     def nbytes(self) -> int:
-        """Size of the patch, tensor table included."""
-        return self._reader.size
+        """Bytes of the patch as a file, tensor table included."""
+        return self.contents.nbytes
 
     @property
     def table_nbytes(self) -> int:
-        """The part of it that is the header with the tensor table, which a run sends once."""
-        return self._reader.header_bytes
+        """The part of these that is the header with the tensor table, which a run sends once."""
+        return self.contents.table_nbytes
 
     @property
     def complete(self) -> bool:
-        """Whether the patch speaks for the whole tensor table, or only for some regions of it."""
-        return self._reader.footer.covers is None
+        """Whether the patch covers the whole tensor table, or only some regions of it."""
+        return self.contents.complete
 
     @property
     def covers(self) -> Sequence[Place]:
-        """The regions it speaks for."""
-        covers = self._reader.footer.covers
-        if covers is None:
-            return [(i, None) for i in range(len(self.table))]
-        return covers if isinstance(covers, Places) else list(covers)
+        """The regions it covers."""
+        return self.contents.covers
 
     @property
     def buckets(self) -> int:
-        """Number of buckets."""
-        return len(self._reader)
-
-    def ready(self) -> Iterable[int]:
-        """The buckets by their numbers; of a patch that is still arriving, each when it has come."""
-        return self._reader.ready()
-
-    def bucket(self, index: int) -> bytes | memoryview:
-        """The bytes of one bucket."""
-        return self._reader.bucket(index)
-
-    @cached_property
-    def heads(self) -> Sequence[Head]:
-        """What each bucket says about itself.
-
-        Reading them checks every checksum, that no entries overlap, and that they are what the footer promises.
-        """
-        return self._heads(1)
-
-    def read_heads(self, threads: int | None) -> Sequence[Head]:
-        """The same, read on so many threads if that is worth it."""
-        if "heads" not in self.__dict__:
-            self.__dict__["heads"] = self._heads(threads)
-        return self.heads
+        """The number of buckets."""
+        return len(self.contents)
 
     def __iter__(self) -> Iterator[Entry]:
         """The entries, bucket by bucket, without decoding their changes."""
-        for index, head in enumerate(self.heads):
+        for index, head in enumerate(self.contents.heads):
             entries = head.entries
             for e, tensor in enumerate(entries.tensor.tolist()):
                 spec = self.table[tensor]
@@ -163,38 +171,6 @@ class Patch:
                     index,
                 )
 
-    def decode(
-        self, index: int, base: LocalWeights | None = None, *, land: bool = False, room: Room = empty
-    ) -> Decoded:
-        """One bucket, decoded: positions and words of its sparse entries, bits of its dense ones.
-
-        `ctx` buckets need the weights that the patch applies to. With `land`, the new bits may be written to them at
-        once: see `Decoded.landed`. What has to be remembered then goes where there is `room`.
-        """
-        return decode(*self.opened(index), base, land=land, lend=land and self._reader.in_memory, room=room)
-
-    def opened(self, index: int) -> tuple[Head, Reader]:
-        """What a bucket says about itself, and a reader of its streams."""
-        head, reader = self._parsed(index)
-        return head, reader.copy()
-
-    def opening(
-        self, threads: int | None = None, which: Iterable[int] | None = None
-    ) -> Iterator[tuple[int, Head, Reader]]:
-        """All buckets as they are ready, or those that are named, opened.
-
-        Checksums are found on a few threads, where they take longer than these cost.
-        """
-        few = min(_FEW, thread_count(threads)) if self.nbytes > self.buckets * _LARGE else 1
-        named = self.ready() if which is None else which
-        for index, body in ordered(lambda i: (i, None if i in self._opened else self._body(i)), named, few):
-            head, reader = self._parsed(index, body)
-            yield index, head, reader.copy()
-
-    def parse(self, index: int, data: bytes | memoryview, base: LocalWeights | None = None) -> Decoded:
-        """The bytes of a bucket, decoded."""
-        return decode(*self._open(index, data), base)
-
     def apply(
         self,
         weights: Weights | Shards,
@@ -203,10 +179,35 @@ class Patch:
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> Applied:
-        """Turn the base into the result, in place. See `sparserl.patch.apply.apply`."""
-        from .apply import apply
+        """Turn the base into the result, in place: all of it, or nothing.
 
-        return apply(self, weights, digest=digest, threads=threads, progress=progress)
+        Weights that are the result already are left alone. Positions and old bits of the changes are held until the
+        result is known to be right, up to 256 MiB. Beyond that, and where tensors share memory, nothing is written
+        before the result is known: decoded changes are held up to 256 MiB, of the others the buckets' own bytes.
+
+        Args:
+            weights: The weights to change. They must be memory that can be written: torch does not say so of tensors
+                over a read-only file mapping.
+            digest: The digest of the weights, if the caller vouches for it; else they are read once.
+            threads: How many threads to use; None for as many as there are cores.
+            progress: Called with the number of bytes just read for the digest.
+
+        Returns:
+            What was done.
+
+        Raises:
+            WrongBase: If the digest of the weights is neither the patch's base nor its result; nothing is touched.
+            TensorMismatch: If they have other names, dtypes, shapes or regions.
+            TiedConflict: If tensors that share memory would change differently.
+            FormatError: If the patch is damaged, or does not lead to its result; the weights are as they were.
+
+        Example:
+            >>> weights = {"w": np.zeros(4, np.float32)}
+            >>> patch = sparserl.diff(weights, {"w": np.array([0, 0, 1, 0], np.float32)})
+            >>> patch.apply(weights).changed
+            1
+        """
+        return apply(self.contents, weights, digest=digest, threads=threads, progress=progress)
 
     def invert(
         self,
@@ -214,43 +215,97 @@ class Patch:
         *,
         digest: Digest | None = None,
         profile: str = "auto",
-        to: Target = None,
+        to: PatchPath | None = None,
         threads: int | None = None,
     ) -> Patch:
-        """The patch that undoes this one. See `sparserl.patch.compose.invert`."""
-        from .compose import invert
+        """The patch that undoes this one: from its result back to its base.
 
-        return invert(self, base, digest=digest, profile=profile, to=to, threads=threads)
+        A patch of `ulp` entries alone turns round without the base; bits that were overwritten are in the base only.
+
+        Args:
+            base: The weights that this patch applies to, where they are needed.
+            digest: Their digest, if the caller vouches for it; else they are read once.
+            profile: As in `diff`; `ctx` is not used.
+            to: Write the patch to this file instead of keeping it in memory.
+            threads: How many threads to use; None for as many as there are cores.
+
+        Raises:
+            NeedsBase: If the base is needed and was not given.
+            WrongBase: If `base` has another digest.
+        """
+        return Patch(compose.invert(self.contents, base, digest=digest, profile=profile, to=to, threads=threads))
 
     def stats(self) -> Stats:
         """Sizes and densities, per tensor, per bucket and in total."""
-        from .stats import stats
-
-        return stats(self)
+        return stats(self.contents)
 
     def __repr__(self) -> str:
         return f"<Patch {self.base.hex[:8]}→{self.result.hex[:8]}: {self.changed} changed, {self.nbytes} bytes>"
 
-    def _open(self, index: int, data: bytes | memoryview) -> tuple[Head, Reader]:
-        return decode_bucket(data, self.table, self._reader.hash, f"bucket {index}")
 
-    def _body(self, index: int) -> memoryview:
-        """What stands before the checksum of a bucket."""
-        return unsealed(self.bucket(index), f"bucket {index}")
+def squash(
+    first: Patch,
+    *others: Patch,
+    base: Weights | Shards | None = None,
+    digest: Digest | None = None,
+    profile: str = "auto",
+    to: PatchPath | None = None,
+    threads: int | None = None,
+) -> Patch:
+    """Make one patch that does what several do in turn: from the base of the first to the result of the last.
 
-    def _parsed(self, index: int, body: memoryview | None = None) -> tuple[Head, Reader]:
-        """A bucket, opened; its reader is for copies."""
-        if (opened := self._opened.get(index)) is None:
-            body = self._body(index) if body is None else body
-            opened = read_bucket(body, self.table, self._reader.hash, f"bucket {index}")
-            self._room -= len(opened[0].entries) + _HEAD
-            if self._reader.in_memory and self._room > 0:
-                self._opened[index] = opened
-        return opened
+    Without `base` the result keeps the kind of its inputs: `raw` and `gap` patches give bits (`gap`, unless `raw` is
+    asked for), `ulp` patches give steps. Where one tensor has both, where a patch has `ctx` buckets, or where another
+    profile is asked for, `base` is needed. With `ctx` buckets the touched tensors are copied.
 
-    def _heads(self, threads: int | None) -> Sequence[Head]:
-        footer = self._reader.footer
-        heads = (head for _, head, _ in self.opening(threads, range(self.buckets)))
-        return gather_heads(
-            heads, self.table, footer.changed, footer.covers, self._reader.size, lambda index: self._parsed(index)[0]
-        )
+    Args:
+        first: The first patch.
+        others: The patches that follow it, each from the result of the one before.
+        base: The weights that the first patch applies to, where they are needed. With them, elements that end as they
+            began are dropped, and any profile may be chosen.
+        digest: The digest of `base`, if the caller vouches for it; else it is read once.
+        profile: As in `diff`.
+        to: Write the patch to this file instead of keeping it in memory.
+        threads: How many threads to use; None for as many as there are cores.
+
+    Raises:
+        ChainError: If the patches do not follow one another.
+        NeedsBase: If the base is needed and was not given.
+        WrongBase: If `base` has another digest.
+
+    Example:
+        >>> steps = [{"w": np.full(4, value, np.float32)} for value in (0, 1, 2)]
+        >>> patches = [sparserl.diff(old, new) for old, new in zip(steps, steps[1:])]
+        >>> sparserl.squash(*patches).result == sparserl.digest(steps[2])
+        True
+    """
+    patches = [patch.contents for patch in (first, *others)]
+    return Patch(compose.squash(patches, base=base, digest=digest, profile=profile, to=to, threads=threads))
+
+
+def merge(first: Patch, *others: Patch, to: PatchPath | None = None) -> Patch:
+    """Join the patches of shards: their buckets side by side, nothing recoded.
+
+    Where they cover the whole tensor table, the result is a complete patch, whose digests are those of the whole
+    weights.
+
+    Args:
+        first: A patch.
+        others: Patches of other regions of the same tensor table.
+        to: Write the patch to this file instead of keeping it in memory.
+
+    Raises:
+        RegionOverlap: If two patches cover the same elements.
+        TensorMismatch: If they have different tensor tables.
+
+    Example:
+        >>> old = {"a": np.zeros(4, np.float32), "b": np.zeros(4, np.float32)}
+        >>> new = {"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)}
+        >>> table = sparserl.diff(old, new).table
+        >>> def shard(weights, name):
+        ...     return sparserl.Shards.of(table, {name: weights[name]})
+        >>> patches = [sparserl.diff(shard(old, name), shard(new, name)) for name in "ab"]
+        >>> sparserl.merge(*patches).result == sparserl.digest(new)
+        True
+    """
+    return Patch(compose.merge([patch.contents for patch in (first, *others)], to=to))

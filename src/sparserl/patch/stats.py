@@ -10,7 +10,7 @@ import numpy as np
 from .. import codec
 from ..plan.cost import bandwidth
 from ..wire import LINK, Head
-from .patch import Patch
+from .contents import Contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Stats:
         return asdict(self)
 
 
-def stats(patch: Patch) -> Stats:
+def stats(patch: Contents) -> Stats:
     """Figures from the entry tables; no changes are decoded."""
     n = len(patch.table)
     changed, share, dense = np.zeros(n, np.int64), np.zeros(n), np.zeros(n, np.int64)

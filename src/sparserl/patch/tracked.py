@@ -18,7 +18,6 @@ import numpy as np
 from .. import codec, plan
 from ..codec.profile import Positions
 from ..errors import NeedsBase, TensorMismatch
-from ..kernels import cpu
 from ..parallel import Progress, ordered
 from ..plan import Changes, Dense, Link
 from ..plan.routing import BUCKET_PAYLOAD_BYTES
@@ -26,107 +25,128 @@ from ..weights.batches import Batch, batches
 from ..weights.digest import Digest, sums, table_digest
 from ..weights.dtypes import UIntArray
 from ..weights.local import LocalWeights
-from ..weights.marks import Bitmap
 from ..weights.memory import Weights
 from ..weights.region import Numbers, whole
 from ..weights.shards import Place, Shards
 from ..weights.staging import gpu_tensor
 from ..weights.table import TensorTable
-from .assemble import Target, assemble
-from .compare import _chooser, _Listed, _marked
+from .assemble import Encoding, PatchPath, chooser_for, collect
+from .candidates import Candidates, from_marks
+from .contents import BucketList, Ends
+from .cpu_compare import candidate_positions, gather
 from .patch import Patch
 
 
-class Marked:
-    """All changes since sums were taken, found but not encoded; the weights are not looked at any more.
+class TrackedChanges:
+    """All changes since sums were taken, found but not encoded; the weights are not read any more.
 
-    sums: those of every part now.
-    base, result: the digests of the two versions.
+    Attributes:
+        sums: The sums of every part now.
+        base: The digest of the version before.
+        result: The digest of the version now.
     """
 
     def __init__(
-        self, held: LocalWeights, parts: list[Changes], profile: str, old: Digest, new: dict[Place, Digest]
+        self, weights: LocalWeights, changes: list[Changes], profile: str, old: Digest, new: dict[Place, Digest]
     ) -> None:
-        self._table, self._parts, self._profile = held.table, parts, profile
-        self._covers = None if held.complete else held.places
-        terms = table_digest(held.table) if held.complete else Digest()
+        self._table = weights.table
+        self._covers = None if weights.complete else weights.places
+        self._changes = changes
+        self._names = plan.candidates(profile)
+        table_terms = table_digest(weights.table) if weights.complete else Digest()
         self.sums = new
-        self.base, self.result = old + terms, sum(new.values(), terms)
+        self.base = old + table_terms
+        self.result = sum(new.values(), table_terms)
 
-    def encode(self, *, link: Link | str | None = None, to: Target = None, threads: int | None = None) -> Patch:
-        """The patch."""
-        chooser = None if link is None else _chooser(link, threads)
-        ends = self.base, self.result
-        return Patch(
-            assemble(self._table, self._parts, self._profile, lambda: ends, self._covers, to, threads, chooser)
-        )
+    def encode(
+        self,
+        *,
+        link: Link | str | None = None,
+        to: PatchPath | BucketList | None = None,
+        threads: int | None = None,
+    ) -> Patch:
+        """Encode the patch."""
+        chooser = None if link is None else chooser_for(link, threads)
+        buckets = Encoding(self._names, chooser, threads).buckets(self._table, plan.cut(self._changes))
+        return Patch(collect(self._table, buckets, self._ends, to))
+
+    def _ends(self, changed: int) -> Ends:
+        return Ends(self.base, self.result, changed, self._covers)
 
 
-def capture_marked(
+def capture_tracked(
     new: Weights | Shards,
-    known: Mapping[Place, Digest],
+    old_sums: Mapping[Place, Digest],
     *,
     table: TensorTable | None = None,
     profile: str = "auto",
     threads: int | None = None,
     progress: Progress | None = None,
-) -> Marked:
-    """What changed since the parts had the sums that are `known`: one read of everything, and a copy of what changed.
+) -> TrackedChanges:
+    """Find what changed since the parts had other sums: one read of everything, and a copy of what changed.
 
-    `table` is the tensor table they had. Only profiles that send bits as they are can be used: `raw`, `gap`, or `auto`,
-    which takes the better of the two.
     Of a dense entry all elements count as changed.
+
+    Args:
+        new: The weights now; the parts of shards may carry marks.
+        old_sums: The sums that every part had.
+        table: The tensor table they had.
+        profile: `raw`, `gap`, or `auto`, which takes the better of the two: others need the bits of the version before.
+        threads: How many threads to use; None for as many as there are cores.
+        progress: Called with the number of bytes just read.
     """
     names = _absolute(profile)
-    held = LocalWeights.of(new, table, "the last version", "the weights now")
-    if set(held.places) != known.keys():
+    weights = LocalWeights.of(new, table, "the last version", "the weights now")
+    if set(weights.places) != old_sums.keys():
         raise TensorMismatch("these are not the parts whose sums are known")
-    now = part_sums(held, threads, progress)
-    marks = _marked(held, new) if isinstance(new, Shards) else {}
-    moved = _moved(held, new) if isinstance(new, Shards) else {}
+    new_sums = part_sums(weights, threads, progress)
+    marks = from_marks(weights, new) if isinstance(new, Shards) else {}
+    moved = _moved(weights, new) if isinstance(new, Shards) else {}
     sparse: list[Place] = []
     dense: list[Place] = []
-    for part, place in enumerate(held.places):
-        if now[place] != known[place]:
-            told = part in marks and part in moved and known[place] + moved[part] == now[place]
-            (sparse if told else dense).append(place)
-    parts: list[Changes] = []
-    there = {place for place, memory in held.parts if gpu_tensor(memory) is not None}
-    for some in ([p for p in sparse if p not in there], [p for p in sparse if p in there]):
-        for routed in ordered(lambda batch: _look(held, marks, batch, names), batches(held.table, some), threads):
-            parts += routed
+    for part, place in enumerate(weights.places):
+        if new_sums[place] != old_sums[place]:
+            marked = part in marks and part in moved and old_sums[place] + moved[part] == new_sums[place]
+            (sparse if marked else dense).append(place)
+    changes = list(_marked_changes(weights, marks, sparse, names, threads))
     for place in dense:
-        parts += _whole(held, place)
-    return Marked(held, parts, profile, sum(known.values(), Digest()), now)
+        changes += _whole(weights, place)
+    return TrackedChanges(weights, changes, profile, sum(old_sums.values(), Digest()), new_sums)
 
 
-def part_sums(held: LocalWeights, threads: int | None = None, progress: Progress | None = None) -> dict[Place, Digest]:
+def part_sums(
+    weights: LocalWeights, threads: int | None = None, progress: Progress | None = None
+) -> dict[Place, Digest]:
     """The element sums of every part: one read of all bits."""
-
-    def one(batch: Batch) -> tuple[Batch, list[Digest]]:
-        addresses, alive = held.read(batch)
-        found = []
-        for e, tensor in enumerate(batch.tensor.tolist()):
-            row = Batch.of(held.table, tensor, batch.region[e])
-            found.append(sums(held.table, row, addresses[e : e + 1]))
-        del alive  # copies may go only now
-        return batch, found
-
-    out, near = dict.fromkeys(held.places, Digest()), held.places
-    if held.gpu_streams:
+    totals = dict.fromkeys(weights.places, Digest())
+    in_memory = weights.places
+    if weights.gpu_streams:
         from ..weights import on_gpu
 
-        near, far = on_gpu.split_by_gpu(near, held)
-        for place, first, second, done in on_gpu.piece_sums(held, far):
-            out[held.parts[held.part_index(*place)][0]] += Digest(first, second)
+        in_memory, runs = on_gpu.split_by_gpu(in_memory, weights)
+        for place, first, second, nbytes in on_gpu.piece_sums(weights, runs):
+            totals[weights.parts[weights.part_index(*place)][0]] += Digest(first, second)
             if progress is not None:
-                progress(done)
-    for batch, found in ordered(one, batches(held.table, near), threads):
-        for tensor, region, part in zip(batch.tensor.tolist(), batch.region, found, strict=True):
-            out[held.parts[held.part_index(tensor, region)][0]] += part
+                progress(nbytes)
+    for batch, digests in ordered(
+        lambda batch: _batch_sums(weights, batch), batches(weights.table, in_memory), threads
+    ):
+        for tensor, region, digest in zip(batch.tensor.tolist(), batch.region, digests, strict=True):
+            totals[weights.parts[weights.part_index(tensor, region)][0]] += digest
         if progress is not None:
             progress(batch.elements * batch.dtype.width)
-    return out
+    return totals
+
+
+def _batch_sums(weights: LocalWeights, batch: Batch) -> tuple[Batch, list[Digest]]:
+    """A batch, and the element sums of each of its regions."""
+    addresses, owners = weights.read(batch)
+    digests = []
+    for e, tensor in enumerate(batch.tensor.tolist()):
+        row = Batch.of(weights.table, tensor, batch.region[e])
+        digests.append(sums(weights.table, row, addresses[e : e + 1]))
+    del owners  # copies may go only now
+    return batch, digests
 
 
 def _absolute(profile: str) -> tuple[str, ...]:
@@ -137,30 +157,34 @@ def _absolute(profile: str) -> tuple[str, ...]:
     return names
 
 
-def _moved(held: LocalWeights, shards: Shards) -> dict[int, Digest]:
+def _moved(weights: LocalWeights, shards: Shards) -> dict[int, Digest]:
     """How the marked changes moved the sums, by the number of the part."""
     index = shards.table.index
     return {
-        held.part_index(index[part.tensor], part.region): Digest(*part.moved)
+        weights.part_index(index[part.tensor], part.region): Digest(*part.moved)
         for part in shards.parts
         if part.moved is not None
     }
 
 
-def _look(
-    held: LocalWeights, marks: Mapping[int, Bitmap | _Listed], batch: Batch, names: Sequence[str]
-) -> list[Changes]:
+def _marked_changes(
+    weights: LocalWeights, marks: Candidates, places: list[Place], names: Sequence[str], threads: int | None
+) -> Iterator[Changes]:
+    """The marked elements of parts, routed; those in host memory first, since a batch is read in one place."""
+    on_gpu = {place for place, memory in weights.parts if gpu_tensor(memory) is not None}
+    for side in ([p for p in places if p not in on_gpu], [p for p in places if p in on_gpu]):
+        found = ordered(lambda b: _marked_batch(weights, marks, b, names), batches(weights.table, side), threads)
+        for routed in found:
+            yield from routed
+
+
+def _marked_batch(weights: LocalWeights, marks: Candidates, batch: Batch, names: Sequence[str]) -> list[Changes]:
     """The marked elements of a batch and their bits, routed."""
-    slices = []
-    for tensor, region, numel in zip(batch.tensor.tolist(), batch.region, batch.numel.tolist(), strict=True):
-        slices.append(marks[held.part_index(tensor, region)].between(batch.offset, batch.offset + numel))
-    counts = np.array([s.size for s in slices], np.int64)
+    counts, positions = candidate_positions(weights, marks, batch)
     live = np.flatnonzero(counts)
-    positions = np.concatenate(slices)
-    tensors, regions = batch.tensor[live], [batch.region[i] for i in live.tolist()]
-    after = _gathered(
-        held, replace(batch, tensor=tensors, region=regions, numel=batch.numel[live]), counts[live], positions
-    )
+    tensors = batch.tensor[live]
+    regions = [batch.region[i] for i in live.tolist()]
+    marked = replace(batch, tensor=tensors, region=regions, numel=batch.numel[live])
     changes = Changes(
         batch.dtype,
         tensors,
@@ -168,38 +192,40 @@ def _look(
         batch.numel[live],
         counts[live],
         positions,
-        after,
+        _bits_at(weights, marked, counts[live], positions),
         None,
         batch.elements,
-        lambda entry: held.bits(int(tensors[entry]), regions[entry]),
+        lambda entry: weights.bits(int(tensors[entry]), regions[entry]),
     )
-    return list(plan.route(changes, names, held.table))
+    return list(plan.route(changes, names, weights.table))
 
 
-def _gathered(held: LocalWeights, batch: Batch, counts: Numbers, positions: Positions) -> UIntArray:
+def _bits_at(weights: LocalWeights, batch: Batch, counts: Numbers, positions: Positions) -> UIntArray:
     """The bits at positions of some parts."""
-    out: UIntArray = np.empty(positions.size, batch.dtype.uint)
-    homes = [gpu_tensor(held.locate(*place)[0]) for place in zip(batch.tensor.tolist(), batch.region, strict=True)]
-    if homes and all(there is not None for there in homes):
+    places = zip(batch.tensor.tolist(), batch.region, strict=True)
+    gpu_tensors = [gpu_tensor(weights.locate(*place)[0]) for place in places]
+    if gpu_tensors and all(tensor is not None for tensor in gpu_tensors):
         from ..weights.on_gpu import GpuElements
 
-        GpuElements(held, homes, held.geometry(batch.tensor, batch.region), counts, positions).read(out)
-        return out
-    addresses, alive = held.read(batch)
-    flat, ones = np.ones((counts.size, 1), np.int64), np.ones(counts.size, np.int64)
-    cpu.changes.gather(np.empty(0, batch.dtype.uint), counts, addresses, ones, flat, flat, positions, out)
-    del alive  # copies may go only now
-    return out
+        bits: UIntArray = np.empty(positions.size, batch.dtype.uint)
+        geometry = weights.geometry(batch.tensor, batch.region)
+        GpuElements(weights, gpu_tensors, geometry, counts, positions).read(bits)
+        return bits
+    addresses, owners = weights.read(batch)
+    bits = gather(np.empty(0, batch.dtype.uint), addresses, counts, positions)
+    del owners  # copies may go only now
+    return bits
 
 
-def _whole(held: LocalWeights, place: Place) -> Iterator[Changes]:
+def _whole(weights: LocalWeights, place: Place) -> Iterator[Changes]:
     """All bits of a part, in entries that fit a bucket."""
     tensor, region = place
-    spec = held.table.specs[tensor]
+    spec = weights.table.specs[tensor]
     most = BUCKET_PAYLOAD_BYTES // spec.dtype.width
     numel = spec.numel if region is None else region.numel
-    none, words = np.empty(0, np.int64), np.empty(0, spec.dtype.uint)
+    none = np.empty(0, np.int64)
+    words = np.empty(0, spec.dtype.uint)
     for box in [region] if numel <= most else (region or whole(spec.shape)).split(most):
-        bits = held.bits(tensor, box).copy()
+        bits = weights.bits(tensor, box).copy()
         entry = Dense((tensor, box), bits.size, bits)
         yield Changes(spec.dtype, none, [], none, none, none.astype(np.uint32), words, None, bits.size, dense=[entry])

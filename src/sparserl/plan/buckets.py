@@ -59,9 +59,8 @@ class Draft:
         """Bytes of an element."""
         return self.parts[0].dtype.width
 
-    @property
-    def light(self) -> bool:
-        """Whether it is coded already, in the profile with the fewest bits: all that is left is to write it down."""
+    def is_coded(self, names: Sequence[str]) -> bool:  # noqa: ARG002  # for drafts that are coded elsewhere
+        """Whether it is coded already, in that of these profiles with the fewest bits."""
         return False
 
     def coded(self, name: str) -> tuple[Head, codec.Coded, Laid | None]:

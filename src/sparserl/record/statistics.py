@@ -15,7 +15,7 @@ from ..codec.ctx import KEYS, magnitude
 from ..kernels import cpu
 from ..parallel import Progress, ordered
 from ..patch import Patch, diff
-from ..patch.compare import scan
+from ..patch.cpu_compare import scan
 from ..plan import steps_between
 from ..weights.batches import Batch, batches
 from ..weights.digest import Digest
@@ -159,7 +159,7 @@ def breakdown(patch: Patch) -> Sequence[int]:
     """Bytes of the index, the values, dense entries, headers and checksums, and the tensor table, in this order."""
     index = value = dense = 0
     for number in range(patch.buckets):
-        for stream, (_, chunks) in patch.opened(number)[1].left().items():
+        for stream, (_, chunks) in patch.contents.open_bucket(number)[1].left().items():
             size = sum(map(len, chunks))
             if Stream.is_dense(stream):
                 dense += size

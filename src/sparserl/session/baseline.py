@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import SessionError
 from ..parallel import Progress
-from ..patch import Captured, Marked, Patch, capture, capture_marked
+from ..patch import Captured, Patch, TrackedChanges, capture, capture_tracked
 from ..patch.tracked import part_sums
 from ..plan import Link
 from ..weights.digest import Digest, digest, table_digest
@@ -132,14 +132,14 @@ class NoBaseline:
         profile: str = "auto",
         threads: int | None = None,
         progress: Progress | None = None,
-    ) -> Marked:
+    ) -> TrackedChanges:
         """What changed, by marks; one full digest read."""
         options: Any = {"profile": profile, "threads": threads, "progress": progress}
-        return capture_marked(weights, self.sums, table=self._table, **options)
+        return capture_tracked(weights, self.sums, table=self._table, **options)
 
     def advance(self, patch: Patch, found: Found, threads: int | None = None) -> None:  # noqa: ARG002  # takes no work
         """Take the sums over that were read when the patch was captured."""
-        if not isinstance(found, Marked) or found.result != patch.result:
+        if not isinstance(found, TrackedChanges) or found.result != patch.result:
             raise SessionError("the patch was not made of what was captured")
         self.sums, self.digest = found.sums, found.result
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..errors import TensorMismatch
 from ..kernels import cpu
-from ..patch.compare import scan
+from ..patch.cpu_compare import scan
 from ..weights.batches import PIECE_BYTES, Batch, batches
 from ..weights.dtypes import UIntArray
 from ..weights.geometry import Geometry, tensor_geometry

@@ -26,8 +26,8 @@ from ..errors import CheckpointError, WeightsError, WrongBase
 from ..files import Folder
 from ..parallel import Progress
 from ..patch import Patch
-from ..patch.apply import digest_of
 from ..patch.compose import require_chain
+from ..patch.matching import digest_of
 from ..sources.checkpoint import Checkpoint, checkpoint_file, checkpoint_in, open_checkpoint
 from ..weights.digest import Digest
 from ..weights.local import LocalWeights
@@ -111,8 +111,8 @@ def _no_progress(_name: str, _total: int) -> Progress:
 
 def _require_sound(patches: Sequence[Patch]) -> None:
     """Refuse patches that do not follow one another, or are damaged."""
-    require_chain(patches)
-    tuple(patch.heads for patch in patches)  # reading them checks every checksum
+    require_chain([patch.contents for patch in patches])
+    tuple(patch.contents.heads for patch in patches)  # reading them checks every checksum
 
 
 def _absolute(out: Path) -> Path:
@@ -202,7 +202,9 @@ class _Copy:
             weights = checkpoint_file(self._draft, self._alone[1], writable=True)
         table = patches[0].table
         table.require(tensor_table(weights), "the patch", str(self._path))
-        digest = digest_of(patches[0], LocalWeights.of(weights, table), threads, stages("verify", weights.nbytes))
+        digest = digest_of(
+            patches[0].contents, LocalWeights.of(weights, table), threads, stages("verify", weights.nbytes)
+        )
         rest = _rest(digest, patches, self._path)
         for patch in rest:
             patch.apply(weights, digest=patch.base, threads=threads)

@@ -14,9 +14,10 @@ from typing import Any
 
 from ..errors import SessionError, WrongBase
 from ..parallel import ordered
-from ..patch import Landing, Patch, diff, stage_all
-from ..patch.apply import Staged, refuse_conflicts, shared_memory, stage
+from ..patch import Application, Patch, diff, stage_all
 from ..patch.decode import Decoded
+from ..patch.matching import shared_memory
+from ..patch.staging import Staged, refuse_conflicts, stage
 from ..weights.digest import Digest, element_sums
 from ..weights.dtypes import Bits, UIntArray
 from ..weights.local import LocalWeights
@@ -115,9 +116,9 @@ class LiveTarget:
         commits = [landing.commit for landing in landings]
         return PreparedLive(self, commits, moved, sum(landing.changed for landing in landings))
 
-    def _carved(self, patch: Patch, several: Sequence[LocalWeights]) -> list[Landing]:
+    def _carved(self, patch: Patch, several: Sequence[LocalWeights]) -> list[Application]:
         """What a patch of the whole does to some parts and to others, staged on them. Digests count from zero."""
-        buckets = [*ordered(patch.decode, range(patch.buckets), self._threads)]
+        buckets = [*ordered(patch.contents.decode, range(patch.buckets), self._threads)]
         out = []
         for held in several:
             carver = Carver(held)
@@ -127,13 +128,13 @@ class LiveTarget:
 
             staged = [*ordered(one, buckets, self._threads)]
             tied = shared_memory(held)
-            refuse_conflicts(patch, held, tied, staged)
+            refuse_conflicts(held, tied, staged)
             moved = sum((part.moved for part in staged), Digest())
             changed = sum(int(part.decoded.head.entries.count.sum()) for part in staged)
-            out.append(Landing(held, Digest(), moved, tuple(staged), bool(tied), changed))
+            out.append(Application(held, Digest(), moved, tuple(staged), bool(tied), changed))
         return out
 
-    def _beside(self, change: Change, held: LocalWeights) -> Landing:
+    def _beside(self, change: Change, held: LocalWeights) -> Application:
         """What several patches, or all weights anew, do to some parts: built in host memory, then compared."""
         now = Shards(held.table, [Part(held.table[t].name, _box(held, t, r), m.owner) for (t, r), m in held.parts])
         if change.fresh is not None:
@@ -145,7 +146,8 @@ class LiveTarget:
             for patch in change.patches:
                 for landing in self._carved(patch, [LocalWeights.of(new)]):
                     landing.commit(self._threads)
-        return stage_all(patch := diff(now, new, profile="raw", threads=self._threads), now, digest=patch.base)
+        patch = diff(now, new, profile="raw", threads=self._threads)
+        return stage_all(patch.contents, now, digest=patch.base)
 
 
 class PreparedLive:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import sources
 from ..errors import ChecksumMismatch, UnsupportedTensor, WrongBase
-from ..patch import Landing, diff, squash, stage_all
+from ..patch import Application, diff, squash, stage_all
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
 from ..weights.tensors import memories, require_like, require_writable
@@ -67,14 +67,14 @@ class ModuleTarget:
             patch = squash(first, *others, base=weights, digest=first.base, profile="raw", threads=self._threads)
         if patch.result != change.digest:
             raise ChecksumMismatch(f"what was fetched leads to {patch.result}, the version is {change.digest}")
-        landing = stage_all(patch, weights, digest=patch.base, threads=self._threads)
+        landing = stage_all(patch.contents, weights, digest=patch.base, threads=self._threads)
         return PreparedModule(self, landing, _addresses(weights))
 
 
 class PreparedModule:
     """Changes that are staged on live weights."""
 
-    def __init__(self, target: ModuleTarget, landing: Landing, addresses: dict[str, int]) -> None:
+    def __init__(self, target: ModuleTarget, landing: Application, addresses: dict[str, int]) -> None:
         self._target, self._landing, self._addresses = target, landing, addresses
         self.changed = landing.changed
 

@@ -16,29 +16,31 @@ from .bucket import (
     unsealed,
 )
 from .check import gather_heads
-from .patchfile import Bytes, Footer, InMemory, InParts, OnDisk, PatchReader, PatchWriter
-from .table import compress_table, decode_table, decompress_table, encode_table, table_hash
+from .patchfile import Bytes, Footer, InMemory, OnDisk, PatchReader, PatchWriter, encode_footer, encode_header
+from .table import EncodedTable, decode_table, decompress_table, encode_table, encoded_table, table_hash
 
 __all__ = [
     "LINK",
     "Bytes",
+    "EncodedTable",
     "Entries",
     "Estimates",
     "Footer",
     "Head",
     "InMemory",
-    "InParts",
     "Laid",
     "OnDisk",
     "PatchReader",
     "PatchWriter",
     "begin_bucket",
-    "compress_table",
     "decode_bucket",
     "decode_table",
     "decompress_table",
     "encode_bucket",
+    "encode_footer",
+    "encode_header",
     "encode_table",
+    "encoded_table",
     "gather_heads",
     "limits",
     "read_bucket",

@@ -78,13 +78,13 @@ def gather_heads(
     table: TensorTable,
     changed: int,
     covers: Sequence[Place] | None,
-    size: int,
+    size: Callable[[], int],
     read: Callable[[int], Head],
 ) -> Sequence[Head]:
-    """All heads of a patch of so many bytes, once they agree with one another and with what the footer says.
+    """All heads of a patch, once they agree with one another and with what the footer says.
 
     The heads come one by one and are counted as they come, so that many small buckets cannot claim more entries
-    than a patch may have. `read` reads one again.
+    than a patch may have. `size` gives the bytes of the patch, once all have come; `read` reads a head again.
     """
     kept: list[Head] = []
     rows = _Columns(table)
@@ -103,7 +103,7 @@ def gather_heads(
     places = rows.joined()
     if covers is not None:
         _require_covered(table, places, place_columns(table, covers))
-    refuse_shared(table, *places, size)
+    refuse_shared(table, *places, size())
     return tuple(kept) if len(kept) == count else Heads(kept, count, read)
 
 

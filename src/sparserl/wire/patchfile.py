@@ -6,7 +6,6 @@ import os
 import stat
 import struct
 import weakref
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
@@ -22,7 +21,7 @@ from . import limits
 from .bucket import decode_places, encode_places
 from .check import place_columns, refuse_shared
 from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
-from .table import compress_table, decode_table, decompress_table, encode_table, table_hash
+from .table import EncodedTable, decode_table, decompress_table, encoded_table, table_hash
 
 MAGIC = b"SRLPATCH"
 END = b"SRLPEND\n"
@@ -42,10 +41,10 @@ class Footer:
     checksums: bytes = b""  # one behind the other
 
 
-def encode_header(raw_table: bytes) -> bytes:
+def encode_header(table: EncodedTable) -> bytes:
     """Magic, version, features, and the tensor table, compressed and sealed."""
-    coded = compress_table(raw_table)
-    head = MAGIC + bytes((limits.FORMAT_VERSION, 0)) + varint(len(raw_table)) + varint(len(coded)) + coded
+    sizes = varint(len(table.raw)) + varint(len(table.compressed))
+    head = MAGIC + bytes((limits.FORMAT_VERSION, 0)) + sizes + table.compressed
     return head + checksum(head)
 
 
@@ -82,27 +81,6 @@ class InMemory:
         return self._data[at : at + size]
 
 
-class InParts:
-    """A patch held as the parts that were written, one behind the other: none is copied to join them."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes | memoryview] = []
-        self._starts: list[int] = []
-        self.size = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._parts.append(data)
-        self._starts.append(self.size)
-        self.size += len(data)
-
-    def read(self, at: int, size: int) -> bytes | memoryview:
-        i = max(bisect_right(self._starts, at) - 1, 0)
-        low = at - self._starts[i]
-        if low + size <= len(self._parts[i]):
-            return memoryview(self._parts[i])[low : low + size]
-        return b"".join(self._parts[i:])[low : low + size]
-
-
 class OnDisk:
     """A patch in a file, read piece by piece; the file may be unlinked meanwhile, or be a descriptor to be closed."""
 
@@ -122,11 +100,11 @@ class OnDisk:
 class PatchWriter:
     """Writes a patch front to back into any file object; nothing but the footer's few fields is kept."""
 
-    def __init__(self, file: BinaryIO | InParts, table: TensorTable) -> None:
-        raw = encode_table(table)
-        self.hash = table_hash(raw)
+    def __init__(self, file: BinaryIO, table: TensorTable) -> None:
+        encoded = encoded_table(table)
+        self.hash = encoded.hash
         self._file = file
-        header = encode_header(raw)
+        header = encode_header(encoded)
         self._seal = header[-CHECKSUM_BYTES:]
         self._sizes: list[int] = []
         self._checksums: list[bytes] = []
@@ -162,8 +140,13 @@ class PatchReader:
     def in_memory(self) -> bool:
         return not isinstance(self._source, OnDisk)
 
-    def ready(self) -> Iterable[int]:
-        """The buckets by their numbers, each as soon as it is there."""
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each bucket."""
+        return self.footer.sizes
+
+    def arrivals(self) -> Iterable[int]:
+        """The buckets by their numbers: all of them are here."""
         return range(len(self))
 
     def bucket(self, index: int) -> bytes | memoryview:

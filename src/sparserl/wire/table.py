@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 
 import numpy as np
@@ -18,7 +18,24 @@ from . import limits
 from .cursor import Cursor, checksum, varint, varints
 
 
+class EncodedTable:
+    """A tensor table as bytes, with its hash and its compressed form, each made at most once."""
+
+    def __init__(self, table: TensorTable) -> None:
+        self.raw = encode_table(table)
+        self.hash = table_hash(self.raw)
+
+    @cached_property
+    def compressed(self) -> bytes:
+        return compress_table(self.raw)
+
+
 @lru_cache(maxsize=8)
+def encoded_table(table: TensorTable) -> EncodedTable:
+    """The bytes of a table, remembered for all patches, runs and sessions that have the same one."""
+    return EncodedTable(table)
+
+
 def encode_table(table: TensorTable) -> bytes:
     """Five columns: lengths of the names, the names, dtypes, ranks, and the sizes of all dimensions."""
     names = [spec.name.encode() for spec in table.specs]

@@ -96,4 +96,4 @@ TWO = {"odd": (7, 41), "large": (3, 600_001 if CUDA else 2003)}
 
 
 def profiles_of(patch):
-    return {head.profile.name for head in patch.heads}
+    return {head.profile.name for head in patch.contents.heads}

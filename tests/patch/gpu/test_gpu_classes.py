@@ -139,7 +139,7 @@ def test_classes_are_chosen(monkeypatch):
     was, now = ({"w": Bits(bits, BY_NAME["bfloat16"])} for bits in (old, new))
     mine, theirs = sparserl.diff(on_gpu(was), on_gpu(now)), sparserl.diff(was, now)
     assert profiles_of(mine) == profiles_of(theirs) == {"ctx"}
-    assert mine.heads[0].estimates == theirs.heads[0].estimates
+    assert mine.contents.heads[0].estimates == theirs.contents.heads[0].estimates
     weights = on_gpu(was)
     mine.apply(weights)
     assert same_bits(weights, now)

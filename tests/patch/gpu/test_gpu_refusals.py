@@ -14,7 +14,7 @@ from sparserl.kernels import gpu
 from sparserl.patch import Patch, stage_all
 from sparserl.patch import gpu_apply as device_apply
 from sparserl.patch import gpu_compare as device_diff
-from sparserl.patch.assemble import rewrite
+from sparserl.patch.contents import BucketList, Contents, Ends
 from sparserl.plan import buckets
 from sparserl.weights.local import LocalWeights
 from sparserl.wire import encode_bucket, encode_table, table_hash
@@ -27,14 +27,14 @@ torch = pytest.importorskip("torch")
 
 def forged(patch, change, **fields):
     """A patch whose first bucket has other streams and fields, with every checksum right."""
-    head, reader = patch.opened(0)
+    head, reader = patch.contents.open_bucket(0)
     head = replace(head, **fields)
     streams = {stream: (coder, [bytes(c) for c in chunks]) for stream, (coder, chunks) in reader.left().items()}
     streams.pop(codec.Stream.ENTRIES, None)
     change(streams)
-    others = [patch.bucket(i) for i in range(1, patch.buckets)]
+    others = [patch.contents.bucket(i) for i in range(1, patch.buckets)]
     bucket = encode_bucket(head, streams, table_hash(encode_table(patch.table)))
-    return Patch(rewrite(patch.table, [bucket, *others], patch.base, patch.result, patch.changed, None))
+    return Patch(Contents(patch.table, Ends(patch.base, patch.result, patch.changed), BucketList.of([bucket, *others])))
 
 
 def flip(stream, at):
@@ -63,7 +63,7 @@ def test_spoiled_buckets():
     """Flipped bits, streams that are missing or too long: an error of the CPU's kind, and weights as before."""
     old, new = two_versions("bfloat16", {"w": (2000,)}, changes=20)
     patch = sparserl.diff(old, new, profile="ctx")
-    streams = dict(patch.opened(0)[1].left())
+    streams = dict(patch.contents.open_bucket(0)[1].left())
     weights = on_gpu(old)
     data = bytearray(patch.to_bytes())
     data[len(data) // 2] ^= 4
@@ -116,7 +116,7 @@ def test_tokens_in_zstd(profile, monkeypatch):
     monkeypatch.setattr(buckets, "_TILE_CHANGES", 1)  # several tiles, and so counts
     old, new = two_versions("bfloat16", {"w": (70000,)}, changes=20)
     patch = sparserl.diff(old, new, profile=profile)
-    layout, told = patch.heads[0].layout, codec.Stream
+    layout, told = patch.contents.heads[0].layout, codec.Stream
     sizes = {told.TILE_TOKENS: (4 if profile == "ctx" else 1) * codec.ctx.tiles(layout)}
     if profile == "ulp":
         sizes |= {told.GAP_TOKENS: layout.changes, told.STEP_TOKENS: layout.changes}
@@ -128,7 +128,7 @@ def test_tokens_in_zstd(profile, monkeypatch):
 
     other, weights = forged(patch, squeezed), on_gpu(old)
     held = LocalWeights.of(weights)
-    assert device_apply.bucket(held, 0, *other.opened(0)) is not None
+    assert device_apply.gpu_bucket(held, 0, *other.contents.open_bucket(0)) is not None
     other.apply(weights)
     assert same_bits(weights, new)
 
@@ -140,10 +140,10 @@ def test_chunks_are_found(profile, monkeypatch):
     monkeypatch.setattr(buckets, "CHUNK_LOG", 8)
     old, new = two_versions("bfloat16", {"v": (50,), "w": (40_000,), "all": (90,)}, changes=3000)
     patch = sparserl.diff(old, new, profile=profile)
-    head, reader = patch.opened(0)
+    head, reader = patch.contents.open_bucket(0)
     wanted = {s: (coder.id, [bytes(c) for c in chunks]) for s, (coder, chunks) in reader.left().items()}
     held, streams = LocalWeights.of(on_gpu(old)), (codec.Stream.POSITIONS, codec.Stream.WORDS)
-    found = [device_apply.bucket(held, 0, head, reader.copy()) for _ in range(2)]
+    found = [device_apply.gpu_bucket(held, 0, head, reader.copy()) for _ in range(2)]
     assert found[0].dense
     if profile == "raw":
         assert [bytes(found[0].of(s)) for s in streams] == [b"".join(wanted[s][1]) for s in streams]
@@ -169,9 +169,9 @@ def test_streams_of_several_chunks(profile, monkeypatch):
     old, new = two_versions("bfloat16", {"w": (9000,)}, changes=270)
     for f in (on_host, on_gpu):
         patch, weights = sparserl.diff(f(old), f(new), profile=profile), on_gpu(old)
-        assert patch.heads[0].chunk_log == 8
+        assert patch.contents.heads[0].chunk_log == 8
         with monkeypatch.context() as context:
-            context.setattr(Patch, "decode", None)  # by the CPU
+            context.setattr(Contents, "decode", None)  # by the CPU
             patch.apply(weights, digest=patch.base)
         assert same_bits(weights, new)
 
@@ -182,7 +182,7 @@ def test_counts_of_tiles_that_are_negative():
     old, new = two_versions("bfloat16", {"a": (2000,), "b": (2000,), "c": (2000,)}, changes=60)
     patch = sparserl.diff(old, new, profile="ctx")
     names = codec.Stream.TILE_TOKENS, codec.Stream.TILE_LOWS
-    layout, reader = patch.heads[0].layout, patch.opened(0)[1]
+    layout, reader = patch.contents.heads[0].layout, patch.contents.open_bucket(0)[1]
     n = codec.numbers.read(layout, reader, 12, 1 << 31, np.int64, *names).reshape(3, 4)
     v, top, parts, totals = n.copy(), 1 << 31, n.sum(1), n.sum(0)
     v[0, 0] = v[1, 1] = v[2, 2] = top
@@ -227,7 +227,7 @@ def test_staged_and_committed():
     old, new = two_versions("bfloat16", {"all": (20,), "large": (9000,)})
     for profile in ("ctx", "gap"):
         patch, weights = sparserl.diff(on_gpu(old), on_gpu(new), profile=profile), on_gpu(old)
-        landing = stage_all(patch, weights)
+        landing = stage_all(patch.contents, weights)
         assert same_bits(weights, old)
         undo = landing.commit()
         assert same_bits(weights, new)
@@ -253,9 +253,9 @@ def test_overlapping_entries_are_not_staged():
     """A patch that changes elements twice is refused before a bit is written, though its digests add up."""
     old, new = two_versions("bfloat16", {"w": (2000,)}, changes=20)
     patch = sparserl.diff(old, new, profile="ctx")
-    bucket, result = patch.bucket(0), patch.result + patch.result - patch.base
-    twice = Patch(rewrite(patch.table, [bucket, bucket], patch.base, result, 2 * patch.changed, None))
+    bucket, result = patch.contents.bucket(0), patch.result + patch.result - patch.base
+    twice = Patch(Contents(patch.table, Ends(patch.base, result, 2 * patch.changed), BucketList.of([bucket, bucket])))
     for weights in (on_host(old), on_gpu(old)):
         with pytest.raises(errors.RegionOverlap):
-            stage_all(Patch.from_bytes(twice.to_bytes()), weights).commit()
+            stage_all(Patch.from_bytes(twice.to_bytes()).contents, weights).commit()
         assert same_bits(weights, old)

@@ -240,8 +240,7 @@ def test_captured():
         assert same_bits(weights, end)
     assert profiles_of(found.encode(link="100GB/s")) != profiles_of(found.encode(link="1Mbit"))
     for allowed in ({"raw"}, {"gap"}, {"ulp", "gap"}):
-        stream = found.stream(profiles=allowed)
-        patch, weights = stream.patch([*stream.buckets]), on_gpu(old)
+        patch, weights = Patch(found.stream(profiles=allowed)), on_gpu(old)
         assert profiles_of(patch) <= allowed
         patch.apply(weights)
         assert same_bits(weights, new)

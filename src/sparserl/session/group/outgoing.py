@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...patch import Captured
-from ...patch.contents import Stream
+from ...patch.contents import Contents
 from ...transport.groups.frames import Bucket
 from ...weights.digest import Digest, table_digest
 from ...weights.local import LocalWeights
@@ -17,26 +16,22 @@ from .rounds import Share
 
 
 class OutgoingPatch:
-    """A stream of which the first bucket is there already; it remembers what was sent."""
+    """A patch to be sent, of which the first bucket is encoded already."""
 
-    def __init__(self, stream: Stream, keep: bool = False) -> None:
-        self.stream = stream
-        self._first = next(stream.buckets) if stream.count else b""
-        self._keep, self.kept = keep, list[Bucket]()
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+        self._first_bytes = len(contents.bucket(0)) if len(contents) else 0
 
     def __iter__(self) -> Iterator[Bucket]:
-        for bucket in itertools.chain([self._first] if self.stream.count else [], self.stream.buckets):
-            if self._keep:
-                self.kept.append(bucket)
-            yield bucket
+        return (self.contents.bucket(index) for index in range(len(self.contents)))
 
     def share(self, rank: int) -> Share:
-        return Share(rank, self.stream.count, self.stream.changed, len(self._first))
+        return Share(rank, len(self.contents), self.contents.changed, self._first_bytes)
 
     def ends(self) -> tuple[Digest, Digest]:
         """Base and result without the terms of the tensor table, so that those of several ranks add up."""
-        terms = table_digest(self.stream.table) if self.stream.covers is None else Digest()
-        return self.stream.base - terms, self.stream.result - terms
+        terms = table_digest(self.contents.table) if self.contents.complete else Digest()
+        return self.contents.base - terms, self.contents.result - terms
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 from ...errors import PeerLost, SessionError, SparserlError
 from ...parallel import Progress
-from ...patch.contents import Stream
+from ...patch import Patch
 from ...sources import Source
 from ...sources.modules import weights_of
 from ...transport.groups.line import TIMEOUT, CalledOff, Line
@@ -222,24 +222,19 @@ class GroupPublisher:
             }
             found = now.bits.capture(weights, **options)
         with watch.stage("encode"):
-            return CapturedPublish(
-                call,
-                now,
-                found,
-                OutgoingPatch(found.stream(link=self._encoding.link, threads=self._encoding.threads), keep=True),
-            )
+            stream = found.stream(link=self._encoding.link, threads=self._encoding.threads)
+            return CapturedPublish(call, now, found, OutgoingPatch(stream))
 
     def _legs(self, taken: CapturedPublish, anchor: bool, profiles: list[str] | None) -> list[OutgoingPatch]:
         """What this rank sends: the baseline from nothing, where it is asked for, and the changes since."""
         legs = []
         if anchor:
-            legs.append(
-                OutgoingPatch(Stream.of(transfer.anchor_of(taken.baseline.bits.weights, self._encoding.threads)))
-            )
+            whole = transfer.anchor_of(taken.baseline.bits.weights, self._encoding.threads)
+            legs.append(OutgoingPatch(whole.contents))
         if taken.found is not None and taken.patch is not None:
             if profiles is not None:
                 stream = taken.found.stream(link=self._encoding.link, profiles=profiles, threads=self._encoding.threads)
-                taken.patch = OutgoingPatch(stream, keep=True)
+                taken.patch = OutgoingPatch(stream)
             legs.append(taken.patch)
         taken.legs = legs
         return legs
@@ -358,8 +353,7 @@ class GroupPublisher:
         with watch.stage("baseline"):
             if taken.found is not None and taken.patch is not None:
                 self._now = None  # were this interrupted, a copy would be taken anew
-                patch = taken.patch.stream.patch(taken.patch.kept)
-                baseline.bits.advance(patch, taken.found, self._encoding.threads)
+                baseline.bits.advance(Patch(taken.patch.contents), taken.found, self._encoding.threads)
             self._now = replace(baseline, version=course.version)
         if (committed := getattr(self._source, "committed", None)) is not None:
             committed()  # a source that tracks changes counts them from here

@@ -13,7 +13,7 @@ from ...transport.groups.frames import Bucket
 from ...transport.groups.line import TIMEOUT, Line
 from ...transport.stores.base import Store
 from ...weights.digest import Digest
-from ...wire import encode_table, table_hash
+from ...wire import encoded_table
 from ..callbacks import Callback
 from ..options import require_timeout
 from ..receiver import Held, Staged, Targets
@@ -167,7 +167,7 @@ class Relay(Subscriber):
 
         def mine(leg: int, patch: Patch) -> Iterator[Bucket]:
             for index in range(patch.buckets):
-                bucket = patch.bucket(index)
+                bucket = patch.contents.bucket(index)
                 if self.targets:
                     arrival.add(leg, bytes(bucket))
                 yield bucket
@@ -203,7 +203,7 @@ class Relay(Subscriber):
     def _arrival(self, course: Course, view: View) -> Arrival:
         """The part of this rank: what it sends is staged here as it is elsewhere."""
         have = course.digest if not self.targets else None if self._held is None else self._held.digest
-        return Arrival(self, course, view.run.table, table_hash(encode_table(view.run.table)), have)
+        return Arrival(self, course, view.run.table, encoded_table(view.run.table).hash, have)
 
     def _way(self, view: View, wanted: Held, hellos: dict[int, Note]) -> list[Step]:
         """The steps that bring all ranks to a version: from the oldest one held if all are on its way, or an anchor."""
@@ -233,7 +233,7 @@ class Relay(Subscriber):
 def _course(held: Held, steps: Sequence[Step], patches: Sequence[Patch], rank: int) -> Course:
     legs = []
     for step, patch in zip(steps, patches, strict=True):
-        first = len(patch.bucket(0)) if patch.buckets else 0
+        first = len(patch.contents.bucket(0)) if patch.buckets else 0
         share = Share(rank, patch.buckets, patch.changed, first)
         legs.append(Leg(step.base is None, patch.base, patch.result, (share,)))
     return Course(held.run, held.created, held.version, held.digest, tuple(legs))

@@ -20,7 +20,7 @@ from ...transport.groups.frames import Bucket
 from ...transport.groups.line import Line, Traffic
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
-from ...wire import compress_table, decode_table, decompress_table, encode_table, limits, table_hash
+from ...wire import decode_table, decompress_table, encoded_table, limits, table_hash
 from ..report import SyncReport
 from ..store.records import canonical, sha256
 
@@ -163,10 +163,10 @@ def open_round(
 
     call: which call of publish this is, on the lead.
     """
-    raw = encode_table(table)
-    hash = table_hash(raw).hex()
+    encoded = encoded_table(table)
+    hash = encoded.hash.hex()
     if line.read_note(f"table/{hash}") is None:
-        line.write_note(f"table/{hash}", len(raw).to_bytes(8, "big") + compress_table(raw))
+        line.write_note(f"table/{hash}", len(encoded.raw).to_bytes(8, "big") + encoded.compressed)
     number = line.number = line.number + 1
     old = number - 2  # nobody waits for its notes any more
     line.delete_notes([*(f"{old}/{kind}" for kind in _ONE), *(f"{old}/{k}/{r}" for k in _EACH for r in line.others)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...files import unnamed
 from ...patch import Captured, Patch, diff
 from ...weights.dtypes import Bits
 from .transfer import copied
@@ -29,8 +28,7 @@ class Ladder:
 
     def add(self, version: int, found: Captured, threads: int | None = None) -> None:
         """The changes that lead to a version, before the weights they start from are written to."""
-        with unnamed() as file:
-            self._back[version] = found.back(to=file, threads=threads)
+        self._back[version] = found.back(threads=threads)
         self._back.pop(version - self._spans[-1], None)
 
     def rungs(self, version: int, weights: dict[str, Bits], threads: int | None = None) -> Iterator[tuple[int, Patch]]:

@@ -136,7 +136,7 @@ class Maintenance:
             return
         newest = version.head.version
         for base, patch in self._ladder.rungs(newest, weights, self._threads):
-            size = sum(len(patch.bucket(index)) for index in range(patch.buckets))
+            size = sum(len(patch.contents.bucket(index)) for index in range(patch.buckets))
             steps = routes.route(version.index.steps, (base, patch.base), newest)
             step_bytes = sum(step.bytes for step in steps)
             if any(step.base is None for step in steps) or size > _SQUASH_SHARE * step_bytes:

@@ -29,7 +29,7 @@ from ...transport.stores.base import Store
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
 from ...wire import limits
-from ...wire.table import compress_table, decode_table, decompress_table, encode_table
+from ...wire.table import decode_table, decompress_table, encoded_table
 
 FORMAT = 1
 HEAD = "head.json"
@@ -246,12 +246,12 @@ class Run:
     files: dict[str, Blob] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        raw = encode_table(self.table)
+        table = encoded_table(self.table)
         record = {
             "run": self.run,
             "created": self.created,
-            "table": base64.b64encode(compress_table(raw)).decode(),
-            "table_bytes": len(raw),
+            "table": base64.b64encode(table.compressed).decode(),
+            "table_bytes": len(table.raw),
             "files": {name: list(blob) for name, blob in self.files.items()},
         }
         return written(record, f"run {self.run}", RUN)

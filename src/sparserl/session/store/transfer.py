@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from tempfile import gettempdir
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from ...errors import ChecksumMismatch, InvalidField, LimitExceeded, SessionError
-from ...files import unnamed
+from ...errors import ChecksumMismatch, InvalidField, LimitExceeded
 from ...parallel import Progress, ordered
-from ...patch import Patch, diff
-from ...patch.assemble import rewrite
+from ...patch import Patch
+from ...patch.compare import Comparison
+from ...patch.contents import BucketList, Contents, Ends
 from ...transport.stores.base import Store, fetch
 from ...transport.stores.deadline import Transfers
 from ...weights.digest import Digest, digest, table_digest
@@ -98,21 +96,14 @@ def anchor_of(weights: Weights | Shards, threads: int | None = None) -> Patch:
         nothing = weights.map(lambda part: _blank(part.region.size, table[table.index[part.tensor]].dtype, table))
     else:
         nothing = zeros(table := table_of(memories(weights)))
-    with spool(table.dense_bytes) as to:
-        return diff(nothing, weights, to=to, threads=threads)
+    comparison = Comparison(nothing, weights, profile="auto")
+    changes = comparison.compare(threads, None, keep=False)
+    return Patch(comparison.encode(changes, None, bucket_list(table.dense_bytes), threads))
 
 
-@contextmanager
-def spool(size: int) -> Iterator[BinaryIO | None]:
-    """A file for a patch of that size; None where memory will do."""
-    if size <= SPOOL_BYTES:
-        yield None
-        return
-    try:
-        with unnamed() as file:
-            yield file
-    except OSError as error:
-        raise SessionError(f"a patch of {size} bytes needs room in {gettempdir()}, or in TMPDIR: {error}") from error
+def bucket_list(size: int, count: int | None = None) -> BucketList:
+    """Buckets of a patch that may have this size: in memory, or on disk if that would take too much."""
+    return BucketList(count, memory_bytes=SPOOL_BYTES if size <= SPOOL_BYTES else 0)
 
 
 @dataclass(frozen=True)
@@ -155,7 +146,7 @@ def upload(store: Store, run: str, place: str, patch: Patch, progress: Progress 
     """Write buckets. What comes back has the digests of the elements alone, so that those of ranks add up."""
 
     def put(index: int) -> Blob:
-        data = patch.bucket(index)
+        data = patch.contents.bucket(index)
         blob = Blob(sha256(data), len(data))
         store.put(manifest.bucket(blob), data)
         return blob
@@ -168,8 +159,8 @@ def upload(store: Store, run: str, place: str, patch: Patch, progress: Progress 
             blobs.append(blob)
             if progress is not None:
                 progress(blob.size)
-    profiles = frozenset(head.profile.name for head in patch.heads)
-    entries = sum(len(head.entries) for head in patch.heads)
+    profiles = frozenset(head.profile.name for head in patch.contents.heads)
+    entries = sum(len(head.entries) for head in patch.contents.heads)
     return Sent(replace(manifest, buckets=tuple(blobs)), profiles, entries)
 
 
@@ -231,15 +222,16 @@ def receive(
     if size != step.bytes:
         raise InvalidField(f"{what}: buckets of {size} bytes, the index promises {step.bytes}")
     require_size(manifest, table, what)
+    buckets = bucket_list(size, len(manifest.buckets))
     with (
-        spool(size) as to,
         ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges,
         Transfers(AT_ONCE, f"{store.url}: run {run}") as transfers,
     ):
-        buckets = transfers.ahead(get, manifest.buckets, lambda blob: blob.size, FLIGHT_BYTES)
-        patch = Patch(rewrite(table, buckets, manifest.base, manifest.result, manifest.changed, None, to))
-    patch.heads  # noqa: B018  # reading them checks every bucket
-    return patch
+        for bucket in transfers.ahead(get, manifest.buckets, lambda blob: blob.size, FLIGHT_BYTES):
+            buckets.add(bucket)
+    contents = Contents(table, Ends(manifest.base, manifest.result, manifest.changed), buckets)
+    contents.heads  # noqa: B018  # reading them checks every bucket
+    return Patch(contents)
 
 
 def require_size(manifest: Manifest, table: TensorTable, what: str) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ import sparserl.parallel
 import sparserl.patch.apply
 from sparserl import Patch
 from sparserl.errors import SparserlError
-from sparserl.parallel import default_threads, in_turn, ordered
+from sparserl.parallel import ReadAhead, default_threads, in_turn, ordered
 from tests.classes import always
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
@@ -204,6 +204,47 @@ def test_more_items_can_be_taken_ahead():
     assert next(results) == 0
     assert len(taken) == 7
     assert list(results) == list(range(1, 20))
+
+
+@pytest.mark.parametrize(
+    ("most", "most_bytes", "sizes", "in_flight"),
+    [
+        (3, 0, [9, 9, 9, 9, 9], [3, 3, 3, 2, 1]),
+        (9, 10, [4, 4, 4, 4], [2, 2, 2, 1]),
+        (9, 10, [4, 20, 4, 4, 4], [1, 1, 2, 2, 1]),
+        (9, 0, [1, 2, 3], [3, 2, 1]),
+    ],
+)
+def test_how_much_is_read_ahead(most, most_bytes, sizes, in_flight):
+    """As many items as both limits allow are submitted before one is given out; a large one is alone, all in order."""
+    submitted, seen = [], []
+
+    def submit(item):
+        submitted.append(item)
+        future = Future()
+        future.set_result(item)
+        return future
+
+    window = ReadAhead(most, most_bytes)
+    for given, future in enumerate(window.run(submit, enumerate(sizes), operator.itemgetter(1))):
+        assert future.result() == (given, sizes[given])
+        seen.append(len(submitted) - given)
+    assert seen == in_flight
+    assert submitted == list(enumerate(sizes))
+
+
+def test_what_is_done_may_be_given_at_once():
+    """An eager reader gives what is done before it submits more."""
+    submitted = []
+
+    def submit(item):
+        submitted.append(item)
+        future = Future()
+        future.set_result(item)
+        return future
+
+    for future in ReadAhead(5).run(submit, range(4), eager=True):
+        assert submitted[-1] == future.result()
 
 
 def test_jobs_take_steps_in_turn():

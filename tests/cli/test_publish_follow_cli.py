@@ -235,7 +235,7 @@ def test_what_cannot_be_followed_is_one_line(here: Path) -> None:
     target.close()
     usage("follow", URL)
     usage("follow", URL, "-o", "out", "--keep", 0)
-    assert "'soon' is not a duration; write 30s, 10m, 2h or 1d" in usage(
+    assert "'soon' is not a duration; write it as 20ms, 30s, 10m, 2h or 1d" in usage(
         "follow", URL, "-o", "out", "--timeout", "soon"
     )
 

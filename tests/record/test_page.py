@@ -16,9 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from sparserl.cli import app
+from sparserl.humanize import short_size
 from sparserl.patch.measuring import synthetic
 from sparserl.record import Recorder, Recording
-from sparserl.record.page import brief, page, share
+from sparserl.record.page import page, share
 from sparserl.record.summary import projection, summary
 from sparserl.weights.dtypes import BY_NAME, Bits
 
@@ -147,7 +148,13 @@ def test_projection_is_the_plan(recorded: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shown", "value", "expected"),
-    [(brief, 0, "0 B"), (brief, 1500, "1.5 kB"), (brief, 2e12, "2 TB"), (share, 0.0, "0%"), (share, 0.01234, "1.23%")],
+    [
+        (short_size, 0, "0 B"),
+        (short_size, 1500, "1.5 kB"),
+        (short_size, 2e12, "2 TB"),
+        (share, 0.0, "0%"),
+        (share, 0.01234, "1.23%"),
+    ],
 )
 def test_numbers_for_people(shown: Callable[[float], str], value: float, expected: str) -> None:
     """Axes and cards have short numbers."""

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import errno
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from ..errors import FormatError, NotFound, SessionError, StoreError, Unavailable
+from ..humanize import age, parse_duration
 from . import show
 from .commands import Json, LinkSpeed, Profile, Threads, app, reporting
 
@@ -27,18 +27,16 @@ if TYPE_CHECKING:
     from ..transport.stores.base import Store
 
 _MOST_SECRET = 4096  # bytes of a file with a key or a token
-_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|h|d)?")
 
 
 def _seconds(text: str | None) -> float | None:
     """A duration as people write it."""
     if text is None:
         return None
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
-        raise typer.BadParameter(f"{text!r} is not a duration; write 30s, 10m, 2h or 1d")
-    return float(found[1]) * _UNITS[found[2] or "s"]
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _checked_duration(text: str | None) -> str | None:
@@ -350,7 +348,7 @@ def log(
         show.result(True, values)
         return
     begun = (
-        f"run {head.run}, begun {_age(now - head.created)} ago: {len(run.table.specs):,} tensor(s), "
+        f"run {head.run}, begun {age(now - head.created)} ago: {len(run.table.specs):,} tensor(s), "
         f"{elements:,} elements, {show.size(run.table.dense_bytes)}, {len(run.files)} file(s)"
     )
     header = ("version", "from", "kind", "changed", "density", "bytes", "bits/change", "profiles", "age")
@@ -620,7 +618,7 @@ def _row(step: Step, elements: int, now: float) -> tuple[str, ...]:
         f"{step.bytes:,}",
         "-" if bits is None else f"{bits:.2f}",
         "+".join(step.profiles) or "-",
-        _age(now - step.time),
+        age(now - step.time),
     )
 
 
@@ -630,11 +628,3 @@ def _columns(rows: list[tuple[str, ...]], left: set[int]) -> Iterator[str]:
     for row in rows:
         cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         yield "  ".join(cells).rstrip()
-
-
-def _age(seconds: float) -> str:
-    """How long ago, in one unit."""
-    for unit in ("d", "h", "m"):
-        if seconds >= 2 * _UNITS[unit]:
-            return f"{seconds / _UNITS[unit]:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

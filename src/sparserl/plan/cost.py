@@ -20,21 +20,12 @@ from typing import Any
 
 from ..errors import SparserlError
 from ..files import replacing
+from ..humanize import parse_duration
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _NUMBER = r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*"
 _BANDWIDTH = re.compile(_NUMBER + r"(?:([kKmMgGtT]i?)?(b|bits?|B|[bB]ytes?)(?:/s|ps)?)?\s*")
-_DURATION = re.compile(_NUMBER + r"(us|µs|ms|s)?\s*")
-_SECONDS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 _SHAPE = 1  # of the file that holds speeds
-
-
-def seconds(text: str) -> float:
-    """A duration: "20ms", "150us", "0.5s"; a bare number counts seconds."""
-    found = _DURATION.fullmatch(text)
-    if found is None:
-        raise SparserlError(f"{text!r} is not a duration; write it as 20ms, 150us or 0.5s")
-    return float(found[1]) * _SECONDS[found[2]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class Link:
         speed = float(number) * _PREFIX[(prefix or "").lower()] * (8 if byte else 1)
         if not 0 < speed < math.inf:
             raise SparserlError(f"{text!r} is not a bandwidth: nothing would ever arrive, or everything at once")
-        return cls(speed, seconds(latency) if isinstance(latency, str) else latency)
+        return cls(speed, _seconds(latency) if isinstance(latency, str) else latency)
 
     def seconds(self, nbytes: float) -> float:
         """How long bytes take to arrive."""
@@ -70,6 +61,13 @@ class Link:
     def __str__(self) -> str:
         delay = f" + {1000 * self.latency_s:g} ms" if self.latency_s else ""
         return bandwidth(self.bits_per_second) + delay
+
+
+def _seconds(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise SparserlError(str(error)) from error
 
 
 def bandwidth(bits_per_second: float) -> str:

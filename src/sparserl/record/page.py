@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..humanize import duration, size
+from ..humanize import duration, short_size, size
 from ..plan import Link
 from . import plots
 from .kinds import ORDER, place
@@ -58,12 +57,6 @@ def share(value: float) -> str:
     return f"{value:.0%}" if value in (0.0, 1.0) else f"{100 * value:.3g}%"
 
 
-def brief(count: float) -> str:
-    """Bytes, in no more letters than an axis has room for."""
-    unit = min(4, max(0, int(math.log10(max(1.0, count))) // 3))
-    return f"{count / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"
-
-
 def _card(id: str, value: float, shown: str, what: str) -> str:
     return f'<div class="card" id="{escape(id)}" data-value="{value!r}"><b>{escape(shown)}</b>{escape(what)}</div>'
 
@@ -101,7 +94,7 @@ def _over_time(recording: Recording) -> Iterable[str]:
         sizes = {"published": {v: one.bytes for v, one in recording.sent.items()}}
     if density:
         yield plots.lines("Density: elements that change", density, share)
-        yield plots.lines("Bytes of a sync", sizes, brief)
+        yield plots.lines("Bytes of a sync", sizes, short_size)
     if syncs:
         again = {name: {s.version: s.again / max(1, s.total) for s in some} for name, some in syncs.items()}
         ever = [{s.version: s.ever / max(1, s.elements) for s in some} for some in syncs.values()]

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import SessionError
+from ..humanize import short_size
 from ..parallel import Progress
 from ..patch import Captured, Patch, TrackedChanges, capture, capture_tracked
 from ..patch.tracked import part_sums
@@ -167,26 +168,18 @@ def choose(
     dense = sum(_nbytes(m) for _, m in held.parts)
     marks = sum(_numel(m) for _, m in held.parts) // 4 if tracked else 0  # two bits an element
     fits = memory is None or dense + marks <= memory
-    aside = f", and up to {size(marks)} of marks" if tracked else ""
+    aside = f", and up to {short_size(marks)} of marks" if tracked else ""
     if kind != "none" and fits:
         there = kind == "device" and own is None
         kept = HostBaseline(weights, own, own=own is not None, there=there, threads=threads)
         where = "where the weights are" if there and held.gpu_streams else "in host memory"
-        return kept, f"baseline: {size(dense)} {where}{aside}"
+        return kept, f"baseline: {short_size(dense)} {where}{aside}"
     if kind in ("host", "device"):
-        raise SessionError(f"a baseline takes {size(dense + marks)}, the budget is {size(memory or 0)}")
-    why = "" if kind == "none" else f": {size(dense)} would not fit {size(memory or 0)}"
+        raise SessionError(f"a baseline takes {short_size(dense + marks)}, the budget is {short_size(memory or 0)}")
+    why = "" if kind == "none" else f": {short_size(dense)} would not fit {short_size(memory or 0)}"
     if not tracked:
         raise SessionError(f"baseline: none{why}; that takes a source that tracks changes (sparserl.sources.track)")
     return NoBaseline(weights, threads), f"baseline: none{why}; one full digest read per publish{aside}"
-
-
-def size(nbytes: int) -> str:
-    """Bytes, for people."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes} bytes"
 
 
 def _numel(memory: Memory) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from ...errors import Unavailable
+from ...parallel import ReadAhead
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -140,19 +140,13 @@ class Transfers:
         A bounded number of items is in flight, and of these at most `max_bytes`, as `size` counts them; an item that
         is larger goes alone.
         """
-        flight: deque[tuple[Future[R], int]] = deque()
-        flight_bytes = 0
-        for item in items:
-            item_bytes = size(item)
-            while flight and (len(flight) >= 2 * self._threads or flight_bytes + item_bytes > max_bytes > 0):
-                future, done_bytes = flight.popleft()
-                yield current().result(future, self._what)
-                del future  # and the bytes with it
-                flight_bytes -= done_bytes
-            flight.append((self._pool.submit(self._deadline.run, work, item), item_bytes))
-            flight_bytes += item_bytes
-        while flight:
-            yield current().result(flight.popleft()[0], self._what)
+
+        def submit(item: T) -> Future[R]:
+            return self._pool.submit(self._deadline.run, work, item)
+
+        for future in ReadAhead[R](2 * self._threads, max_bytes).run(submit, items, size):
+            yield current().result(future, self._what)
+            del future  # and the bytes with it
 
 
 def run_detached(work: Callable[[], R], discard: Callable[[R], object]) -> tuple[Future[R], Callable[[], None]]:

@@ -1,0 +1,139 @@
+"""Ways to be wrong in patch/."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Tests
+
+MUTANTS = (
+    Mutant(
+        "zeros compared by value: a flipped sign is lost",
+        "patch/compare.py",
+        "positions, before, after = (column[:n].copy() for column in columns)",
+        (
+            "positions, before, after = (column[:n].copy() for column in columns)\n"
+            "real = ((before | after) << 1) != 0\n"
+            "counts = np.bincount(np.repeat(np.arange(size.size), counts)[real], minlength=size.size)\n"
+            "positions, before, after = (column[real] for column in (positions, before, after))"
+        ),
+        Tests("patch/test_diff_apply.py", "every_kind_of_change and (bfloat16 or float32) or zero_signs"),
+    ),
+    Mutant(
+        "the last element is not compared",
+        "patch/compare.py",
+        "scan(tag, old, new, batch.numel)",
+        "scan(tag, old, new, batch.numel - 1)",
+        Tests("patch/test_diff_apply.py", "every_kind_of_change and (bfloat16 or float32) or zero_signs"),
+    ),
+    Mutant(
+        "a superset of the changes is taken for the changes",
+        "patch/compare.py",
+        "real = before != after",
+        "real = before == before",
+        Tests("patch/test_diff_apply.py", "known or bad_positions"),
+    ),
+    Mutant(
+        "the base is not checked",
+        "patch/apply.py",
+        "if current != patch.base:",
+        "if current is None:",
+        Tests("patch/test_refused_patches.py", "wrong_base or does_not_hold or vouching"),
+    ),
+    Mutant(
+        "the result is not checked",
+        "patch/apply.py",
+        "if result != patch.result:",
+        "if result is None:",
+        Tests("patch/test_refused_patches.py", "wrong_base or does_not_hold or vouching"),
+    ),
+    Mutant(
+        "weights are written before the result is known",
+        "patch/apply.py",
+        "return Staged(decoded, replace(",
+        ("replace(old, bits=new, dense=decoded.dense_bits).write(held)\nreturn Staged(decoded, replace("),
+        Tests("patch/test_refused_patches.py", "wrong_base or does_not_hold or vouching"),
+    ),
+    Mutant(
+        "old bits are not put back",
+        "patch/apply.py",
+        ("for old, _ in log:\n    old.write(held)"),
+        "",
+        Tests("patch/test_refused_patches.py", "wrong_base or does_not_hold or vouching"),
+    ),
+    Mutant(
+        "a bucket that fails half-way stays as it is",
+        "patch/apply.py",
+        ("except BaseException:\n    old.write(held)\n    raise"),
+        ("except BaseException:\n    raise"),
+        Tests("patch/test_refused_patches.py", "before_an_error"),
+    ),
+    Mutant(
+        "tied tensors may be told to differ",
+        "patch/apply.py",
+        "refuse_conflicts(patch, held, tied, kept)",
+        "",
+        Tests("patch/test_tied_tensors.py", "tied"),
+    ),
+    Mutant(
+        "read-only and folded memory is written",
+        "patch/apply.py",
+        "require_writable((patch.table[t].name, memory) for (t, _), memory in held.parts if t in touched)",
+        "del touched",
+        Tests("weights/test_memory.py", "cannot_take_a_patch and not read-only and not broadcast"),
+    ),
+    Mutant(
+        "squashed steps survive the bits laid over them",
+        "patch/compose.py",
+        "keep = ~among(self.where[False], where)",
+        "keep = np.ones(self.where[False].size, bool)",
+        Tests("patch/test_compose.py", "bits_and_steps or dense_entries"),
+    ),
+    Mutant(
+        "squashed windows lose their first element",
+        "patch/located.py",
+        "if a < b:",
+        ("a += int(a > 0)\nif a < b:"),
+        Tests("patch/test_compose.py", "without_the_base"),
+    ),
+    Mutant(
+        "merged digests count the table twice",
+        "patch/compose.py",
+        "base = sum((p.base - terms if p.complete else p.base for p in patches), start)",
+        "base = sum((p.base for p in patches), start)",
+        Tests("patch/test_regions.py", "holds_everything"),
+    ),
+    Mutant(
+        "changes found class by class are taken to be in order",
+        "patch/compose.py",
+        "decoded = decoded.in_order()",
+        "",
+        Tests("patch/test_ctx.py", "undone"),
+    ),
+    Mutant(
+        "a commit does not look at what it writes over",
+        "patch/apply.py",
+        "self._require_tracked(sum((moved for _, moved in log), self.base))",
+        "",
+        Tests("session/test_session_commits.py", "others_wrote"),
+    ),
+    Mutant(
+        "names that share memory are not looked at before a commit",
+        "patch/apply.py",
+        "if not np.array_equal(found, part.old):",
+        "if found is None:",
+        Tests("session/test_session_commits.py", "tied"),
+    ),
+    Mutant(
+        "marks pass for all changes, whatever the sums say",
+        "patch/tracked.py",
+        "and known[place] + moved[part] == now[place]",
+        "",
+        Tests("patch/test_marked.py", "without_a_mark"),
+    ),
+    Mutant(
+        "what was captured is the trainer's own memory",
+        "patch/tracked.py",
+        "bits = held.bits(tensor, box).copy()",
+        "bits = held.bits(tensor, box)",
+        Tests("patch/test_marked.py", "captured"),
+    ),
+)

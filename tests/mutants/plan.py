@@ -1,0 +1,29 @@
+"""Ways to be wrong in plan/."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Tests
+
+MUTANTS = (
+    Mutant(
+        "positions of a split entry count from the old start",
+        "plan/routing.py",
+        "piece.positions = piece.positions - np.uint32(at)",
+        "",
+        Tests("plan/test_plan.py", "cut_by"),
+    ),
+    Mutant(
+        "entries are put in order without their changes",
+        "plan/buckets.py",
+        "return [np.concatenate(positions)[take]], [np.concatenate(words)[take]]",
+        "return positions, words",
+        Tests("plan/test_plan.py", "share_buckets"),
+    ),
+    Mutant(
+        "a bucket takes entries that no profile can hold",
+        "plan/buckets.py",
+        "if part.count.size and self.costs and not self.costs.keys() & part.cost.keys():",
+        "if part.count.size < 0:",
+        Tests("patch/test_compose.py", "different_kinds"),
+    ),
+)

@@ -1,0 +1,43 @@
+"""Ways to be wrong in transport/."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Tests
+
+MUTANTS = (
+    Mutant(
+        "the condition of a swap in a folder is not looked at",
+        "transport/stores/folder.py",
+        "if there != tag:",
+        'if there is not None and tag == "":',
+        Tests("session/test_session_publisher.py", "two_publishers or racing"),
+    ),
+    Mutant(
+        "a lock whose holder is stopped is waited for at every attempt",
+        "transport/stores/folder.py",
+        "(0 if self._stuck else self._wait)",
+        "self._wait",
+        Tests("hostile/test_folders.py", "not_waited_for_again"),
+    ),
+    Mutant(
+        "a body is as long as its server likes",
+        "transport/stores/web.py",
+        "if size > most:",
+        "if size > 2 * most:",
+        Tests("hostile/test_http.py", "read_to_its_limit"),
+    ),
+    Mutant(
+        "redirects lead anywhere",
+        "transport/stores/web.py",
+        "same = there.scheme in _PORTS and _origin(there, place) == self._origin",
+        "same = there.scheme in _PORTS",
+        Tests("hostile/test_http.py", "redirects"),
+    ),
+    Mutant(
+        "who has no token keeps a connection",
+        "transport/stores/server.py",
+        '\'Bearer realm="sparserl"\', "Connection": "close"})',
+        "'Bearer realm=\"sparserl\"'})",
+        Tests("hostile/test_clients.py", "heard_once"),
+    ),
+)

@@ -1,0 +1,64 @@
+"""Ways to be wrong in weights/."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Tests
+
+MUTANTS = (
+    Mutant(
+        "a whole region is not all of its tensor",
+        "weights/shards.py",
+        "None if part.region == every else part.region",
+        "part.region",
+        Tests("patch/test_regions.py", "all_of_its_tensor"),
+    ),
+    Mutant(
+        "the digest forgets names",
+        "weights/table.py",
+        'return f"{self.dtype.name}{list(self.shape)}{self.name}".encode()',
+        'return f"{self.dtype.name}{list(self.shape)}".encode()',
+        Tests("weights/test_digest.py", "tells_apart"),
+    ),
+    Mutant(
+        "the digest forgets shapes",
+        "weights/table.py",
+        'return f"{self.dtype.name}{list(self.shape)}{self.name}".encode()',
+        'return f"{self.dtype.name}{self.name}".encode()',
+        Tests("weights/test_digest.py", "tells_apart"),
+    ),
+    Mutant(
+        "tensors that share some memory pass for separate ones",
+        "weights/memory.py",
+        "if _share(held[name], held[group[0]]):",
+        "if held is None:",
+        Tests("weights/test_memory.py", "shared"),
+    ),
+    Mutant(
+        "regions may overlap",
+        "weights/region.py",
+        "if (pair := first_overlap(regions)) is not None:",
+        "if (pair := first_overlap(regions[:1])) is not None:",
+        Tests("patch/test_regions.py", "overlapping"),
+    ),
+    Mutant(
+        "overlap is sought along one dimension",
+        "weights/region.py",
+        "hit &= (start[d][a] < stop[d][b]) & (start[d][b] < stop[d][a])",
+        "hit |= (start[d][a] < stop[d][b]) & (start[d][b] < stop[d][a])",
+        Tests("weights/test_region.py", "overlap"),
+    ),
+    Mutant(
+        "what no rank has is not missed",
+        "weights/shards.py",
+        "if missing or not found:",
+        "if missing < 0:",
+        Tests("weights/test_shards.py"),
+    ),
+    Mutant(
+        "a cut goes through a region",
+        "weights/region.py",
+        "reach = np.maximum.accumulate(high[a:b] + shift)",
+        "reach = high[a:b] + shift",
+        Tests("weights/test_region.py", "overlap or compared"),
+    ),
+)

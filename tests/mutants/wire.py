@@ -1,0 +1,22 @@
+"""Ways to be wrong in wire/."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Tests
+
+MUTANTS = (
+    Mutant(
+        "the checksum is not compared",
+        "wire/cursor.py",
+        "if checksum(body) != bytes(view[-CHECKSUM_BYTES:]):",
+        'if checksum(body) == b"":',
+        Tests("patch/test_refused_patches.py", "flipped_bit"),
+    ),
+    Mutant(
+        "base and result change places in the footer",
+        "wire/patchfile.py",
+        "footer.base.to_bytes() + footer.result.to_bytes()",
+        "footer.result.to_bytes() + footer.base.to_bytes()",
+        Tests("patch/test_diff_apply.py", "every_kind_of_change and (bfloat16 or float32) or zero_signs"),
+    ),
+)

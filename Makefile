@@ -23,7 +23,6 @@ demo: $(STAMP)  ## RL with two rollout workers that follow by patches; every ver
 test:  ## everything that must be green
 	$(MAKE) --jobs 2 lint types kernels
 	$(MAKE) unit
-	$(BIN)/python tests/mutants/run.py --green
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -41,7 +40,7 @@ unit: $(STAMP)  ## more processes than cores: much of it is waiting
 
 long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
 	$(BIN)/python -m pytest -n 2 -m long
-	$(BIN)/python tests/mutants/run.py --all
+	$(BIN)/python -m tests.mutants run --green
 
 coverage: $(STAMP)  ## which lines no test reaches; takes a third longer
 	rm -f .coverage .coverage.*
@@ -50,7 +49,7 @@ coverage: $(STAMP)  ## which lines no test reaches; takes a third longer
 	$(BIN)/coverage report --skip-covered --show-missing
 
 mutants: $(STAMP)  ## break the code in named ways; the tests must notice each
-	$(BIN)/python tests/mutants/run.py
+	$(BIN)/python -m tests.mutants run
 
 fuzz: $(STAMP)  ## the long form of the reader's fuzz test
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/hostile -k fuzz --timeout 7200

@@ -17,10 +17,9 @@ def main(arguments: list[str]) -> int:
     noticed.add_argument("--green", action="store_true", help="the tests have just passed: do not begin with them")
     moved = commands.add_parser("reanchor", help="find the code of mutants whose text is no longer found")
     moved.add_argument("--write", action="store_true", help="change the catalogue; else the changes are only shown")
-    moved.add_argument("--at", metavar="REVISION", help="a commit that has them all (default: the catalogue's last)")
     asked = parser.parse_args(arguments)
     if asked.command == "reanchor":
-        return reanchor.reanchor(asked.at, asked.write)
+        return reanchor.reanchor(asked.write)
     return run.run(asked.names, asked.green)
 
 

@@ -1,8 +1,8 @@
 """Find the code of mutants again that was renamed or moved, and apply the same edit to it.
 
-The catalogue fitted the code when it was last committed. What stood around a mutant then is aligned, token by token,
-with the code of today: best in the same file, or in the file that has most of its words. Tokens that the mutant leaves
-alone are taken from today's code, and in those that it changes names become what they are called today.
+Some earlier version of its file has the code of a mutant. What stood around it then is aligned, token by token, with
+the code of today, in the same file and in those that have most of its words. Tokens that the mutant leaves alone are
+taken from today's code, and in those that it changes names become what they are called today.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,16 +21,17 @@ from .code import Token, indent_at, places_of, replaced, tokens_of
 from .mutant import Mutant
 
 CONTEXT = 60  # tokens on each side
+REVISIONS = 40  # of a file that are searched
 FILES = 4  # that are aligned, of those with most words in common
 
 
-def reanchor(revision: str | None, write: bool) -> int:
+def reanchor(write: bool) -> int:
     """Print, and write if asked, what becomes of mutants whose code is not found; 0 if each has a place."""
     without = 0
     for room in ROOMS:
         for mutant in lost(room.MUTANTS):
             print(f"{mutant.name}\n  {mutant.file}", flush=True)
-            moved = moved_to(mutant, revision or _last_commit(room))
+            moved = moved_to(mutant)
             if moved is None:
                 without += 1
                 print("  no place was found: see to it by hand")
@@ -44,17 +46,16 @@ def reanchor(revision: str | None, write: bool) -> int:
     return 1 if without else 0
 
 
-def moved_to(mutant: Mutant, revision: str) -> Mutant | None:
+def moved_to(mutant: Mutant) -> Mutant | None:
     """The mutant as it must be today, or None."""
-    text = _file_at(revision, f"src/sparserl/{mutant.file}")
-    tokens = tokens_of(text)
-    places = places_of(mutant.old, tokens)
-    if len(places) != 1:
+    tokens = _tokens_before(mutant)
+    if tokens is None:
         return None
+    (place,) = places_of(mutant.old, tokens)
     size = len(tokens_of(mutant.old))
-    begin = max(0, places[0] - CONTEXT)
-    window = tokens[begin : places[0] + size + CONTEXT]
-    first = places[0] - begin
+    begin = max(0, place - CONTEXT)
+    window = tokens[begin : place + size + CONTEXT]
+    first = place - begin
     best = max(
         (_aligned(window, first, size, path) for path in _candidates(window, mutant.file)), key=lambda a: a.score
     )
@@ -172,6 +173,8 @@ def _edited(mutant: Mutant, found: Alignment) -> tuple[str, str]:
             out += today(place, stop)
         elif kind in ("replace", "insert"):
             out += renamed(j1, j2)
+            if not i1 and j2 < len(after):
+                out += mutant.new[after[j2 - 1].end : after[j2].start]
         if i2 > i1:
             place = max(place, stop)
     return today(low, high + 1).strip(), out.strip()
@@ -194,7 +197,7 @@ def _rewrite(room: ModuleType, mutant: Mutant, moved: Mutant) -> None:
         end = starts[node.end_lineno - 1] + node.end_col_offset
         source = source[:begin] + _literal(text).encode() + source[end:]
     path.write_bytes(source)
-    subprocess.run(["ruff", "format", "--quiet", path], check=False)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", path], check=False)
 
 
 def _literal(text: str) -> str:
@@ -202,11 +205,16 @@ def _literal(text: str) -> str:
     return "\n".join(ast.unparse(ast.Constant(line)) for line in text.splitlines(keepends=True)) or '""'
 
 
-def _file_at(revision: str, path: str) -> str:
-    found = subprocess.run(["git", "show", f"{revision}:{path}"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout
+def _tokens_before(mutant: Mutant) -> list[Token] | None:
+    """The newest committed version of its file that has the mutant's code once."""
+    path = f"src/sparserl/{mutant.file}"
+    for revision in _git("log", f"-{REVISIONS}", "--format=%H", "--", path).split():
+        tokens = tokens_of(_git("show", f"{revision}:{path}"))
+        if len(places_of(mutant.old, tokens)) == 1:
+            return tokens
+    return None
 
 
-def _last_commit(room: ModuleType) -> str:
-    command = ["git", "log", "-1", "--format=%H", "--", str(room.__file__)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout  # nothing where the file was deleted

@@ -22,14 +22,14 @@ MUTANTS = (
     Mutant(
         "a lost reply is taken for a failure",
         "session/store/head.py",
-        "(head.nonce == nonce or _same_version(head, ours))",
-        "_same_version(head, ours)",
+        "(stored.nonce == head.nonce or _same_version(stored, last_head))",
+        "_same_version(stored, last_head)",
         Tests("session/test_session_publisher.py", "reply_that_was_lost"),
     ),
     Mutant(
         "a restarted publisher does not fetch the patches since its anchor",
         "session/store/resume.py",
-        "patches += [parcel.receive(store, head.run, run.table, step) for step in steps]",
+        "patches += [transfer.receive(store, head.run, run.table, step) for step in steps]",
         "",
         Tests("session/test_session_publisher.py", "restarted"),
     ),
@@ -64,15 +64,15 @@ MUTANTS = (
     Mutant(
         "a head without a signature is believed",
         "session/store/signing.py",
-        'raise Untrusted(f"{what} is not signed, and a key is pinned")',
+        'raise Untrusted(f"{what} is not signed, and only what a trusted key has signed is accepted")',
         "return body.encode()",
         Tests("session/test_signing.py", "unsigned or belongs"),
     ),
     Mutant(
         "any key will do",
         "session/store/signing.py",
-        "if key != _public(pinned):",
-        "if not _public(pinned):",
+        "if key not in trusted:",
+        "if not trusted:",
         Tests("session/test_signing.py", "foreign"),
     ),
     Mutant(
@@ -127,8 +127,16 @@ MUTANTS = (
     Mutant(
         "the baseline moves on although a rank has not committed",
         "session/group/publisher.py",
-        ("if failed:\n    raise SessionError("),
-        ("if failed and taken.found is None:\n    raise SessionError("),
+        (
+            "if failed:\n"
+            "    raise SessionError(\n"
+            '        f"version {course.version} was not committed everywhere: {failed}. "'
+        ),
+        (
+            "if failed and taken.found is None:\n"
+            "    raise SessionError(\n"
+            '        f"version {course.version} was not committed everywhere: {failed}. "'
+        ),
         Tests("session/test_group_syncs.py", "random_syncs"),
     ),
     Mutant(
@@ -168,8 +176,8 @@ MUTANTS = (
     ),
     Mutant(
         "every publish for a subscriber far behind writes an anchor",
-        "session/store/publisher.py",
-        "or len(since) >= _STEPS - 1",
+        "session/store/maintenance.py",
+        "or len(patches) >= _STEPS - 1",
         "or len(now.index.steps) >= _STEPS - 1",
         Tests("hostile/test_sessions.py", "far_behind"),
     ),

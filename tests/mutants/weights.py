@@ -29,8 +29,8 @@ MUTANTS = (
     Mutant(
         "tensors that share some memory pass for separate ones",
         "weights/memory.py",
-        "if _share(held[name], held[group[0]]):",
-        "if held is None:",
+        "if _share(memory, other):",
+        "if memory is None:",
         Tests("weights/test_memory.py", "shared"),
     ),
     Mutant(

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from . import codec, kernels, modules, patch, plan, session, sources, targets, transport, weights, wire
-from .code import places_of, tokens_of
 from .mutant import Mutant
+from .tokens import places_of, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "sparserl"

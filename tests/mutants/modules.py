@@ -14,7 +14,7 @@ MUTANTS = (
     ),
     Mutant(
         "links in a folder of ours are followed",
-        "folders.py",
+        "files.py",
         "return 0 if self.links else os.O_NOFOLLOW",
         "return 0",
         Tests("hostile/test_folders.py", "links_in or at_any_moment"),

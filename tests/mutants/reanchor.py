@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 
 from .catalogue import PACKAGE, ROOMS, ROOT, lost
-from .code import Token, indent_at, places_of, replaced, tokens_of
 from .mutant import Mutant
+from .tokens import Token, indent_at, places_of, replaced, tokens_of
 
 CONTEXT = 60  # tokens on each side
 REVISIONS = 40  # of a file that are searched

@@ -20,8 +20,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from .catalogue import MUTANTS, ROOT, lost
-from .code import replaced
 from .mutant import Mutant, Tests
+from .tokens import replaced
 
 WORKERS = 2
 SECONDS = 200  # for one run of pytest

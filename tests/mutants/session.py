@@ -8,8 +8,13 @@ MUTANTS = (
     Mutant(
         "the baseline advances before the head moved",
         "session/store/publisher.py",
-        ("sent = self._send(now.run, encoded, watch)\nif sent.manifest.base"),
-        ("now.baseline.advance(encoded(), found)\nsent = self._send(now.run, encoded, watch)\nif sent.manifest.base"),
+        ("sent = self._run_writer.send(committed.run, encode, watch)\nhead = committed.head\nif sent.manifest.base"),
+        (
+            "committed.baseline.advance(encode(), found)\n"
+            "sent = self._run_writer.send(committed.run, encode, watch)\n"
+            "head = committed.head\n"
+            "if sent.manifest.base"
+        ),
         Tests("session/test_session_publisher.py", "failed_publish"),
     ),
     Mutant(

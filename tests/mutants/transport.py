@@ -15,8 +15,8 @@ MUTANTS = (
     Mutant(
         "a lock whose holder is stopped is waited for at every attempt",
         "transport/stores/folder.py",
-        "(0 if self._timed_out else self._wait)",
-        "self._wait",
+        "lock(handle, 0.0 if self._timed_out else self._wait)",
+        "lock(handle, self._wait)",
         Tests("hostile/test_folders.py", "not_waited_for_again"),
     ),
     Mutant(

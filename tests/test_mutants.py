@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.mutants.catalogue import MUTANTS, ROOT, lost
-from tests.mutants.code import places_of, replaced, tokens_of
+from tests.mutants.tokens import places_of, replaced, tokens_of
 
 CODE = """
 def f(a, b):

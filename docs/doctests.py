@@ -26,4 +26,4 @@ def _fence_members(obj: griffe.Object) -> None:
 
 def fenced(text: str) -> str:
     """Put fences around each doctest, which ends at the next empty line."""
-    return re.sub(r"(?m)^(>>> .*(?:\n(?!\s*\n)(?!\s*$).*)*)", r"```pycon\n\1\n```", text)
+    return re.sub(r"(?m)^([ \t]*)(>>> .*(?:\n(?!\s*\n)(?!\s*$).*)*)", r"\1```pycon\n\1\2\n\1```", text)

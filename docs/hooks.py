@@ -74,7 +74,7 @@ def _flags(parameter: Any) -> str:
     names = ", ".join(f"`{flag}`" for flag in (*parameter.opts, *parameter.secondary_opts))
     if parameter.is_flag:
         return names
-    return f"{names} `{parameter.metavar or parameter.name.upper()}`".replace("|", "\\|")
+    return f"{names} `{parameter.metavar or parameter.name.upper()}`"
 
 
 def _default(parameter: Any) -> str:

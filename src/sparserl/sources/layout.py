@@ -215,8 +215,13 @@ class Joined:
 def mapped(layout: Layout, parameters: Any) -> LayoutSource:
     """The weights of one rank, by a layout.
 
-    parameters: a torch module, whose `state_dict` has just the names of the layout; a mapping from these names to
-        tensors; or a function that returns such a mapping, asked at every publish.
+    Args:
+        layout: Which boxes of which tensors the parameters of this rank are.
+        parameters: A torch module, whose `state_dict` has just the names of the layout; a mapping from these names to
+            tensors; or a function that returns such a mapping, asked at every publish.
+
+    Returns:
+        A source whose parts are views of the parameters.
     """
     if callable(getattr(parameters, "state_dict", None)):
         return LayoutSource(layout, lambda: local_tensors(parameters))

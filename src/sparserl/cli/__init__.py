@@ -1,17 +1,24 @@
-"""The command line: `sparserl …`, on checkpoints and patch files."""
+"""The command line: `sparserl …`. What a command needs is imported when it runs, so that `--help` does not wait."""
 
 from __future__ import annotations
 
-from .commands import app
-from .doctor import doctor  # noqa: F401  # registers the command
-from .plan import plan  # noqa: F401  # registers the command
-from .report import report  # noqa: F401
-from .serve import serve  # noqa: F401
-from .session import publish  # noqa: F401  # registers the commands of sessions
+import sys
 
-__all__ = ["app", "main"]
+__all__ = ["main"]
+
+_INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    app(prog_name="sparserl")
+    try:
+        if sys.argv[1:] == ["--version"]:  # without typer, which takes most of the time
+            from .. import __version__
+
+            sys.stdout.write(f"sparserl {__version__}\n")
+            return
+        from .app import app
+
+        app(prog_name="sparserl")
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)

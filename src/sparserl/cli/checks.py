@@ -1,7 +1,7 @@
-"""What works on this machine: packages, kernels, devices, transports, the speed of memory, a store that is asked for.
+"""Checks what works on this machine: packages, kernels, GPUs, transports, memory speed, and a store.
 
-What is said to work was tried: patches are made and applied, objects are put and swapped, torch is imported (in a
-process of its own, which may crash). Engines are only looked for: importing one takes longer than all the rest.
+What is reported to work was tried: patches are made and applied, objects are written and swapped, torch is imported (in
+a process of its own, as it may crash). Engines are only looked for, since importing one takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..transport.stores.base import Store
 from ..transport.stores.deadline import within
 from ..transport.stores.opening import open_store
 
-# Which packages each extra brings, by the name they are imported under. Those in ENGINES are not imported.
+# The packages of each extra, by the names they are imported under. Those in ENGINES are not imported.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "store": ("obstore", "cryptography"),
@@ -42,29 +42,34 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "testing": ("pytest",),
 }
 ENGINES = ("torch", "transformers", "peft", "trl", "ray", "vllm", "sglang")
-Opening = Callable[[], AbstractContextManager[Store]]
-_REMOVAL = 10.0  # seconds to remove what a trial that failed has left in a store
-_MEGABYTES = 64  # read and copied at a time: more than the caches of most machines hold
+Connect = Callable[[], AbstractContextManager[Store]]
+_REMOVAL_SECONDS = 10.0  # to remove what a failed trial has left in a store
+_INTERRUPTED_SECONDS = 0.3  # the same after Ctrl-C: nobody wants to wait
+_MEGABYTES = 64  # read and copied at a time: more than most caches hold
 _TORCH = """
 import json, torch
-found = {"version": torch.__version__, "backends": [], "devices": []}
+facts = {"version": torch.__version__, "backends": [], "devices": []}
 if torch.distributed.is_available():
-    found["backends"] = [b for b in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(b)]
+    facts["backends"] = [b for b in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(b)]
 if torch.cuda.is_available():
     for i in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(i)
+        gpu = torch.cuda.get_device_properties(i)
         torch.ones(1, device=f"cuda:{i}").sum().item()
-        found["devices"].append([about.name, about.total_memory, [about.major, about.minor]])
-print(json.dumps(found))
+        facts["devices"].append([gpu.name, gpu.total_memory, [gpu.major, gpu.minor]])
+print(json.dumps(facts))
 """
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was checked.
 
-    state: `works` if it was tried, `installed` if it was only looked for, `missing`, or `broken`.
-    remedy: what to do about it, if anything.
+    Attributes:
+        topic: What kind of thing it is, such as "package" or "transport".
+        name: Its name, unique among all findings.
+        state: `works` if it was tried, `installed` if it was only looked for, `missing`, or `broken`.
+        detail: A version, a speed, or what is wrong.
+        remedy: What to do about it, if anything.
     """
 
     topic: str
@@ -78,78 +83,82 @@ class Finding:
         return self.state in ("works", "installed")
 
     @property
-    def words(self) -> str:
-        """What is to be said of it."""
-        return "; ".join(text for text in (self.detail, self.remedy) if text)
+    def text(self) -> str:
+        """Detail and remedy in one line."""
+        return "; ".join(part for part in (self.detail, self.remedy) if part)
 
 
-def examine(url: str | None = None, opening: Opening | None = None) -> list[Finding]:
-    """All of it; with a URL also the store there, into which an object is put for a moment.
+def examine(url: str | None = None, connect: Connect | None = None) -> list[Finding]:
+    """Run all checks.
 
-    opening: opens that store, where the URL does not say all.
+    Args:
+        url: A store to check as well; an object is written to it for a moment.
+        connect: Opens that store, where the URL alone is not enough.
     """
     with subprocess.Popen(  # noqa: S603  # our own interpreter
         [sys.executable, "-c", _TORCH], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as torch:
-        out = [_python(), _kernels(), *packages(), *_transports()]
-        out[2:2] = _torch(torch)
-    out += speeds()  # when nothing else runs
+        basics = [_python(), _kernels()]
+        others = [*packages(), *_transports()]
+        findings = [*basics, *_torch(torch), *others]
+    findings += speeds()  # when nothing else runs
     if url is not None:
-        out.append(store(url, opening))
-    return out
+        findings.append(store(url, connect))
+    return findings
 
 
 def packages() -> list[Finding]:
-    """Every package of every extra, and the engines that are there."""
-    wanted = {package: extra for extra, several in reversed(EXTRAS.items()) for package in several}
-    out = [_package(package, extra) for package, extra in wanted.items() if package != "torch"]
-    for name in (name for name in ENGINES if name not in wanted):
-        there = util.find_spec(name) is not None
-        out.append(Finding("package", name, "installed" if there else "missing", _version(name)))
-    return sorted(out, key=lambda finding: finding.name)
+    """Every package of every extra, and the engines."""
+    extra_of = {package: extra for extra, names in reversed(EXTRAS.items()) for package in names}
+    findings = [_package(package, extra) for package, extra in extra_of.items() if package != "torch"]
+    for name in ENGINES:
+        if name not in extra_of:
+            state = "missing" if util.find_spec(name) is None else "installed"
+            findings.append(Finding("package", name, state, _version(name)))
+    return sorted(findings, key=lambda finding: finding.name)
 
 
 def speeds() -> list[Finding]:
-    """What memory allows, with one thread and with as many as are used by default: the best of several turns."""
-    words = np.ones(_MEGABYTES * 10**6 // 8, np.uint64)
-    there = np.zeros_like(words)
+    """Speed of memory with one thread and with the default number of threads: the best of several rounds."""
+    source = np.ones(_MEGABYTES * 10**6 // 8, np.uint64)
+    copy = np.zeros_like(source)
     works: dict[str, Callable[[slice], object]] = {
-        "read": lambda part: np.bitwise_xor.reduce(words[part]),
-        "copy": lambda part: np.copyto(there[part], words[part]),
+        "read": lambda part: np.bitwise_xor.reduce(source[part]),
+        "copy": lambda part: np.copyto(copy[part], source[part]),
     }
-    out = []
-    for name, work in works.items():
-        rates = {threads: words.nbytes / _best(work, words.size, threads) for threads in (1, default_threads())}
-        text = ", ".join(f"{rate / 1e9:.1f} GB/s with {threads} thread(s)" for threads, rate in rates.items())
-        out.append(Finding("memory", name, "works", text))
     free = _available()
-    return [Finding("memory", "available", "works", "unknown" if free is None else size(free)), *out]
+    findings = [Finding("memory", "available", "works", "unknown" if free is None else size(free))]
+    for name, work in works.items():
+        rates = {threads: source.nbytes / _best(work, source.size, threads) for threads in (1, default_threads())}
+        text = ", ".join(f"{rate / 1e9:.1f} GB/s with {threads} thread(s)" for threads, rate in rates.items())
+        findings.append(Finding("memory", name, "works", text))
+    return findings
 
 
-def store(url: str, opening: Opening | None = None) -> Finding:
-    """Whether a store at a URL can hold a run: objects, and a head that is swapped under its condition."""
+def store(url: str, connect: Connect | None = None) -> Finding:
+    """Whether the store at a URL can hold a run: it keeps objects, and swaps a head only under its condition."""
     started = time.perf_counter()
     try:
-        with opening() if opening is not None else closing(open_store(url)) as opened:
-            said = trial(opened) if opened.writable else _readable(opened)
+        with connect() if connect is not None else closing(open_store(url)) as opened:
+            detail = trial(opened) if opened.writable else _readable(opened)
     except (SparserlError, OSError) as error:
         return Finding("store", url, "broken", " ".join(str(error).split()))
-    return Finding("store", url, "works", f"{said}; {(time.perf_counter() - started) * 1e3:.0f} ms")
+    return Finding("store", url, "works", f"{detail}; {(time.perf_counter() - started) * 1e3:.0f} ms")
 
 
 def trial(opened: Store) -> str:
-    """Put, swap and delete an object under a name of its own; raises `StoreError` if a promise is not kept."""
+    """Write, swap and delete an object with a random name; raises `StoreError` if the store breaks a promise."""
     name = f"doctor/{uuid.uuid4().hex}"
     try:
         tag = opened.swap(name, b"1", None)
-        _require(opened.get(name, 10).data == b"1", "what was written is not what is read")
-        _refused(opened, name, None, "an object is created a second time")
+        _require(opened.get(name, 10).data == b"1", "an object reads back other bytes than were written")
+        _refused(opened, name, None, "it creates an object that exists already")
         after = opened.swap(name, b"2", tag)
-        _refused(opened, name, tag, "an object is replaced by one who knew only an older one")
-        _require(opened.get(name, 10) == (b"2", after), "a refused write has changed something")
-        _require(name in [item.name for item in opened.list("doctor/")], "an object that is there is not listed")
+        _refused(opened, name, tag, "it replaces an object although the condition names an older one")
+        _require(opened.get(name, 10) == (b"2", after), "a refused write has changed the object")
+        _require(name in [item.name for item in opened.list("doctor/")], "an existing object is not listed")
     except BaseException as error:
-        seconds = _REMOVAL if isinstance(error, Exception) else 0.3  # who presses Ctrl-C does not wait for it
+        seconds = _REMOVAL_SECONDS if isinstance(error, Exception) else _INTERRUPTED_SECONDS
         with within(seconds), suppress(SparserlError):
             opened.delete([name])
         raise
@@ -158,7 +167,7 @@ def trial(opened: Store) -> str:
         opened.get(name, 10)
     except NotFound:
         return "conditional puts are honoured; the trial object is removed"
-    raise StoreError(f"{name} is still there after it was deleted")
+    raise StoreError(f"{name} still exists after it was deleted")
 
 
 def _refused(opened: Store, name: str, tag: str | None, otherwise: str) -> None:
@@ -177,7 +186,7 @@ def _require(holds: bool, otherwise: str) -> None:
 
 
 def _readable(opened: Store) -> str:
-    """A store that can only be read must have a head."""
+    """What a read-only store holds; it must have a head."""
     from ..session.store.retention import read_head
 
     head, _ = read_head(opened, None)
@@ -192,42 +201,43 @@ def _python() -> Finding:
 
 
 def _kernels() -> Finding:
-    """Compiled code, by a patch of all profiles that is made and applied."""
+    """Whether the CPU kernels work: a patch of every profile is made and applied."""
     from ..codec import PROFILES
     from ..patch import diff
 
     started = time.perf_counter()
     try:
         for profile in PROFILES:
-            old, new = np.zeros(1000, np.float32), np.zeros(1000, np.float32)
+            old = np.zeros(1000, np.float32)
+            new = np.zeros(1000, np.float32)
             new[::7] = np.arange(143)
             diff({"w": old}, {"w": new}, profile=profile).apply({"w": old})
             if not np.array_equal(old.view(np.uint32), new.view(np.uint32)):
-                return Finding("kernels", "cpu", "broken", f"a patch in profile {profile} does not lead to its result")
-    except Exception as error:  # noqa: BLE001  # whatever compiling raises is what is to be told
+                return Finding("kernels", "cpu", "broken", f"a patch of profile {profile} does not give its result")
+    except Exception as error:  # noqa: BLE001  # compiling may raise anything
         return Finding("kernels", "cpu", "broken", f"{type(error).__name__}: {error}", "pip install --upgrade numba")
     took = f"compiled or loaded, and run, in {time.perf_counter() - started:.1f} s"
     return Finding("kernels", "cpu", "works", f"profiles {', '.join(PROFILES)}: {took}")
 
 
 def _torch(probe: subprocess.Popen[str]) -> list[Finding]:
-    """What torch says, in a process of its own."""
+    """What torch reports, from a process of its own."""
     if util.find_spec("torch") is None:
         probe.kill()
         return [Finding("package", "torch", "missing", "", _install("torch"))]
     try:
-        said, wrong = probe.communicate(timeout=60)
+        output, errors = probe.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         probe.kill()
         return [Finding("package", "torch", "broken", "importing it takes more than a minute")]
     if probe.returncode:
-        last = (wrong.strip().splitlines() or [f"importing it ends with exit code {probe.returncode}"])[-1]
+        last = (errors.strip().splitlines() or [f"importing it ends with exit code {probe.returncode}"])[-1]
         return [Finding("package", "torch", "broken", last)]
-    found = json.loads(said)
+    facts = json.loads(output)
     return [
-        Finding("package", "torch", "works", found["version"]),
-        _process_groups(found["backends"]),
-        *(_devices(found["devices"]) or [Finding("kernels", "gpu", "missing", "torch sees no CUDA device")]),
+        Finding("package", "torch", "works", facts["version"]),
+        _process_groups(facts["backends"]),
+        *(_gpus(facts["devices"]) or [Finding("kernels", "gpu", "missing", "torch sees no CUDA device")]),
     ]
 
 
@@ -237,19 +247,21 @@ def _process_groups(backends: list[str]) -> Finding:
     return Finding("transport", "process-group", "works", ", ".join(backends))
 
 
-def _devices(devices: Iterable[tuple[str, int, list[int]]]) -> list[Finding]:
-    """Kernels on a device need Triton, and instructions that NVIDIA's GPUs have from Hopper on."""
-    out = []
-    for number, (name, room, capability) in enumerate(devices):
-        about = f"{name}, {size(room)}"
+def _gpus(gpus: Iterable[tuple[str, int, list[int]]]) -> list[Finding]:
+    """Which GPUs can run kernels: those need Triton, and instructions that NVIDIA's GPUs have from Hopper on."""
+    findings = []
+    for number, (model, memory, capability) in enumerate(gpus):
+        name = f"gpu {number}" if number else "gpu"
+        detail = f"{model}, {size(memory)}"
+        state = "missing"
         if capability < [9, 0]:
-            found = "missing", f"{about}: kernels need compute capability 9.0; weights go through host memory"
+            detail += ": kernels need compute capability 9.0; weights go through host memory"
         elif util.find_spec("triton") is None:
-            found = "missing", f"{about}: Triton is not installed; weights go through host memory"
+            detail += ": Triton is not installed; weights go through host memory"
         else:
-            found = "installed", about
-        out.append(Finding("kernels", "gpu" if not number else f"gpu {number}", *found))
-    return out
+            state = "installed"
+        findings.append(Finding("kernels", name, state, detail))
+    return findings
 
 
 def _package(name: str, extra: str) -> Finding:
@@ -266,33 +278,34 @@ def _package(name: str, extra: str) -> Finding:
 
 def _transports() -> list[Finding]:
     with tempfile.TemporaryDirectory(prefix="sparserl-") as folder:
-        tried = store(f"file://{folder}")
-    out = [Finding("transport", "folder", tried.state, f"file://: {tried.detail}")]
-    for name, about, extra, several in (
-        ("object-storage", "s3://, gs://, az://: give a URL to try it", "store", ("obstore",)),
+        attempt = store(f"file://{folder}")
+    findings = [Finding("transport", "folder", attempt.state, f"file://: {attempt.detail}")]
+    for name, detail, extra, modules in (
+        ("object-storage", "s3://, gs://, az://: give a URL to test it", "store", ("obstore",)),
         ("http-server", "sparserl serve", "serve", ("starlette", "uvicorn")),
     ):
-        if all(util.find_spec(package) for package in several):
-            out.append(Finding("transport", name, "installed", about))
+        if all(util.find_spec(package) for package in modules):
+            findings.append(Finding("transport", name, "installed", detail))
         else:
-            out.append(Finding("transport", name, "missing", about, _install(extra)))
-    return out
+            findings.append(Finding("transport", name, "missing", detail, _install(extra)))
+    return findings
 
 
 def _best(work: Callable[[slice], object], count: int, threads: int) -> float:
+    """The least seconds that threads take for work on `count` elements, each on its part."""
     cuts = [count * part // threads for part in range(threads + 1)]
     parts = [slice(low, high) for low, high in zip(cuts, cuts[1:], strict=False)]
-    took = []
+    seconds = []
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(4):
             started = time.perf_counter()
             list(pool.map(work, parts))
-            took.append(time.perf_counter() - started)
-    return min(took)
+            seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 def _available() -> int | None:
-    """Bytes that can still be had, as Linux tells; None elsewhere."""
+    """Bytes of free memory on Linux; None elsewhere."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -312,5 +325,5 @@ def _install(extra: str) -> str:
 
 
 def unmet(findings: Sequence[Finding], needs: Sequence[str]) -> list[Finding]:
-    """Of what is needed, by name, what does not work; the store that was asked for is always needed."""
-    return [found for found in findings if not found.ok and (found.name in needs or found.topic == "store")]
+    """The findings that must work and do not: those named in `needs`, and the store."""
+    return [finding for finding in findings if not finding.ok and (finding.name in needs or finding.topic == "store")]

@@ -1,4 +1,4 @@
-"""`sparserl doctor`: what works on this machine, and what to install for what does not."""
+"""`sparserl doctor`: what works on this machine, and what to install where something is missing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Annotated
 import typer
 
 from . import show
-from .commands import Json, app, reporting
-from .session import Endpoint, Region, TokenFile, opened
+from .options import ADVICE, Endpoint, Json, Region, TokenFile
+from .reporting import reporting
+from .stores import open_store
+
+commands = typer.Typer()
 
 _EPILOG = """Examples:
 
@@ -20,43 +23,46 @@ _EPILOG = """Examples:
 
     sparserl doctor --need torch --need ray && echo ready
 
-What works was tried; what is installed was only looked for. With a URL an object is written below `doctor/` in that
-store, under a name of its own, and removed again.
+Lines that say `works` were tried; lines that say `installed` were only looked for. With a URL, an object with a random
+name is written below `doctor/` in that store and removed again.
 """
 
 
-@app.command(epilog=_EPILOG)
+@commands.command(rich_help_panel=ADVICE, epilog=_EPILOG)
 @reporting
 def doctor(
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="A store to try: does it honour conditional puts?")
+        str | None,
+        typer.Argument(metavar="URL", help="A store to test: can it be written, and does it honour conditional puts?"),
     ] = None,
     need: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Something that must work: the name of a line.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Fail unless this works: the name of a line. May be given several times."),
     ] = None,
     token_file: TokenFile = None,
     endpoint: Endpoint = None,
     region: Region = None,
     json: Json = False,
 ) -> None:
-    """Tell what works here: packages, kernels, devices, transports, the speed of memory, and a store.
+    """Check what works on this machine: packages, kernels, GPUs, transports, memory speed, and a store.
 
-    What is missing comes with the command that installs it. The exit code is 0, unless the store at URL or something
-    that --need names does not work.
+    For everything that is missing, the command that installs it is printed. The exit code is 1 if the store at URL, or
+    anything named by --need, does not work.
     """
     from .checks import examine, unmet
 
-    opening = None if url is None else functools.partial(opened, url, endpoint, region, token_file)
-    findings = examine(url, opening)
+    connect = None if url is None else functools.partial(open_store, url, endpoint, region, token_file)
+    findings = examine(url, connect)
     names = [finding.name for finding in findings]
-    if strangers := [name for name in need or () if name not in names]:
-        raise typer.BadParameter(f"{strangers[0]!r} is not among {', '.join(names)}", param_hint="--need")
-    wrong = unmet(findings, need or ())
+    for name in need or ():
+        if name not in names:
+            raise typer.BadParameter(f"{name!r} is not among {', '.join(names)}", param_hint="--need")
+    failures = unmet(findings, need or ())
     if json:
-        show.result(True, {"ok": not wrong, "findings": [asdict(finding) for finding in findings]})
+        show.result(True, {"ok": not failures, "findings": [asdict(finding) for finding in findings]})
     else:
         show.findings(findings)
-    for finding in wrong:
-        show.note(f"error: {finding.name} is {finding.state}: {finding.words or 'not installed'}")
-    if wrong:
+    for finding in failures:
+        show.note(f"error: {finding.name} is {finding.state}: {finding.text or 'not installed'}")
+    if failures:
         raise typer.Exit(1)

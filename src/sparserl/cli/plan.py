@@ -1,4 +1,4 @@
-"""`sparserl plan`: how long a sync takes in each profile and dense, and from which link speed on dense is faster."""
+"""`sparserl plan`: how long a sync takes in each profile and dense, and above which link speed dense is faster."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import typer
 
 from ..errors import SparserlError
 from . import show
-from .commands import Json, Threads, app, open_patch, reporting
+from .options import ADVICE, Json, Threads
+from .patches import open_patch
+from .reporting import reporting
 
 if TYPE_CHECKING:
     from ..plan import Estimate, Link, Speeds
+
+commands = typer.Typer()
 
 _EPILOG = """Examples:
 
@@ -22,79 +26,92 @@ _EPILOG = """Examples:
 
     sparserl plan --from 101.patch --link 400Mbit --latency 40ms
 
-Speeds are measured once on this machine, in some ten seconds, and kept; --measure measures anew.
+The speeds of this machine are measured once, which takes about ten seconds, and kept; --measure measures them again.
 """
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be synced: `bits` holds bits per change by profile, where they are known."""
+    """What is to be sent. `bits` holds the bits per change of the profiles for which they are known."""
 
     elements: float
-    width: float  # bytes
+    width: float  # bytes of an element
     density: float
     bits: dict[str, float]
 
 
-@app.command(epilog=_EPILOG)
+@commands.command(rich_help_panel=ADVICE, epilog=_EPILOG)
 @reporting
 def plan(
-    link: Annotated[str, typer.Option(metavar="SPEED", help="Bandwidth: 25Gbit, 100Mbit, 3GB/s, 1e9 (bits).")],
-    params: Annotated[float | None, typer.Option(min=1, help="Elements of the model, as 671e9.")] = None,
-    density: Annotated[float | None, typer.Option(help="Share of the elements that change between two syncs.")] = None,
-    patch: Annotated[
-        Path | None, typer.Option("--from", metavar="PATCH", help="Take what is not given from this patch.")
+    link: Annotated[
+        str,
+        typer.Option(
+            metavar="SPEED", help="Speed of the link: 25Gbit, 100Mbit, 3GB/s, or bits per second such as 1e9."
+        ),
+    ],
+    params: Annotated[
+        float | None, typer.Option(min=1, help="Elements (parameters) of the model, such as 671e9.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the elements.")] = "bfloat16",
-    latency: Annotated[str, typer.Option(metavar="TIME", help="Until the first bit arrives: 20ms, 150us, 0.5s.")] = "0",
+    density: Annotated[
+        float | None, typer.Option(help="Share of the elements that change between two syncs, such as 0.006.")
+    ] = None,
+    patch: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="PATCH",
+            help="Take elements, density and bits from this patch where no option gives them.",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of the elements.")] = "bfloat16",
+    latency: Annotated[
+        str, typer.Option(metavar="TIME", help="Time until the first bit arrives: 20ms, 150us, 0.5s.")
+    ] = "0",
     bits: Annotated[
-        list[str] | None, typer.Option(metavar="PROFILE=BITS", help="Bits per changed element, where you know better.")
+        list[str] | None,
+        typer.Option(metavar="PROFILE=BITS", help="Bits per changed element of a profile, if you know them."),
     ] = None,
     threads: Threads = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine anew.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     json: Json = False,
 ) -> None:
-    """Predict how long a sync takes over a link: in every profile, and with all weights sent.
+    """Predict how long a sync takes over a link, in every profile and with all weights sent.
 
-    For each: the bytes sent, the seconds of each stage (find and encode, send, decode and apply) and of all together,
-    and the link speed above which sending all weights is faster.
+    For each way it prints the bytes sent, the time of each stage (find and encode, send, decode and apply) and in
+    total, and the link speed above which sending all weights is faster.
     """
     from ..parallel import thread_count
     from ..plan import Link, Speeds, predict
 
-    way = _option("--link / --latency", lambda: Link.parse(link, latency))
+    try:
+        speed = Link.parse(link, latency)
+    except SparserlError as error:
+        raise typer.BadParameter(str(error), param_hint="--link / --latency") from error
     question = _question(params, density, dtype, patch, bits or [])
     count = thread_count(threads)
     speeds = (None if measure else Speeds.load(count)) or _measured(count)
-    estimates = predict(question.elements, question.width, question.density, way, speeds, question.bits)
+    estimates = predict(question.elements, question.width, question.density, speed, speeds, question.bits)
     if json:
-        show.result(True, _values(question, way, speeds, estimates))
+        show.result(True, _values(question, speed, speeds, estimates))
     else:
-        show.plan_table(way, estimates, _words(question, way, speeds, estimates))
-
-
-def _option(name: str, work: Any) -> Any:
-    """What an option means; what is wrong with it is a usage error."""
-    try:
-        return work()
-    except SparserlError as error:
-        raise typer.BadParameter(str(error), param_hint=name) from error
+        show.plan_table(speed, estimates, _legend(question, speed, speeds, estimates))
 
 
 def _question(
-    params: float | None, density: float | None, dtype: str, patch: Path | None, given: list[str]
+    params: float | None, density: float | None, dtype: str, patch: Path | None, profile_bits: list[str]
 ) -> Question:
     from ..weights.dtypes import BY_NAME
 
     if dtype not in BY_NAME:
         raise typer.BadParameter(f"{dtype!r} is not among {', '.join(BY_NAME)}", param_hint="--dtype")
-    bits = dict(_bits(text) for text in given)
+    bits = dict(_parse_bits(text) for text in profile_bits)
     width: float = BY_NAME[dtype].width
     if patch is not None:
         stats = open_patch(patch).stats()
-        params, density = params or stats.elements, density or stats.density
+        params = params or stats.elements
+        density = density or stats.density
         width = stats.dense_bytes / max(1, stats.elements)
-        bits = {stats.profile: stats.bits_per_changed} | bits  # a mix of profiles matches none, and says nothing
+        bits = {stats.profile: stats.bits_per_changed} | bits  # a mix of profiles is none of them, and is ignored
     if params is None or density is None:
         raise typer.BadParameter("give both, or a patch to take them from", param_hint="--params, --density / --from")
     if not params < math.inf:
@@ -104,7 +121,7 @@ def _question(
     return Question(params, width, density, bits)
 
 
-def _bits(text: str) -> tuple[str, float]:
+def _parse_bits(text: str) -> tuple[str, float]:
     from ..codec import PROFILES
 
     name, _, number = text.partition("=")
@@ -114,13 +131,14 @@ def _bits(text: str) -> tuple[str, float]:
         value = math.nan
     if name not in PROFILES or not 0 < value < math.inf:
         raise typer.BadParameter(
-            f"{text!r} is not a profile ({', '.join(PROFILES)}), =, and a number of bits", param_hint="--bits"
+            f"{text!r} is not PROFILE=BITS with a profile ({', '.join(PROFILES)}) and a number of bits",
+            param_hint="--bits",
         )
     return name, value
 
 
 def _measured(threads: int) -> Speeds:
-    """Speeds of this machine, measured and kept."""
+    """Speeds of this machine, measured now and kept for later."""
     from ..patch.measuring import measure, work_bytes
 
     with show.progress() as stage:
@@ -128,12 +146,12 @@ def _measured(threads: int) -> Speeds:
     try:
         speeds.save()
     except OSError as error:
-        show.note(f"note: these speeds could not be kept: {error}")
+        show.note(f"note: these speeds could not be saved: {error}")
     return speeds
 
 
 def _values(question: Question, link: Link, speeds: Speeds, estimates: list[Estimate]) -> dict[str, Any]:
-    """All of it for a script. A break-even of null: dense is never faster, or is what the row is about."""
+    """The prediction for scripts. A break-even of null: dense is never faster, or the row is dense itself."""
     from ..plan import best
 
     dense = estimates[0]
@@ -162,15 +180,15 @@ def _values(question: Question, link: Link, speeds: Speeds, estimates: list[Esti
     }
 
 
-def _words(question: Question, link: Link, speeds: Speeds, estimates: list[Estimate]) -> list[str]:
-    """What the symbols of the table mean, and where its figures come from."""
+def _legend(question: Question, link: Link, speeds: Speeds, estimates: list[Estimate]) -> list[str]:
+    """What the columns of the table mean, and where its figures come from."""
     return [
         f"S = {show.size(estimates[0].bytes)}: dense bytes, {question.elements:,.0f} elements × {question.width:g}.",
         f"ρ = {question.density:.4%}: density, the share of the elements whose bits change between two syncs.",
         "X: bytes sent. Dense sends S; a profile sends ρ · elements · bits / 8, and never more than S.",
-        "bits: per changed element, all that is sent for it: its position (index bytes are counted), its value, and",
-        "      its share of headers and checksums. Only the tensor table, which a run sends once, is left out.",
-        "total: the stages one after the other, nothing overlapped. speedup: total of dense over this total.",
+        "bits: sent per changed element: its position (index bytes are counted), its value, and its share of headers",
+        "      and checksums. Only the tensor table, which a run sends once, is left out.",
+        "total: the stages one after the other, without overlap. speedup: total of dense divided by this total.",
         "break-even: the link speed above which sending S takes less time.",
-        f"Link: {link}. Work: {speeds.origin}, bits of bf16 weights unless given.",
+        f"Link: {link}. Speeds: {speeds.origin}. Bits are those of bf16 weights unless given.",
     ]

@@ -1,4 +1,4 @@
-"""`sparserl serve`: the folder of a session, to be followed over HTTP."""
+"""`sparserl serve`: the folder of a run, for subscribers that follow it over HTTP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import typer
 
 from ..errors import StoreError
 from . import show
-from .commands import app, reporting
+from .options import SESSIONS
+from .reporting import reporting
+
+commands = typer.Typer()
 
 _EPILOG = """Examples:
 
@@ -19,31 +22,33 @@ _EPILOG = """Examples:
 
     sparserl serve /data/run --listen 0.0.0.0:8443 --token-file tokens --tls-cert cert.pem --tls-key key.pem
 
-Subscribers then follow http://127.0.0.1:8000 with token=…, as they would follow file:///data/run.
+Subscribers then follow http://127.0.0.1:8000 (with token=… where tokens are required) as they would follow
+file:///data/run.
 """
 
 
-@app.command(epilog=_EPILOG)
+@commands.command(rich_help_panel=SESSIONS, epilog=_EPILOG)
 @reporting
 def serve(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that a publisher writes to.")],
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 is one that is free.")
+        str, typer.Option(metavar="HOST:PORT", help="The address to listen on; port 0 picks a free port.")
     ] = "127.0.0.1:8000",
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Tokens, one per line; who has none of them is refused.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Accepted tokens, one per line; requests without one of them are refused."),
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="A certificate chain, in PEM.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The key of the certificate, in PEM.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate chain, in PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's private key, in PEM.")] = None,
     access_log: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Gets one line per request: method, path, status, bytes."),
+        typer.Option(metavar="FILE", help="Log one line for each request: method, path, status, bytes."),
     ] = None,
 ) -> None:
-    """Serve DIR over HTTP, to read, until Ctrl-C or SIGTERM.
+    """Serve DIR over HTTP, read-only, until Ctrl-C or SIGTERM.
 
-    Everything in it is served but what is hidden and the subscribers' leases. Objects may be cached for ever by
-    whatever stands in between; a subscriber that waits for a new version is answered when it is there.
+    All files are served except hidden ones and the subscribers' leases. Proxies may cache objects for ever. A
+    subscriber that waits for a new version gets its answer as soon as there is one.
     """
     try:
         from ..transport import server
@@ -58,7 +63,7 @@ def serve(
     def started(url: str) -> None:
         show.note(f"serving {folder} at {url}")
         if not tokens and not ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback:
-            show.note("note: whoever reaches this address can read the weights; see --token-file")
+            show.note("note: anyone who can reach this address can read the weights; see --token-file")
 
     tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
     server.serve(folder, listen, tokens=tokens, tls=tls, access_log=access_log, started=started)

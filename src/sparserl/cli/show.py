@@ -1,11 +1,12 @@
-"""What the command line says: results on stdout, progress and errors on stderr.
+"""What the command line prints: results on stdout, progress and errors on stderr.
 
-Names come from patches, stores and checkpoints that others wrote. Whatever is printed goes through `visible`, so that
-nothing in them speaks to the terminal.
+Names in patches, stores and checkpoints may come from an attacker. All text goes through `visible`, so that no control
+character in a name reaches the terminal.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -24,21 +25,23 @@ if TYPE_CHECKING:
 
     from ..patch import Patch, Stats
     from ..plan import Estimate, Link
+    from ..session import SyncReport
     from .checks import Finding
 
-duration, size = humanize.duration, humanize.size
-_PIPE_WIDTH = 240  # of tables that no terminal bounds: names must not be folded
+duration = humanize.duration
+size = humanize.size
+_PIPE_WIDTH = 240  # columns of tables that go to a pipe: names must not be folded
 
 
 def visible(text: str) -> str:
-    """Text with everything that does not show written out: controls, marks of direction, ends of lines."""
+    """Text with invisible characters escaped: controls, marks of direction, ends of lines."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def result(as_json: bool, values: dict[str, Any], *lines: str) -> None:
-    """The outcome of a command: for a script, or line by line for a person."""
+    """Print the outcome of a command: as JSON for scripts, or line by line for people."""
     if as_json:
         typer.echo(json.dumps(values).replace("\x7f", "\\u007f"))
     else:
@@ -47,13 +50,13 @@ def result(as_json: bool, values: dict[str, Any], *lines: str) -> None:
 
 
 def note(text: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     typer.echo(visible("sparserl: " + " ".join(text.splitlines())), err=True)
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """Makes a bar for each stage of the work, named and measured in bytes; silent where stderr is no terminal."""
+    """Makes a named progress bar, in bytes, for each stage of the work; silent unless stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _name, _total: lambda _done: None
         return
@@ -71,7 +74,7 @@ def progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
 
 
 def written(as_json: bool, path: Path, patch: Patch) -> None:
-    """A patch that was just written."""
+    """Print a summary of a patch that was just written."""
     stats = patch.stats()
     values = {"path": str(path), **stats.as_dict()}
     del values["tensors"], values["buckets"]
@@ -88,7 +91,7 @@ def summary(stats: Stats) -> str:
 
 
 def patch_tables(path: Path, stats: Stats, with_tensors: bool) -> None:
-    """A patch as tables: the whole, its buckets, and on demand its tensors."""
+    """Print a patch as tables: an overview, its buckets, and on demand its tensors."""
     console = _console()
     console.print(_overview(path, stats))
     console.print(_buckets(stats))
@@ -96,36 +99,52 @@ def patch_tables(path: Path, stats: Stats, with_tensors: bool) -> None:
         console.print(_tensors(stats))
 
 
-def plan_table(link: Link, estimates: list[Estimate], humanize: list[str]) -> None:
-    """Predicted syncs as a table, the fastest marked, and what its columns mean."""
+def plan_table(link: Link, estimates: list[Estimate], legend: list[str]) -> None:
+    """Print predicted syncs as a table, the fastest marked, and what its columns mean."""
     from ..plan import best
 
-    dense, fastest = estimates[0], best(estimates)
+    dense = estimates[0]
+    fastest = best(estimates)
     table = _table("", ">bits", ">X", ">find+encode", ">send", ">decode+apply", ">total", ">speedup", ">break-even")
-    for e in estimates:
-        stages = (duration(e.encode_s), duration(e.send_s), duration(e.decode_s), duration(e.total_s))
-        ratio, even = f"{dense.total_s / e.total_s:,.1f}x", "" if e.break_even is None else _even(e.break_even)
-        name = e.name + (" ◄" if e is fastest else "")
-        _add(table, name, f"{e.bits_per_change:,.1f}", size(e.bytes), *stages, ratio, even)
+    for estimate in estimates:
+        _add(
+            table,
+            estimate.name + (" ◄" if estimate is fastest else ""),
+            f"{estimate.bits_per_change:,.1f}",
+            size(estimate.bytes),
+            duration(estimate.encode_s),
+            duration(estimate.send_s),
+            duration(estimate.decode_s),
+            duration(estimate.total_s),
+            f"{dense.total_s / estimate.total_s:,.1f}x",
+            _break_even(estimate.break_even),
+        )
     console = _console()
     console.print(table)
     console.print(f"Fastest at {link}: {fastest.name}\n", soft_wrap=True)
-    for line in humanize:
+    for line in legend:
         console.print(line, soft_wrap=True)
 
 
-def findings(several: Sequence[Finding]) -> None:
-    """What a doctor found, as a table."""
+def findings(rows: Sequence[Finding]) -> None:
+    """Print the findings of `sparserl doctor` as a table."""
     table = _table("", "", "", "")
     table.show_header = False
-    for found in several:
-        _add(table, found.topic, found.name, found.state, found.words)
+    for finding in rows:
+        _add(table, finding.topic, finding.name, finding.state, finding.text)
     _console().print(table)
 
 
-def _even(bits_per_second: float) -> str:
+def report_values(report: SyncReport) -> dict[str, Any]:
+    """What a publish or a commit did, for scripts."""
+    return dataclasses.asdict(report) | {"density": report.density}
+
+
+def _break_even(bits_per_second: float | None) -> str:
     from ..plan.cost import bandwidth
 
+    if bits_per_second is None:
+        return ""
     return "never" if bits_per_second == math.inf else bandwidth(bits_per_second)
 
 
@@ -159,24 +178,41 @@ def _overview(path: Path, stats: Stats) -> Table:
 
 def _buckets(stats: Stats) -> Table:
     table = _table("bucket", "dtype", "profile", ">entries", ">dense", ">changed", ">bytes", ">bits/change", "reason")
-    for i, b in enumerate(stats.buckets):
-        cost = f"{8 * b.bytes / b.changed:.3f}" if b.changed else "-"
-        counts = (f"{b.entries:,}", f"{b.dense_entries:,}", f"{b.changed:,}", f"{b.bytes:,}")
-        _add(table, str(i), b.dtype, b.profile, *counts, cost, b.reason)
+    for number, bucket in enumerate(stats.buckets):
+        _add(
+            table,
+            str(number),
+            bucket.dtype,
+            bucket.profile,
+            f"{bucket.entries:,}",
+            f"{bucket.dense_entries:,}",
+            f"{bucket.changed:,}",
+            f"{bucket.bytes:,}",
+            f"{8 * bucket.bytes / bucket.changed:.3f}" if bucket.changed else "-",
+            bucket.reason,
+        )
     return table
 
 
 def _tensors(stats: Stats) -> Table:
     table = _table("tensor", "dtype", ">elements", ">changed", ">density", ">bytes", ">bits/change", ">dense entries")
-    for t in stats.tensors:
-        cost = f"{t.bits_per_changed:.3f}" if t.changed else "-"
-        counts = (f"{t.elements:,}", f"{t.changed:,}", f"{t.density:.4%}", f"{t.bytes:,}")
-        _add(table, t.name, t.dtype, *counts, cost, f"{t.dense_entries:,}")
+    for tensor in stats.tensors:
+        _add(
+            table,
+            tensor.name,
+            tensor.dtype,
+            f"{tensor.elements:,}",
+            f"{tensor.changed:,}",
+            f"{tensor.density:.4%}",
+            f"{tensor.bytes:,}",
+            f"{tensor.bits_per_changed:.3f}" if tensor.changed else "-",
+            f"{tensor.dense_entries:,}",
+        )
     return table
 
 
 def _table(*columns: str) -> Table:
-    """An empty table; columns whose name begins with `>` hold numbers."""
+    """An empty table; columns whose names begin with `>` are aligned to the right."""
     from rich import box
     from rich.table import Table
 
@@ -187,7 +223,7 @@ def _table(*columns: str) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    """A row of text in which brackets are brackets."""
+    """Add a row of plain text, in which brackets are not markup."""
     from rich.text import Text
 
     table.add_row(*(Text(visible(cell)) for cell in cells))

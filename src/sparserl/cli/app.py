@@ -1,0 +1,38 @@
+"""The program: every command, in the order in which `--help` lists them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from . import doctor, follow, fsck, keys, log, patches, plan, publish, report, serve, squash
+
+app = typer.Typer(
+    name="sparserl",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Weights are a .safetensors file or a Hugging Face checkpoint folder.",
+)
+for module in (patches, squash, publish, follow, serve, log, fsck, keys, plan, report, doctor):
+    app.add_typer(module.commands)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        from .. import __version__
+
+        typer.echo(f"sparserl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Move weights by sending only the bits that changed: exact patches between checkpoints."""

@@ -1,0 +1,197 @@
+"""`sparserl follow`: a checkpoint folder that stays at the newest version of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import NotFound, Unavailable
+from . import show
+from .keys import read_trusted_key
+from .options import (
+    SESSIONS,
+    Endpoint,
+    Json,
+    Region,
+    Threads,
+    TokenFile,
+    TrustedKey,
+    Url,
+    duration_option,
+    parse_seconds,
+)
+from .reporting import reporting
+from .stores import open_store
+
+if TYPE_CHECKING:
+    from ..parallel import Progress
+    from ..session import Subscriber, SyncReport
+    from ..targets import FolderTarget
+    from ..transport.stores.base import Store
+    from ..transport.stores.deadline import Deadline
+
+commands = typer.Typer()
+
+_RETRY_SECONDS = 0.5  # between two looks for a first version
+_EPILOG = """Examples:
+
+    sparserl follow s3://bucket/run -o model/ --trusted-key trainer.pub
+
+    sparserl follow https://trainer:8000 -o model/ --once --timeout 10m --token-file token
+
+An inference engine loads model/current.
+"""
+
+
+@commands.command(rich_help_panel=SESSIONS, epilog=_EPILOG)
+@reporting
+def follow(
+    url: Url,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FOLDER", help="Where checkpoints are written; FOLDER/current is the newest."
+        ),
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Stop once the newest version is there.")] = False,
+    trusted_key: TrustedKey = None,
+    token_file: TokenFile = None,
+    run: Annotated[str | None, typer.Option(metavar="ID", help="Follow this run and no other.")] = None,
+    keep: Annotated[int, typer.Option(min=1, help="How many versions to keep in the folder.")] = 2,
+    timeout: Annotated[
+        str | None,
+        duration_option("Stop after this time: 30s, 10m, 2h. With --once: how long to wait for a first version."),
+    ] = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Keep a checkpoint folder at the newest version of a run.
+
+    FOLDER/current is a link to a complete Hugging Face checkpoint at all times, even after a crash: it is moved when
+    the next version is complete and on disk. Each version is reported by one line on stdout (with --json: one object).
+
+    Ctrl-C, SIGTERM and --timeout end the command with exit code 0; a timeout before the first version, with 1.
+    """
+    with _ended_by_signals():
+        from ..targets import folder
+
+        target = folder(output, keep=keep, threads=threads)
+        key = read_trusted_key(trusted_key)
+        with open_store(url, endpoint, region, token_file) as store, contextlib.closing(target):
+            follower = _Follower(store, target, key, run=run, threads=threads, json=json)
+            follower.follow(once, None if timeout is None else parse_seconds(timeout))
+
+
+class _Follower:
+    """A subscriber that reports each version it commits, and shows progress while it fetches the first."""
+
+    def __init__(
+        self, store: Store, target: FolderTarget, key: str | None, *, run: str | None, threads: int | None, json: bool
+    ) -> None:
+        from ..session import Subscriber
+
+        self._target = target
+        self._key = key
+        self._json = json
+        self._advance: Progress | None = None
+        self._subscriber: Subscriber = Subscriber(
+            store, target, trusted_keys=key, run=run, threads=threads, progress=self._progress
+        )
+
+    def follow(self, once: bool, timeout: float | None) -> None:
+        """Fetch the first version, for which a publisher may still have to start, and then those after it."""
+        from ..transport.stores.deadline import within
+
+        try:
+            with within(timeout) as deadline:
+                self._first(deadline, wait=not once or timeout is not None)
+                if once:
+                    return
+                self._subscriber.follow(on_commit=self._report, on_trouble=_note_waiting(), timeout=deadline.left)
+                show.note(self._position())
+        except KeyboardInterrupt:
+            show.note(self._position())
+
+    def _first(self, deadline: Deadline, wait: bool) -> None:
+        """Fetch a first version; with `wait`, until there is one or the deadline has passed."""
+        note = _note_waiting()
+        while True:
+            try:
+                report = self._sync_with_progress()
+                break
+            except (NotFound, Unavailable) as error:
+                if not wait:
+                    raise
+                if not deadline.over:
+                    note(error)
+                    deadline.sleep(_RETRY_SECONDS)
+                if deadline.over:
+                    raise
+        if report is None:
+            show.note(f"already at version {self._subscriber.version}")
+        else:
+            self._report(report)
+
+    def _sync_with_progress(self) -> SyncReport | None:
+        """The first sync, which may have to fetch everything."""
+        from ..session.store import routes
+        from ..session.store.retention import read_head, read_index
+
+        head, _ = read_head(self._subscriber.store, self._key)
+        steps = read_index(self._subscriber.store, head).steps
+        run, _, version = self._target.held() or ("", 0.0, -1)
+        digest = routes.versions(steps).get(version) if run == head.run else None
+        start = None if digest is None else (version, digest)
+        route = routes.route(steps, start, head.version)
+        with show.progress() as stage:
+            self._advance = stage("fetch", sum(step.bytes for step in route))
+            try:
+                return self._subscriber.sync()
+            finally:
+                self._advance = None
+
+    def _progress(self, done: int) -> None:
+        if (advance := self._advance) is not None:
+            advance(done)
+
+    def _report(self, report: SyncReport) -> None:
+        show.result(self._json, show.report_values(report), str(report))
+
+    def _position(self) -> str:
+        version = self._subscriber.version
+        return "stopped before the first version" if version is None else f"stopped at version {version}"
+
+
+def _note_waiting() -> Callable[[Exception], None]:
+    """Notes why we are waiting, once for each reason."""
+    reason = ""
+
+    def note(error: Exception) -> None:
+        nonlocal reason
+        if str(error) != reason:
+            reason = str(error)
+            show.note(f"waiting: {reason}")
+
+    return note
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what is inside, and are not a failure."""
+    with contextlib.ExitStack() as stack:
+        try:
+            previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            stack.callback(signal.signal, signal.SIGTERM, previous)
+        except ValueError:
+            pass  # not on the main thread: the program around us handles signals
+        try:
+            yield
+        except KeyboardInterrupt:
+            show.note("stopped")

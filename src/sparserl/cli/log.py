@@ -1,0 +1,146 @@
+"""`sparserl log`: the versions of a run, and what each of them cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..humanize import age
+from . import show
+from .keys import read_trusted_key
+from .options import SESSIONS, Endpoint, Json, Region, TokenFile, TrustedKey, Url
+from .reporting import reporting
+from .stores import open_store
+
+if TYPE_CHECKING:
+    from ..session.store.records import Head, Run, Step
+
+commands = typer.Typer()
+
+_KINDS = ("anchor", "patch", "squashed")
+_HEADER = ("version", "from", "kind", "changed", "density", "bytes", "bits/change", "profiles", "age")
+_TEXT_COLUMNS = {2, 7}  # of the header: kind and profiles
+
+
+@commands.command(rich_help_panel=SESSIONS, epilog="Example:  sparserl log s3://bucket/run")
+@reporting
+def log(
+    url: Url,
+    trusted_key: TrustedKey = None,
+    token_file: TokenFile = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    json: Json = False,
+) -> None:
+    """List the anchors and patches of a run, newest version last.
+
+    An anchor holds all weights. A patch leads from one version to the next, a squashed patch over several versions.
+    Density is the share of elements that changed; bits/change is what was sent for each changed element.
+    """
+    from ..session.store.retention import read_head, read_index, read_run
+
+    key = read_trusted_key(trusted_key)
+    with open_store(url, endpoint, region, token_file) as store:
+        head, _ = read_head(store, key)
+        run = read_run(store, head)
+        index = read_index(store, head)
+    steps = sorted(index.steps, key=lambda step: (step.version, step.base is not None, -(step.base or 0)))
+    if json:
+        show.result(True, {"url": url, **_values(head, run, steps)})
+    else:
+        show.result(False, {}, *_lines(head, run, steps))
+
+
+def _values(head: Head, run: Run, steps: Sequence[Step]) -> dict[str, Any]:
+    """A run for scripts."""
+    elements = run.table.elements
+    return {
+        "run": head.run,
+        "created": head.created,
+        "version": head.version,
+        "digest": head.digest.hex,
+        "time": head.time,
+        "tensors": len(run.table.specs),
+        "elements": elements,
+        "dense_bytes": run.table.dense_bytes,
+        "files": {name: blob.size for name, blob in run.files.items()},
+        "steps": [_step_values(step, elements) for step in steps],
+        "totals": {kind: {"count": len(group), "bytes": _bytes(group)} for kind, group in _by_kind(steps).items()},
+    }
+
+
+def _lines(head: Head, run: Run, steps: Sequence[Step]) -> Iterator[str]:
+    """A run for people: what it is, a table of its steps, and their total."""
+    now = time.time()
+    elements = run.table.elements
+    yield (
+        f"run {head.run}, begun {age(now - head.created)} ago: {len(run.table.specs):,} tensor(s), "
+        f"{elements:,} elements, {show.size(run.table.dense_bytes)}, {len(run.files)} file(s)"
+    )
+    yield from _columns([_HEADER, *(_row(step, elements, now) for step in steps)])
+    totals = [f"{kind} {len(group)} of {show.size(_bytes(group))}" for kind, group in _by_kind(steps).items() if group]
+    versions = len({step.version for step in steps})
+    yield (f"{versions} version(s), newest {head.version}: {', '.join(totals)}; {show.size(_bytes(steps))} in all")
+
+
+def _by_kind(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    return {kind: [step for step in steps if _kind(step) == kind] for kind in _KINDS}
+
+
+def _bytes(steps: Sequence[Step]) -> int:
+    return sum(step.bytes for step in steps)
+
+
+def _kind(step: Step) -> str:
+    if step.base is None:
+        return "anchor"
+    return "patch" if step.base == step.version - 1 else "squashed"
+
+
+def _bits_per_change(step: Step) -> float | None:
+    """What was sent for each changed element; None for an anchor, which holds no changes."""
+    return 8 * step.bytes / step.changed if step.base is not None and step.changed else None
+
+
+def _step_values(step: Step, elements: int) -> dict[str, Any]:
+    return {
+        "version": step.version,
+        "base": step.base,
+        "kind": _kind(step),
+        "digest": step.digest.hex,
+        "changed": None if step.base is None else step.changed,
+        "density": None if step.base is None else step.changed / max(1, elements),
+        "bytes": step.bytes,
+        "bits_per_changed": _bits_per_change(step),
+        "profiles": list(step.profiles),
+        "time": step.time,
+    }
+
+
+def _row(step: Step, elements: int, now: float) -> tuple[str, ...]:
+    bits = _bits_per_change(step)
+    return (
+        str(step.version),
+        "-" if step.base is None else str(step.base),
+        _kind(step),
+        "-" if step.base is None else f"{step.changed:,}",
+        "-" if step.base is None else f"{step.changed / max(1, elements):.4%}",
+        f"{step.bytes:,}",
+        "-" if bits is None else f"{bits:.2f}",
+        "+".join(step.profiles) or "-",
+        age(now - step.time),
+    )
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows as aligned lines; numbers are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column in _TEXT_COLUMNS else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()

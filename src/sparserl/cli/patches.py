@@ -1,0 +1,235 @@
+"""Commands on patch files: diff, apply, inspect, verify, invert; and the digest of a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import SparserlError, TensorMismatch
+from . import show
+from .options import PATCH_FILES, Base, Json, LinkSpeed, PatchFile, PatchOutput, Profile, Threads
+from .reporting import reporting
+
+if TYPE_CHECKING:
+    from ..patch import Patch
+    from ..sources import Checkpoint
+    from ..weights.digest import Digest
+
+commands = typer.Typer()
+
+
+@commands.command(rich_help_panel=PATCH_FILES, epilog="Example:  sparserl diff step-100/ step-101/ -o 101.patch")
+@reporting
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="The weights that receivers have.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The weights that they are to have.")],
+    output: PatchOutput,
+    profile: Profile = "auto",
+    link: LinkSpeed = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Write the patch that turns OLD into NEW, bit for bit.
+
+    Both must have the same tensors, dtypes and shapes. They need not be split into the same files.
+    """
+    from ..patch import diff as make_patch
+    from ..sources import open_checkpoint
+
+    require_patch_name(output)
+    before = open_checkpoint(old)
+    after = open_checkpoint(new)
+    with show.progress() as stage:
+        advance = stage("compare", before.nbytes)
+        patch = make_patch(before, after, profile=profile, link=link, to=output, threads=threads, progress=advance)
+    show.written(json, output, patch)
+
+
+@commands.command(
+    rich_help_panel=PATCH_FILES,
+    epilog="Examples:  sparserl apply step-100/ 101.patch 102.patch -o step-102/  "
+    "and in place:  sparserl apply model/ 101.patch -o model/",
+)
+@reporting
+def apply(
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="The weights that the first patch applies to.")],
+    patches: Annotated[
+        list[Path], typer.Argument(metavar="PATCH", help="One patch, or several that follow one another.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="OUT", help="The checkpoint to write; it may be BASE itself.")
+    ],
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Apply patches to BASE and write the result, together with the other files of its folder.
+
+    Everything is verified before OUT is touched. OUT is replaced in one step, when the new weights are complete and on
+    disk: whatever happens, it is either the old checkpoint or the new one. Patches that BASE already contains are
+    skipped.
+    """
+    from ..targets import apply_to_checkpoint
+
+    chain = [open_patch(path) for path in patches]
+    with show.progress() as stage:
+        outcome = apply_to_checkpoint(base, chain, output, stage, threads=threads)
+    for name in outcome.unreached:
+        show.note(f"note: {name} is not part of the checkpoint and was copied unchanged")
+    values = {
+        "path": str(output),
+        "digest": outcome.digest.hex,
+        "changed": outcome.changed,
+        "applied": outcome.applied,
+        "already": outcome.already,
+        "unreached": list(outcome.unreached),
+    }
+    summary = f"{outcome.changed:,} changes by {outcome.applied} of {len(chain)} patch(es)"
+    if outcome.already:
+        summary = "already the result, no changes"
+    show.result(json, values, f"{output}: {summary}, digest {outcome.digest}")
+
+
+@commands.command(rich_help_panel=PATCH_FILES, epilog="Example:  sparserl inspect 101.patch --tensors")
+@reporting
+def inspect(
+    patch: PatchFile,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also print one row for each tensor.")] = False,
+    json: Json = False,
+) -> None:
+    """Show what a patch holds: its digests and sizes, and how each bucket is encoded and why."""
+    stats = open_patch(patch).stats()
+    if json:
+        show.result(True, stats.as_dict())
+    else:
+        show.patch_tables(patch, stats, tensors)
+
+
+@commands.command(rich_help_panel=PATCH_FILES, epilog="Example:  sparserl verify model/ 101.patch && echo known")
+@reporting
+def verify(
+    weights: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="The weights to check.")],
+    patch: PatchFile,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Say whether WEIGHTS are the patch's base, its result, or neither (exit code 1)."""
+    from ..sources import open_checkpoint
+
+    opened = open_patch(patch)
+    checkpoint = open_checkpoint(weights)
+    try:
+        digest = _digest_of(opened, checkpoint, threads)
+    except TensorMismatch as error:
+        show.note(str(error))
+        digest = None
+    answer = "result" if digest == opened.result else "base" if digest == opened.base else "neither"
+    values = {
+        "answer": answer,
+        "digest": None if digest is None else digest.hex,
+        "base_digest": opened.base.hex,
+        "result_digest": opened.result.hex,
+    }
+    show.result(json, values, answer)
+    if answer == "neither":
+        raise typer.Exit(1)
+
+
+@commands.command(
+    rich_help_panel=PATCH_FILES, epilog="Example:  sparserl invert 101.patch --base step-100/ -o undo-101.patch"
+)
+@reporting
+def invert(
+    patch: PatchFile,
+    output: PatchOutput,
+    base: Base = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Write the patch that undoes PATCH.
+
+    Without --base this works only for patches of profile ulp. Patches of other profiles do not hold the bits that they
+    overwrite.
+    """
+    require_patch_name(output)
+    opened = open_patch(patch)
+    weights, digest = open_base(opened, base, threads)
+    show.written(json, output, opened.invert(weights, digest=digest, to=output, threads=threads))
+
+
+@commands.command(rich_help_panel=PATCH_FILES, epilog="Example:  sparserl digest model/")
+@reporting
+def digest(
+    weights: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="The weights to read.")],
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Print the digest of WEIGHTS, by which patches recognize their base and their result.
+
+    It depends on names, dtypes, shapes and bits alone, not on how the weights are split into files.
+    """
+    from ..sources import open_checkpoint
+    from ..weights.digest import digest as compute
+
+    checkpoint = open_checkpoint(weights)
+    with show.progress() as stage:
+        value = compute(checkpoint, threads=threads, progress=stage("read", checkpoint.nbytes))
+    values = {
+        "digest": value.hex,
+        "tensors": len(checkpoint),
+        "elements": sum(bits.array.size for bits in checkpoint.values()),
+        "bytes": checkpoint.nbytes,
+    }
+    show.result(json, values, value.hex)
+
+
+def open_patch(path: Path) -> Patch:
+    """A patch file whose checksums have all been verified; errors name the file."""
+    from ..patch import Patch
+
+    try:
+        patch = Patch.open(path)
+        len(patch.contents.heads)
+    except SparserlError as error:
+        raise type(error)(f"{path}: {error}") from error
+    return patch
+
+
+def open_base(patch: Patch, path: Path | None, threads: int | None) -> tuple[Checkpoint | None, Digest | None]:
+    """The weights that --base names, and their digest."""
+    from ..sources import open_checkpoint
+
+    if path is None:
+        return None, None
+    checkpoint = open_checkpoint(path)
+    return checkpoint, _digest_of(patch, checkpoint, threads)
+
+
+def require_patch_name(output: Path) -> None:
+    """Raise `OSError` where writing a patch would replace anything but a patch: the name may be a mistake."""
+    from ..wire.patchfile import MAGIC
+
+    if output.parent.exists() and not output.parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(output.parent))
+    if output.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a folder; a patch is a file", str(output))
+    if output.exists():
+        if not output.is_file():
+            raise FileExistsError(errno.EEXIST, "exists and is not a regular file", str(output))
+        with output.open("rb") as file:
+            if file.read(len(MAGIC)) not in (b"", MAGIC):
+                raise FileExistsError(errno.EEXIST, "exists and is not a patch; choose another name", str(output))
+
+
+def _digest_of(patch: Patch, checkpoint: Checkpoint, threads: int | None) -> Digest:
+    """The digest of weights over the regions that a patch covers."""
+    from ..patch.matching import digest_of
+    from ..weights.local import LocalWeights
+    from ..weights.tensors import tensor_table
+
+    patch.table.require(tensor_table(checkpoint), "the patch", str(checkpoint.path))
+    with show.progress() as stage:
+        weights = LocalWeights.of(checkpoint, patch.table)
+        return digest_of(patch.contents, weights, threads, stage("verify", checkpoint.nbytes))

@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 import sparserl
-from sparserl.cli import app
 from sparserl.cli import checks as doctor
+from sparserl.cli.app import app
 from sparserl.cli.checks import Finding, examine, packages, store, trial, unmet
 from sparserl.errors import StoreError
 from sparserl.transport.stores.folder import FolderStore
@@ -91,12 +91,12 @@ class Sticky(FolderStore):
 
 def test_broken_promises_are_found(tmp_path: Path) -> None:
     """A store that ignores the condition of a write is told from one that honours it, and the trial is removed."""
-    for creates, what in ((False, "created a second time"), (True, "knew only an older one")):
+    for creates, what in ((False, "creates an object that exists already"), (True, "the condition names an older one")):
         careless = Careless(tmp_path / str(creates), creates)
         with pytest.raises(StoreError, match=f"does not honour conditional puts: .*{what}"):
             trial(careless)
         assert list(careless.list("")) == []
-    with pytest.raises(StoreError, match="still there"):
+    with pytest.raises(StoreError, match="still exists"):
         trial(Sticky(tmp_path / "sticky"))
     assert "honoured" in trial(FolderStore(tmp_path / "good"))
 

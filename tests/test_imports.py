@@ -45,14 +45,12 @@ ROWS: tuple[tuple[str, ...], ...] = (
 RANK = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 
 # What is still to be mended: these lists may only become shorter.
-KNOWN_CIRCLES: list[list[str]] = [
-    ["cli.commands", "cli.session"],
-]
+KNOWN_CIRCLES: list[list[str]] = []
 KNOWN_UPWARD: set[tuple[str, str]] = {
     ("session.baseline", "session.store.transfer"),
 }
-KNOWN_LONG: set[str] = {"cli.session"}
-KNOWN_HIDDEN: set[str] = {"cli.doctor", "cli.plan", "cli.report", "cli.serve", "codec.profile"}
+KNOWN_LONG: set[str] = set()
+KNOWN_HIDDEN: set[str] = {"codec.profile"}
 MOST_LINES = 500
 
 # Neither `import sparserl` nor `sparserl --help` needs any of these; a session or a kernel loads its own.

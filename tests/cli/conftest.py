@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_file(root / "2.safetensors", W[2])
     (root / "key.pub").write_text(said("keygen", root / "key"))
     for name in ("0", "1", "2.safetensors"):
-        said("publish", root / name, f"file://{root}/store", "--state", root / "state", "--key", root / "key")
+        said("publish", root / name, f"file://{root}/store", "--state", root / "state", "--signing-key", root / "key")
     return root
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from sparserl.cli import app
+from sparserl.cli.app import app
 from tests.checkpoints import successive_versions
 
 W = successive_versions(3)

@@ -9,7 +9,7 @@ from typing import Any
 import safetensors
 from typer.testing import CliRunner
 
-from sparserl.cli import app
+from sparserl.cli.app import app
 from sparserl.sources import open_checkpoint
 from sparserl.weights.dtypes import Bits
 from tests.checkpoints import equal, successive_versions

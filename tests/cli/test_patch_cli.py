@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import sparserl
 from sparserl import Patch
-from sparserl.cli import app
+from sparserl.cli.app import app
 from sparserl.sources import open_checkpoint
 from sparserl.weights.dtypes import BY_NAME, Bits
 from tests.checkpoints import equal, safetensors_header, tree, write_file
@@ -69,7 +69,7 @@ def test_both_modules_are_the_program(files: Path) -> None:
 def test_torch_is_not_imported(files: Path) -> None:
     """Neither loading the command line nor a diff needs torch."""
     code = (
-        "import sys\nfrom sparserl.cli import app\n"
+        "import sys\nfrom sparserl.cli.app import app\n"
         "app(['diff', '0', '1', '-o', 'p.patch'], standalone_mode=False)\n"
         "assert not {'torch', 'safetensors'} & sys.modules.keys()"
     )
@@ -106,7 +106,7 @@ def test_apply_tells_of_weights_it_does_not_reach(files: Path) -> None:
     write_file(files / "0" / "consolidated.safetensors", W[0])
     result = CliRunner().invoke(app, ["apply", "0", "01.patch", "-o", "out"])
     assert result.exit_code == 0
-    assert "note: consolidated.safetensors is no part of the checkpoint" in result.stderr
+    assert "note: consolidated.safetensors is not part of the checkpoint" in result.stderr
     assert result.stdout.startswith("out: ")
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import sparserl
 from sparserl import Patch
-from sparserl.cli import app
+from sparserl.cli.app import app
 from sparserl.plan.cost import BUILT_IN, Speeds
 from tests.cli.patch_commands import W, run_command
 
@@ -94,7 +94,7 @@ def test_plan_measures_once(measured: None, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
     result = CliRunner().invoke(app, [str(a) for a in PLAN])
     assert result.exit_code == 0
-    assert "these speeds could not be kept" in result.stderr
+    assert "these speeds could not be saved" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_plan_measures_once(measured: None, monkeypatch: pytest.MonkeyPatch) -> 
         (("--params", "0"), "--params"),
         (("--params", "inf"), "--params"),
         (("--dtype", "bf17"), "'bf17' is not among"),
-        (("--bits", "zip=3"), "'zip=3' is not a profile"),
-        (("--bits", "ctx"), "'ctx' is not a profile"),
+        (("--bits", "zip=3"), "'zip=3' is not PROFILE=BITS"),
+        (("--bits", "ctx"), "'ctx' is not PROFILE=BITS"),
         (("--bits", "ctx=-1"), "and a number of bits"),
     ],
 )

@@ -86,12 +86,12 @@ def test_a_round_trip_in_processes_of_their_own(here: Path) -> None:
     public = done.stdout.strip()
     assert (done.returncode, done.stderr) == (0, "")
     for args, says in (
-        (("publish", "0", url, "--key", "mine", "--state", "mystate"), "new run "),
-        (("publish", "1", url, "--key", "mine", "--state", "mystate"), "run "),
-        (("follow", url, "-o", "out", "--once", "--key", public), "version 1: anchor, "),
-        (("publish", "2.safetensors", url, "--key", "mine", "--state", "mystate"), "run "),
-        (("follow", url, "-o", "out", "--once", "--key", public), "version 2: patch, "),
-        (("fsck", url, "--key", public), ""),
+        (("publish", "0", url, "--signing-key", "mine", "--state", "mystate"), "new run "),
+        (("publish", "1", url, "--signing-key", "mine", "--state", "mystate"), "run "),
+        (("follow", url, "-o", "out", "--once", "--trusted-key", public), "version 1: anchor, "),
+        (("publish", "2.safetensors", url, "--signing-key", "mine", "--state", "mystate"), "run "),
+        (("follow", url, "-o", "out", "--once", "--trusted-key", public), "version 2: patch, "),
+        (("fsck", url, "--trusted-key", public), ""),
     ):
         done = program(*args)
         assert (done.returncode, done.stderr) == (0, ""), args
@@ -105,7 +105,7 @@ def test_a_round_trip_in_processes_of_their_own(here: Path) -> None:
 def test_nothing_heavy_is_imported() -> None:
     """Neither loading the commands nor their help needs torch, obstore, cryptography or the session."""
     code = (
-        "import sys\nfrom sparserl.cli import app\n"
+        "import sys\nfrom sparserl.cli.app import app\n"
         "import contextlib, io\n"
         "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): app(['follow', '--help'])\n"
         "assert not {'torch', 'obstore', 'cryptography', 'safetensors'} & sys.modules.keys()"
@@ -135,15 +135,15 @@ def test_publish_leaves_no_run_by_accident(here: Path) -> None:
     before = tree(here / "store" / "runs")
     old = values("log", URL)["run"]
     line = failed("publish", "0", URL)
-    assert f"has run {old}, version 2, and without --state it cannot go on" in line
+    assert f"has run {old} at version 2; to continue it needs --state" in line
     assert "--new-run" in line
-    assert "other is not the state of its publisher" in failed("publish", "0", URL, "--state", "other")
-    assert f"state goes on with run {old}" in failed("publish", "0", URL, "--state", "state", "--new-run")
+    assert "needs the state of its publisher, which other is not" in failed("publish", "0", URL, "--state", "other")
+    assert f"--state state continues run {old}" in failed("publish", "0", URL, "--state", "state", "--new-run")
     assert tree(here / "store" / "runs") == before
     new = values("publish", "0", URL, "--state", "other", "--new-run")
     assert (new["version"], new["new_run"]) == (0, True)
     assert new["run"] != old
-    assert "state is not the state of its publisher" in failed("publish", "1", URL, "--state", "state")
+    assert "needs the state of its publisher, which state is not" in failed("publish", "1", URL, "--state", "state")
     assert values("publish", "1", URL, "--state", "other")["version"] == 1
 
 
@@ -174,12 +174,12 @@ def test_what_cannot_be_published_is_one_line(here: Path) -> None:
         (("0", "ftp://host/path"), "ftp://host/path: "),
         (("0", "http://127.0.0.1:9/run"), "can only be read"),
         (("0", "file://file/below"), "file/below"),
-        (("0", "file://new", "--key", "nowhere"), "nowhere: No such file or directory"),
-        (("0", "file://new", "--key", "nokey"), "nokey: a secret key reads sparserl-secret-"),
-        (("0", "file://new", "--key", "key.pub"), "key.pub: a secret key reads"),
-        (("0", "file://new", "--key", "binary"), "binary does not hold one line of text"),
-        (("0", "file://new", "--key", "long"), "long does not hold one line of text"),
-        (("0", "file://new", "--key", secret), "can be seen by others; give the file"),
+        (("0", "file://new", "--signing-key", "nowhere"), "nowhere: No such file or directory"),
+        (("0", "file://new", "--signing-key", "nokey"), "nokey: a secret key reads sparserl-secret-"),
+        (("0", "file://new", "--signing-key", "key.pub"), "key.pub: a secret key reads"),
+        (("0", "file://new", "--signing-key", "binary"), "binary does not hold one line of text"),
+        (("0", "file://new", "--signing-key", "long"), "long does not hold one line of text"),
+        (("0", "file://new", "--signing-key", secret), "can be seen by others; give the file"),
         (("other.safetensors", URL, "--state", "state"), "tensor(s) differ"),
     ):
         line = failed("publish", *args)
@@ -194,15 +194,15 @@ def test_what_cannot_be_published_is_one_line(here: Path) -> None:
 
 def test_follow_once(here: Path) -> None:
     """From nothing by the anchor, from an earlier version by patches, and not at all where it is the newest."""
-    first = values("follow", URL, "-o", "out", "--once", "--key", "key.pub")
+    first = values("follow", URL, "-o", "out", "--once", "--trusted-key", "key.pub")
     assert (first["version"], first["kind"], first["digest"]) == (2, "anchor", sparserl.digest(W[2]).hex)
     assert same(here / "out", W[2])
     result = invoke("follow", URL, "-o", "out", "--once", "--json")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert "version 2 is held already" in result.stderr
-    said("publish", "0", URL, "--state", "state", "--key", "key")
+    assert "already at version 2" in result.stderr
+    said("publish", "0", URL, "--state", "state", "--signing-key", "key")
     for key in ("key.pub", "key", (here / "key.pub").read_text().strip()):
-        said("follow", URL, "-o", "out", "--once", "--key", key, "--keep", 1)
+        said("follow", URL, "-o", "out", "--once", "--trusted-key", key, "--keep", 1)
     assert same(here / "out", W[0])
     assert len(list((here / "out" / "versions").iterdir())) == 1
 
@@ -217,11 +217,14 @@ def test_what_cannot_be_followed_is_one_line(here: Path) -> None:
     (here / "taken").mkdir()
     write_folder(here / "taken" / "current", W[0])
     for args, says in (
-        ((URL, "--key", other), "signed by another key"),
-        ((URL, "--key", "text"), "text holds no key"),
-        ((URL, "--key", "nowhere"), "nowhere: No such file"),
-        ((URL, "--key", "sparserl-public-12"), "a public key reads sparserl-public-"),
-        (("file://unsigned", "--key", other), "is not signed, and only what a trusted key has signed is accepted"),
+        ((URL, "--trusted-key", other), "signed by another key"),
+        ((URL, "--trusted-key", "text"), "text holds no key"),
+        ((URL, "--trusted-key", "nowhere"), "nowhere: No such file"),
+        ((URL, "--trusted-key", "sparserl-public-12"), "a public key reads sparserl-public-"),
+        (
+            ("file://unsigned", "--trusted-key", other),
+            "is not signed, and only what a trusted key has signed is accepted",
+        ),
         (("file://nowhere",), "there is no head.json"),
         (("store",), "'store' is not a URL"),
         ((URL, "--run", "0" * 16), "only follows run 0000000000000000"),
@@ -326,3 +329,17 @@ def test_a_kill_leaves_a_whole_checkpoint(here: Path) -> None:
     said("follow", URL, "-o", "out", "--once")
     assert same(here / "out", W[1])
     assert list((here / "out" / ".sparserl").iterdir()) == []
+
+
+def test_a_key_is_replaced(here: Path) -> None:
+    """A run continues under a new key that trusts the old one; subscribers that trust both follow it."""
+    new = said("keygen", "new").strip()
+    said("follow", URL, "-o", "out", "--once", "--trusted-key", "key.pub", "--trusted-key", new)
+    run = values("log", URL)["run"]
+    again = ("publish", "0", URL, "--state", "state", "--signing-key", "new")
+    assert "--new-run" in failed(*again)
+    assert values(*again, "--trusted-key", "key.pub")["run"] == run
+    assert "signed by another key" in failed("follow", URL, "-o", "out", "--once", "--trusted-key", "key.pub")
+    said("follow", URL, "-o", "out", "--once", "--trusted-key", "key.pub", "--trusted-key", new)
+    assert same(here / "out", W[0])
+    said("fsck", URL, "--trusted-key", new)

@@ -45,7 +45,7 @@ def served(here: Path) -> Iterator[str]:
 
 def test_over_http(here: Path, served: str) -> None:
     """A store can be followed and looked at with the token, and neither published to nor collected."""
-    said("follow", served, "-o", "out", "--once", "--token-file", "token", "--key", "key.pub")
+    said("follow", served, "-o", "out", "--once", "--token-file", "token", "--trusted-key", "key.pub")
     assert same(here / "out", W[2])
     assert values("log", served, "--token-file", "token")["version"] == 2
     found = values("fsck", served, "--token-file", "token")
@@ -69,7 +69,7 @@ def test_options_that_do_not_fit_the_url(here: Path) -> None:
     assert "is for object storage, not for file://" in usage("log", URL, "--endpoint", "http://localhost:1")
     assert "is for object storage, not for http://" in usage("log", "http://localhost:1", "--region", "x")
     (here / "token").write_text("x")
-    assert "is for http(s), not for file://" in usage("log", URL, "--token-file", "token")
+    assert "is for http(s) stores, not for file://" in usage("log", URL, "--token-file", "token")
 
 
 def test_over_s3(here: Path) -> None:
@@ -89,4 +89,4 @@ def test_over_s3(here: Path) -> None:
         assert ": no fault(s); nothing refers to 1 object(s)" in said("fsck", *where, **env)
         assert said("gc", *where, "--grace", "0s", **env).startswith("1 object(s), ")
         assert "nothing refers to 0 object(s)" in said("fsck", *where, **env)
-        assert "is not there" in failed("log", f"s3://{BUCKET}/other", *where[1:], **env)
+        assert "does not exist" in failed("log", f"s3://{BUCKET}/other", *where[1:], **env)

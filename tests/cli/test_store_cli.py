@@ -43,7 +43,7 @@ def add_squashed() -> None:
 def test_log(here: Path) -> None:
     """All steps with their kind and what they cost, newest last, and totals; the same as JSON."""
     add_squashed()
-    log = values("log", URL, "--key", "key.pub")
+    log = values("log", URL, "--trusted-key", "key.pub")
     assert (log["version"], log["tensors"], log["digest"]) == (2, len(W[0]), sparserl.digest(W[2]).hex)
     steps = log["steps"]
     kinds = [(s["version"], s["base"], s["kind"]) for s in steps]
@@ -72,14 +72,14 @@ def test_log(here: Path) -> None:
     assert totals.startswith("3 version(s), newest 2: anchor 1 of ")
     assert "squashed 1 of " in totals
     assert "there is no head.json" in failed("log", "file://nowhere")
-    assert "signed by another key" in failed("log", URL, "--key", said("keygen", "other").strip())
+    assert "signed by another key" in failed("log", URL, "--trusted-key", said("keygen", "other").strip())
     (here / "store" / HEAD).write_text("{}")
     assert "head.json" in failed("log", URL)
 
 
 def test_fsck_of_a_store_that_is_well(here: Path) -> None:
     """Counts what it read; what nothing refers to is no fault, and leases are not counted."""
-    found = values("fsck", URL, "--key", "key.pub")
+    found = values("fsck", URL, "--trusted-key", "key.pub")
     assert (found["faults"], found["unreferenced"]["objects"]) == ([], 2)
     assert found["objects"] == 3 + len(objects("files")) + len(objects("manifests")) + len(objects("buckets"))
     said("follow", URL, "-o", "out", "--once")
@@ -129,12 +129,12 @@ def test_fsck_finds_every_damage(kind: str, damage: Callable[[Path], None], here
     """Whatever object is altered, cut short, longer or gone: one line that names it, and exit code 1."""
     broken = head_of(kind)
     damage(broken)
-    *faults, total = said("fsck", URL, "--key", "key.pub", code=1).splitlines()
+    *faults, total = said("fsck", URL, "--trusted-key", "key.pub", code=1).splitlines()
     assert len(faults) == 1
     assert total.endswith(": 1 fault(s)")
     named = {"run": "run.json", "head": "head.json"}.get(kind, broken.name)
     assert named in faults[0]
-    found = values("fsck", URL, "--key", "key.pub", code=1)
+    found = values("fsck", URL, "--trusted-key", "key.pub", code=1)
     assert (found["faults"], found["unreferenced"]) == (faults, None)
 
 
@@ -157,7 +157,7 @@ def test_fsck_finds_versions_that_cannot_be_reached(here: Path) -> None:
     store.close()
     faults = values("fsck", URL, code=1)["faults"]
     assert faults == [f"version {v} cannot be reached with what the store has" for v in (1, 2)]
-    assert "is not signed" in values("fsck", URL, "--key", "key.pub", code=1)["faults"][0]
+    assert "is not signed" in values("fsck", URL, "--trusted-key", "key.pub", code=1)["faults"][0]
 
 
 def test_fsck_of_a_store_with_a_late_subscriber(here: Path) -> None:
@@ -199,12 +199,12 @@ def test_gc(here: Path) -> None:
             os.utime(stray_file, (time.time() - age, time.time() - age))
             assert values("gc", URL, "--grace", text)["objects"] == gone
     assert "there is no head.json" in failed("gc", "file://nowhere")
-    assert "is not signed" in failed("gc", URL, "--key", "key.pub")
+    assert "is not signed" in failed("gc", URL, "--trusted-key", "key.pub")
 
 
 def test_gc_deletes_nothing_of_a_store_it_cannot_read(here: Path) -> None:
     """With a manifest gone nobody knows what its buckets were."""
-    said("publish", "0", URL, "--state", "state", "--key", "key")
+    said("publish", "0", URL, "--state", "state", "--signing-key", "key")
     objects("manifests")[0].unlink()
     before = tree(here / "store")
     failed("gc", URL, "--grace", "0")
@@ -240,14 +240,12 @@ def test_help_teaches() -> None:
     for command in COMMANDS:
         assert command in top
         assert f"sparserl {command} " in said(command, "--help").split("Example", 1)[1]
-    assert "where the store has a run already, this must be meant (--new-run)" in " ".join(
-        said("publish", "--help").split()
-    )
+    assert "If the store already has a run, that needs --new-run" in " ".join(said("publish", "--help").split())
 
 
 def test_squash_in_a_store(here: Path) -> None:
     """One more way between two versions, which `log` shows and receivers take; what cannot be done is said."""
-    args = "squash", URL, "--key", "key", "--from", 0, "--to"
+    args = "squash", URL, "--signing-key", "key", "--from", 0, "--to"
     assert "patch 0 → 2" in said(*args, 2)
     assert "squashed" in said("log", URL)
     assert "already" in failed(*args, 2)
@@ -255,6 +253,6 @@ def test_squash_in_a_store(here: Path) -> None:
     assert "secret key is needed" in failed("squash", URL, "--from", 0, "--to", 1)
     assert invoke("squash", URL).exit_code == 2
     assert invoke("squash", "a.patch", "b.patch").exit_code == 2
-    said("fsck", URL, "--key", "key.pub")
-    said("follow", URL, "-o", "out", "--once", "--key", "key.pub")
+    said("fsck", URL, "--trusted-key", "key.pub")
+    said("follow", URL, "-o", "out", "--once", "--trusted-key", "key.pub")
     assert same(here / "out", W[2])

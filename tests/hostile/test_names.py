@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import sparserl
-from sparserl.cli import app, show
+from sparserl.cli import show
+from sparserl.cli.app import app
 
 NAME = "w\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.\u2066\u2028\r\n\x7f\x85x"
 SEEN = r"w\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.\u2066\u2028\r\n\x7f\x85x"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sparserl.cli import app
+from sparserl.cli.app import app
 from sparserl.humanize import short_size
 from sparserl.patch.measuring import synthetic
 from sparserl.record import Recorder, Recording

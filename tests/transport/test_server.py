@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import sparserl
-from sparserl.cli import app
+from sparserl.cli.app import app
 from sparserl.errors import NotFound, StoreError
 from sparserl.transport import open_store
 from tests.transport.served import ENV, ask, same, serving, step, weights
@@ -199,7 +199,7 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path, monkeypatch: pytest.M
         there = _serve(tmp_path, ".", "--listen", f"127.0.0.1:{port}")
         assert (there.returncode, there.stdout, there.stderr.count("\n")) == (1, "", 1), there.stderr
     assert CliRunner().invoke(app, ["serve", ".", "--tls-cert", "bad"]).exit_code == 2
-    code = "import sys\nsys.modules['uvicorn'] = None\nfrom sparserl.cli import app\napp(['serve', '.'])"
+    code = "import sys\nsys.modules['uvicorn'] = None\nfrom sparserl.cli.app import app\napp(['serve', '.'])"
     done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=False)
     assert (done.returncode, "pip install 'sparserl[serve]'" in done.stderr) == (1, True)
 

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import NotFound, Unavailable
 from . import show
-from .keys import read_trusted_key
+from .keys import read_trusted_keys
 from .options import (
     SESSIONS,
     Endpoint,
@@ -20,7 +20,7 @@ from .options import (
     Region,
     Threads,
     TokenFile,
-    TrustedKey,
+    TrustedKeys,
     Url,
     duration_option,
     parse_seconds,
@@ -59,7 +59,7 @@ def follow(
         ),
     ],
     once: Annotated[bool, typer.Option("--once", help="Stop once the newest version is there.")] = False,
-    trusted_key: TrustedKey = None,
+    trusted_key: TrustedKeys = None,
     token_file: TokenFile = None,
     run: Annotated[str | None, typer.Option(metavar="ID", help="Follow this run and no other.")] = None,
     keep: Annotated[int, typer.Option(min=1, help="How many versions to keep in the folder.")] = 2,
@@ -83,9 +83,9 @@ def follow(
         from ..targets import folder
 
         target = folder(output, keep=keep, threads=threads)
-        key = read_trusted_key(trusted_key)
+        keys = read_trusted_keys(trusted_key)
         with open_store(url, endpoint, region, token_file) as store, contextlib.closing(target):
-            follower = _Follower(store, target, key, run=run, threads=threads, json=json)
+            follower = _Follower(store, target, keys, run=run, threads=threads, json=json)
             follower.follow(once, None if timeout is None else parse_seconds(timeout))
 
 
@@ -93,16 +93,23 @@ class _Follower:
     """A subscriber that reports each version it commits, and shows progress while it fetches the first."""
 
     def __init__(
-        self, store: Store, target: FolderTarget, key: str | None, *, run: str | None, threads: int | None, json: bool
+        self,
+        store: Store,
+        target: FolderTarget,
+        keys: list[str] | None,
+        *,
+        run: str | None,
+        threads: int | None,
+        json: bool,
     ) -> None:
         from ..session import Subscriber
 
         self._target = target
-        self._key = key
+        self._keys = keys
         self._json = json
         self._advance: Progress | None = None
         self._subscriber: Subscriber = Subscriber(
-            store, target, trusted_keys=key, run=run, threads=threads, progress=self._progress
+            store, target, trusted_keys=keys, run=run, threads=threads, progress=self._progress
         )
 
     def follow(self, once: bool, timeout: float | None) -> None:
@@ -144,7 +151,7 @@ class _Follower:
         from ..session.store import routes
         from ..session.store.retention import read_head, read_index
 
-        head, _ = read_head(self._subscriber.store, self._key)
+        head, _ = read_head(self._subscriber.store, self._keys)
         steps = read_index(self._subscriber.store, head).steps
         run, _, version = self._target.held() or ("", 0.0, -1)
         digest = routes.versions(steps).get(version) if run == head.run else None

@@ -9,14 +9,14 @@ import typer
 
 from ..errors import FormatError, SessionError, StoreError
 from . import show
-from .keys import read_trusted_key
+from .keys import read_trusted_keys
 from .options import (
     SESSIONS,
     Endpoint,
     Json,
     Region,
     TokenFile,
-    TrustedKey,
+    TrustedKeys,
     Url,
     duration_option,
     parse_seconds,
@@ -35,7 +35,7 @@ commands = typer.Typer()
 @reporting
 def fsck(
     url: Url,
-    trusted_key: TrustedKey = None,
+    trusted_key: TrustedKeys = None,
     token_file: TokenFile = None,
     endpoint: Endpoint = None,
     region: Region = None,
@@ -48,15 +48,15 @@ def fsck(
     """
     from ..session.store.retention import faults
 
-    key = read_trusted_key(trusted_key)
+    keys = read_trusted_keys(trusted_key)
     with open_store(url, endpoint, region, token_file) as store, show.progress() as stage:
-        counted = _CountedStore(store, stage("read", _stored_bytes(store, key)))
+        counted = _CountedStore(store, stage("read", _stored_bytes(store, keys)))
         problems: list[str] = []
         try:
-            problems.extend(faults(cast("Store", counted), key))
-        except SessionError as error:  # a head that the trusted key has not signed
+            problems.extend(faults(cast("Store", counted), keys))
+        except SessionError as error:  # a head that no trusted key has signed
             problems.append(str(error))
-        unreferenced = None if problems else _unreferenced(store, key)
+        unreferenced = None if problems else _unreferenced(store, keys)
     values = {
         "url": url,
         "faults": problems,
@@ -92,24 +92,24 @@ class _CountedStore:
         return stored
 
 
-def _stored_bytes(store: Store, key: str | None) -> int:
+def _stored_bytes(store: Store, keys: list[str] | None) -> int:
     """Bytes of all anchors and patches; 0 where the store is too broken to tell."""
     from ..session.store.retention import read_head, read_index
 
     with contextlib.suppress(StoreError, FormatError, SessionError):
-        head, _ = read_head(store, key)
+        head, _ = read_head(store, keys)
         return sum(step.bytes for step in read_index(store, head).steps)
     return 0
 
 
-def _unreferenced(store: Store, key: str | None) -> list[int] | None:
+def _unreferenced(store: Store, keys: list[str] | None) -> list[int] | None:
     """Sizes of the objects that nothing refers to, leases apart; None where the store cannot list its objects."""
     from ..session.store.retention import needed, read_head
 
     if not store.writable:
         return None
     listing = list(store.list("runs/"))  # before the head is read: what a publisher adds meanwhile must not count
-    head, _ = read_head(store, key)
+    head, _ = read_head(store, keys)
     keep = needed(store, head)
     return [item.size for item in listing if item.name not in keep and "/leases/" not in item.name]
 
@@ -123,7 +123,7 @@ def gc(
         duration_option("Spare objects younger than this: 10m, 2h, 1d. It must be longer than a publish takes."),
     ] = "1d",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
-    trusted_key: TrustedKey = None,
+    trusted_key: TrustedKeys = None,
     endpoint: Endpoint = None,
     region: Region = None,
     json: Json = False,
@@ -134,11 +134,11 @@ def gc(
     """
     from ..session.store.retention import collect, read_head
 
-    key = read_trusted_key(trusted_key)
+    keys = read_trusted_keys(trusted_key)
     with open_store(url, endpoint, region) as store:
         if not store.writable:
             raise StoreError(f"{url} can only be read")
-        read_head(store, key)
+        read_head(store, keys)
         sizes = {item.name: item.size for item in store.list("runs/")}
         names = collect(store, parse_seconds(grace), dry=dry_run)
     freed = sum(sizes.get(name, 0) for name in names)

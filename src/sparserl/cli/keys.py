@@ -60,11 +60,16 @@ def read_signing_key(path: Path | None) -> str | None:
     return text
 
 
-def read_trusted_key(key: str | None) -> str | None:
-    """The public key that --trusted-key names: the key itself, a file with it, or a file with its secret key."""
+def read_trusted_keys(keys: list[str] | None) -> list[str] | None:
+    """The public keys that --trusted-key names; None where it is not given."""
+    return [_public_key(key) for key in keys] if keys else None
+
+
+def _public_key(key: str) -> str:
+    """A public key: as it is, from a file with it, or from a file with its secret key."""
     from ..session.store import signing
 
-    if key is None or key.startswith("sparserl-public-"):
+    if key.startswith("sparserl-public-"):
         return key
     text = read_secret(Path(key))
     if text.startswith("sparserl-secret-"):

@@ -10,8 +10,8 @@ import typer
 
 from ..humanize import age
 from . import show
-from .keys import read_trusted_key
-from .options import SESSIONS, Endpoint, Json, Region, TokenFile, TrustedKey, Url
+from .keys import read_trusted_keys
+from .options import SESSIONS, Endpoint, Json, Region, TokenFile, TrustedKeys, Url
 from .reporting import reporting
 from .stores import open_store
 
@@ -29,7 +29,7 @@ _TEXT_COLUMNS = {2, 7}  # of the header: kind and profiles
 @reporting
 def log(
     url: Url,
-    trusted_key: TrustedKey = None,
+    trusted_key: TrustedKeys = None,
     token_file: TokenFile = None,
     endpoint: Endpoint = None,
     region: Region = None,
@@ -42,9 +42,9 @@ def log(
     """
     from ..session.store.retention import read_head, read_index, read_run
 
-    key = read_trusted_key(trusted_key)
+    keys = read_trusted_keys(trusted_key)
     with open_store(url, endpoint, region, token_file) as store:
-        head, _ = read_head(store, key)
+        head, _ = read_head(store, keys)
         run = read_run(store, head)
         index = read_index(store, head)
     steps = sorted(index.steps, key=lambda step: (step.version, step.base is not None, -(step.base or 0)))

@@ -96,11 +96,12 @@ Region = Annotated[str | None, typer.Option(metavar="NAME", help="Region of the 
 TokenFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A file with the access token of an http(s) store.")
 ]
-TrustedKey = Annotated[
-    str | None,
+TrustedKeys = Annotated[
+    list[str] | None,
     typer.Option(
         "--trusted-key",
         metavar="KEY|FILE",
-        help="The publisher's public key, or a file that holds it. Anything it has not signed is refused.",
+        help="The publisher's public key, or a file that holds it; repeat it to trust several. Anything that none of "
+        "them has signed is refused.",
     ),
 ]

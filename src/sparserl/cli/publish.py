@@ -9,7 +9,7 @@ import typer
 
 from ..errors import NotFound, SessionError
 from . import show
-from .keys import read_signing_key
+from .keys import read_signing_key, read_trusted_keys
 from .options import SESSIONS, Endpoint, Json, LinkSpeed, Profile, Region, Threads, Url
 from .reporting import reporting
 from .stores import open_store
@@ -37,6 +37,13 @@ def publish(
     url: Url,
     signing_key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file with the secret key to sign with; keygen makes one.")
+    ] = None,
+    trusted_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY|FILE",
+            help="Another public key that may have signed the run so far: the old one, when you replace a key.",
+        ),
     ] = None,
     state: Annotated[
         Path | None,
@@ -71,6 +78,7 @@ def publish(
             store,
             weights,
             signing_key=secret,
+            trusted_keys=read_trusted_keys(trusted_key),
             files=checkpoint if checkpoint.is_dir() else None,
             state=state,
             profile=profile,
@@ -102,8 +110,8 @@ def _require_intent(publisher: Publisher, store: Store, state: Path | None, new_
     except NotFound:
         return
     if not new_run:
-        reason = "needs --state" if state is None else f"needs the state of its publisher, which {state} is not"
+        needs = "--state" if state is None else f"the state of its publisher, which {state} is not"
         raise SessionError(
-            f"{store.url} has run {head.run} at version {head.version}; to continue it {reason}. "
+            f"{store.url} has run {head.run} at version {head.version}; to continue it needs {needs}. "
             "With --new-run a new run begins, and subscribers fetch all weights again"
         )

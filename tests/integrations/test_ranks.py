@@ -135,7 +135,7 @@ def test_staged_ahead(tmp_path):
         version = it.train(1)
         before = it.live()
         it.all(lambda s: s.ahead())
-        assert {s._staged.held.version for s in it.subscribers} == {version}
+        assert {s._staged.run_version.version for s in it.subscribers} == {version}
         assert all(torch.equal(a[n], b[n]) for a, b in zip(before, it.live(), strict=True) for n in a)
         assert {report.version for report in it.all(lambda s: s.hold(version))} == {version}
         it.require_exact()

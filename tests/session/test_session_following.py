@@ -40,7 +40,7 @@ def test_retention_and_leases(url):
     assert sum(s.base is None for s in steps) == 1
     assert {s.base for s in steps if s.base is not None} >= set(range(30)), "the lease of version 0 spares all patches"
     patches = [s for s in steps if s.base is not None]
-    assert len(routes.route(patches, (0, slow._held.digest), 30)) == 30
+    assert len(routes.route(patches, (0, slow._current.digest), 30)) == 30
     publisher._maintenance._options = replace(publisher._maintenance._options, lease=0.0)
     for _ in range(10):
         policy.step()

@@ -16,8 +16,8 @@ import torch
 
 from ..errors import ChecksumMismatch, NotFound, SessionError, SparserlError, Unavailable
 from ..session import Subscriber, SyncReport
-from ..session.receiver import Staged
-from ..session.store.subscriber import View
+from ..session.receiver import StagedVersion
+from ..session.store.subscriber import StoreSnapshot
 from ..targets.engine import LiveTarget, PreparedLive
 from ..weights.digest import Digest, table_digest
 from ..weights.shards import Place, require_whole
@@ -30,7 +30,7 @@ Gather = Callable[[Any], list[Any]]
 class _Unattached(SessionError):
     """What the engine holds must be found out by all ranks at once."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: StoreSnapshot) -> None:
         super().__init__("what the engine holds is not known")
         self.view = view
 
@@ -45,14 +45,14 @@ class EngineSubscriber(Subscriber):
         super().__init__(url, target, **options)
         self._live, self._rank, self._gather = target, rank, gather
         self._now = Digest()  # of what all ranks hold
-        self._seen: View | None = None
+        self._seen: StoreSnapshot | None = None
 
     def meet(self) -> None:
         """On all ranks at once: see what the store has; where it is not known, find out by its bits what is held."""
 
         def look() -> tuple[bool, str]:
             try:
-                self._seen = self._look()
+                self._seen = self._read_store()
             except _Unattached as found:
                 self._seen = found.view
                 return True, self._seen.run.run
@@ -64,13 +64,13 @@ class EngineSubscriber(Subscriber):
         if len({run for _, run in said}) != 1:
             raise SessionError("another run has begun just now, which not all ranks have seen; try again")
         if any(unknown for unknown, _ in said):
-            super()._attach(view)
-            self._view, self._newest = view, view.head
+            super()._identify(view)
+            self._snapshot, self._newest_head = view, view.head
 
     def hold(self, version: int | None = None) -> SyncReport | None:
         """On all ranks at once: commit a version, the newest if none is given; None if it is held already."""
         self.meet()
-        view = self._view
+        view = self._snapshot
         assert view is not None
         wanted = self._gather(view.head.version if version is None else version)[0]
         moves = self._together(lambda: self._moved_by(wanted))
@@ -78,35 +78,35 @@ class EngineSubscriber(Subscriber):
         if staged is None:
             return None
         known = [move for move in moves if move is not None]
-        if known and sum(known, self._now) != staged.held.digest:
+        if known and sum(known, self._now) != staged.run_version.digest:
             self.discard()
-            self._doubt = True
+            self._is_uncertain = True
             raise ChecksumMismatch(f"version {wanted} does not lead to its digest on these ranks; nothing was written")
         return self.commit()
 
     def ahead(self) -> None:
         """On one rank, whenever it likes: get the newest version ready, if it is known what is held."""
-        if self._newest is None or self._doubt:
+        if self._newest_head is None or self._is_uncertain:
             return
         try:
-            view = self._look()
-            if self._staged is None or self._staged.held.version != view.head.version:
+            view = self._read_store()
+            if self._staged is None or self._staged.run_version.version != view.head.version:
                 self.stage()
         except (_Unattached, NotFound, Unavailable):
             return  # all ranks will meet, or the store will be back
         except SparserlError:
-            self._doubt = True  # it will be tried again when all ranks meet, and then be said
+            self._is_uncertain = True  # it will be tried again when all ranks meet, and then be said
 
     def wait(self, seconds: float) -> None:
         """Wait for a new version, for so long."""
-        self._await(seconds)
+        self._wait_for_change(seconds)
 
     def audit(self) -> None:
         """On all ranks at once: read all bits and compare them with the digest of the version that is held."""
-        if self._held is None or self._table is None:
+        if self._current is None or self._table is None:
             raise SessionError("nothing is held yet")
-        if self._bits(self._table) != self._held.digest:
-            version, self._held, self._doubt = self._held.version, None, True
+        if self._digest_targets(self._table) != self._current.digest:
+            version, self._current, self._is_uncertain = self._current.version, None, True
             raise ChecksumMismatch(
                 f"the engine should hold version {version}, but its bits are others: something else wrote to them. "
                 "The next commit starts from an anchor"
@@ -115,7 +115,7 @@ class EngineSubscriber(Subscriber):
     def _moved_by(self, version: int) -> Digest | None:
         """Have a version staged, unless it is held. How it moves the digest, where this rank does not have all."""
         staged = self._staged
-        if staged is None or (staged.held.run, staged.held.version) != (self._run_seen, version):
+        if staged is None or (staged.run_version.run, staged.run_version.version) != (self._run_seen, version):
             self.stage(version)
             staged = self._staged
         if staged is None:
@@ -126,12 +126,12 @@ class EngineSubscriber(Subscriber):
 
     @property
     def _run_seen(self) -> str | None:
-        return None if self._view is None else self._view.run.run
+        return None if self._snapshot is None else self._snapshot.run.run
 
-    def _attach(self, view: View) -> None:
+    def _identify(self, view: StoreSnapshot) -> None:
         raise _Unattached(view)
 
-    def _bits(self, table: TensorTable) -> Digest | None:
+    def _digest_targets(self, table: TensorTable) -> Digest | None:
         """What all ranks hold together, by their bits; None where ranks that should hold the same do not."""
 
         def read() -> dict[Place, Digest]:
@@ -146,12 +146,12 @@ class EngineSubscriber(Subscriber):
         require_whole(table, [[*first]])
         self._live.own([place for place, (rank, _) in first.items() if rank == self._rank])
         self._now = sum((found for _, found in first.values()), table_digest(table))
-        self._table, self._doubt = table, False
+        self._table, self._is_uncertain = table, False
         return self._now if alike else None
 
-    def _commit(self, staged: Staged) -> None:
+    def _commit(self, staged: StagedVersion) -> None:
         """Commit on all ranks, or on none."""
-        before, self._held = self._held, None
+        before, self._current = self._current, None
         self._staged = None
         undo: list[Callable[[], None]] = []
         try:
@@ -159,9 +159,9 @@ class EngineSubscriber(Subscriber):
         except BaseException as error:  # also where a rank is gone, and cannot say what it did
             for back in undo:
                 back()
-            self._taken_back(staged, before, error)
+            self._restore(staged, before, error)
             raise
-        self._held, self._now = staged.held, staged.held.digest
+        self._current, self._now = staged.run_version, staged.run_version.digest
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         """What all ranks made of some work; if it failed on any, all raise."""

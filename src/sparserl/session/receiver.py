@@ -24,7 +24,7 @@ Targets = Target | Weights | Sequence[Target | Weights]
 
 
 @dataclass(frozen=True)
-class Held:
+class RunVersion:
     """A version of a run."""
 
     run: str
@@ -34,10 +34,10 @@ class Held:
 
 
 @dataclass
-class Staged:
+class StagedVersion:
     """A version that is ready to be committed."""
 
-    held: Held
+    run_version: RunVersion
     prepared: list[Prepared]
     report: SyncReport
 
@@ -63,26 +63,33 @@ class Receiver(ABC):
         self._commits = 0
         self._callbacks = Callbacks(callbacks)
         self._table: TensorTable | None = None
-        self._held: Held | None = None
-        self._staged: Staged | None = None
-        self._doubt = False  # whether the targets may hold other bits than those of the version held
+        self._current: RunVersion | None = None  # what the targets hold
+        self._staged: StagedVersion | None = None
+        self._is_uncertain = False  # whether the targets may hold other bits than those of the current version
         self._turn = threading.RLock()  # of the thread whose call is at work
 
     @property
     def version(self) -> int | None:
-        """The version that is held; None before the first commit."""
-        return None if self._held is None else self._held.version
+        """The version that the targets hold; None before the first commit."""
+        return None if self._current is None else self._current.version
 
     @property
     def run(self) -> str | None:
-        """The run it belongs to."""
-        return None if self._held is None else self._held.run
+        """The run that the version belongs to; None before the first commit."""
+        return None if self._current is None else self._current.run
 
     def commit(self) -> SyncReport:
-        """Make the staged version the one that is held: in O(changed), all targets or none.
+        """Make the staged version the one that the targets hold: all of them, or none.
 
-        If a target fails, those before it are taken back, and `CommitFailed` says what happened. An interrupt (Ctrl-C)
-        is raised before anything is written, or when all targets have the version.
+        It takes time in proportion to what changed. An interrupt (Ctrl-C) is raised before anything is written, or
+        when all targets have the version.
+
+        Returns:
+            What was committed; its `seconds["commit"]` is how long the targets were paused.
+
+        Raises:
+            CommitFailed: A target failed; those before it were taken back, and all hold what they held before.
+            SessionError: Nothing is staged.
         """
         with self._turn:
             with self._callbacks.failures("commit"):
@@ -106,24 +113,29 @@ class Receiver(ABC):
                 if self._hooks.after is not None:
                     self._hooks.after()
             finally:
-                if self._held == staged.held:
-                    self._settle(staged)
+                if self._current == staged.run_version:
+                    self._finish(staged)
         audit_every = self._hooks.audit_every
         if audit_every is not None and self._commits % audit_every == 0:
             self.audit()
         return staged.report
 
     def audit(self) -> None:
-        """Read all bits of every target and compare them with the digest of the version that is held."""
+        """Read all bits of every target and compare them with the digest of the version that they should hold.
+
+        Raises:
+            ChecksumMismatch: A target has other bits: something else wrote to it. The next sync starts from an anchor.
+            SessionError: No version was committed yet.
+        """
         with self._turn:
-            if self._held is None or self._table is None:
-                raise SessionError("nothing is held yet")
+            if self._current is None or self._table is None:
+                raise SessionError("nothing was committed yet; there is nothing to audit")
             for target in self.targets:
                 weights = target.attach(self._table)
                 bits = None if weights is None else digest(weights, threads=self.threads)
-                if bits != self._held.digest:
-                    version = self._held.version
-                    self._held = None
+                if bits != self._current.digest:
+                    version = self._current.version
+                    self._current = None
                     raise ChecksumMismatch(
                         f"a target should hold version {version}, but its bits are others: something else wrote to it. "
                         "The next sync starts from an anchor"
@@ -146,37 +158,38 @@ class Receiver(ABC):
         return await asyncio.to_thread(self.commit)
 
     async def follow_async(self, **options: Any) -> None:
-        """`follow` on a thread; when the task is cancelled it ends with the version it is at."""
-        ended = False
-        theirs = options.pop("stop", None)
+        """`follow` on a thread, with its options; when the task is cancelled it ends with the version it is at."""
+        is_cancelled = False
+        caller_stop = options.pop("stop", None)
 
         def stop() -> bool:
-            return ended or (theirs is not None and theirs())
+            return is_cancelled or (caller_stop is not None and caller_stop())
 
         try:
             await asyncio.to_thread(self.follow, stop=stop, **options)
         finally:
-            ended = True
+            is_cancelled = True
 
-    def _bits(self, table: TensorTable) -> Digest | None:
-        """What all targets hold, by their bits; None if they differ, or hold nothing."""
-        found = set()
+    def _digest_targets(self, table: TensorTable) -> Digest | None:
+        """The digest of what all targets hold; None if they differ, or hold nothing."""
+        digests = set()
         for target in self.targets:
             weights = target.attach(table)
-            found.add(None if weights is None else digest(weights, threads=self.threads))
-        self._table, self._doubt = table, False
-        return found.pop() if len(found) == 1 else None
+            digests.add(None if weights is None else digest(weights, threads=self.threads))
+        self._table = table
+        self._is_uncertain = False
+        return digests.pop() if len(digests) == 1 else None
 
     def prepare(self, change: Change) -> list[Prepared]:
         """Get every target ready, or none."""
-        prepared: list[Prepared] = []
+        every: list[Prepared] = []
         try:
-            prepared.extend(target.prepare(change) for target in self.targets)
+            every.extend(target.prepare(change) for target in self.targets)
         except BaseException:
-            for one in prepared:
-                one.discard()
+            for prepared in every:
+                prepared.discard()
             raise
-        return prepared
+        return every
 
     def _require_free_locks(self) -> None:
         """A commit takes the locks of its targets on a thread of its own, which would wait for its caller for ever."""
@@ -188,37 +201,39 @@ class Receiver(ABC):
                     "to the subscriber: before=lock.acquire, after=lock.release"
                 )
 
-    def _commit(self, staged: Staged) -> None:
+    def _commit(self, staged: StagedVersion) -> None:
         """Commit every target, or none; an interrupt comes before that or after it."""
         uninterrupted(lambda: self._commit_targets(staged))
 
-    def _commit_targets(self, staged: Staged) -> None:
-        """Commit every target, or take back those that were; in between, nothing is said to be held."""
-        done: list[Callable[[], None]] = []
-        before = self._held
-        self._held = None
+    def _commit_targets(self, staged: StagedVersion) -> None:
+        """Commit every target, or take back those that were; in between, no version is current."""
+        undos: list[Callable[[], None]] = []
+        previous = self._current
+        self._current = None
         self._staged = None
         try:
             for prepared in staged.prepared:
-                done.append(prepared.commit())  # noqa: PERF401  # what was done must be known when the next one fails
-            self._held = staged.held
+                undos.append(prepared.commit())  # noqa: PERF401  # what was done must be known when the next one fails
+            self._current = staged.run_version
         except BaseException as error:
-            for undo in reversed(done):
+            for undo in reversed(undos):
                 undo()
-            for prepared in staged.prepared[len(done) :]:
+            for prepared in staged.prepared[len(undos) :]:
                 prepared.discard()
-            self._taken_back(staged, before, error)
+            self._restore(staged, previous, error)
             raise
 
-    def _taken_back(self, staged: Staged, before: Held | None, error: BaseException) -> None:
-        """After a commit that failed and was undone: what is held, in doubt now; whoever asked for it is told."""
-        self._held, self._doubt = before, True
+    def _restore(self, staged: StagedVersion, previous: RunVersion | None, error: BaseException) -> None:
+        """After a commit that was undone: the previous version is current, but its bits must be looked at again."""
+        self._current = previous
+        self._is_uncertain = True
         if isinstance(error, SparserlError | OSError | MemoryError):
             raise CommitFailed(
-                f"version {staged.held.version} was not committed, and nothing has changed: {error}"
+                f"version {staged.run_version.version} was not committed, and nothing has changed: {error}"
             ) from error
 
-    def _settle(self, staged: Staged) -> None:
+    def _finish(self, staged: StagedVersion) -> None:
+        """A version is committed."""
         for prepared in staged.prepared:
             prepared.finish()
         self._commits += 1

@@ -16,13 +16,13 @@ from ...weights.digest import Digest
 from ...wire import encoded_table
 from ..callbacks import Callback
 from ..options import require_timeout
-from ..receiver import Held, Staged, Targets
+from ..receiver import RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from ..store import routes, transfer
 from ..store.records import Step
 from ..store.side_files import StoredFiles
 from ..store.signing import PublicKeys
-from ..store.subscriber import Subscriber, View
+from ..store.subscriber import StoreSnapshot, Subscriber
 from . import rounds
 from .incoming import Arrival
 from .rounds import Course, Leg, Note, Round, Share
@@ -102,7 +102,7 @@ class Relay(Subscriber):
         )
         self._line = Line(process_group, timeout, device)
         self._round: Round | None = None  # the one whose version is staged
-        self._everywhere: Held | None = None  # what every rank has committed
+        self._everywhere: RunVersion | None = None  # what every rank has committed
 
     def stage(self, version: int | None = None) -> SyncReport | None:
         """Get a version ready on all ranks while the weights are in use.
@@ -122,7 +122,7 @@ class Relay(Subscriber):
             self.discard()
             self._line.require()
             with watch.stage("plan"):
-                view, held = self._wanted(version)
+                view, held = self._choose_version(version)
             return None if held == self._everywhere else self._hand_on(view, held, watch)
 
     def commit(self) -> SyncReport:
@@ -133,7 +133,7 @@ class Relay(Subscriber):
             assert round is not None
             if failed := rounds.committed(round, self._line.others):
                 raise SessionError(f"version {report.version} was not committed everywhere: {failed}")
-            self._everywhere = self._held
+            self._everywhere = self._current
             return report
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Relay(Subscriber):
             self._line.close()
             super().close()
 
-    def _hand_on(self, view: View, held: Held, watch: Watch) -> SyncReport:
+    def _hand_on(self, view: StoreSnapshot, held: RunVersion, watch: Watch) -> SyncReport:
         line, run, before = self._line, view.run, self._line.traffic
         self._everywhere = None
         round = rounds.open_round(line, (line.rank,), run.run, run.created, run.table)
@@ -158,7 +158,7 @@ class Relay(Subscriber):
                 patches = [transfer.receive(self.store, run.run, run.table, step, self._progress) for step in steps]
                 files = self._files(view) if steps and steps[0].base is None else {}
         except BaseException as error:
-            self._view = None  # what was planned with may have gone meanwhile
+            self._snapshot = None  # what was planned with may have gone meanwhile
             rounds.call_off(round, error)
             raise
         course = _course(held, steps, patches, line.rank).with_files(files, line.rank)
@@ -193,27 +193,27 @@ class Relay(Subscriber):
                 rounds.judge(round, line.others, stage)
         except BaseException:
             arrival.stop()
-            self._doubt = self._doubt or arrival.failure is not None
+            self._is_uncertain = self._is_uncertain or arrival.failure is not None
             raise
         report = rounds.report(course, run.table, line.traffic - before, watch.seconds)
-        self._staged, self._round = Staged(held, arrival.prepared, report), round
+        self._staged, self._round = StagedVersion(held, arrival.prepared, report), round
         round.tell("verdict", {})
         return report
 
-    def _arrival(self, course: Course, view: View) -> Arrival:
+    def _arrival(self, course: Course, view: StoreSnapshot) -> Arrival:
         """The part of this rank: what it sends is staged here as it is elsewhere."""
-        have = course.digest if not self.targets else None if self._held is None else self._held.digest
+        have = course.digest if not self.targets else None if self._current is None else self._current.digest
         return Arrival(self, course, view.run.table, encoded_table(view.run.table).hash, have)
 
-    def _way(self, view: View, wanted: Held, hellos: dict[int, Note]) -> list[Step]:
+    def _way(self, view: StoreSnapshot, wanted: RunVersion, hellos: dict[int, Note]) -> list[Step]:
         """The steps that bring all ranks to a version: from the oldest one held if all are on its way, or an anchor."""
         if failed := rounds.failures(hellos):
             raise SessionError(f"not every rank can take part: {failed}")
         holders = {None if note["digest"] is None else Digest.from_hex(note["digest"]) for note in hellos.values()}
         limits = [frozenset(note["profiles"]) for note in hellos.values() if note["profiles"] is not None]
         if self.targets:
-            same_run = self._held is not None and self._held.run == wanted.run
-            holders.add(self._held.digest if same_run and self._held is not None else None)
+            same_run = self._current is not None and self._current.run == wanted.run
+            holders.add(self._current.digest if same_run and self._current is not None else None)
             limits += [target.profiles for target in self.targets if target.profiles is not None]
         if holders == {wanted.digest}:
             return []
@@ -226,11 +226,11 @@ class Relay(Subscriber):
                     return steps
         return routes.route(view.index.steps, None, wanted.version, profiles)
 
-    def _files(self, view: View) -> dict[str, bytes]:
+    def _files(self, view: StoreSnapshot) -> dict[str, bytes]:
         return dict(StoredFiles(self.store, view.run))
 
 
-def _course(held: Held, steps: Sequence[Step], patches: Sequence[Patch], rank: int) -> Course:
+def _course(held: RunVersion, steps: Sequence[Step], patches: Sequence[Patch], rank: int) -> Course:
     legs = []
     for step, patch in zip(steps, patches, strict=True):
         first = len(patch.contents.bucket(0)) if patch.buckets else 0

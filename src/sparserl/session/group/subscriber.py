@@ -14,7 +14,7 @@ from ...transport.groups.line import TIMEOUT, CalledOff, Line
 from ...weights.digest import Digest
 from ..callbacks import Callback
 from ..options import CommitHooks, require_timeout, require_writers
-from ..receiver import Held, Receiver, Staged, Targets
+from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import rounds
 from .incoming import Arrival
@@ -99,10 +99,10 @@ class GroupSubscriber(Receiver):
             return self._commit_round()
 
     def _commit_round(self) -> SyncReport:
-        round, self._doubt = self._round, True  # until it is through, only the bits tell what the targets hold
+        round, self._is_uncertain = self._round, True  # until it is through, only the bits tell what the targets hold
         try:
             report = super().commit()
-            self._at, self._doubt = None if self._held is None else self._held.digest, False
+            self._at, self._is_uncertain = None if self._current is None else self._current.digest, False
             assert round is not None
             self._done(round, {})
         except BaseException as error:
@@ -205,7 +205,7 @@ class GroupSubscriber(Receiver):
         """Say what is held, and hear what will come; None if the round was called off."""
         try:
             with watch.stage("attach"):
-                self._attach(round)
+                self._identify(round)
         except BaseException as error:
             round.tell("hello", rounds.told(error))
             raise
@@ -216,16 +216,16 @@ class GroupSubscriber(Receiver):
             heard = rounds.hear_course(round, self._lead)
         return None if "off" in heard else Course.of_note(heard)
 
-    def _attach(self, round: Round) -> None:
+    def _identify(self, round: Round) -> None:
         """Find out what the targets hold, by their bits, where that is not known."""
         if round.opened["writers"] != self._writers:
             raise SessionError(f"the writers are {round.opened['writers']} there and {self._writers} here")
         if bytes.fromhex(round.opened["table"]) != self._hash:
             table, hash = rounds.table_of(round)
-            self._at, self._hash = self._bits(table), hash
-        elif self._doubt or self._held is None:
+            self._at, self._hash = self._digest_targets(table), hash
+        elif self._is_uncertain or self._current is None:
             assert self._table is not None
-            self._at = self._bits(self._table)
+            self._at = self._digest_targets(self._table)
 
     def _receive(self, round: Round, course: Course, watch: Watch) -> SyncReport | None:
         """Stage what comes while more of it comes. None if the round was called off."""
@@ -257,15 +257,15 @@ class GroupSubscriber(Receiver):
         if "off" in verdict:
             arrival.stop()
             if arrival.failure is not None:
-                self._doubt = True  # where something else wrote to a target, its bits tell
+                self._is_uncertain = True  # where something else wrote to a target, its bits tell
                 raise arrival.failure
             return None
         assert self._table is not None
-        held = Held(course.run, course.created, course.version, course.digest)
+        held = RunVersion(course.run, course.created, course.version, course.digest)
         report = rounds.report(course, self._table, line.traffic - before, watch.seconds)
         changed = max((p.changed for p in arrival.prepared), default=0)
         report = replace(report, kind=arrival.kind, changed=changed)
-        self._staged, self._round = Staged(held, arrival.prepared, report), round
+        self._staged, self._round = StagedVersion(held, arrival.prepared, report), round
         return report
 
     def _commit_or_discard(self) -> SyncReport:

@@ -1,4 +1,4 @@
-"""The rollout's side: follow a run, and hold one of its versions, bit for bit.
+"""The rollout's side: a subscriber follows a run, and holds one of its versions, bit for bit.
 
 head ──► route (patches, squashed patches, anchor + patches) ──► fetch ──► verify ──► decode ──► staged
 staged ──► commit, all targets or none
@@ -23,7 +23,7 @@ from ...transport.stores.opening import open_store
 from ...weights.digest import Digest
 from ..callbacks import Callback
 from ..options import CommitHooks, require_callable
-from ..receiver import Held, Receiver, Staged, Targets
+from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
 from .records import HEAD, Head, Index, Lease, Run, Step, checked_clock, lease_name, path, run_id
@@ -36,8 +36,8 @@ _REPLANS = 4  # times that a route is planned anew because objects of it went aw
 
 
 @dataclass(frozen=True)
-class View:
-    """What the store has: the head, and what it leads to."""
+class StoreSnapshot:
+    """What the store has at a time: the head, and what it leads to."""
 
     head: Head
     tag: str
@@ -118,10 +118,10 @@ class Subscriber(Receiver):
         self.store = open_store(url, token=token) if isinstance(url, str) else url
         self._callbacks.hear_retries(self.store)
         self._name = lease if self.store.writable else None
-        self._view: View | None = None
-        self._told: Held | None = None
-        self._told_at = 0.0
-        self._newest: Head | None = None  # of all heads seen: nothing older is believed
+        self._snapshot: StoreSnapshot | None = None
+        self._leased: RunVersion | None = None  # the version in the lease
+        self._leased_at = 0.0
+        self._newest_head: Head | None = None  # of all heads seen: nothing older is accepted
 
     def stage(self, version: int | None = None) -> SyncReport | None:
         """Get a version ready while the weights are in use: it is fetched, verified and decoded.
@@ -140,37 +140,38 @@ class Subscriber(Receiver):
             StoreError: The store cannot be reached, or has no run yet.
         """
         with self._turn, self._callbacks.failures("stage"):
-            return self._stage_newest(version)
+            return self._stage_with_retries(version)
 
-    def _stage_newest(self, version: int | None) -> SyncReport | None:
+    def _stage_with_retries(self, version: int | None) -> SyncReport | None:
         self.discard()
         watch = Watch()
         for attempt in range(_REPLANS):
             with watch.stage("plan"):
-                view, held = self._wanted(version)
-                if held == self._held:
-                    self._tell()
+                snapshot, goal = self._choose_version(version)
+                if goal == self._current:
+                    self._renew_lease()
                     return None
-                steps = self._route(view, held)
+                steps = self._route(snapshot, goal)
             try:
-                return self._stage(view, held, steps, watch)
-            except (WrongBase, InvalidField):  # where something else wrote to a target, its bits tell
-                self._doubt = True
+                return self._stage(snapshot, goal, steps, watch)
+            except (WrongBase, InvalidField):  # perhaps something else wrote to a target: its bits tell
+                self._is_uncertain = True
                 raise
             except NotFound:  # what was planned with went away meanwhile: plan anew
                 if attempt + 1 == _REPLANS:
                     raise
-                self._view = None
+                self._snapshot = None
         raise AssertionError("unreachable")
 
-    def _wanted(self, version: int | None) -> tuple[View, Held]:
+    def _choose_version(self, version: int | None) -> tuple[StoreSnapshot, RunVersion]:
         """What the store has, and the version of it to go to: the newest, or a given one."""
-        view = self._look()
-        wanted = view.head.version if version is None else version
-        digests = routes.versions(view.index.steps)
-        if wanted not in digests:
-            raise NotRetained(f"version {wanted} is not in the store; it has {_span(digests)}")
-        return view, Held(view.head.run, view.head.created, wanted, digests[wanted])
+        snapshot = self._read_store()
+        head = snapshot.head
+        number = head.version if version is None else version
+        digests = routes.versions(snapshot.index.steps)
+        if number not in digests:
+            raise NotRetained(f"version {number} is not in the store; it has {_span(digests)}")
+        return snapshot, RunVersion(head.run, head.created, number, digests[number])
 
     def sync(self, version: int | None = None) -> SyncReport | None:
         """Stage a version and commit it.
@@ -231,7 +232,7 @@ class Subscriber(Receiver):
                 if once or deadline.over:
                     return
                 with within(stop=stop):
-                    self._await(min(30.0 if stop is None else 1.0, deadline.left))
+                    self._wait_for_change(min(30.0 if stop is None else 1.0, deadline.left))
 
     def close(self) -> None:
         """Forget what is staged, and let go of targets and store."""
@@ -255,33 +256,35 @@ class Subscriber(Receiver):
         """`sync` on a thread."""
         return await asyncio.to_thread(self.sync, version)
 
-    # -- what the store says -------------------------------------------------------------------------------------------
+    # -- what the store has --------------------------------------------------------------------------------------------
 
-    def _look(self) -> View:
+    def _read_store(self) -> StoreSnapshot:
         """Read the head, and what it leads to if it moved."""
         head, tag = read_head(self.store, self._trusted_keys)
-        before = self._view
-        if before is not None and head == before.head:
-            if self._doubt:
-                self._attach(before)
-            return before
+        last = self._snapshot
+        if last is not None and head == last.head:
+            if self._is_uncertain:
+                self._identify(last)
+            return last
         self._require_newer(head)
-        run = before.run if before is not None and before.run.run == head.run else read_run(self.store, head)
+        run = last.run if last is not None and last.run.run == head.run else read_run(self.store, head)
         if run.run != head.run or run.created != head.created:
             raise Untrusted(f"the head is of run {head.run}, what it points to of run {run.run}")
-        view = View(head, tag, run, read_index(self.store, head))
-        if routes.versions(view.index.steps).get(head.version) != head.digest:
+        snapshot = StoreSnapshot(head, tag, run, read_index(self.store, head))
+        if routes.versions(snapshot.index.steps).get(head.version) != head.digest:
             raise InvalidField(f"the head says version {head.version}, {head.digest}; no step of its index leads there")
-        if self._newest is None or self._newest.run != head.run or self._doubt:
-            self._attach(view)
-        self._view, self._newest = view, head
-        return view
+        if self._newest_head is None or self._newest_head.run != head.run or self._is_uncertain:
+            self._identify(snapshot)
+        self._snapshot = snapshot
+        self._newest_head = head
+        return snapshot
 
     def _require_newer(self, head: Head) -> None:
+        """Refuse the head of another run than the pinned one, and heads older than what was seen."""
         if self._pinned_run is not None and head.run != self._pinned_run:
             raise Untrusted(f"the store has run {head.run}, this subscriber only follows run {self._pinned_run}")
-        seen = [found for target in self.targets if (found := target.held()) is not None]
-        if (last := self._newest) is not None:
+        seen = [place for target in self.targets if (place := target.held()) is not None]
+        if (last := self._newest_head) is not None:
             seen.append((last.run, last.created, last.version))
         for run, created, version in seen:
             if head.run == run and head.version < version:
@@ -289,77 +292,92 @@ class Subscriber(Receiver):
             if self._trusted_keys is not None and head.run != run and head.created <= created:
                 raise Untrusted(f"the store was rolled back: run {head.run} is older than run {run}, which was seen")
 
-    def _attach(self, view: View) -> None:
-        """Find out which version of this run the targets hold, by their bits."""
-        bits, self._held = self._bits(view.run.table), None
-        if bits is not None:
-            at = [v for v, d in routes.versions(view.index.steps).items() if d == bits]
-            if at:
-                self._held = Held(view.run.run, view.run.created, max(at), bits)
+    def _identify(self, snapshot: StoreSnapshot) -> None:
+        """Find out which version of the run the targets hold, by their bits."""
+        run = snapshot.run
+        bits = self._digest_targets(run.table)
+        self._current = None
+        if bits is None:
+            return
+        versions = [version for version, digest in routes.versions(snapshot.index.steps).items() if digest == bits]
+        if versions:
+            self._current = RunVersion(run.run, run.created, max(versions), bits)
 
-    def _route(self, view: View, wanted: Held) -> list[Step]:
-        held = self._held
-        have = (held.version, held.digest) if held is not None and held.run == wanted.run else None
+    def _route(self, snapshot: StoreSnapshot, goal: RunVersion) -> list[Step]:
+        """The steps that lead from the current version to another."""
+        current = self._current
+        start = (current.version, current.digest) if current is not None and current.run == goal.run else None
         limits = [target.profiles for target in self.targets if target.profiles is not None]
-        return routes.route(view.index.steps, have, wanted.version, frozenset.intersection(*limits) if limits else None)
+        profiles = frozenset.intersection(*limits) if limits else None
+        return routes.route(snapshot.index.steps, start, goal.version, profiles)
 
     # -- staging and committing ----------------------------------------------------------------------------------------
 
-    def _stage(self, view: View, held: Held, steps: list[Step], watch: Watch) -> SyncReport:
-        run, table = view.run, view.run.table
+    def _stage(self, snapshot: StoreSnapshot, goal: RunVersion, steps: list[Step], watch: Watch) -> SyncReport:
+        run = snapshot.run
         with watch.stage("fetch"):
-            patches = [transfer.receive(self.store, run.run, table, step, self._progress) for step in steps]
+            patches = [transfer.receive(self.store, run.run, run.table, step, self._progress) for step in steps]
         fresh = None
         files: Mapping[str, bytes] | None = None
         if steps and steps[0].base is None:
             with watch.stage("build"):
-                fresh = transfer.built(table, patches, held.digest, self.threads)
+                fresh = transfer.built(run.table, patches, goal.digest, self.threads)
             if any(target.keeps_files for target in self.targets):
                 files = StoredFiles(self.store, run)
             patches = []
-        change = Change(run.run, run.created, held.version, held.digest, patches, fresh, files)
+        change = Change(run.run, run.created, goal.version, goal.digest, patches, fresh, files)
         with watch.stage("stage"):
             prepared = self.prepare(change)
-        size = sum(step.bytes for step in steps)
-        kind = "anchor" if fresh is not None else "patch" if steps else "none"
-        changed = max((p.changed for p in prepared), default=0)
-        ends = run.run, held.version, held.digest.hex
-        behind = self._behind(view)
-        report = SyncReport(*ends, kind, changed, table.elements, size, table.dense_bytes, watch.seconds, behind=behind)
-        self._staged = Staged(held, prepared, report)
+        report = SyncReport(
+            run=run.run,
+            version=goal.version,
+            digest=goal.digest.hex,
+            kind="anchor" if fresh is not None else "patch" if steps else "none",
+            changed=max((target.changed for target in prepared), default=0),
+            elements=run.table.elements,
+            bytes=sum(step.bytes for step in steps),
+            dense_bytes=run.table.dense_bytes,
+            seconds=watch.seconds,
+            behind=self._versions_behind(snapshot),
+        )
+        self._staged = StagedVersion(goal, prepared, report)
         return report
 
-    def _behind(self, view: View) -> int | None:
-        held = self._held
-        return view.head.version - held.version if held is not None and held.run == view.head.run else None
+    def _versions_behind(self, snapshot: StoreSnapshot) -> int | None:
+        """How many versions the targets are behind the newest one; None if they hold none of the run."""
+        current = self._current
+        head = snapshot.head
+        return head.version - current.version if current is not None and current.run == head.run else None
 
-    def _settle(self, staged: Staged) -> None:
-        super()._settle(staged)
-        self._tell()
+    def _finish(self, staged: StagedVersion) -> None:
+        super()._finish(staged)
+        self._renew_lease()
 
-    def _tell(self) -> None:
-        """Leave a note in the store of what is held; that it could not be left is no reason to fail."""
-        if self._name is None or self._held is None:
+    def _renew_lease(self) -> None:
+        """Write down in the store which version is held; that it could not be written is no reason to fail."""
+        current = self._current
+        if self._name is None or current is None:
             return
-        if self._told == self._held and time.monotonic() - self._told_at < _RENEW:
+        if self._leased == current and time.monotonic() - self._leased_at < _RENEW:
             return
-        self._told, self._told_at = self._held, time.monotonic()
+        self._leased = current
+        self._leased_at = time.monotonic()
         try:
-            lease = Lease(self._name, self._held.version, self._clock())
-            self.store.put(path(self._held.run, "leases", self._name), lease.to_bytes())
+            lease = Lease(self._name, current.version, self._clock())
+            self.store.put(path(current.run, "leases", self._name), lease.to_bytes())
         except (StoreError, SessionError):
             return
 
-    def _await(self, seconds: float) -> None:
-        """Wait for another head."""
+    def _wait_for_change(self, seconds: float) -> None:
+        """Wait for another head, for so long."""
         try:
-            self.store.changed(HEAD, None if self._view is None else self._view.tag, seconds)
+            self.store.changed(HEAD, None if self._snapshot is None else self._snapshot.tag, seconds)
         except StoreError:
             current().sleep(1.0)
 
 
 def _host() -> str:
-    """The name of this machine, as far as it can be part of a lease's name."""
+    """The name of this machine, with nothing in it that the name of a lease cannot have."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:60].lstrip("._-") or "host"
 
 

@@ -472,7 +472,7 @@ def small() -> dict[str, Any]:
     """Small patches through the library: coded where the weights are, or on the CPU, whatever their number."""
     import sparserl
     from sparserl.patch import gpu_apply as device_apply
-    from sparserl.patch import gpu_compare as device_diff
+    from sparserl.patch import gpu_compare
 
     torch.manual_seed(4)
     never, always = 0, 1 << 62
@@ -485,7 +485,7 @@ def small() -> dict[str, Any]:
         row: dict[str, Any] = {"changes": 1 << exponent}
         sides = {"w": old.view(torch.bfloat16)}, {"w": new.view(torch.bfloat16)}
         for name, few in (("GPU ms", never), ("CPU ms", always)):
-            device_diff.FEW_CHANGES = few
+            gpu_compare.FEW_CHANGES = few
             work = lambda: sparserl.diff(*sides, profile="ulp", base_digest=digest)  # noqa: B023, E731
             work()
             row[name] = round(_by_the_host(work), 2)
@@ -498,7 +498,7 @@ def small() -> dict[str, Any]:
         plain.append(row)
     for exponent in range(16, 28, 2):
         a, b = (t[: 1 << (exponent - 1)].clone() for t in synthetic(max(2 << 20, 1 << exponent), 0.006, 2))
-        device_diff.FEW_CHANGES = never
+        gpu_compare.FEW_CHANGES = never
         sides = {"w": a.view(torch.bfloat16)}, {"w": b.view(torch.bfloat16)}
         patches = [sparserl.diff(*pair, profile="ctx") for pair in (sides, sides[::-1])]
         weights, row = {"w": a.clone().view(torch.bfloat16)}, {"bytes": 1 << exponent}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +26,60 @@ from .cost import Chooser
 from .routing import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
 
 BUCKET_COVER_BYTES = 256 << 20
-ENOUGH_COVER_BYTES, ENOUGH_CHANGES = 128 << 20, 1 << 17  # with both, a larger bucket would save less than 1%
+ENOUGH_COVER_BYTES = 128 << 20  # with so many bytes of weights and ...
+ENOUGH_CHANGES = 1 << 17  # ... more changes than this, a larger bucket would save less than 1%
+GPU_COVER_BYTES = 1 << 30  # four times what a CPU makes, since each bucket takes the host a while
+_GPU_BUCKETS = 8  # at least: a receiver without a GPU decodes them on threads
 CHUNK_LOG = 16
 _TILE_CHANGES = 2048  # a tile holds about this many changes, enough to keep the directory small
+
+
+class Capacity(NamedTuple):
+    """How much goes into one bucket, by the weights it covers, its changes, and its estimated payload.
+
+    Attributes:
+        cover_bytes: Bytes of weights that a bucket may cover while it has few changes.
+        enough_cover_bytes: Bytes that it may cover once it has many.
+    """
+
+    cover_bytes: int
+    enough_cover_bytes: int
+
+    @classmethod
+    def of_cpu(cls) -> Capacity:
+        """Buckets that the CPU encodes."""
+        return cls(BUCKET_COVER_BYTES, ENOUGH_COVER_BYTES)
+
+    @classmethod
+    def of_gpu(cls, nbytes: int) -> Capacity:
+        """Buckets that a GPU encodes, of so many bytes of weights in all."""
+        return cls(GPU_COVER_BYTES, min(GPU_COVER_BYTES, max(ENOUGH_COVER_BYTES, nbytes // _GPU_BUCKETS)))
+
+    def holds(self, covered: int, changes: int, payload: float) -> bool:
+        """Whether a bucket may cover so many bytes of weights, with so many changes and bytes of payload."""
+        most = self.enough_cover_bytes if changes > ENOUGH_CHANGES else self.cover_bytes
+        return covered <= most and changes <= BUCKET_CHANGES and payload <= BUCKET_PAYLOAD_BYTES
+
+
+def cut_runs(covered: Counts, changes: Counts, payload: npt.NDArray[np.float64], capacity: Capacity) -> Iterator[slice]:
+    """Runs that make a bucket each, in order; one that is too large for any makes one alone.
+
+    Args:
+        covered: Bytes of weights of each run.
+        changes: Changes of each run.
+        payload: Estimated bytes of each run.
+        capacity: How much goes into a bucket.
+    """
+    begin = 0
+    total = (0, 0, 0.0)
+    for i, run in enumerate(zip(covered.tolist(), changes.tolist(), payload.tolist(), strict=True)):
+        joined = (total[0] + run[0], total[1] + run[1], total[2] + run[2])
+        if i > begin and not capacity.holds(*joined):
+            yield slice(begin, i)
+            begin = i
+            joined = run
+        total = joined
+    yield slice(begin, changes.size)
 
 
 class Draft:
@@ -79,8 +131,7 @@ class Draft:
         covered = self.covered + part.covered * part.dtype.width
         count = self.count + part.total
         payload = self.payload() + sum(d.bits.nbytes for d in part.dense) + min(part.cost.values(), default=0.0) / 8
-        most = ENOUGH_COVER_BYTES if count > ENOUGH_CHANGES else BUCKET_COVER_BYTES
-        return covered <= most and count <= BUCKET_CHANGES and payload <= BUCKET_PAYLOAD_BYTES
+        return Capacity.of_cpu().holds(covered, count, payload)
 
 
 def cut(parts: Iterable[Changes | Draft]) -> Iterator[Draft]:

@@ -9,7 +9,7 @@ import pytest
 
 from sparserl.kernels import gpu
 from sparserl.patch import gpu_apply as device_apply
-from sparserl.patch import gpu_compare as device_diff
+from sparserl.patch import gpu_compare, gpu_encode
 from sparserl.plan import buckets
 from sparserl.weights import memory
 from sparserl.weights.dtypes import BY_NAME, Bits
@@ -40,10 +40,10 @@ def pretend(monkeypatch):
     if not CUDA:
         monkeypatch.setattr(memory, "is_on_gpu", lambda _: True)
         monkeypatch.setattr(gpu.changes.Blocks, "empty", poisoned)
-    monkeypatch.setattr(device_diff, "FEW_CHANGES", 0)
+    monkeypatch.setattr(gpu_compare, "FEW_CHANGES", 0)
     monkeypatch.setattr(device_apply, "FEW_BYTES", 0)
     monkeypatch.setattr(device_apply, "FEW_CHANGES", 0)
-    monkeypatch.setattr(device_diff, "decide", always)
+    monkeypatch.setattr(gpu_encode, "decide", always)
     monkeypatch.setattr(buckets, "choose", always)
 
 

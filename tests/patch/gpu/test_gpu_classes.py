@@ -8,8 +8,7 @@ import pytest
 import sparserl
 from sparserl import codec
 from sparserl.kernels import cpu, gpu
-from sparserl.patch import capture
-from sparserl.patch import gpu_compare as device_diff
+from sparserl.patch import capture, gpu_changes, gpu_compare, gpu_encode
 from sparserl.weights import memory
 from sparserl.weights import on_gpu as device
 from sparserl.weights.dtypes import BY_NAME, Bits
@@ -79,7 +78,7 @@ def test_tables_are_kept():
 @needs_gpu
 def test_classes_that_do_not_pay(monkeypatch):
     """Where telling elements apart saves nothing, `ctx` becomes `ulp`."""
-    monkeypatch.setattr(device_diff, "decide", lambda *_: (None, 0.0))
+    monkeypatch.setattr(gpu_encode, "decide", lambda *_: (None, 0.0))
     old, new = two_versions("bfloat16", {"w": (9000,)})
     patch, weights = sparserl.diff(on_gpu(old), on_gpu(new), profile="ctx"), on_gpu(old)
     assert profiles_of(patch) == {"ulp"}
@@ -92,13 +91,13 @@ def test_classes_that_do_not_pay(monkeypatch):
 def test_compacted_only_where_it_is_needed(profile, monkeypatch):
     """A patch has the same bytes whether its changes were compacted too, for other profiles, or not."""
     old, new = map(on_gpu, two_versions("bfloat16", {"w": (9000,)}))
-    compacted, made = device_diff._Compared.compacted, []
-    monkeypatch.setattr(device_diff._Compared, "compacted", lambda self: made.append(1) or compacted(self))
+    compacted, made = gpu_changes.ComparedRuns.compacted, []
+    monkeypatch.setattr(gpu_changes.ComparedRuns, "compacted", lambda self: made.append(1) or compacted(self))
     patch = sparserl.diff(old, new, profile=profile)
     assert not made
     assert capture(old, new, profile=profile).encode().to_bytes() == patch.to_bytes()
     assert made
-    monkeypatch.setattr(device_diff._Draft, "settled", False)
+    monkeypatch.setattr(gpu_encode.GpuDraft, "settled", False)
     assert sparserl.diff(old, new, profile=profile).to_bytes() == patch.to_bytes()
     assert len(made) == 2
 
@@ -129,7 +128,7 @@ def test_classes_are_chosen(monkeypatch):
     monkeypatch.undo()
     if not CUDA:
         monkeypatch.setattr(memory, "is_on_gpu", lambda _: True)
-    monkeypatch.setattr(device_diff, "FEW_CHANGES", 0)
+    monkeypatch.setattr(gpu_compare, "FEW_CHANGES", 0)
     monkeypatch.setattr("sparserl.plan.classes._TABLE_BITS", 0)  # there are few changes to pay for tables
     rng = np.random.default_rng(0)
     value = rng.normal(0, 0.02, 30000).astype(np.float32)

@@ -11,9 +11,8 @@ import sparserl
 from sparserl import codec, errors
 from sparserl.codec.coders import CODERS, Zstd
 from sparserl.kernels import gpu
-from sparserl.patch import Patch, stage_all
+from sparserl.patch import Patch, gpu_encode, stage_all
 from sparserl.patch import gpu_apply as device_apply
-from sparserl.patch import gpu_compare as device_diff
 from sparserl.patch.contents import BucketList, Contents, Ends
 from sparserl.plan import buckets
 from sparserl.weights.local import LocalWeights
@@ -164,7 +163,7 @@ def test_chunks_are_found(profile, monkeypatch):
 def test_streams_of_several_chunks(profile, monkeypatch):
     """They are decoded on the device, whoever cut them."""
     monkeypatch.setattr(buckets, "CHUNK_LOG", 8)
-    monkeypatch.setattr(device_diff, "CHUNK_LOG", 8)
+    monkeypatch.setattr(gpu_encode, "CHUNK_LOG", 8)
     monkeypatch.setattr(gpu.cells, "_SPAN", 100)
     old, new = two_versions("bfloat16", {"w": (9000,)}, changes=270)
     for f in (on_host, on_gpu):

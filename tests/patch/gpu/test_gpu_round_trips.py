@@ -7,9 +7,9 @@ import pytest
 
 import sparserl
 from sparserl import Part, Region, Shards, errors
-from sparserl.patch import Patch, capture
+from sparserl.patch import Patch, capture, gpu_compare, gpu_encode
 from sparserl.patch import gpu_apply as device_apply
-from sparserl.patch import gpu_compare as device_diff
+from sparserl.plan import buckets
 from sparserl.weights import gpu_copies
 from sparserl.weights import on_gpu as device
 from sparserl.weights.dtypes import BY_NAME, Bits
@@ -147,9 +147,9 @@ def test_squashed_and_inverted():
 @needs_gpu
 def test_few_changes_are_left_to_the_cpu(monkeypatch, nothing_leaves_the_gpu):
     """Below the crossover nothing is coded on the device, and still no weights leave it."""
-    monkeypatch.setattr(device_diff, "FEW_CHANGES", 1 << 30)
-    monkeypatch.setattr(device_diff, "_FEW_FOR_CTX", 1 << 30)
-    monkeypatch.setattr(device_diff, "_encode", None)
+    monkeypatch.setattr(gpu_compare, "FEW_CHANGES", 1 << 30)
+    monkeypatch.setattr(gpu_compare, "_FEW_FOR_CTX", 1 << 30)
+    monkeypatch.setattr(gpu_encode, "_encode_together", None)
     old, new = two_versions("bfloat16", TWO)
     for profile in ("ctx", "auto"):
         patch, weights = sparserl.diff(on_gpu(old), on_gpu(new), profile=profile), on_gpu(old)
@@ -253,7 +253,7 @@ def test_large_tensors_are_cut(monkeypatch):
     monkeypatch.setattr(device, "LARGE_BYTES", 6000)
     monkeypatch.setattr(device, "GROUP_BYTES", 20000)
     monkeypatch.setattr(device_apply, "GROUP_BYTES", 20000)
-    monkeypatch.setattr(device_diff, "COVER_BYTES", 10000)
+    monkeypatch.setattr(buckets, "GPU_COVER_BYTES", 10000)
     old, new = two_versions("bfloat16", {"a": (20, 500), "b": (77,)}, changes=20)
     patch, weights = sparserl.diff(on_gpu(old), on_gpu(new), profile="ctx"), on_gpu(old)
     assert len([*patch]) > 4

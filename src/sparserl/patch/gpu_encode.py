@@ -1,0 +1,277 @@
+"""Encoding buckets of changes on the GPU that they are on: only coded bytes leave it.
+
+Four buckets make a lot, which takes the profile with the fewest bits, estimated as on a CPU: from a sample of its
+changes and, for `ctx`, a histogram of its old bits. What was compacted stays on the GPU as long as a bucket may still
+be wanted in another profile; if none can be, nothing is compacted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .. import codec, plan
+from ..codec import Classes, Coded
+from ..codec.coders import Stored
+from ..codec.ctx import write_classes
+from ..kernels import gpu
+from ..parallel import Waiting
+from ..plan import Changes, Draft
+from ..plan.buckets import CHUNK_LOG, tile_log
+from ..plan.classes import decide, key_shift, sampling
+from ..weights.digest import Digest
+from ..weights.dtypes import DType
+from ..weights.gpu_copies import fetch_with_margins
+from ..weights.on_gpu import on_stream
+from ..weights.region import Numbers
+from ..wire import Entries, Head, Laid
+from ..wire.cursor import CHECKSUM_BYTES
+from .gpu_changes import CompactedChanges, ComparedRuns, CountedRuns, fetched_digest
+
+_LOT_BUCKETS = 4  # one after the other, for which profile and classes are chosen together
+_GPU_PROFILES = ("ctx", "ulp")  # those that are coded on the GPU
+
+
+class GpuDraft(Draft):
+    """A bucket of changes that are on a GPU: coded there, or compacted, or both."""
+
+    def __init__(self, found: CountedRuns, part: slice) -> None:
+        super().__init__()
+        self.part = part
+        self.dtype = found.runs.dtype
+        self.covered = int(found.runs.numel[part].sum()) * self.dtype.width
+        self.count = int(found.changes[part].sum())
+        columns = found.columns(part)
+        sparse = np.zeros(len(columns["region"]), bool)
+        self.entries = Entries(columns["tensor"], columns["count"], sparse, columns["region"], columns["numel"])
+        self.entries.coded  # noqa: B018  # while the GPU is at work
+        self.tile_log = tile_log(self.entries)
+        self.classes: Classes | None = None
+        self.packed: CompactedChanges | None = None
+        self.streams: Callable[[], Laid] | None = None  # the coded streams; waits until they are on the host
+        self.profile = ""  # which they are in
+        self._written = False  # whether a bucket was written around its streams
+
+    @property
+    def parts(self) -> list[Changes]:
+        """The changes in host memory, for a profile that they were not coded in."""
+        assert self.packed is not None
+        return [self.packed.on_host(self.part)]
+
+    @parts.setter
+    def parts(self, none: list[Changes]) -> None:
+        """Parts are not added one by one."""
+
+    @property
+    def changed(self) -> int:
+        return self.count
+
+    @property
+    def width(self) -> int:
+        return self.dtype.width
+
+    def is_coded(self, names: Sequence[str]) -> bool:
+        return self.streams is not None and self.profile in _GPU_PROFILES and self.profile in names
+
+    @property
+    def settled(self) -> bool:
+        """Whether the profile with the fewest bits is the one that the GPU codes."""
+        coded = "ulp" if self.classes is None else "ctx"
+        return min(self.costs, key=lambda name: (self.costs[name], name), default=coded) == coded
+
+    def head(self, name: str) -> Head:
+        return Head(codec.profile(name), self.dtype, self.tile_log, CHUNK_LOG, (), self.entries)
+
+    def coded(self, name: str) -> tuple[Head, Coded, Laid | None]:
+        if name == "raw" and (self.streams is None or self.profile != "raw"):
+            assert self.packed is not None
+            return self.head(name), {}, _raw_streams(self.packed, [self])[0]()
+        if self.streams is None or (name != self.profile and (name, self.profile) != ("ctx", "ulp")):
+            return super().coded(name)
+        classes: Coded = {}
+        if self.profile == "ctx" and self.classes is not None:
+            classes[codec.Stream.CLASSES] = Stored(), [write_classes(self.classes)]
+        written = self._written
+        self._written = True
+        streams = self.streams()
+        return self.head(self.profile), classes, streams.bare if written else streams
+
+
+class _Lot:
+    """Buckets that are one after the other, and what is estimated of them together."""
+
+    def __init__(self, found: CountedRuns, parts: Sequence[slice]) -> None:
+        self.drafts = [GpuDraft(found, part) for part in parts]
+        self.count = sum(draft.count for draft in self.drafts)
+        self.best = ""
+
+    def set_costs(self, costs: dict[str, float]) -> None:
+        """Bits of all in each profile, which buckets share by their changes."""
+        self.best = min(costs, key=lambda name: (costs[name], name))
+        for draft in self.drafts:
+            draft.costs = {name: bits * draft.count / self.count for name, bits in costs.items()}
+
+    def choose_classes(self, dtype: DType, shift: int, histogram: npt.NDArray[Any], sample: Changes) -> None:
+        """Classes, and what `ctx` costs with them; none where telling elements apart does not pay."""
+        tiles = sum(int((((draft.entries.numel - 1) >> draft.tile_log) + 1).sum()) for draft in self.drafts)
+        classes, bits = decide(dtype, shift, histogram, int(sample.numel.sum()), [sample], self.count, tiles)
+        for draft in self.drafts:
+            draft.classes = classes
+            draft.costs["ctx"] = bits * draft.count / self.count
+            if classes is None:
+                del draft.costs["ctx"]
+
+
+def encode(
+    found: ComparedRuns, parts: list[slice], names: Sequence[str], keep: bool
+) -> Generator[Waiting, None, tuple[list[GpuDraft], Digest]]:
+    """Make buckets with estimates; those that would be smallest in `ulp` or `ctx` are coded.
+
+    Args:
+        found: The changes, which are let go of as soon as possible: their bitmap is large.
+        parts: The runs that make a bucket each.
+        names: The profiles that may be used.
+        keep: Whether buckets may be wanted in another profile than the smallest, or later.
+
+    Returns:
+        The buckets, and how the digest moves.
+    """
+    if set(names) == {"raw"}:
+        return _raw_drafts(found, parts)
+    lots = yield from _estimated_lots(found, parts, names)
+    drafts = [draft for lot in lots for draft in lot.drafts]
+    packed = found.compacted() if keep or not all(draft.settled for draft in drafts) else None
+    jobs = [_encode_together(found, group) for group in _by_class_count(lots)]
+    del found
+    moved = []
+    while jobs:
+        moved.append((yield from jobs.pop()))
+    for draft in drafts:
+        draft.packed = packed
+    return drafts, sum(map(fetched_digest, moved), Digest()) if packed is None else packed.moved
+
+
+def _raw_drafts(found: ComparedRuns, parts: list[slice]) -> tuple[list[GpuDraft], Digest]:
+    """Buckets in `raw`, whose streams are the compacted changes themselves."""
+    packed = found.compacted()
+    drafts = [GpuDraft(found.without_bitmap, part) for part in parts]
+    for draft, streams in zip(drafts, _raw_streams(packed, drafts), strict=True):
+        draft.packed = packed
+        draft.streams = streams
+        draft.profile = "raw"
+    return drafts, packed.moved
+
+
+def _estimated_lots(
+    found: ComparedRuns, parts: list[slice], names: Sequence[str]
+) -> Generator[Waiting, None, list[_Lot]]:
+    """Lots of buckets, with what they cost in each profile, and with classes where `ctx` is the smallest."""
+    buckets = [parts[i : i + _LOT_BUCKETS] for i in range(0, len(parts), _LOT_BUCKETS)]
+    spans = [slice(lot[0].start, lot[-1].stop) for lot in buckets]
+    dtype = found.runs.dtype
+    shifts = [key_shift(dtype, ())] * len(spans)  # of integers it depends on the changes
+    histograms = None
+    with gpu.streams.urgent_stream(found.runs.device, found.done):
+        copies, samples = found.sample(spans)
+        if "ctx" in names and dtype.sign_magnitude:
+            histograms = _magnitudes(found, spans, shifts)
+    yield histograms or copies
+    lots = [_Lot(found.without_bitmap, lot) for lot in buckets]
+    sampled = samples()
+    if "ctx" in names and histograms is None:
+        shifts = [key_shift(dtype, [sample]) for sample in sampled]
+        histograms = _magnitudes(found, spans, shifts)
+        yield histograms
+    for i, (lot, sample) in enumerate(zip(lots, sampled, strict=True)):
+        lot.set_costs(plan.estimate(sample, names, lot.count))
+        if lot.best == "ctx" and histograms is not None:
+            lot.choose_classes(dtype, shifts[i], histograms()[i], sample)
+    return lots
+
+
+def _by_class_count(lots: list[_Lot]) -> list[list[GpuDraft]]:
+    """The buckets that the GPU codes, those with as many classes together."""
+    groups: dict[int, list[GpuDraft]] = {}
+    for lot in lots:
+        if lot.best not in _GPU_PROFILES:
+            continue
+        for draft in lot.drafts:
+            count = 0 if draft.classes is None else len(draft.classes.thresholds)
+            groups.setdefault(count, []).append(draft)
+    return [*groups.values()]
+
+
+def _magnitudes(found: ComparedRuns, lots: list[slice], shifts: list[int]) -> gpu.changes.HostCopy:
+    """Begin to count the magnitudes of old bits, of some of each lot."""
+    dtype = found.runs.dtype
+    owner = np.repeat(np.arange(len(lots)), [lot.stop - lot.start for lot in lots])
+    every = np.array([sampling(found.runs.numel[lot]) for lot in lots])
+    kind = 0 if dtype.sign_magnitude else 1 if dtype.signed else 2
+    return found.blocks.fetch(gpu.cells.key_histogram(found.blocks, found.old, kind, owner, every, np.array(shifts)))
+
+
+def _encode_together(found: ComparedRuns, drafts: list[GpuDraft]) -> Generator[Waiting, None, Callable[[], Any]]:
+    """Code buckets that have as many classes. Returns how they move the digest, when that has arrived."""
+    chosen = found.select(np.concatenate([np.arange(draft.part.start, draft.part.stop) for draft in drafts]))
+    del found
+    steps = gpu.streams.encode_in_steps(
+        _stream_plan(chosen, drafts), chosen.old, chosen.new, (chosen.bitmap, chosen.block_counts), chosen.changes
+    )
+    fetch = chosen.blocks.fetch
+    del chosen
+    encoded = yield from steps
+    moved = fetch(encoded.digest_delta)
+    numbers, owner, streams = encoded.directory.numbers()
+    directories = np.split(numbers, np.searchsorted(owner, np.arange(1, len(drafts))))
+    lengths = np.bincount(encoded.directory.bucket, encoded.directory.length, len(drafts)).astype(np.int64).tolist()
+    bodies = [[body] for body in torch.split(encoded.data, lengths)]
+    copies = fetch_with_margins(bodies, _head_room(drafts, directories), CHECKSUM_BYTES)
+    for b, draft in enumerate(drafts):
+        draft.streams = partial(_laid, copies, b, int(streams[b]), directories[b])
+        draft.profile = "ulp" if draft.classes is None else "ctx"
+    return moved
+
+
+def _stream_plan(found: ComparedRuns, drafts: list[GpuDraft]) -> gpu.streams.StreamPlan:
+    """How the streams of buckets are cut into tiles, classes and chunks."""
+    dtype = found.runs.dtype
+    sizes = [len(draft.entries) for draft in drafts]
+    limits = None
+    if drafts[0].classes is not None:
+        classes = [draft.classes for draft in drafts if draft.classes]
+        rows = [np.array(c.thresholds, np.uint64) << np.uint64(c.shift) for c in classes]
+        limits = np.repeat(np.stack(rows), sizes, axis=0)
+    tile_logs = np.repeat([draft.tile_log for draft in drafts], sizes)
+    bucket = np.repeat(np.arange(len(drafts)), sizes)
+    order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
+    return gpu.streams.StreamPlan.of(found.blocks, bucket, tile_logs, limits, 1 << CHUNK_LOG, **order)
+
+
+def _raw_streams(packed: CompactedChanges, drafts: list[GpuDraft]) -> list[Callable[[], Laid]]:
+    """The streams of `raw`, on their way to the host."""
+    directories: list[Numbers] = []
+    bodies: list[list[torch.Tensor]] = []
+    for draft in drafts:
+        sizes = np.array(draft.head("raw").layout.chunk_sizes(draft.count))
+        rows = (codec.Stream.POSITIONS, 4 * sizes), (codec.Stream.WORDS, draft.width * sizes)
+        directories.append(np.concatenate([(stream, Stored.id, sizes.size, *lengths) for stream, lengths in rows]))
+        inside = slice(packed.ends[draft.part.start], packed.ends[draft.part.stop])
+        bodies.append([packed.positions[inside], packed.after[inside]])
+    with on_stream(packed.old_weights, packed.runs.device):
+        copies = fetch_with_margins(bodies, _head_room(drafts, directories), CHECKSUM_BYTES)
+    return [partial(_laid, copies, b, 2, directory) for b, directory in enumerate(directories)]
+
+
+def _head_room(drafts: Sequence[GpuDraft], directories: Sequence[Numbers]) -> list[int]:
+    """Bytes that suffice for what comes before the streams of buckets, but for regions of many dimensions."""
+    pairs = zip(drafts, directories, strict=True)
+    return [512 + 64 * len(draft.entries) + 5 * directory.size for draft, directory in pairs]
+
+
+def _laid(copies: Callable[[], list[tuple[memoryview, int, int]]], b: int, streams: int, directory: Numbers) -> Laid:
+    return Laid(streams, directory, *copies()[b])

@@ -7,6 +7,7 @@ Weights and changes come from one seed, so that all of the page but the timings 
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import tempfile
@@ -22,15 +23,19 @@ import numpy as np
 import zstandard
 
 import sparserl
+from sparserl import files
 from sparserl.codec import PROFILES, Stream, ctx
 from sparserl.codec.coders import CODERS
 from sparserl.kernels import reference
+from sparserl.patch.cpu_compare import Comparer
+from sparserl.plan import buckets
 from sparserl.plan.buckets import BUCKET_COVER_BYTES, ENOUGH_CHANGES, ENOUGH_COVER_BYTES
 from sparserl.plan.routing import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
 from sparserl.weights.batches import PIECE_BYTES, batches
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.region import Region
 from sparserl.wire import Head
+from sparserl.wire.patchfile import PatchWriter
 
 MIB = 1 << 20
 THREADS = 2
@@ -384,11 +389,11 @@ def _summary(i: int, taken: Dissected) -> Iterator[str]:
     yield from listed("offset, bytes, what", ((f"{at:,}", f"{n:,}", note) for at, n, note in lines))
 
 
-DOING = {  # the functions that tell what a thread is doing
-    ("compare.py", "run"): "F",
-    ("buckets.py", "write"): "E",
-    ("patchfile.py", "add"): "W",
-    ("files.py", "replacing"): "S",
+DOING = {  # the functions that show what a thread is doing
+    Comparer.compare.__code__: "F",
+    buckets.write.__code__: "E",
+    PatchWriter.add.__code__: "W",
+    inspect.unwrap(files.replacing).__code__: "S",
 }
 
 
@@ -428,9 +433,8 @@ class Watch:
     @staticmethod
     def _doing(frame: Any) -> str:
         while frame is not None:
-            code = frame.f_code
-            if found := DOING.get((Path(code.co_filename).name, code.co_name)):
-                return found
+            if frame.f_code in DOING:
+                return DOING[frame.f_code]
             frame = frame.f_back
         return "."
 

@@ -198,7 +198,7 @@ def _check_width(width: int, kind: str) -> int:
         same = torch.equal(found.old, before) and torch.equal(found.new, after)
         require(int(bad) == 0 and same and torch.equal(gpu.changes.sum_slots(found.sums), moved), "located")
         gpu.classes.write(target, found, found.new, bad)
-        require(all(map(torch.equal, target.alive, new.alive)), "landed")
+        require(all(map(torch.equal, target.owners, new.owners)), "landed")
     broken = positions.clone()
     broken[total // 2] = broken[total // 2 - 1]
     gpu.cells.locate(blocks, target, changes, broken, after, bad)
@@ -213,7 +213,7 @@ def _check_width(width: int, kind: str) -> int:
     found = decoded(plan, target, encoded, bad)
     require(int(bad) == 0 and torch.equal(gpu.changes.sum_slots(found.sums), moved), "decoded")
     gpu.classes.write(target, found, found.new, bad)
-    require(all(map(torch.equal, target.alive, new.alive)), "landed by classes")
+    require(all(map(torch.equal, target.owners, new.owners)), "landed by classes")
     return total
 
 
@@ -231,11 +231,11 @@ def _check_mark() -> int:
     words = blocks.bitmap()
     counts = blocks.empty(blocks.count, torch.int32)
     gpu.changes.mark(blocks, gpu.changes.Blocks(4, sizes, "cuda").side(masters), weights, words, counts)
-    require(all(map(torch.equal, weights.alive, cast)), "cast and copied")
+    require(all(map(torch.equal, weights.owners, cast)), "cast and copied")
     wanted, _ = gpu.changes.diff(blocks, blocks.side(olds), blocks.side(cast))
     require(torch.equal(words, wanted), "marks")
     gpu.changes.mark(blocks, blocks.side(olds), weights, words, counts)
-    require(all(map(torch.equal, weights.alive, olds)) and torch.equal(words, wanted), "marks, copied back")
+    require(all(map(torch.equal, weights.owners, olds)) and torch.equal(words, wanted), "marks, copied back")
     return int(counts.sum())
 
 
@@ -372,7 +372,7 @@ def time_all(old_flat: torch.Tensor, new_flat: torch.Tensor) -> dict[str, Any]:
     for name in ("raw", "ulp", "ctx"):
         target = blocks.side([t.clone() for t in olds])
         land(name, target, back=False)
-        require(int(bad) == 0 and all(map(torch.equal, target.alive, new.alive)), f"{name} landed")
+        require(int(bad) == 0 and all(map(torch.equal, target.owners, new.owners)), f"{name} landed")
     del words, counts
     torch.cuda.empty_cache()
     out |= _time_tracking(old_flat, new_flat)

@@ -80,9 +80,9 @@ def time_traces(path: Path, nbytes: int, floors: dict[str, float]) -> dict[str, 
             wrong = bad | (gpu.changes.sum_slots(found.sums) != sent.digest_delta).any().to(torch.int32)  # noqa: B023
             gpu.classes.write(side, found, found.old if back else found.new, wrong)
 
-        target = blocks.side([t.clone() for t in old.alive])
+        target = blocks.side([t.clone() for t in old.owners])
         land(target, back=False)
-        require(int(bad) == 0 and all(map(torch.equal, target.alive, new.alive)), f"{run} landed")
+        require(int(bad) == 0 and all(map(torch.equal, target.owners, new.owners)), f"{run} landed")
         del target
         works = {
             "diff + ulp": (lambda: gpu.streams.encode(ulp, old, new), "read both"),  # noqa: B023
@@ -399,7 +399,7 @@ def sync_7b() -> dict[str, Any]:
         current = gpu.changes.digest(blocks, rollout)
         torch.cuda.synchronize()
         full = time.perf_counter() - full
-        require(torch.equal(current, known[b]) and all(map(torch.equal, rollout.alive, sides[b].alive)), "7B landed")
+        require(torch.equal(current, known[b]) and all(map(torch.equal, rollout.owners, sides[b].owners)), "7B landed")
         names = ("plan", "diff + encode", "to host", "plan again", "to device", "decode + digest", "apply")
         lap_ms = {n: 1e3 * (y - x) for n, x, y in zip(names, marks, marks[1:], strict=False)}
         runs.append({**lap_ms, "total": 1e3 * (marks[-1] - marks[0]), "full digest": 1e3 * full})

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 from sparserl.kernels import cpu
 where = np.array([3], np.uint32)
-cpu.ascending(np.array([1]), np.array([9]), where.ctypes.data)
+cpu.changes.ascending(np.array([1]), np.array([9]), where.ctypes.data)
 """
 
 

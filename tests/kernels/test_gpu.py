@@ -128,7 +128,7 @@ def test_changes_found_and_landed(width, shift):
     assert np.array_equal(array(located.old, width), before)
     assert torch.equal(gpu.changes.sum_slots(located.sums), gpu.changes.sum_slots(sums))
     gpu.classes.write(old, located, located.new, bad)
-    assert all(map(torch.equal, old.alive, new.alive))
+    assert all(map(torch.equal, old.owners, new.owners))
 
 
 @inside
@@ -145,7 +145,7 @@ def test_wrong_positions_are_refused(fault, monkeypatch):
     found = gpu.cells.locate(blocks, target, np.array([2, 2]), positions, ones, bad)
     assert int(bad) == (fault != "none")
     gpu.classes.write(target, found, ones, bad)
-    assert sum(int(part.sum()) for part in target.alive) == (4 if fault == "none" else 0)
+    assert sum(int(part.sum()) for part in target.owners) == (4 if fault == "none" else 0)
 
 
 @inside
@@ -162,13 +162,13 @@ def test_cast_compare_mark_copy():
     words, counts = blocks.bitmap(), blocks.empty(blocks.count, torch.int32)
     side = blocks.side(weights)
     gpu.changes.mark(blocks, wide.side(masters), side, words, counts)
-    assert all(map(torch.equal, side.alive, cast))
+    assert all(map(torch.equal, side.owners, cast))
     marked = reference.list_marks(words.numpy().view(np.uint64), 0, 32 * words.numel())
     assert np.array_equal(marked, np.arange(0, 2051, 97))
     other = [c.clone() for c in cast]
     other[0][1] ^= 4
     gpu.changes.mark(blocks, blocks.side(other), side, words, counts)
-    assert all(map(torch.equal, side.alive, other))
+    assert all(map(torch.equal, side.owners, other))
     assert int(counts.sum()) == marked.size + 1
 
 
@@ -190,11 +190,11 @@ def cpu_streams(dtype, olds, news, log, chunk_log, classes):
     return {int(id): (coder.id, [bytes(c) for c in chunks]) for id, (coder, chunks) in coded.items()}
 
 
-def spread_of(counts):
-    """How changes lie, from those by tile and class, where the streams follow each other without room in between."""
-    per, turned = counts.reshape(-1), counts.t().reshape(-1)
-    starts = [torch.cumsum(some, 0, dtype=torch.int64) - some for some in (turned, per)]
-    return gpu.classes.ChangeLayout(per, *starts, int(per.sum()))
+def change_numbers(counts, gaps, steps):
+    """Numbers of changes, from their counts by tile and class, when no stream has room to spare behind it."""
+    by_tile, by_class = counts.reshape(-1), counts.t().reshape(-1)
+    starts = [torch.cumsum(column, 0, dtype=torch.int64) - column for column in (by_class, by_tile)]
+    return gpu.classes.ChangeNumbers(gpu.classes.ChangeLayout(by_tile, *starts), gaps, steps, int(by_tile.sum()))
 
 
 def decoded(plan, side, sent, bad):
@@ -237,7 +237,7 @@ def test_ctx_is_that_of_the_cpu(name, shift, classes):
     assert int(bad) == 0
     assert torch.equal(gpu.changes.sum_slots(found.sums), encoded.digest_delta)
     gpu.classes.write(old, found, found.new, bad)
-    assert all(map(torch.equal, old.alive, new.alive))
+    assert all(map(torch.equal, old.owners, new.owners))
 
 
 @inside
@@ -249,9 +249,9 @@ def test_diff_and_count_in_one_pass(shift):
     blocks = gpu.changes.Blocks(2, sizes, "cpu", block=1024)
     old, new = (blocks.side([tensor(p, shift) for p in side]) for side in (olds, news))
     limits = np.tile(np.array([0, 9, 300, 20000, 30000], np.uint64), (3, 1))
-    classing = gpu.classes.Classification.of(blocks, limits, 11, True)
-    words, counts, ranks = gpu.classes.diff_with_class_ranks(blocks, classing, old, new)
-    alone = gpu.classes.class_ranks(blocks, classing, old)
+    classification = gpu.classes.Classification.of(blocks, limits, 11, True)
+    words, counts, ranks = gpu.classes.diff_with_class_ranks(blocks, classification, old, new)
+    alone = gpu.classes.class_ranks(blocks, classification, old)
     assert all(map(torch.equal, (words, counts), gpu.changes.diff(blocks, old, new)))
     assert all(map(torch.equal, (ranks.members, ranks.low, ranks.high), (alone.members, alone.low, alone.high)))
     filled = [np.append(p & 0x7FFF, np.zeros(-p.size % 1024)).reshape(-1, 1024) for p in olds]
@@ -295,8 +295,8 @@ def test_how_changes_lie(fault):
     blocks = gpu.changes.Blocks(2, [5000, 900, 3000], "cpu", block=1024)
     tiles = gpu.classes.Tiles.of(blocks, 11)
     counts = rng.integers(0, 9, (tiles.count, 3))
-    changes = tiles.by_part(counts).sum(1)
-    totals = np.stack([np.bincount(bucket[tiles.owner], counts[:, c], 2) for c in range(3)]).astype(np.int64)
+    changes = np.bincount(tiles.part, counts.sum(1)).astype(np.int64)
+    totals = np.stack([np.bincount(bucket[tiles.part], counts[:, c], 2) for c in range(3)]).astype(np.int64)
     many = -(-totals // chunk)
     room = np.minimum(many * chunk, np.bincount(bucket, changes).astype(np.int64))
     begin = np.cumsum(room).reshape(3, 2) - room
@@ -311,7 +311,7 @@ def test_how_changes_lie(fault):
         many[1, 0] -= 1
     bad, told = torch.zeros(1, dtype=torch.int32), torch.from_numpy(counts.astype(np.uint32).view(np.int32))
     args = told.reshape(-1), bucket, changes, begin.ravel(), many.ravel(), chunk, bad
-    spread, sizes = gpu.classes.change_layout(blocks, tiles, *args)
+    layout, sizes = gpu.classes.change_layout(blocks, tiles, *args)
     assert int(bad) == (fault != "none")
     n = int(many.sum())
     assert torch.equal(sizes[:n], sizes[n:])
@@ -321,10 +321,10 @@ def test_how_changes_lie(fault):
         ends = [t - i * chunk for t, m in zip(totals.ravel(), many.ravel(), strict=True) for i in range(m)]
         assert sizes[:n].tolist() == np.minimum(ends, chunk).tolist()
         flat = counts.ravel()
-        assert spread.by_tile.tolist() == (np.cumsum(flat) - flat).tolist()
+        assert layout.by_tile.tolist() == (np.cumsum(flat) - flat).tolist()
         before = np.cumsum(counts, 0) - counts
-        before[bucket[tiles.owner] == 1] -= counts[bucket[tiles.owner] == 0].sum(0)
-        assert spread.by_class.view(3, -1).tolist() == (begin[:, bucket[tiles.owner]] + before.T).tolist()
+        before[bucket[tiles.part] == 1] -= counts[bucket[tiles.part] == 0].sum(0)
+        assert layout.by_class.view(3, -1).tolist() == (begin[:, bucket[tiles.part]] + before.T).tolist()
 
 
 @inside
@@ -348,17 +348,17 @@ def test_a_gap_that_leaves_its_tile_is_refused():
     old, _ = pair(2, [2500], share=0.02)
     blocks = gpu.changes.Blocks(2, [2500], "cpu", block=1024)
     side = blocks.side([tensor(old[0])])
-    classing = gpu.classes.Classification.of(blocks, np.array([[20000]]), 11, True)
+    classification = gpu.classes.Classification.of(blocks, np.array([[20000]]), 11, True)
     tiles, bad = gpu.classes.Tiles.of(blocks, 11), torch.zeros(1, dtype=torch.int32)
     members = int(((old[0][2048:] & 0x7FFF) < 20000).sum())
     counts, steps = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32), torch.ones(1, dtype=torch.int16)
-    ranks = gpu.classes.class_ranks(blocks, classing, side)
+    ranks = gpu.classes.class_ranks(blocks, classification, side)
     for gap, wrong in ((members - 1, 0), (2500, 1)):
-        gaps = torch.tensor([gap], dtype=torch.int32)
-        found = gpu.classes.class_positions(blocks, classing, side, tiles, ranks, spread_of(counts), gaps, steps, bad)
+        numbers = change_numbers(counts, torch.tensor([gap], dtype=torch.int32), steps)
+        found = gpu.classes.class_positions(blocks, classification, side, tiles, ranks, numbers, bad)
         assert int(bad) == wrong
     gpu.classes.write(side, found, steps, bad)
-    assert np.array_equal(array(side.alive[0], 2), old[0])
+    assert np.array_equal(array(side.owners[0], 2), old[0])
 
 
 @inside
@@ -389,7 +389,7 @@ def test_ulp_is_that_of_the_cpu():
     assert int(bad) == 0
     assert torch.equal(gpu.changes.sum_slots(located.sums), encoded.digest_delta)
     gpu.classes.write(old, located, located.new, bad)
-    assert all(map(torch.equal, old.alive, new.alive))
+    assert all(map(torch.equal, old.owners, new.owners))
 
 
 @inside
@@ -399,13 +399,13 @@ def test_a_gap_that_leaves_its_tile_or_part_is_refused(gap, wrong):
     blocks = gpu.changes.Blocks(2, [2500], "cpu", block=1024)
     side = blocks.side([tensor(np.zeros(2500, np.uint16))])
     tiles, bad = gpu.classes.Tiles.of(blocks, 11), torch.zeros(1, dtype=torch.int32)
-    spread = spread_of(torch.tensor([[0], [1]], dtype=torch.int32))
-    numbers = spread, torch.from_numpy(np.array([gap], np.uint32).view(np.int32))
     log, steps = torch.tensor([11], dtype=torch.int32), torch.ones(1, dtype=torch.int16)
-    found = gpu.cells.tile_positions(blocks, side, tiles, log, *numbers, steps, bad, True)
+    gaps = torch.from_numpy(np.array([gap], np.uint32).view(np.int32))
+    numbers = change_numbers(torch.tensor([[0], [1]], dtype=torch.int32), gaps, steps)
+    found = gpu.cells.tile_positions(blocks, side, tiles, log, numbers, bad, True)
     assert int(bad) == wrong
     gpu.classes.write(side, found, found.new, bad)
-    assert np.flatnonzero(side.alive[0].numpy()).tolist() == ([] if wrong else [2048 + gap])
+    assert np.flatnonzero(side.owners[0].numpy()).tolist() == ([] if wrong else [2048 + gap])
 
 
 @inside
@@ -464,14 +464,21 @@ def compile_all() -> None:
         gpu.changes.compact(blocks, side, side, words, counts, 64, steps=True, tile_log=logs)
         gpu.changes.digest(blocks, side)
         gpu.changes.mark(blocks, side, side, words, counts)
-        classing = gpu.classes.Classification.of(blocks, np.ones((1, 4 if width == 2 else 5)), 16, True)
-        tiles, ranks = gpu.classes.Tiles.of(blocks, 16), gpu.classes.class_ranks(blocks, classing, side)
-        gpu.classes.diff_with_class_ranks(blocks, classing, side, side)
-        emitted = gpu.classes.classify_changes(blocks, classing, side, side, words, counts.to(torch.int64), ranks, 64)
-        gpu.classes.sort_by_class(blocks, classing, counts, emitted)
-        none, one = torch.zeros(tiles.count * (classing.K + 1), dtype=torch.int32), np.ones(classing.K + 1, int)
-        spread, _ = gpu.classes.change_layout(blocks, tiles, none, 0 * one[:1], 64 * one[:1], one, one, 1 << 16, bad)
-        found = gpu.classes.class_positions(blocks, classing, side, tiles, ranks, spread, where, bits, bad)
+        classification = gpu.classes.Classification.of(blocks, np.ones((1, 4 if width == 2 else 5)), 16, True)
+        tiles, ranks = gpu.classes.Tiles.of(blocks, 16), gpu.classes.class_ranks(blocks, classification, side)
+        gpu.classes.diff_with_class_ranks(blocks, classification, side, side)
+        emitted = gpu.classes.classify_changes(
+            blocks, classification, side, side, words, counts.to(torch.int64), ranks, 64
+        )
+        gpu.classes.sort_by_class(blocks, classification, counts, emitted)
+        none, one = (
+            torch.zeros(tiles.count * (classification.K + 1), dtype=torch.int32),
+            np.ones(classification.K + 1, int),
+        )
+        layout, _ = gpu.classes.change_layout(blocks, tiles, none, 0 * one[:1], 64 * one[:1], one, one, 1 << 16, bad)
+        found = gpu.classes.class_positions(
+            blocks, classification, side, tiles, ranks, gpu.classes.ChangeNumbers(layout, where, bits, 64), bad
+        )
         gpu.classes.write(side, found, bits, bad)
         cuts, _ = gpu.rans.NumberChunks.of_streams(blocks, [64], 256)
         packed = gpu.rans.PackedNumbers.of(cuts, 8 * width)

@@ -65,9 +65,9 @@ def compile_all():
         gpu.cells.swap(side, found, bad)
         gpu.cells.locate(blocks, side, np.array([64]), torch.zeros(64, dtype=torch.int32), bits[:64], bad)
         tiles, log = gpu.classes.Tiles.of(blocks, 16), torch.full((1,), 16, dtype=torch.int32)
-        spread = gpu.classes.ChangeLayout(torch.ones(1, dtype=torch.int32), where[:1], where[:1], 1)
-        numbers = spread, torch.zeros(1, dtype=torch.int32), bits[:1]
-        gpu.cells.tile_positions(blocks, side, tiles, log, *numbers, bad, True)
+        layout = gpu.classes.ChangeLayout(torch.ones(1, dtype=torch.int32), where[:1], where[:1])
+        numbers = gpu.classes.ChangeNumbers(layout, torch.zeros(1, dtype=torch.int32), bits[:1], 1)
+        gpu.cells.tile_positions(blocks, side, tiles, log, numbers, bad, True)
         one = np.ones(1, np.int64)
         gpu.cells.sample(blocks, side, side, blocks.bitmap(), torch.zeros(2, dtype=torch.int32), where)
         for kind in (0, 1, 2):

@@ -1,11 +1,11 @@
 """Single elements on a GPU, in Triton: by address, by gap or position, swapping located changes, samples.
 
-An address here is a number of elements from a tensor that stands for all: see `gpu.Side`.
+An address here is the distance in elements from a tensor, the base of a side: see `changes.Pointers`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,76 +13,129 @@ import triton
 import triton.language as tl
 
 from .changes import (
-    _SLOTS,
     Blocks,
     Side,
-    add_sums,
+    add_to_slot,
     advance,
     digest_delta,
+    load_bits,
+    load_keys,
+    load_marks,
+    load_uint32,
     new_sums,
     popcount,
     store_word,
     unsigned,
     weyl_number,
 )
-from .classes import ChangeLayout, LocatedChanges, Tiles, magnitude, select
+from .classes import ChangeNumbers, LocatedChanges, Tiles, magnitude, select
 
 KEYS = 512  # of a histogram
-_AT_ONCE = 128  # changes that a program swaps
+_SWAPPED = 128  # changes that a program swaps
 _CELLS = 1024  # elements that a program reads or writes
-_STRETCH = 64  # elements that lie together in a sample
-_STRETCHES = 16  # that a program looks at
+_STRETCH = 64  # elements of a sample that are next to each other
+_STRETCHES = 16  # stretches per program
 _SPAN = 4096  # changes with positions that a program locates
 SHAPES = {"locate": (512, 4)}  # changes that a program locates at a time, and its warps
 
 
 @triton.jit(do_not_specialize=["cells"])
-def _gather_kernel(base, where, out, cells, C: tl.constexpr):
+def _gather_kernel(base, addresses, out, cells, C: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     ok = k < cells
-    tl.store(out + k, tl.load(base + tl.load(where + k, mask=ok, other=0), mask=ok, other=0), mask=ok)
+    tl.store(out + k, tl.load(base + tl.load(addresses + k, mask=ok, other=0), mask=ok, other=0), mask=ok)
 
 
-def gather(base: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def gather(base: torch.Tensor, addresses: torch.Tensor) -> torch.Tensor:
     """The bits at some addresses."""
-    out = torch.empty(where.numel(), dtype=base.dtype, device=base.device)
-    if where.numel():
-        _gather_kernel[(triton.cdiv(where.numel(), _CELLS),)](base, where, out, where.numel(), _CELLS, num_warps=4)
+    count = addresses.numel()
+    out = torch.empty(count, dtype=base.dtype, device=base.device)
+    if count:
+        _gather_kernel[(triton.cdiv(count, _CELLS),)](base, addresses, out, count, _CELLS, num_warps=4)
     return out
 
 
 @triton.jit(do_not_specialize=["cells"])
-def _scatter_kernel(base, where, bits, cells, C: tl.constexpr):
+def _scatter_kernel(base, addresses, bits, cells, C: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     ok = k < cells
-    tl.store(base + tl.load(where + k, mask=ok, other=0), tl.load(bits + k, mask=ok, other=0), mask=ok)
+    tl.store(base + tl.load(addresses + k, mask=ok, other=0), tl.load(bits + k, mask=ok, other=0), mask=ok)
 
 
-def scatter(base: torch.Tensor, where: torch.Tensor, bits: torch.Tensor) -> None:
+def scatter(base: torch.Tensor, addresses: torch.Tensor, bits: torch.Tensor) -> None:
     """Write bits to some addresses."""
-    if where.numel():
-        _scatter_kernel[(triton.cdiv(where.numel(), _CELLS),)](base, where, bits, where.numel(), _CELLS, num_warps=4)
+    count = addresses.numel()
+    if count:
+        _scatter_kernel[(triton.cdiv(count, _CELLS),)](base, addresses, bits, count, _CELLS, num_warps=4)
+
+
+class _Spans(NamedTuple):
+    """What `_locate_kernel` reads about its programs.
+
+    For gaps, there is a program per tile, and of each tile: the part, where the tile begins in it (`begin`), its first
+    change in the streams (`starts`) and among the changes (`places`), and how many changes it has.
+    For positions, a program has a span of a part's changes, and of each part: its first change (`begin`), the spans
+    before it (`starts`), and how many changes it has; the others mean nothing.
+    """
+
+    part: torch.Tensor
+    begin: torch.Tensor
+    tile_log: torch.Tensor
+    starts: torch.Tensor
+    places: torch.Tensor
+    counts: torch.Tensor
+
+
+@triton.jit
+def _part_of_span(span, starts, parts):
+    """The last part before which there are no more than `span` spans."""
+    part = span - span
+    step = span - span + 1
+    while 2 * step < parts:
+        step *= 2
+    while step > 0:
+        reach = part + step
+        before = tl.load(starts + reach, mask=reach < parts, other=0)
+        part = tl.where((reach < parts) & (before <= span), reach, part)
+        step = step // 2
+    return part
+
+
+@triton.jit
+def _load_span(span, spans, parts, GAPS: tl.constexpr, SPAN: tl.constexpr):
+    """Part and `begin` of a span, its first change as given and as written, and how many changes it has."""
+    if GAPS:
+        part = tl.load(spans.part + span)
+        begin = tl.load(spans.begin + span)
+        changes = tl.load(spans.counts + span)
+        source = tl.load(spans.starts + span)
+        target = tl.load(spans.places + span)
+    else:
+        part = _part_of_span(span, spans.starts, parts)
+        begin = tl.load(spans.begin + part)
+        inside = (span - tl.load(spans.starts + part)) * SPAN
+        source = begin + inside
+        target = source
+        changes = tl.minimum(tl.load(spans.counts + part) - inside, SPAN).to(tl.int32)
+    return part, begin, source, target, changes
+
+
+@triton.jit
+def _check_positions(positions, position, k, first, end, ok):
+    """Which positions are not above the one before, or lie behind the end of their part."""
+    previous = load_uint32(positions + k - 1, ok & (k > first))
+    rises = (k == first) | (position > previous)
+    return ok & ((position >= end) | (rises == 0))
 
 
 @triton.jit
 def _locate_kernel(
     weights,
-    at,
-    numel,
-    keys,
-    start,
-    part,
-    begin,
-    tile_log,
-    starts,
-    places,
-    counts,
-    given,
+    blocks,
+    spans,
+    numbers,
     words,
-    where,
-    old,
     out,
-    sums,
     bad,
     parts,
     GAPS: tl.constexpr,
@@ -90,70 +143,48 @@ def _locate_kernel(
     BITS: tl.constexpr,
     SPAN: tl.constexpr,
     Q: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
-    """A program has the changes of a tile, from gaps and steps; or a span of those of a part, from positions and bits.
-
-    Of tiles there are the part, where it begins in that, its first change, where that stands in the streams, and how
-    many it has. Of parts there are the first change, the spans before it, and how many changes it has.
-    """
+    """Locate changes by gaps inside tiles, and steps; or by positions in parts, and new bits. See `_Spans`."""
     span = tl.program_id(0)
-    if GAPS:
-        e, first, due = tl.load(part + span), tl.load(begin + span), tl.load(counts + span)
-        low, to = tl.load(starts + span), tl.load(places + span)
-    else:
-        e, step = span - span, span - span + 1
-        while 2 * step < parts:
-            step *= 2
-        while step > 0:
-            reach = e + step
-            before = tl.load(starts + reach, mask=reach < parts, other=0)
-            e = tl.where((reach < parts) & (before <= span), reach, e)
-            step = step // 2
-        first = tl.load(begin + e)
-        inside = (span - tl.load(starts + e)) * SPAN
-        low = first + inside
-        to = low
-        due = tl.minimum(tl.load(counts + e) - inside, SPAN).to(tl.int32)
-    shift = to - low
-    if (due > 0) & (tl.load(bad) == 0):
-        a, end = tl.load(at + e), tl.load(numel + e)
-        key, key2 = tl.load(keys + 2 * e), tl.load(keys + 2 * e + 1).to(tl.uint64, bitcast=True)
-        origin = tl.load(start + e)
+    part, begin, source, target, changes = _load_span(span, spans, parts, GAPS, SPAN)
+    if (changes > 0) & (tl.load(bad) == 0):
+        a = tl.load(weights.at + part)
+        end = tl.load(blocks.numel + part)
+        key, second_key = load_keys(blocks, part)
+        start = tl.load(blocks.start + part)
         if GAPS:
-            end = tl.minimum(end, first + (tl.full([], 1, tl.int64) << tl.load(tile_log + e)))
-        last = first - 1
-        one = tl.zeros([Q], tl.uint64)
-        two = tl.zeros([Q], tl.uint64)
-        i = due - due
-        while i < due:
-            q = low + i + tl.arange(0, Q)
-            ok = i + tl.arange(0, Q) < due
-            place = tl.load(given + q, mask=ok, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+            end = tl.minimum(end, begin + (tl.full([], 1, tl.int64) << tl.load(spans.tile_log + part)))
+        last = begin - 1
+        first_sum = tl.zeros([Q], tl.uint64)
+        second_sum = tl.zeros([Q], tl.uint64)
+        i = changes - changes
+        while i < changes:
+            k = source + i + tl.arange(0, Q)
+            ok = i + tl.arange(0, Q) < changes
+            position = load_uint32(numbers + k, ok)
             if GAPS:
-                gap = place + 1
-                place = last + tl.cumsum(gap, 0)
+                gap = position + 1
+                position = last + tl.cumsum(gap, 0)
                 last += tl.sum(gap, axis=0)
-                wrong = ok & (place >= end)
+                wrong = ok & (position >= end)
             else:
-                ahead = tl.load(given + q - 1, mask=ok & (q > first), other=0)
-                rises = (q == first) | (place > ahead.to(tl.uint32, bitcast=True).to(tl.int64))
-                wrong = ok & ((place >= end) | (rises == 0))
+                wrong = _check_positions(numbers, position, k, begin, end, ok)
             ok = ok & (wrong == 0)
-            x = unsigned(tl.load(weights + a + place, mask=ok, other=0)).to(tl.uint64)
-            y = unsigned(tl.load(words + q, mask=ok, other=0)).to(tl.uint64)
+            old = load_bits(weights.base + a + position, ok)
+            new = load_bits(words + k, ok)
+            k += target - source
             if GAPS:
-                y = advance(x, y, SIGN, BITS)
-                store_word(out + shift + q, y, ok, BITS)
-            tl.store(where + shift + q, a + place, mask=ok)
-            store_word(old + shift + q, x, ok, BITS)
-            first_moved, second_moved = digest_delta(weyl_number(key, origin + place), key2, x, y, ok)
-            one += first_moved
-            two += second_moved
+                new = advance(old, new, SIGN, BITS)
+                store_word(out.new + k, new, ok, BITS)
+            tl.store(out.addresses + k, a + position, mask=ok)
+            store_word(out.old + k, old, ok, BITS)
+            delta = digest_delta(weyl_number(key, start + position), second_key, old, new, ok)
+            first_sum += delta[0]
+            second_sum += delta[1]
             if tl.max(wrong.to(tl.int32), axis=0) > 0:
                 tl.store(bad, 1)
             i += Q
-        add_sums(sums, span % SLOTS, one, two)
+        add_to_slot(out.sums, span, first_sum, second_sum)
 
 
 def tile_positions(
@@ -161,20 +192,27 @@ def tile_positions(
     side: Side,
     tiles: Tiles,
     tile_log: torch.Tensor,
-    spread: ChangeLayout,
-    gaps: torch.Tensor,
-    steps: torch.Tensor,
+    numbers: ChangeNumbers,
     bad: torch.Tensor,
     sign_magnitude: bool,
 ) -> LocatedChanges:
     """The changes of gaps inside tiles, and of steps. Writes no weights.
 
-    Where a gap leads out of its tile, `bad` is set; where it is set before, nothing is located.
+    Where a gap leads out of its tile, `bad` is set; if it is set already, nothing is located.
     """
-    begin = (tiles.block - blocks.first[tiles.part]) * blocks.block
-    new = blocks.empty(spread.total, steps.dtype)
-    spans = (tiles.part, begin, tile_log, spread.by_class, spread.by_tile, spread.counts)
-    return _located(blocks, side, tiles.count, spans, gaps, steps, new, bad, True, sign_magnitude)
+    table = tiles.table
+    layout = numbers.layout
+    begin = (table.block - blocks.table.first[table.part]) * blocks.block
+    spans = _Spans(table.part, begin, tile_log, layout.by_class, layout.by_tile, layout.counts)
+    out = LocatedChanges.empty(blocks, numbers.total, numbers.steps.dtype)
+    at_a_time, warps = SHAPES["locate"]
+    if tiles.count:
+        _locate_kernel[(tiles.count,)](
+            *(side.pointers, blocks.table, spans, numbers.gaps, numbers.steps, out, bad, blocks.sizes.size),
+            *(True, sign_magnitude, 8 * blocks.width, _SPAN, at_a_time),
+            num_warps=warps,
+        )
+    return out
 
 
 def locate(
@@ -185,86 +223,77 @@ def locate(
     bits: torch.Tensor,
     bad: torch.Tensor,
 ) -> LocatedChanges:
-    """Changes at positions of the parts, so many of each. Writes no weights.
+    """Changes at positions of the parts; each part has so many `changes`. Writes no weights.
 
     Unless the positions of every part rise strictly and lie inside it, `bad` is set.
     """
-    per = -(-changes // _SPAN)
-    first, before, many = blocks.upload_columns(np.cumsum(changes) - changes, np.cumsum(per) - per, changes)
-    spans = (first, first, first, before, first, many)
-    return _located(blocks, side, int(per.sum()), spans, positions, bits, bits, bad, False, True)
-
-
-def _located(
-    blocks: Blocks,
-    side: Side,
-    programs: int,
-    spans: tuple[torch.Tensor, ...],
-    given: torch.Tensor,
-    words: torch.Tensor,
-    new: torch.Tensor,
-    bad: torch.Tensor,
-    gaps: bool,
-    sign_magnitude: bool,
-) -> LocatedChanges:
-    where, old = blocks.empty(new.numel(), torch.int64), blocks.empty(new.numel(), words.dtype)
-    found = LocatedChanges(where, old, new, new_sums(blocks.device))
-    together, warps = SHAPES["locate"]
+    per_part = -(-changes // _SPAN)
+    columns = np.cumsum(changes) - changes, np.cumsum(per_part) - per_part, changes
+    first, before, counts = blocks.upload_columns(*columns)
+    spans = _Spans(first, first, first, before, first, counts)
+    count = bits.numel()
+    addresses = blocks.empty(count, torch.int64)
+    out = LocatedChanges(addresses, blocks.empty(count, bits.dtype), bits, new_sums(blocks.device))
+    programs = int(per_part.sum())
+    at_a_time, warps = SHAPES["locate"]
     if programs:
         _locate_kernel[(programs,)](
-            *(side.base, side.at, blocks.numel, blocks.keys, blocks.start, *spans, given, words, where, old, new),
-            *(found.sums, bad, blocks.sizes.size, gaps, sign_magnitude, 8 * blocks.width, _SPAN, together, _SLOTS),
+            *(side.pointers, blocks.table, spans, positions, bits, out, bad, blocks.sizes.size),
+            *(False, True, 8 * blocks.width, _SPAN, at_a_time),
             num_warps=warps,
         )
-    return found
+    return out
 
 
 @triton.jit(do_not_specialize=["changes"])
-def _swap_kernel(weights, where, old, new, moved, changes, Q: tl.constexpr):
+def _swap_kernel(weights, addresses, old, new, moved, changes, Q: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * Q + tl.arange(0, Q)
     ok = k < changes
-    there = weights + tl.load(where + k, mask=ok, other=0)
-    found = tl.load(there, mask=ok, other=0)
-    other = ok & (found != tl.load(old + k, mask=ok, other=0))
-    tl.store(there, tl.load(new + k, mask=ok, other=0), mask=ok)
-    tl.store(old + k, found, mask=ok)
-    if tl.max(other.to(tl.int32), axis=0) > 0:
+    place = weights + tl.load(addresses + k, mask=ok, other=0)
+    current = tl.load(place, mask=ok, other=0)
+    differs = ok & (current != tl.load(old + k, mask=ok, other=0))
+    tl.store(place, tl.load(new + k, mask=ok, other=0), mask=ok)
+    tl.store(old + k, current, mask=ok)
+    if tl.max(differs.to(tl.int32), axis=0) > 0:
         tl.store(moved, 1)
 
 
-def swap(side: Side, found: LocatedChanges, moved: torch.Tensor) -> None:
-    """Write the new bits of all changes; `found.old` is then what was there, and `moved` set if that was other bits."""
-    changes = found.where.numel()
-    if changes:
-        _swap_kernel[(triton.cdiv(changes, _AT_ONCE),)](
-            side.base, found.where, found.old, found.new, moved, changes, _AT_ONCE, num_warps=4
+def swap(side: Side, changes: LocatedChanges, moved: torch.Tensor) -> None:
+    """Write the new bits of all changes, and what was there to `changes.old`; if that was different, set `moved`."""
+    count = changes.addresses.numel()
+    if count:
+        _swap_kernel[(triton.cdiv(count, _SWAPPED),)](
+            side.base, changes.addresses, changes.old, changes.new, moved, count, _SWAPPED, num_warps=4
         )
 
 
-@triton.jit(do_not_specialize=["N"])
-def _sample_kernel(
-    old, new, old_at, new_at, entry, first, words, ends, which, out, N, NB, B: tl.constexpr, LOG: tl.constexpr
-):
-    """A program looks for a change: its block, its word, and its bit."""
-    i = tl.program_id(0)
-    k = tl.load(which + i)
-    block = i - i
+@triton.jit
+def _find_mark(words, ends, k, blocks, B: tl.constexpr, LOG: tl.constexpr):
+    """The block of mark number k of a bitmap, and where the mark lies in it."""
+    block = tl.program_id(0) - tl.program_id(0)
     for s in tl.static_range(LOG):
         reach = block + (1 << (LOG - 1 - s))
-        passed = (reach < NB) & (tl.load(ends + reach - 1, mask=reach < NB, other=0) <= k)
+        passed = (reach < blocks) & (tl.load(ends + reach - 1, mask=reach < blocks, other=0) <= k)
         block = tl.where(passed, reach, block)
-    row = tl.arange(0, B // 32)
-    marks = tl.load(words + block.to(tl.int64) * (B // 32) + row).to(tl.uint32, bitcast=True)
+    marks = load_marks(words, block, B)
     count = popcount(marks)
-    upto = tl.load(ends + block) - tl.sum(count, axis=0) + tl.cumsum(count, 0)  # changes up to the end of each word
-    mine = (upto > k) & (upto - count <= k)
-    word = tl.sum(tl.where(mine, row, 0), axis=0)
-    left = k - tl.sum(tl.where(mine, upto - count, 0), axis=0)
-    bit = select(tl.sum(tl.where(mine, marks, 0), axis=0).to(tl.uint32), left.to(tl.int32))
-    e = tl.load(entry + block)
-    place = (block - tl.load(first + e)) * B + word * 32 + bit
-    tl.store(out + i, tl.load(old + tl.load(old_at + e) + place))
-    tl.store(out + N + i, tl.load(new + tl.load(new_at + e) + place))
+    upto = tl.load(ends + block) - tl.sum(count, axis=0) + tl.cumsum(count, 0)  # marks up to the end of each word
+    has_mark = (upto > k) & (upto - count <= k)
+    word = tl.sum(tl.where(has_mark, tl.arange(0, B // 32), 0), axis=0)
+    rank = k - tl.sum(tl.where(has_mark, upto - count, 0), axis=0)
+    bit = select(tl.sum(tl.where(has_mark, marks, 0), axis=0).to(tl.uint32), rank.to(tl.int32))
+    return block, word * 32 + bit
+
+
+@triton.jit(do_not_specialize=["N"])
+def _sample_kernel(old, new, blocks, words, ends, which, out, N, NB, B: tl.constexpr, LOG: tl.constexpr):
+    """A program looks for one change."""
+    i = tl.program_id(0)
+    block, place = _find_mark(words, ends, tl.load(which + i), NB, B, LOG)
+    part = tl.load(blocks.part + block)
+    position = (block - tl.load(blocks.first + part)) * B + place
+    tl.store(out + i, tl.load(old.base + tl.load(old.at + part) + position))
+    tl.store(out + N + i, tl.load(new.base + tl.load(new.at + part) + position))
 
 
 def sample(
@@ -274,24 +303,29 @@ def sample(
     out = blocks.empty(2 * which.numel(), old.base.dtype).view(2, -1)
     if which.numel():
         _sample_kernel[(which.numel(),)](
-            *(old.base, new.base, old.at, new.at, blocks.entry, blocks.first, words, torch.cumsum(counts, 0)),
-            *(which, out, which.numel(), blocks.count, blocks.block, blocks.count.bit_length()),
+            *(old.pointers, new.pointers, blocks.table, words, torch.cumsum(counts, 0), which, out),
+            *(which.numel(), blocks.count, blocks.block, blocks.count.bit_length()),
             num_warps=1,
         )
     return out
 
 
-@triton.jit(do_not_specialize=["stretches"])
+class _Stretches(NamedTuple):
+    """Stretches of a sample: part, where it begins in the part, row of the histogram, and shift of its keys."""
+
+    part: torch.Tensor
+    begin: torch.Tensor
+    row: torch.Tensor
+    shift: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["count"])
 def _keys_kernel(
-    bits,
-    at,
-    numel,
-    part,
-    begin,
-    row,
-    shifts,
-    counts,
+    weights,
+    blocks,
     stretches,
+    histogram,
+    count,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     S: tl.constexpr,
@@ -299,18 +333,18 @@ def _keys_kernel(
     KEYS: tl.constexpr,
 ):
     r = tl.program_id(0) * R + tl.arange(0, R)
-    ok = r < stretches
-    e = tl.load(part + r, mask=ok, other=0)
-    first = tl.load(begin + r, mask=ok, other=0)
-    left = tl.where(ok, tl.load(numel + e) - first, 0)
+    ok = r < count
+    part = tl.load(stretches.part + r, mask=ok, other=0)
+    begin = tl.load(stretches.begin + r, mask=ok, other=0)
+    left = tl.where(ok, tl.load(blocks.numel + part) - begin, 0)
     j = tl.arange(0, S)[None, :]
-    there = j < left[:, None]
-    x = tl.load(bits + (tl.load(at + e) + first)[:, None] + j, mask=there, other=0)
-    b = tl.load(row + r, mask=ok, other=0)
-    shift = tl.load(shifts + r, mask=ok, other=0).to(tl.uint64)
+    inside = j < left[:, None]
+    x = tl.load(weights.base + (tl.load(weights.at + part) + begin)[:, None] + j, mask=inside, other=0)
+    row = tl.load(stretches.row + r, mask=ok, other=0)
+    shift = tl.load(stretches.shift + r, mask=ok, other=0).to(tl.uint64)
     size = magnitude(unsigned(x).to(tl.uint64), KIND, BITS) >> shift[:, None]
     key = tl.minimum(size, KEYS - 1).to(tl.int64)
-    tl.atomic_add(counts + b[:, None] * KEYS + key, there.to(tl.int32), mask=there, sem="relaxed")
+    tl.atomic_add(histogram + row[:, None] * KEYS + key, inside.to(tl.int32), mask=inside, sem="relaxed")
 
 
 def key_histogram(
@@ -321,20 +355,21 @@ def key_histogram(
     every: np.ndarray[tuple[int], np.dtype[np.int64]],
     shift: np.ndarray[tuple[int], np.dtype[np.int64]],
 ) -> torch.Tensor:
-    """Count keys (magnitude >> shift, at most 511) of one stretch of 64 in so many, of each part for its row.
+    """Count keys (magnitude >> shift, at most 511) of one stretch of 64 in `every`, for several histograms.
 
-    row: of each part. every, shift: of each row; they are as in `kernels.classes`.
+    row: the histogram of each part. every, shift: of each histogram, as in `cpu.classes.key_histogram`.
     """
     step = _STRETCH * np.asarray(every)[row]
-    many = -(-blocks.sizes // step)
-    part = np.repeat(np.arange(many.size), many)
-    inside = np.arange(part.size) - (np.cumsum(many) - many)[part]
-    counts = torch.zeros((len(every), KEYS), dtype=torch.int32, device=blocks.device)
+    per_part = -(-blocks.sizes // step)
+    part = np.repeat(np.arange(per_part.size), per_part)
+    inside = np.arange(part.size) - (np.cumsum(per_part) - per_part)[part]
+    histogram = torch.zeros((len(every), KEYS), dtype=torch.int32, device=blocks.device)
     if part.size:
-        table = blocks.upload_columns(part, inside * step[part], row[part], np.asarray(shift)[row[part]])
+        columns = part, inside * step[part], row[part], np.asarray(shift)[row[part]]
+        stretches = _Stretches(*blocks.upload_columns(*columns))
         _keys_kernel[(triton.cdiv(part.size, _STRETCHES),)](
-            *(side.base, side.at, blocks.numel, *table, counts, part.size, kind, 8 * blocks.width),
+            *(side.pointers, blocks.table, stretches, histogram, part.size, kind, 8 * blocks.width),
             *(_STRETCH, _STRETCHES, KEYS),
             num_warps=4,
         )
-    return counts
+    return histogram

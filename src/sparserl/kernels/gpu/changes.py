@@ -1,12 +1,12 @@
-"""The kernels on a GPU, in Triton: finding changes, writing them down, marks and the digest.
+"""Changes on a GPU, in Triton: find them, write them down, mark them, and digest weights.
 
-Each is specified by `reference.py`. Weights are contiguous tensors of one width, as integers; all are one launch:
+Each kernel is specified by `reference.py`. All tensors of a call are one launch, over blocks of 8192 elements:
 
-    tensors ──► Blocks: 8192 elements to a program ──► diff: bitmap, changes per block ──► compact: the changes
-                                                                                       └─► gpu_classes: ranks by class
+    tensors ──► Blocks ──► diff: a bitmap, changes per block ──► compact: positions and bits
+                                                             └─► classes: ranks by magnitude class
 
-A bitmap has one bit per element, the first lowest; every tensor begins at a word of its own. Nothing here waits for the
-device. With TRITON_INTERPRET=1, set before the import, everything runs on CPU tensors, slowly.
+A bitmap has one bit per element, the first element lowest, and every tensor begins with a word of its own. Nothing here
+waits for the GPU. With TRITON_INTERPRET=1, set before the import, everything runs on CPU tensors, slowly.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,15 +26,16 @@ import triton.language as tl
 T = TypeVar("T")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
-BLOCK = 8192  # elements that a program looks at; tiles are whole numbers of blocks
-_SLOTS = 512  # sums that programs add to, so that few meet in one
-_SMALL = 1 << 16  # bytes that travel with the command to copy them, from anywhere
-_CACHED = 8  # tables that blocks keep
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+BLOCK = 8192  # elements per program; tiles are whole numbers of blocks
+_SLOTS = tl.constexpr(512)  # digest sums that programs add to, so that few programs add to the same one
+_SMALL_COPY = 1 << 16  # bytes up to which a copy to the GPU needs no pinned memory
+_CACHED_TABLES = 8  # tables that `Blocks.cached` keeps
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# What a program looks at together, and its warps: more registers would mean fewer programs at a time.
+# How much a program handles at a time, and its warps.
 SHAPES = {
-    "diff": (4096, 4),  # bytes of a side
-    "mark": (64, 4),  # words of the bitmap, where elements have two bytes
+    "diff": (4096, 4),  # bytes of either side
+    "mark": (64, 4),  # words of the bitmap, for elements of two bytes
     "compact": (128, 1),  # changes of a block
 }
 
@@ -41,18 +43,19 @@ SHAPES = {
 def as_ints(tensor: torch.Tensor) -> torch.Tensor:
     """The bit patterns of a contiguous tensor, flat."""
     if not tensor.is_contiguous():
-        raise ValueError("kernels on a device take contiguous tensors")
+        raise ValueError("GPU kernels need contiguous tensors")
     return tensor.detach().reshape(-1).view(INTS[tensor.element_size()])
 
 
 class HostCopy:
-    """Numbers on their way to the host. A call waits for them, but for no work that was given later."""
+    """Numbers on their way from the GPU. Calling it waits for them, but not for work that was queued later."""
 
     def __init__(self, host: torch.Tensor, event: torch.cuda.Event | None = None) -> None:
-        self._host, self._event = host, event
+        self._host = host
+        self._event = event
 
     def ready(self) -> bool:
-        """Whether they have come."""
+        """Whether the numbers have arrived."""
         return self._event is None or bool(self._event.query())
 
     def __call__(self) -> np.ndarray[Any, Any]:
@@ -61,8 +64,18 @@ class HostCopy:
         return self._host.numpy()
 
 
+class BlockTable(NamedTuple):
+    """What kernels read about blocks: `part` has a number per block, the others one (`keys` two) per part."""
+
+    part: torch.Tensor
+    first: torch.Tensor  # the first block of the part
+    numel: torch.Tensor
+    keys: torch.Tensor  # of the part's tensor, for digests
+    start: torch.Tensor  # where the part begins in its tensor, for digests
+
+
 class Blocks:
-    """Elements of several tensors (or contiguous parts of them), chunk_spans into blocks.
+    """Elements of several tensors (or contiguous parts of them), divided into blocks.
 
     start: where each part begins in its tensor; keys: the two keys of its tensor. Both are for digests.
     """
@@ -76,43 +89,48 @@ class Blocks:
         start: Any = None,
         block: int = BLOCK,
     ) -> None:
-        self.width, self.block, self.device = width, block, torch.device(device)
+        self.width = width
+        self.block = block
+        self.device = torch.device(device)
         self._cache: dict[tuple[str, bytes], Any] = {}
-        sizes = np.asarray(numel, np.int64)
-        per = -(-sizes // block)
-        self.count = int(per.sum())
-        self.sizes, self.first_block, n = sizes, np.cumsum(per) - per, sizes.size
-        table = np.zeros((6, n + n % 2), np.int64)  # rows begin at 16-byte boundaries: kernels are compiled for these
-        table[:3, :n] = sizes, self.first_block, per
-        table[3, :n] = 0 if start is None else start
-        table[4:].reshape(-1)[: 2 * n] = 0 if keys is None else np.asarray(keys, np.uint64).view(np.int64).ravel()
-        there = self.upload(table)
-        self.numel, self.first, self.blocks_of, self.start = there[:4, :n]
-        self.keys = there[4:].view(-1)[: 2 * n].view(n, 2)
-        self.entry = torch.repeat_interleave(
-            torch.arange(n, dtype=torch.int32, device=self.device), self.blocks_of, output_size=self.count
-        )
+        self.sizes = np.asarray(numel, np.int64)
+        per_part = -(-self.sizes // block)
+        self.count = int(per_part.sum())
+        self.first_block = np.cumsum(per_part) - per_part
+        n = self.sizes.size
+        rows = np.zeros((6, n + n % 2), np.int64)  # rows begin at 16-byte boundaries: kernels are compiled for these
+        rows[0, :n] = self.sizes
+        rows[1, :n] = self.first_block
+        rows[2, :n] = per_part
+        rows[3, :n] = 0 if start is None else start
+        rows[4:].reshape(-1)[: 2 * n] = 0 if keys is None else np.asarray(keys, np.uint64).view(np.int64).ravel()
+        on_gpu = self.upload(rows)
+        sizes, first, self.per_part, starts = on_gpu[:4, :n]
+        part_keys = on_gpu[4:].view(-1)[: 2 * n].view(n, 2)
+        parts = torch.arange(n, dtype=torch.int32, device=self.device)
+        part = torch.repeat_interleave(parts, self.per_part, output_size=self.count)
+        self.table = BlockTable(part, first, sizes, part_keys, starts)
 
     def upload(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Numbers of the host on the device."""
+        """Copy numbers to the GPU."""
         numbers = np.asarray(numbers)
-        large = self.device.type == "cuda" and numbers.size * dtype.itemsize > _SMALL
+        large = self.device.type == "cuda" and numbers.size * dtype.itemsize > _SMALL_COPY
         host = torch.empty(numbers.shape, dtype=dtype, pin_memory=large)
-        host.numpy()[...] = numbers  # torch would take all cores for it, and they would be busy for a while after it
+        host.numpy()[...] = numbers  # not by torch, which would start a thread on every core
         return host.to(self.device, non_blocking=True)
 
     def upload_columns(self, *columns: Any) -> list[torch.Tensor]:
-        """Columns of numbers in one copy. Each begins at a 16-byte boundary: kernels are compiled for these."""
+        """Copy columns of numbers in one go. Each begins at a 16-byte boundary: kernels are compiled for these."""
         sizes = [len(column) for column in columns]
-        room = [size + size % 2 for size in sizes]
-        flat, begins = np.zeros(sum(room), np.int64), accumulate(room, initial=0)
-        for begin, size, column in zip(begins, sizes, columns, strict=False):
+        padded = [size + size % 2 for size in sizes]
+        flat = np.zeros(sum(padded), np.int64)
+        for begin, size, column in zip(accumulate(padded, initial=0), sizes, columns, strict=False):
             flat[begin : begin + size] = column
-        there = self.upload(flat).split(room)
-        return [row[:size] if size % 2 else row for row, size in zip(there, sizes, strict=True)]
+        rows = self.upload(flat).split(padded)
+        return [row[:size] if size % 2 else row for row, size in zip(rows, sizes, strict=True)]
 
     def fetch(self, numbers: torch.Tensor) -> HostCopy:
-        """Begin to bring numbers to the host."""
+        """Begin to copy numbers to the host."""
         if self.device.type != "cuda":
             return HostCopy(numbers)
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -122,7 +140,7 @@ class Blocks:
         return HostCopy(host, event)
 
     def event(self) -> torch.cuda.Event | None:
-        """An event behind all that the device was given to do so far, on the current stream."""
+        """An event behind everything that the current stream has been given so far."""
         if self.device.type != "cuda":
             return None
         event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
@@ -133,7 +151,7 @@ class Blocks:
 
     @property
     def words(self) -> int:
-        """Words of 32 bits that a bitmap of all blocks has."""
+        """Words of 32 bits in a bitmap of all blocks."""
         return self.count * (self.block // 32)
 
     def bitmap(self) -> torch.Tensor:
@@ -141,41 +159,53 @@ class Blocks:
         return torch.zeros(self.words, dtype=torch.int32, device=self.device)
 
     def side(self, tensors: Sequence[torch.Tensor]) -> Side:
-        """Tensors of the right sizes, one per part, as kernels want them."""
+        """One version of the weights: tensors of the right sizes, one per part."""
         flat = [as_ints(t) for t in tensors]
         sizes = [t.numel() for t in flat]
         if sizes != self.sizes.tolist() or any(t.element_size() != self.width for t in flat):
-            raise ValueError("the tensors are not those that the blocks were made for")
+            raise ValueError("the tensors do not have the sizes that the blocks were made for")
         base = next((t for t in flat if t.numel()), self.empty(1, INTS[self.width]))
         return self.side_at(np.array([t.data_ptr() for t in flat], np.int64), base, flat)
 
-    def side_at(self, address: np.ndarray[Any, Any], base: torch.Tensor, alive: Sequence[Any]) -> Side:
-        """Parts at some addresses, counted from a tensor; `alive` is what keeps their memory."""
+    def side_at(self, address: np.ndarray[Any, Any], base: torch.Tensor, owners: Sequence[Any]) -> Side:
+        """One version of the weights, by the parts' addresses; `owners` keep their memory alive."""
         base = as_ints(base)
         offset = (address - base.data_ptr()) // self.width
         at = self.cached(("side", offset.tobytes()), lambda: self.upload(offset))
-        return Side(base, at, not (address % 16).any(), alive)
+        return Side(base, at, not (address % 16).any(), owners)
 
     def cached(self, key: tuple[str, bytes], make: Callable[[], T]) -> T:
-        """What is made of these blocks and of numbers that stand in the key, and so the same every time."""
+        """A value that depends on these blocks and the key alone; it is made once."""
         value: T | None = self._cache.get(key)
         if value is None:
             value = make()
-            self._cache = dict([*self._cache.items()][1 - _CACHED :]) | {key: value}  # others may be at the old one
+            # A new dictionary: another thread may be reading the old one.
+            self._cache = dict([*self._cache.items()][1 - _CACHED_TABLES :]) | {key: value}
         return value
+
+
+class Pointers(NamedTuple):
+    """Where kernels find parts: a tensor to count from, and the distance of each part from it, in elements."""
+
+    base: torch.Tensor
+    at: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Side:
-    """One version of the weights: a tensor to count addresses from, and where each part lies, in elements."""
+    """One version of the weights, old or new: see `Pointers`."""
 
     base: torch.Tensor
     at: torch.Tensor
-    aligned: bool
-    alive: Sequence[Any]
+    aligned: bool  # whether all parts begin at 16-byte boundaries
+    owners: Sequence[Any]
+
+    @cached_property
+    def pointers(self) -> Pointers:
+        return Pointers(self.base, self.at)
 
     def step(self, width: int) -> int:
-        """What addresses are multiples of, in elements."""
+        """What the distances of parts are multiples of, in elements."""
         return 16 // width if self.aligned else 1
 
 
@@ -197,11 +227,11 @@ def lowest(x):
 
 
 @triton.jit
-def block_span(block, entry, first, numel, B: tl.constexpr):
-    """Part of a block, where the block begins in it, and how many elements are left from there."""
-    e = tl.load(entry + block)
-    begin = (block - tl.load(first + e)) * B
-    return e, begin, tl.load(numel + e) - begin
+def block_span(block, blocks, B: tl.constexpr):
+    """The part of a block, where the block begins in it, and how many elements are left from there."""
+    part = tl.load(blocks.part + block)
+    begin = (block - tl.load(blocks.first + part)) * B
+    return part, begin, tl.load(blocks.numel + part) - begin
 
 
 @triton.jit
@@ -215,6 +245,56 @@ def unsigned(x):
         return x.to(tl.uint64, bitcast=True)
     else:
         return x
+
+
+@triton.jit
+def load_bits(pointer, ok):
+    """Bits as uint64, zero where `ok` is false."""
+    return unsigned(tl.load(pointer, mask=ok, other=0)).to(tl.uint64)
+
+
+@triton.jit
+def load_uint32(pointer, ok):
+    """Numbers of 32 bits, without sign, as int64; zero where `ok` is false."""
+    return tl.load(pointer, mask=ok, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def store_word(pointer, value, mask, BITS: tl.constexpr):
+    """Store the lower bits of a uint64."""
+    if BITS == 8:
+        tl.store(pointer, value.to(tl.uint8), mask=mask)
+    elif BITS == 16:
+        tl.store(pointer, value.to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
+    elif BITS == 32:
+        tl.store(pointer, value.to(tl.uint32).to(tl.int32, bitcast=True), mask=mask)
+    else:
+        tl.store(pointer, value.to(tl.int64, bitcast=True), mask=mask)
+
+
+@triton.jit
+def load_marks(words, block, B: tl.constexpr):
+    """The words of a bitmap that belong to a block."""
+    row = tl.arange(0, B // 32)
+    return tl.load(words + block.to(tl.int64) * (B // 32) + row).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def list_marks(marks, count, first, begin, out, B: tl.constexpr):
+    """Write down the positions of a block's marks, counted from `begin`, to `out` from index `first` on.
+
+    Few words have a mark. So every lane lists those of its word, and afterwards a lane can take one change.
+    """
+    row = tl.arange(0, B // 32)
+    k = first + tl.cumsum(count, 0) - count
+    most = tl.max(count, axis=0)
+    while most > 0:
+        position = begin + row * 32 + lowest(marks)
+        tl.store(out + k, position.to(out.dtype.element_ty), mask=marks != 0)
+        marks &= marks - 1
+        k += 1
+        most -= 1
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -233,16 +313,17 @@ def natural_order(x):
 def read_pairs(bits, a, n, W: tl.constexpr, ONCE: tl.constexpr = True, PAST: tl.constexpr = True):
     """The two-byte elements of W words, as words × 16 pairs.
 
-    Of the eight that lie in the same 16 bytes all are read if one of the `n` is among them; other words are zero.
-    ONCE: nobody needs them again soon. PAST: they pass by the first cache, which most kernels are faster with.
+    Elements are read in groups of eight (16 bytes): a group is read if one of the first `n` elements is in it, and is
+    zero otherwise.
+    ONCE: the elements are not needed again soon. PAST: bypass the first cache, which makes most kernels faster.
     """
     j = tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
     pairs = bits.to(tl.pointer_type(tl.int32)) + a // 2 + j
-    there = (j // 4) * 8 < n
+    ok = (j // 4) * 8 < n
     if ONCE and PAST:
-        return tl.load(pairs, mask=there, other=0, cache_modifier=".cg")
+        return tl.load(pairs, mask=ok, other=0, cache_modifier=".cg")
     else:
-        return tl.load(pairs, mask=there, other=0, eviction_policy="evict_first" if ONCE else "")
+        return tl.load(pairs, mask=ok, other=0, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
@@ -263,38 +344,18 @@ def _differing_halves(x, y):
 
 
 @triton.jit
-def _diff_kernel(
-    old,
-    new,
-    old_at,
-    new_at,
-    entry,
-    first,
-    numel,
-    words,
-    counts,
-    B: tl.constexpr,
-    SA: tl.constexpr,
-    SB: tl.constexpr,
-    PAIRED: tl.constexpr,
-    W: tl.constexpr,
-):
-    block = tl.program_id(0)
-    e, begin, n = block_span(block, entry, first, numel, B)
-    a = tl.multiple_of(tl.load(old_at + e) + begin, SA)
-    b = tl.multiple_of(tl.load(new_at + e) + begin, SB)
-    there = words + block.to(tl.int64) * (B // 32) + tl.arange(0, W)
-    count = tl.zeros([W], tl.int32)
-    for i in range(0, B, W * 32):
-        mask = difference_mask(old, new, a + i, b + i, n - i, W, PAIRED)
-        tl.store(there + i // 32, mask.to(tl.int32, bitcast=True))
-        count += popcount(mask)
-    tl.store(counts + block, tl.sum(count, axis=0))
+def pair_difference_mask(x, y, n, W: tl.constexpr):
+    """W words of a bitmap: which of the first `n` elements of two rows of pairs differ."""
+    even, odd = tl.split(tl.reshape(_differing_halves(x, y), [W, 8, 2]))
+    power = (tl.zeros([8], tl.uint32) + 1) << tl.arange(0, 8).to(tl.uint32)
+    mask = natural_order(tl.sum((odd * 256 + even) * power[None, :], axis=1).to(tl.uint32))
+    left = tl.minimum(tl.maximum(n - tl.arange(0, W) * 32, 0), 32).to(tl.uint64)
+    return mask & (((tl.zeros([W], tl.uint64) + 1) << left) - 1).to(tl.uint32)
 
 
 @triton.jit
 def difference_mask(old, new, a, b, n, W: tl.constexpr, PAIRED: tl.constexpr):
-    """W words of a bitmap: which of the elements at `a` and `b` differ, of which `n` are left."""
+    """W words of a bitmap: which of the `n` elements that are left at `a` and `b` differ."""
     if PAIRED:
         return pair_difference_mask(read_pairs(old, a, n, W), read_pairs(new, b, n, W), n, W)
     else:
@@ -309,63 +370,95 @@ def difference_mask(old, new, a, b, n, W: tl.constexpr, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def pair_difference_mask(x, y, n, W: tl.constexpr):
-    """W words of a bitmap: which elements of two rows of pairs differ, of which `n` are left."""
-    even, odd = tl.split(tl.reshape(_differing_halves(x, y), [W, 8, 2]))
-    power = (tl.zeros([8], tl.uint32) + 1) << tl.arange(0, 8).to(tl.uint32)
-    mask = natural_order(tl.sum((odd * 256 + even) * power[None, :], axis=1).to(tl.uint32))
-    left = tl.minimum(tl.maximum(n - tl.arange(0, W) * 32, 0), 32).to(tl.uint64)
-    return mask & (((tl.zeros([W], tl.uint64) + 1) << left) - 1).to(tl.uint32)
+def _diff_kernel(
+    old,
+    new,
+    blocks,
+    words,
+    counts,
+    B: tl.constexpr,
+    OLD_STEP: tl.constexpr,
+    NEW_STEP: tl.constexpr,
+    PAIRED: tl.constexpr,
+    W: tl.constexpr,
+):
+    block = tl.program_id(0)
+    part, begin, n = block_span(block, blocks, B)
+    a = tl.multiple_of(tl.load(old.at + part) + begin, OLD_STEP)
+    b = tl.multiple_of(tl.load(new.at + part) + begin, NEW_STEP)
+    out = words + block.to(tl.int64) * (B // 32) + tl.arange(0, W)
+    count = tl.zeros([W], tl.int32)
+    for i in range(0, B, W * 32):
+        mask = difference_mask(old.base, new.base, a + i, b + i, n - i, W, PAIRED)
+        tl.store(out + i // 32, mask.to(tl.int32, bitcast=True))
+        count += popcount(mask)
+    tl.store(counts + block, tl.sum(count, axis=0))
 
 
 def diff(blocks: Blocks, old: Side, new: Side) -> tuple[torch.Tensor, torch.Tensor]:
     """A bitmap of the elements whose bits differ, and how many there are in each block."""
-    words, counts = blocks.empty(blocks.words, torch.int32), blocks.empty(blocks.count, torch.int32)
+    words = blocks.empty(blocks.words, torch.int32)
+    counts = blocks.empty(blocks.count, torch.int32)
     nbytes, warps = SHAPES["diff"]
     if blocks.count:
         _diff_kernel[(blocks.count,)](
-            *(old.base, new.base, old.at, new.at, blocks.entry, blocks.first, blocks.numel, words, counts),
-            *(blocks.block, old.step(blocks.width), new.step(blocks.width)),
-            *(blocks.width == 2 and old.aligned and new.aligned, min(nbytes // blocks.width, blocks.block) // 32),
+            *(old.pointers, new.pointers, blocks.table, words, counts, blocks.block),
+            *(old.step(blocks.width), new.step(blocks.width), blocks.width == 2 and old.aligned and new.aligned),
+            min(nbytes // blocks.width, blocks.block) // 32,
             num_warps=warps,
         )
     return words, counts
 
 
 @triton.jit
-def _turn(z):
+def turn(z):
+    """A round of the digest's mixing."""
     return z.to(tl.uint32).to(tl.uint64) * (z >> 32) + ((z << 41) | (z >> 23))
 
 
 @triton.jit
 def mix(weyl, key, bits):
-    """What an element adds to the first sum of the digest; a turn more gives the second."""
-    return _turn(_turn(_turn(weyl ^ bits) + key))
+    """What an element adds to the first sum of the digest; another `turn` gives the second."""
+    return turn(turn(turn(weyl ^ bits) + key))
 
 
 @triton.jit
 def weyl_number(key, position):
-    return key.to(tl.uint64, bitcast=True) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
+    """What is mixed with the bits of the element at a position."""
+    return key.to(tl.uint64, bitcast=True) + position.to(tl.uint64) * _GOLDEN
+
+
+@triton.jit
+def load_keys(blocks, part):
+    """Both keys of a part's tensor."""
+    return tl.load(blocks.keys + 2 * part), tl.load(blocks.keys + 2 * part + 1).to(tl.uint64, bitcast=True)
 
 
 @triton.jit
 def digest_delta(weyl, key, old, new, ok):
-    """How both sums move when old bits become new ones."""
-    was, now = mix(weyl, key, old.to(tl.uint64)), mix(weyl, key, new.to(tl.uint64))
-    zero = was ^ was
-    return tl.where(ok, now - was, zero), tl.where(ok, _turn(now) - _turn(was), zero)
+    """How both sums change when old bits become new ones."""
+    before = mix(weyl, key, old.to(tl.uint64))
+    after = mix(weyl, key, new.to(tl.uint64))
+    zero = before ^ before
+    return tl.where(ok, after - before, zero), tl.where(ok, turn(after) - turn(before), zero)
 
 
 @triton.jit
-def add_sums(sums, slot, one, two):
-    """Add to both sums in a slot."""
-    tl.atomic_add(sums + 2 * slot, tl.sum(one, axis=0).to(tl.int64, bitcast=True), sem="relaxed")
-    tl.atomic_add(sums + 2 * slot + 1, tl.sum(two, axis=0).to(tl.int64, bitcast=True), sem="relaxed")
+def add_sums(sums, row, first, second):
+    """Add to both sums of a row."""
+    tl.atomic_add(sums + 2 * row, tl.sum(first, axis=0).to(tl.int64, bitcast=True), sem="relaxed")
+    tl.atomic_add(sums + 2 * row + 1, tl.sum(second, axis=0).to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def add_to_slot(sums, program, first, second):
+    """Add to both sums of one of the slots, which programs share evenly."""
+    add_sums(sums, program % _SLOTS, first, second)
 
 
 def new_sums(device: Any) -> torch.Tensor:
-    """Room for both sums of a digest, many times; `sum_slots` adds them up."""
-    return torch.zeros((_SLOTS, 2), dtype=torch.int64, device=device)
+    """Slots for both sums of a digest; `sum_slots` adds them up."""
+    return torch.zeros((_SLOTS.value, 2), dtype=torch.int64, device=device)
 
 
 def sum_slots(sums: torch.Tensor) -> torch.Tensor:
@@ -402,97 +495,74 @@ def advance(old, step, SIGN: tl.constexpr, BITS: tl.constexpr):
     return z
 
 
+class CompactChanges(NamedTuple):
+    """Changes of a bitmap: positions in their parts, old bits (if asked for), new bits or steps, and digest sums."""
+
+    positions: torch.Tensor
+    new: torch.Tensor
+    old: torch.Tensor
+    sums: torch.Tensor
+
+
 @triton.jit
-def store_word(pointer, value, mask, BITS: tl.constexpr):
-    """Store the lower bits of a uint64."""
-    if BITS == 8:
-        tl.store(pointer, value.to(tl.uint8), mask=mask)
-    elif BITS == 16:
-        tl.store(pointer, value.to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
-    elif BITS == 32:
-        tl.store(pointer, value.to(tl.uint32).to(tl.int32, bitcast=True), mask=mask)
-    else:
-        tl.store(pointer, value.to(tl.int64, bitcast=True), mask=mask)
+def _tile_start(block, begin, log, ends, B: tl.constexpr):
+    """Where a block begins in its tile, and the index of the tile's first change."""
+    into = begin & ((tl.full([1], 1, tl.int64) << log) - 1)
+    head = block - tl.sum(into // B, axis=0).to(tl.int32)
+    return into, tl.load(ends + head - 1, mask=head > 0, other=0)
 
 
 @triton.jit
 def _compact_kernel(
     old,
     new,
-    old_at,
-    new_at,
-    entry,
-    first,
-    numel,
-    keys,
-    start,
+    blocks,
     words,
     ends,
     tile_log,
-    positions,
-    before,
     out,
-    sums,
     B: tl.constexpr,
     BITS: tl.constexpr,
     SIGN: tl.constexpr,
     STEPS: tl.constexpr,
     TILED: tl.constexpr,
-    BEFORE: tl.constexpr,
-    SLOTS: tl.constexpr,
+    KEEP_OLD: tl.constexpr,
     Q: tl.constexpr,
 ):
     block = tl.program_id(0)
-    e, begin, _ = block_span(block, entry, first, numel, B)
-    row = tl.arange(0, B // 32)
-    left = tl.load(words + block.to(tl.int64) * (B // 32) + row).to(tl.uint32, bitcast=True)
-    count = popcount(left)
-    here = tl.sum(count, axis=0)
-    if here > 0:
-        a, b = tl.load(old_at + e), tl.load(new_at + e)
-        k = tl.load(ends + block) - here + tl.cumsum(count, 0) - count
-        key, key2 = tl.load(keys + 2 * e), tl.load(keys + 2 * e + 1).to(tl.uint64, bitcast=True)
-        origin = tl.load(start + e)
+    part, begin, _ = block_span(block, blocks, B)
+    marks = load_marks(words, block, B)
+    count = popcount(marks)
+    changes = tl.sum(count, axis=0)
+    if changes > 0:
+        first = tl.load(ends + block) - changes
+        list_marks(marks, count, first, begin, out.positions, B)
+        old_at = old.base + tl.load(old.at + part)
+        new_at = new.base + tl.load(new.at + part)
+        key, second_key = load_keys(blocks, part)
+        start = tl.load(blocks.start + part)
         if TILED:
-            log = tl.load(tile_log + e)
-            into = begin & ((tl.full([1], 1, tl.int64) << log) - 1)  # where the block begins in its tile
-            head = block - tl.sum(into // B, axis=0).to(tl.int32)
-            tile_first = tl.load(ends + head - 1, mask=head > 0, other=0)
-        # Few words have a change, so lanes write down where changes are, and then take a change each.
-        most = tl.max(count, axis=0)
-        while most > 0:
-            there = begin + row * 32 + lowest(left)
-            tl.store(positions + k, there.to(tl.uint32).to(tl.int32, bitcast=True), mask=left != 0)
-            left &= left - 1
-            k += 1
-            most -= 1
-        tl.debug_barrier()
-        at = tl.load(ends + block) - here
-        one = tl.zeros([Q], tl.uint64)
-        two = tl.zeros([Q], tl.uint64)
-        i = here - here
-        while i < here:
-            q = i + tl.arange(0, Q)
-            ok = q < here
-            q = at + q
-            j = tl.load(positions + q, mask=ok, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
-            x = unsigned(tl.load(old + a + j, mask=ok, other=0)).to(tl.uint64)
-            y = unsigned(tl.load(new + b + j, mask=ok, other=0)).to(tl.uint64)
+            into, tile_first = _tile_start(block, begin, tl.load(tile_log + part), ends, B)
+        first_sum = tl.zeros([Q], tl.uint64)
+        second_sum = tl.zeros([Q], tl.uint64)
+        i = changes - changes
+        while i < changes:
+            ok = i + tl.arange(0, Q) < changes
+            k = first + i + tl.arange(0, Q)
+            position = load_uint32(out.positions + k, ok)
+            x = load_bits(old_at + position, ok)
+            y = load_bits(new_at + position, ok)
             if TILED:
-                flag = (q == tile_first).to(tl.int64) << 31
-                inside = (into + j - begin) | flag
-                tl.store(positions + q, inside.to(tl.uint32).to(tl.int32, bitcast=True), mask=ok)
-            if BEFORE:
-                store_word(before + q, x, ok, BITS)
-            if STEPS:
-                store_word(out + q, steps(x, y, SIGN, BITS), ok, BITS)
-            else:
-                store_word(out + q, y, ok, BITS)
-            first_moved, second_moved = digest_delta(weyl_number(key, origin + j), key2, x, y, ok)
-            one += first_moved
-            two += second_moved
+                in_tile = (into + position - begin) | ((k == tile_first).to(tl.int64) << 31)
+                tl.store(out.positions + k, in_tile.to(tl.int32), mask=ok)
+            if KEEP_OLD:
+                store_word(out.old + k, x, ok, BITS)
+            store_word(out.new + k, steps(x, y, SIGN, BITS) if STEPS else y, ok, BITS)
+            delta = digest_delta(weyl_number(key, start + position), second_key, x, y, ok)
+            first_sum += delta[0]
+            second_sum += delta[1]
             i += Q
-        add_sums(sums, block % SLOTS, one, two)
+        add_to_slot(out.sums, block, first_sum, second_sum)
 
 
 def compact(
@@ -508,54 +578,56 @@ def compact(
     tile_log: torch.Tensor | None = None,
     keep_old: bool = False,
     ends: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The changes of a bitmap: positions, new bits or steps, old bits where they are to be kept, and the digest's sums.
+) -> CompactChanges:
+    """The changes of a bitmap, of which there are `changes`.
 
+    steps: write steps instead of new bits.
     tile_log: of each part. Positions are then counted from the start of their tile, and bit 31 is set in the first of
-        each tile: what gaps are made of.
-    ends: the changes up to the end of each block, where they are known.
+        each tile: gaps are made from these.
+    ends: the changes up to the end of each block, if they are known.
     """
     ints = INTS[blocks.width]
-    positions, out = blocks.empty(changes, torch.int32), blocks.empty(changes, ints)
-    before = blocks.empty(changes if keep_old else 0, ints)
-    sums = new_sums(blocks.device)
-    together, warps = SHAPES["compact"]
+    out = CompactChanges(
+        blocks.empty(changes, torch.int32),
+        blocks.empty(changes, ints),
+        blocks.empty(changes if keep_old else 0, ints),
+        new_sums(blocks.device),
+    )
+    at_a_time, warps = SHAPES["compact"]
     if blocks.count and changes:
         ends = torch.cumsum(counts, 0, dtype=torch.int64) if ends is None else ends
         _compact_kernel[(blocks.count,)](
-            *(old.base, new.base, old.at, new.at, blocks.entry, blocks.first, blocks.numel, blocks.keys, blocks.start),
-            *(words, ends, tile_log, positions, before, out, sums, blocks.block, 8 * blocks.width, sign_magnitude),
-            *(steps, tile_log is not None, keep_old, _SLOTS, together),
+            *(old.pointers, new.pointers, blocks.table, words, ends, tile_log, out),
+            *(blocks.block, 8 * blocks.width, sign_magnitude, steps, tile_log is not None, keep_old),
+            at_a_time,
             num_warps=warps,
         )
-    return positions, out, before, sums
+    return out
 
 
 @triton.jit
-def _digest_kernel(
-    bits, at, entry, first, numel, keys, start, sums, B: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr
-):
+def _digest_kernel(weights, blocks, sums, B: tl.constexpr, STEP: tl.constexpr):
     block = tl.program_id(0)
-    e, begin, n = block_span(block, entry, first, numel, B)
-    a = tl.multiple_of(tl.load(at + e) + begin, S)
-    key, key2 = tl.load(keys + 2 * e), tl.load(keys + 2 * e + 1).to(tl.uint64, bitcast=True)
-    origin = weyl_number(key, tl.load(start + e) + begin)
+    part, begin, n = block_span(block, blocks, B)
+    a = tl.multiple_of(tl.load(weights.at + part) + begin, STEP)
+    key, second_key = load_keys(blocks, part)
+    origin = weyl_number(key, tl.load(blocks.start + part) + begin)
     lane = tl.arange(0, 1024)
-    one = tl.zeros([1024], tl.uint64)
-    two = tl.zeros([1024], tl.uint64)
+    first_sum = tl.zeros([1024], tl.uint64)
+    second_sum = tl.zeros([1024], tl.uint64)
     for i in range(0, B, 1024):
         j = i + lane
-        weyl = origin + j.to(tl.uint64) * 0x9E3779B97F4A7C15
+        weyl = origin + j.to(tl.uint64) * _GOLDEN
         if n - i >= 1024:
-            z = mix(weyl, key2, unsigned(tl.load(bits + a + j)).to(tl.uint64))
-            one += z
-            two += _turn(z)
+            z = mix(weyl, second_key, unsigned(tl.load(weights.base + a + j)).to(tl.uint64))
+            first_sum += z
+            second_sum += turn(z)
         else:
             ok = j < n
-            z = mix(weyl, key2, unsigned(tl.load(bits + a + j, mask=ok, other=0)).to(tl.uint64))
-            one += tl.where(ok, z, z ^ z)
-            two += tl.where(ok, _turn(z), z ^ z)
-    add_sums(sums, block % SLOTS, one, two)
+            z = mix(weyl, second_key, load_bits(weights.base + a + j, ok))
+            first_sum += tl.where(ok, z, z ^ z)
+            second_sum += tl.where(ok, turn(z), z ^ z)
+    add_to_slot(sums, block, first_sum, second_sum)
 
 
 def digest(blocks: Blocks, side: Side) -> torch.Tensor:
@@ -563,16 +635,14 @@ def digest(blocks: Blocks, side: Side) -> torch.Tensor:
     sums = new_sums(blocks.device)
     if blocks.count:
         _digest_kernel[(blocks.count,)](
-            *(side.base, side.at, blocks.entry, blocks.first, blocks.numel, blocks.keys, blocks.start, sums),
-            *(blocks.block, side.step(blocks.width), _SLOTS),
-            num_warps=4,
+            side.pointers, blocks.table, sums, blocks.block, side.step(blocks.width), num_warps=4
         )
     return sum_slots(sums)
 
 
 @triton.jit
-def _rounded(x, CAST: tl.constexpr, NAN: tl.constexpr):
-    """fp32 patterns as bf16, to the nearest and ties to even; or patterns as they are."""
+def cast(x, CAST: tl.constexpr, NAN: tl.constexpr):
+    """fp32 patterns as bf16, to the nearest and ties to even; or patterns unchanged."""
     if not CAST:
         return x
     elif _INTERPRETED:
@@ -585,13 +655,13 @@ def _rounded(x, CAST: tl.constexpr, NAN: tl.constexpr):
 
 
 @triton.jit
-def _rounded_pairs(x, CAST: tl.constexpr, NAN: tl.constexpr):
-    """Two fp32 patterns in one number as a pair of bf16; or a pair as it is."""
+def _cast_pairs(x, CAST: tl.constexpr, NAN: tl.constexpr):
+    """Two fp32 patterns in one number as a pair of bf16; or a pair unchanged."""
     if not CAST:
         return x
     elif _INTERPRETED:
-        even = _rounded(x.to(tl.int32), CAST, NAN).to(tl.int32) & 0xFFFF
-        return even | (_rounded((x >> 32).to(tl.int32), CAST, NAN).to(tl.int32) << 16)
+        even = cast(x.to(tl.int32), CAST, NAN).to(tl.int32) & 0xFFFF
+        return even | (cast((x >> 32).to(tl.int32), CAST, NAN).to(tl.int32) << 16)
     else:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 a, b; mov.b64 {a, b}, $1; cvt.rn.bf16x2.f32 $0, b, a; }",
@@ -605,94 +675,97 @@ def _rounded_pairs(x, CAST: tl.constexpr, NAN: tl.constexpr):
 
 @triton.jit
 def _mark_kernel(
-    master,
-    weight,
-    master_at,
-    weight_at,
-    entry,
-    first,
-    numel,
+    masters,
+    weights,
+    blocks,
     words,
     counts,
     B: tl.constexpr,
-    SA: tl.constexpr,
-    SB: tl.constexpr,
+    MASTER_STEP: tl.constexpr,
+    WEIGHT_STEP: tl.constexpr,
     CAST: tl.constexpr,
     NAN: tl.constexpr,
     PAIRED: tl.constexpr,
     W: tl.constexpr,
 ):
     block = tl.program_id(0)
-    e, begin, n = block_span(block, entry, first, numel, B)
-    a = tl.multiple_of(tl.load(master_at + e) + begin, SA)
-    b = tl.multiple_of(tl.load(weight_at + e) + begin, SB)
+    part, begin, n = block_span(block, blocks, B)
+    a = tl.multiple_of(tl.load(masters.at + part) + begin, MASTER_STEP)
+    b = tl.multiple_of(tl.load(weights.at + part) + begin, WEIGHT_STEP)
     count = tl.zeros([W], tl.int32)
     for i in range(0, B, W * 32):
-        there = words + block.to(tl.int64) * (B // 32) + i // 32 + tl.arange(0, W)
-        marks = tl.load(there).to(tl.uint32, bitcast=True)
-        marks |= _write_changed(master, weight, a + i, b + i, n - i, W, CAST, NAN, PAIRED)
-        tl.store(there, marks.to(tl.int32, bitcast=True))
+        place = words + block.to(tl.int64) * (B // 32) + i // 32 + tl.arange(0, W)
+        marks = tl.load(place).to(tl.uint32, bitcast=True)
+        if PAIRED:
+            marks |= _write_changed_pairs(masters.base, weights.base, a + i, b + i, n - i, W, CAST, NAN)
+        else:
+            marks |= _write_changed(masters.base, weights.base, a + i, b + i, n - i, W, CAST, NAN)
+        tl.store(place, marks.to(tl.int32, bitcast=True))
         count += popcount(marks)
     tl.store(counts + block, tl.sum(count, axis=0))
 
 
 @triton.jit
-def _write_changed(
-    master, weight, a, b, n, W: tl.constexpr, CAST: tl.constexpr, NAN: tl.constexpr, PAIRED: tl.constexpr
-):
-    """Write W words' elements of the weight that differ from the master's. Returns which did, as words of a bitmap."""
-    if PAIRED:
-        k = tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        if CAST:
-            wide = master.to(tl.pointer_type(tl.int64)) + a // 2 + k
-            near = tl.load(wide, mask=(k // 2) * 4 < n, other=0, eviction_policy="evict_first")
-        else:
-            near = read_pairs(master, a, n, W)
-        near = _rounded_pairs(near, CAST, NAN)
-        mask = pair_difference_mask(near, read_pairs(weight, b, n, W, False), n, W)
-        # A word without changes is not written, any other as a whole: memory has less to do.
-        wanted, _ = tl.broadcast((mask != 0)[:, None], near)
-        pairs = weight.to(tl.pointer_type(tl.int32)) + b // 2 + k
-        if n >= W * 32:
-            tl.store(pairs, near, mask=wanted)
-        else:
-            tl.store(pairs, near, mask=wanted & (2 * k + 1 < n))
-            last = tl.sum(tl.sum(tl.where(2 * k + 1 == n, near, 0), axis=1), axis=0)
-            tl.store(weight + b + n - 1, last.to(tl.int16), mask=(n > 0) & (n % 2 == 1))
+def _write_changed_pairs(master, weight, a, b, n, W: tl.constexpr, CAST: tl.constexpr, NAN: tl.constexpr):
+    """`_write_changed` for weights of two bytes, by pairs."""
+    k = tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    if CAST:
+        wide = master.to(tl.pointer_type(tl.int64)) + a // 2 + k
+        new = tl.load(wide, mask=(k // 2) * 4 < n, other=0, eviction_policy="evict_first")
     else:
-        bit = tl.arange(0, 32)[None, :]
-        j = tl.arange(0, W)[:, None] * 32 + bit
-        if n >= W * 32:
-            new = _rounded(tl.load(master + a + j), CAST, NAN)
-            differs = (new != tl.load(weight + b + j)).to(tl.uint32)
-            mask = tl.sum(differs << bit.to(tl.uint32), axis=1).to(tl.uint32)
-            wanted, _ = tl.broadcast((mask != 0)[:, None], new)
-            tl.store(weight + b + j, new, mask=wanted)
-        else:
-            new = _rounded(tl.load(master + a + j, mask=j < n, other=0), CAST, NAN)
-            edge = (new != tl.load(weight + b + j, mask=j < n, other=0)) & (j < n)
-            mask = tl.sum(edge.to(tl.uint32) << bit.to(tl.uint32), axis=1).to(tl.uint32)
-            tl.store(weight + b + j, new, mask=edge)
+        new = read_pairs(master, a, n, W)
+    new = _cast_pairs(new, CAST, NAN)
+    mask = pair_difference_mask(new, read_pairs(weight, b, n, W, False), n, W)
+    # A word without changes is not written, and any other is written whole: memory has less to do.
+    changed, _ = tl.broadcast((mask != 0)[:, None], new)
+    pairs = weight.to(tl.pointer_type(tl.int32)) + b // 2 + k
+    if n >= W * 32:
+        tl.store(pairs, new, mask=changed)
+    else:
+        tl.store(pairs, new, mask=changed & (2 * k + 1 < n))
+        last = tl.sum(tl.sum(tl.where(2 * k + 1 == n, new, 0), axis=1), axis=0)
+        tl.store(weight + b + n - 1, last.to(tl.int16), mask=(n > 0) & (n % 2 == 1))
     return mask
+
+
+@triton.jit
+def _write_changed(master, weight, a, b, n, W: tl.constexpr, CAST: tl.constexpr, NAN: tl.constexpr):
+    """Write W words' elements of the weight that differ from the master's. Returns which did, as words of a bitmap."""
+    bit = tl.arange(0, 32)[None, :]
+    j = tl.arange(0, W)[:, None] * 32 + bit
+    if n >= W * 32:
+        new = cast(tl.load(master + a + j), CAST, NAN)
+        differs = (new != tl.load(weight + b + j)).to(tl.uint32)
+        mask = tl.sum(differs << bit.to(tl.uint32), axis=1).to(tl.uint32)
+        changed, _ = tl.broadcast((mask != 0)[:, None], new)
+        tl.store(weight + b + j, new, mask=changed)
+    else:
+        new = cast(tl.load(master + a + j, mask=j < n, other=0), CAST, NAN)
+        edge = (new != tl.load(weight + b + j, mask=j < n, other=0)) & (j < n)
+        mask = tl.sum(edge.to(tl.uint32) << bit.to(tl.uint32), axis=1).to(tl.uint32)
+        tl.store(weight + b + j, new, mask=edge)
+    return mask
+
+
+def nan_of(device: torch.device) -> int:
+    """The bf16 pattern that torch casts a NaN to on a device."""
+    return 0x7FFF if device.type == "cuda" else 0x7FC0
 
 
 def mark(blocks: Blocks, masters: Side, weights: Side, words: torch.Tensor, counts: torch.Tensor) -> None:
     """Copy masters to the weights, cast from fp32 to bf16 where they are wider, and mark in a bitmap what changed.
 
-    A NaN becomes the one that torch makes of it on this device. `counts` are then the marks of each block.
+    A NaN becomes the one that torch makes of it on this GPU. `counts` become the marks of each block.
     """
     wide = masters.base.element_size()
     if (wide, blocks.width) != (4, 2) and wide != blocks.width:
-        raise ValueError("masters are fp32 for bf16 weights, or as wide as the weights")
-    together, warps = SHAPES["mark"]
+        raise ValueError("masters must be fp32 for bf16 weights, or as wide as the weights")
+    at_a_time, warps = SHAPES["mark"]
     if blocks.count:
         _mark_kernel[(blocks.count,)](
-            *(masters.base, weights.base, masters.at, weights.at, blocks.entry, blocks.first, blocks.numel),
-            *(words, counts, blocks.block, masters.step(wide), weights.step(blocks.width), wide != blocks.width),
-            *(
-                0x7FFF if blocks.device.type == "cuda" else 0x7FC0,
-                blocks.width == 2 and masters.aligned and weights.aligned,
-            ),
-            min(2 * together // max(blocks.width, 2), blocks.block // 32),
+            *(masters.pointers, weights.pointers, blocks.table, words, counts, blocks.block),
+            *(masters.step(wide), weights.step(blocks.width), wide != blocks.width, nan_of(blocks.device)),
+            blocks.width == 2 and masters.aligned and weights.aligned,
+            min(2 * at_a_time // max(blocks.width, 2), blocks.block // 32),
             num_warps=warps,
         )

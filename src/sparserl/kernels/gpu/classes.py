@@ -1,8 +1,8 @@
 """Magnitude classes on a GPU, in Triton: from a bitmap of changes to ranks inside classes, and back.
 
-    count (how many of each class lie before each word), for encoding together with the diff
-    encode: emit (class and rank inside the block) ──► scan ──► sort (rank inside the tile, by class)
-    decode: scan ──► select (the element of a rank) ──► land
+    class_ranks: how many elements of each class lie before each word; for encoding together with the diff
+    encode: classify_changes (class and rank inside the block) ──► sort_by_class (rank inside the tile)
+    decode: change_layout ──► class_positions (the elements that have the ranks) ──► write
 
 A word is the 32 elements of a word of the bitmap. For each limit a mask says which of them are below it. Two-byte
 floats are compared in pairs, four elements in a few instructions; `natural_order` puts their masks in order.
@@ -20,32 +20,32 @@ import triton.language as tl
 
 from .changes import (
     _INTERPRETED,
-    _SLOTS,
     INTS,
     Blocks,
     Side,
-    add_sums,
+    add_to_slot,
     advance,
     block_span,
     difference_mask,
     digest_delta,
-    lowest,
+    list_marks,
+    load_bits,
+    load_keys,
+    load_marks,
+    load_uint32,
     natural_order,
     new_sums,
     pair_difference_mask,
     popcount,
     read_pairs,
+    steps,
     store_word,
     unsigned,
     weyl_number,
 )
-from .changes import (
-    steps as zigzag_steps,
-)
 
 _FLOAT, _SIGNED, _PLAIN = 0, 1, 2  # kinds of magnitude
-MOST = 7  # thresholds
-# What a program looks at together, and its warps.
+# How much a program handles at a time, and its warps.
 SHAPES = {
     "count": (256, 4),  # words
     "diff and count": (256, 4),
@@ -58,9 +58,9 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Classification:
-    """How the parts of some blocks are told apart: limits (magnitudes) of each part, its tiles, its kind of magnitude.
+    """How the elements of each part are divided into classes: limits (magnitudes), tiles, and the kind of magnitude.
 
-    All parts have as many limits as the one with the most; what is filled up stands first, with zeros.
+    All parts have as many limits as the one with the most; the missing ones are zeros, and come first.
     """
 
     limits: torch.Tensor  # uint64 as int64, parts × K
@@ -78,18 +78,30 @@ class Classification:
             raise ValueError("a tile is smaller than a block; make smaller blocks")
         logs = np.broadcast_to(np.asarray(tile_log, np.int32), (rows.shape[0],))
         kind = _FLOAT if sign_magnitude else _SIGNED if signed else _PLAIN
-        return cls(
-            blocks.upload(rows.view(np.int64)), blocks.upload(logs, torch.int32), rows.shape[1], kind, sign_magnitude
-        )
+        on_gpu = blocks.upload(rows.view(np.int64))
+        return cls(on_gpu, blocks.upload(logs, torch.int32), rows.shape[1], kind, sign_magnitude)
 
     def paired(self, blocks: Blocks, side: Side) -> bool:
         """Whether elements can be compared two at a time."""
         return blocks.width == 2 and self.kind == _FLOAT and side.aligned
 
 
+class ClassRanks(NamedTuple):
+    """How many elements lie before each block, and before each word inside its block.
+
+    members, before: of each class (classes × blocks), in the block and before it.
+    low, high: of each word, how many elements below each limit lie before it: 16 bits each, four to a number.
+    """
+
+    members: torch.Tensor
+    before: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+
 @triton.jit
 def magnitude(x, KIND: tl.constexpr, BITS: tl.constexpr):
-    """The size of a value, from its bits as uint64."""
+    """The magnitude of a value, from its bits as uint64."""
     top = tl.full([1], 1, tl.uint64) << (BITS - 1)
     ones = top | (top - 1)
     if KIND == 0:
@@ -102,7 +114,7 @@ def magnitude(x, KIND: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _read_words(bits, a, n, W: tl.constexpr, PAIRED: tl.constexpr, PAST: tl.constexpr):
-    """The elements of W words, a word a row: one by one, or as pairs."""
+    """The elements of W consecutive words, a word a row: one by one, or as pairs."""
     if PAIRED:
         return read_pairs(bits, a, n, W, True, PAST)
     else:
@@ -111,7 +123,7 @@ def _read_words(bits, a, n, W: tl.constexpr, PAIRED: tl.constexpr, PAST: tl.cons
 
 
 @triton.jit
-def _sizes(x, PAIRED: tl.constexpr):
+def _comparable(x, PAIRED: tl.constexpr):
     """Elements as they are compared with limits: unsigned, or as pairs without signs and with the top bits set."""
     if PAIRED:
         return (x.to(tl.uint32, bitcast=True) & 0x7FFF7FFF) | 0x80008000
@@ -121,7 +133,7 @@ def _sizes(x, PAIRED: tl.constexpr):
 
 @triton.jit
 def _read_rows(bits, at, n, whole, PAIRED: tl.constexpr):
-    """The words at some addresses, a row each, of which `n` elements are there, or all if `whole`."""
+    """The words at some places, a row each: `n` elements of each exist, or all if `whole`."""
     if PAIRED:
         j = tl.arange(0, 16)[None, :]
         pairs = bits.to(tl.pointer_type(tl.int32)) + tl.multiple_of(at // 2, [4])[:, None] + j
@@ -132,14 +144,15 @@ def _read_rows(bits, at, n, whole, PAIRED: tl.constexpr):
     else:
         j = tl.arange(0, 32)[None, :]
         x = tl.load(bits + at[:, None] + j, mask=j < n[:, None], other=0)
-    return _sizes(x, PAIRED)
+    return _comparable(x, PAIRED)
 
 
 @triton.jit
-def _reached4(even, odd, limit, bits):
+def _reach_bits(even, odd, limit, bits):
     """Of two pairs each, the bits of those elements that reach the limit; element p of the four has byte p."""
     if _INTERPRETED:
-        x, y = even - limit, odd - limit
+        x = even - limit
+        y = odd - limit
         out = ((x >> 15) & 1) * 0xFF | (((y >> 15) & 1) * 0xFF) << 8
         return (out | ((x >> 31) * 0xFF) << 16 | ((y >> 31) * 0xFF) << 24) & bits
     else:
@@ -161,7 +174,7 @@ def _below(x, limit, KIND: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexp
         even, odd = tl.split(tl.reshape(x, [x.shape[0], 8, 2]))
         bits = (tl.zeros([1, 8], tl.uint32) + 0x01010101) << tl.arange(0, 8)[None, :].to(tl.uint32)
         # Byte by byte: even low, odd low, even high, odd high, which is the order of pairs.
-        reached = _reached4(even, odd, half | (half << 16), bits)
+        reached = _reach_bits(even, odd, half | (half << 16), bits)
         return tl.sum(reached, axis=1).to(tl.uint32) ^ 0xFFFFFFFF
     else:
         lane = tl.arange(0, 32)[None, :].to(tl.uint32)
@@ -170,14 +183,14 @@ def _below(x, limit, KIND: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexp
 
 
 @triton.jit
-def _reached_sums(even, odd, one, two, three, four):
+def _reach_counts(even, odd, one, two, three, four):
     """Of two pairs each, minus how many elements reach each of four limits; 1, 64, 2^16 and 2^22 count one."""
     if _INTERPRETED:
         ones = tl.full([1, 1], 0x01010101, tl.uint32)
-        low = (_reached4(even, odd, one, ones) * ones) >> 24
-        low += ((_reached4(even, odd, two, ones) * ones) >> 24) << 6
-        low += ((_reached4(even, odd, three, ones) * ones) >> 24) << 16
-        return -(low + (((_reached4(even, odd, four, ones) * ones) >> 24) << 22)).to(tl.int32, bitcast=True)
+        low = (_reach_bits(even, odd, one, ones) * ones) >> 24
+        low += ((_reach_bits(even, odd, two, ones) * ones) >> 24) << 6
+        low += ((_reach_bits(even, odd, three, ones) * ones) >> 24) << 16
+        return -(low + (((_reach_bits(even, odd, four, ones) * ones) >> 24) << 22)).to(tl.int32, bitcast=True)
     else:
         # Bytes of ones are -1, and are added up four at a time.
         return tl.inline_asm_elementwise(
@@ -211,11 +224,13 @@ def _count_below(
     x, limits, k: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr
 ):
     """How many of each row's elements are below each of four limits, from limit k on, in 16 bits each."""
-    one, two = _limit(limits, k, K, PAIRED), _limit(limits, k + 1, K, PAIRED)
-    three, four = _limit(limits, k + 2, K, PAIRED), _limit(limits, k + 3, K, PAIRED)
+    one = _limit(limits, k, K, PAIRED)
+    two = _limit(limits, k + 1, K, PAIRED)
+    three = _limit(limits, k + 2, K, PAIRED)
+    four = _limit(limits, k + 3, K, PAIRED)
     if PAIRED:
         even, odd = tl.split(tl.reshape(x, [x.shape[0], 8, 2]))
-        sums = (-tl.sum(_reached_sums(even, odd, one, two, three, four), axis=1)).to(tl.uint32, bitcast=True)
+        sums = (-tl.sum(_reach_counts(even, odd, one, two, three, four), axis=1)).to(tl.uint32, bitcast=True)
         low = 0x200020 - ((sums & 0x3F) | ((sums & 0xFC0) << 10))
         high = 0x200020 - (((sums >> 16) & 0x3F) | ((sums >> 6) & 0x3F0000))
         return low.to(tl.int64) | (high.to(tl.int64) << 32)
@@ -226,12 +241,12 @@ def _count_below(
 
 
 @triton.jit
-def _ahead(p, PAIRED: tl.constexpr):
-    """A mask of the elements of a word that stand before element `p`."""
+def _mask_before(p, PAIRED: tl.constexpr):
+    """A mask of the elements of a word that lie before element `p`."""
     q = p.to(tl.uint32)
     one = tl.zeros_like(q) + 1
     if PAIRED:
-        # Whole groups of four, and then those of the group that stand before.
+        # Whole groups of four, and then the elements of the group that lie before.
         group = q >> 2
         inside = tl.where((q & 3) == 0, 0, tl.where((q & 3) == 1, 1, tl.where((q & 3) == 2, 0x10001, 0x10101)))
         return ((one << group) - 1) * 0x01010101 + (inside.to(tl.uint32) << group)
@@ -240,44 +255,70 @@ def _ahead(p, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def _field(packed, high, k, K: tl.constexpr):
-    """Number k of those packed, 16 bits each, four to a word."""
+def _packed_count(low, high, k, K: tl.constexpr):
+    """Count k of those packed in 16 bits each, four to a number."""
     if K > 4:
-        packed = tl.where(k >= 4, high, packed)
+        low = tl.where(k >= 4, high, low)
         k = k & 3
-    return ((packed >> (16 * k)) & 0xFFFF).to(tl.int32)
+    return ((low >> (16 * k)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
-def _natural_bits(x, PAIRED: tl.constexpr):
-    """A mask in the order of a bitmap."""
-    if PAIRED:
-        x = natural_order(x)
-    return x
+def _load_ranks(ranks, word, K: tl.constexpr):
+    """The packed counts of a word, in one number or two."""
+    low = tl.load(ranks.low + word)
+    high = low
+    if K > 4:
+        high = tl.load(ranks.high + word)
+    return low, high
+
+
+@triton.jit
+def _class_and_rank(
+    x, u, j, low, high, limits, K: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr
+):
+    """The class of elements, and how many of their class lie before them in their block.
+
+    x: the words in which they lie; u: their bits; j: where they lie in the block; low, high: the packed counts of the
+    words. Of those that lie before an element, its class has the ones that reach the last limit that the element
+    reaches, less the ones that reach the next limit too.
+    """
+    before = _mask_before(j & 31, PAIRED)
+    size = magnitude(u, KIND, BITS)
+    c = tl.zeros_like(j)
+    reach = j
+    over = tl.zeros_like(j)
+    for k in tl.static_range(K):
+        limit = tl.load(limits + k).to(tl.uint64, bitcast=True)
+        below = _packed_count(low, high, k, K) + popcount(_below(x, limit, KIND, BITS, PAIRED) & before)
+        less = size < limit
+        over = tl.where(less & (c == k), j - below, over)
+        reach = tl.where(less, reach, j - below)
+        c = tl.where(less, c, k + 1)
+    return c, reach - over
+
+
+class _ClassOutput(NamedTuple):
+    """What `_classify_kernel` writes of each change; `counts` has the changes by class and block."""
+
+    places: torch.Tensor
+    ranks: torch.Tensor
+    classes: torch.Tensor
+    steps: torch.Tensor
+    counts: torch.Tensor
+    sums: torch.Tensor
 
 
 @triton.jit
 def _classify_kernel(
     old,
     new,
-    old_at,
-    new_at,
-    entry,
-    first,
-    numel,
-    keys,
-    start,
+    blocks,
     words,
     ends,
     limits,
-    places,
     ranks,
-    kinds,
-    steps,
-    changed,
-    low_ranks,
-    high_ranks,
-    sums,
+    out,
     NB,
     B: tl.constexpr,
     K: tl.constexpr,
@@ -285,122 +326,54 @@ def _classify_kernel(
     BITS: tl.constexpr,
     SIGN: tl.constexpr,
     PAIRED: tl.constexpr,
-    SLOTS: tl.constexpr,
     Q: tl.constexpr,
 ):
     block = tl.program_id(0)
-    e, begin, n = block_span(block, entry, first, numel, B)
-    row = tl.arange(0, B // 32)
-    a, b = tl.load(old_at + e) + begin, tl.load(new_at + e) + begin
-    limits += e * K
-    left = tl.load(words + block.to(tl.int64) * (B // 32) + row).to(tl.uint32, bitcast=True)
-    count = popcount(left)
-    here = tl.sum(count, axis=0)
-    at = tl.load(ends + block) - here
-    k = at + tl.cumsum(count, 0) - count
-    # Few words have a change, so lanes write down where changes are, and then take a change each.
-    most = tl.max(count, axis=0)
-    while most > 0:
-        tl.store(places + k, (row * 32 + lowest(left)).to(tl.int16), mask=left != 0)
-        left &= left - 1
-        k += 1
-        most -= 1
-    tl.debug_barrier()
-    key, key2 = tl.load(keys + 2 * e), tl.load(keys + 2 * e + 1).to(tl.uint64, bitcast=True)
-    origin = tl.load(start + e) + begin
-    one = tl.zeros([Q], tl.uint64)
-    two = tl.zeros([Q], tl.uint64)
-    low_kinds = tl.zeros([Q], tl.int64)
-    high_kinds = tl.zeros([Q], tl.int64)
-    i = here - here
-    while i < here:
-        change = at + i + tl.arange(0, Q)
-        ok = i + tl.arange(0, Q) < here
-        j = tl.load(places + change, mask=ok, other=0).to(tl.int32) & 0xFFFF
-        u = unsigned(tl.load(old + a + j, mask=ok, other=0)).to(tl.uint64)
-        v = unsigned(tl.load(new + b + j, mask=ok, other=0)).to(tl.uint64)
+    part, begin, n = block_span(block, blocks, B)
+    marks = load_marks(words, block, B)
+    count = popcount(marks)
+    changes = tl.sum(count, axis=0)
+    first = tl.load(ends + block) - changes
+    list_marks(marks, count, first, 0, out.places, B)
+    a = tl.load(old.at + part) + begin
+    b = tl.load(new.at + part) + begin
+    key, second_key = load_keys(blocks, part)
+    origin = tl.load(blocks.start + part) + begin
+    first_sum = tl.zeros([Q], tl.uint64)
+    second_sum = tl.zeros([Q], tl.uint64)
+    low_counts = tl.zeros([Q], tl.int64)
+    high_counts = tl.zeros([Q], tl.int64)
+    i = changes - changes
+    while i < changes:
+        change = first + i + tl.arange(0, Q)
+        ok = i + tl.arange(0, Q) < changes
+        j = tl.load(out.places + change, mask=ok, other=0).to(tl.int32) & 0xFFFF
+        u = load_bits(old.base + a + j, ok)
+        v = load_bits(new.base + b + j, ok)
         word = j // 32
-        x = _read_rows(old, a + word * 32, n - word * 32, n >= B, PAIRED)
-        low = tl.load(low_ranks + block.to(tl.int64) * (B // 32) + word)
-        high = low
-        if K > 4:
-            high = tl.load(high_ranks + block.to(tl.int64) * (B // 32) + word)
-        ahead, size = _ahead(j & 31, PAIRED), magnitude(u, KIND, BITS)
-        # Between the elements that reach the last limit this one reaches, and those that reach the next.
-        c = tl.zeros_like(j)
-        reach, over = j, tl.zeros_like(j)
-        for t in tl.static_range(K):
-            limit = tl.load(limits + t).to(tl.uint64, bitcast=True)
-            below = _field(low, high, t, K) + popcount(_below(x, limit, KIND, BITS, PAIRED) & ahead)
-            less = size < limit
-            over = tl.where(less & (c == t), j - below, over)
-            reach = tl.where(less, reach, j - below)
-            c = tl.where(less, c, t + 1)
-        tl.store(ranks + change, (reach - over).to(tl.int16), mask=ok)
-        tl.store(kinds + change, c.to(tl.uint8), mask=ok)
+        x = _read_rows(old.base, a + word * 32, n - word * 32, n >= B, PAIRED)
+        low, high = _load_ranks(ranks, block.to(tl.int64) * (B // 32) + word, K)
+        c, rank = _class_and_rank(x, u, j, low, high, limits + part * K, K, KIND, BITS, PAIRED)
+        tl.store(out.ranks + change, rank.to(tl.int16), mask=ok)
+        tl.store(out.classes + change, c.to(tl.uint8), mask=ok)
+        store_word(out.steps + change, steps(u, v, SIGN, BITS), ok, BITS)
         single = ok.to(tl.int64) << (16 * (c & 3)).to(tl.int64)
-        low_kinds += tl.where(c < 4, single, 0)
-        high_kinds += tl.where(c < 4, 0, single)
-        store_word(steps + change, zigzag_steps(u, v, SIGN, BITS), ok, BITS)
-        first_moved, second_moved = digest_delta(weyl_number(key, origin + j), key2, u, v, ok)
-        one += first_moved
-        two += second_moved
+        low_counts += tl.where(c < 4, single, 0)
+        high_counts += tl.where(c < 4, 0, single)
+        delta = digest_delta(weyl_number(key, origin + j), second_key, u, v, ok)
+        first_sum += delta[0]
+        second_sum += delta[1]
         i += Q
-    low_all, high_all = tl.sum(low_kinds, axis=0), tl.sum(high_kinds, axis=0)
+    low_count = tl.sum(low_counts, axis=0)
+    high_count = tl.sum(high_counts, axis=0)
     for c in tl.static_range(K + 1):
-        tl.store(changed + tl.full([], c, tl.int64) * NB + block, _field(low_all, high_all, c, 8))
-    if here > 0:
-        add_sums(sums, block % SLOTS, one, two)
-
-
-@triton.jit
-def _sort_kernel(
-    entry,
-    first,
-    tile_log,
-    counts,
-    ends,
-    members,
-    changed,
-    ranks,
-    kinds,
-    steps,
-    tile_ranks,
-    sorted_steps,
-    NB,
-    B: tl.constexpr,
-    C: tl.constexpr,
-    Q: tl.constexpr,
-):
-    block = tl.program_id(0)
-    here = tl.load(counts + block)
-    if here > 0:
-        e = tl.load(entry + block)
-        inside = block - tl.load(first + e).to(tl.int32)
-        head = block - (inside & (((tl.full([], 1, tl.int64) << tl.load(tile_log + e)) // B) - 1).to(tl.int32))
-        begin = tl.load(ends + block) - here
-        for c in tl.static_range(C):
-            at = tl.load(changed + tl.full([], c, tl.int64) * NB + block)
-            tile_at = tl.load(changed + tl.full([], c, tl.int64) * NB + head)
-            before = tl.load(members + tl.full([], c, tl.int64) * NB + block)
-            before -= tl.load(members + tl.full([], c, tl.int64) * NB + head)
-            i = here - here
-            while i < here:
-                q = begin + i + tl.arange(0, Q)
-                ok = i + tl.arange(0, Q) < here
-                mine = ok & (tl.load(kinds + q, mask=ok, other=255) == c)
-                hit = mine.to(tl.int32)
-                k = at + tl.cumsum(hit, 0) - hit
-                rank = before + (tl.load(ranks + q, mask=mine, other=0).to(tl.int32) & 0xFFFF)
-                flagged = rank.to(tl.uint32) | ((k == tile_at).to(tl.uint32) << 31)
-                tl.store(tile_ranks + k, flagged.to(tl.int32, bitcast=True), mask=mine)
-                tl.store(sorted_steps + k, tl.load(steps + q, mask=mine, other=0), mask=mine)
-                at += tl.sum(hit, axis=0)
-                i += Q
+        tl.store(out.counts + tl.full([], c, tl.int64) * NB + block, _packed_count(low_count, high_count, c, 8))
+    if changes > 0:
+        add_to_slot(out.sums, block, first_sum, second_sum)
 
 
 def exclusive_sum(counts: torch.Tensor) -> torch.Tensor:
-    """Sums of all that stand before, modulo 2^32."""
+    """The sum of all that come before, modulo 2^32."""
     return torch.cumsum(counts, 0, dtype=torch.int32) - counts
 
 
@@ -408,12 +381,13 @@ def exclusive_sum(counts: torch.Tensor) -> torch.Tensor:
 class ClassifiedChanges:
     """Changes in the order of positions: class, rank inside the block, step.
 
-    before: how many changes lie before each block, in all classes before and in its own: C × blocks.
+    ends: the changes up to the end of each block.
+    before: how many changes lie before each block, in all classes before and in its own: classes × blocks.
     members: likewise, of elements, modulo 2^32.
     """
 
     ranks: torch.Tensor
-    kinds: torch.Tensor
+    classes: torch.Tensor
     steps: torch.Tensor
     ends: torch.Tensor
     before: torch.Tensor
@@ -428,71 +402,122 @@ def classify_changes(
     new: Side,
     words: torch.Tensor,
     ends: torch.Tensor,
-    found: ClassRanks,
+    ranks: ClassRanks,
     changes: int,
 ) -> ClassifiedChanges:
-    """The changes of a bitmap with their classes, from the ranks of the old bits and the words with changes.
+    """The changes of a bitmap with their classes, from the ranks of the old bits.
 
     ends: the changes up to the end of each block.
     """
-    places, ranks = blocks.empty(changes, torch.int16), blocks.empty(changes, torch.int16)
-    kinds, steps = blocks.empty(changes, torch.uint8), blocks.empty(changes, INTS[blocks.width])
-    sums, changed = new_sums(blocks.device), blocks.empty((classification.K + 1) * blocks.count, torch.int32)
-    together, warps = SHAPES["classify"]
+    out = _ClassOutput(
+        blocks.empty(changes, torch.int16),
+        blocks.empty(changes, torch.int16),
+        blocks.empty(changes, torch.uint8),
+        blocks.empty(changes, INTS[blocks.width]),
+        blocks.empty((classification.K + 1) * blocks.count, torch.int32),
+        new_sums(blocks.device),
+    )
+    at_a_time, warps = SHAPES["classify"]
     if blocks.count:
         _classify_kernel[(blocks.count,)](
-            *(old.base, new.base, old.at, new.at, blocks.entry, blocks.first, blocks.numel, blocks.keys, blocks.start),
-            *(words, ends, classification.limits, places, ranks, kinds, steps, changed, found.low, found.high, sums),
-            *(
-                blocks.count,
-                blocks.block,
-                classification.K,
-                classification.kind,
-                8 * blocks.width,
-                classification.sign_magnitude,
-            ),
-            *(classification.paired(blocks, old), _SLOTS, together),
+            *(old.pointers, new.pointers, blocks.table, words, ends, classification.limits, ranks, out),
+            *(blocks.count, blocks.block, classification.K, classification.kind, 8 * blocks.width),
+            *(classification.sign_magnitude, classification.paired(blocks, old), at_a_time),
             num_warps=warps,
         )
-    return ClassifiedChanges(ranks, kinds, steps, ends, exclusive_sum(changed), found.before, sums)
+    before = exclusive_sum(out.counts)
+    return ClassifiedChanges(out.ranks, out.classes, out.steps, ends, before, ranks.before, out.sums)
+
+
+class _UnsortedChanges(NamedTuple):
+    """What `_sort_kernel` reads of changes: see `ClassifiedChanges`."""
+
+    ranks: torch.Tensor
+    classes: torch.Tensor
+    steps: torch.Tensor
+    ends: torch.Tensor
+    before: torch.Tensor
+    members: torch.Tensor
+
+
+@triton.jit
+def _sort_kernel(
+    blocks,
+    tile_log,
+    counts,
+    changes,
+    sorted_ranks,
+    sorted_steps,
+    NB,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    Q: tl.constexpr,
+):
+    block = tl.program_id(0)
+    count = tl.load(counts + block)
+    if count > 0:
+        part = tl.load(blocks.part + block)
+        inside = block - tl.load(blocks.first + part).to(tl.int32)
+        tile_blocks = (tl.full([], 1, tl.int64) << tl.load(tile_log + part)) // B
+        head = block - (inside & (tile_blocks - 1).to(tl.int32))
+        begin = tl.load(changes.ends + block) - count
+        for c in tl.static_range(C):
+            row = tl.full([], c, tl.int64) * NB
+            at = tl.load(changes.before + row + block)
+            tile_at = tl.load(changes.before + row + head)
+            rank_before = tl.load(changes.members + row + block) - tl.load(changes.members + row + head)
+            i = count - count
+            while i < count:
+                q = begin + i + tl.arange(0, Q)
+                ok = i + tl.arange(0, Q) < count
+                ok = ok & (tl.load(changes.classes + q, mask=ok, other=255) == c)
+                hit = ok.to(tl.int32)
+                k = at + tl.cumsum(hit, 0) - hit
+                rank = rank_before + (tl.load(changes.ranks + q, mask=ok, other=0).to(tl.int32) & 0xFFFF)
+                flagged = rank.to(tl.uint32) | ((k == tile_at).to(tl.uint32) << 31)
+                tl.store(sorted_ranks + k, flagged.to(tl.int32, bitcast=True), mask=ok)
+                tl.store(sorted_steps + k, tl.load(changes.steps + q, mask=ok, other=0), mask=ok)
+                at += tl.sum(hit, axis=0)
+                i += Q
 
 
 def sort_by_class(
-    blocks: Blocks, classification: Classification, counts: torch.Tensor, emitted: ClassifiedChanges
+    blocks: Blocks, classification: Classification, counts: torch.Tensor, changes: ClassifiedChanges
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ranks and steps by class, and in a class by part and position.
 
     Ranks are among the members of the class in the tile; bit 31 is set in the first change of each tile.
     """
-    ranks, steps = blocks.empty(emitted.steps.numel(), torch.int32), torch.empty_like(emitted.steps)
-    together, warps = SHAPES["sort"]
+    ranks = blocks.empty(changes.steps.numel(), torch.int32)
+    sorted_steps = torch.empty_like(changes.steps)
+    unsorted = _UnsortedChanges(
+        changes.ranks, changes.classes, changes.steps, changes.ends, changes.before, changes.members
+    )
+    at_a_time, warps = SHAPES["sort"]
     if blocks.count:
         _sort_kernel[(blocks.count,)](
-            *(
-                blocks.entry,
-                blocks.first,
-                classification.tile_log,
-                counts,
-                emitted.ends,
-                emitted.members,
-                emitted.before,
-            ),
-            *(emitted.ranks, emitted.kinds, emitted.steps, ranks, steps, blocks.count, blocks.block),
-            *(classification.K + 1, together),
+            *(blocks.table, classification.tile_log, counts, unsorted, ranks, sorted_steps),
+            *(blocks.count, blocks.block, classification.K + 1, at_a_time),
             num_warps=warps,
         )
-    return ranks, steps
+    return ranks, sorted_steps
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The tiles of the parts, in order: part, first block, and number of blocks of each."""
+class TileTable(NamedTuple):
+    """What kernels read about tiles: the part, the first block, and how many blocks."""
 
     part: torch.Tensor
     block: torch.Tensor
     blocks: torch.Tensor
-    of_part: np.ndarray[Any, Any]  # how many each part has
-    owner: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the parts, in order."""
+
+    table: TileTable
+    per_part: np.ndarray[Any, Any]  # how many tiles each part has
+    part: np.ndarray[Any, Any]  # of each tile
     count: int
     most_blocks: int
 
@@ -505,58 +530,69 @@ class Tiles:
     def _of(cls, blocks: Blocks, logs: np.ndarray[Any, Any]) -> Tiles:
         per_tile = (1 << logs) // blocks.block
         part_blocks = -(-blocks.sizes // blocks.block)
-        tiles = -(-part_blocks // per_tile)
-        owner = np.repeat(np.arange(tiles.size), tiles)
-        # The columns are made on the device: there are many tiles and few parts.
-        per, total, many, first = blocks.upload(np.stack((per_tile, part_blocks, tiles, np.cumsum(tiles) - tiles)))
-        part = torch.repeat_interleave(many, output_size=int(owner.size))
-        inside = (torch.arange(owner.size, device=blocks.device) - first[part]) * per[part]
+        per_part = -(-part_blocks // per_tile)
+        tile_part = np.repeat(np.arange(per_part.size), per_part)
+        # The columns are made on the GPU: there are many tiles and few parts.
+        rows = blocks.upload(np.stack((per_tile, part_blocks, per_part, np.cumsum(per_part) - per_part)))
+        per, total, counts, first = rows
+        part = torch.repeat_interleave(counts, output_size=int(tile_part.size))
+        inside = (torch.arange(tile_part.size, device=blocks.device) - first[part]) * per[part]
         lengths = torch.minimum(per[part], total[part] - inside)
+        table = TileTable(part, blocks.table.first[part] + inside, lengths)
         most = int(np.minimum(per_tile, part_blocks).max(initial=1))
-        return cls(part, blocks.first[part] + inside, lengths, tiles, owner, int(owner.size), most)
-
-    def by_part(self, counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Numbers of the tiles (tiles × C), added up for each part."""
-        some, out = self.of_part > 0, np.zeros((self.of_part.size, counts.shape[1]), np.int64)
-        if some.any():
-            first = (np.cumsum(self.of_part) - self.of_part)[some]
-            out[some] = np.add.reduceat(counts, first, axis=0, dtype=np.int64)
-        return out
+        return cls(table, per_part, tile_part, int(tile_part.size), most)
 
     def counts(self, before: torch.Tensor, changes: int, C: int) -> torch.Tensor:
         """Changes by tile and class (tiles × C, int32), from those before each block and how many there are in all."""
         rows = before.view(C, -1)
-        starts = torch.cat((rows[:, self.block].reshape(-1), torch.full_like(rows[0, :1], changes)))
+        starts = torch.cat((rows[:, self.table.block].reshape(-1), torch.full_like(rows[0, :1], changes)))
         return (starts[1:] - starts[:-1]).view(C, -1).t().contiguous()
 
 
 class ChangeLayout(NamedTuple):
-    """How changes lie: how many each tile has of each class (tiles × C), where these begin in the streams and by tile.
+    """How many changes each tile has of each class (tiles × C), and where these begin in the streams and by tile.
 
-    by_class: among the numbers of all streams, which lie by class: C × tiles.
+    by_class: among the numbers of all streams, which are ordered by class: C × tiles.
     by_tile: among all changes: tiles × C.
     """
 
     counts: torch.Tensor
     by_class: torch.Tensor
     by_tile: torch.Tensor
-    total: int
+
+
+class _BucketTable(NamedTuple):
+    """What `_change_layout_kernel` reads: where tiles and changes of buckets begin, and numbers and chunks of streams.
+
+    before: the changes before each part. begins, chunks, counts: by class and bucket.
+    """
+
+    tiles: torch.Tensor
+    changes: torch.Tensor
+    before: torch.Tensor
+    begins: torch.Tensor
+    chunks: torch.Tensor
+    counts: torch.Tensor
+
+
+@triton.jit
+def _write_chunk_sizes(sizes, numbers, chunks, first, ok, N, CHUNK: tl.constexpr):
+    """The size of every chunk of some streams, once for gaps and once for steps."""
+    i = tl.full([], 0, tl.int64)
+    while i < tl.max(chunks, axis=0):
+        size = tl.minimum(tl.maximum(numbers - i * CHUNK, 0), CHUNK)
+        place = sizes + tl.load(first, mask=ok, other=0) + i
+        tl.store(place, size, mask=i < chunks)
+        tl.store(place + N, size, mask=i < chunks)
+        i += 1
 
 
 @triton.jit(do_not_specialize=["N"])
 def _change_layout_kernel(
-    counts,
-    part,
-    block,
-    first,
     tiles,
-    changes,
-    before,
-    begins,
-    chunks,
-    many,
-    by_class,
-    by_tile,
+    blocks,
+    buckets,
+    out,
     sizes,
     bad,
     T,
@@ -566,44 +602,44 @@ def _change_layout_kernel(
     CS: tl.constexpr,
     P: tl.constexpr,
 ):
-    """A program knows a bucket: where its tiles, its changes, and the numbers and chunks of its streams begin."""
-    bucket, buckets = tl.program_id(0), tl.num_programs(0)
-    t, end = tl.load(tiles + bucket), tl.load(tiles + bucket + 1)
-    done = tl.load(changes + bucket)
+    """A program has a bucket."""
+    bucket = tl.program_id(0)
+    t = tl.load(buckets.tiles + bucket)
+    end = tl.load(buckets.tiles + bucket + 1)
+    done = tl.load(buckets.changes + bucket)
+    room = tl.load(buckets.changes + bucket + 1) - done
     c = tl.arange(0, CS)
-    stream = c * buckets + bucket
-    at = tl.load(begins + stream, mask=c < C, other=0)
-    run = tl.zeros([CS], tl.int64)
+    stream = c * tl.num_programs(0) + bucket
+    at = tl.load(buckets.begins + stream, mask=c < C, other=0)
+    total = tl.zeros([CS], tl.int64)
     wrong = tl.zeros([P], tl.int32)
     while t < end:
         tile = t + tl.arange(0, P)
         ok = tile < end
-        both = ok[:, None] & (c < C)[None, :]
-        x = unsigned(tl.load(counts + tile[:, None] * C + c[None, :], mask=both, other=0)).to(tl.int64)
-        tl.store(
-            by_class + c[None, :].to(tl.int64) * T + tile[:, None], (at + run)[None, :] + tl.cumsum(x, 0) - x, mask=both
-        )
-        run += tl.sum(x, axis=0)
-        row = tl.sum(x, axis=1)
-        ahead = done + tl.cumsum(row, 0) - row
-        tl.store(by_tile + tile[:, None] * C + c[None, :], ahead[:, None] + tl.cumsum(x, 1) - x, mask=both)
-        e = tl.load(part + tile, mask=ok, other=0)
-        head = ok & (tl.load(block + tile, mask=ok, other=0) == tl.load(first + e))
-        wrong |= (head & (ahead != tl.load(before + e))).to(tl.int32)
+        cell = tile[:, None] * C + c[None, :]
+        cell_ok = ok[:, None] & (c < C)[None, :]
+        count = unsigned(tl.load(out.counts + cell, mask=cell_ok, other=0)).to(tl.int64)
+        by_class = (at + total)[None, :] + tl.cumsum(count, 0) - count
+        tl.store(out.by_class + c[None, :].to(tl.int64) * T + tile[:, None], by_class, mask=cell_ok)
+        total += tl.sum(count, axis=0)
+        row = tl.sum(count, axis=1)
+        before = done + tl.cumsum(row, 0) - row
+        tl.store(out.by_tile + cell, before[:, None] + tl.cumsum(count, 1) - count, mask=cell_ok)
+        part = tl.load(tiles.part + tile, mask=ok, other=0)
+        is_first = ok & (tl.load(tiles.block + tile, mask=ok, other=0) == tl.load(blocks.first + part))
+        wrong |= (is_first & (before != tl.load(buckets.before + part))).to(tl.int32)
         done += tl.sum(row, axis=0)
         t += P
-    due = tl.load(many + stream, mask=c < C, other=0)
-    odd = (c < C) & ((run + CHUNK - 1) // CHUNK != due)
-    if (tl.max(wrong, axis=0) > 0) | (tl.max(odd.to(tl.int32), axis=0) > 0) | (done != tl.load(changes + bucket + 1)):
+    chunks = tl.load(buckets.counts + stream, mask=c < C, other=0)
+    odd = (c < C) & ((total + CHUNK - 1) // CHUNK != chunks)
+    if (
+        (tl.max(wrong, axis=0) > 0)
+        | (tl.max(odd.to(tl.int32), axis=0) > 0)
+        | (done != tl.load(buckets.changes + bucket + 1))
+    ):
         tl.store(bad, 1)
-    run = tl.minimum(run, tl.load(changes + bucket + 1) - tl.load(changes + bucket))  # what there is room for
-    i = t - t
-    while i < tl.max(due, axis=0):
-        size = tl.minimum(tl.maximum(run - i * CHUNK, 0), CHUNK)
-        there = sizes + tl.load(chunks + stream, mask=c < C, other=0) + i
-        tl.store(there, size, mask=i < due)
-        tl.store(there + N, size, mask=i < due)
-        i += 1
+    # Whatever the counts claim, a stream has no more numbers than its bucket has changes.
+    _write_chunk_sizes(sizes, tl.minimum(total, room), chunks, buckets.chunks + stream, c < C, N, CHUNK)
 
 
 def change_layout(
@@ -613,51 +649,69 @@ def change_layout(
     bucket: np.ndarray[Any, Any],
     changes: np.ndarray[Any, Any],
     begin: np.ndarray[Any, Any],
-    many: np.ndarray[Any, Any],
+    chunks: np.ndarray[Any, Any],
     chunk: int,
     bad: torch.Tensor,
 ) -> tuple[ChangeLayout, torch.Tensor]:
-    """How changes lie, from those by tile and class; and the sizes of all chunks, once for gaps and once for steps.
+    """Where changes lie, from their counts by tile and class; and the sizes of all chunks, for gaps and for steps.
 
-    bucket, changes: of each part. begin, many: by class and bucket, where the numbers of a stream begin and how many
-        chunks it has. `bad` is set unless there are as many changes and as many chunks.
+    bucket, changes: of each part. begin, chunks: by class and bucket, where the numbers of a stream begin and how many
+        chunks it has. `bad` is set unless changes and chunks agree with the counts.
     """
     edges = np.searchsorted(bucket, np.arange(int(bucket.max(initial=-1)) + 2))
-    ends = [np.append(0, np.cumsum(column)) for column in (tiles.of_part, changes)]
-    table = blocks.upload_columns(
-        *(column[edges] for column in ends), ends[1][:-1], begin, np.cumsum(many) - many, many
+    tile_ends = np.append(0, np.cumsum(tiles.per_part))
+    change_ends = np.append(0, np.cumsum(changes))
+    table = _BucketTable(
+        *blocks.upload_columns(
+            *(tile_ends[edges], change_ends[edges], change_ends[:-1], begin, np.cumsum(chunks) - chunks, chunks)
+        )
     )
-    per, total, n = counts.numel(), int(ends[1][-1]), int(many.sum())
-    out = ChangeLayout(counts, blocks.empty(per, torch.int64), blocks.empty(per, torch.int64), total)
-    sizes, classes = blocks.empty(2 * n, torch.int64), many.size // max(edges.size - 1, 1)
+    cells = counts.numel()
+    out = ChangeLayout(counts, blocks.empty(cells, torch.int64), blocks.empty(cells, torch.int64))
+    total_chunks = int(chunks.sum())
+    sizes = blocks.empty(2 * total_chunks, torch.int64)
+    classes = chunks.size // max(edges.size - 1, 1)
     if edges.size > 1:
         _change_layout_kernel[(edges.size - 1,)](
-            *(counts, tiles.part, tiles.block, blocks.first, *table, out.by_class, out.by_tile, sizes, bad),
-            *(tiles.count, n, chunk, classes, max(2, triton.next_power_of_2(classes)), 128),
+            *(tiles.table, blocks.table, table, out, sizes, bad),
+            *(tiles.count, total_chunks, chunk, classes, max(2, triton.next_power_of_2(classes)), 128),
             num_warps=4,
         )
     return out, sizes
 
 
+class _CountOutput(NamedTuple):
+    """What `_count_kernel` writes: see `ClassRanks`, and of the diff the bitmap and the changes of each block."""
+
+    members: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    words: torch.Tensor
+    changes: torch.Tensor
+
+
+@triton.jit
+def _write_members(members, low, high, block, NB, B: tl.constexpr, K: tl.constexpr):
+    """The members of each class in a block, from how many of its elements are below each limit."""
+    last = 0
+    for k in tl.static_range(K):
+        below = _packed_count(low, high, k, K)
+        tl.store(members + tl.full([], k, tl.int64) * NB + block, below - last)
+        last = below
+    tl.store(members + tl.full([], K, tl.int64) * NB + block, B - last)
+
+
 @triton.jit
 def _count_kernel(
-    bits,
+    old,
     new,
-    at,
-    new_at,
-    entry,
-    first,
-    numel,
+    blocks,
     limits,
-    members,
-    low_ranks,
-    high_ranks,
-    words,
-    changes,
+    out,
     NB,
     B: tl.constexpr,
-    SA: tl.constexpr,
-    SB: tl.constexpr,
+    OLD_STEP: tl.constexpr,
+    NEW_STEP: tl.constexpr,
     K: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
@@ -667,77 +721,180 @@ def _count_kernel(
     W: tl.constexpr,
 ):
     block = tl.program_id(0)
-    e, begin, n = block_span(block, entry, first, numel, B)
-    a = tl.multiple_of(tl.load(at + e) + begin, SA)
-    b = tl.multiple_of(tl.load(new_at + e) + begin, SB)
-    whole = tl.zeros([], tl.int64)
-    whole_high = tl.zeros([], tl.int64)
+    part, begin, n = block_span(block, blocks, B)
+    a = tl.multiple_of(tl.load(old.at + part) + begin, OLD_STEP)
+    b = tl.multiple_of(tl.load(new.at + part) + begin, NEW_STEP)
+    limits += part * K
+    low_total = tl.zeros([], tl.int64)
+    high_total = tl.zeros([], tl.int64)
     changed = tl.zeros([W], tl.int32)
     for i in tl.static_range(0, B, W * 32):
-        there = block.to(tl.int64) * (B // 32) + i // 32 + tl.arange(0, W)
-        x = _read_words(bits, a + i, n - i, W, PAIRED, not DIFF)
+        word = block.to(tl.int64) * (B // 32) + i // 32 + tl.arange(0, W)
+        x = _read_words(old.base, a + i, n - i, W, PAIRED, not DIFF)
         if DIFF:
             if PAIRED and NEW_PAIRED:
-                mask = pair_difference_mask(x, read_pairs(new, b + i, n - i, W, True, False), n - i, W)
+                mask = pair_difference_mask(x, read_pairs(new.base, b + i, n - i, W, True, False), n - i, W)
             else:
-                mask = difference_mask(bits, new, a + i, b + i, n - i, W, False)
-            tl.store(words + there, mask.to(tl.int32, bitcast=True))
+                mask = difference_mask(old.base, new.base, a + i, b + i, n - i, W, False)
+            tl.store(out.words + word, mask.to(tl.int32, bitcast=True))
             changed += popcount(mask)
-        x = _sizes(x, PAIRED)
-        low = _count_below(x, limits + e * K, 0, K, KIND, BITS, PAIRED)
-        tl.store(low_ranks + there, whole + tl.cumsum(low, 0) - low)
-        whole += tl.sum(low, axis=0)
+        x = _comparable(x, PAIRED)
+        low = _count_below(x, limits, 0, K, KIND, BITS, PAIRED)
+        tl.store(out.low + word, low_total + tl.cumsum(low, 0) - low)
+        low_total += tl.sum(low, axis=0)
         if K > 4:
-            high = _count_below(x, limits + e * K, 4, K, KIND, BITS, PAIRED)
-            tl.store(high_ranks + there, whole_high + tl.cumsum(high, 0) - high)
-            whole_high += tl.sum(high, axis=0)
-    last = 0
-    for k in tl.static_range(K):
-        below = _field(whole, whole_high, k, K)
-        tl.store(members + tl.full([], k, tl.int64) * NB + block, below - last)
-        last = below
-    tl.store(members + tl.full([], K, tl.int64) * NB + block, B - last)
+            high = _count_below(x, limits, 4, K, KIND, BITS, PAIRED)
+            tl.store(out.high + word, high_total + tl.cumsum(high, 0) - high)
+            high_total += tl.sum(high, axis=0)
+    _write_members(out.members, low_total, high_total, block, NB, B, K)
     if DIFF:
-        tl.store(changes + block, tl.sum(changed, axis=0))
+        tl.store(out.changes + block, tl.sum(changed, axis=0))
+
+
+def class_ranks(blocks: Blocks, classification: Classification, side: Side) -> ClassRanks:
+    """Ranks of the old bits, which are read once."""
+    none = blocks.empty(0, torch.int32)
+    return _class_ranks(blocks, classification, side, side, none, none, "count")
+
+
+def diff_with_class_ranks(
+    blocks: Blocks, classification: Classification, old: Side, new: Side
+) -> tuple[torch.Tensor, torch.Tensor, ClassRanks]:
+    """`diff` and `class_ranks` in one pass over both sides."""
+    words = blocks.empty(blocks.words, torch.int32)
+    counts = blocks.empty(blocks.count, torch.int32)
+    return words, counts, _class_ranks(blocks, classification, old, new, words, counts, "diff and count")
+
+
+def _class_ranks(
+    blocks: Blocks,
+    classification: Classification,
+    old: Side,
+    new: Side,
+    words: torch.Tensor,
+    counts: torch.Tensor,
+    shape: str,
+) -> ClassRanks:
+    K = classification.K
+    out = _CountOutput(
+        blocks.empty((K + 1) * blocks.count, torch.int32),
+        blocks.empty(blocks.words, torch.int64),
+        blocks.empty(blocks.words if K > 4 else 0, torch.int64),
+        words,
+        counts,
+    )
+    at_a_time, warps = SHAPES[shape]
+    if blocks.count:
+        _count_kernel[(blocks.count,)](
+            *(old.pointers, new.pointers, blocks.table, classification.limits, out, blocks.count, blocks.block),
+            *(old.step(blocks.width), new.step(blocks.width), K, classification.kind, 8 * blocks.width),
+            *(classification.paired(blocks, old), words.numel() > 0, classification.paired(blocks, new)),
+            min(at_a_time, blocks.block // 32),
+            num_warps=warps if blocks.width <= 2 else 2 * warps,
+        )
+    return ClassRanks(out.members, exclusive_sum(out.members), out.low, out.high)
 
 
 @triton.jit
-def _members_before(low_ranks, high_ranks, there, w, c, K: tl.constexpr, B: tl.constexpr):
-    """Members of class c in a block before its word w."""
-    low = tl.load(low_ranks + there + w)
-    high = low
-    if K > 4:
-        high = tl.load(high_ranks + there + w)
-    upper = tl.where(c < K, _field(low, high, tl.minimum(c, K - 1), K), w * 32)
-    lower = tl.where(c > 0, _field(low, high, tl.maximum(c - 1, 0), K), 0)
+def _members_before(ranks, first_word, word, c, K: tl.constexpr):
+    """Members of class c in a block before one of its words."""
+    low, high = _load_ranks(ranks, first_word + word, K)
+    upper = tl.where(c < K, _packed_count(low, high, tl.minimum(c, K - 1), K), word * 32)
+    lower = tl.where(c > 0, _packed_count(low, high, tl.maximum(c - 1, 0), K), 0)
     return upper - lower
 
 
 @triton.jit
+def _class_mask(
+    x, under, upper, c, K: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr, Q: tl.constexpr
+):
+    """Of each row's elements, those between two limits, in the order of a bitmap."""
+    mask = tl.zeros([Q], tl.uint32) + 0xFFFFFFFF
+    if c < K:
+        mask = _below(x, upper, KIND, BITS, PAIRED)
+    if c > 0:
+        mask = mask & (_below(x, under, KIND, BITS, PAIRED) ^ 0xFFFFFFFF)
+    if PAIRED:
+        mask = natural_order(mask)
+    return mask
+
+
+@triton.jit
+def select(mask, rank):
+    """The index of the set bit of a mask that has `rank` set bits below it."""
+    index = tl.zeros_like(rank)
+    for i in tl.static_range(5):
+        half = 16 >> i
+        passed = popcount(mask & ((1 << half) - 1))
+        go = rank >= passed
+        rank = tl.where(go, rank - passed, rank)
+        mask = tl.where(go, mask >> half, mask)
+        index = tl.where(go, index + half, index)
+    return index
+
+
+@triton.jit
+def _find_block(before, blocks, rank, ok, LOG: tl.constexpr, Q: tl.constexpr):
+    """The block of a tile in which the members of a rank lie, and their rank in it.
+
+    before: the members of the class before each of the tile's `blocks`.
+    """
+    zero = tl.load(before)
+    block = tl.zeros([Q], tl.int64)
+    passed = tl.zeros([Q], tl.int64)
+    for s in tl.static_range(LOG):
+        reach = block + (1 << (LOG - 1 - s))
+        inside = ok & (reach < blocks)
+        members = (tl.load(before + reach, mask=inside, other=0) - zero).to(tl.int64) & 0xFFFFFFFF
+        inside = inside & (members <= rank)
+        block = tl.where(inside, reach, block)
+        passed = tl.where(inside, members, passed)
+    return block, rank - passed
+
+
+@triton.jit
+def _find_word(ranks, first_word, rank, c, K: tl.constexpr, WORDS: tl.constexpr, Q: tl.constexpr):
+    """The word of a block in which the members of class c with a rank lie, and their rank in it."""
+    word = tl.zeros([Q], tl.int32)
+    passed = tl.zeros([Q], tl.int32)
+    for s in tl.static_range(0, 16):
+        if (WORDS >> (s + 1)) > 0:
+            reach = word + (WORDS >> (s + 1))
+            members = _members_before(ranks, first_word, reach, c, K)
+            word = tl.where(members <= rank, reach, word)
+            passed = tl.where(members <= rank, members, passed)
+    return word, rank - passed
+
+
+class LocatedChanges(NamedTuple):
+    """Changes and where they belong: distances from the side's base in elements, the bits there and the new ones."""
+
+    addresses: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+    sums: torch.Tensor
+
+    @classmethod
+    def empty(cls, blocks: Blocks, changes: int, dtype: torch.dtype) -> LocatedChanges:
+        return cls(
+            blocks.empty(changes, torch.int64),
+            blocks.empty(changes, dtype),
+            blocks.empty(changes, dtype),
+            new_sums(blocks.device),
+        )
+
+
+@triton.jit
 def _class_positions_kernel(
-    bits,
-    at,
-    first,
-    numel,
-    keys,
-    start,
+    weights,
+    blocks,
     limits,
-    before,
-    members,
-    low_ranks,
-    high_ranks,
-    tile_part,
-    tile_block,
-    tile_blocks,
-    counts,
-    starts,
-    places,
+    ranks,
+    tiles,
+    layout,
     gaps,
     steps,
-    where,
-    old,
     out,
-    sums,
     bad,
     NB,
     T,
@@ -749,176 +906,72 @@ def _class_positions_kernel(
     SIGN: tl.constexpr,
     PAIRED: tl.constexpr,
     Q: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
+    """A program has the changes of one class in one tile."""
     C: tl.constexpr = K + 1
     WORDS: tl.constexpr = B // 32
     program = tl.program_id(0)
-    t, c = (program // C).to(tl.int64), program % C
-    due = tl.load(counts + t * C + c)
-    if (due > 0) & (tl.load(bad) == 0):
-        e = tl.load(tile_part + t)
-        head, length = tl.load(tile_block + t), tl.load(tile_blocks + t)
-        into = c.to(tl.int64) * NB + head
-        zero = tl.load(before + into)
-        a, n = tl.load(at + e), tl.load(numel + e)
-        tile = (head - tl.load(first + e)) * B
-        key, key2 = tl.load(keys + 2 * e), tl.load(keys + 2 * e + 1).to(tl.uint64, bitcast=True)
-        origin = tl.load(start + e)
-        under = tl.load(limits + e * K + c - 1, mask=c > 0, other=0).to(tl.uint64, bitcast=True)
-        upper = tl.load(limits + e * K + c, mask=c < K, other=0).to(tl.uint64, bitcast=True)
-        begin = tl.load(starts + c.to(tl.int64) * T + t)
-        to = tl.load(places + t * C + c)
-        whole = tile + length * B <= n
+    t = (program // C).to(tl.int64)
+    c = program % C
+    changes = tl.load(layout.counts + t * C + c)
+    if (changes > 0) & (tl.load(bad) == 0):
+        part = tl.load(tiles.part + t)
+        head = tl.load(tiles.block + t)
+        tile_blocks = tl.load(tiles.blocks + t)
+        row = c.to(tl.int64) * NB + head
+        a = tl.load(weights.at + part)
+        n = tl.load(blocks.numel + part)
+        tile = (head - tl.load(blocks.first + part)) * B
+        whole = tile + tile_blocks * B <= n
+        key, second_key = load_keys(blocks, part)
+        start = tl.load(blocks.start + part)
+        under = tl.load(limits + part * K + c - 1, mask=c > 0, other=0).to(tl.uint64, bitcast=True)
+        upper = tl.load(limits + part * K + c, mask=c < K, other=0).to(tl.uint64, bitcast=True)
+        begin = tl.load(layout.by_class + c.to(tl.int64) * T + t)
+        to = tl.load(layout.by_tile + t * C + c)
         last = tl.full([], -1, tl.int64)
-        one = tl.zeros([Q], tl.uint64)
-        two = tl.zeros([Q], tl.uint64)
-        i = due - due
-        while i < due:
+        first_sum = tl.zeros([Q], tl.uint64)
+        second_sum = tl.zeros([Q], tl.uint64)
+        i = changes - changes
+        while i < changes:
             q = begin + i + tl.arange(0, Q)
-            ok = i + tl.arange(0, Q) < due
-            gap = tl.load(gaps + q, mask=ok, other=0).to(tl.uint32, bitcast=True).to(tl.int64) + 1
+            ok = i + tl.arange(0, Q) < changes
+            gap = load_uint32(gaps + q, ok) + 1
             rank = last + tl.cumsum(gap, 0)
             last += tl.sum(gap, axis=0)
-            b = tl.zeros([Q], tl.int64)
-            passed = tl.zeros([Q], tl.int64)
-            for s in tl.static_range(LOG):
-                reach = b + (1 << (LOG - 1 - s))
-                there = ok & (reach < length)
-                more = (tl.load(before + into + reach, mask=there, other=0) - zero).to(tl.int64) & 0xFFFFFFFF
-                there = there & (more <= rank)
-                b = tl.where(there, reach, b)
-                passed = tl.where(there, more, passed)
-            rank -= passed
-            inside = rank < tl.load(members + into + b)
+            block, rank = _find_block(ranks.before + row, tile_blocks, rank, ok, LOG, Q)
+            inside = rank < tl.load(ranks.members + row + block)
             wrong = ok & (inside == 0)
             ok = ok & inside
-            r = tl.where(ok, rank, 0).to(tl.int32)
-            row = (head + b) * WORDS
-            w = tl.zeros([Q], tl.int32)
-            passed_words = tl.zeros([Q], tl.int32)
-            for s in tl.static_range(0, 16):
-                if (WORDS >> (s + 1)) > 0:
-                    reach_word = w + (WORDS >> (s + 1))
-                    more_words = _members_before(low_ranks, high_ranks, row, reach_word, c, K, B)
-                    w = tl.where(more_words <= r, reach_word, w)
-                    passed_words = tl.where(more_words <= r, more_words, passed_words)
-            r -= passed_words
-            place = tile + b * B + w * 32
-            x = _read_rows(bits, a + place, n - place, whole, PAIRED)
-            mask = _class_mask(x, under, upper, c, K, KIND, BITS, PAIRED, Q)
-            p = select(_natural_bits(mask, PAIRED), r)
-            place += p
-            wrong = wrong | (ok & (place >= n))
-            ok = ok & (place < n)
-            u = unsigned(tl.load(bits + a + place, mask=ok, other=0)).to(tl.uint64)
-            y = advance(u, unsigned(tl.load(steps + q, mask=ok, other=0)).to(tl.uint64), SIGN, BITS)
+            rank_in_block = tl.where(ok, rank, 0).to(tl.int32)
+            word, rank_in_word = _find_word(ranks, (head + block) * WORDS, rank_in_block, c, K, WORDS, Q)
+            position = tile + block * B + word * 32
+            x = _read_rows(weights.base, a + position, n - position, whole, PAIRED)
+            position += select(_class_mask(x, under, upper, c, K, KIND, BITS, PAIRED, Q), rank_in_word)
+            wrong = wrong | (ok & (position >= n))
+            ok = ok & (position < n)
+            old = load_bits(weights.base + a + position, ok)
+            new = advance(old, load_bits(steps + q, ok), SIGN, BITS)
             k = to + i + tl.arange(0, Q)
-            tl.store(where + k, a + place, mask=ok)
-            store_word(old + k, u, ok, BITS)
-            store_word(out + k, y, ok, BITS)
-            first_moved, second_moved = digest_delta(weyl_number(key, origin + place), key2, u, y, ok)
-            one += first_moved
-            two += second_moved
+            tl.store(out.addresses + k, a + position, mask=ok)
+            store_word(out.old + k, old, ok, BITS)
+            store_word(out.new + k, new, ok, BITS)
+            delta = digest_delta(weyl_number(key, start + position), second_key, old, new, ok)
+            first_sum += delta[0]
+            second_sum += delta[1]
             if tl.max(wrong.to(tl.int32), axis=0) > 0:
                 tl.store(bad, 1)
             i += Q
-        add_sums(sums, program % SLOTS, one, two)
+        add_to_slot(out.sums, program, first_sum, second_sum)
 
 
-@triton.jit
-def _class_mask(
-    x, under, upper, c, K: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr, Q: tl.constexpr
-):
-    """Of each row's elements, those between two limits."""
-    mask = tl.zeros([Q], tl.uint32) + 0xFFFFFFFF
-    if c < K:
-        mask = _below(x, upper, KIND, BITS, PAIRED)
-    if c > 0:
-        mask = mask & (_below(x, under, KIND, BITS, PAIRED) ^ 0xFFFFFFFF)
-    return mask
+class ChangeNumbers(NamedTuple):
+    """Decoded numbers of changes: where they lie, their gaps and steps, and how many changes there are."""
 
-
-@triton.jit
-def select(x, r):
-    """The place of bit number r, from 0, of those that are set."""
-    place = tl.zeros_like(r)
-    for i in tl.static_range(5):
-        half = 16 >> i
-        passed = popcount(x & ((1 << half) - 1))
-        go = r >= passed
-        r = tl.where(go, r - passed, r)
-        x = tl.where(go, x >> half, x)
-        place = tl.where(go, place + half, place)
-    return place
-
-
-@dataclass(frozen=True)
-class ClassRanks:
-    """How many elements of each class lie before each block, and before each word inside its block."""
-
-    members: torch.Tensor
-    before: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
-
-
-def class_ranks(blocks: Blocks, classification: Classification, side: Side) -> ClassRanks:
-    """Ranks of the old bits: one read of them."""
-    none = blocks.empty(0, torch.int32)
-    return _count(blocks, classification, side, side, none, none, "count")
-
-
-def diff_with_class_ranks(
-    blocks: Blocks, classification: Classification, old: Side, new: Side
-) -> tuple[torch.Tensor, torch.Tensor, ClassRanks]:
-    """`diff` and `count` in one pass over both sides."""
-    words, counts = blocks.empty(blocks.words, torch.int32), blocks.empty(blocks.count, torch.int32)
-    return words, counts, _count(blocks, classification, old, new, words, counts, "diff and count")
-
-
-def _count(
-    blocks: Blocks,
-    classification: Classification,
-    old: Side,
-    new: Side,
-    words: torch.Tensor,
-    counts: torch.Tensor,
-    shape: str,
-) -> ClassRanks:
-    members = blocks.empty((classification.K + 1) * blocks.count, torch.int32)
-    low = blocks.empty(blocks.words, torch.int64)
-    high = blocks.empty(blocks.words if classification.K > 4 else 0, torch.int64)
-    together, warps = SHAPES[shape]
-    if blocks.count:
-        _count_kernel[(blocks.count,)](
-            *(
-                old.base,
-                new.base,
-                old.at,
-                new.at,
-                blocks.entry,
-                blocks.first,
-                blocks.numel,
-                classification.limits,
-                members,
-            ),
-            *(low, high, words, counts, blocks.count, blocks.block, old.step(blocks.width), new.step(blocks.width)),
-            *(classification.K, classification.kind, 8 * blocks.width, classification.paired(blocks, old)),
-            *(words.numel() > 0, classification.paired(blocks, new), min(together, blocks.block // 32)),
-            num_warps=warps if blocks.width <= 2 else 2 * warps,
-        )
-    return ClassRanks(members, exclusive_sum(members), low, high)
-
-
-@dataclass(frozen=True)
-class LocatedChanges:
-    """Changes located: where each lies from the side's base, in elements, the bits that are there and the new ones."""
-
-    where: torch.Tensor
-    old: torch.Tensor
-    new: torch.Tensor
-    sums: torch.Tensor
+    layout: ChangeLayout
+    gaps: torch.Tensor
+    steps: torch.Tensor
+    total: int
 
 
 def class_positions(
@@ -927,53 +980,39 @@ def class_positions(
     side: Side,
     tiles: Tiles,
     ranks: ClassRanks,
-    spread: ChangeLayout,
-    gaps: torch.Tensor,
-    steps: torch.Tensor,
+    numbers: ChangeNumbers,
     bad: torch.Tensor,
 ) -> LocatedChanges:
     """The changes of gaps and steps by class, tile by tile. Writes no weights.
 
-    Where a gap leads out of its tile, `bad` is set; where it is set before, nothing is located.
+    Where a gap leads out of its tile, `bad` is set; if it is set already, nothing is located.
     """
-    out = LocatedChanges(
-        blocks.empty(spread.total, torch.int64),
-        blocks.empty(spread.total, steps.dtype),
-        blocks.empty(spread.total, steps.dtype),
-        new_sums(blocks.device),
-    )
-    together, warps = SHAPES["positions"]
+    out = LocatedChanges.empty(blocks, numbers.total, numbers.steps.dtype)
+    at_a_time, warps = SHAPES["positions"]
     if tiles.count:
         _class_positions_kernel[(tiles.count * (classification.K + 1),)](
-            *(side.base, side.at, blocks.first, blocks.numel, blocks.keys, blocks.start, classification.limits),
-            *(ranks.before, ranks.members, ranks.low, ranks.high, tiles.part, tiles.block, tiles.blocks),
-            *(*spread[:3], gaps, steps, out.where, out.old, out.new, out.sums, bad),
-            *(blocks.count, tiles.count, blocks.block, classification.K, (tiles.most_blocks - 1).bit_length()),
-            *(
-                classification.kind,
-                8 * blocks.width,
-                classification.sign_magnitude,
-                classification.paired(blocks, side),
-            ),
-            *(together, _SLOTS),
+            *(side.pointers, blocks.table, classification.limits, ranks, tiles.table, numbers.layout),
+            *(numbers.gaps, numbers.steps, out, bad, blocks.count, tiles.count, blocks.block, classification.K),
+            *((tiles.most_blocks - 1).bit_length(), classification.kind, 8 * blocks.width),
+            *(classification.sign_magnitude, classification.paired(blocks, side), at_a_time),
             num_warps=warps,
         )
     return out
 
 
 @triton.jit(do_not_specialize=["changes"])
-def _write_kernel(weights, where, bits, bad, changes, Q: tl.constexpr):
+def _write_kernel(weights, addresses, bits, bad, changes, Q: tl.constexpr):
     if tl.load(bad) == 0:
         k = tl.program_id(0).to(tl.int64) * Q + tl.arange(0, Q)
         ok = k < changes
-        tl.store(weights + tl.load(where + k, mask=ok, other=0), tl.load(bits + k, mask=ok, other=0), mask=ok)
+        tl.store(weights + tl.load(addresses + k, mask=ok, other=0), tl.load(bits + k, mask=ok, other=0), mask=ok)
 
 
-def write(side: Side, found: LocatedChanges, bits: torch.Tensor, bad: torch.Tensor) -> None:
+def write(side: Side, changes: LocatedChanges, bits: torch.Tensor, bad: torch.Tensor) -> None:
     """Write the new bits (or the old ones) of all changes, unless `bad` is set."""
-    changes = found.where.numel()
-    together, warps = SHAPES["write"]
-    if changes:
-        _write_kernel[(triton.cdiv(changes, together),)](
-            side.base, found.where, bits, bad, changes, together, num_warps=warps
+    count = changes.addresses.numel()
+    at_a_time, warps = SHAPES["write"]
+    if count:
+        _write_kernel[(triton.cdiv(count, at_a_time),)](
+            side.base, changes.addresses, bits, bad, count, at_a_time, num_warps=warps
         )

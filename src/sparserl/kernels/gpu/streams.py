@@ -1,10 +1,10 @@
 """The streams of many buckets at once on a GPU: from two versions of the weights to coded bytes, and back.
 
-    old, new ──► diff, count ──► changes per part │ emit, sort ──► changes per class │ pack, encode ──► sizes │ copy
-    bytes ──► tile counts ──► tokens, gaps, steps ──► locate ──► digest moved as promised? ──► land
+    old, new ──► diff, class ranks ──► changes per part │ classify, sort ──► changes per class │ pack, encode │ copy
+    bytes ──► tile counts ──► tokens, gaps, steps ──► positions ──► digest as promised? ──► write
 
 A bar is a place where the host waits for a few numbers, for all buckets together. Profiles, streams and coders are
-those of docs/reference/format.md. A bucket here is some consecutive parts; all buckets of a call have as many classes.
+those of the format. A bucket here is some consecutive parts; all buckets of a call have equally many classes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 
 from . import cells, classes, rans
 from .changes import INTS, Blocks, HostCopy, Side, compact, diff, sum_slots
-from .classes import ChangeLayout, Classification, LocatedChanges, Tiles
+from .classes import ChangeNumbers, Classification, LocatedChanges, Tiles
 from .rans import EncodedChunks, EncodedTokens, NumberChunks, PackedNumbers, chunk_spans
 
 STORED, RANS = 0, 2
-_TILES, _GAPS, _CLASSES = 4, 6, 64  # streams; low bits have the number behind that of the tokens
+_TILES, _GAPS, _CLASSES = 4, 6, 64  # stream numbers of tokens; those of their low bits are one higher
 Column = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class ChunkDirectory:
-    """The chunks of some buckets, by bucket, stream and place: which coder, how many bytes, and where they lie."""
+    """The chunks of some buckets, by bucket, stream and place: coder, number of bytes, and where these are."""
 
     bucket: Column
     stream: Column
@@ -39,14 +39,15 @@ class ChunkDirectory:
     offset: Column
 
     def numbers(self) -> tuple[Column, Column, Column]:
-        """What buckets say of their streams: for each its number, coder, how many chunks it has, and their lengths.
+        """The directories of all buckets as numbers: for each stream its id, coder, chunks, and their lengths.
 
-        Those of all buckets one behind the other; the bucket of each number, and how many streams each bucket has.
+        Returns the numbers of all buckets in order, the bucket of each number, and the streams of each bucket.
         """
         keys = self.bucket * 256 + self.stream
         first = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])) if keys.size else keys
-        many = np.diff(np.append(first, keys.size))
-        heads, at = np.stack((self.stream[first], self.coder[first], many), axis=1).ravel(), np.repeat(first, 3)
+        chunks = np.diff(np.append(first, keys.size))
+        heads = np.stack((self.stream[first], self.coder[first], chunks), axis=1).ravel()
+        at = np.repeat(first, 3)
         streams = np.bincount(self.bucket[first], minlength=int(self.bucket.max(initial=-1)) + 1)
         return np.insert(self.length, at, heads), np.insert(self.bucket, at, self.bucket[at]), streams
 
@@ -62,7 +63,7 @@ class StreamPlan:
     classification: Classification | None
     chunk: int
     heads: torch.Tensor  # the first block of each bucket
-    logs: torch.Tensor  # tile_log, on the device
+    gpu_tile_log: torch.Tensor
     sign_magnitude: bool = True
 
     @classmethod
@@ -78,19 +79,17 @@ class StreamPlan:
     ) -> StreamPlan:
         """limits: magnitudes at which classes begin, parts × K; None for `ulp`."""
         logs = np.broadcast_to(np.asarray(tile_log, np.int64), blocks.sizes.shape)
-        classification = None
-        if limits is not None:
+        if limits is None:
+            classification = None
+            gpu_logs = blocks.upload(logs, torch.int32)
+        else:
             classification = Classification.of(blocks, limits, logs, sign_magnitude, signed)
-        owner = np.asarray(bucket)
-        heads = blocks.first_block[np.searchsorted(owner, np.arange(int(owner.max(initial=-1)) + 1))]
-        return cls(
-            *(blocks, owner, logs, Tiles.of(blocks, logs), classification, chunk),
-            *(
-                blocks.upload(heads),
-                blocks.upload(logs, torch.int32) if classification is None else classification.tile_log,
-                sign_magnitude,
-            ),
-        )
+            gpu_logs = classification.tile_log
+        buckets = np.asarray(bucket)
+        first_part = np.searchsorted(buckets, np.arange(int(buckets.max(initial=-1)) + 1))
+        heads = blocks.upload(blocks.first_block[first_part])
+        tiles = Tiles.of(blocks, logs)
+        return cls(blocks, buckets, logs, tiles, classification, chunk, heads, gpu_logs, sign_magnitude)
 
     @property
     def buckets(self) -> int:
@@ -100,23 +99,27 @@ class StreamPlan:
     def classes(self) -> int:
         return 1 if self.classification is None else self.classification.K + 1
 
-    def told(self, changes: Column) -> tuple[Column, Column]:
+    def counted_tiles(self, changes: Column) -> tuple[Column, Column]:
         """Which tiles have counts in the streams, and how many counts each bucket has.
 
-        They are those of parts that changed, and in `ulp` only of those with several.
+        They are the tiles of parts that changed, and in `ulp` only of parts with several tiles.
         """
         parts = changes > 0
         if self.classification is None:
-            parts &= self.tiles.of_part > 1
-        return parts[self.tiles.owner], self.by_bucket(self.tiles.of_part * parts) * self.classes
+            parts &= self.tiles.per_part > 1
+        return parts[self.tiles.part], self.by_bucket(self.tiles.per_part * parts) * self.classes
 
     def by_bucket(self, numbers: Column) -> Column:
-        """Numbers of the parts, added up."""
+        """Numbers of the parts, added up for each bucket."""
         out: Column = np.bincount(self.bucket, numbers, self.buckets).astype(np.int64)
         return out
 
+    def tile_streams(self) -> Column:
+        """Bucket and number (as bucket × 256 + number) of the streams of tile counts."""
+        return np.arange(self.buckets) * 256 + _TILES
+
     def class_streams(self) -> Column:
-        """Bucket and number (as bucket × 256 + number) of the streams of gaps, by class and bucket."""
+        """Bucket and number of the streams of gaps, by class and bucket; those of steps are two higher."""
         first = _GAPS if self.classification is None else _CLASSES
         keys: Column = (np.arange(self.buckets) * 256 + first + 4 * np.arange(self.classes)[:, None]).ravel()
         return keys
@@ -124,7 +127,7 @@ class StreamPlan:
 
 def part_changes(blocks: Blocks, counts: torch.Tensor) -> torch.Tensor:
     """Changes of each part, from those of its blocks."""
-    return _between(blocks, _ends(counts))
+    return _per_part(blocks, _ends(counts))
 
 
 def _ends(counts: torch.Tensor) -> torch.Tensor:
@@ -132,141 +135,195 @@ def _ends(counts: torch.Tensor) -> torch.Tensor:
     return torch.cat((counts.new_zeros(1, dtype=torch.int64), torch.cumsum(counts, 0, dtype=torch.int64)))
 
 
-def _between(blocks: Blocks, ends: torch.Tensor) -> torch.Tensor:
-    return ends[blocks.first + blocks.blocks_of] - ends[blocks.first]
+def _per_part(blocks: Blocks, ends: torch.Tensor) -> torch.Tensor:
+    """Changes of each part, from what `_ends` returns."""
+    first = blocks.table.first
+    return ends[first + blocks.per_part] - ends[first]
 
 
 @dataclass(frozen=True)
 class EncodedBuckets:
-    """Chunks of all buckets as bytes on the device, by bucket and stream, with their directory."""
+    """Chunks of all buckets as bytes on the GPU, by bucket and stream, with their directory."""
 
     data: torch.Tensor
     directory: ChunkDirectory
     changes: Column  # of each part
-    digest_delta: torch.Tensor  # how the digest's sums move
+    digest_delta: torch.Tensor
 
 
-def encode(
-    plan: StreamPlan, old: Side, new: Side, found: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> EncodedBuckets:
-    """Streams in `ctx`, or in `ulp` where the plan has no classes, of all changes between two versions.
+class _StreamNumbers(NamedTuple):
+    """The changes of all buckets as numbers, before they are packed.
 
-    found: what `diff` says of the two, where it was asked already.
+    before: the changes before each block, by class. ranks: by class, flagged where a tile begins.
+    rows: where the changes of each class and bucket begin.
     """
-    steps = encode_in_steps(plan, old, new, found)
+
+    changes: Column  # of each part
+    before: torch.Tensor
+    ranks: torch.Tensor
+    steps: torch.Tensor
+    sums: torch.Tensor
+    rows: HostCopy
+
+
+Difference = tuple[torch.Tensor, torch.Tensor]  # what `diff` returns: a bitmap, and the changes of each block
+
+
+def encode(plan: StreamPlan, old: Side, new: Side, difference: Difference | None = None) -> EncodedBuckets:
+    """Streams in `ctx`, or in `ulp` if the plan has no classes, of all changes between two versions.
+
+    difference: what `diff` says about the two, if that is known.
+    """
+    pauses = encode_in_steps(plan, old, new, difference)
     while True:
         try:
-            next(steps)
+            next(pauses)
         except StopIteration as end:
-            made: EncodedBuckets = end.value
-            return made
+            encoded: EncodedBuckets = end.value
+            return encoded
 
 
 def encode_in_steps(
     plan: StreamPlan,
     old: Side,
     new: Side,
-    found: tuple[torch.Tensor, torch.Tensor] | None = None,
+    difference: Difference | None = None,
     changes: Column | None = None,
 ) -> Generator[HostCopy, None, EncodedBuckets]:
-    """`encode` step by step: it pauses where it would wait for the device, and says for what it waits.
+    """`encode` step by step: where it would wait for the GPU it pauses, and yields what it waits for.
 
-    changes: of each part, where they are known.
+    changes: of each part, if they are known.
     """
     blocks = plan.blocks
     if plan.classification is None:
-        words, counts = found or diff(blocks, old, new)
-        del found  # of which nothing but this is needed, and bitmaps are large
-        ends = _ends(counts)
-        here = blocks.fetch(_between(blocks, ends))
-        before = ends[:-1].to(torch.int32)
-        rows = blocks.fetch(before[plan.heads])
-        if changes is None:
-            yield here
-            changes = here()
-        total = int(changes.sum())
-        ranks, steps, _, sums = compact(
-            *(blocks, old, new, words, counts, total),
-            steps=True,
-            sign_magnitude=plan.sign_magnitude,
-            tile_log=plan.logs,
-            ends=ends[1:],
-        )
-        del words
+        search = _ulp_numbers(plan, old, new, difference, changes)
     else:
-        if found:
-            (words, counts), members = found, classes.class_ranks(blocks, plan.classification, old)
-        else:
-            words, counts, members = classes.diff_with_class_ranks(blocks, plan.classification, old, new)
-        del found
-        ends = _ends(counts)
-        if changes is None:
-            here = blocks.fetch(_between(blocks, ends))
-            yield here
-            changes = here()
-        total = int(changes.sum())
-        emitted = classes.classify_changes(blocks, plan.classification, old, new, words, ends[1:], members, total)
-        del words, members  # the largest of all that is made here
-        before, sums = emitted.before, emitted.sums
-        rows = blocks.fetch(before.view(plan.classes, -1)[:, plan.heads].reshape(-1))
-        ranks, steps = classes.sort_by_class(blocks, plan.classification, counts, emitted)
-    # What the host prepares from here on it prepares while the device is at work.
-    told, tile_sizes = plan.told(changes)
-    tile_counts = plan.tiles.counts(before, total, plan.classes)
-    if not told.all():
-        tile_counts = tile_counts[blocks.upload(np.flatnonzero(told))]
-    moved = sum_slots(sums)
-    yield rows
-    sizes, gaps = np.diff(np.append(rows(), total)), plan.class_streams()
-    cuts, stream = NumberChunks.of_streams(blocks, np.concatenate((tile_sizes, sizes, sizes)), plan.chunk)
-    keys = np.concatenate((np.arange(plan.buckets) * 256 + _TILES, gaps, gaps + 2))[stream]
+        search = _ctx_numbers(plan, plan.classification, old, new, difference, changes)
+    del difference  # bitmaps are large, and the search frees them as soon as it can
+    numbers = yield from search
+    # What follows the host does while the GPU is at work.
+    total = int(numbers.changes.sum())
+    counted, tile_sizes = plan.counted_tiles(numbers.changes)
+    tile_counts = plan.tiles.counts(numbers.before, total, plan.classes)
+    if not counted.all():
+        tile_counts = tile_counts[blocks.upload(np.flatnonzero(counted))]
+    digest_delta = sum_slots(numbers.sums)
+    yield numbers.rows
+    sizes = np.diff(np.append(numbers.rows(), total))
+    gaps = plan.class_streams()
+    chunks, stream = NumberChunks.of_streams(blocks, np.concatenate((tile_sizes, sizes, sizes)), plan.chunk)
+    keys = np.concatenate((plan.tile_streams(), gaps, gaps + 2))[stream]
     ends = np.searchsorted(stream, np.cumsum((tile_sizes.size, sizes.size, sizes.size))).tolist()
-    packed = PackedNumbers.of(cuts, np.where(np.arange(cuts.count) < ends[1], 32, 8 * blocks.width))
+    packed = PackedNumbers.of(chunks, np.where(np.arange(chunks.count) < ends[1], 32, 8 * blocks.width))
     packed.pack(0, ends[0], tile_counts.view(-1))
-    packed.pack(ends[0], ends[1], ranks, ranked=True)
-    packed.pack(ends[1], ends[2], steps)
-    data, directory = yield from _gathered(blocks, packed, rans.encode(packed), stream, keys)
-    return EncodedBuckets(data, directory, changes, moved)
+    packed.pack(ends[0], ends[1], numbers.ranks, ranked=True)
+    packed.pack(ends[1], ends[2], numbers.steps)
+    data, directory = yield from _gather_chunks(blocks, packed, rans.encode(packed), stream, keys)
+    return EncodedBuckets(data, directory, numbers.changes, digest_delta)
 
 
-def _gathered(
-    blocks: Blocks, packed: PackedNumbers, code: EncodedTokens, stream: Column, key: Column
+def _ulp_numbers(
+    plan: StreamPlan, old: Side, new: Side, difference: Difference | None, changes: Column | None
+) -> Generator[HostCopy, None, _StreamNumbers]:
+    """Ranks are positions in tiles: there is one class."""
+    blocks = plan.blocks
+    words, counts = difference or diff(blocks, old, new)
+    del difference
+    ends = _ends(counts)
+    per_part = blocks.fetch(_per_part(blocks, ends))
+    before = ends[:-1].to(torch.int32)
+    rows = blocks.fetch(before[plan.heads])
+    if changes is None:
+        yield per_part
+        changes = per_part()
+    compacted = compact(
+        *(blocks, old, new, words, counts, int(changes.sum())),
+        steps=True,
+        sign_magnitude=plan.sign_magnitude,
+        tile_log=plan.gpu_tile_log,
+        ends=ends[1:],
+    )
+    return _StreamNumbers(changes, before, compacted.positions, compacted.new, compacted.sums, rows)
+
+
+def _ctx_numbers(
+    plan: StreamPlan,
+    classification: Classification,
+    old: Side,
+    new: Side,
+    difference: Difference | None,
+    changes: Column | None,
+) -> Generator[HostCopy, None, _StreamNumbers]:
+    """Ranks are among the elements of the same magnitude class."""
+    blocks = plan.blocks
+    if difference:
+        words, counts = difference
+        ranks = classes.class_ranks(blocks, classification, old)
+    else:
+        words, counts, ranks = classes.diff_with_class_ranks(blocks, classification, old, new)
+    del difference
+    ends = _ends(counts)
+    if changes is None:
+        per_part = blocks.fetch(_per_part(blocks, ends))
+        yield per_part
+        changes = per_part()
+    classified = classes.classify_changes(blocks, classification, old, new, words, ends[1:], ranks, int(changes.sum()))
+    del words, ranks  # the largest arrays here
+    before = classified.before
+    rows = blocks.fetch(before.view(plan.classes, -1)[:, plan.heads].reshape(-1))
+    sorted_ranks, steps = classes.sort_by_class(blocks, classification, counts, classified)
+    return _StreamNumbers(changes, before, sorted_ranks, steps, classified.sums, rows)
+
+
+def _gather_chunks(
+    blocks: Blocks, packed: PackedNumbers, tokens: EncodedTokens, stream: Column, key: Column
 ) -> Generator[HostCopy, None, tuple[torch.Tensor, ChunkDirectory]]:
-    """All chunks, coded or stored, and their low bits, in the order of buckets and streams."""
-    n, size = packed.cuts.count, packed.cuts.host_size
+    """The bytes of all chunks, coded or stored, and of their low bits, in the order of buckets and streams."""
+    n = packed.chunks.count
+    size = packed.chunks.host_size
     keys = np.concatenate((key, key + 1))
-    order = np.argsort(keys, kind="stable")  # chunks stay in order
+    order = np.argsort(keys, kind="stable")  # chunks of a stream stay in order
     place = np.empty(2 * n, np.int64)
     place[order] = np.arange(2 * n)
-    source, runs = rans.lay_out(packed, code, stream, place)
+    source, runs = rans.lay_out(packed, tokens, stream, place)
     target = torch.cumsum(runs, 0) - runs
     summary = blocks.fetch(torch.stack((runs.sum(), runs.amax())) if n else runs.new_zeros(2))
     numbers = blocks.fetch(packed.numbers)
-    lanes, most = 4 * rans.lanes(size), int(stream.max(initial=-1)) + 1
     yield numbers
     whole, longest = summary().tolist()
     data = blocks.empty(whole, torch.uint8)
     rans.copy(data, data, source, target, runs, longest, data.data_ptr())
-    bits, table, made = numbers()[:, :n]
-    # A stream that does not shrink is stored, and one of low bits without any is left out.
-    coded = np.bincount(stream, size - table - lanes - 2 * made, minlength=most)[stream] > 0
-    some = np.bincount(stream, bits, minlength=most)[stream] > 0
-    order = order[np.concatenate((np.ones(n, bool), some))[order]]
-    length = np.concatenate((np.where(coded, table + lanes + 2 * made, size), (bits + 7) >> 3))[order]
-    coder = np.concatenate((np.where(coded, RANS, STORED), np.zeros(n, np.int64)))[order]
+    low_bits, table, words = numbers()[:, :n]
+    coded = table + 4 * rans.lanes(size) + 2 * words
+    # A stream that does not shrink is stored, and a stream of low bits that has none is left out.
+    streams = int(stream.max(initial=-1)) + 1
+    is_coded = np.bincount(stream, size - coded, minlength=streams)[stream] > 0
+    has_lows = np.bincount(stream, low_bits, minlength=streams)[stream] > 0
+    order = order[np.concatenate((np.ones(n, bool), has_lows))[order]]
+    length = np.concatenate((np.where(is_coded, coded, size), (low_bits + 7) >> 3))[order]
+    coder = np.concatenate((np.where(is_coded, RANS, STORED), np.zeros(n, np.int64)))[order]
     return data, ChunkDirectory(keys[order] >> 8, keys[order] & 255, coder, length, np.cumsum(length) - length)
 
 
 class ReceivedChunks(NamedTuple):
-    """Coded chunks of some buckets on the device."""
+    """Coded chunks of some buckets on the GPU."""
 
     data: torch.Tensor
     directory: ChunkDirectory
 
 
+class _ChunkPlaces(NamedTuple):
+    """Where the bytes of chunks lie: of their tokens, and of their low bits (no bytes if there are none)."""
+
+    offset: Column
+    length: Column
+    low_offset: Column
+    low_length: Column
+
+
 @dataclass(frozen=True)
-class _Incoming:
-    """Coded chunks on the device, found by bucket and stream."""
+class _ChunkReader:
+    """Coded chunks on the GPU, found by bucket and stream."""
 
     plan: StreamPlan
     data: torch.Tensor
@@ -279,54 +336,59 @@ class _Incoming:
         return self.directory.bucket * 256 + self.directory.stream
 
     @cached_property
-    def many(self) -> Column:
+    def counts(self) -> Column:
         """How many chunks there are of each bucket and stream."""
         return np.bincount(self.keys, minlength=self.plan.buckets * 256)
 
     def require_lows(self, streams: Column) -> None:
         """Raise unless streams of low bits have as many chunks as those of their tokens; they may be left out."""
-        lows = self.many[streams + 1]
-        if ((lows != self.many[streams]) & (lows != 0)).any():
-            raise ValueError("there are more chunks of low bits, or fewer, than there are of tokens")
+        lows = self.counts[streams + 1]
+        if ((lows != self.counts[streams]) & (lows != 0)).any():
+            raise ValueError("streams of low bits and of tokens must have equally many chunks")
 
     def rows(self, streams: Column) -> Column:
         """The rows of the directory with the chunks of some streams."""
-        many = self.many[streams]
-        inside = np.arange(int(many.sum())) - np.repeat(np.cumsum(many) - many, many)
-        rows: Column = np.repeat(np.searchsorted(self.keys, streams), many) + inside
+        counts = self.counts[streams]
+        inside = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows: Column = np.repeat(np.searchsorted(self.keys, streams), counts) + inside
         return rows
 
-    def places(self, streams: Column) -> tuple[Column, Column, Column, Column]:
-        """Where the tokens of chunks lie and how many bytes they are, and the same of their low bits."""
-        d, rows, lows = self.directory, self.rows(streams), np.repeat(self.many[streams + 1] > 0, self.many[streams])
-        offset, length = np.zeros((2, rows.size), np.int64)
-        if lows.any():
-            there = self.rows(streams + 1)
-            offset[lows], length[lows] = d.offset[there], d.length[there]
-        return d.offset[rows], d.length[rows], offset, length
+    def places(self, streams: Column) -> _ChunkPlaces:
+        """Where the chunks of some streams lie."""
+        directory = self.directory
+        rows = self.rows(streams)
+        has_lows = np.repeat(self.counts[streams + 1] > 0, self.counts[streams])
+        low_offset, low_length = np.zeros((2, rows.size), np.int64)
+        if has_lows.any():
+            low_rows = self.rows(streams + 1)
+            low_offset[has_lows] = directory.offset[low_rows]
+            low_length[has_lows] = directory.length[low_rows]
+        return _ChunkPlaces(directory.offset[rows], directory.length[rows], low_offset, low_length)
 
-    def tokens(self, chunks: EncodedChunks, streams: Column, room: int) -> torch.Tensor:
+    def tokens(self, chunks: EncodedChunks, streams: Column, size: int) -> torch.Tensor:
         """Tokens of all chunks of some streams, coded or stored."""
-        coder, tokens = self.directory.coder[self.rows(streams)], self.plan.blocks.empty(room, torch.uint8)
+        blocks = self.plan.blocks
+        coder = self.directory.coder[self.rows(streams)]
+        tokens = blocks.empty(size, torch.uint8)
         is_coded = coder == RANS
         if not ((coder == STORED) | is_coded).all():
             raise ValueError("a chunk of tokens is neither coded with rans nor stored")
         if is_coded.all():
-            rans.decode(self.plan.blocks, chunks, self.data, tokens, self.bad)
+            rans.decode(blocks, chunks, self.data, tokens, self.bad)
             return tokens
-        coded, stored = (chunks.some(self.plan.blocks.upload(np.flatnonzero(some))) for some in (is_coded, ~is_coded))
-        rans.decode(self.plan.blocks, coded, self.data, tokens, self.bad)
+        rans.decode(blocks, chunks.some(blocks.upload(np.flatnonzero(is_coded))), self.data, tokens, self.bad)
+        stored = chunks.some(blocks.upload(np.flatnonzero(~is_coded)))
         self.bad.bitwise_or_((stored.size != stored.length).any().to(torch.int32))
-        size = torch.minimum(stored.size, stored.length)
-        rans.copy(self.data, tokens, stored.offset, stored.begin, size, self.plan.chunk)
+        sizes = torch.minimum(stored.size, stored.length)
+        rans.copy(self.data, tokens, stored.offset, stored.begin, sizes, self.plan.chunk)
         return tokens
 
 
 @contextmanager
 def urgent_stream(device: torch.device, after: torch.cuda.Event | None) -> Iterator[None]:
-    """What is done inside goes first, on a stream of its own, behind an event alone.
+    """Run what is inside on a stream of its own with priority, behind an event alone.
 
-    It has to be waited for before anything is let go that it reads.
+    Wait for it before anything that it reads is freed.
     """
     if after is None:
         yield
@@ -342,7 +404,7 @@ def _urgent(device: torch.device) -> torch.cuda.Stream:
 
 
 def _join(device: torch.device) -> None:
-    """What comes next on the current stream comes behind what went first."""
+    """Have the current stream wait for the urgent one."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_urgent(device))
 
@@ -351,84 +413,91 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def decode(
-    plan: StreamPlan, side: Side, changes: Column, bad: torch.Tensor, arrive: Callable[[], ReceivedChunks]
+    plan: StreamPlan, side: Side, changes: Column, bad: torch.Tensor, receive: Callable[[], ReceivedChunks]
 ) -> LocatedChanges:
-    """The changes of all buckets, located; nothing is written, or waited for. `bad` is set where streams are wrong.
+    """Locate the changes of all buckets, writing nothing and waiting for nothing. `bad` is set if streams are wrong.
 
-    changes: of each part; none of a part that no bucket speaks of.
-    arrive: brings the chunks, while the device is at work already.
+    changes: of each part; zero for a part that is in no bucket.
+    receive: brings the chunks, while the GPU is at work already.
     """
-    blocks, classification = plan.blocks, plan.classification
+    blocks = plan.blocks
+    classification = plan.classification
     if classification is None:
-        spread, gaps, steps = _numbers(plan, changes, bad, arrive())
-        return cells.tile_positions(blocks, side, plan.tiles, plan.logs, spread, gaps, steps, bad, plan.sign_magnitude)
+        numbers = _numbers(plan, changes, bad, receive())
+        return cells.tile_positions(blocks, side, plan.tiles, plan.gpu_tile_log, numbers, bad, plan.sign_magnitude)
     before = blocks.event()
     ranks = classes.class_ranks(blocks, classification, side)
     try:
-        with urgent_stream(
-            blocks.device, before
-        ):  # counting takes all of the device, and chunks take little of it but time
-            spread, gaps, steps = _numbers(plan, changes, bad, arrive())
+        # Counting takes the whole GPU, while chunks take little of it, but long.
+        with urgent_stream(blocks.device, before):
+            numbers = _numbers(plan, changes, bad, receive())
     finally:
         _join(blocks.device)
-    for tensor in (*spread[:3], gaps, steps) if before is not None else ():
-        tensor.record_stream(torch.cuda.current_stream(blocks.device))
-    return classes.class_positions(blocks, classification, side, plan.tiles, ranks, spread, gaps, steps, bad)
+    if before is not None:
+        for tensor in (*numbers.layout, numbers.gaps, numbers.steps):
+            tensor.record_stream(torch.cuda.current_stream(blocks.device))
+    return classes.class_positions(blocks, classification, side, plan.tiles, ranks, numbers, bad)
 
 
-def _tile_counts(incoming: _Incoming, changes: Column) -> torch.Tensor:
-    """Changes by tile and class, from the streams that tell them."""
-    plan, blocks = incoming.plan, incoming.plan.blocks
-    told, sizes = plan.told(changes)
-    streams = np.arange(plan.buckets) * 256 + _TILES
-    if (incoming.many[streams] != -(-sizes // plan.chunk)).any():
-        raise ValueError("there are more chunks, or fewer, than there are counts of tiles")
-    incoming.require_lows(streams)
+def _tile_counts(reader: _ChunkReader, changes: Column) -> torch.Tensor:
+    """Changes by tile and class, from their streams."""
+    plan = reader.plan
+    blocks = plan.blocks
+    counted, sizes = plan.counted_tiles(changes)
+    streams = plan.tile_streams()
+    if (reader.counts[streams] != -(-sizes // plan.chunk)).any():
+        raise ValueError("the number of chunks does not fit the number of tiles")
+    reader.require_lows(streams)
     begin, size, _ = chunk_spans(sizes, plan.chunk)
-    table = blocks.upload_columns(begin, size, *incoming.places(streams))
-    tokens = incoming.tokens(EncodedChunks(*table[:4]), streams, int(sizes.sum()))
+    table = blocks.upload_columns(begin, size, *reader.places(streams))
+    tokens = reader.tokens(EncodedChunks(*table[:4]), streams, int(sizes.sum()))
     counts = blocks.empty(tokens.numel(), torch.int32)
-    most = min(1 << int(plan.tile_log.max(initial=0)), (1 << 31) - 1)  # those that add up to the changes are not above
-    rans.unpack(EncodedChunks(*table[:2], *table[4:]), tokens, incoming.data, counts, most, incoming.bad)
-    if told.all():
+    most = min(1 << int(plan.tile_log.max(initial=0)), (1 << 31) - 1)  # counts that add up to the changes are lower
+    rans.unpack(EncodedChunks(*table[:2], *table[4:]), tokens, reader.data, counts, most, reader.bad)
+    if counted.all():
         return counts
-    # Where counts are not told, a part without classes has one tile, and any other no changes.
-    alone = plan.tiles.of_part == 1 if plan.classification is None else np.zeros(changes.size, bool)
-    out = blocks.upload(np.repeat(changes * alone, plan.tiles.of_part), torch.int32)
+    # Of the parts without counts, those with one tile have all their changes there, and others have no changes.
+    single = plan.tiles.per_part == 1 if plan.classification is None else np.zeros(changes.size, bool)
+    out = blocks.upload(np.repeat(changes * single, plan.tiles.per_part), torch.int32)
     out = out.repeat(plan.classes, 1).t().contiguous()
-    out[blocks.upload(np.flatnonzero(told))] = counts.view(-1, plan.classes)
+    out[blocks.upload(np.flatnonzero(counted))] = counts.view(-1, plan.classes)
     return out
 
 
-def _numbers(
-    plan: StreamPlan, changes: Column, bad: torch.Tensor, arrived: ReceivedChunks
-) -> tuple[ChangeLayout, torch.Tensor, torch.Tensor]:
-    """How changes lie, and all gaps and steps.
+def _numbers(plan: StreamPlan, changes: Column, bad: torch.Tensor, received: ReceivedChunks) -> ChangeNumbers:
+    """The gaps and steps of all changes.
 
-    How many numbers a stream has is known to the device alone, but for what its chunks and its bucket have room for.
+    Only the GPU knows how many numbers a stream has. Here are known the limits that its chunks and its bucket set.
     """
-    blocks, incoming = plan.blocks, _Incoming(plan, *arrived, bad)
-    counts = _tile_counts(incoming, changes)
-    gaps, bucket_changes = plan.class_streams(), np.tile(plan.by_bucket(changes), plan.classes)
-    streams, many = np.concatenate((gaps, gaps + 2)), incoming.many[gaps]
-    incoming.require_lows(streams)
-    room = np.minimum(many * plan.chunk, bucket_changes)
-    if (many != incoming.many[gaps + 2]).any() or (room <= (many - 1) * plan.chunk).any():
-        raise ValueError("there are more chunks of gaps or steps, or fewer, than there are changes for")
-    begin, _, _ = chunk_spans(room, plan.chunk)
-    n, total = begin.size, -(-int(room.sum()) // 16) * 16
-    offset, length, low_offset, low_length = incoming.places(streams)
-    halves = low_offset[:n], low_length[:n], low_offset[n:], low_length[n:]
+    blocks = plan.blocks
+    reader = _ChunkReader(plan, *received, bad)
+    counts = _tile_counts(reader, changes)
+    gap_streams = plan.class_streams()
+    streams = np.concatenate((gap_streams, gap_streams + 2))
+    chunks = reader.counts[gap_streams]
+    reader.require_lows(streams)
+    limit = np.minimum(chunks * plan.chunk, np.tile(plan.by_bucket(changes), plan.classes))
+    if (chunks != reader.counts[gap_streams + 2]).any() or (limit <= (chunks - 1) * plan.chunk).any():
+        raise ValueError("the number of chunks of gaps or steps does not fit the number of changes")
+    begin, _, _ = chunk_spans(limit, plan.chunk)
+    n = begin.size
+    total = -(-int(limit.sum()) // 16) * 16
+    places = reader.places(streams)
     at, *tokens_at, gap_at, gap_length, step_at, step_length = blocks.upload_columns(
-        np.concatenate((begin, begin + total)), offset, length, *halves
+        *(np.concatenate((begin, begin + total)), places.offset, places.length),
+        *(places.low_offset[:n], places.low_length[:n], places.low_offset[n:], places.low_length[n:]),
     )
-    spread, size = classes.change_layout(
-        *(blocks, plan.tiles, counts.view(-1), plan.bucket, changes, np.cumsum(room) - room, many, plan.chunk, bad)
+    stream_begin = np.cumsum(limit) - limit
+    layout, size = classes.change_layout(
+        *(blocks, plan.tiles, counts.view(-1), plan.bucket, changes, stream_begin, chunks, plan.chunk, bad)
     )
-    tokens, width = incoming.tokens(EncodedChunks(at, size, *tokens_at), streams, 2 * total), blocks.width
-    ranks, steps = blocks.empty(total, torch.int32), blocks.empty(total, INTS[width])
-    widest, largest = (1 << 8 * width) - 1, (1 << int(plan.tile_log.max(initial=0))) - 1
-    at, size = at[:n], size[:n]
-    rans.unpack(EncodedChunks(at, size, gap_at, gap_length), tokens, incoming.data, ranks, largest, bad)
-    rans.unpack(EncodedChunks(at, size, step_at, step_length), tokens[total:], incoming.data, steps, widest, bad)
-    return spread, ranks, steps
+    tokens = reader.tokens(EncodedChunks(at, size, *tokens_at), streams, 2 * total)
+    gaps = blocks.empty(total, torch.int32)
+    steps = blocks.empty(total, INTS[blocks.width])
+    most_gap = (1 << int(plan.tile_log.max(initial=0))) - 1
+    most_step = (1 << 8 * blocks.width) - 1
+    at = at[:n]
+    size = size[:n]
+    rans.unpack(EncodedChunks(at, size, gap_at, gap_length), tokens, reader.data, gaps, most_gap, bad)
+    rans.unpack(EncodedChunks(at, size, step_at, step_length), tokens[total:], reader.data, steps, most_step, bad)
+    return ChangeNumbers(layout, gaps, steps, int(changes.sum()))

@@ -178,7 +178,7 @@ def test_the_end_of_a_script_waits_for_its_last_publish(tmp_path, store):
         assert read_head(open_store(f"file://{tmp_path}/store"))[0].version == 1
     else:
         assert done.returncode == 1
-        assert "sparserl: error: the publish that was in flight failed: StoreError" in done.stderr
+        assert "sparserl: error: a publish in the background failed: StoreError" in done.stderr
 
 
 PUBLISHES_UNTIL_KILLED = """

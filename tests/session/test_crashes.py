@@ -330,7 +330,14 @@ def test_clocks_that_jump(tmp_path: Path) -> None:
     now = {"publisher": time.time(), "near": time.time(), "far": time.time()}
     jumps = [0, 10 * YEAR, -20 * YEAR, 30 * YEAR, -19 * YEAR, YEAR, -YEAR]
     trainer, (secret, public) = Trainer(), signing.keygen()
-    options = {"key": secret, "anchor_after": 0.3, "keep_anchors": 1, "grace": 60.0, "lease": 30.0, "threads": 1}
+    options = {
+        "signing_key": secret,
+        "anchor_after": 0.3,
+        "keep_anchors": 1,
+        "grace": 60.0,
+        "lease": 30.0,
+        "threads": 1,
+    }
     near = Rollout(store, trusted_keys=public, name="near", clock=lambda: now["near"])
     far = Rollout(store, trusted_keys=public, name="far", clock=lambda: now["far"])
     runs = set()

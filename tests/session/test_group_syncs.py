@@ -168,7 +168,7 @@ def sharded(rank, group, pipe):
         seals.append((report.version, report.changed, seal(bits)))
         step(bits, rng, 0.05)
     if rank == 1:
-        publisher._now = None  # a writer that has lost its baseline
+        publisher._baseline = None  # a writer that has lost its baseline
     with pytest.raises(SessionError, match="one version"):
         publisher.publish()
     report = publisher.publish()

@@ -14,29 +14,29 @@ from ...weights.table import TensorTable
 from ..receiver import Receiver
 from ..store import transfer
 from ..store.records import sha256
-from .rounds import Course
+from .transfer_plan import TransferPlan
 
 
 class Arrival:
-    """The patches of a course as they come in, staged on a thread of its own."""
+    """The patches of a transfer as they come in, staged on a thread of its own."""
 
     def __init__(
-        self, receiver: Receiver, course: Course, table: TensorTable | None, hash: bytes, held: Digest | None
+        self, receiver: Receiver, plan: TransferPlan, table: TensorTable | None, hash: bytes, held: Digest | None
     ) -> None:
         assert table is not None
         self.failure: BaseException | None = None
         self.prepared: list[Prepared] = []
         self.kind = "none"
-        self._receiver, self._course, self._table = receiver, course, table
-        self._legs, self._start = len(course.legs), 0
+        self._receiver, self._plan, self._table = receiver, plan, table
+        self._legs, self._start = len(plan.legs), 0
         self._files: Future[dict[str, bytes]] = Future()
         self._received: list[bytes] = []
         try:
-            self._start = course.start(held)
+            self._start = plan.first_leg(held)
         except SessionError as error:
             self._start, self.failure = self._legs, error
-        legs = course.legs[self._start :]
-        self._buckets = [BucketList(leg.count, memory_bytes=transfer.SPOOL_BYTES) for leg in legs]
+        legs = plan.legs[self._start :]
+        self._buckets = [BucketList(leg.buckets, memory_bytes=transfer.SPOOL_BYTES) for leg in legs]
         self._patches = [
             Patch(Contents(table, Ends(leg.base, leg.result, leg.changed), buckets, hash))
             for leg, buckets in zip(legs, self._buckets, strict=True)
@@ -88,19 +88,19 @@ class Arrival:
             self.failure = self.failure or error
 
     def _staged(self) -> list[Prepared]:
-        course, receiver = self._course, self._receiver
+        plan, receiver = self._plan, self._receiver
         fresh, files, patches = None, None, list(self._patches)
         self.kind = "patch"
-        if course.legs[self._start].anchor:
+        if plan.legs[self._start].anchor:
             self.kind = "anchor"
-            fresh = transfer.built(self._table, patches, course.digest, receiver.threads)
+            fresh = transfer.built(self._table, patches, plan.digest, receiver.threads)
             files = self._files.result()
             patches = []
-        change = Change(course.run, course.created, course.version, course.digest, patches, fresh, files)
+        change = Change(plan.run, plan.created, plan.version, plan.digest, patches, fresh, files)
         return receiver.prepare(change)
 
     def _checked_files(self) -> dict[str, bytes]:
-        names = self._course.files
+        names = self._plan.files
         if len(names) != len(self._received) or any(
             sha256(data) != hash for (_, hash), data in zip(names, self._received, strict=True)
         ):

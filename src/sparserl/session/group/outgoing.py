@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...patch import Captured
 from ...patch.contents import Contents
@@ -12,7 +13,14 @@ from ...weights.digest import Digest, table_digest
 from ...weights.local import LocalWeights
 from ...weights.table import TensorTable
 from ..baseline import HostBaseline
-from .rounds import Share
+from .transfer_plan import RankShare, WriterLeg
+
+
+class EncodeRequest(NamedTuple):
+    """What every writer is to encode: an anchor too, or the changes alone, in profiles that all receivers can take."""
+
+    anchor: bool
+    profiles: list[str] | None  # None for all
 
 
 class OutgoingPatch:
@@ -21,17 +29,18 @@ class OutgoingPatch:
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
         self._first_bytes = len(contents.bucket(0)) if len(contents) else 0
+        # Without the terms of the tensor table, the digests of several ranks add up.
+        terms = table_digest(contents.table) if contents.complete else Digest()
+        self.base = contents.base - terms
+        self.result = contents.result - terms
 
     def __iter__(self) -> Iterator[Bucket]:
         return (self.contents.bucket(index) for index in range(len(self.contents)))
 
-    def share(self, rank: int) -> Share:
-        return Share(rank, len(self.contents), self.contents.changed, self._first_bytes)
-
-    def ends(self) -> tuple[Digest, Digest]:
-        """Base and result without the terms of the tensor table, so that those of several ranks add up."""
-        terms = table_digest(self.contents.table) if self.contents.complete else Digest()
-        return self.contents.base - terms, self.contents.result - terms
+    def leg(self, rank: int) -> WriterLeg:
+        """The share of this rank in a leg."""
+        share = RankShare(rank, len(self.contents), self.contents.changed, self._first_bytes)
+        return WriterLeg(self.base, self.result, share)
 
 
 @dataclass(frozen=True)
@@ -40,18 +49,18 @@ class GroupBaseline:
 
     version: int
     bits: HostBaseline
-    held: LocalWeights
+    local: LocalWeights
     terms: Digest  # what the tensor table adds to the digest of the bits here, where they are whole
 
     @classmethod
     def of(cls, bits: HostBaseline) -> GroupBaseline:
         """Bits that no rank has committed yet."""
-        held = LocalWeights.of(bits.weights)
-        return cls(-1, bits, held, table_digest(held.table) if held.complete else Digest())
+        local = LocalWeights.of(bits.weights)
+        return cls(-1, bits, local, table_digest(local.table) if local.complete else Digest())
 
     @property
     def table(self) -> TensorTable:
-        return self.held.table
+        return self.local.table
 
     @property
     def digest(self) -> Digest:
@@ -61,14 +70,19 @@ class GroupBaseline:
 
 @dataclass
 class CapturedPublish:
-    """What one publish has to send: the baseline, and the changes since."""
+    """What one publish has to send: the baseline, and the changes since.
+
+    call: which call of publish it is.
+    legs: what this rank sends, once it is known what the others need.
+    """
 
     call: int
     baseline: GroupBaseline
-    found: Captured | None
+    changes: Captured | None
     patch: OutgoingPatch | None
     legs: list[OutgoingPatch] = field(default_factory=list)
 
     @property
-    def now(self) -> Digest:
-        return self.baseline.digest if self.patch is None else self.patch.ends()[1]
+    def result(self) -> Digest:
+        """Of the elements that are here, with the changes."""
+        return self.baseline.digest if self.patch is None else self.patch.result

@@ -35,8 +35,9 @@ from ..options import EncodingOptions, require_source, require_timeout, require_
 from ..report import SyncReport, Watch
 from ..store import transfer
 from . import rounds
-from .outgoing import CapturedPublish, GroupBaseline, OutgoingPatch
-from .rounds import Apart, Behind, Course, Leg, Note, Round, Share
+from .outgoing import CapturedPublish, EncodeRequest, GroupBaseline, OutgoingPatch
+from .rounds import Round, WriterBehind, WritersApart
+from .transfer_plan import Note, PatchLeg, TransferPlan, WriterLeg
 
 # How often publish was called on each group, by its writers: it outlives publishers.
 _calls: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
@@ -106,8 +107,8 @@ class GroupPublisher:
             raise SessionError(f"rank {self._line.rank} is not among the writers {self.writers}")
         self._run = secrets.token_hex(8)
         self._created = time.time()
-        self._now: GroupBaseline | None = None
-        self._last = -1  # the last version that some rank may have committed
+        self._baseline: GroupBaseline | None = None
+        self._last_version = -1  # the last that some rank may have committed
         if previous is not None:
             self._take_over(previous)
 
@@ -116,18 +117,18 @@ class GroupPublisher:
         previous.stop()
         self._run = previous._run
         self._created = previous._created
-        self._now = previous._now
-        self._last = previous._last
+        self._baseline = previous._baseline
+        self._last_version = previous._last_version
 
     @property
     def run(self) -> str | None:
         """The id of the run; None before its first version."""
-        return None if self._now is None else self._run
+        return None if self._baseline is None else self._run
 
     @property
     def version(self) -> int | None:
         """The newest version that every rank has committed; None before the first."""
-        return None if self._now is None else self._now.version
+        return None if self._baseline is None else self._baseline.version
 
     def publish(self) -> SyncReport:
         """Publish the weights as they are now, as the next version: on return every rank has committed it.
@@ -161,17 +162,18 @@ class GroupPublisher:
     def _capture(self) -> Callable[[], SyncReport]:
         """Take all that a publish needs of the weights, which may change from now on; returns what is left to do."""
         counts = _calls.setdefault(self._line.group, {})
-        call = counts[self.writers] = counts.get(self.writers, 0) + 1
+        counts[self.writers] = counts.get(self.writers, 0) + 1
+        call = counts[self.writers]
         self._background.finish()
         self._line.require()
         watch = Watch()
         with self._callbacks.failures("publish"):
-            taken = self._take(call, watch)
+            captured = self._capture_changes(call, watch)
         leads = self._line.rank == self.writers[0]
 
         def complete() -> SyncReport:
             with self._callbacks.failures("publish"):
-                report = self._lead(taken, watch) if leads else self._go_along(taken, watch)
+                report = self._publish_as_lead(captured, watch) if leads else self._publish_along(captured, watch)
             self._callbacks.published(report)
             return report
 
@@ -207,58 +209,60 @@ class GroupPublisher:
 
     # -- what is to be sent --------------------------------------------------------------------------------------------
 
-    def _take(self, call: int, watch: Watch) -> CapturedPublish:
+    def _capture_changes(self, call: int, watch: Watch) -> CapturedPublish:
         """Look at the weights: afterwards they may change."""
         weights = weights_of(self._source)
-        if (now := self._now) is None:
+        encoding = self._encoding
+        baseline = self._baseline
+        if baseline is None:
             with watch.stage("capture"):
-                fresh = GroupBaseline.of(HostBaseline(weights, threads=self._encoding.threads))
-            return CapturedPublish(call, fresh, None, None)
+                baseline = GroupBaseline.of(HostBaseline(weights, threads=encoding.threads))
+            return CapturedPublish(call, baseline, None, None)
         with watch.stage("find"):
-            options: Any = {
-                "profile": self._encoding.profile,
-                "threads": self._encoding.threads,
-                "progress": self._encoding.progress,
-            }
-            found = now.bits.capture(weights, **options)
+            changes = baseline.bits.capture(
+                weights, profile=encoding.profile, threads=encoding.threads, progress=encoding.progress
+            )
         with watch.stage("encode"):
-            stream = found.stream(link=self._encoding.link, threads=self._encoding.threads)
-            return CapturedPublish(call, now, found, OutgoingPatch(stream))
+            patch = OutgoingPatch(changes.stream(link=encoding.link, threads=encoding.threads))
+        return CapturedPublish(call, baseline, changes, patch)
 
-    def _legs(self, taken: CapturedPublish, anchor: bool, profiles: list[str] | None) -> list[OutgoingPatch]:
-        """What this rank sends: the baseline from nothing, where it is asked for, and the changes since."""
-        legs = []
-        if anchor:
-            whole = transfer.anchor_of(taken.baseline.bits.weights, self._encoding.threads)
-            legs.append(OutgoingPatch(whole.contents))
-        if taken.found is not None and taken.patch is not None:
-            if profiles is not None:
-                stream = taken.found.stream(link=self._encoding.link, profiles=profiles, threads=self._encoding.threads)
-                taken.patch = OutgoingPatch(stream)
-            legs.append(taken.patch)
-        taken.legs = legs
-        return legs
+    def _encode(self, captured: CapturedPublish, request: EncodeRequest) -> list[WriterLeg]:
+        """Get ready what this rank sends: the baseline from nothing, where it is asked for, and the changes since."""
+        encoding = self._encoding
+        captured.legs = []
+        if request.anchor:
+            anchor = transfer.anchor_of(captured.baseline.bits.weights, encoding.threads)
+            captured.legs.append(OutgoingPatch(anchor.contents))
+        if captured.changes is not None and captured.patch is not None:
+            if request.profiles is not None:
+                contents = captured.changes.stream(
+                    link=encoding.link, profiles=request.profiles, threads=encoding.threads
+                )
+                captured.patch = OutgoingPatch(contents)
+            captured.legs.append(captured.patch)
+        return [patch.leg(self._line.rank) for patch in captured.legs]
 
     # -- the first writer ----------------------------------------------------------------------------------------------
 
-    def _lead(self, taken: CapturedPublish, watch: Watch) -> SyncReport:
-        line, table, before = self._line, taken.baseline.table, self._line.traffic
-        round, course = self._agreed(taken, watch)
-        round.tell("course", course.to_note())
-        self._transfer(course, taken, watch)
+    def _publish_as_lead(self, captured: CapturedPublish, watch: Watch) -> SyncReport:
+        line = self._line
+        traffic_before = line.traffic
+        round, plan = self._gather(captured, watch)
+        round.write("transfer", plan.to_note())
+        self._transfer(plan, captured, watch)
         with watch.stage("stage"):
-            rounds.judge(round, line.others)
+            rounds.require_staged(round, line.others)
         with watch.stage("commit"):
-            failed = self._outcome(round, course)
+            failed = self._commit_everywhere(round, plan)
         if failed:
             raise SessionError(
-                f"version {course.version} was not committed everywhere: {failed}. "
+                f"version {plan.version} was not committed everywhere: {failed}. "
                 "The next publish starts from what each rank holds"
             )
-        self._advance(taken, course, watch)
-        return rounds.report(course, table, line.traffic - before, watch.seconds)
+        self._advance(captured, plan, watch)
+        return rounds.report(plan, captured.baseline.table, line.traffic - traffic_before, watch.seconds)
 
-    def _agreed(self, taken: CapturedPublish, watch: Watch) -> tuple[Round, Course]:
+    def _gather(self, captured: CapturedPublish, watch: Watch) -> tuple[Round, TransferPlan]:
         """A round that every rank has come to, and what all of them will get.
 
         Writers must come with the same call of publish: were one of them interrupted in an earlier call, a version
@@ -267,62 +271,73 @@ class GroupPublisher:
         """
         while True:
             with watch.stage("gather"):
-                table = taken.baseline.table
-                round = rounds.open_round(self._line, self.writers, self._run, self._created, table, taken.call)
+                table = captured.baseline.table
+                round = rounds.open_round(self._line, self.writers, self._run, self._created, table, captured.call)
             try:
                 with watch.stage("gather"):
-                    hellos = round.hear("hello", self._line.others, "come to the sync")
+                    hellos = round.read("hello", self._line.others, "come to the sync")
                 with watch.stage("encode"):
-                    return round, self._course(round, taken, hellos)
+                    return round, self._plan_transfer(round, captured, hellos)
             except BaseException as error:
                 rounds.call_off(round, error)
-                if not isinstance(error, Behind):
+                if not isinstance(error, WriterBehind):
                     raise
 
-    def _course(self, round: Round, taken: CapturedPublish, hellos: dict[int, Note]) -> Course:
+    def _plan_transfer(self, round: Round, captured: CapturedPublish, hellos: dict[int, Note]) -> TransferPlan:
         """Decide what all ranks will get."""
+        self._require_same_publish(captured, hellos)
+        terms = table_digest(captured.baseline.table)
+        writer_hellos = [hellos[rank] for rank in self._other_writers]
+        old = sum((Digest.from_hex(hello["old"]) for hello in writer_hellos), captured.baseline.digest + terms)
+        new = sum((Digest.from_hex(hello["new"]) for hello in writer_hellos), captured.result + terms)
+        receiver_hellos = [hello for rank, hello in hellos.items() if rank not in self.writers]
+        request = _request_for(receiver_hellos, (old, new))
+        if self._other_writers:
+            round.write("encode", request._asdict())
+        own_legs = self._encode(captured, request)
+        shares = self._read_shares(round, captured, request)
+        other_legs = [[WriterLeg.of_row(row) for row in share["legs"]] for share in shares]
+        legs = [
+            PatchLeg.of_writers(request.anchor and number == 0, writer_legs, terms)
+            for number, writer_legs in enumerate(zip(own_legs, *other_legs, strict=True))
+        ]
+        plan = TransferPlan(self._run, self._created, self._last_version + 1, new, tuple(legs))
+        return plan.with_files(self._files, self._line.rank) if request.anchor else plan
+
+    @property
+    def _other_writers(self) -> list[int]:
+        return [rank for rank in self.writers if rank != self._line.rank]
+
+    def _require_same_publish(self, captured: CapturedPublish, hellos: dict[int, Note]) -> None:
+        """All ranks must be able to take part, and all writers must be at one call of publish and at one version."""
         if failed := rounds.failures(hellos):
             raise SessionError(f"not every rank can take part: {failed}")
-        line, terms = self._line, table_digest(taken.baseline.table)
-        others = [rank for rank in self.writers if rank != line.rank]
-        if ahead := [rank for rank in others if hellos[rank]["call"] > taken.call]:
-            raise SessionError(f"rank {ahead[0]} left this publish and came with its next one; nothing was committed")
-        if any(hellos[rank]["call"] < taken.call for rank in others):
-            raise Behind("a writer came with an earlier publish; its next one is waited for")
-        if any(hellos[rank]["version"] != taken.baseline.version for rank in others):
-            self._now = None
-            raise Apart("the writers do not start from one version; the next publish begins with an anchor")
-        old = sum((Digest.from_hex(hellos[rank]["old"]) for rank in others), taken.baseline.digest + terms)
-        new = sum((Digest.from_hex(hellos[rank]["new"]) for rank in others), taken.now + terms)
-        receivers = [hello for rank, hello in hellos.items() if rank not in self.writers]
-        anchor = any(hello["digest"] not in (old.hex, new.hex) for hello in receivers)
-        limits = [set(hello["profiles"]) for hello in receivers if hello["profiles"] is not None]
-        profiles = sorted(set.intersection(*limits)) if limits else None
-        if others:
-            round.tell("plan", {"anchor": anchor, "profiles": profiles})
-        mine = self._legs(taken, anchor, profiles)
-        shares = round.hear("share", others, "encode its part")
+        calls = {rank: hellos[rank]["call"] for rank in self._other_writers}
+        for rank, call in calls.items():
+            if call > captured.call:
+                raise SessionError(f"rank {rank} left this publish and came with its next one; nothing was committed")
+        if any(call < captured.call for call in calls.values()):
+            raise WriterBehind("a writer came with an earlier publish; its next one is waited for")
+        if any(hellos[rank]["version"] != captured.baseline.version for rank in calls):
+            self._baseline = None
+            raise WritersApart("the writers do not start from one version; the next publish begins with an anchor")
+
+    def _read_shares(self, round: Round, captured: CapturedPublish, request: EncodeRequest) -> list[Note]:
+        """What the other writers send. With an anchor, all shares together must be the whole weights."""
+        shares = round.read("share", self._other_writers, "encode its part")
         if failed := rounds.failures(shares):
             raise SessionError(f"not every writer could encode its part: {failed}")
-        if anchor:
-            places = [taken.baseline.held.places, *(load_places(shares[rank]["places"]) for rank in others)]
-            require_whole(taken.baseline.table, places)
-        legs = []
-        for i, sending in enumerate(mine):
-            of_others = [shares[rank]["legs"][i] for rank in others]
-            base, result = sending.ends()
-            base = sum((Digest.from_hex(row[0]) for row in of_others), base + terms)
-            result = sum((Digest.from_hex(row[1]) for row in of_others), result + terms)
-            every = (sending.share(line.rank), *(Share(*row[2]) for row in of_others))
-            legs.append(Leg(anchor and i == 0, base, result, every))
-        course = Course(self._run, self._created, self._last + 1, new, tuple(legs))
-        return course.with_files(self._files, line.rank) if anchor else course
+        notes = [shares[rank] for rank in self._other_writers]
+        if request.anchor:
+            places = [captured.baseline.local.places, *(load_places(note["places"]) for note in notes)]
+            require_whole(captured.baseline.table, places)
+        return notes
 
-    def _transfer(self, course: Course, taken: CapturedPublish, watch: Watch) -> None:
+    def _transfer(self, plan: TransferPlan, captured: CapturedPublish, watch: Watch) -> None:
         files = list(self._files.values())
         try:
             with watch.stage("send"):
-                rounds.transfer(self._line, course, [iter(leg) for leg in taken.legs], files, _ignore)
+                rounds.transfer(self._line, plan, [iter(leg) for leg in captured.legs], files, _ignore)
         except CalledOff as error:
             raise SessionError(f"nothing was committed: {error}") from error
         except (SparserlError, OSError, MemoryError):
@@ -331,108 +346,125 @@ class GroupPublisher:
             self._line.abandon(f"{type(error).__name__} while sending")
             raise
 
-    def _outcome(self, round: Round, course: Course) -> str:
+    def _commit_everywhere(self, round: Round, plan: TransferPlan) -> str:
         """Let all commit; which receivers did not, also for the other writers to know."""
         receivers = [rank for rank in self._line.others if rank not in self.writers]
-        self._last = course.version
+        self._last_version = plan.version
         try:
-            round.tell("verdict", {})
-            failed = rounds.committed(round, receivers)
+            round.write("verdict", {})
+            failed = rounds.commit_failures(round, receivers)
         except BaseException as error:
-            failed = rounds.told(error)["error"]
-            round.tell("outcome", {"failed": failed})
+            round.write("outcome", {"failed": rounds.error_text(error)})
             if isinstance(error, PeerLost):
-                raise PeerLost(f"{error}. Version {course.version} may be committed on some ranks only") from error
+                raise PeerLost(f"{error}. Version {plan.version} may be committed on some ranks only") from error
             raise
-        round.tell("outcome", {"failed": failed})
+        round.write("outcome", {"failed": failed})
         return failed
 
-    def _advance(self, taken: CapturedPublish, course: Course, watch: Watch) -> None:
+    def _advance(self, captured: CapturedPublish, plan: TransferPlan, watch: Watch) -> None:
         """Every rank has committed: what was published is the baseline now."""
-        baseline = taken.baseline
+        baseline = captured.baseline
         with watch.stage("baseline"):
-            if taken.found is not None and taken.patch is not None:
-                self._now = None  # were this interrupted, a copy would be taken anew
-                baseline.bits.advance(Patch(taken.patch.contents), taken.found, self._encoding.threads)
-            self._now = replace(baseline, version=course.version)
+            if captured.changes is not None and captured.patch is not None:
+                self._baseline = None  # were this interrupted, a copy would be taken anew
+                baseline.bits.advance(Patch(captured.patch.contents), captured.changes, self._encoding.threads)
+            self._baseline = replace(baseline, version=plan.version)
         if (committed := getattr(self._source, "committed", None)) is not None:
             committed()  # a source that tracks changes counts them from here
 
     # -- the other writers ---------------------------------------------------------------------------------------------
 
-    def _go_along(self, taken: CapturedPublish, watch: Watch) -> SyncReport:
-        line, lead, before = self._line, self.writers[0], self._line.traffic
+    def _publish_along(self, captured: CapturedPublish, watch: Watch) -> SyncReport:
+        """Publish as the lead says."""
+        line = self._line
+        lead = self.writers[0]
+        traffic_before = line.traffic
         with watch.stage("gather"):
-            round, course = self._joined(taken)
-        self._transfer(course, taken, watch)
-        self._last = course.version
-        round.tell("ack", {})
+            round, plan = self._join(captured)
+        self._transfer(plan, captured, watch)
+        self._last_version = plan.version
+        round.write("staged", {})
         with watch.stage("stage"):
-            verdict = round.hear("verdict", [lead], "say whether to commit", 2.0)[lead]
+            verdict = rounds.read_verdict(round, lead)
         if "off" in verdict:
             raise SessionError(f"the version was not committed anywhere: {verdict['off']}")
         with watch.stage("commit"):
-            failed = round.hear("outcome", [lead], "say whether all have committed", 2.0)[lead]["failed"]
-        if failed:
-            raise SessionError(f"version {course.version} was not committed everywhere: {failed}")
-        self._advance(taken, course, watch)
-        return rounds.report(course, taken.baseline.table, line.traffic - before, watch.seconds)
+            outcome = round.read("outcome", [lead], "say whether all have committed", rounds.PATIENT)[lead]
+        if outcome["failed"]:
+            raise SessionError(f"version {plan.version} was not committed everywhere: {outcome['failed']}")
+        self._advance(captured, plan, watch)
+        return rounds.report(plan, captured.baseline.table, line.traffic - traffic_before, watch.seconds)
 
-    def _joined(self, taken: CapturedPublish) -> tuple[Round, Course]:
+    def _join(self, captured: CapturedPublish) -> tuple[Round, TransferPlan]:
         """The round of the lead's same call of publish, and what will be sent in it."""
-        line, lead = self._line, self.writers[0]
-        ends = {"old": taken.baseline.digest.hex, "new": taken.now.hex, "version": taken.baseline.version}
+        line = self._line
+        lead = self.writers[0]
+        hello = {
+            "old": captured.baseline.digest.hex,
+            "new": captured.result.hex,
+            "version": captured.baseline.version,
+            "call": captured.call,
+        }
         while True:
             round = rounds.join_round(line, lead, time.monotonic() + line.timeout)
             if round is None:
                 raise PeerLost(f"rank {lead} did not begin to publish within {line.timeout:g} s")
-            round.tell("hello", {**ends, "call": taken.call})
-            if round.opened["call"] > taken.call:
+            round.write("hello", hello)
+            if round.opened["call"] > captured.call:
                 raise SessionError(f"rank {lead} left this publish and came with its next one; nothing was committed")
-            heard = self._heard(round, taken)
-            if "off" not in heard:
-                return round, Course.of_note(heard)
-            if heard["afresh"]:
-                self._now = None
-            if round.opened["call"] == taken.call and not heard["again"]:
-                raise SessionError(f"the sync was called off: {heard['off']}")
+            note = self._read_transfer(round, captured)
+            if "off" not in note:
+                return round, TransferPlan.of_note(note)
+            if note["afresh"]:
+                self._baseline = None
+            if round.opened["call"] == captured.call and not note["again"]:
+                raise SessionError(f"the sync was called off: {note['off']}")
 
-    def _heard(self, round: Round, taken: CapturedPublish) -> Note:
-        """Say what this writer will send, and hear what all will get; or that the round was called off."""
+    def _read_transfer(self, round: Round, captured: CapturedPublish) -> Note:
+        """Say what this writer will send, and read what all will get; or that the round was called off."""
         lead = self.writers[0]
-        self._run, self._created = round.opened["run"], round.opened["created"]
+        self._run = round.opened["run"]
+        self._created = round.opened["created"]
         try:
-            heard = self._plan_or_course(round, lead)
-            share = self._share(round, taken, heard) if "anchor" in heard else None
+            note = self._read_request(round, lead)
+            share = self._share(round, captured, EncodeRequest(**note)) if "anchor" in note else None
         except BaseException as error:
             with contextlib.suppress(PeerLost):
-                round.tell("share", rounds.told(error))
+                round.write("share", rounds.error_note(error))
             raise
         if share is None:
-            return heard
-        round.tell("share", share)
-        return rounds.hear_course(round, lead)
+            return note
+        round.write("share", share)
+        return rounds.read_transfer(round, lead)
 
-    def _share(self, round: Round, taken: CapturedPublish, plan: Note) -> Note:
-        rank, baseline = self._line.rank, taken.baseline
-        legs = self._legs(taken, plan["anchor"], plan["profiles"])
-        ends = [(*leg.ends(), leg.share(rank)) for leg in legs]
-        note: Note = {"legs": [[base.hex, result.hex, list(vars(share).values())] for base, result, share in ends]}
-        if plan["anchor"]:
-            rounds.table_of(round)[0].require(baseline.table, f"rank {self.writers[0]}", f"rank {rank}")
-            note["places"] = dump_places(baseline.held.places)
+    def _share(self, round: Round, captured: CapturedPublish, request: EncodeRequest) -> Note:
+        """What this writer sends, for the lead to know."""
+        baseline = captured.baseline
+        note: Note = {"legs": [leg.to_row() for leg in self._encode(captured, request)]}
+        if request.anchor:
+            table, _ = rounds.table_of(round)
+            table.require(baseline.table, f"rank {self.writers[0]}", f"rank {self._line.rank}")
+            note["places"] = dump_places(baseline.local.places)
         return note
 
-    def _plan_or_course(self, round: Round, lead: int) -> Note:
-        """The plan; or the course, where the round was called off before there was one."""
-        end = time.monotonic() + 2 * self._line.timeout
+    def _read_request(self, round: Round, lead: int) -> Note:
+        """What the lead asks the writers to encode; or that it has called the round off before it asked."""
+        end = time.monotonic() + rounds.PATIENT * self._line.timeout
         while time.monotonic() < end:
-            for kind in ("plan", "course"):
-                if round.there(kind):
-                    return round.hear(kind, [lead], "plan")[lead]
+            for kind in ("encode", "transfer"):
+                if round.has(kind):
+                    return round.read(kind, [lead], "plan")[lead]
             self._line.require_no_alarm(f"waiting for the plan of rank {lead}")
             time.sleep(0.002)
-        raise PeerLost(f"rank {lead} did not plan the sync within {2 * self._line.timeout:g} s")
+        raise PeerLost(f"rank {lead} did not plan the sync within {rounds.PATIENT * self._line.timeout:g} s")
+
+
+def _request_for(receiver_hellos: Sequence[Note], ends: tuple[Digest, Digest]) -> EncodeRequest:
+    """What all receivers can take: with an anchor, if one of them holds neither the old version nor the new."""
+    digests = [end.hex for end in ends]
+    needs_anchor = any(hello["digest"] not in digests for hello in receiver_hellos)
+    limits = [set(hello["profiles"]) for hello in receiver_hellos if hello["profiles"] is not None]
+    return EncodeRequest(needs_anchor, sorted(set.intersection(*limits)) if limits else None)
 
 
 def _ignore(_leg: int, _bucket: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import PeerLost, SessionError
 from ...parallel import Progress
@@ -13,6 +13,7 @@ from ...transport.groups.frames import Bucket
 from ...transport.groups.line import TIMEOUT, Line
 from ...transport.stores.base import Store
 from ...weights.digest import Digest
+from ...weights.table import TensorTable
 from ...wire import encoded_table
 from ..callbacks import Callback
 from ..options import require_timeout
@@ -25,7 +26,8 @@ from ..store.signing import PublicKeys
 from ..store.subscriber import StoreSnapshot, Subscriber
 from . import rounds
 from .incoming import Arrival
-from .rounds import Course, Leg, Note, Round, Share
+from .rounds import Round
+from .transfer_plan import Note, PatchLeg, RankShare, TransferPlan
 
 
 class Relay(Subscriber):
@@ -102,7 +104,7 @@ class Relay(Subscriber):
         )
         self._line = Line(process_group, timeout, device)
         self._round: Round | None = None  # the one whose version is staged
-        self._everywhere: RunVersion | None = None  # what every rank has committed
+        self._committed_everywhere: RunVersion | None = None
 
     def stage(self, version: int | None = None) -> SyncReport | None:
         """Get a version ready on all ranks while the weights are in use.
@@ -122,18 +124,28 @@ class Relay(Subscriber):
             self.discard()
             self._line.require()
             with watch.stage("plan"):
-                view, held = self._choose_version(version)
-            return None if held == self._everywhere else self._hand_on(view, held, watch)
+                snapshot, goal = self._choose_version(version)
+            return None if goal == self._committed_everywhere else self._stage_everywhere(snapshot, goal, watch)
 
     def commit(self) -> SyncReport:
-        """Commit on this rank, and wait until all others have."""
+        """Commit on this rank, and wait until all others have.
+
+        Returns:
+            What was committed.
+
+        Raises:
+            CommitFailed: A target of this rank failed; all of them hold what they held before.
+            SessionError: Another rank could not commit, or nothing is staged.
+            PeerLost: A rank hangs or is gone.
+        """
         with self._turn:
             report = super().commit()
-            round, self._round = self._round, None
+            round = self._round
+            self._round = None
             assert round is not None
-            if failed := rounds.committed(round, self._line.others):
+            if failed := rounds.commit_failures(round, self._line.others):
                 raise SessionError(f"version {report.version} was not committed everywhere: {failed}")
-            self._everywhere = self._current
+            self._committed_everywhere = self._current
             return report
 
     def close(self) -> None:
@@ -145,27 +157,46 @@ class Relay(Subscriber):
             self._line.close()
             super().close()
 
-    def _hand_on(self, view: StoreSnapshot, held: RunVersion, watch: Watch) -> SyncReport:
-        line, run, before = self._line, view.run, self._line.traffic
-        self._everywhere = None
+    def _stage_everywhere(self, snapshot: StoreSnapshot, goal: RunVersion, watch: Watch) -> SyncReport:
+        """Fetch a version, send it to all ranks, and let them and the targets here stage it."""
+        line = self._line
+        run = snapshot.run
+        traffic_before = line.traffic
+        self._committed_everywhere = None
         round = rounds.open_round(line, (line.rank,), run.run, run.created, run.table)
+        fetched = self._fetch(round, snapshot, goal, watch)
+        plan = fetched.plan(goal, line.rank)
+        round.write("transfer", plan.to_note())
+        arrival = self._arrival(plan, run.table)
+        self._send(plan, fetched, arrival, watch)
+        self._await_staged(round, arrival, watch)
+        report = rounds.report(plan, run.table, line.traffic - traffic_before, watch.seconds)
+        self._staged = StagedVersion(goal, arrival.prepared, report)
+        self._round = round
+        round.write("verdict", {})
+        return report
+
+    def _fetch(self, round: Round, snapshot: StoreSnapshot, goal: RunVersion, watch: Watch) -> _Fetched:
+        """Wait for all ranks, and fetch what brings them to a version."""
+        run = snapshot.run
         try:
             with watch.stage("gather"):
-                hellos = round.hear("hello", line.others, "come to the sync")
+                hellos = round.read("hello", self._line.others, "come to the sync")
             with watch.stage("plan"):
-                steps = self._way(view, held, hellos)
+                steps = self._route_everywhere(snapshot, goal, hellos)
             with watch.stage("fetch"):
                 patches = [transfer.receive(self.store, run.run, run.table, step, self._progress) for step in steps]
-                files = self._files(view) if steps and steps[0].base is None else {}
+                starts_anew = bool(steps) and steps[0].base is None
+                return _Fetched(steps, patches, dict(StoredFiles(self.store, run)) if starts_anew else {})
         except BaseException as error:
             self._snapshot = None  # what was planned with may have gone meanwhile
             rounds.call_off(round, error)
             raise
-        course = _course(held, steps, patches, line.rank).with_files(files, line.rank)
-        round.tell("course", course.to_note())
-        arrival = self._arrival(course, view)
 
-        def mine(leg: int, patch: Patch) -> Iterator[Bucket]:
+    def _send(self, plan: TransferPlan, fetched: _Fetched, arrival: Arrival, watch: Watch) -> None:
+        """Send buckets and files to all ranks, and hand them to the targets here."""
+
+        def buckets(leg: int, patch: Patch) -> Iterator[Bucket]:
             for index in range(patch.buckets):
                 bucket = patch.contents.bucket(index)
                 if self.targets:
@@ -174,15 +205,18 @@ class Relay(Subscriber):
 
         try:
             with watch.stage("send"):
-                own = [mine(leg, patch) for leg, patch in enumerate(patches)]
-                rounds.transfer(line, course, own, list(files.values()), _nothing)
+                own_buckets = [buckets(leg, patch) for leg, patch in enumerate(fetched.patches)]
+                rounds.transfer(self._line, plan, own_buckets, list(fetched.files.values()), _ignore)
         except BaseException as error:
             arrival.stop()
             if not isinstance(error, PeerLost):
-                line.abandon(f"{type(error).__name__} while sending")
+                self._line.abandon(f"{type(error).__name__} while sending")
             raise
-        for data in files.values():
-            arrival.add(len(course.legs), data)
+        for data in fetched.files.values():
+            arrival.add(len(plan.legs), data)
+
+    def _await_staged(self, round: Round, arrival: Arrival, watch: Watch) -> None:
+        """Stage on this rank, and wait until all others have."""
 
         def stage() -> BaseException | None:
             arrival.finish()
@@ -190,54 +224,60 @@ class Relay(Subscriber):
 
         try:
             with watch.stage("stage"):
-                rounds.judge(round, line.others, stage)
+                rounds.require_staged(round, self._line.others, stage)
         except BaseException:
             arrival.stop()
             self._is_uncertain = self._is_uncertain or arrival.failure is not None
             raise
-        report = rounds.report(course, run.table, line.traffic - before, watch.seconds)
-        self._staged, self._round = StagedVersion(held, arrival.prepared, report), round
-        round.tell("verdict", {})
-        return report
 
-    def _arrival(self, course: Course, view: StoreSnapshot) -> Arrival:
-        """The part of this rank: what it sends is staged here as it is elsewhere."""
-        have = course.digest if not self.targets else None if self._current is None else self._current.digest
-        return Arrival(self, course, view.run.table, encoded_table(view.run.table).hash, have)
+    def _arrival(self, plan: TransferPlan, table: TensorTable) -> Arrival:
+        """What is sent is staged here as it is on other ranks; without targets, nothing is."""
+        digest: Digest | None = plan.digest
+        if self.targets:
+            digest = None if self._current is None else self._current.digest
+        return Arrival(self, plan, table, encoded_table(table).hash, digest)
 
-    def _way(self, view: StoreSnapshot, wanted: RunVersion, hellos: dict[int, Note]) -> list[Step]:
+    def _route_everywhere(self, snapshot: StoreSnapshot, goal: RunVersion, hellos: dict[int, Note]) -> list[Step]:
         """The steps that bring all ranks to a version: from the oldest one held if all are on its way, or an anchor."""
         if failed := rounds.failures(hellos):
             raise SessionError(f"not every rank can take part: {failed}")
-        holders = {None if note["digest"] is None else Digest.from_hex(note["digest"]) for note in hellos.values()}
+        digests = {None if note["digest"] is None else Digest.from_hex(note["digest"]) for note in hellos.values()}
         limits = [frozenset(note["profiles"]) for note in hellos.values() if note["profiles"] is not None]
         if self.targets:
-            same_run = self._current is not None and self._current.run == wanted.run
-            holders.add(self._current.digest if same_run and self._current is not None else None)
+            current = self._current
+            digests.add(current.digest if current is not None and current.run == goal.run else None)
             limits += [target.profiles for target in self.targets if target.profiles is not None]
-        if holders == {wanted.digest}:
+        if digests == {goal.digest}:
             return []
         profiles = frozenset.intersection(*limits) if limits else None
-        for version, digest in sorted(routes.versions(view.index.steps).items()):
-            if digest in holders:
-                steps = routes.route(view.index.steps, (version, digest), wanted.version, profiles)
-                nodes = {wanted.digest, *(step.base_digest for step in steps)}
-                if holders <= nodes or (steps and steps[0].base is None):
-                    return steps
-        return routes.route(view.index.steps, None, wanted.version, profiles)
-
-    def _files(self, view: StoreSnapshot) -> dict[str, bytes]:
-        return dict(StoredFiles(self.store, view.run))
-
-
-def _course(held: RunVersion, steps: Sequence[Step], patches: Sequence[Patch], rank: int) -> Course:
-    legs = []
-    for step, patch in zip(steps, patches, strict=True):
-        first = len(patch.contents.bucket(0)) if patch.buckets else 0
-        share = Share(rank, patch.buckets, patch.changed, first)
-        legs.append(Leg(step.base is None, patch.base, patch.result, (share,)))
-    return Course(held.run, held.created, held.version, held.digest, tuple(legs))
+        all_steps = snapshot.index.steps
+        for version, digest in sorted(routes.versions(all_steps).items()):
+            if digest not in digests:
+                continue
+            steps = routes.route(all_steps, (version, digest), goal.version, profiles)
+            passed = {goal.digest, *(step.base_digest for step in steps)}
+            if digests <= passed or (steps and steps[0].base is None):
+                return steps
+        return routes.route(all_steps, None, goal.version, profiles)
 
 
-def _nothing(_leg: int, _bucket: bytes) -> None:
+class _Fetched(NamedTuple):
+    """What was fetched from the store to bring all ranks to a version."""
+
+    steps: Sequence[Step]
+    patches: Sequence[Patch]
+    files: dict[str, bytes]
+
+    def plan(self, goal: RunVersion, rank: int) -> TransferPlan:
+        """How one rank sends it to the others."""
+        legs = []
+        for step, patch in zip(self.steps, self.patches, strict=True):
+            first = len(patch.contents.bucket(0)) if patch.buckets else 0
+            share = RankShare(rank, patch.buckets, patch.changed, first)
+            legs.append(PatchLeg(step.base is None, patch.base, patch.result, (share,)))
+        plan = TransferPlan(goal.run, goal.created, goal.version, goal.digest, tuple(legs))
+        return plan.with_files(self.files, rank)
+
+
+def _ignore(_leg: int, _bucket: bytes) -> None:
     """No other rank sends."""

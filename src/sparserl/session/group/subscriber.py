@@ -18,7 +18,8 @@ from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import rounds
 from .incoming import Arrival
-from .rounds import Course, Note, Round
+from .rounds import Round
+from .transfer_plan import Note, TransferPlan
 
 
 class GroupSubscriber(Receiver):
@@ -71,8 +72,8 @@ class GroupSubscriber(Receiver):
         if self._line.rank in self._writers:
             raise SessionError(f"rank {self._line.rank} is a writer; it cannot receive")
         self._lead = self._writers[0]
-        self._hash = b""
-        self._at: Digest | None = None  # what the targets hold, of whatever run
+        self._table_hash = b""
+        self._target_digest: Digest | None = None  # of what the targets hold, of whatever run
         self._round: Round | None = None  # the one whose version is staged
 
     def stage(self, timeout: float | None = None) -> SyncReport | None:
@@ -99,15 +100,17 @@ class GroupSubscriber(Receiver):
             return self._commit_round()
 
     def _commit_round(self) -> SyncReport:
-        round, self._is_uncertain = self._round, True  # until it is through, only the bits tell what the targets hold
+        round = self._round
+        self._is_uncertain = True  # until it is through, only the bits tell what the targets hold
         try:
             report = super().commit()
-            self._at, self._is_uncertain = None if self._current is None else self._current.digest, False
+            self._target_digest = None if self._current is None else self._current.digest
+            self._is_uncertain = False
             assert round is not None
-            self._done(round, {})
+            self._answer(round, {})
         except BaseException as error:
             if self._staged is None and round is not None:
-                self._done(round, rounds.told(error))
+                self._answer(round, rounds.error_note(error))
             raise
         return report
 
@@ -148,7 +151,7 @@ class GroupSubscriber(Receiver):
             with self._turn:
                 try:
                     staged = self._stage(left, stop)
-                except rounds.Closed:
+                except rounds.PublisherClosed:
                     return
                 except Exception as error:
                     self._callbacks.failed("stage", error)
@@ -163,7 +166,7 @@ class GroupSubscriber(Receiver):
         """Forget what is staged; the publisher is told that it was not committed."""
         with self._turn:
             if self._staged is not None and self._round is not None:
-                self._done(self._round, {"error": "the staged version was discarded"})
+                self._answer(self._round, {"error": "the staged version was discarded"})
             super().discard()
 
     def close(self) -> None:
@@ -191,49 +194,58 @@ class GroupSubscriber(Receiver):
 
     def _stage(self, timeout: float | None, stop: Callable[[], bool] | None) -> SyncReport | None:
         self.discard()
-        end, watch = None if timeout is None else time.monotonic() + timeout, Watch()
+        end = None if timeout is None else time.monotonic() + timeout
+        watch = Watch()
         while True:
             with watch.stage("wait"):
                 round = rounds.join_round(self._line, self._lead, end, stop)
             if round is None:
                 return None
-            course = self._joined(round, watch)
-            if course is not None and (report := self._receive(round, course, watch)) is not None:
+            plan = self._join(round, watch)
+            report = None if plan is None else self._receive(round, plan, watch)
+            if report is not None:
                 return report
 
-    def _joined(self, round: Round, watch: Watch) -> Course | None:
-        """Say what is held, and hear what will come; None if the round was called off."""
+    def _join(self, round: Round, watch: Watch) -> TransferPlan | None:
+        """Say what the targets hold, and read what will come; None if the round was called off."""
         try:
             with watch.stage("attach"):
                 self._identify(round)
         except BaseException as error:
-            round.tell("hello", rounds.told(error))
+            round.write("hello", rounds.error_note(error))
             raise
         limits = [target.profiles for target in self.targets if target.profiles is not None]
-        held = None if self._at is None else self._at.hex
-        round.tell("hello", {"digest": held, "profiles": sorted(frozenset.intersection(*limits)) if limits else None})
+        hello = {
+            "digest": None if self._target_digest is None else self._target_digest.hex,
+            "profiles": sorted(frozenset.intersection(*limits)) if limits else None,
+        }
+        round.write("hello", hello)
         with watch.stage("wait"):
-            heard = rounds.hear_course(round, self._lead)
-        return None if "off" in heard else Course.of_note(heard)
+            note = rounds.read_transfer(round, self._lead)
+        return None if "off" in note else TransferPlan.of_note(note)
 
     def _identify(self, round: Round) -> None:
         """Find out what the targets hold, by their bits, where that is not known."""
         if round.opened["writers"] != self._writers:
-            raise SessionError(f"the writers are {round.opened['writers']} there and {self._writers} here")
-        if bytes.fromhex(round.opened["table"]) != self._hash:
-            table, hash = rounds.table_of(round)
-            self._at, self._hash = self._digest_targets(table), hash
+            raise SessionError(
+                f"the publisher has the writers {round.opened['writers']}, this subscriber {self._writers}"
+            )
+        if bytes.fromhex(round.opened["table"]) != self._table_hash:
+            table, table_hash = rounds.table_of(round)
+            self._target_digest = self._digest_targets(table)
+            self._table_hash = table_hash
         elif self._is_uncertain or self._current is None:
             assert self._table is not None
-            self._at = self._digest_targets(self._table)
+            self._target_digest = self._digest_targets(self._table)
 
-    def _receive(self, round: Round, course: Course, watch: Watch) -> SyncReport | None:
+    def _receive(self, round: Round, plan: TransferPlan, watch: Watch) -> SyncReport | None:
         """Stage what comes while more of it comes. None if the round was called off."""
-        line, before = self._line, self._line.traffic
-        arrival = Arrival(self, course, self._table, self._hash, self._at)
+        line = self._line
+        traffic_before = line.traffic
+        arrival = Arrival(self, plan, self._table, self._table_hash, self._target_digest)
         try:
             with watch.stage("receive"):
-                rounds.transfer(line, course, [iter(())] * len(course.legs), (), arrival.add)
+                rounds.transfer(line, plan, [iter(())] * len(plan.legs), (), arrival.add)
         except CalledOff:
             arrival.stop()
             return None
@@ -241,32 +253,37 @@ class GroupSubscriber(Receiver):
             arrival.stop()
             line.abandon(f"{type(error).__name__} while receiving")
             raise
-        try:
-            with watch.stage("stage"):
-                arrival.finish()
-            round.tell("ack", {} if arrival.failure is None else rounds.told(arrival.failure))
-            with watch.stage("agree"):
-                verdict = round.hear("verdict", [self._lead], "say whether to commit", 2.0)[self._lead]
-        except BaseException as error:
-            if isinstance(error, PeerLost):
-                line.mark_broken(error)
-            else:  # the verdict may be told or not
-                self._leave(round, error)
-            arrival.stop()
-            raise
+        verdict = self._await_verdict(round, arrival, watch)
         if "off" in verdict:
             arrival.stop()
             if arrival.failure is not None:
-                self._is_uncertain = True  # where something else wrote to a target, its bits tell
+                self._is_uncertain = True  # perhaps something else wrote to a target: its bits tell
                 raise arrival.failure
             return None
         assert self._table is not None
-        held = RunVersion(course.run, course.created, course.version, course.digest)
-        report = rounds.report(course, self._table, line.traffic - before, watch.seconds)
-        changed = max((p.changed for p in arrival.prepared), default=0)
+        report = rounds.report(plan, self._table, line.traffic - traffic_before, watch.seconds)
+        changed = max((prepared.changed for prepared in arrival.prepared), default=0)
         report = replace(report, kind=arrival.kind, changed=changed)
-        self._staged, self._round = StagedVersion(held, arrival.prepared, report), round
+        run_version = RunVersion(plan.run, plan.created, plan.version, plan.digest)
+        self._staged = StagedVersion(run_version, arrival.prepared, report)
+        self._round = round
         return report
+
+    def _await_verdict(self, round: Round, arrival: Arrival, watch: Watch) -> Note:
+        """Stage all that has come, say whether that worked, and read whether all ranks are to commit."""
+        try:
+            with watch.stage("stage"):
+                arrival.finish()
+            round.write("staged", {} if arrival.failure is None else rounds.error_note(arrival.failure))
+            with watch.stage("agree"):
+                return rounds.read_verdict(round, self._lead)
+        except BaseException as error:
+            if isinstance(error, PeerLost):
+                self._line.mark_broken(error)
+            else:  # the verdict may be written or not
+                self._leave(round, error)
+            arrival.stop()
+            raise
 
     def _commit_or_discard(self) -> SyncReport:
         """Commit; where that cannot even begin there is no second try, and the publisher is told why."""
@@ -275,18 +292,18 @@ class GroupSubscriber(Receiver):
             return self.commit()
         except BaseException as error:
             if self._staged is not None and round is not None:
-                self._done(round, rounds.told(error))
+                self._answer(round, rounds.error_note(error))
                 self.discard()
             raise
 
-    def _done(self, round: Round, note: Note) -> None:
-        """Tell the publisher. If it is gone, the next stage says so; what was committed stays."""
+    def _answer(self, round: Round, note: Note) -> None:
+        """Tell the publisher what became of a commit. If it is gone, the next stage says so."""
         self._round = None
         with contextlib.suppress(PeerLost):
-            round.tell("done", note)
+            round.write("committed", note)
 
     def _leave(self, round: Round, error: BaseException) -> None:
-        """Leave before the verdict is heard: nobody is to commit, or if that was decided, all but this rank have."""
+        """Leave before the verdict was read: nobody is to commit, or if that was decided, all but this rank have."""
         with contextlib.suppress(PeerLost):
-            round.tell("ack", rounds.told(error))
-        self._done(round, rounds.told(error))
+            round.write("staged", rounds.error_note(error))
+        self._answer(round, rounds.error_note(error))

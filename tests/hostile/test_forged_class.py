@@ -42,7 +42,7 @@ def test_reading_it_needs_the_base():
     for index in range(3):
         with pytest.raises(NeedsBase, match=f"bucket {index} is in profile ctx"):
             patch.contents.decode(index)
-    assert patch.decode(3).dense.size == 30
+    assert patch.contents.decode(3).dense.size == 30
 
 
 @each(

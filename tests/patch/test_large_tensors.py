@@ -112,7 +112,7 @@ def test_a_shard_of_a_tensor_of_two_to_the_44_elements():
 def test_what_is_not_kept_is_decoded_again(monkeypatch, profile, keep):
     """However few decoded changes may be held, the result is the same; a refused patch still touches nothing."""
     monkeypatch.setattr("sparserl.patch.apply.KEEP_BYTES", keep)
-    for module in ("route", "buckets"):
+    for module in ("routing", "buckets"):
         monkeypatch.setattr(sys.modules[f"sparserl.plan.{module}"], "BUCKET_CHANGES", 100)
     rng = np.random.default_rng(11)
     old = {"a": rng.standard_normal(4000).astype(np.float32), "b": rng.standard_normal((30, 40)).astype(np.float16)}

@@ -31,7 +31,7 @@ from ..weights.digest import Digest, table_digest
 from ..weights.dtypes import Bits, DType, UIntArray
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
-from ..weights.region import Region, whole
+from ..weights.region import whole
 from ..weights.shards import Part, Place, Shards
 from ..weights.table import TensorTable
 from ..wire.check import place_columns, refuse_shared
@@ -39,7 +39,7 @@ from .apply import apply
 from .assemble import Encoding, PatchPath, collect
 from .contents import Contents, Ends
 from .decode import Decoded
-from .located import Located, among, by_window, touched
+from .located import ChangeLocator, among, by_window, touched
 from .matching import digest_of
 from .staging import stage
 
@@ -110,147 +110,165 @@ def _base_weights(
     return weights
 
 
-class _Overlay:
-    """What a chain of patches does to a window of a tensor: some positions get bits, others take steps."""
+class _WindowChanges:
+    """What a chain of patches does to a window of a tensor: some positions get bits, others take steps.
+
+    Positions and words are kept apart by whether the words are bits.
+    """
 
     def __init__(self, dtype: DType) -> None:
         self.dtype = dtype
-        self.where = {True: np.empty(0, np.int64), False: np.empty(0, np.int64)}
+        self.positions = {True: np.empty(0, np.int64), False: np.empty(0, np.int64)}
         self.words = {True: np.empty(0, dtype.uint), False: np.empty(0, dtype.uint)}
 
-    def add(self, where: Flat, words: UIntArray, absolute: bool) -> None:
-        """Lay one patch's changes over what is there; each call brings distinct, sorted positions."""
+    def add(self, positions: Flat, words: UIntArray, absolute: bool) -> None:
+        """Put one patch's changes on top; each call brings distinct, rising positions."""
         if absolute:
-            keep = ~among(self.where[False], where)
-            self.where[False], self.words[False] = self.where[False][keep], self.words[False][keep]
-            self._merge(True, where, words)
+            keep = ~among(self.positions[False], positions)
+            self.positions[False] = self.positions[False][keep]
+            self.words[False] = self.words[False][keep]
+            self._merge(True, positions, words)
             return
-        known, mine, its = np.intersect1d(self.where[True], where, assume_unique=True, return_indices=True)
-        if known.size:
-            self.words[True] = self.words[True].copy()
-            self.words[True][mine] = advance(self.dtype, self.words[True][mine], words[its])
-        rest = np.ones(where.size, bool)
-        rest[its] = False
-        where, words = where[rest], words[rest]
-        _, mine, its = np.intersect1d(self.where[False], where, assume_unique=True, return_indices=True)
-        if its.size:
+        rest = self._step_bits(positions, words)
+        positions = positions[rest]
+        words = words[rest]
+        _, before, after = np.intersect1d(self.positions[False], positions, assume_unique=True, return_indices=True)
+        if after.size:
             words = words.copy()
-            words[its] = add_steps(self.words[False][mine], words[its])
-        self._merge(False, where, words)
+            words[after] = add_steps(self.words[False][before], words[after])
+        self._merge(False, positions, words)
 
-    def _merge(self, absolute: bool, where: Flat, words: UIntArray) -> None:
-        old = ~among(self.where[absolute], where)
-        if not old.any():
-            self.where[absolute], self.words[absolute] = where, words
-            return
-        flat = np.concatenate([self.where[absolute][old], where])
-        both = np.concatenate([self.words[absolute][old], words])
-        order = np.argsort(flat, kind="stable")
-        self.where[absolute], self.words[absolute] = flat[order], both[order]
+    def _step_bits(self, positions: Flat, steps: UIntArray) -> npt.NDArray[np.bool_]:
+        """Take steps from bits that are known; which steps remain."""
+        _, bits, taken = np.intersect1d(self.positions[True], positions, assume_unique=True, return_indices=True)
+        if taken.size:
+            self.words[True] = self.words[True].copy()
+            self.words[True][bits] = advance(self.dtype, self.words[True][bits], steps[taken])
+        rest = np.ones(positions.size, bool)
+        rest[taken] = False
+        return rest
+
+    def _merge(self, absolute: bool, positions: Flat, words: UIntArray) -> None:
+        kept = ~among(self.positions[absolute], positions)
+        if kept.any():
+            positions = np.concatenate([self.positions[absolute][kept], positions])
+            words = np.concatenate([self.words[absolute][kept], words])
+            order = np.argsort(positions, kind="stable")
+            positions = positions[order]
+            words = words[order]
+        self.positions[absolute] = positions
+        self.words[absolute] = words
 
 
-def add_steps(a: UIntArray, b: UIntArray) -> UIntArray:
+def add_steps(first: UIntArray, second: UIntArray) -> UIntArray:
     """The zigzag form of the sum of two zigzag steps, wrapped to their width."""
-    return _fold(_unfold(a) + _unfold(b))
+    return _to_zigzag(_from_zigzag(first) + _from_zigzag(second))
 
 
 def negate_steps(steps: UIntArray) -> UIntArray:
     """The zigzag form of the opposite steps."""
-    return _fold(-_unfold(steps))
+    return _to_zigzag(-_from_zigzag(steps))
 
 
-def _unfold(zigzag: UIntArray) -> UIntArray:
+def _from_zigzag(zigzag: UIntArray) -> UIntArray:
     one = zigzag.dtype.type(1)
     return np.where(zigzag & one, ~(zigzag >> one), zigzag >> one).astype(zigzag.dtype)
 
 
-def _fold(delta: UIntArray) -> UIntArray:
-    one, top = delta.dtype.type(1), delta.dtype.type(8 * delta.dtype.itemsize - 1)
+def _to_zigzag(delta: UIntArray) -> UIntArray:
+    one = delta.dtype.type(1)
+    sign_bit = delta.dtype.type(8 * delta.dtype.itemsize - 1)
     doubled = delta << one
-    return np.where(delta >> top, ~doubled, doubled).astype(delta.dtype)
+    return np.where(delta >> sign_bit, ~doubled, doubled).astype(delta.dtype)
 
 
-def _windows(patches: Sequence[Contents], held: LocalWeights | None) -> Iterator[Changes]:
+def _windows(patches: Sequence[Contents], weights: LocalWeights | None) -> Iterator[Changes]:
     """The combined changes, window by window of every tensor that any patch touches."""
     table = patches[0].table
-    located = Located(patches)
+    locator = ChangeLocator(patches)
     for tensor, cover, rows in touched(patches):
-        outer = cover or whole(table[tensor].shape)
+        shape = whole(table[tensor].shape)
+        outer = cover or shape
         most = PIECE_BYTES // table[tensor].dtype.width
-        for number, users in by_window(located, (tensor, cover), rows, outer, most):
+        for number, users in by_window(locator, (tensor, cover), rows, outer, most):
             window, low = outer.piece(most, number)
-            overlay = _Overlay(table[tensor].dtype)
-            for changes in located.inside(users, (tensor, cover), low, window.numel):
-                overlay.add(*changes)
-            region = None if window == whole(table[tensor].shape) else window
-            yield _settle(table, tensor, region, window.numel, overlay, held)
+            combined = _WindowChanges(table[tensor].dtype)
+            for changes in locator.inside(users, (tensor, cover), low, window.numel):
+                combined.add(*changes)
+            place = (tensor, None if window == shape else window)
+            yield _settle(table, place, window.numel, combined, weights)
 
 
-def _replayed(patches: Sequence[Contents], held: LocalWeights | None) -> Iterator[Changes]:
+def _replayed(patches: Sequence[Contents], weights: LocalWeights | None) -> Iterator[Changes]:
     """The combined changes, found by applying the patches to a copy."""
-    assert held is not None
-    table = held.table
+    assert weights is not None
+    table = weights.table
     changed = {tensor for tensor, *_ in touched(patches)}
     parts = []
-    for place, memory in held.parts:
+    for place, memory in weights.parts:
         spec = table[place[0]]
         bits = memory.view().copy() if place[0] in changed else memory.view()
         parts.append(Part(spec.name, place[1] or whole(spec.shape), Bits(bits, spec.dtype)))
-    weights = Shards(table, parts)
+    copy = Shards(table, parts)
     for patch in patches:
-        apply(patch, weights, digest=patch.base)
-    result = LocalWeights.of(weights)
+        apply(patch, copy, digest=patch.base)
+    result = LocalWeights.of(copy)
     for tensor, cover, _ in touched(patches):
         spec = table[tensor]
         for window in (cover or whole(spec.shape)).split(PIECE_BYTES // spec.dtype.width):
-            region = None if window == whole(spec.shape) else window
-            yield _compared(held, tensor, region, result.bits(tensor, region))
+            place = (tensor, None if window == whole(spec.shape) else window)
+            yield _compared(weights, place, result.bits(*place))
 
 
 def _settle(
-    table: TensorTable, tensor: int, region: Region | None, numel: int, overlay: _Overlay, held: LocalWeights | None
+    table: TensorTable, place: Place, numel: int, combined: _WindowChanges, weights: LocalWeights | None
 ) -> Changes:
-    """An overlay as changes: with the base exactly those elements that differ, else what can be said without it."""
-    dtype = overlay.dtype
-    if held is not None:
-        memory = held.bits(tensor, region)
-        full = memory.copy()
-        full[overlay.where[True]] = overlay.words[True]
-        full[overlay.where[False]] = advance(dtype, memory[overlay.where[False]], overlay.words[False])
-        return _compared(held, tensor, region, full)
-    if not overlay.where[False].size:
-        where, after = overlay.where[True], overlay.words[True]
-        bits = (lambda _: after) if where.size == numel else None
-        return _one_entry(dtype, tensor, region, numel, where, after=after, steps=None, bits=bits)
-    if not overlay.where[True].size:
-        moved = overlay.words[False] != 0
-        steps = overlay.words[False][moved]
-        return _one_entry(dtype, tensor, region, numel, overlay.where[False][moved], after=None, steps=steps)
-    raise NeedsBase(f"tensor {table[tensor].name!r} has both bits and steps; squash needs the base weights")
+    """Combined changes: with the base exactly those elements that differ, else what can be said without it."""
+    dtype = combined.dtype
+    bit_positions = combined.positions[True]
+    bits = combined.words[True]
+    step_positions = combined.positions[False]
+    steps = combined.words[False]
+    if weights is not None:
+        old_bits = weights.bits(*place)
+        new_bits = old_bits.copy()
+        new_bits[bit_positions] = bits
+        new_bits[step_positions] = advance(dtype, old_bits[step_positions], steps)
+        return _compared(weights, place, new_bits)
+    if not step_positions.size:
+        all_bits = (lambda _: bits) if bit_positions.size == numel else None
+        return _one_entry(dtype, place, numel, bit_positions, after=bits, steps=None, bits=all_bits)
+    if not bit_positions.size:
+        moved = steps != 0
+        return _one_entry(dtype, place, numel, step_positions[moved], after=None, steps=steps[moved])
+    raise NeedsBase(f"tensor {table[place[0]].name!r} has both bits and steps; squash needs the base weights")
 
 
-def _compared(held: LocalWeights, tensor: int, region: Region | None, full: UIntArray) -> Changes:
+def _compared(weights: LocalWeights, place: Place, new_bits: UIntArray) -> Changes:
     """The changes from the base to the bits that a region has in the end."""
-    dtype, memory = held.table[tensor].dtype, held.bits(tensor, region)
-    where = np.flatnonzero(full != memory)
-    before, after = memory[where], full[where]
+    dtype = weights.table[place[0]].dtype
+    old_bits = weights.bits(*place)
+    positions = np.flatnonzero(new_bits != old_bits)
+    before = old_bits[positions]
+    after = new_bits[positions]
+    columns = {"before": before, "base": weights, "bits": lambda _: new_bits}
     steps = steps_between(dtype, before, after)
-    columns = {"after": after, "steps": steps, "before": before, "base": held, "bits": lambda _: full}
-    return _one_entry(dtype, tensor, region, full.size, where, **columns)
+    return _one_entry(dtype, place, new_bits.size, positions, after=after, steps=steps, **columns)
 
 
 def _one_entry(
-    dtype: DType, tensor: int, region: Region | None, numel: int, where: Flat, *, after: Any, steps: Any, **columns: Any
+    dtype: DType, place: Place, numel: int, positions: Flat, *, after: Any, steps: Any, **columns: Any
 ) -> Changes:
     """Changes of one region, or of none where nothing changes."""
-    some = 1 if where.size else 0
+    entries = 1 if positions.size else 0
+    tensor, region = place
     return Changes(
         dtype,
-        np.array([tensor] * some, np.int64),
-        [region] * some,
-        np.array([numel] * some, np.int64),
-        np.array([where.size] * some, np.int64),
-        where.astype(np.uint32),
+        np.array([tensor] * entries, np.int64),
+        [region] * entries,
+        np.array([numel] * entries, np.int64),
+        np.array([positions.size] * entries, np.int64),
+        positions.astype(np.uint32),
         after,
         steps,
         numel,
@@ -306,15 +324,13 @@ def _turned(decoded: Decoded) -> tuple[Changes, Digest]:
     return _columns(decoded, None, negate_steps(decoded.words), []), Digest()
 
 
-def _undo(held: LocalWeights, decoded: Decoded) -> tuple[Changes, Digest]:
+def _undo(weights: LocalWeights, decoded: Decoded) -> tuple[Changes, Digest]:
     """The bits of the base, put back."""
     decoded = decoded.in_order()
-    staged = stage(held, decoded)
-    dtype = decoded.head.dtype
-    dense = [Dense(place, count, held.bits(*place).copy()) for place, count, _ in decoded.dense_entries()]
-    return _columns(
-        decoded, staged.old_bits, steps_between(dtype, staged.new.bits, staged.old_bits), dense
-    ), staged.moved
+    staged = stage(weights, decoded)
+    dense = [Dense(place, count, weights.bits(*place).copy()) for place, count, _ in decoded.dense_entries()]
+    steps = steps_between(decoded.head.dtype, staged.new.bits, staged.old_bits)
+    return _columns(decoded, staged.old_bits, steps, dense), staged.moved
 
 
 def _columns(decoded: Decoded, after: UIntArray | None, steps: UIntArray | None, dense: list[Dense]) -> Changes:

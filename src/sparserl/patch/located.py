@@ -22,11 +22,12 @@ from .contents import Contents
 from .decode import Decoded, counted, flatten_all
 
 Flat = npt.NDArray[np.int64]
-_KEEP_BYTES = 416 << 20  # of decoded changes that may be asked for again: two of the largest buckets
-_TOGETHER = 1 << 10
+_KEEP_BYTES = 416 << 20  # of decoded changes that may be needed again: two of the largest buckets
+_ENTRY_BYTES = 1 << 10  # what remembering one thing takes besides
+_JOIN_ROWS = 1 << 10
 
 
-class Rows(NamedTuple):
+class EntryRows(NamedTuple):
     """Entries of one tensor in one bucket of a patch."""
 
     patch: int
@@ -34,23 +35,31 @@ class Rows(NamedTuple):
     entries: Flat
 
 
-def touched(patches: Sequence[Contents]) -> Iterator[tuple[int, Region | None, list[Rows]]]:
-    """Every region that the patches cover and change, and the entries that lie in it."""
-    first, table = patches[0], patches[0].table
+class Located(NamedTuple):
+    """Changes in a covered region: rising positions in it, with bits or steps, and which of the two."""
+
+    positions: npt.NDArray[Any]
+    words: UIntArray
+    absolute: bool
+
+
+def touched(patches: Sequence[Contents]) -> Iterator[tuple[int, Region | None, list[EntryRows]]]:
+    """Every region that the patches cover and change, and the entries that are in it."""
+    first = patches[0]
     rows = _entry_rows(patches)
-    every, begin = np.unique(rows[0], return_index=True)
-    covers: dict[int, list[Region | None]] = {tensor: [None] for tensor in every.tolist()}
+    tensors, begin = np.unique(rows[0], return_index=True)
+    covers: dict[int, list[Region | None]] = {tensor: [None] for tensor in tensors.tolist()}
     if not first.complete:
         covers = {tensor: [] for tensor in covers}
         for tensor, region in first.covers:
             if tensor in covers:
                 covers[tensor].append(region)
     columns = rows[1:].T
-    spans = dict(zip(every.tolist(), _spans(begin, len(columns)), strict=True))
-    for tensor in sorted(spans, key=lambda t: (table[t].dtype.code, t)):
-        mine = [Rows(p, bucket, np.arange(a, b)) for p, bucket, a, b in columns[spans[tensor]].tolist()]
-        for cover, its in _by_cover(patches, tensor, covers[tensor], mine):
-            yield tensor, cover, its
+    spans = dict(zip(tensors.tolist(), _spans(begin, len(columns)), strict=True))
+    for tensor in sorted(spans, key=lambda t: (first.table[t].dtype.code, t)):
+        entry_rows = [EntryRows(p, bucket, np.arange(a, b)) for p, bucket, a, b in columns[spans[tensor]].tolist()]
+        for cover, inside in _by_cover(patches, tensor, covers[tensor], entry_rows):
+            yield tensor, cover, inside
 
 
 def _spans(begin: Flat, end: int) -> Iterator[slice]:
@@ -59,64 +68,65 @@ def _spans(begin: Flat, end: int) -> Iterator[slice]:
 
 
 def _entry_rows(patches: Sequence[Contents]) -> Flat:
-    """Where tensors stand in buckets: tensor, patch, bucket, and their first entry and the one behind the last."""
+    """Where tensors are in buckets: tensor, patch, bucket, and their first entry and the one behind the last."""
     rows: list[Flat] = [np.empty((5, 0), np.int64)]
     for p, patch in enumerate(patches):
         for bucket, head in enumerate(patch.heads):
             tensors, begin = np.unique(head.entries.tensor, return_index=True)
             same = np.ones_like(tensors)
             rows.append(np.stack((tensors, p * same, bucket * same, begin, np.append(begin[1:], len(head.entries)))))
-            if len(rows) > _TOGETHER:
+            if len(rows) > _JOIN_ROWS:
                 rows = [np.concatenate(rows, axis=1)]
     joined = np.concatenate(rows, axis=1)
     return joined[:, np.argsort(joined[0], kind="stable")]
 
 
 def _by_cover(
-    patches: Sequence[Contents], tensor: int, covers: Sequence[Region | None], rows: list[Rows]
-) -> Iterator[tuple[Region | None, list[Rows]]]:
-    """Entries of a tensor, by the covered region that they lie in; none reaches out of what is covered."""
+    patches: Sequence[Contents], tensor: int, covers: Sequence[Region | None], rows: list[EntryRows]
+) -> Iterator[tuple[Region | None, list[EntryRows]]]:
+    """Entries of a tensor, by the covered region that they are in; none reaches out of what is covered."""
     if len(covers) == 1:
         yield covers[0], rows
         return
     table = patches[0].table
     owner = np.full(len(covers), tensor, np.int64)
     start, stop = corners(table, owner, *ends(table, owner, covers))
-    inside: dict[int, list[Rows]] = {}
+    inside: dict[int, list[EntryRows]] = {}
     for row in rows:
         entries = patches[row.patch].heads[row.bucket].entries
-        its = entries.tensor[row.entries]
-        low, high = corners(table, its, *ends(table, its, select(entries.region, row.entries)))
-        its_cover = np.array(
-            [((start <= low[:, e, None]) & (high[:, e, None] <= stop)).all(axis=0).argmax() for e in range(its.size)]
-        )
-        for c in np.unique(its_cover).tolist():
-            inside.setdefault(c, []).append(row._replace(entries=row.entries[its_cover == c]))
-    for c, its_rows in sorted(inside.items()):
-        yield covers[c], its_rows
+        tensors = entries.tensor[row.entries]
+        low, high = corners(table, tensors, *ends(table, tensors, select(entries.region, row.entries)))
+        fits = [((start <= low[:, e, None]) & (high[:, e, None] <= stop)).all(axis=0) for e in range(tensors.size)]
+        cover_of_entry = np.array([fit.argmax() for fit in fits])
+        for c in np.unique(cover_of_entry).tolist():
+            inside.setdefault(c, []).append(row._replace(entries=row.entries[cover_of_entry == c]))
+    for c, rows_inside in sorted(inside.items()):
+        yield covers[c], rows_inside
 
 
 def by_window(
-    located: Located, cover: Place, rows: Sequence[Rows], outer: Region, most: int
-) -> Iterator[tuple[int, Iterator[Rows]]]:
-    """The windows of a covered region in which anything changes, by their numbers, and what does."""
+    located: ChangeLocator, cover: Place, rows: Sequence[EntryRows], outer: Region, most: int
+) -> Iterator[tuple[int, Iterator[EntryRows]]]:
+    """The windows of a covered region in which anything changes, by their numbers, and the entries that change it."""
     if cover[1] is None and outer.numel <= most:
         yield 0, iter(rows)
         return
-    number, row = [], []
-    for i, one in enumerate(rows):
-        for where, _, _ in located.of(one, cover, again=True):
-            number.append(np.unique(outer.pieces_of(most, where)))
-            row.append(np.full(number[-1].size, i))
-    windows, users = np.concatenate(number or [np.empty(0, np.int64)]), np.concatenate(row or [np.empty(0, np.int64)])
+    window_parts = [np.empty(0, np.int64)]
+    user_parts = [np.empty(0, np.int64)]
+    for i, row in enumerate(rows):
+        for changes in located.of(row, cover, again=True):
+            window_parts.append(np.unique(outer.pieces_of(most, changes.positions)))
+            user_parts.append(np.full(window_parts[-1].size, i))
+    windows = np.concatenate(window_parts)
+    users = np.concatenate(user_parts)
     order = np.lexsort((users, windows))
-    windows, users = windows[order], users[order]
-    every, begin = np.unique(windows, return_index=True)
-    for window, span in zip(every.tolist(), _spans(begin, users.size), strict=True):
-        yield window, (rows[i] for i in dict.fromkeys(users[span].tolist()))
+    users = users[order]
+    numbers, begin = np.unique(windows[order], return_index=True)
+    for number, span in zip(numbers.tolist(), _spans(begin, users.size), strict=True):
+        yield number, (rows[i] for i in dict.fromkeys(users[span].tolist()))
 
 
-class Located:
+class ChangeLocator:
     """Changes as positions in covered regions, decoded once as long as they fit into some memory."""
 
     def __init__(self, patches: Sequence[Contents]) -> None:
@@ -125,67 +135,71 @@ class Located:
         self._kept: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
         self._room = _KEEP_BYTES
 
-    def of(self, row: Rows, cover: Place, again: bool = False) -> list[tuple[Flat, UIntArray, bool]]:
-        """Positions in a covered region, rising, with bits or steps, and which of the two; those of one row.
+    def of(self, row: EntryRows, cover: Place, again: bool = False) -> list[Located]:
+        """The changes of some entries in a covered region.
 
-        again: whether they will be asked for once more.
+        Args:
+            row: The entries.
+            cover: The covered region.
+            again: Whether they will be needed once more.
         """
         key = row.patch, row.bucket, cover
-        if (kept := self._recall(key)) is None:
-            kept = self._found(row, cover)
+        located: list[Located] | None = self._recall(key)
+        if located is None:
+            located = self._locate(row, cover)
             if again:
-                self._keep(key, kept, sum(where.nbytes + words.nbytes for where, words, _ in kept))
-        found: list[tuple[Flat, UIntArray, bool]] = kept
-        return found
+                self._keep(key, located, sum(part.positions.nbytes + part.words.nbytes for part in located))
+        return located
 
-    def inside(
-        self, rows: Iterable[Rows], cover: Place, low: int, numel: int
-    ) -> Iterator[tuple[Flat, UIntArray, bool]]:
+    def inside(self, rows: Iterable[EntryRows], cover: Place, low: int, numel: int) -> Iterator[Located]:
         """Changes in a window: `numel` positions of a covered region from `low` on, counted from there.
 
         Those of each patch come together, bits and steps apart.
         """
-        for _, its in groupby(rows, key=lambda row: row.patch):
+        for _, patch_rows in groupby(rows, key=lambda row: row.patch):
             kinds: dict[bool, list[tuple[Flat, UIntArray]]] = {}
-            for row in its:
-                for where, words, absolute in self.of(row, cover):
-                    ends = np.minimum([low, low + numel], np.iinfo(where.dtype).max).astype(where.dtype)
-                    a, b = np.searchsorted(where, ends)
+            for row in patch_rows:
+                for positions, words, absolute in self.of(row, cover):
+                    bounds = np.minimum([low, low + numel], np.iinfo(positions.dtype).max).astype(positions.dtype)
+                    a, b = np.searchsorted(positions, bounds)
                     if a < b:
-                        kinds.setdefault(absolute, []).append((where[a:b].astype(np.int64) - low, words[a:b]))
+                        kinds.setdefault(absolute, []).append((positions[a:b].astype(np.int64) - low, words[a:b]))
             for absolute, parts in kinds.items():
-                yield *_rising(*(np.concatenate(c) if len(c) > 1 else c[0] for c in zip(*parts, strict=True))), absolute
+                columns = (np.concatenate(c) if len(c) > 1 else c[0] for c in zip(*parts, strict=True))
+                yield Located(*_rising(*columns), absolute)
 
-    def _found(self, row: Rows, cover: Place) -> list[tuple[Flat, UIntArray, bool]]:
+    def _locate(self, row: EntryRows, cover: Place) -> list[Located]:
         decoded, begin = self._decoded(row.patch, row.bucket)
-        entries, out = decoded.head.entries, []
+        entries = decoded.head.entries
+        located = []
         for dense in (False, True):
-            mine = row.entries[entries.dense[row.entries] == dense]
-            if not mine.size:
+            chosen = row.entries[entries.dense[row.entries] == dense]
+            if not chosen.size:
                 continue
-            count = (entries.numel if dense else entries.count)[mine]
-            at = _slices(begin[mine], count)
-            positions = counted(count) if dense else decoded.positions[at]
-            words = (decoded.dense if dense else decoded.words)[at]
-            where: npt.NDArray[Any] = positions
-            if cover[1] is not None or entries.region[int(mine[0])] is not None:
-                where = flatten_all(self._table, entries.tensor[mine], select(entries.region, mine), count, positions)
-                where = _relative(self._table, cover, where)
-            out.append((*_rising(where, words), dense or decoded.head.profile.absolute))
-        return out
+            count = (entries.numel if dense else entries.count)[chosen]
+            inside = _slices(begin[chosen], count)
+            positions: npt.NDArray[Any] = counted(count) if dense else decoded.positions[inside]
+            words = (decoded.dense if dense else decoded.words)[inside]
+            if cover[1] is not None or entries.region[int(chosen[0])] is not None:
+                regions = select(entries.region, chosen)
+                flat = flatten_all(self._table, entries.tensor[chosen], regions, count, positions)
+                positions = _relative(self._table, cover, flat)
+            located.append(Located(*_rising(positions, words), dense or decoded.head.profile.absolute))
+        return located
 
     def _decoded(self, patch: int, bucket: int) -> tuple[Decoded, Flat]:
         """A bucket, and where the words of each entry begin among those of the sparse or of the dense ones."""
         key = patch, bucket
-        if (kept := self._recall(key)) is None:
+        kept: tuple[Decoded, Flat] | None = self._recall(key)
+        if kept is None:
             decoded = self._patches[patch].decode(bucket)
             entries = decoded.head.entries
-            sparse, dense = np.where(entries.dense, 0, entries.count), np.where(entries.dense, entries.numel, 0)
+            sparse = np.where(entries.dense, 0, entries.count)
+            dense = np.where(entries.dense, entries.numel, 0)
             begin = np.where(entries.dense, np.cumsum(dense) - dense, np.cumsum(sparse) - sparse)
             kept = decoded, begin
             self._keep(key, kept, decoded.positions.nbytes + decoded.words.nbytes + decoded.dense.nbytes + begin.nbytes)
-        result: tuple[Decoded, Flat] = kept
-        return result
+        return kept
 
     def _recall(self, key: Any) -> Any:
         if key not in self._kept:
@@ -194,8 +208,8 @@ class Located:
         return self._kept[key][1]
 
     def _keep(self, key: Any, value: Any, nbytes: int) -> None:
-        """Remember a value, and forget those that were not asked for the longest where they take too much."""
-        nbytes += 1 << 10
+        """Remember a value, and forget those that were not needed the longest where they take too much."""
+        nbytes += _ENTRY_BYTES
         self._kept[key] = nbytes, value
         self._room -= nbytes
         while self._room < 0 and len(self._kept) > 1:
@@ -210,21 +224,21 @@ def _slices(begin: Flat, count: Flat) -> slice | Flat:
     return counted(count).astype(np.int64) + np.repeat(begin, count)
 
 
-def among(these: Flat, those: Flat) -> npt.NDArray[np.bool_]:
-    """Which of these numbers are among those; both rise."""
-    if not these.size or not those.size:
-        return np.zeros(these.size, bool)
-    at = np.minimum(np.searchsorted(those, these), those.size - 1)
-    found: npt.NDArray[np.bool_] = those[at] == these
-    return found
+def among(numbers: Flat, others: Flat) -> npt.NDArray[np.bool_]:
+    """Which numbers are among others; both rise."""
+    if not numbers.size or not others.size:
+        return np.zeros(numbers.size, bool)
+    at = np.minimum(np.searchsorted(others, numbers), others.size - 1)
+    is_among: npt.NDArray[np.bool_] = others[at] == numbers
+    return is_among
 
 
-def _rising(where: npt.NDArray[Any], words: UIntArray) -> tuple[npt.NDArray[Any], UIntArray]:
+def _rising(positions: npt.NDArray[Any], words: UIntArray) -> tuple[npt.NDArray[Any], UIntArray]:
     """Positions in order, and their words."""
-    if bool((where[1:] > where[:-1]).all()):
-        return where, words
-    order = np.argsort(where, kind="stable")
-    return where[order], words[order]
+    if bool((positions[1:] > positions[:-1]).all()):
+        return positions, words
+    order = np.argsort(positions, kind="stable")
+    return positions[order], words[order]
 
 
 def _relative(table: TensorTable, cover: Place, flat: Flat) -> Flat:

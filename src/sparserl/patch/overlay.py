@@ -1,4 +1,4 @@
-"""Bits, and where they go in the weights at hand: in host memory, or on a device."""
+"""Bits, and where they go in weights: in host memory, or on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Overlay:
-    """Bits and where they go: positions in regions of some tensors, and regions as a whole."""
+    """Bits and where they go: positions in regions of some tensors, and regions as a whole.
+
+    Attributes:
+        tag: An empty array of the unsigned integers that bits are read as.
+        geometry: Where the regions are.
+        count: How many positions each region has.
+        positions: The positions, region by region.
+        bits: The bits at these positions.
+        dense: Regions as a whole, with their bits.
+        on_gpu: Those of the positions that are on GPUs; None if none is.
+    """
 
     tag: UIntArray
     geometry: Geometry
@@ -26,35 +36,35 @@ class Overlay:
     positions: Positions
     bits: UIntArray
     dense: list[tuple[Place, UIntArray]]
-    far: GpuElements | None = None  # those of the positions that are on devices
+    on_gpu: GpuElements | None = None
 
     @property
     def nbytes(self) -> int:
         return self.positions.nbytes + self.bits.nbytes + sum(bits.nbytes for _, bits in self.dense)
 
-    def write(self, held: LocalWeights) -> None:
+    def write(self, weights: LocalWeights) -> None:
         """Write these bits, and nothing but them."""
         self.scatter()
-        self.write_dense(held)
+        self.write_dense(weights)
 
     def scatter(self) -> None:
         """Write these bits but for the dense ones. Nothing is copied: it also undoes what failed for lack of memory."""
-        args, here = self._near()
-        cpu.changes.scatter(*args[:-1], args[-1].ctypes.data, self.bits[here])
-        if self.far is not None:
-            self.far.write(self.bits)
+        args, in_host_memory = self._host_arguments()
+        cpu.changes.scatter(*args[:-1], args[-1].ctypes.data, self.bits[in_host_memory])
+        if self.on_gpu is not None:
+            self.on_gpu.write(self.bits)
 
     def gather(self, out: UIntArray) -> None:
         """Read the bits that are at these positions."""
-        args, here = self._near()
-        found = out[here]
-        cpu.changes.gather(*args, found)
-        if self.far is not None:
-            out[here] = found
-            self.far.read(out)
+        args, in_host_memory = self._host_arguments()
+        host_bits = out[in_host_memory]
+        cpu.changes.gather(*args, host_bits)
+        if self.on_gpu is not None:
+            out[in_host_memory] = host_bits
+            self.on_gpu.read(out)
 
     def swap(self, out: UIntArray) -> None:
-        """Write these bits but for the dense ones, some of them on a device, and read what was there."""
+        """Write these bits but for the dense ones, some of them on a GPU, and read what was there."""
         self.gather(out)
         try:
             self.scatter()
@@ -62,21 +72,23 @@ class Overlay:
             replace(self, bits=out).scatter()
             raise
 
-    def _near(self) -> tuple[tuple[Any, Any, Any, Any, Any, Any, Any], Any]:
-        """What kernels are told about the positions in host memory, and which ones these are."""
+    def _host_arguments(self) -> tuple[tuple[Any, Any, Any, Any, Any, Any, Any], Any]:
+        """What kernels need to know of the positions in host memory, and which ones these are."""
         g = self.geometry
-        if self.far is None:
+        if self.on_gpu is None:
             return (self.tag, self.count, g.address, g.dims, g.size, g.memory_strides, self.positions), slice(None)
-        near, here = self.far.host_entries, self.far.host_changes
-        where = g.address[near], g.dims[near], g.size[near], g.memory_strides[near]
-        return (self.tag, self.count[near], *where, self.positions[here]), here
+        entries = self.on_gpu.host_entries
+        changes = self.on_gpu.host_changes
+        places = g.address[entries], g.dims[entries], g.size[entries], g.memory_strides[entries]
+        return (self.tag, self.count[entries], *places, self.positions[changes]), changes
 
-    def write_dense(self, held: LocalWeights) -> None:
+    def write_dense(self, weights: LocalWeights) -> None:
+        """Write the regions that are given as a whole."""
         for place, bits in self.dense:
-            if held.gpu_streams:
+            if weights.gpu_streams:
                 from ..weights import on_gpu
 
-                if on_gpu.write(held, place, bits):
+                if on_gpu.write(weights, place, bits):
                     continue
-            there = held.view(*place)
-            there[...] = bits.reshape(there.shape)
+            view = weights.view(*place)
+            view[...] = bits.reshape(view.shape)

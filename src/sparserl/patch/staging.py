@@ -42,7 +42,7 @@ def stage(weights: LocalWeights, decoded: Decoded) -> Staged:
     old = replace(
         overlay(geometry, decoded, old_bits),
         dense=[(place, weights.bits(*place)) for place, _ in decoded.dense_bits],
-        far=_gpu_cells(weights, decoded, geometry),
+        on_gpu=_gpu_elements(weights, decoded, geometry),
     )
     if decoded.old is None:
         old.gather(old_bits)
@@ -63,7 +63,7 @@ def entry_geometry(weights: LocalWeights, head: Head) -> Geometry:
     return weights.geometry(entries.tensor, entries.region)
 
 
-def _gpu_cells(weights: LocalWeights, decoded: Decoded, geometry: Geometry) -> GpuElements | None:
+def _gpu_elements(weights: LocalWeights, decoded: Decoded, geometry: Geometry) -> GpuElements | None:
     """Those of the changes that are on GPUs; None if none is."""
     if not weights.gpu_streams:
         return None
@@ -152,7 +152,7 @@ def swap(weights: LocalWeights, part: Staged) -> tuple[Overlay, Digest]:
     new = part.new
     old = replace(new, bits=np.empty_like(new.bits), dense=[])
     moved = None
-    if new.far is None:
+    if new.on_gpu is None:
         moved = exchange_bits(old, new.bits, (True, part.decoded.head.dtype.sign_magnitude))
     else:
         new.swap(old.bits)

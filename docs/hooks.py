@@ -40,7 +40,7 @@ def command_line() -> str:
     sys.path.insert(0, str(ROOT / "src"))
     import typer.main
 
-    from sparserl.cli import app
+    from sparserl.cli.app import app
 
     group = typer.main.get_command(app)
     lines = ["# Command line", "", _plain(group.help or ""), "", "`sparserl COMMAND --help` shows the same."]

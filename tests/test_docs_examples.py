@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,6 +129,28 @@ def test_code_uses_names_that_exist(page: str) -> None:
                 options = inspect.signature(getattr(sparserl, name)).parameters
                 unknown = {keyword.arg for keyword in call.keywords if keyword.arg} - options.keys()
                 assert not unknown, f"{name} has no {unknown}"
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of every `sparserl` command in the console blocks of a page."""
+    shown = "\n".join(re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    joined = shown.replace("\\\n", " ")
+    found = re.findall(r"^(?:\$ )?sparserl (.*)$", joined, re.MULTILINE)
+    return [shlex.split(command.split(" | ")[0].split(" > ")[0], comments=True) for command in found]
+
+
+@pytest.mark.parametrize("page", names_of([page for page in PAGES if commands(page)]))
+def test_commands_have_the_options_that_pages_show(page: str) -> None:
+    """Every command exists, and has every option that is given to it."""
+    import typer.main
+
+    from sparserl.cli.app import app
+
+    known: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, *words in commands(ROOT / page):
+        options = {flag for parameter in known[name].params for flag in parameter.opts}
+        unknown = {word for word in words if word.startswith("-")} - options
+        assert not unknown, f"sparserl {name} has no {unknown}"
 
 
 def anchors(page: Path) -> set[str]:

@@ -153,7 +153,7 @@ def trace_plan(blocks: Any) -> Any:
 def cpu_streams(olds: list[Array], news: list[Array]) -> dict[str, Any]:
     """What the CPU kernels make of the trace: all chunks of the `ctx` streams, by bucket and stream."""
     from sparserl import codec
-    from sparserl.codec.profile import Classes, Layout
+    from sparserl.codec.profile import BucketLayout, Classes
     from sparserl.kernels import reference
     from sparserl.weights.dtypes import BY_NAME
 
@@ -162,17 +162,19 @@ def cpu_streams(olds: list[Array], news: list[Array]) -> dict[str, Any]:
     for b in range(int(bucket.max()) + 1):
         parts = [i for i in np.flatnonzero(bucket == b).tolist() if (olds[i] != news[i]).any()]
         found = [reference.diff(olds[i], news[i]) for i in parts]
-        layout = Layout(
+        layout = BucketLayout(
             BY_NAME["bfloat16"],
             np.array([sizes[i] for i in parts]),
             np.array([f[0].size for f in found]),
             _TRACE_LOG,
             16,
-            old=np.array([olds[i].ctypes.data for i in parts]),
+            old_addresses=np.array([olds[i].ctypes.data for i in parts]),
             classes=Classes(SHIFT, THRESHOLDS),
         )
         positions, before, after = (np.concatenate(c) for c in zip(*found, strict=True))
-        streams = codec.code(codec.profile("ctx").encode(layout, [positions], [reference.steps(before, after, True)]))
+        streams = codec.encode_streams(
+            codec.profile("ctx").encode(layout, [positions], [reference.steps(before, after, True)])
+        )
         for id, (coder, chunks) in streams.items():
             if id != codec.Stream.CLASSES:
                 out[f"{b} {int(id)} {coder.id}"] = np.frombuffer(b"".join(chunks), np.uint8)

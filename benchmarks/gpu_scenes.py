@@ -260,7 +260,7 @@ def crossover(nbytes: int = 2 << 30, most: int = 7) -> dict[str, Any]:
 def _coded(pool: Any, sizes: list[int], bucket: Any, changes: Any, positions: Any, steps: Any) -> int:
     """Bytes of the streams that the CPU makes of all buckets."""
     from sparserl import codec
-    from sparserl.codec.profile import Layout
+    from sparserl.codec.profile import BucketLayout
     from sparserl.weights.dtypes import BY_NAME
 
     ends = np.cumsum(changes)
@@ -270,8 +270,8 @@ def _coded(pool: Any, sizes: list[int], bucket: Any, changes: Any, positions: An
         if not parts.size:
             return 0
         numel, some = np.asarray(sizes)[parts], slice(int(ends[parts[0]] - changes[parts[0]]), int(ends[parts[-1]]))
-        layout = Layout(BY_NAME["bfloat16"], numel, changes[parts], 18, 16)
-        streams = codec.code(codec.profile("ulp").encode(layout, [positions[some]], [steps[some]]))
+        layout = BucketLayout(BY_NAME["bfloat16"], numel, changes[parts], 18, 16)
+        streams = codec.encode_streams(codec.profile("ulp").encode(layout, [positions[some]], [steps[some]]))
         return sum(len(chunk) for _, chunks in streams.values() for chunk in chunks)
 
     return sum(pool.map(one, range(int(bucket.max()) + 1)))

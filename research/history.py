@@ -26,8 +26,8 @@ from benchmarks import bound, traces
 from benchmarks.bound import entropy
 from benchmarks.kernels import best
 from benchmarks.traces import Bits, Weights
-from sparserl.codec import Layout, numbers
-from sparserl.codec.coders import by_entropy, squeeze
+from sparserl.codec import BucketLayout, numbers
+from sparserl.codec.coders import encode_by_entropy, encode_smallest
 from sparserl.codec.ctx import KEYS, magnitude, tiles
 from sparserl.kernels import MOST_CLASSES, cpu, reference
 from sparserl.kernels.cpu.llvm import (
@@ -95,7 +95,7 @@ def begins(now: int) -> list[int]:
 class Sync:
     """One sync, the regions of its bucket one after the other, with the state of every element before it."""
 
-    layout: Layout
+    layout: BucketLayout
     old: Bits
     new: Bits
     state: NDArray[np.uint8]
@@ -191,7 +191,7 @@ def split(sync: Sync, way: Way) -> Split:
     class_gaps(mine, changed, sync.layout.numel, sync.layout.tile_log, gaps, counts)
     members, whose = np.bincount(mine, minlength=len(boxes)), mine[changed]
     fresh = sync.state[changed] == 0
-    bits, coded = 0.0, [_coded(sync.layout, counts.ravel(), squeeze)]
+    bits, coded = 0.0, [_coded(sync.layout, counts.ravel(), encode_smallest)]
     for c in range(len(boxes)):
         here = whose == c
         bits += entropy([int(here.sum()), int(members[c] - here.sum())])
@@ -271,7 +271,7 @@ def class_gaps(owner: Any, changed: Any, numel: Any, log: Any, gaps: Any, counts
         at += numel[e]
 
 
-def _coded(layout: Layout, values: Array, coder: Callable[..., Any] = by_entropy) -> tuple[int, int]:
+def _coded(layout: BucketLayout, values: Array, coder: Callable[..., Any] = encode_by_entropy) -> tuple[int, int]:
     """Bytes of numbers as a pair of streams, and of their place in the directory."""
     written = numbers.write(layout, values, 0, 1)
     streams = directory = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from sparserl import codec
-from sparserl.codec import Classes, Found, Layout, Reader
+from sparserl.codec import BucketLayout, Classes, DecodedChanges, Reader
 
 
 def full(count, dtype):
@@ -18,7 +18,7 @@ def full(count, dtype):
 
 
 @dataclass(frozen=True)
-class Placed(Layout):
+class Placed(BucketLayout):
     """A layout with the old bits that it names."""
 
     bits: list = field(default_factory=list)
@@ -45,11 +45,11 @@ def made(seed, dtype, sizes, density, tile_log=10, chunk_log=8):
     words = np.where(rng.random(positions.size) < 0.5, words, small)
     counts = np.array([w.size for w in where], np.int64)
     known = np.array(sizes, np.int64), counts, tile_log, chunk_log, old, random_classes(rng, dtype)
-    return Placed(dtype, *known, room=full, bits=bits), positions, words
+    return Placed(dtype, *known, allocate=full, bits=bits), positions, words
 
 
 def there_and_back(profile, layout, positions, words):
-    coded = codec.code(profile.encode(layout, [positions], [words]))
+    coded = codec.encode_streams(profile.encode(layout, [positions], [words]))
     coded = {id: (c, [bytes(chunk) for chunk in chunks]) for id, (c, chunks) in coded.items()}
     reader = Reader(coded)
     out = profile.decode(replace(layout, classes=None), reader)
@@ -60,4 +60,4 @@ def there_and_back(profile, layout, positions, words):
 def in_order(layout, found):
     """The changes of each entry by position; `ctx` finds them in another order."""
     order = np.lexsort((found.positions, np.repeat(np.arange(layout.count.size), layout.count)))
-    return Found(*(column[order] for column in found))
+    return DecodedChanges(*(column[order] for column in found))

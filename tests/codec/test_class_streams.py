@@ -91,7 +91,7 @@ def test_classes_that_make_no_sense_are_refused(name, chunk):
     """Unsorted, zero, past 511, out of the dtype's reach, of an even number of bytes, none, or too many."""
     layout, positions, words = made(6, BY_NAME[name], (300,), 0.2)
     layout = replace(layout, classes=Classes(0, (1, 9)))
-    coded = codec.code(codec.profile("ctx").encode(layout, [positions], [words]))
+    coded = codec.encode_streams(codec.profile("ctx").encode(layout, [positions], [words]))
     codec.profile("ctx").decode(layout, Reader(coded))
     with pytest.raises(InvalidField, match=r"classes|longer than 15"):
         codec.profile("ctx").decode(layout, Reader({**coded, Stream.CLASSES: (Stored(), [chunk])}))
@@ -125,7 +125,7 @@ def test_counts_of_classes_are_checked():
     """Counts by tile and class must add up to the entries, each and all, and their gaps must find members."""
     dtype = BY_NAME["uint16"]
     layout, positions, words = made(8, dtype, (3000, 50), 0.1)
-    coded = codec.code(codec.profile("ctx").encode(layout, [positions], [words]))
+    coded = codec.encode_streams(codec.profile("ctx").encode(layout, [positions], [words]))
     for count in (layout.count + np.array([1, 0]), layout.count - np.array([0, 1])):
         with pytest.raises(InvalidField, match="do not add up to those of the entries"):
             codec.profile("ctx").decode(replace(layout, count=count), Reader(coded))
@@ -142,7 +142,7 @@ def test_other_old_bits_never_lead_out_of_a_region():
     rng = np.random.default_rng(9)
     layout, positions, words = made(10, BY_NAME["bfloat16"], (3000, 50, 1024), 0.1)
     layout = replace(layout, classes=Classes(7, (100, 250)))
-    coded = codec.code(codec.profile("ctx").encode(layout, [positions], [words]))
+    coded = codec.encode_streams(codec.profile("ctx").encode(layout, [positions], [words]))
     refused = 0
     for flips in (1, 10, 1000):
         for _ in range(20):
@@ -165,9 +165,9 @@ def test_other_old_bits_never_lead_out_of_a_region():
 def test_ctx_needs_the_old_bits():
     """Neither written nor read without them."""
     layout, positions, words = made(11, BY_NAME["bfloat16"], (300,), 0.1)
-    coded = codec.code(codec.profile("ctx").encode(layout, [positions], [words]))
-    for lacking in ({"old": None}, {"classes": None}):
+    coded = codec.encode_streams(codec.profile("ctx").encode(layout, [positions], [words]))
+    for lacking in ({"old_addresses": None}, {"classes": None}):
         with pytest.raises(NeedsBase):
             codec.profile("ctx").encode(replace(layout, **lacking), positions, words)
     with pytest.raises(NeedsBase, match="bucket is in profile ctx"):
-        codec.profile("ctx").decode(replace(layout, old=None), Reader(coded))
+        codec.profile("ctx").decode(replace(layout, old_addresses=None), Reader(coded))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparserl import codec
-from sparserl.codec import Layout, Reader, Stream, numbers, value
+from sparserl.codec import BucketLayout, Reader, Stream, numbers, value
 from sparserl.codec.coders import CODERS
 from sparserl.errors import InvalidField, Truncated, UnsupportedFormat
 from sparserl.kernels import reference
@@ -56,10 +56,10 @@ def test_profiles_give_back_what_they_were_given(profile, dtype):
 def test_parts_are_written_as_if_they_were_joined(profile):
     """However the changes of some entries are put together, the streams are the same."""
     layout, positions, words = made(4, BY_NAME["bfloat16"], (3000, 5, 1024, 4000, 700, 1), 0.1)
-    whole = codec.code(profile.encode(layout, [positions], [words]))
+    whole = codec.encode_streams(profile.encode(layout, [positions], [words]))
     ends = np.cumsum(layout.count)
     for cuts in (ends[:-1], ends[[0, 2]], ends[[3]]):
-        parts = codec.code(profile.encode(layout, np.split(positions, cuts), np.split(words, cuts)))
+        parts = codec.encode_streams(profile.encode(layout, np.split(positions, cuts), np.split(words, cuts)))
         assert {id: [bytes(c) for c in chunks] for id, (_, chunks) in parts.items()} == {
             id: [bytes(c) for c in chunks] for id, (_, chunks) in whole.items()
         }
@@ -116,10 +116,10 @@ def test_every_stream_is_needed(profile):
 
 def test_positions_out_of_range_are_refused():
     """Positions that do not rise, or leave their region, name the entry at fault."""
-    layout = Layout(BY_NAME["uint8"], np.array([10, 10]), np.array([2, 2]), 10, 8)
+    layout = BucketLayout(BY_NAME["uint8"], np.array([10, 10]), np.array([2, 2]), 10, 8)
     words = np.arange(4, dtype=np.uint8)
     for positions, bad in (([0, 5, 3, 10], 1), ([5, 5, 0, 1], 0), ([5, 4, 0, 1], 0), ([0, 10, 0, 1], 0)):
-        coded = codec.code(codec.profile("raw").encode(layout, [np.array(positions, np.uint32)], [words]))
+        coded = codec.encode_streams(codec.profile("raw").encode(layout, [np.array(positions, np.uint32)], [words]))
         with pytest.raises(InvalidField, match=f"entry {bad}"):
             codec.profile("raw").decode(layout, Reader(coded))
 
@@ -127,35 +127,35 @@ def test_positions_out_of_range_are_refused():
 def test_gaps_and_counts_out_of_range_are_refused():
     """Tile counts that do not add up to the entry's, and gaps past the end of a region, are found."""
     layout, positions, words = made(3, BY_NAME["uint8"], (3000, 50), 0.1)
-    coded = codec.code(codec.profile("gap").encode(layout, [positions], [words]))
+    coded = codec.encode_streams(codec.profile("gap").encode(layout, [positions], [words]))
     for numel, count in (
         (layout.numel, layout.count + np.array([1, -1])),
         (layout.numel, layout.count + np.array([-1, 1])),
         (np.array([int(positions[layout.count[0] - 1]), 50]), layout.count),
     ):
-        wrong = Layout(layout.dtype, numel, count, layout.tile_log, layout.chunk_log)
+        wrong = BucketLayout(layout.dtype, numel, count, layout.tile_log, layout.chunk_log)
         with pytest.raises(InvalidField, match="entry"):
             codec.profile("gap").decode(wrong, Reader(coded))
 
 
 def test_steps_wider_than_the_element_are_refused():
     """A step must fit the width it is taken in."""
-    layout = Layout(BY_NAME["uint8"], np.array([10]), np.array([2]), 10, 8)
+    layout = BucketLayout(BY_NAME["uint8"], np.array([10]), np.array([2]), 10, 8)
     wide = numbers.write(layout, np.array([3, 256], np.uint16), Stream.STEP_TOKENS, Stream.STEP_LOWS)
     gaps = codec.profile("ulp").encode(layout, [np.array([1, 2], np.uint32)], [np.array([3, 4], np.uint8)])
     with pytest.raises(InvalidField, match="number 1"):
-        codec.profile("ulp").decode(layout, Reader(codec.code({**gaps, **wide})))
+        codec.profile("ulp").decode(layout, Reader(codec.encode_streams({**gaps, **wide})))
 
 
 @each_dtype
 def test_planes_are_those_of_the_specification(dtype):
     """One stream per byte of a word, all lowest bytes first."""
     words = np.arange(300, dtype=np.uint16).astype(dtype.uint) * dtype.uint.type(77)
-    layout = Layout(dtype, np.array([300]), np.array([300]), 10, 16)
+    layout = BucketLayout(dtype, np.array([300]), np.array([300]), 10, 16)
     written = value.write_planes(layout, words, Stream.WORD_PLANE)
     planes = [b"".join(bytes(chunk) for chunk in written[Stream.WORD_PLANE + i]) for i in range(dtype.width)]
     assert planes == [plane.tobytes() for plane in reference.planes(words)]
-    assert (value.read_planes(layout, Reader(codec.code(written)), 300, Stream.WORD_PLANE) == words).all()
+    assert (value.read_planes(layout, Reader(codec.encode_streams(written)), 300, Stream.WORD_PLANE) == words).all()
 
 
 def test_ids_are_those_of_the_format():
@@ -178,7 +178,7 @@ def test_ids_are_those_of_the_format():
         "DENSE_PLANE": 24,
         "CLASS": 64,
     }
-    assert [id for id in range(256) if Stream.known(id)] == [*range(11), *range(16, 32), *range(64, 96)]
+    assert [id for id in range(256) if Stream.is_known(id)] == [*range(11), *range(16, 32), *range(64, 96)]
     assert [id for id in range(256) if Stream.is_dense(id)] == [10, *range(24, 32)]
 
 

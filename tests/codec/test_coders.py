@@ -10,8 +10,8 @@ import pytest
 import zstandard
 
 from sparserl import codec
-from sparserl.codec import Reader, Row, Stream
-from sparserl.codec.coders import CODERS, Rans, Stored, Zstd, squeeze
+from sparserl.codec import AdjacentChunks, Reader, Stream
+from sparserl.codec.coders import CODERS, Rans, Stored, Zstd, encode_smallest
 from sparserl.errors import InvalidField, Truncated
 from tests.codec.placed_changes import full
 
@@ -59,18 +59,18 @@ def test_the_coder_is_the_one_that_makes_a_stream_smaller():
     """Skewed symbols take rans, repeated strings zstd; bytes that do not shrink are stored as they are."""
     rng = np.random.default_rng(1)
     noise, skewed, repeated = rng.bytes(5000), rng.geometric(0.9, 5000).astype(np.uint8).tobytes(), rng.bytes(100) * 50
-    assert squeeze([noise]) == (Stored(), [noise])
+    assert encode_smallest([noise]) == (Stored(), [noise])
     for raw, best in ((skewed, Rans()), (bytes(5000), Rans()), (repeated, Zstd())):
-        coder, chunks = squeeze([raw, raw])
+        coder, chunks = encode_smallest([raw, raw])
         assert coder == best
         assert [bytes(coder.decode(chunk, 5000)) for chunk in chunks] == [raw, raw]
         assert sum(map(len, chunks)) < 2000
-    assert squeeze([b""])[0] == Stored()
+    assert encode_smallest([b""])[0] == Stored()
 
 
 def test_code_leaves_out_empty_streams():
     """A stream without bytes is not written, and reads as empty."""
-    coded = codec.code({Stream.TILE_TOKENS: [b"", b""], Stream.GAP_TOKENS: [b"abc"], Stream.WORDS: []})
+    coded = codec.encode_streams({Stream.TILE_TOKENS: [b"", b""], Stream.GAP_TOKENS: [b"abc"], Stream.WORDS: []})
     assert set(coded) == {Stream.GAP_TOKENS}
     reader = Reader(coded)
     assert reader.take(Stream.TILE_TOKENS, 0) == b""
@@ -98,7 +98,7 @@ def laid(coded, body=bytes):
     at, placed = 0, {}
     for stream, (coder, chunks) in coded.items():
         sizes = np.array([len(chunk) for chunk in chunks])
-        placed[stream] = coder, Row(whole[at : at + sizes.sum()], sizes)
+        placed[stream] = coder, AdjacentChunks(whole[at : at + sizes.sum()], sizes)
         at += sizes.sum()
     return Reader(placed), whole
 
@@ -158,12 +158,12 @@ def test_low_bits_of_many_chunks_at_once(row):
 
     def reader(coder):
         parts = [b"1234", b"", b"56"]
-        chunks = Row(memoryview(b"".join(parts)), np.array([4, 0, 2])) if row else parts
+        chunks = AdjacentChunks(memoryview(b"".join(parts)), np.array([4, 0, 2])) if row else parts
         return Reader({Stream.GAP_LOWS: (coder, chunks)})
 
     found = reader(Stored()).take_all_stored(Stream.GAP_LOWS, [4, 4, 4])
     assert found.length.tolist() == [4, 0, 2]
-    assert [ctypes.string_at(a, n) for a, n in zip(found.at.tolist(), found.length.tolist(), strict=True)] == [
+    assert [ctypes.string_at(a, n) for a, n in zip(found.address.tolist(), found.length.tolist(), strict=True)] == [
         b"1234",
         b"",
         b"56",

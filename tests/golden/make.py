@@ -97,7 +97,7 @@ def encode(
     )
     head = Head(profile, dtype, spec.tile_log, spec.chunk_log, (), entries)
     addresses = np.array([b.ctypes.data for b in before], np.int64)
-    layout = replace(head.layout, old=addresses, classes=classes(dtype, number))
+    layout = replace(head.layout, old_addresses=addresses, classes=classes(dtype, number))
     streams: codec.Chunks = {}
     if positions:
         streams |= profile.encode(layout, positions, words)

@@ -175,7 +175,7 @@ def _bucket(
     head = Head(profile, dtype, TILE_LOG, 8, ((1, 100), (2, 90)), entries)
     streams: codec.Chunks = {}
     addresses = np.array([a.ctypes.data for a in before], np.int64)
-    layout = replace(head.layout, old=addresses, classes=CLASSES[dtype.width])
+    layout = replace(head.layout, old_addresses=addresses, classes=CLASSES[dtype.width])
     if positions:
         streams |= profile.encode(layout, positions, words)
     if dense:

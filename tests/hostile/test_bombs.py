@@ -23,7 +23,7 @@ SMALL = 8192
 ENDS = {
     "table_of_zeros": "InvalidField: tensor table: names do not rise",
     "table_longer_than_it_says": "InvalidField: a zstd chunk does not decode to 100 bytes",
-    "table_shorter_than_it_says": "InvalidField: a zstd chunk holds 1 bytes where 67108864 are due",
+    "table_shorter_than_it_says": "InvalidField: a zstd chunk holds 1 bytes instead of 67108864",
     "table_of_a_million_tensors": "valid: 0 buckets, 1048576 tensors",
     "table_of_many_tensors": "valid: 0 buckets, 65536 tensors",
     "table_of_a_million_equal_names": "InvalidField: tensor table: names do not rise",

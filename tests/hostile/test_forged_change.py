@@ -169,7 +169,7 @@ def plane_of_a_wider_dtype(p):
     p.buckets[0].streams.append(Stream(18, [p.buckets[0].stream(17).chunks[0]]))
 
 
-@cases.each({"short": -1, "long": 1}, InvalidField, "where 30 are due")
+@cases.each({"short": -1, "long": 1}, InvalidField, "instead of 30")
 def dense_of_another_length(p, by):
     stream = p.buckets[3].streams[0]
     stream.chunks[0] = (stream.chunks[0] + b"\0")[: len(stream.chunks[0]) + by]

@@ -284,13 +284,15 @@ def rans_bytes_too_many(p, more):
 
 
 @each(
-    {"0": 0, "1": 1, "below": 0xFFFF, "begin": 1 << 16, "most": (1 << 32) - 1}, InvalidField, "does not come out even"
+    {"0": 0, "1": 1, "below": 0xFFFF, "begin": 1 << 16, "most": (1 << 32) - 1},
+    InvalidField,
+    "does not end where it should",
 )
 def rans_state(p, state):
     recoded(p, lambda raw, freq, states, words: chunk_of(forge.rans_table(freq), [state], words))
 
 
-@forged(InvalidField, "does not come out even|the changes lead to digest|leaves its tile|stream 68")
+@forged(InvalidField, "does not end where it should|the changes lead to digest|leaves its tile|stream 68")
 def rans_state_of_other_symbols(p):
     recoded(p, lambda raw, freq, states, words: chunk_of(forge.rans_table(freq), [states[0] ^ 1], words))
 
@@ -300,7 +302,7 @@ def rans_states_too_many(p):
     recoded(p, lambda raw, freq, states, words: chunk_of(forge.rans_table(freq), states * 2, words))
 
 
-@each({"fewer": -1, "more": 1}, InvalidField, "does not come out even")
+@each({"fewer": -1, "more": 1}, InvalidField, "does not end where it should")
 def rans_of_other_length(p, by):
     recoded(p, lambda raw, freq, states, words: forge.rans((raw + raw[:1])[: len(raw) + by], freq))
 

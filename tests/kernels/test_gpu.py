@@ -24,7 +24,7 @@ outside = pytest.mark.skipif(INTERPRETED, reason="starts a process of its own")
 if INTERPRETED:
     from sparserl import codec
     from sparserl.codec.coders import Rans
-    from sparserl.codec.profile import Classes, Layout
+    from sparserl.codec.profile import BucketLayout, Classes
     from sparserl.errors import InvalidField
     from sparserl.kernels import gpu, reference
     from sparserl.weights.dtypes import BY_NAME
@@ -175,18 +175,18 @@ def test_cast_compare_mark_copy():
 def cpu_streams(dtype, olds, news, log, chunk_log, classes):
     """What the CPU writes in `ctx`: coder and chunks by stream."""
     live = [(a, *reference.diff(a, b)) for a, b in zip(olds, news, strict=True) if (a != b).any()]
-    layout = Layout(
+    layout = BucketLayout(
         dtype,
         np.array([a.size for a, *_ in live]),
         np.array([p.size for _, p, _, _ in live]),
         log,
         chunk_log,
-        old=np.array([a.ctypes.data for a, *_ in live]),
+        old_addresses=np.array([a.ctypes.data for a, *_ in live]),
         classes=classes,
     )
     steps = np.concatenate([reference.steps(x, y, dtype.sign_magnitude) for _, _, x, y in live])
     streams = codec.profile("ctx").encode(layout, [np.concatenate([p for _, p, _, _ in live])], [steps])
-    coded = codec.code({id: chunks for id, chunks in streams.items() if id != codec.Stream.CLASSES})
+    coded = codec.encode_streams({id: chunks for id, chunks in streams.items() if id != codec.Stream.CLASSES})
     return {int(id): (coder.id, [bytes(c) for c in chunks]) for id, (coder, chunks) in coded.items()}
 
 

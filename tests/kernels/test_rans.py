@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparserl.codec.coders import Rans, expand, where
+from sparserl.codec.coders import Rans, chunk_addresses, decode_chunks
 from sparserl.errors import InvalidField
 from sparserl.kernels import cpu, reference
 
@@ -148,10 +148,10 @@ def test_many_chunks_at_once():
         rng.shuffle(sizes)
         raw = [drawn(rng, size, KINDS[(i + turn) % len(KINDS)]) for i, size in enumerate(sizes)]
         coded = [bytes(Rans().encode(r)) for r in raw]
-        assert expand(where(coded), sizes).tobytes() == b"".join(raw)
+        assert decode_chunks(chunk_addresses(coded), sizes).tobytes() == b"".join(raw)
         for i in range(len(coded)):
             for broken in (coded[i][:-2], coded[i] + b"\0\0", coded[i][:-1]):
-                assert expand(where([*coded[:i], broken, *coded[i + 1 :]]), sizes) is None
+                assert decode_chunks(chunk_addresses([*coded[:i], broken, *coded[i + 1 :]]), sizes) is None
 
 
 @given(st.binary(min_size=1, max_size=600))

@@ -15,7 +15,7 @@ from sparserl.errors import ChecksumMismatch, InvalidField, LimitExceeded, Unsup
 from sparserl.patch.decode import decode
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.local import LocalWeights
-from sparserl.wire import Entries, Head, Laid, decode_bucket, encode_bucket, limits
+from sparserl.wire import EncodedStreams, Entries, Head, decode_bucket, encode_bucket, limits
 from sparserl.wire.cursor import checksum
 from sparserl.wire.table import encode_table, table_hash
 
@@ -61,12 +61,12 @@ def bucket(profile, rows, positions, words, dense, tile_log=16, chunk_log=16, es
     sparse = [(tensor, region) for tensor, region, _, dense in rows if not dense]
     bits = [BASE.bits(*place).copy() for place in sparse]
     old = np.array([b.ctypes.data for b in bits], np.int64)
-    layout = replace(head.layout, old=old, classes=codec.Classes(2, (9, 40)))
+    layout = replace(head.layout, old_addresses=old, classes=codec.Classes(2, (9, 40)))
     streams = head.profile.encode(layout, [positions], [words]) if len(positions) else {}
     if len(dense):
         writer = value.write_planes if head.profile.planar else value.write_words
         streams |= writer(head.layout, dense, Stream.DENSE_PLANE if head.profile.planar else Stream.DENSE)
-    return encode_bucket(head, codec.code(streams), HASH)
+    return encode_bucket(head, codec.encode_streams(streams), HASH)
 
 
 def test_a_bucket_is_these_bytes():
@@ -197,14 +197,14 @@ def test_streams_that_lie_together(before, behind):
     """Streams that are laid out already make the same bucket, in their own memory where there is room for the rest."""
     head = Head(codec.profile("raw"), U8, 16, 16, (), entries((0, None, 3, False), (1, None, 2, False)))
     positions, words = np.array([0, 5, 9, 7, 8], np.uint32), np.arange(5, dtype=np.uint8)
-    streams = codec.code(head.profile.encode(head.layout, [positions], [words]))
+    streams = codec.encode_streams(head.profile.encode(head.layout, [positions], [words]))
     expected = encode_bucket(head, streams, HASH)
     body = b"".join(chunk for _, chunks in streams.values() for chunk in chunks)
     numbers = [n for id, (coder, its) in sorted(streams.items()) for n in (id, coder.id, len(its), *map(len, its))]
     room = np.full(before + len(body) + behind, 0xA5, np.uint8)
     room[before : before + len(body)] = np.frombuffer(body, np.uint8)
-    laid = Laid(2, numbers, room.data, before, before + len(body))
+    laid = EncodedStreams(2, numbers, room.data, before, before + len(body))
     made = encode_bucket(head, {}, HASH, laid)
     assert bytes(made) == expected
     assert np.shares_memory(np.frombuffer(made, np.uint8), room) == ((before, behind) == (200, 16))
-    assert bytes(encode_bucket(head, {}, HASH, laid.bare)) == expected
+    assert bytes(encode_bucket(head, {}, HASH, laid.without_margins)) == expected

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from ..errors import UnsupportedFormat
 from . import numbers, value
-from .coders import Coder, Row, coder
+from .coders import AdjacentChunks, Coder, coder
 from .ctx import Ctx
 from .gap import Gap
-from .profile import Classes, Found, Layout, Profile
+from .profile import BucketLayout, Classes, DecodedChanges, Profile
 from .raw import Raw
-from .streams import Chunks, Coded, Reader, Stream, code
+from .streams import Chunks, Coded, Reader, Stream, encode_streams
 from .ulp import Ulp
 
 PROFILES: dict[str, Profile] = {p.name: p for p in (Raw(), Gap(), Ulp(), Ctx())}
@@ -24,32 +24,32 @@ _BY_ID = {p.id: p for p in PROFILES.values()}
 
 def profile(name: str) -> Profile:
     """The profile of a name."""
-    if (found := PROFILES.get(name)) is None:
+    if name not in PROFILES:
         raise UnsupportedFormat(f"unknown profile {name!r}; this release knows {', '.join(PROFILES)}")
-    return found
+    return PROFILES[name]
 
 
 def profile_by_id(id: int) -> Profile:
     """The profile of an id on the wire."""
-    if (found := _BY_ID.get(id)) is None:
+    if id not in _BY_ID:
         raise UnsupportedFormat(f"unknown profile id {id}; a newer sparserl wrote this")
-    return found
+    return _BY_ID[id]
 
 
 __all__ = [
     "PROFILES",
+    "AdjacentChunks",
+    "BucketLayout",
     "Chunks",
     "Classes",
     "Coded",
     "Coder",
-    "Found",
-    "Layout",
+    "DecodedChanges",
     "Profile",
     "Reader",
-    "Row",
     "Stream",
-    "code",
     "coder",
+    "encode_streams",
     "numbers",
     "profile",
     "profile_by_id",

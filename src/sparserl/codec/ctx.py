@@ -1,6 +1,6 @@
-"""`ctx`: gaps and steps told apart by the magnitude of the old bits. Needs all the old bits of the regions it changes.
+"""`ctx`: gaps and steps, separated by the magnitude of the old bits. Needs all old bits of the regions it changes.
 
-Small weights change often and large ones seldom, and both sides hold the old bits. So elements are put into classes by
+Small weights change often and large ones seldom, and both sides have the old bits. So elements are put into classes by
 old magnitude, a gap counts only the elements of its own class, and every class has its own streams.
 """
 
@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import InvalidField, NeedsBase
 from ..kernels import MOST_CLASSES, cpu
 from ..weights.dtypes import DType, UIntArray
 from . import numbers
-from .profile import Classes, Found, Layout, Positions, empty
+from .profile import BucketLayout, Classes, DecodedChanges, Positions, empty
 from .streams import Chunks, Reader, Stream
 
 KEYS = 512  # thresholds are below this
 
 
 def magnitude(dtype: DType) -> tuple[Any, Any]:
-    """How kernels see the magnitudes of a dtype: an empty array that tells the kind, and the bits to keep."""
+    """How kernels read the magnitudes of a dtype: an empty array of the integer type, and a mask of bits to keep."""
     width = 8 * dtype.width
     if dtype.signed:
         return np.empty(0, f"<i{dtype.width}"), np.uint64((1 << width) - 1)
@@ -31,13 +32,13 @@ def magnitude(dtype: DType) -> tuple[Any, Any]:
 
 
 def _limits(classes: Classes) -> tuple[int, Any]:
-    """Thresholds as magnitudes, behind zeros that fill them up: kernels are compiled for 4 and for 7."""
+    """Thresholds as magnitudes, padded in front with zeros, because kernels are compiled for 4 and for 7."""
     spare = (4 if len(classes.thresholds) <= 4 else 7) - len(classes.thresholds)
     return spare, (np.uint64(0),) * spare + tuple(np.uint64(t << classes.shift) for t in classes.thresholds)
 
 
-def tiles(layout: Layout) -> int:
-    """Tiles of all regions."""
+def tiles(layout: BucketLayout) -> int:
+    """The number of tiles of all regions."""
     return int((((layout.numel - 1) >> layout.tile_log) + 1).sum())
 
 
@@ -50,70 +51,101 @@ class Ctx:
     planar: ClassVar[bool] = True
     conditional: ClassVar[bool] = True
 
-    def encode(self, layout: Layout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
-        if layout.old is None or layout.classes is None:
-            raise NeedsBase("ctx is written with the old bits at hand")
-        kind, keep = magnitude(layout.dtype)
+    def encode(self, layout: BucketLayout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
+        if layout.old_addresses is None or layout.classes is None:
+            raise NeedsBase("profile ctx is written from the old bits: pass the base weights")
+        kind, mask = magnitude(layout.dtype)
         spare, limits = _limits(layout.classes)
-        counts, told = empty(tiles(layout) * (len(limits) + 1), np.uint32), 0
-        # Each class has room for all changes; what is not written to takes no memory.
-        gaps = [empty(layout.changes, np.uint32) for _ in range(len(limits) + 1)]
-        sorted_words = [empty(layout.changes, layout.dtype.uint) for _ in gaps]
-        ends = [np.array([a.ctypes.data for a in arrays], np.int64) for arrays in (gaps, sorted_words)]
+        rows = len(limits) + 1
+        counts = empty(tiles(layout) * rows, np.uint32)
+        # Each class gets space for all changes; pages that are not written to take no memory.
+        gaps = [empty(layout.changes, np.uint32) for _ in range(rows)]
+        class_words = [empty(layout.changes, layout.dtype.uint) for _ in range(rows)]
+        gap_ends = np.array([row.ctypes.data for row in gaps], np.int64)
+        word_ends = np.array([row.ctypes.data for row in class_words], np.int64)
+        written = 0
         for part, steps, (entries, _) in zip(positions, words, layout.spans(positions), strict=True):
-            of = layout.old[entries], layout.numel[entries], layout.count[entries], layout.tile_log
-            told += cpu.classes.class_gaps(kind, keep, *of, limits, part, steps, counts[told:], *ends)
-        counts = counts.reshape(-1, len(limits) + 1)[:, spare:]
+            regions = (layout.old_addresses[entries], layout.numel[entries], layout.count[entries], layout.tile_log)
+            written += cpu.classes.class_gaps(
+                kind, mask, *regions, limits, part, steps, counts[written:], gap_ends, word_ends
+            )
+        counts = counts.reshape(-1, rows)[:, spare:]
         streams: Chunks = {Stream.CLASSES: [write_classes(layout.classes)]}
         streams |= numbers.write(layout, counts.ravel(), Stream.TILE_TOKENS, Stream.TILE_LOWS)
         for c, size in enumerate(counts.sum(0, np.int64).tolist()):
-            stream, row = Stream.CLASS + 4 * c, c + spare
+            stream = Stream.CLASS + 4 * c
+            row = c + spare
             streams |= numbers.write(layout, gaps[row][:size], stream, stream + 1)
-            streams |= numbers.write(layout, sorted_words[row][:size], stream + 2, stream + 3)
+            streams |= numbers.write(layout, class_words[row][:size], stream + 2, stream + 3)
         return streams
 
-    def decode(self, layout: Layout, reader: Reader) -> Found:
-        if layout.old is None:
-            raise NeedsBase(f"{reader.what} is in profile ctx: hand over the base weights, it cannot be read without")
+    def decode(self, layout: BucketLayout, reader: Reader) -> DecodedChanges:
+        if layout.old_addresses is None:
+            raise NeedsBase(f"{reader.what} is in profile ctx, which cannot be read without the base weights")
         classes = read_classes(layout.dtype, reader)
-        kind, keep = magnitude(layout.dtype)
-        spare, limits = _limits(classes)
-        due, most = len(classes.thresholds) + 1, 1 << layout.tile_log
-        counts = numbers.read(
-            layout, reader, due * tiles(layout), most, np.uint32, Stream.TILE_TOKENS, Stream.TILE_LOWS
-        ).reshape(-1, due)
+        counts = _read_counts(layout, reader, len(classes.thresholds) + 1)
         totals = counts.sum(0, np.int64)
         if int(totals.sum()) != layout.changes:
             raise InvalidField(f"{reader.what}: the changes of all tiles do not add up to those of the entries")
-        gaps, words = np.zeros(layout.changes + 1, np.uint32), empty(layout.changes, layout.dtype.uint)
-        at = np.cumsum(totals) - totals
-        widest = (1 << (8 * layout.dtype.width)) - 1
-        reader.decode_ahead(
-            {
-                Stream.CLASS + 4 * c + tokens: layout.chunk_sizes(size)
-                for c, size in enumerate(totals.tolist())
-                for tokens in (0, 2)
-            }
+        gaps, words = _read_classes_streams(layout, reader, totals)
+        reader.finish()  # no error may come after the old bits were overwritten below
+        kind, mask = magnitude(layout.dtype)
+        spare, limits = _limits(classes)
+        changes = DecodedChanges(
+            positions=layout.allocate(layout.changes, np.uint32),
+            words=np.empty_like(words),
+            old=layout.allocate(layout.changes, words.dtype),
         )
-        for c, (low, size) in enumerate(zip(at.tolist(), totals.tolist(), strict=True)):
-            stream, mine = Stream.CLASS + 4 * c, slice(low, low + size)
-            numbers.read_into(layout, reader, gaps[mine], most - 1, stream, stream + 1)
-            numbers.read_into(layout, reader, words[mine], widest, stream + 2, stream + 3)
-        reader.finish()  # for what is landed below must not be followed by an error
-        padded = np.pad(counts, ((0, 0), (spare, 0)))
-        found = Found(
-            layout.room(layout.changes, np.uint32), np.empty_like(words), layout.room(layout.changes, words.dtype)
+        bad = cpu.classes.class_positions(
+            np.empty(0, layout.dtype.uint),
+            *(kind, mask),
+            *(layout.old_addresses, layout.numel, layout.count, layout.tile_log, limits),
+            np.pad(counts, ((0, 0), (spare, 0))).ravel(),
+            np.pad(np.cumsum(totals) - totals, (spare, 0)),
+            *(gaps, words),
+            *(layout.overwrite, layout.dtype.sign_magnitude),
+            *changes,
         )
-        args = kind, keep, layout.old, layout.numel, layout.count, layout.tile_log, limits
-        at, tag = np.pad(at, (spare, 0)), np.empty(0, layout.dtype.uint)
-        order = layout.land, layout.dtype.sign_magnitude
-        bad = cpu.classes.class_positions(tag, *args, padded.ravel(), at, gaps, words, *order, *found)
         if bad >= 0:
             raise InvalidField(
                 f"{reader.what}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile "
                 "(the old bits may not be those of the base)"
             )
-        return found
+        return changes
+
+
+def _read_counts(layout: BucketLayout, reader: Reader, classes: int) -> npt.NDArray[np.uint32]:
+    """The number of changes of every class in every tile: tiles × classes."""
+    tile = 1 << layout.tile_log
+    counts = numbers.read(
+        layout, reader, classes * tiles(layout), tile, np.uint32, Stream.TILE_TOKENS, Stream.TILE_LOWS
+    )
+    return counts.reshape(-1, classes)
+
+
+def _read_classes_streams(
+    layout: BucketLayout, reader: Reader, totals: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.uint32], UIntArray]:
+    """Gaps and words, class by class; behind the gaps there is one zero more, which kernels may read."""
+    reader.decode_ahead(
+        {
+            Stream.CLASS + 4 * c + tokens: layout.chunk_sizes(size)
+            for c, size in enumerate(totals.tolist())
+            for tokens in (0, 2)
+        }
+    )
+    gaps = np.zeros(layout.changes + 1, np.uint32)
+    words = empty(layout.changes, layout.dtype.uint)
+    largest_gap = (1 << layout.tile_log) - 1
+    largest_word = (1 << (8 * layout.dtype.width)) - 1
+    start = 0
+    for c, size in enumerate(totals.tolist()):
+        stream = Stream.CLASS + 4 * c
+        of_class = slice(start, start + size)
+        numbers.read_into(layout, reader, gaps[of_class], largest_gap, stream, stream + 1)
+        numbers.read_into(layout, reader, words[of_class], largest_word, stream + 2, stream + 3)
+        start += size
+    return gaps, words
 
 
 def write_classes(classes: Classes) -> bytes:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..weights.dtypes import UIntArray
 from . import index, value
-from .profile import Found, Layout, Positions
+from .profile import BucketLayout, DecodedChanges, Positions
 from .streams import Chunks, Reader, Stream
 
 
@@ -23,12 +23,12 @@ class Gap:
     planar: ClassVar[bool] = True
     conditional: ClassVar[bool] = False
 
-    def encode(self, layout: Layout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
+    def encode(self, layout: BucketLayout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
         return {
             **index.write_gaps(layout, positions),
             **value.write_planes(layout, np.concatenate(words), Stream.WORD_PLANE),
         }
 
-    def decode(self, layout: Layout, reader: Reader) -> Found:
+    def decode(self, layout: BucketLayout, reader: Reader) -> DecodedChanges:
         positions = index.read_gaps(layout, reader)
-        return Found(positions, value.read_planes(layout, reader, layout.changes, Stream.WORD_PLANE))
+        return DecodedChanges(positions, value.read_planes(layout, reader, layout.changes, Stream.WORD_PLANE))

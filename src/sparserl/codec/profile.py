@@ -15,25 +15,25 @@ from ..weights.dtypes import DType, UIntArray
 from .coders import Buffer
 from .streams import Chunks, Reader, empty
 
-__all__ = ["Classes", "Counts", "Found", "Layout", "Positions", "Profile", "Room", "empty"]
+__all__ = ["Allocator", "BucketLayout", "Classes", "Counts", "DecodedChanges", "Positions", "Profile", "empty"]
 
-Room = Callable[[int, Any], npt.NDArray[Any]]  # a count and a dtype; an array to be filled
+Allocator = Callable[[int, Any], npt.NDArray[Any]]  # from a count and a dtype, an array to be filled
 Positions = npt.NDArray[np.uint32]
 Counts = npt.NDArray[np.int64]
 
 
 class Classes(NamedTuple):
-    """How elements are told apart by the magnitude of their old bits, shifted right: by the thresholds it reaches."""
+    """How elements are put into classes: by how many thresholds the magnitude of their old bits, shifted, reaches."""
 
     shift: int
     thresholds: tuple[int, ...]
 
 
-class Found(NamedTuple):
-    """What a profile read: positions, words, and the old bits where it saw them.
+class DecodedChanges(NamedTuple):
+    """The changes that a profile decoded: positions, words, and the old bits if the profile read them.
 
-    The positions of an entry rise, but for `conditional` profiles, which find them class by class, stretch by stretch.
-    Where such a profile was told to `land` the changes, the words are the new bits, which are in place.
+    The positions of an entry rise, except in `conditional` profiles, which decode them class by class. If such a
+    profile was told to `overwrite` the old bits, the words are the new bits, which are in place.
     """
 
     positions: Positions
@@ -42,34 +42,37 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What both sides know before the streams: the sparse entries of a bucket and how the streams are cut."""
+class BucketLayout:
+    """What writer and reader know before the streams: the sparse entries of a bucket and how streams are cut."""
 
     dtype: DType
     numel: Counts  # elements of each entry's region
     count: Counts  # changes of each entry
     tile_log: int
     chunk_log: int
-    old: Counts | None = None  # addresses of the entries' old bits, in row-major order, where they are at hand
-    classes: Classes | None = None  # of a writer; a reader finds them in a stream
-    land: bool = False  # whether a reader that sees the old bits writes the new ones over them
-    lend: bool = False  # whether what a reader finds may lie in the bucket's own memory
-    room: Room = empty  # where a reader puts positions, and the old bits or what they can take the place of
+    old_addresses: Counts | None = None  # of the entries' old bits, in row-major order, if they are in memory
+    classes: Classes | None = None  # for a writer; a reader decodes them from a stream
+    overwrite: bool = False  # whether a reader that reads the old bits writes the new ones over them
+    lend: bool = False  # whether decoded positions and words may lie in the bucket's own memory
+    allocate: Allocator = empty  # makes arrays for positions, and for old bits or steps
 
     @cached_property
     def changes(self) -> int:
         return int(self.count.sum())
 
     def spans(self, parts: Sequence[Positions]) -> Iterator[tuple[slice, slice]]:
-        """The entries that each of some parts has the changes of, and which of all changes these are."""
-        upto, entry, at = np.cumsum(self.count), 0, 0
+        """For each part, the entries that its changes belong to, and which of all changes they are."""
+        entry_ends = np.cumsum(self.count)
+        entry = 0
+        start = 0
         for end in accumulate(part.size for part in parts):
-            last = int(np.searchsorted(upto, end)) + 1
-            yield slice(entry, last), slice(at, end)
-            entry, at = last, end
+            last = int(np.searchsorted(entry_ends, end)) + 1
+            yield slice(entry, last), slice(start, end)
+            entry = last
+            start = end
 
     def chunk_sizes(self, total: int) -> list[int]:
-        """Lengths of the chunks that `total` things are cut into."""
+        """Lengths of the chunks that `total` items are cut into."""
         chunk = 1 << self.chunk_log
         return [min(chunk, total - i) for i in range(0, total, chunk)]
 
@@ -81,10 +84,15 @@ class Layout:
 
 
 class Profile(Protocol):
-    """How a bucket is encoded. `words` are the new bits where `absolute`, else zigzag steps from the old ones.
+    """A way to encode a bucket.
 
-    `conditional` profiles look at the old bits, and cannot do without. A writer is given positions and words in parts,
-    each of one entry or of several, so that none has to join them that can do without.
+    Attributes:
+        name: The name that users give.
+        id: The number in the format.
+        absolute: Whether words are the new bits; otherwise they are zigzag steps from the old bits.
+        tiled: Whether positions are encoded as gaps inside tiles.
+        planar: Whether the bits of dense entries are encoded as byte planes.
+        conditional: Whether encoding and decoding need the old bits of all regions.
     """
 
     name: ClassVar[str]
@@ -94,6 +102,10 @@ class Profile(Protocol):
     planar: ClassVar[bool]
     conditional: ClassVar[bool]
 
-    def encode(self, layout: Layout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks: ...
+    def encode(self, layout: BucketLayout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
+        """The streams of changes, given in parts of one or more entries each, so that they need not be joined."""
+        ...
 
-    def decode(self, layout: Layout, reader: Reader) -> Found: ...
+    def decode(self, layout: BucketLayout, reader: Reader) -> DecodedChanges:
+        """The changes that `encode` wrote; a `FormatError` for anything that it would not have written."""
+        ...

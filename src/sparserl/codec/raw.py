@@ -10,7 +10,7 @@ import numpy as np
 
 from ..weights.dtypes import UIntArray
 from . import index, value
-from .profile import Found, Layout, Positions
+from .profile import BucketLayout, DecodedChanges, Positions
 from .streams import Chunks, Reader, Stream
 
 
@@ -23,12 +23,12 @@ class Raw:
     planar: ClassVar[bool] = False
     conditional: ClassVar[bool] = False
 
-    def encode(self, layout: Layout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
+    def encode(self, layout: BucketLayout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
         return {
             **index.write_positions(layout, np.concatenate(positions)),
             **value.write_words(layout, np.concatenate(words), Stream.WORDS),
         }
 
-    def decode(self, layout: Layout, reader: Reader) -> Found:
+    def decode(self, layout: BucketLayout, reader: Reader) -> DecodedChanges:
         positions = index.read_positions(layout, reader)
-        return Found(positions, value.read_words(layout, reader, layout.changes, Stream.WORDS))
+        return DecodedChanges(positions, value.read_words(layout, reader, layout.changes, Stream.WORDS))

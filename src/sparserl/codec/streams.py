@@ -11,7 +11,18 @@ import numpy.typing as npt
 
 from ..errors import FormatError, InvalidField, Truncated
 from ..kernels import MOST_CLASSES
-from .coders import Buffer, Coder, Rans, Row, Stored, Where, by_entropy, expand, squeeze, where
+from .coders import (
+    AdjacentChunks,
+    Buffer,
+    ChunkAddresses,
+    Coder,
+    Rans,
+    Stored,
+    chunk_addresses,
+    decode_chunks,
+    encode_by_entropy,
+    encode_smallest,
+)
 
 
 class Stream(IntEnum):
@@ -33,7 +44,7 @@ class Stream(IntEnum):
     CLASS = 64  # to 95: gap tokens, gap lows, step tokens and step lows of each class
 
     @staticmethod
-    def known(id: int) -> bool:
+    def is_known(id: int) -> bool:
         return id in _KNOWN
 
     @staticmethod
@@ -42,10 +53,8 @@ class Stream(IntEnum):
 
 
 _DENSE = frozenset((int(Stream.DENSE), *range(Stream.DENSE_PLANE, Stream.DENSE_PLANE + 8)))
-_PLANES, _OF_CLASSES = (
-    range(Stream.WORD_PLANE, Stream.WORD_PLANE + 8),
-    range(Stream.CLASS, Stream.CLASS + 4 * MOST_CLASSES),
-)
+_PLANES = range(Stream.WORD_PLANE, Stream.WORD_PLANE + 8)
+_OF_CLASSES = range(Stream.CLASS, Stream.CLASS + 4 * MOST_CLASSES)
 _KNOWN = frozenset((*map(int, Stream), *_PLANES, *_DENSE, *_OF_CLASSES))
 _NOT_WORTH_CODING = frozenset(
     (
@@ -59,57 +68,62 @@ Coded = dict[int, tuple[Coder, list[Buffer]]]
 
 
 def empty(count: int, dtype: Any) -> npt.NDArray[Any]:
-    """An array to be filled; one name for it, so that tests can poison every buffer."""
+    """An array to be filled. All of them are made here, so that tests can poison every buffer."""
     return np.empty(count, dtype)
 
 
-def code(streams: Chunks) -> Coded:
-    """Every stream through the coder that suits it; empty streams are left out."""
-    return {
-        id: (Stored(), chunks) if id in _NOT_WORTH_CODING else (by_entropy if id >= Stream.CLASS else squeeze)(chunks)
-        for id, chunks in streams.items()
-        if any(map(len, chunks))
-    }
+def encode_streams(streams: Chunks) -> Coded:
+    """Encode every stream with the coder that suits it; empty streams are left out."""
+    return {id: _encode(id, chunks) for id, chunks in streams.items() if any(map(len, chunks))}
+
+
+def _encode(id: int, chunks: list[Buffer]) -> tuple[Coder, list[Buffer]]:
+    if id in _NOT_WORTH_CODING:
+        return Stored(), chunks
+    return encode_by_entropy(chunks) if id >= Stream.CLASS else encode_smallest(chunks)
 
 
 class Reader:
-    """Hands out decoded chunks and keeps the books: at the end every chunk must have been asked for."""
+    """Decodes the chunks of a bucket in order, and checks at the end that every chunk was read."""
 
     def __init__(
         self, coded: Mapping[int, tuple[Coder, Sequence[Buffer]]], what: str = "bucket", body: Buffer = b""
     ) -> None:
-        """body: all chunks, one behind the other, where they lie so."""
-        self.what, self.body = what, body
+        """`body` has all chunks, one behind the other, if they lie so in memory. `what` names the bucket in errors."""
+        self.what = what
+        self.body = body
         self._coded = coded
         self._taken = dict.fromkeys(coded, 0)
         self._decoded: dict[int, tuple[list[int], npt.NDArray[np.uint8]]] = {}
 
     def copy(self) -> Reader:
-        """A reader of what is left."""
+        """A reader that continues where this one is."""
         other = Reader(self._coded, self.what, self.body)
         other._taken |= self._taken
         return other
 
-    def decode_ahead(self, wanted: Mapping[int, list[int]]) -> None:
-        """Decode what will be taken, streams and the sizes of all their chunks, in one go.
+    def decode_ahead(self, chunk_sizes: Mapping[int, list[int]]) -> None:
+        """Decode streams that will be taken in one call, given the sizes of all chunks of each.
 
-        Where something is wrong nothing happens, and whoever takes it will see what.
+        If something is wrong with them, nothing is decoded here, and `take` raises the error.
         """
-        found = {s: sizes for s, sizes in wanted.items() if self._whole(s, Rans.id, len(sizes))}
-        if not found:
+        streams = {s: sizes for s, sizes in chunk_sizes.items() if self._is_untouched(s, Rans.id, len(sizes))}
+        if not streams:
             return
-        places = [where(self._coded[stream][1]) for stream in found]
-        at, length = np.concatenate([p.at for p in places]), np.concatenate([p.length for p in places])
-        symbols = expand(Where(at, length, places), [n for sizes in found.values() for n in sizes])
+        coded = [chunk_addresses(self._coded[stream][1]) for stream in streams]
+        address = np.concatenate([c.address for c in coded])
+        length = np.concatenate([c.length for c in coded])
+        all_sizes = [n for sizes in streams.values() for n in sizes]
+        symbols = decode_chunks(ChunkAddresses(address, length, coded), all_sizes)
         if symbols is not None:
-            cuts = np.cumsum([sum(sizes) for sizes in found.values()])[:-1]
-            for (stream, sizes), ready in zip(found.items(), np.split(symbols, cuts), strict=True):
-                self._decoded[stream] = sizes, ready
+            ends = np.cumsum([sum(sizes) for sizes in streams.values()])
+            for (stream, sizes), decoded in zip(streams.items(), np.split(symbols, ends[:-1]), strict=True):
+                self._decoded[stream] = (sizes, decoded)
 
-    def _whole(self, stream: int, coder: int, count: int) -> bool:
-        """Whether a stream is coded like this, in so many chunks, and nobody has taken any."""
-        its_coder, chunks = self._coded.get(stream, (None, ()))
-        return its_coder is not None and its_coder.id == coder and not self._taken[stream] and len(chunks) == count
+    def _is_untouched(self, stream: int, coder_id: int, count: int) -> bool:
+        """Whether a stream has this coder and this many chunks, and none of them was taken yet."""
+        coder, chunks = self._coded.get(stream, (None, ()))
+        return coder is not None and coder.id == coder_id and not self._taken[stream] and len(chunks) == count
 
     def take(self, stream: int, size: int) -> Buffer:
         """The next chunk of a stream, which must decode to exactly `size` bytes; absent streams are empty."""
@@ -122,38 +136,40 @@ class Reader:
             raise type(error)(f"{self.what}: stream {stream}: {error}") from error
 
     def take_all(self, stream: int, sizes: list[int]) -> npt.NDArray[np.uint8]:
-        """The next chunks of a stream, of exactly so many bytes each when decoded, one behind the other."""
-        known, ready = self._decoded.pop(stream, (None, None))
-        if ready is not None and known == sizes and not self._taken[stream]:
+        """The next chunks of a stream, one behind the other; they must decode to exactly these sizes in bytes."""
+        decoded_sizes, decoded = self._decoded.pop(stream, (None, None))
+        if decoded is not None and decoded_sizes == sizes and not self._taken[stream]:
             self._taken[stream] = len(sizes)
-            return ready
-        out, at = empty(sum(sizes), np.uint8), 0
+            return decoded
+        out = empty(sum(sizes), np.uint8)
+        start = 0
         for size in sizes:
-            out[at : at + size] = np.frombuffer(self.take(stream, size), np.uint8)
-            at += size
+            out[start : start + size] = np.frombuffer(self.take(stream, size), np.uint8)
+            start += size
         return out
 
     def take_items(self, stream: int, dtype: Any, sizes: list[int], lend: bool = False) -> npt.NDArray[Any]:
-        """Items as they are, from chunks of so many.
+        """Items of a dtype, from chunks of these numbers of items.
 
-        They may be lent: then they lie in the bucket itself, at any address, if nobody can write to it meanwhile.
+        With `lend`, they may lie in the bucket itself, at any address, if nobody can write to it meanwhile.
         """
         lengths = [dtype.itemsize * size for size in sizes]
-        if lend and (there := self._lent(stream, lengths)) is not None:
+        stored = self._stored_in_place(stream, lengths) if lend else None
+        if stored is not None:
             self._taken[stream] = len(sizes)
-            return np.frombuffer(there, dtype, sum(sizes))
+            return np.frombuffer(stored, dtype, sum(sizes))
         return self.take_all(stream, lengths).view(dtype)
 
-    def _lent(self, stream: int, lengths: list[int]) -> Buffer | None:
-        """A stream in the bucket, if its first chunks, of just these lengths, can be read there as they are."""
+    def _stored_in_place(self, stream: int, lengths: list[int]) -> Buffer | None:
+        """A stream in the bucket's memory, if its first chunks are stored there in exactly these lengths."""
         coder, chunks = self._coded.get(stream, (None, None))
-        if not isinstance(coder, Stored) or not isinstance(chunks, Row) or self._taken[stream]:
+        if not isinstance(coder, Stored) or not isinstance(chunks, AdjacentChunks) or self._taken[stream]:
             return None
         safe = isinstance(getattr(chunks.data, "obj", chunks.data), bytes)
         return chunks.data if safe and chunks.sizes[: len(lengths)].tolist() == lengths else None
 
     def take_stored(self, stream: int, most: int) -> Buffer:
-        """The next chunk of a stream whose length speaks for itself, up to `most` bytes."""
+        """The next chunk of a stream that is stored, of any length up to `most` bytes."""
         if stream not in self._coded:
             return b""
         coder, chunk = self._next(stream)
@@ -163,34 +179,34 @@ class Reader:
             )
         return chunk
 
-    def take_all_stored(self, stream: int, most: list[int]) -> Where:
-        """Where the next chunks of such a stream are, of up to so many bytes each."""
-        if self._whole(stream, Stored.id, len(most)):
-            found = where(self._coded[stream][1])
-            if (found.length <= np.array(most, np.int64)).all():
+    def take_all_stored(self, stream: int, most: list[int]) -> ChunkAddresses:
+        """The addresses of the next chunks of a stream that is stored, each of up to so many bytes."""
+        if self._is_untouched(stream, Stored.id, len(most)):
+            chunks = chunk_addresses(self._coded[stream][1])
+            if (chunks.length <= np.array(most, np.int64)).all():
                 self._taken[stream] = len(most)
-                return found
-        return where([self.take_stored(stream, size) for size in most])
+                return chunks
+        return chunk_addresses([self.take_stored(stream, size) for size in most])
 
     def rows(self) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
-        """Stream, coder, place in the body, and the lengths of its chunks, of every stream."""
-        at = 0
+        """For every stream: its id, its coder's id, its offset in the body, and the lengths of its chunks."""
+        offset = 0
         for stream, (coder, chunks) in self._coded.items():
-            sizes = chunks.sizes if isinstance(chunks, Row) else np.array([*map(len, chunks)], np.int64)
-            yield stream, coder.id, at, sizes
-            at += int(sizes.sum())
+            sizes = chunks.sizes if isinstance(chunks, AdjacentChunks) else np.array([*map(len, chunks)], np.int64)
+            yield stream, coder.id, offset, sizes
+            offset += int(sizes.sum())
 
     def left(self) -> dict[int, tuple[Coder, Sequence[Buffer]]]:
-        """What nobody asked for yet, as it is coded, for whoever decodes it elsewhere."""
-        rest = ((stream, coder, chunks, self._taken[stream]) for stream, (coder, chunks) in self._coded.items())
-        return {
-            stream: (coder, chunks[taken:] if taken else chunks)
-            for stream, coder, chunks, taken in rest
-            if taken < len(chunks)
-        }
+        """The coded chunks that were not taken yet."""
+        out: dict[int, tuple[Coder, Sequence[Buffer]]] = {}
+        for stream, (coder, chunks) in self._coded.items():
+            taken = self._taken[stream]
+            if taken < len(chunks):
+                out[stream] = (coder, chunks[taken:] if taken else chunks)
+        return out
 
     def finish(self) -> None:
-        """Raise unless every chunk of every stream was used."""
+        """Raise unless every chunk of every stream was taken."""
         for stream, (_, chunks) in self._coded.items():
             if self._taken[stream] != len(chunks):
                 left = len(chunks) - self._taken[stream]

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..weights.dtypes import UIntArray
 from . import index, value
-from .profile import Found, Layout, Positions
+from .profile import BucketLayout, DecodedChanges, Positions
 from .streams import Chunks, Reader, Stream
 
 
@@ -23,11 +23,11 @@ class Ulp:
     planar: ClassVar[bool] = True
     conditional: ClassVar[bool] = False
 
-    def encode(self, layout: Layout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
+    def encode(self, layout: BucketLayout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
         return {**index.write_gaps(layout, positions), **value.write_steps(layout, np.concatenate(words))}
 
-    def decode(self, layout: Layout, reader: Reader) -> Found:
+    def decode(self, layout: BucketLayout, reader: Reader) -> DecodedChanges:
         sizes = layout.chunk_sizes(layout.changes)
         reader.decode_ahead({Stream.GAP_TOKENS: sizes, Stream.STEP_TOKENS: sizes})
         positions = index.read_gaps(layout, reader)
-        return Found(positions, value.read_steps(layout, reader))
+        return DecodedChanges(positions, value.read_steps(layout, reader))

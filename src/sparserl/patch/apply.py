@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..codec.profile import Room, empty
+from ..codec.profile import Allocator, empty
 from ..kernels import cpu
 from ..parallel import Progress, ordered, uninterrupted
 from ..weights.digest import Digest
@@ -168,21 +168,21 @@ def _load_undo(dtype: DType) -> None:
 
 
 def exchange(
-    weights: LocalWeights, patch: Contents, index: int, room: Room = empty
+    weights: LocalWeights, patch: Contents, index: int, allocate: Allocator = empty
 ) -> Iterator[tuple[Overlay, Digest]]:
-    """Write the new bits of a bucket; what was there before, in this room, and how the digest moved, part by part."""
+    """Write the new bits of a bucket; give, part by part, the bits before, in new arrays, and how the digest moved."""
     geometry = entry_geometry(weights, patch.heads[index])  # nothing may fail before it is known what was where
-    decoded = patch.decode(index, weights, land=True, room=room)
+    decoded = patch.decode(index, weights, overwrite=True, allocate=allocate)
     for part in decoded.parts():
         if part.positions is not decoded.positions:
             geometry = entry_geometry(weights, part.head)
         new = part.words
         absolute = part.head.profile.absolute
-        if part.landed:
+        if part.overwritten:
             old = overlay(geometry, part, part.old)
             moved = None
         else:  # old bits take the place of steps
-            old = overlay(geometry, part, room(new.size, new.dtype) if absolute else new)
+            old = overlay(geometry, part, allocate(new.size, new.dtype) if absolute else new)
             moved = exchange_bits(old, new, (absolute, part.head.dtype.sign_magnitude))
         yield write_dense_entries(weights, old, new, moved, part)
 

@@ -15,7 +15,7 @@ from tempfile import gettempdir
 from typing import BinaryIO, NamedTuple, Protocol
 
 from ..codec import Reader
-from ..codec.profile import Room, empty
+from ..codec.profile import Allocator, empty
 from ..errors import LimitExceeded, SessionError, Truncated
 from ..files import unnamed
 from ..parallel import ordered, thread_count
@@ -289,15 +289,15 @@ class Contents:
             yield index, head, reader.copy()
 
     def decode(
-        self, index: int, base: LocalWeights | None = None, *, land: bool = False, room: Room = empty
+        self, index: int, base: LocalWeights | None = None, *, overwrite: bool = False, allocate: Allocator = empty
     ) -> Decoded:
         """Decode one bucket: positions and words of its sparse entries, bits of its dense ones.
 
-        `ctx` buckets need the weights that the patch applies to. With `land`, the new bits may be written to them at
-        once: see `Decoded.landed`. What has to be remembered then goes where there is `room`.
+        `ctx` buckets need the weights that the patch applies to. With `overwrite`, the new bits may be written to
+        them at once: see `Decoded.overwritten`. Old bits then go into arrays that `allocate` makes.
         """
-        lend = land and self._buckets.in_memory
-        return decode(*self.open_bucket(index), base, land=land, lend=lend, room=room)
+        lend = overwrite and self._buckets.in_memory
+        return decode(*self.open_bucket(index), base, overwrite=overwrite, lend=lend, allocate=allocate)
 
     def decode_bytes(self, index: int, data: Bucket, base: LocalWeights | None = None) -> Decoded:
         """Decode a bucket from its bytes, which were read before."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..codec import Found, Reader, Stream, profile, value
-from ..codec.profile import Counts, Positions, Room, empty
+from ..codec import DecodedChanges, Reader, Stream, profile, value
+from ..codec.profile import Allocator, Counts, Positions, empty
 from ..kernels import cpu
 from ..weights.batches import Batch
 from ..weights.boxes import select
@@ -33,7 +33,7 @@ class Decoded:
     words: UIntArray
     dense: UIntArray
     old: UIntArray | None  # at the changed positions, where decoding had to look
-    landed: bool = False  # sparse changes are in place already: `words` are the new bits, `old` what was there
+    overwritten: bool = False  # sparse changes are in place already: `words` are the new bits, `old` what was there
 
     @property
     def sparse_tensor(self) -> Counts:
@@ -102,32 +102,32 @@ def decode(
     reader: Reader,
     base: LocalWeights | None = None,
     *,
-    land: bool = False,
+    overwrite: bool = False,
     lend: bool = False,
-    room: Room = empty,
+    allocate: Allocator = empty,
 ) -> Decoded:
     """Decode all streams of a bucket; every position is inside its region afterwards, or an error was raised.
 
-    `base` has the weights that the patch applies to; profiles that are `conditional` cannot do without. Where `land` is
-    said, such a profile writes its changes over the old bits while it has them at hand, or raises and leaves them be.
-    Where `lend` is said, positions and words may lie in the bucket itself, not aligned and not to be written to. Others
-    are put where there is `room`.
+    `base` has the weights that the patch applies to; `conditional` profiles cannot be read without them. With
+    `overwrite`, such a profile writes its changes over the old bits while it reads them, or raises and leaves them
+    unchanged. With `lend`, positions and words may lie in the bucket itself, unaligned and read-only. Others are put
+    into arrays that `allocate` makes.
     """
-    layout = replace(head.layout, lend=lend, room=room)
+    layout = replace(head.layout, lend=lend, allocate=allocate)
     if head.profile.planar:
         dense = value.read_planes(layout, reader, head.dense_elements, Stream.DENSE_PLANE)
     else:
         dense = value.read_words(layout, reader, head.dense_elements, Stream.DENSE)
-    found = Found(np.empty(0, np.uint32), np.empty(0, head.dtype.uint))
+    found = DecodedChanges(np.empty(0, np.uint32), np.empty(0, head.dtype.uint))
     if layout.changes:
         alive: list[object] = []
         if base is not None and head.profile.conditional:
             old, alive = base.read(sparse(head))
-            layout = replace(layout, old=old, land=land and base.in_place(sparse(head), old))
+            layout = replace(layout, old_addresses=old, overwrite=overwrite and base.in_place(sparse(head), old))
         found = head.profile.decode(layout, reader)
         del alive  # copies of old bits may go only now
     reader.finish()
-    return Decoded(head, found.positions, found.words, dense, found.old, layout.land)
+    return Decoded(head, found.positions, found.words, dense, found.old, layout.overwrite)
 
 
 def sparse(head: Head) -> Batch:

@@ -29,7 +29,7 @@ from ..weights.dtypes import DType
 from ..weights.gpu_copies import fetch_with_margins
 from ..weights.on_gpu import on_stream
 from ..weights.region import Numbers
-from ..wire import Entries, Head, Laid
+from ..wire import EncodedStreams, Entries, Head
 from ..wire.cursor import CHECKSUM_BYTES
 from .gpu_changes import CompactedChanges, ComparedRuns, CountedRuns, fetched_digest
 
@@ -53,7 +53,7 @@ class GpuDraft(Draft):
         self.tile_log = tile_log(self.entries)
         self.classes: Classes | None = None
         self.packed: CompactedChanges | None = None
-        self.streams: Callable[[], Laid] | None = None  # the coded streams; waits until they are on the host
+        self.streams: Callable[[], EncodedStreams] | None = None  # the coded streams; waits until they are on the host
         self.profile = ""  # which they are in
         self._written = False  # whether a bucket was written around its streams
 
@@ -87,7 +87,7 @@ class GpuDraft(Draft):
     def head(self, name: str) -> Head:
         return Head(codec.profile(name), self.dtype, self.tile_log, CHUNK_LOG, (), self.entries)
 
-    def coded(self, name: str) -> tuple[Head, Coded, Laid | None]:
+    def coded(self, name: str) -> tuple[Head, Coded, EncodedStreams | None]:
         if name == "raw" and (self.streams is None or self.profile != "raw"):
             assert self.packed is not None
             return self.head(name), {}, _raw_streams(self.packed, [self])[0]()
@@ -99,7 +99,7 @@ class GpuDraft(Draft):
         written = self._written
         self._written = True
         streams = self.streams()
-        return self.head(self.profile), classes, streams.bare if written else streams
+        return self.head(self.profile), classes, streams.without_margins if written else streams
 
 
 class _Lot:
@@ -232,7 +232,7 @@ def _encode_together(found: ComparedRuns, drafts: list[GpuDraft]) -> Generator[W
     bodies = [[body] for body in torch.split(encoded.data, lengths)]
     copies = fetch_with_margins(bodies, _head_room(drafts, directories), CHECKSUM_BYTES)
     for b, draft in enumerate(drafts):
-        draft.streams = partial(_laid, copies, b, int(streams[b]), directories[b])
+        draft.streams = partial(_encoded_streams, copies, b, int(streams[b]), directories[b])
         draft.profile = "ulp" if draft.classes is None else "ctx"
     return moved
 
@@ -252,7 +252,7 @@ def _stream_plan(found: ComparedRuns, drafts: list[GpuDraft]) -> gpu.streams.Str
     return gpu.streams.StreamPlan.of(found.blocks, bucket, tile_logs, limits, 1 << CHUNK_LOG, **order)
 
 
-def _raw_streams(packed: CompactedChanges, drafts: list[GpuDraft]) -> list[Callable[[], Laid]]:
+def _raw_streams(packed: CompactedChanges, drafts: list[GpuDraft]) -> list[Callable[[], EncodedStreams]]:
     """The streams of `raw`, on their way to the host."""
     directories: list[Numbers] = []
     bodies: list[list[torch.Tensor]] = []
@@ -264,7 +264,7 @@ def _raw_streams(packed: CompactedChanges, drafts: list[GpuDraft]) -> list[Calla
         bodies.append([packed.positions[inside], packed.after[inside]])
     with on_stream(packed.old_weights, packed.runs.device):
         copies = fetch_with_margins(bodies, _head_room(drafts, directories), CHECKSUM_BYTES)
-    return [partial(_laid, copies, b, 2, directory) for b, directory in enumerate(directories)]
+    return [partial(_encoded_streams, copies, b, 2, directory) for b, directory in enumerate(directories)]
 
 
 def _head_room(drafts: Sequence[GpuDraft], directories: Sequence[Numbers]) -> list[int]:
@@ -273,5 +273,7 @@ def _head_room(drafts: Sequence[GpuDraft], directories: Sequence[Numbers]) -> li
     return [512 + 64 * len(draft.entries) + 5 * directory.size for draft, directory in pairs]
 
 
-def _laid(copies: Callable[[], list[tuple[memoryview, int, int]]], b: int, streams: int, directory: Numbers) -> Laid:
-    return Laid(streams, directory, *copies()[b])
+def _encoded_streams(
+    copies: Callable[[], list[tuple[memoryview, int, int]]], b: int, streams: int, directory: Numbers
+) -> EncodedStreams:
+    return EncodedStreams(streams, directory, *copies()[b])

@@ -19,7 +19,7 @@ from ..weights.boxes import Boxes, boxes, select
 from ..weights.dtypes import UIntArray
 from ..weights.region import Region
 from ..weights.shards import Place
-from ..wire import LINK, Entries, Head, Laid, begin_bucket
+from ..wire import LINK, EncodedStreams, Entries, Head, begin_bucket
 from .changes import Changes, Dense
 from .classes import choose
 from .cost import Chooser
@@ -115,7 +115,7 @@ class Draft:
         """Whether it is coded already, in that of these profiles with the fewest bits."""
         return False
 
-    def coded(self, name: str) -> tuple[Head, codec.Coded, Laid | None]:
+    def coded(self, name: str) -> tuple[Head, codec.Coded, EncodedStreams | None]:
         """The head without estimates and the coded streams in a profile, which may turn out to be `ulp` for `ctx`."""
         return *_coded(self, name), None
 
@@ -189,7 +189,7 @@ def _coded(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
     if head.profile.conditional and classes is None:
         head = replace(head, profile=codec.profile("ulp"))
         costs.pop("ctx", None)
-    profile, layout = head.profile, replace(head.layout, old=old, classes=classes)
+    profile, layout = head.profile, replace(head.layout, old_addresses=old, classes=classes)
     if live:
         streams = profile.encode(layout, *_in_order(live, profile, order))
     del alive  # copies of old bits may go only now
@@ -197,7 +197,7 @@ def _coded(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
         bits = np.concatenate([dense[i].bits for i in _dense_order(dense)])
         writer = value.write_planes if profile.planar else value.write_words
         streams |= writer(layout, bits, codec.Stream.DENSE_PLANE if profile.planar else codec.Stream.DENSE)
-    return head, codec.code(streams)
+    return head, codec.encode_streams(streams)
 
 
 def _pick(draft: Draft, names: Sequence[str], chooser: Chooser | None) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from . import limits
 from .bucket import (
     LINK,
+    EncodedStreams,
     Entries,
     Estimates,
     Head,
-    Laid,
     begin_bucket,
     decode_bucket,
     encode_bucket,
@@ -22,13 +22,13 @@ from .table import EncodedTable, decode_table, decompress_table, encode_table, e
 __all__ = [
     "LINK",
     "Bytes",
+    "EncodedStreams",
     "EncodedTable",
     "Entries",
     "Estimates",
     "Footer",
     "Head",
     "InMemory",
-    "Laid",
     "OnDisk",
     "PatchReader",
     "PatchWriter",

@@ -10,8 +10,20 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from ..codec import Coded, Coder, Layout, Profile, Reader, Row, Stream, coder, ctx, index, profile_by_id
-from ..codec.coders import CODERS, Buffer, squeeze
+from ..codec import (
+    AdjacentChunks,
+    BucketLayout,
+    Coded,
+    Coder,
+    Profile,
+    Reader,
+    Stream,
+    coder,
+    ctx,
+    index,
+    profile_by_id,
+)
+from ..codec.coders import CODERS, Buffer, encode_smallest
 from ..errors import InvalidField, LimitExceeded, UnsupportedFormat
 from ..kernels import cpu
 from ..weights.boxes import Boxes
@@ -51,7 +63,7 @@ class Entries:
     def coded(self) -> tuple[int, tuple[Coder, list[Buffer]]]:
         """The table as a stream, and how many bytes it has before it is coded."""
         raw = encode_places(self.tensor, self.count << 1 | self.dense, self.region)
-        return len(raw), squeeze([raw])
+        return len(raw), encode_smallest([raw])
 
 
 @dataclass(frozen=True)
@@ -67,9 +79,11 @@ class Head:
     dense_bytes: int = 0  # of the streams that hold dense bits, as coded
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> BucketLayout:
         sparse = self.entries.sparse
-        return Layout(self.dtype, self.entries.numel[sparse], self.entries.count[sparse], self.tile_log, self.chunk_log)
+        return BucketLayout(
+            self.dtype, self.entries.numel[sparse], self.entries.count[sparse], self.tile_log, self.chunk_log
+        )
 
     @cached_property
     def dense_elements(self) -> int:
@@ -77,7 +91,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Laid:
+class EncodedStreams:
     """Coded streams that lie one behind the other already, as they do in a bucket: behind all others.
 
     They are in a part of some memory. What stands before and behind them in a bucket is written to the rest of it, if
@@ -91,17 +105,19 @@ class Laid:
     high: int
 
     @property
-    def bare(self) -> Laid:
+    def without_margins(self) -> EncodedStreams:
         """The same without room."""
-        return Laid(self.streams, self.directory, self.memory[self.low : self.high], 0, self.high - self.low)
+        return EncodedStreams(self.streams, self.directory, self.memory[self.low : self.high], 0, self.high - self.low)
 
 
-def encode_bucket(head: Head, streams: Coded, hash: bytes, laid: Laid | None = None) -> bytes | memoryview:
+def encode_bucket(head: Head, streams: Coded, hash: bytes, laid: EncodedStreams | None = None) -> bytes | memoryview:
     """The bytes of a bucket, checksum included."""
     return begin_bucket(head, streams, hash, laid)()
 
 
-def begin_bucket(head: Head, streams: Coded, hash: bytes, laid: Laid | None = None) -> Callable[[], bytes | memoryview]:
+def begin_bucket(
+    head: Head, streams: Coded, hash: bytes, laid: EncodedStreams | None = None
+) -> Callable[[], bytes | memoryview]:
     """`encode_bucket` but for the checksum, which is found and added by what it returns: on any thread."""
     raw_bytes, entries = head.entries.coded
     streams = {Stream.ENTRIES: entries, **streams}
@@ -124,7 +140,7 @@ def begin_bucket(head: Head, streams: Coded, hash: bytes, laid: Laid | None = No
     return _around(b"".join(parts), laid)
 
 
-def _around(front: bytes, laid: Laid) -> Callable[[], bytes | memoryview]:
+def _around(front: bytes, laid: EncodedStreams) -> Callable[[], bytes | memoryview]:
     """A bucket of what stands before its body, the body, and a checksum; in the body's memory, if there is room."""
     memory, begin, end = laid.memory, laid.low - len(front), laid.high + CHECKSUM_BYTES
     if begin < 0 or end > len(memory):
@@ -198,13 +214,13 @@ def _between(cursor: Cursor, field: str, low: int, high: int) -> int:
     return value
 
 
-def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, Row]], memoryview]:
+def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, AdjacentChunks]], memoryview]:
     """The chunks of every stream, and all of them, one behind the other."""
     count = cursor.varint("stream count", limits.STREAMS)
     directory = _directory(cursor, count) or _directory_in_words(cursor, count)
     body, out = cursor.data[cursor.at :], {}
     for id, its_coder, sizes, total in directory:
-        out[id] = its_coder, Row(cursor.take(total, f"a chunk of stream {id}"), sizes)
+        out[id] = its_coder, AdjacentChunks(cursor.take(total, f"a chunk of stream {id}"), sizes)
     cursor.finish()
     return out, body
 
@@ -217,7 +233,7 @@ def _directory(cursor: Cursor, count: int) -> list[_Told]:
         return []
     ids, coders, many, totals = rows.T.tolist()
     rising = all(a < b for a, b in zip(ids, ids[1:], strict=False))
-    if not rising or 0 in totals or not CODERS.keys() >= set(coders) or not all(map(Stream.known, ids)):
+    if not rising or 0 in totals or not CODERS.keys() >= set(coders) or not all(map(Stream.is_known, ids)):
         return []
     cursor.at, ends = end, [*accumulate(many)]
     sizes = lengths[: ends[-1]].astype(np.int64)
@@ -233,7 +249,7 @@ def _directory_in_words(cursor: Cursor, count: int) -> list[_Told]:
     room = limits.CHUNKS
     for _ in range(count):
         id = cursor.byte("stream id")
-        if not Stream.known(id):
+        if not Stream.is_known(id):
             raise UnsupportedFormat(f"{cursor.what}: unknown stream {id}")
         if directory and id <= directory[-1][0]:
             raise InvalidField(f"{cursor.what}: stream {id} is out of order")

@@ -195,7 +195,7 @@ def test_counts_of_tiles_that_are_negative():
     assert np.array_equal(wrapped.sum(1), parts)
 
     def change(streams):
-        streams.update(codec.code(codec.numbers.write(layout, v.ravel().astype(np.uint32), *names)))
+        streams.update(codec.encode_streams(codec.numbers.write(layout, v.ravel().astype(np.uint32), *names)))
 
     bad, weights = forged(patch, change, tile_log=31), on_gpu(old)
     for where in (on_host(old), weights):

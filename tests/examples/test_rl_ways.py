@@ -97,7 +97,7 @@ def test_over_a_process_group(tmp_path: Path, expected: list[tuple[float, int, s
         env={**os.environ, "PYTHONPATH": str(Path(sparserl.__file__).parents[1]), "TMPDIR": str(tmp_path)},
         capture_output=True,
         encoding="utf-8",
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout

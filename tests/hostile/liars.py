@@ -47,7 +47,7 @@ class Liar:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(120)
 
     @property
     def url(self) -> str:

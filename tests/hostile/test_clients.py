@@ -135,7 +135,7 @@ def test_it_ends_without_a_word(folder: Path) -> None:
             stack.enter_context(connections(url, 10, sent))
         ask(url, "/head.json")
         running.terminate()
-        assert running.wait(20) == 0  # what it said is looked at when it is left
+        assert running.wait(120) == 0  # what it said is looked at when it is left
 
 
 def test_tls_is_no_way_to_be_slow(folder: Path, certificate: tuple[Path, Path]) -> None:
@@ -147,7 +147,7 @@ def test_tls_is_no_way_to_be_slow(folder: Path, certificate: tuple[Path, Path]) 
         store = open_store(url, client_options={"root_certificate": cert.read_bytes()})
         assert store.get("head.json", 10).data == b"first"
         running.terminate()
-        assert running.wait(20) == 0
+        assert running.wait(120) == 0
         store.close()
 
 
@@ -179,7 +179,7 @@ def test_a_tunnel_of_a_proxy(folder: Path, certificate: tuple[Path, Path], monke
             back.start()
             pump(client, server)
             server.shutdown(socket.SHUT_RDWR)
-            back.join(10)
+            back.join(120)
 
     with (
         serving(folder, "--tls-cert", cert, "--tls-key", key) as (url, _),
@@ -195,6 +195,6 @@ def test_a_tunnel_of_a_proxy(folder: Path, certificate: tuple[Path, Path], monke
         store = open_store("https://store.invalid:9", token="t0ken", retry=Retry(attempts=1), client_options=options)
         assert store.get("head.json", 10).data == b"first"
         store.close()
-        thread.join(10)
+        thread.join(120)
     assert seen[0].startswith(b"CONNECT store.invalid:9 HTTP/1.1\r\n")
     assert not [part for part in seen if b"t0ken" in part or b"head.json" in part]

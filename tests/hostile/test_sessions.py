@@ -172,7 +172,7 @@ publisher.publish_in_background()
 def test_the_end_of_a_script_waits_for_its_last_publish(tmp_path, store):
     """It arrives; if it cannot, that is said on stderr, and by the exit code."""
     command = [sys.executable, "-c", ENDS_IN_FLIGHT, str(tmp_path / "store"), store]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
     if store == "whole":
         assert (done.returncode, done.stderr) == (0, "")
         assert read_head(open_store(f"file://{tmp_path}/store"))[0].version == 1

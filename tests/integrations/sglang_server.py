@@ -240,7 +240,7 @@ class Server(ThreadingHTTPServer):
             pipe.send((order, said))
         answers = []
         for _, pipe in asked:
-            assert pipe.poll(150), "a rank does not answer"
+            assert pipe.poll(600), "a rank does not answer"
             answers.append(pipe.recv())
         return answers
 

@@ -112,7 +112,7 @@ import json, sys, torch, transformers, sparserl
 folder, url, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
 print("ready", flush=True)
 keeper = sparserl.Subscriber(url, sparserl.targets.folder(folder))
-keeper.follow(stop=lambda: keeper.version is not None, timeout=120)
+keeper.follow(stop=lambda: keeper.version is not None, timeout=900)
 model = transformers.AutoModelForCausalLM.from_config(
     transformers.AutoConfig.from_pretrained(folder + "/current"), dtype=getattr(torch, sys.argv[4])
 ).eval()
@@ -127,7 +127,7 @@ def say(report):
     print(json.dumps([report.version, held, tokens.tolist()]), flush=True)
 
 
-subscriber.follow(stop=lambda: subscriber.version == last, timeout=120, on_commit=say)
+subscriber.follow(stop=lambda: subscriber.version == last, timeout=900, on_commit=say)
 """
 
 
@@ -185,7 +185,7 @@ def test_the_first_of_two_processes_publishes(tmp_path: Path) -> None:
     """What both have after the same steps."""
     (tmp_path / "rank.py").write_text(RANK.format(tests=str(Path(__file__).parent)))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    subprocess.run([*launch, str(tmp_path / "rank.py"), str(tmp_path)], check=True, capture_output=True, timeout=200)
+    subprocess.run([*launch, str(tmp_path / "rank.py"), str(tmp_path)], check=True, capture_output=True, timeout=900)
     held = llama()
     sparserl.Subscriber(f"file://{tmp_path / 'store'}", held).sync()
     digest = sparserl.digest(held.state_dict()).hex

@@ -139,7 +139,7 @@ def told(workers, *orders):
         pipe.send(order)
     answers = []
     for _, pipe in workers:
-        assert pipe.poll(150)
+        assert pipe.poll(600)
         answers.append(pipe.recv())
     return answers
 

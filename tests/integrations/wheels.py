@@ -38,7 +38,7 @@ def wheel(project: str, version: str) -> Wheel:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
         command += ["-d", str(CACHE), f"{project}=={version}"]
         try:
-            said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240).stderr
+            said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900).stderr
         except subprocess.TimeoutExpired:
             said = "it took too long"
         if not (found := sorted(CACHE.glob(pattern))):

@@ -33,9 +33,12 @@ if INTERPRETED:
 
 
 @outside
-def test_interpreted():
-    """All tests below pass in Triton's interpreter."""
-    out = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__, TRITON_INTERPRET="1")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_interpreted(which):
+    """The tests below pass in Triton's interpreter."""
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", which)
+    out = run("-m", "pytest", *options, __file__, TRITON_INTERPRET="1")
     assert "passed" in out, out
 
 
@@ -208,10 +211,10 @@ def decoded(plan, side, sent, bad):
 @pytest.mark.parametrize(
     ("name", "shift", "classes"),
     [
-        ("bfloat16", 0, (6, (100, 300, 400))),
-        ("float16", 0, (0, (1, 2, 9, 300, 400, 500, 511))),
+        pytest.param("bfloat16", 0, (6, (100, 300, 400)), marks=pytest.mark.long),
+        pytest.param("float16", 0, (0, (1, 2, 9, 300, 400, 500, 511)), marks=pytest.mark.long),
         ("int32", 1, (22, (50, 300))),
-        ("float64", 0, (54, (256, 300))),
+        pytest.param("float64", 0, (54, (256, 300)), marks=pytest.mark.long),
     ],
 )
 def test_ctx_is_that_of_the_cpu(name, shift, classes):

@@ -230,7 +230,7 @@ def test_in_a_browser(recorded: Path, tmp_path: Path, dark: bool) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=True,
     )
     seen = json.loads(re.search(r"<title>(.*?)</title>", ended.stdout)[1].replace("&quot;", '"'))  # type: ignore[index]

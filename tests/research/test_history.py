@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from research import history
 
 TRACE = Path(__file__).parents[1] / "data" / "trace"
 
 
+@pytest.mark.long
 def test_history_takes_fewer_bits() -> None:
     """Plain classes come out as the real patches have them, to the byte; with history it is less."""
     saved = history.savings(TRACE)

@@ -44,7 +44,7 @@ def ranks(size, work, *args):
             process.join()
 
 
-def results(started, wait=60):
+def results(started, wait=240):
     """What each rank returned; raises where one failed."""
     out = []
     for rank, (_, pipe) in enumerate(started):
@@ -86,7 +86,7 @@ def finish(started, folder, but=None):
     said = []
     try:
         for rank, process in enumerate(started):
-            process.join(120)
+            process.join(600)
             said.append(_said(folder, rank).read_text())
             assert rank == but or process.exitcode == 0, f"rank {rank}: {process.exitcode}\n{said[-1]}"
     finally:

@@ -121,7 +121,7 @@ def test_streaming(monkeypatch):
         sizes.append(out.nbytes)
         if len(sizes) == 2:
             second.set()
-        assert second.wait(20), "a piece must be on its way while another one is"
+        assert second.wait(120), "a piece must be on its way while another one is"
         out[...] = there[region.slices]
 
     far = {"w": LazyBits(BY_NAME["uint8"], there.shape, fill, None)}

@@ -22,23 +22,23 @@ pytest.importorskip("torch")
 
 from sparserl.session.group.publisher import GroupPublisher
 from sparserl.session.group.subscriber import GroupSubscriber
-from tests.session.group_faults import Faulty, Hand, at, go, press, quick
+from tests.session.group_faults import LIMIT, PATIENCE, Faulty, Hand, at, go, press, quick
 
 WIDE = {"w": ("u2", (3 << 20,)), "b": ("u4", (100,))}  # an anchor of it takes several frames
 
 
 def struck(rank, group, pipe, writer, victim, blow):
     """One sync that works, and one in the middle of which a rank is killed or stopped."""
-    bits, limit = policy(4, WIDE), 30.0
+    bits = policy(4, WIDE)
     if rank == writer:
-        session = GroupPublisher(group, tensors(bits), writers=(writer,), timeout=limit)
+        session = GroupPublisher(group, tensors(bits), writers=(writer,), timeout=LIMIT)
         turn = session.publish
     else:
         bits = policy(5, WIDE)
-        session = GroupSubscriber(group, tensors(bits), writers=(writer,), timeout=limit)
+        session = GroupSubscriber(group, tensors(bits), writers=(writer,), timeout=LIMIT)
         turn = session.sync
     turn()
-    session._line.timeout = 4.0
+    session._line.timeout = 8.0
     first = seal(bits)
     if rank == writer:
         step(bits, np.random.default_rng(6), 0.9)
@@ -76,13 +76,13 @@ def test_a_rank_that_dies_or_hangs_in_the_middle_is_named(writer, victim, blow):
     """All others raise in bounded time, with its rank in the message; their weights are those they had."""
     with ranks(3, struck, writer, victim, blow) as started:
         for _, pipe in started:
-            assert pipe.poll(60)
+            assert pipe.poll(240)
             kind, value = pipe.recv()
             assert kind == "seal", value
         alive = [one for rank, one in enumerate(started) if rank != victim]
-        for rank, (message, took, first, last) in zip(sorted({0, 1, 2} - {victim}), results(alive, 40), strict=True):
+        for rank, (message, took, first, last) in zip(sorted({0, 1, 2} - {victim}), results(alive), strict=True):
             assert f"rank {victim}" in message, message
-            assert took < 25
+            assert took < PATIENCE
             assert first == last or rank == writer
 
 
@@ -93,15 +93,19 @@ def absent(rank, group, pipe):
     if rank == 0:
         dist.barrier()
         publisher = GroupPublisher(group, tensors(bits), timeout=2)
-        with pytest.raises(PeerLost, match="rank 1 did not come to the sync") as raised:
-            publisher.publish()
+        for wait in (2, 10, 60):  # as long as a slow machine takes to bring rank 2 there
+            publisher._line.timeout = wait
+            with pytest.raises(PeerLost, match="rank 1 did not come to the sync") as raised:
+                publisher.publish()
+            if "rank 2" not in str(raised.value):
+                break
         publisher._line.timeout = 30.0  # rank 1 now comes, however busy the machine is
         pipe.send(("late", None))
         report = publisher.publish()  # the group is in order
         publisher.close()
         return str(raised.value), report.kind
     mine = policy(2)
-    subscriber = GroupSubscriber(group, tensors(mine), timeout=20)
+    subscriber = GroupSubscriber(group, tensors(mine), timeout=LIMIT)
     assert subscriber.stage(timeout=0.05) is None
     dist.barrier()
     if rank == 1:
@@ -113,7 +117,7 @@ def absent(rank, group, pipe):
 def test_a_rank_that_does_not_come_is_named_and_may_come_later():
     """Nobody waits inside a broadcast for it, so that the group stays in order."""
     with ranks(3, absent) as started:
-        assert started[0][1].poll(60)
+        assert started[0][1].poll(240)
         assert started[0][1].recv()[0] == "late"
         started[1][1].send("come")
         (message, kind), *others = results(started)
@@ -133,7 +137,7 @@ def hooked(rank, group, pipe):
 
 def _leads(group, hand):
     rng, bits, seals = np.random.default_rng(1), policy(1), []
-    publisher = GroupPublisher(group, tensors(bits), timeout=30)
+    publisher = GroupPublisher(group, tensors(bits), timeout=LIMIT)
 
     def publish():
         report = quick(publisher.publish)
@@ -169,7 +173,7 @@ def _trips(rank, group, hand):
             raise RuntimeError(f"cannot {which}")
 
     hooks = {"before": lambda: hook("pause"), "after": lambda: hook("resume")}
-    subscriber = GroupSubscriber(group, target, timeout=30, **hooks)
+    subscriber = GroupSubscriber(group, target, timeout=LIMIT, **hooks)
 
     def sync():
         report = quick(subscriber.sync)
@@ -242,7 +246,7 @@ def stepwise(rank, group, pipe):
     def made(first, rows, table=table):
         part = np.zeros((rows, 8), np.float32)
         shards = Shards(table, [Part("w", Region((first, 0), (rows, 8)), part)])
-        return part, GroupPublisher(group, shards, writers=writers, timeout=30)
+        return part, GroupPublisher(group, shards, writers=writers, timeout=LIMIT)
 
     for other, kind, match in (
         (made(5, 2), TensorMismatch, "no rank has 8 of the 64 elements of 'w'"),
@@ -296,10 +300,10 @@ def _watches(group, hand, writers, mine):
         if len(seen) == 3:
             hand.stop("commits")
 
-    subscriber = GroupSubscriber(group, {"w": mine + 1}, writers=writers, timeout=30)
+    subscriber = GroupSubscriber(group, {"w": mine + 1}, writers=writers, timeout=LIMIT)
     subscriber.close()
     mine += 9
-    subscriber = GroupSubscriber(group, {"w": mine}, writers=writers, before=before, timeout=30)
+    subscriber = GroupSubscriber(group, {"w": mine}, writers=writers, before=before, timeout=LIMIT)
     subscriber.follow(on_commit=lambda report: seen.append((report.version, *np.unique(mine).tolist())))
     return seen
 

@@ -16,15 +16,15 @@ from tests.session.ranks import policy, ranks, results, seal, step, tensors
 pytest.importorskip("torch")
 
 from sparserl.session.group.subscriber import GroupSubscriber
-from tests.session.group_faults import Faulty, Hand, at, go, press, quick
+from tests.session.group_faults import LIMIT, Faulty, Hand, at, go, press, quick
 
 
 def relayed(rank, group, pipe, url):
     bits, out = policy(10 + rank), []
     session = (
-        sparserl.Relay(url, group, tensors(bits), timeout=30)
+        sparserl.Relay(url, group, tensors(bits), timeout=LIMIT)
         if rank == 0
-        else GroupSubscriber(group, tensors(bits), timeout=30)
+        else GroupSubscriber(group, tensors(bits), timeout=LIMIT)
     )
     while (word := pipe.recv()) != "end":
         if word == "break" and rank == 2:
@@ -55,7 +55,7 @@ def test_a_relay_hands_on_what_the_store_has(tmp_path):
             for _, pipe in started:
                 pipe.send(word)
             for rank, (_, pipe) in enumerate(started):
-                assert pipe.poll(60)
+                assert pipe.poll(240)
                 kind, value = pipe.recv()
                 assert kind == "synced", f"rank {rank}: {value}"
                 found.append(value)
@@ -79,7 +79,7 @@ def relay_trips(rank, group, pipe, url):
     hand, bits = Hand(pipe), policy(10 + rank)
     if rank == 1:
         seen = []
-        with GroupSubscriber(group, tensors(bits), timeout=30) as subscriber:
+        with GroupSubscriber(group, tensors(bits), timeout=LIMIT) as subscriber:
             subscriber.follow(on_commit=lambda report: seen.append((report.version, seal(bits))))
         return seen
     own, fails, target = policy(1), [], Faulty(tensors(bits))
@@ -89,7 +89,7 @@ def relay_trips(rank, group, pipe, url):
             raise RuntimeError(fails.pop())
 
     publisher = sparserl.Publisher(url, tensors(own))
-    relay = sparserl.Relay(url, group, target, timeout=30, before=before)
+    relay = sparserl.Relay(url, group, target, timeout=LIMIT, before=before)
     seals = []
 
     def publish():

@@ -21,7 +21,7 @@ pytest.importorskip("torch")
 
 from sparserl.session.group.publisher import GroupPublisher
 from sparserl.session.group.subscriber import GroupSubscriber
-from tests.session.group_faults import Faulty
+from tests.session.group_faults import LIMIT, Faulty
 
 
 def many_syncs(rank, group, pipe, folder):
@@ -32,7 +32,7 @@ def _publishes(group):
     rng, bits = np.random.default_rng(1), policy(1)
     seals, kinds, errors = [], [], []
     files = {"config.json": b"{}", "empty": b""}
-    publisher = sparserl.GroupPublisher(group, tensors(bits), files=files, timeout=30)
+    publisher = sparserl.GroupPublisher(group, tensors(bits), files=files, timeout=LIMIT)
 
     def publish(times=1):
         for _ in range(times):
@@ -82,7 +82,7 @@ def _follows(rank, group, folder):
     target = Faulty(tensors(bits))
     several = [target, targets.folder(folder)] if rank == 2 else target
     hooks = {"before": lambda: calls.append("before"), "after": lambda: calls.append("after")}
-    subscriber = sparserl.GroupSubscriber(group, several, timeout=30, audit_every=3, **hooks)
+    subscriber = sparserl.GroupSubscriber(group, several, timeout=LIMIT, audit_every=3, **hooks)
     receive = subscriber._line.receive
 
     def altered(*args):
@@ -146,7 +146,7 @@ def sharded(rank, group, pipe):
     rng, bits, writers, seals = np.random.default_rng(3), policy(3, shapes), (2, 1), []
     if rank not in writers:
         mine = policy(9, shapes)
-        subscriber = GroupSubscriber(group, tensors(mine), writers=writers, timeout=30)
+        subscriber = GroupSubscriber(group, tensors(mine), writers=writers, timeout=LIMIT)
         subscriber.follow(on_commit=lambda report: seals.append((report.version, report.changed, seal(mine))))
         return seals
     table, whole = tensor_table(tensors(bits)), tensors(bits)
@@ -162,7 +162,7 @@ def sharded(rank, group, pipe):
             boxes = {"row": Region((20, 0), (44, 33)), "column": Region((0, 11), (40, 39)), "last": Region((0,), (7,))}
         return Shards(table, [Part(name, box, whole[name][box.slices]) for name, box in boxes.items()])
 
-    publisher = GroupPublisher(group, parts(), writers=writers, timeout=30)
+    publisher = GroupPublisher(group, parts(), writers=writers, timeout=LIMIT)
     for _ in range(4):
         report = publisher.publish()
         seals.append((report.version, report.changed, seal(bits)))
@@ -199,7 +199,7 @@ def rebuilt(rank, group, pipe):
     if rank == 0:
         publisher = None
         for which in (small, large, larger):
-            publisher = GroupPublisher(which, tensors(bits), previous=publisher, timeout=30)
+            publisher = GroupPublisher(which, tensors(bits), previous=publisher, timeout=LIMIT)
             for _ in range(2):
                 report = publisher.publish()
                 out.append((report.run, report.version, report.kind, seal(bits)))
@@ -208,7 +208,7 @@ def rebuilt(rank, group, pipe):
         return out
     mine = policy(2)
     for which in (small, large, larger)[rank - 1 :]:
-        subscriber = GroupSubscriber(which, tensors(mine), timeout=30)
+        subscriber = GroupSubscriber(which, tensors(mine), timeout=LIMIT)
         for _ in range(2):
             report = subscriber.sync()
             out.append((report.run, report.version, report.kind, seal(mine)))

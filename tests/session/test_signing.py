@@ -290,7 +290,10 @@ def test_a_new_key_alone_begins_a_new_run(url, tmp_path):
     assert bits(rollout) == bits(policy.weights)
 
 
-@pytest.mark.parametrize("keys", [(), [], "sparserl-public-", SECRET, [PUBLIC, SECRET]])
+NOT_PUBLIC = {"none": (), "empty": [], "no key": "sparserl-public-", "secret": SECRET, "one secret": [PUBLIC, SECRET]}
+
+
+@pytest.mark.parametrize("keys", NOT_PUBLIC.values(), ids=NOT_PUBLIC.keys())
 def test_trusted_keys_are_public_keys(url, keys):
     """One or more of them; a secret key, an empty list or part of a key is refused at once, on both sides."""
     with pytest.raises(SessionError, match="public key"):

@@ -252,7 +252,7 @@ def die(rank, trainer, store, publisher, folder) -> None:
     started = time.monotonic()
     with pytest.raises(PeerLost, match="rank 1"):  # and at once from now on
         publisher.publish()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 7, "it waited for rank 1 again"
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])

@@ -189,7 +189,7 @@ def test_sharded_trainers(tmp_path):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(120)
+        process.join(900)
         if process.is_alive():
             process.kill()
     said = []

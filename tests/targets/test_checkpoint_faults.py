@@ -257,7 +257,7 @@ print(json.dumps({"kills": n, **seen}))
     [
         (write_file, "in place", "exchange"),
         pytest.param(write_file, "beside", "exchange", marks=pytest.mark.long),
-        (write_folder, "in place", "exchange"),
+        pytest.param(write_folder, "in place", "exchange", marks=pytest.mark.long),
         pytest.param(write_folder, "beside", "exchange", marks=pytest.mark.long),
         pytest.param(write_folder, "in place", "two renames", marks=pytest.mark.long),
     ],

@@ -130,7 +130,7 @@ def test_staging_does_not_wait_and_a_commit_does(kind: str, tmp_path: Path) -> N
 
         with lock:
             found = generated(rollout, each)
-        other.join(60)
+        other.join(120)
         assert 2 <= events.index("staged") <= 5
         assert events[-8:] == ["token"] * 7 + ["committed"]
         assert same(found, before)

@@ -30,7 +30,7 @@ class Answer:
 
 
 def ask(
-    url: str, path: str, method: str = "GET", tls: ssl.SSLContext | None = None, timeout: float = 40, **headers: str
+    url: str, path: str, method: str = "GET", tls: ssl.SSLContext | None = None, timeout: float = 120, **headers: str
 ) -> Answer:
     """One request on a connection of its own; `if_none_match=…` sends If-None-Match. The path goes as it is."""
     place = urlsplit(url)
@@ -66,7 +66,7 @@ def serving(
         finally:
             if running.poll() is None:
                 running.send_signal(signal.SIGTERM)
-            _, said = running.communicate(timeout=20)
+            _, said = running.communicate(timeout=900)
         assert (running.returncode, said) == (0, ""), said[-3000:]
 
 

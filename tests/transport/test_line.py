@@ -26,7 +26,7 @@ def stops_after(count):
 
 
 def talk(rank, group, pipe):
-    line = Line(group, 10.0)
+    line = Line(group, 60.0)
     long = bytes(range(256)) * 10_000
     line.write_note(f"long/{rank}", long)
     line.write_note(f"short/{rank}", b"")
@@ -66,7 +66,7 @@ def _apart(rank, line):
         line.send(SIZES[0], iter(buckets(3)[:1]), 1)
         with pytest.raises(PeerLost) as raised:
             line.await_notes({1: "never"}, "go on")
-    assert time.monotonic() - started < 9  # the alarm was heard: nobody waits until time is up
+    assert time.monotonic() - started < 40  # the alarm was heard: nobody waits until time is up
     with pytest.raises(PeerLost, match="build a new one"):
         line.write_note("more", b"")
     line.close()
@@ -108,18 +108,18 @@ def reborn(rank, group, pipe, at):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         world = dist.group.WORLD
         if rank == 1 and turn == 2:
-            lines.append(Line(world, 20.0))  # before rank 0, which still beats for the old groups
+            lines.append(Line(world, 60.0))  # before rank 0, which still beats for the old groups
             time.sleep(1.2)
             assert lines[-1].read_note("open") is None
             assert lines[-1].read_note("answer") is None
         dist.barrier()
         if rank == 0 or turn == 0:
-            lines.append(Line(world, 20.0))  # rank 1 sits the second group out
+            lines.append(Line(world, 60.0))  # rank 1 sits the second group out
         if turn != 1:
             lines[-1].write_note("answer" if rank else "open", bytes([turn]))
             assert lines[-1].await_notes({1 - rank: "open" if rank else "answer"}, "write") == {1 - rank: bytes([turn])}
             if rank == 0:  # another line over a group that is known
-                assert Line(world, 20.0).read_note("answer") == bytes([turn])
+                assert Line(world, 60.0).read_note("answer") == bytes([turn])
         else:
             assert rank == 1 or lines[-1].read_note("open") is None
         dist.barrier()

@@ -40,7 +40,7 @@ def installed() -> str:
     if shutil.which("nginx", path=path) is None and os.geteuid() == 0 and shutil.which("apt-get"):
         env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         for command in (["update"], ["install", "-y", "--no-install-recommends", "nginx-light"]):
-            subprocess.run(["apt-get", *command], env=env, check=False, capture_output=True, timeout=200)
+            subprocess.run(["apt-get", *command], env=env, check=False, capture_output=True, timeout=900)
     found = shutil.which("nginx", path=path)
     if found is None:
         pytest.skip("nginx is not there and could not be installed with apt-get")
@@ -209,7 +209,7 @@ def test_following_through_a_cache(relay: Relay) -> None:
         step(ours, version)
         publisher.publish()
     ended.set()
-    following.join(10)
+    following.join(120)
     assert not following.is_alive()
     print(f"from published to committed: {[round(1000 * s) for s in late]} ms, the first with all weights")
     assert sorted(late)[2] < 0.8

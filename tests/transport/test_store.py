@@ -238,7 +238,7 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.parametrize("how", ["put", "swap"])
+@pytest.mark.parametrize("how", [pytest.param("put", marks=pytest.mark.long), "swap"])
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new(how: str, tmp_path: Path) -> None:
     """Killed before each system call in turn, a writer leaves whole objects, and the next one sweeps what is left."""
     done = subprocess.run(

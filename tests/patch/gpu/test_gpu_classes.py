@@ -33,6 +33,7 @@ def renamed(weights):
 
 
 @needs_gpu
+@pytest.mark.long
 def test_nothing_is_taken_for_what_it_was():
     """Tables are kept from sync to sync. Weights that lie elsewhere, or are others by the same name, have their own."""
     old, new = two_versions("bfloat16", {"a": (90, 100), "b": (90, 100)}, changes=20)
@@ -123,6 +124,7 @@ def test_histograms_are_those_of_the_cpu():
 
 
 @needs_gpu
+@pytest.mark.long
 def test_classes_are_chosen(monkeypatch):
     """Where small weights change and large ones do not, classes pay, and what is chosen says so."""
     monkeypatch.undo()

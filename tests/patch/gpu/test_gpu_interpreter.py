@@ -39,6 +39,7 @@ def run_all(which):
 
 
 @outside
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
 def test_interpreted(which):
     """The tests of this folder pass in Triton's interpreter."""

@@ -86,6 +86,7 @@ def test_spoiled_buckets():
 
 
 @needs_gpu
+@pytest.mark.long
 @pytest.mark.parametrize("profile", [pytest.param("raw", marks=pytest.mark.long), "ulp"])
 def test_spoiled_buckets_without_classes(profile, monkeypatch):
     """Positions and gaps that lead astray, streams that are missing, too short or too long are refused alike."""
@@ -176,6 +177,7 @@ def test_streams_of_several_chunks(profile, monkeypatch):
 
 
 @needs_gpu
+@pytest.mark.long
 def test_counts_of_tiles_that_are_negative():
     """2^31 is no 32-bit count, though the counts of every part and class then add up to what they should be."""
     old, new = two_versions("bfloat16", {"a": (2000,), "b": (2000,), "c": (2000,)}, changes=60)
@@ -221,6 +223,7 @@ def test_wrong_base():
 
 
 @needs_gpu
+@pytest.mark.long
 def test_staged_and_committed():
     """Staging writes nothing, a commit can be taken back, and weights that moved meanwhile are left as they are."""
     old, new = two_versions("bfloat16", {"all": (20,), "large": (9000,)})

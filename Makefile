@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit long coverage mutants fuzz soak load collective integrations vllm test-vllm slow-link bench docs clean
+.PHONY: demo test lint types kernels unit long coverage mutants fuzz soak load collective integrations vllm test-vllm slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -96,6 +96,9 @@ $(VENV)/.docs: $(STAMP)
 
 docs: $(VENV)/.docs  ## the site, in site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+package: $(STAMP)  ## build the wheel and the sdist, check them, and use the wheel under every Python from 3.10 to 3.13
+	$(BIN)/python tests/packaging/check_packages.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* demo-run site

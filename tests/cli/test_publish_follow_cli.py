@@ -271,11 +271,11 @@ def test_progress_is_for_terminals(here: Path) -> None:
 
 def test_a_timeout(here: Path) -> None:
     """Ends it well where there was a version, and badly where there was none; meanwhile it says what it waits for."""
-    result = invoke("follow", URL, "-o", "out", "--timeout", "100ms")
+    result = invoke("follow", URL, "-o", "out", "--timeout", "6s")
     assert (result.exit_code, result.stdout.count("\n")) == (0, 1)
     assert "stopped at version 2" in result.stderr
     for more in ((), ("--once",)):
-        result = invoke("follow", "file://nowhere", "-o", "none", "--timeout", "0.2", *more)
+        result = invoke("follow", "file://nowhere", "-o", "none", "--timeout", "1s", *more)
         assert (result.exit_code, result.stdout) == (1, "")
         waiting, error = result.stderr.splitlines()
         assert waiting.startswith("sparserl: waiting: ")

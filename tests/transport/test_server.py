@@ -224,7 +224,7 @@ def test_other_addresses(tmp_path: Path) -> None:
         assert running.stderr is not None
         said = running.stderr.readline(), running.stderr.readline()
         running.terminate()
-    assert "whoever reaches this address can read the weights" in said[1]
+    assert "anyone who can reach this address can read the weights" in said[1]
 
 
 def test_help_teaches() -> None:

@@ -159,7 +159,7 @@ def _file(entries: object, data: bytes = bytes(8)) -> bytes:
         (b"\x02" + bytes(7) + b"\xff\xfe", "not valid JSON"),
         (b"\x02" + bytes(7) + b"[]", "a JSON list, not an object"),
         ((100_000).to_bytes(8, "little") + b"[" * 100_000, "not valid JSON"),
-        ((16).to_bytes(8, "little") + b'{"a": 1, "a": 2}', "'a' stands twice"),
+        ((16).to_bytes(8, "little") + b'{"a": 1, "a": 2}', "'a' occurs twice"),
         (_file({"x": X | {"shape": [10**30]}}), "a number of 31 digits"),
         (_file({"x": X | {"shape": [float("nan")]}}), "not valid JSON"),
         (_file({"__metadata__": {"a": 1}, "x": X}), "__metadata__ is not a map from text to text"),
@@ -243,7 +243,7 @@ def _index(folder: Path, weight_map: object) -> None:
         ({"x": "a.safetensors", "y": "a.safetensors"}, "tensor 'y' is not in a.safetensors, where the index puts it"),
         ({"x": "b.safetensors", "y": "a.safetensors"}, "tensor 'x' is not in b.safetensors"),
         ({"y": "b.safetensors", "z": "b.safetensors"}, "tensor 'z' is not in b.safetensors"),
-        ({"x": "a.safetensors", "y": "b.safetensors", "z": "twin.safetensors"}, "tensor 'x' stands in two shards"),
+        ({"x": "a.safetensors", "y": "b.safetensors", "z": "twin.safetensors"}, "tensor 'x' is in two shards"),
         ({"y": "pair.safetensors"}, "tensor 'z' is in pair.safetensors, but the index does not name it"),
     ],
 )
@@ -277,7 +277,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "several indices and none is model.safetensors.index.json: a.safe")
     folder = write_folder(tmp_path / "both", random_weights())
     write_file(folder / "model.safetensors", random_weights(1))
-    refused(folder, "holds both model.safetensors and model.safetensors.index.json")
+    refused(folder, "has both model.safetensors and model.safetensors.index.json")
 
 
 def test_an_index_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

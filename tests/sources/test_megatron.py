@@ -127,9 +127,9 @@ def test_parts_are_views():
 
 def test_what_does_not_fit_is_refused():
     """Models without a map, sizes that cannot be cut, and parameters of other names or shapes."""
-    with pytest.raises(UnsupportedTensor, match=r"'gpt2'; known are llama, mistral"):
+    with pytest.raises(UnsupportedTensor, match=r"'gpt2'; supported are llama, mistral"):
         Model.of({"model_type": "gpt2"})
-    with pytest.raises(TensorMismatch, match="4 layers are not as many on each of 3 stages"):
+    with pytest.raises(TensorMismatch, match="4 layers cannot be spread evenly over 3 stages"):
         layout(CONFIGS["llama"], Ranks(pp_size=3))
     with pytest.raises(TensorMismatch, match="4 experts cannot be spread evenly over 3 ranks"):
         layout(CONFIGS["mixtral"], Ranks(ep_size=3))
@@ -141,5 +141,5 @@ def test_what_does_not_fit_is_refused():
     lay = layout(CONFIGS["llama"], Ranks(), padded_vocab=PADDED)
     with pytest.raises(TensorMismatch, match=r"\['mtp.weight'\] are not in the layout"):
         lay.shards({**named, "mtp.weight": torch.zeros(1)})
-    with pytest.raises(TensorMismatch, match=r"'output_layer.weight' is \[21, 12\], the layout says \[32, 12\]"):
+    with pytest.raises(TensorMismatch, match=r"'output_layer.weight' has shape \[21, 12\], in the layout \[32, 12\]"):
         lay.shards({**named, "output_layer.weight": torch.zeros(VOCAB, HIDDEN)})

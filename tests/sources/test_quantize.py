@@ -164,7 +164,7 @@ def test_a_function_of_the_user() -> None:
         return {name: tensor} if tensor.ndim == 1 else {name + ".hi": tensor.to(torch.float8_e5m2), name + ".n": tensor}
 
     assert set(quantized(weights, halves).weights()) == {"a.weight.hi", "a.weight.n", "b"}
-    with pytest.raises(TensorMismatch, match="made 'x' of 'b'"):
+    with pytest.raises(TensorMismatch, match="returned 'x' for 'b'"):
         quantized(weights, lambda _name, tensor: {"x": tensor}).weights()
     table = sparserl.tensor_table(weights)
     shards = Shards.of(table, weights)

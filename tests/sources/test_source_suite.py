@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparserl import sources, tensor_table
-from sparserl.sources.layout import Layout, Run, stack
+from sparserl.sources.layout import Layout, Span, stack
 from sparserl.testing import SourceConformance
 
 torch = pytest.importorskip("torch")
@@ -80,7 +80,7 @@ class TestLayout(Trained):
         table = tensor_table(whole)
         rows = {"0.weight": ("gate", "up"), "1.weight": ("low", "high")}
         return sources.mapped(
-            Layout(table, {name: stack(table, [Run(t, 0, 20) for t in names]) for name, names in rows.items()}), model
+            Layout(table, {name: stack(table, [Span(t, 0, 20) for t in names]) for name, names in rows.items()}), model
         )
 
 

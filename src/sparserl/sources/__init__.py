@@ -1,11 +1,14 @@
-"""Where the trainer's bits come from."""
+"""Where the weights of a trainer come from: modules, shards, adapters, quantized weights, checkpoints on disk.
+
+A source has a method `weights`. The functions here make sources; `track` makes one that knows what changed.
+"""
 
 from __future__ import annotations
 
 from .adapters import AdapterSource, MergedSource, lora
 from .checkpoint import Checkpoint, open_checkpoint
 from .dtensors import ShardedSource, fsdp
-from .layout import Layout, LayoutSource, Local, Run, Slice, joined, mapped, require_cover
+from .layout import Layout, LayoutSource, Local, Slice, Span, joined, mapped, require_cover
 from .megatron_core import Ranks, megatron
 from .modules import ModuleSource, Source, module
 from .quantize import Blockwise, QuantizedSource, fp8_blockwise, int8, linear_weights, quantized
@@ -22,10 +25,10 @@ __all__ = [
     "ModuleSource",
     "QuantizedSource",
     "Ranks",
-    "Run",
     "ShardedSource",
     "Slice",
     "Source",
+    "Span",
     "Tracker",
     "fp8_blockwise",
     "fsdp",

@@ -1,10 +1,8 @@
 """Weights of a checkpoint on disk, mapped into memory: a safetensors file, or a Hugging Face folder.
 
-A folder has an index (`*.safetensors.index.json`) that says which shard holds which tensor, or one safetensors file.
-Index and shards must agree exactly: a shard or tensor that is missing, unnamed or there twice is an error that names
-it. Pages are read when they are touched and belong to the operating system, so that a checkpoint may be larger than
-memory. A file must not be cut short while it is mapped; replacing it by a rename is fine. Files are regular files:
-nothing waits for a pipe.
+A folder has either an index (`*.safetensors.index.json`) that says which file has which tensor, or one safetensors
+file. Index and files must agree exactly. Pages are read when they are used, so that a checkpoint may be larger than
+memory. A file must not be truncated while it is mapped; it may be replaced by a rename.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class Checkpoint(Mapping[str, Bits]):
     def __init__(self, path: Path, shards: Mapping[Path, Mapping[str, Bits]]) -> None:
         self.path = path
         self.files = tuple(shards)
-        self._tensors = {name: bits for held in shards.values() for name, bits in held.items()}
+        self._tensors = {name: bits for tensors in shards.values() for name, bits in tensors.items()}
 
     def __getitem__(self, name: str) -> Bits:
         return self._tensors[name]
@@ -54,9 +52,20 @@ class Checkpoint(Mapping[str, Bits]):
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, writable: bool = False) -> Checkpoint:
-    """The weights of a safetensors file or of a checkpoint folder, without reading them.
+    """Map the weights of a safetensors file or of a checkpoint folder into memory, without reading them.
 
-    They are read-only unless `writable` is set: then what is written to a tensor goes to the file.
+    Args:
+        path: the file or the folder.
+        writable: whether tensors can be written to; then what is written goes to the file.
+
+    Returns:
+        The weights by name, as a mapping from names to `Bits`.
+
+    Raises:
+        CheckpointError: the path cannot be read, or is not a valid checkpoint; the message says what is wrong.
+
+    >>> weights = sparserl.sources.open_checkpoint("checkpoints/step-100")                         # doctest: +SKIP
+    >>> patch = sparserl.diff(weights, sparserl.sources.open_checkpoint("checkpoints/step-101"))   # doctest: +SKIP
     """
     path = Path(path)
     try:
@@ -72,7 +81,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, writable: bool = False) -> 
 
 
 def checkpoint_in(folder: Folder, *, writable: bool = False) -> Checkpoint:
-    """The weights of a checkpoint folder that is open."""
+    """The weights of an open checkpoint folder."""
     try:
         return Checkpoint(folder.path, _shards(folder, writable))
     except OSError as error:
@@ -80,7 +89,7 @@ def checkpoint_in(folder: Folder, *, writable: bool = False) -> Checkpoint:
 
 
 def checkpoint_file(folder: Folder, name: str, *, writable: bool = False) -> Checkpoint:
-    """The weights of one safetensors file in a folder that is open."""
+    """The weights of one safetensors file in an open folder."""
     path = folder.path / name
     try:
         return Checkpoint(path, {path: _shard(folder.file(name, _flags(writable)), path, writable)})
@@ -89,7 +98,7 @@ def checkpoint_file(folder: Folder, name: str, *, writable: bool = False) -> Che
 
 
 def _shards(folder: Folder, writable: bool) -> dict[Path, dict[str, Bits]]:
-    """The tensors of each file, where the index of the folder and the files agree."""
+    """The tensors of each file. The index of the folder and the files must agree."""
     index = _find_index(folder)
     if index is None:
         only = _find_file(folder)
@@ -99,12 +108,12 @@ def _shards(folder: Folder, writable: bool) -> dict[Path, dict[str, Bits]]:
     for shard in dict.fromkeys(weight_map.values()):
         above, _, last = shard.rpartition("/")
         try:
-            with folder.below(above) as where:
-                handle = where.file(last, _flags(writable))
+            with folder.below(above) as parent:
+                handle = parent.file(last, _flags(writable))
         except FileNotFoundError as error:
             name = next(n for n, s in weight_map.items() if s == shard)
             raise CheckpointError(
-                f"{folder.path}: shard {shard!r} is missing; {index} says it holds {name!r}"
+                f"{folder.path}: shard {shard!r} is missing; {index} says that it has {name!r}"
             ) from error
         shards[shard] = _shard(handle, folder.path / shard, writable)
     _require_agreement(folder.path / index, weight_map, shards)
@@ -120,26 +129,26 @@ def _shard(handle: int, path: Path, writable: bool) -> dict[str, Bits]:
     with os.fdopen(handle, "r+b" if writable else "rb") as file:
         slots = read_header(file, str(path))
         pages = np.memmap(file, np.uint8, "r+" if writable else "r").view(np.ndarray)
-    out = {}
+    tensors = {}
     for slot in slots:
         try:
             array = pages[slot.start : slot.stop].view(slot.dtype.uint).reshape(slot.shape)
         except ValueError as error:
             raise CheckpointError(f"{path}: tensor {slot.name!r}: shape {list(slot.shape)}: {error}") from error
-        out[slot.name] = Bits(array, slot.dtype)
-    return out
+        tensors[slot.name] = Bits(array, slot.dtype)
+    return tensors
 
 
 def _find_index(folder: Folder) -> str | None:
-    """The index that loaders would take, unless they would not agree on one."""
+    """The index that loaders use; an error if different loaders would use different files."""
     indices = [name for name in folder.names() if name.endswith(_INDEX)]
     usual = f"model{_INDEX}"
-    alone = f"model{_SUFFIX}"
+    single_file = f"model{_SUFFIX}"
     if usual in indices:
-        if folder.status(alone) is not None and alone not in _read_index(folder, usual).values():
+        if folder.status(single_file) is not None and single_file not in _read_index(folder, usual).values():
             raise CheckpointError(
-                f"{folder.path} holds both {alone} and {usual}, which does not name it: some loaders read the "
-                "one, some the other. Remove what is out of date"
+                f"{folder.path} has both {single_file} and {usual}, which does not name it: some loaders read "
+                "the file, others the index. Remove the one that is out of date"
             )
         return usual
     if len(indices) > 1:
@@ -161,7 +170,7 @@ def _find_file(folder: Folder) -> str:
 
 
 def _read_index(folder: Folder, name: str) -> dict[str, str]:
-    """Which shard holds which tensor."""
+    """The file of each tensor."""
     index = folder.path / name
     with os.fdopen(folder.file(name), "rb") as file:
         raw = file.read(HEADER_BYTES + 1)
@@ -174,26 +183,26 @@ def _read_index(folder: Folder, name: str) -> dict[str, str]:
 
 
 def _inside(shard: Any, tensor: str, index: Path) -> str:
-    """The name of a file in a checkpoint folder, or in a folder below."""
+    """The path of a file inside a checkpoint folder."""
     if not isinstance(shard, str) or not shard or any(category(letter) in ("Cc", "Cs") for letter in shard):
         raise CheckpointError(f"{index}: the shard of {tensor!r} is not a file name")
-    inside = PurePosixPath(shard)
-    if inside.is_absolute() or ".." in inside.parts:
+    path = PurePosixPath(shard)
+    if path.is_absolute() or ".." in path.parts:
         raise CheckpointError(f"{index}: the shard {shard!r} of {tensor!r} lies outside the folder")
-    return str(inside)
+    return str(path)
 
 
 def _require_agreement(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Bits]]) -> None:
-    """Every tensor stands in exactly the shard that the index names."""
+    """Check that every tensor is in exactly the shard that the index names."""
     home: dict[str, str] = {}
-    for shard, held in shards.items():
-        for name in held:
+    for shard, tensors in shards.items():
+        for name in tensors:
             if (other := home.setdefault(name, shard)) != shard:
-                raise CheckpointError(f"{index.parent}: tensor {name!r} stands in two shards, {other} and {shard}")
+                raise CheckpointError(f"{index.parent}: tensor {name!r} is in two shards, {other} and {shard}")
     for name, shard in weight_map.items():
         if name not in shards[shard]:
-            where = f"; it is in {home[name]}" if name in home else ""
-            raise CheckpointError(f"{index}: tensor {name!r} is not in {shard}, where the index puts it{where}")
+            hint = f"; it is in {home[name]}" if name in home else ""
+            raise CheckpointError(f"{index}: tensor {name!r} is not in {shard}, where the index puts it{hint}")
     for name, shard in home.items():
         if name not in weight_map:
             raise CheckpointError(f"{index}: tensor {name!r} is in {shard}, but the index does not name it")

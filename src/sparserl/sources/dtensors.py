@@ -1,7 +1,7 @@
 """Weights of a module whose parameters are DTensors: FSDP2, HSDP, tensor parallel, or several of these at once.
 
-A rank's part of a tensor is what its own shard is of it. Where ranks hold the same shard, the one at coordinate 0 of
-every replicated mesh dimension owns it. Nothing is gathered.
+A rank publishes its own shard of each tensor. If several ranks hold the same shard, the one at coordinate 0 of every
+replicated mesh dimension publishes it. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -17,35 +17,39 @@ from ..weights.staging import lazy_bits
 from ..weights.table import TensorTable
 from ..weights.tensors import tensor_table
 
-Spans = list[tuple[int, int]]  # where runs of indices start, and how many they are
+Spans = list[tuple[int, int]]  # runs of indices: the first, and how many
 Cast = Callable[[str], Any]
 
 
 class ShardedSource:
-    """The shards that this rank owns of a module's parameters and persistent buffers."""
+    """The shards of a module's parameters and persistent buffers that this rank publishes. Made by `fsdp`."""
 
     def __init__(self, module: Any, group: Any, cast: Cast | None, table: TensorTable | None) -> None:
-        self._module, self._group, self._cast, self._table = module, group, cast, table
+        self._module = module
+        self._group = group
+        self._cast = cast
+        self._table = table
 
     def weights(self) -> Shards:
+        """The parts of this rank."""
         import torch
 
-        tensors = self._module.state_dict(keep_vars=True)  # FSDP2 goes back to its shards for it
-        dtypes = {name: self._published(name, tensor) for name, tensor in tensors.items()}
-        rows = {
+        tensors = self._module.state_dict(keep_vars=True)  # makes FSDP2 reshard its parameters
+        dtypes = {name: self._cast_dtype(name, tensor) for name, tensor in tensors.items()}
+        published = {
             name: tensor if dtypes[name] is None else torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
             for name, tensor in tensors.items()
         }
-        known = tensor_table(rows)  # refuses what is no tensor
+        table = tensor_table(published)  # refuses what is not a tensor
         parts = []
-        first, rank = _ranks(self._group)
+        first_rank, rank = _ranks(self._group)
         for name, tensor in tensors.items():
-            for region, data in _owned(name, tensor, first, rank):
+            for region, data in _owned(name, tensor, first_rank, rank):
                 parts.append(Part(name, region, data if dtypes[name] is None else lazy_bits(data, dtypes[name])))
-        return Shards(known if self._table is None else self._table, parts)
+        return Shards(table if self._table is None else self._table, parts)
 
-    def _published(self, name: str, tensor: Any) -> Any:
-        """The dtype that a parameter is cast to; None where its bits are published as they are."""
+    def _cast_dtype(self, name: str, tensor: Any) -> Any:
+        """The dtype that a parameter is cast to; None if its bits are published as they are."""
         from torch.nn import Parameter
 
         if self._cast is None or not isinstance(tensor, Parameter) or not tensor.is_floating_point():
@@ -54,24 +58,26 @@ class ShardedSource:
         return None if dtype == tensor.dtype else dtype
 
 
-def _owned(name: str, tensor: Any, first: int, rank: int) -> Iterator[tuple[Region, Any]]:
-    """The boxes of a tensor that are this rank's to publish, and their memory. `first` is the group's first rank."""
+def _owned(name: str, tensor: Any, first_rank: int, rank: int) -> Iterator[tuple[Region, Any]]:
+    """The regions of a tensor that this rank publishes, and their memory."""
     if not hasattr(tensor, "device_mesh") or not tensor.numel():
-        if rank == first:
+        if rank == first_rank:
             yield whole(tuple(tensor.shape)), tensor.detach() if tensor.numel() else _empty(tensor)
         return
     for placement in tensor.placements:
         if placement.is_partial():
-            raise UnsupportedTensor(f"tensor {name!r} is {placement}: a sum that was not made yet has no bits")
+            raise UnsupportedTensor(
+                f"tensor {name!r} is {placement}: partial sums cannot be published; reduce them first"
+            )
         if not placement.is_replicate() and not isinstance(getattr(placement, "dim", None), int):
             raise UnsupportedTensor(f"tensor {name!r}: placement {placement} is not supported")
     mesh = tensor.device_mesh
-    here = mesh.get_coordinate()
-    if here is None or not bool((mesh.mesh == first).any()):
-        return  # not a holder, or a mesh that repeats what the first one has
-    if any(p.is_replicate() and at for p, at in zip(tensor.placements, here, strict=True)):
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or not bool((mesh.mesh == first_rank).any()):
+        return  # this rank is not in the mesh, or the mesh holds a copy of what the first mesh holds
+    if any(p.is_replicate() and index for p, index in zip(tensor.placements, coordinate, strict=True)):
         return
-    yield from _boxes(name, tensor, here)
+    yield from _shard_regions(name, tensor, coordinate)
 
 
 def _ranks(group: Any) -> tuple[int, int]:
@@ -89,70 +95,85 @@ def _empty(tensor: Any) -> Any:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def _boxes(name: str, tensor: Any, here: list[int]) -> Iterator[tuple[Region, Any]]:
-    """The boxes of a tensor that a rank's shard consists of: one, unless shards are strided."""
+def _shard_regions(name: str, tensor: Any, coordinate: list[int]) -> Iterator[tuple[Region, Any]]:
+    """The regions of a tensor that a rank's shard consists of: one, unless shards are strided."""
     spans: list[Spans] = [[(0, n)] for n in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
-            dim, pieces = placement.dim, getattr(placement, "split_factor", 1)
-            spans[dim] = _shard(spans[dim], tensor.device_mesh.size(axis), here[axis], pieces)
+            dim = placement.dim
+            pieces = getattr(placement, "split_factor", 1)
+            spans[dim] = _shard(spans[dim], tensor.device_mesh.size(axis), coordinate[axis], pieces)
     local = tensor.detach().to_local()
-    size = tuple(sum(n for _, n in runs) for runs in spans)
+    size = tuple(sum(count for _, count in axis_spans) for axis_spans in spans)
     if tuple(local.shape) != size:
         raise TensorMismatch(
-            f"tensor {name!r}: the shard is {list(local.shape)}; placed as {tensor.placements}, it is {list(size)}"
+            f"tensor {name!r}: the shard has shape {list(local.shape)}; "
+            f"by its placements {tensor.placements} it should have {list(size)}"
         )
-    for picked in itertools.product(*map(_placed, spans)):
-        region = Region(tuple(start for start, _, _ in picked), tuple(n for _, n, _ in picked))
+    for box in itertools.product(*map(_with_offsets, spans)):
+        region = Region(tuple(start for start, _, _ in box), tuple(count for _, count, _ in box))
         if region.numel:
-            yield region, local[tuple(slice(at, at + n) for _, n, at in picked)]
+            yield region, local[tuple(slice(offset, offset + count) for _, count, offset in box)]
 
 
 def _shard(spans: Spans, size: int, rank: int, pieces: int) -> Spans:
-    """What is left to a rank of indices that are cut into pieces first, and each piece among the ranks."""
-    total = sum(n for _, n in spans)
-    out: Spans = []
+    """The indices of one rank, if indices are cut into pieces first, and each piece among the ranks."""
+    total = sum(count for _, count in spans)
+    shard: Spans = []
     step = -(-total // pieces)
     for low in range(0, total, max(step, 1)):
         high = min(low + step, total)
         share = -(-(high - low) // size)
         start = min(low + rank * share, high)
-        for a, n in _cut(spans, start, min(start + share, high)):
-            if out and sum(out[-1]) == a:
-                out[-1] = (out[-1][0], out[-1][1] + n)
+        for first, count in _slice(spans, start, min(start + share, high)):
+            if shard and sum(shard[-1]) == first:
+                shard[-1] = (shard[-1][0], shard[-1][1] + count)
             else:
-                out.append((a, n))
-    return out
+                shard.append((first, count))
+    return shard
 
 
-def _cut(spans: Spans, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Indices number `low` to `high` of those in the spans."""
-    at = 0
-    for start, n in spans:
-        a, b = max(low - at, 0), min(high - at, n)
-        if a < b:
-            yield start + a, b - a
-        at += n
+def _slice(spans: Spans, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """The `low`-th to `high`-th of the indices in the spans."""
+    offset = 0
+    for start, count in spans:
+        first = max(low - offset, 0)
+        stop = min(high - offset, count)
+        if first < stop:
+            yield start + first, stop - first
+        offset += count
 
 
-def _placed(spans: Spans) -> Iterator[tuple[int, int, int]]:
+def _with_offsets(spans: Spans) -> Iterator[tuple[int, int, int]]:
     """Every span, and where it starts in the shard."""
-    at = 0
-    for start, n in spans:
-        yield start, n, at
-        at += n
+    offset = 0
+    for start, count in spans:
+        yield start, count, offset
+        offset += count
 
 
 def fsdp(module: Any, *, group: Any = None, cast: Any = None, table: TensorTable | None = None) -> ShardedSource:
-    """What this rank owns of a module that is sharded with DTensors, of whatever placement on whatever mesh.
+    """The shards that this rank publishes of a module whose parameters are DTensors, with any placements on any mesh.
 
-    Tensors that are no DTensors are taken to be the same on every rank: the first rank of the group owns them.
-    Tied weights appear under every name they have.
+    Tensors that are not DTensors must be the same on every rank: the first rank of the group publishes them. Tied
+    weights appear under every name that they have.
 
-    group: the ranks that hold the module together; all, unless it is one stage of a pipeline.
-    cast: the dtype that is published, where training keeps wider parameters: a torch dtype for all floating-point
-        parameters, or a function from a name to a dtype, or to None for one that is published as it is.
-    table: the tensor table of the whole checkpoint, where the module is only some of it.
+    Args:
+        module: the sharded module: FSDP2, HSDP, tensor parallel, or several of these.
+        group: the process group of the ranks that hold the module; by default all ranks. A pipeline stage has its own.
+        cast: the dtype to publish if training keeps wider parameters: a torch dtype for all floating-point parameters,
+            or a function from a name to a dtype, or to None for a parameter that is published as it is.
+        table: the tensor table of the whole checkpoint, if the module is only a part of it.
+
+    Returns:
+        A source of the parts of this rank. Every rank publishes its own, with `writers`.
+
+    Raises:
+        UnsupportedTensor: the object is not a torch module.
+
+    >>> model = fully_shard(model)                                                                 # doctest: +SKIP
+    >>> source = sparserl.sources.fsdp(model, cast=torch.bfloat16)                                 # doctest: +SKIP
+    >>> publisher = sparserl.Publisher(url, source, writers=dist.group.WORLD)                      # doctest: +SKIP
     """
     if not callable(getattr(module, "state_dict", None)):
         raise UnsupportedTensor(f"expected a torch module, got {type(module).__name__}")

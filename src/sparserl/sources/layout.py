@@ -1,10 +1,9 @@
-"""A layout: which boxes of a rank's parameters are which boxes of the tensors of the checkpoint.
+"""A layout says which regions of a rank's parameters are which regions of the checkpoint's tensors.
 
     parameter of one rank  ──►  Local: its shape, and its slices  ──►  parts in the coordinates of the checkpoint
 
-A layout is data. It says nothing about who trains, and moves nothing: the parts are views of the parameters' memory.
-Most are written with `split`, `stack` and `flat`; `require_cover` tells, before anything runs, whether the layouts of
-all ranks together hold every element once.
+A layout is data and copies nothing: the parts are views of the parameters. Most layouts are written with `split`,
+`stack` and `flat`; `require_cover` checks that the layouts of all ranks together have every element once.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ from .modules import Source
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A box of a parameter that is a box of a tensor.
+    """A region of a parameter that is a region of a tensor.
 
-    tensor: its name in the checkpoint.
-    region: which box of it.
-    local: which box of the parameter. It has as many elements, in the same order.
+    Args:
+        tensor: the name of the tensor in the checkpoint.
+        region: the region of the tensor.
+        local: the region of the parameter. It has as many elements, in the same order.
     """
 
     tensor: str
@@ -39,19 +39,19 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A parameter as one rank holds it. What no slice names is not published: padding, or another rank's to publish."""
+    """A parameter of one rank. What is in no slice is not published: it is padding, or another rank publishes it."""
 
     shape: Shape
     slices: tuple[Slice, ...] = ()
 
     def owned(self, own: bool) -> Local:
-        """The parameter as it is, if the rank is to publish it; without slices, if not."""
+        """The parameter as it is, if this rank publishes it; else without slices."""
         return self if own else Local(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive rows of a tensor, or consecutive elements in a flat buffer; of no tensor, if they are padding."""
+class Span:
+    """Consecutive rows of a tensor, or consecutive elements in a flat buffer. Without a tensor they are padding."""
 
     tensor: str | None
     start: int
@@ -59,11 +59,18 @@ class Run:
 
 
 class Layout:
-    """The parameters of one rank by name, and the tensor table of the whole.
+    """The parameters of one rank by name, and the tensor table of the whole checkpoint.
+
+    Args:
+        table: the tensor table of the checkpoint.
+        parameters: for each parameter of the rank, its shape and its slices.
+
+    Raises:
+        TensorMismatch: a slice does not fit its parameter or its tensor.
 
     >>> from sparserl import tensor_table
     >>> table = tensor_table({"gate": np.zeros((4, 2), np.float32), "up": np.zeros((4, 2), np.float32)})
-    >>> layout = Layout(table, {"gate_up": stack(table, [Run("gate", 2, 2), Run("up", 2, 2)])})
+    >>> layout = Layout(table, {"gate_up": stack(table, [Span("gate", 2, 2), Span("up", 2, 2)])})
     >>> for part in layout.shards({"gate_up": np.zeros((4, 2), np.float32)}).parts:
     ...     print(part.tensor, part.region)
     gate [2:4, 0:2]
@@ -71,26 +78,28 @@ class Layout:
     """
 
     def __init__(self, table: TensorTable, parameters: Mapping[str, Local]) -> None:
-        self.table, self.parameters = table, dict(parameters)
+        self.table = table
+        self.parameters = dict(parameters)
         for name, local in self.parameters.items():
-            for piece in local.slices:
-                _require_fit(name, local, piece, _spec(table, piece.tensor))
+            for slice_ in local.slices:
+                _require_fit(name, local, slice_, _spec(table, slice_.tensor))
 
     def shards(self, tensors: Mapping[str, Any]) -> Shards:
-        """What the parameters, handed over by name, are of the checkpoint. They are viewed, not copied."""
-        missing, strange = self.parameters.keys() - tensors.keys(), tensors.keys() - self.parameters.keys()
-        if missing or strange:
+        """The parts of the checkpoint that the parameters are: views, not copies."""
+        missing = self.parameters.keys() - tensors.keys()
+        unknown = tensors.keys() - self.parameters.keys()
+        if missing or unknown:
             raise TensorMismatch(
                 f"the layout and the parameters differ: {sorted(missing)[:10]} are missing, "
-                f"{sorted(strange)[:10]} are not in the layout"
+                f"{sorted(unknown)[:10]} are not in the layout"
             )
         parts = []
         for name, local in self.parameters.items():
             if (shape := tuple(tensors[name].shape)) != local.shape:
-                raise TensorMismatch(f"parameter {name!r} is {list(shape)}, the layout says {list(local.shape)}")
-            for piece in local.slices:
-                data = _view(name, tensors[name][piece.local.slices], piece.region.size)
-                parts.append(Part(piece.tensor, piece.region, data))
+                raise TensorMismatch(f"parameter {name!r} has shape {list(shape)}, in the layout {list(local.shape)}")
+            for slice_ in local.slices:
+                data = _view(name, tensors[name][slice_.local.slices], slice_.region.size)
+                parts.append(Part(slice_.tensor, slice_.region, data))
         return Shards(self.table, parts)
 
 
@@ -100,47 +109,54 @@ def split(table: TensorTable, tensor: str, dim: int, rank: int, size: int) -> Lo
     step, rest = divmod(shape[dim], size)
     if rest:
         raise TensorMismatch(f"{tensor!r}: dimension {dim} of {list(shape)} cannot be cut into {size} equal parts")
-    start, extent = [0] * len(shape), list(shape)
-    start[dim], extent[dim] = rank * step, step
+    start = [0] * len(shape)
+    start[dim] = rank * step
+    extent = list(shape)
+    extent[dim] = step
     region = Region(tuple(start), tuple(extent))
     return Local(region.size, (Slice(tensor, region, whole(region.size)),))
 
 
-def stack(table: TensorTable, runs: Iterable[Run], rank: int = 0, size: int = 1) -> Local:
-    """Runs of rows, one below the other; of these, one of `size` equal parts."""
-    runs = tuple(runs)
-    rests = {_spec(table, run.tensor).shape[1:] for run in runs if run.tensor is not None}
-    if len(rests) != 1:
-        raise TensorMismatch(f"rows of {_names(runs)} cannot be stacked: they are not of one shape")
-    (rest,) = rests
-    step, over = divmod(sum(run.count for run in runs), size)
-    if over:
-        raise TensorMismatch(f"the rows of {_names(runs)} cannot be cut into {size} equal parts")
-    slices, at = [], -rank * step
-    for run in runs:
-        low, high = max(at, 0), min(at + run.count, step)
-        if run.tensor is not None and low < high:
-            lead, extent, zeros = run.start + low - at, (high - low, *rest), (0,) * len(rest)
-            slices.append(Slice(run.tensor, Region((lead, *zeros), extent), Region((low, *zeros), extent)))
-        at += run.count
-    return Local((step, *rest), tuple(slices))
+def stack(table: TensorTable, spans: Iterable[Span], rank: int = 0, size: int = 1) -> Local:
+    """Spans of rows, one below the other; of these, one of `size` equal parts."""
+    spans = tuple(spans)
+    row_shapes = {_spec(table, span.tensor).shape[1:] for span in spans if span.tensor is not None}
+    if len(row_shapes) != 1:
+        raise TensorMismatch(f"rows of {_names(spans)} cannot be stacked: they are not of one shape")
+    (row_shape,) = row_shapes
+    step, remainder = divmod(sum(span.count for span in spans), size)
+    if remainder:
+        raise TensorMismatch(f"the rows of {_names(spans)} cannot be cut into {size} equal parts")
+    zeros = (0,) * len(row_shape)
+    slices = []
+    offset = -rank * step
+    for span in spans:
+        low = max(offset, 0)
+        high = min(offset + span.count, step)
+        if span.tensor is not None and low < high:
+            extent = (high - low, *row_shape)
+            region = Region((span.start + low - offset, *zeros), extent)
+            slices.append(Slice(span.tensor, region, Region((low, *zeros), extent)))
+        offset += span.count
+    return Local((step, *row_shape), tuple(slices))
 
 
-def flat(table: TensorTable, runs: Iterable[Run]) -> Local:
-    """A buffer of one dimension that holds runs of elements, one after the other, each in row-major order."""
-    slices, at = [], 0
-    for run in runs:
-        stop = at + run.count
-        if run.tensor is not None:
-            for box in boxes(_spec(table, run.tensor).shape, run.start, run.start + run.count):
-                slices.append(Slice(run.tensor, box, Region((at,), (box.numel,))))
-                at += box.numel
-        at = stop
-    return Local((at,), tuple(slices))
+def flat(table: TensorTable, spans: Iterable[Span]) -> Local:
+    """A buffer of one dimension that has spans of elements, one after the other, each in row-major order."""
+    slices = []
+    offset = 0
+    for span in spans:
+        stop = offset + span.count
+        if span.tensor is not None:
+            for box in boxes(_spec(table, span.tensor).shape, span.start, span.start + span.count):
+                slices.append(Slice(span.tensor, box, Region((offset,), (box.numel,))))
+                offset += box.numel
+        offset = stop
+    return Local((offset,), tuple(slices))
 
 
 def boxes(shape: Shape, low: int, high: int) -> Iterator[Region]:
-    """Elements `low` to `high` of a row-major tensor, as few boxes as possible, in order.
+    """Elements `low` to `high` of a row-major tensor, as the fewest possible regions, in order.
 
     >>> [str(box) for box in boxes((4, 3), 2, 10)]
     ['[0:1, 2:3]', '[1:3, 0:3]', '[3:4, 0:1]']
@@ -150,78 +166,101 @@ def boxes(shape: Shape, low: int, high: int) -> Iterator[Region]:
     if not shape:
         yield Region((), ())
         return
-    rest = shape[1:]
-    inner = math.prod(rest)
-    first, last = -(-low // inner), high // inner
-    if first > last:  # both ends lie in one row
-        yield from _in_row(last, rest, low - last * inner, high - last * inner)
+    row_shape = shape[1:]
+    row_size = math.prod(row_shape)
+    first = -(-low // row_size)  # the first whole row
+    last = high // row_size
+    if first > last:  # both ends are in one row
+        yield from _boxes_in_row(last, row_shape, low - last * row_size, high - last * row_size)
         return
-    yield from _in_row(first - 1, rest, low - (first - 1) * inner, inner if low < first * inner else 0)
+    partial_end = row_size if low < first * row_size else 0
+    yield from _boxes_in_row(first - 1, row_shape, low - (first - 1) * row_size, partial_end)
     if first < last:
-        yield Region((first, *(0,) * len(rest)), (last - first, *rest))
-    yield from _in_row(last, rest, 0, high - last * inner)
+        yield Region((first, *(0,) * len(row_shape)), (last - first, *row_shape))
+    yield from _boxes_in_row(last, row_shape, 0, high - last * row_size)
 
 
-def _in_row(row: int, rest: Shape, low: int, high: int) -> Iterator[Region]:
-    for box in boxes(rest, low, high):
+def _boxes_in_row(row: int, row_shape: Shape, low: int, high: int) -> Iterator[Region]:
+    for box in boxes(row_shape, low, high):
         yield Region((row, *box.start), (1, *box.size))
 
 
 def require_cover(layouts: Sequence[Layout]) -> None:
-    """Raise unless the layouts of all ranks together hold every element of the checkpoint exactly once.
+    """Check that the layouts of all ranks together have every element of the checkpoint exactly once.
 
-    It takes no weights and no processes: make the layouts of all ranks in one and look.
+    It needs neither weights nor several processes: make the layouts of all ranks in one process.
+
+    Args:
+        layouts: the layout of each rank.
+
+    Raises:
+        TensorMismatch: elements are missing; the message names the tensors.
+        RegionOverlap: two slices have the same elements.
     """
     table = layouts[0].table
     regions: dict[str, list[Region]] = {spec.name: [] for spec in table.specs}
     for rank, layout in enumerate(layouts):
         table.require(layout.table, "layout 0", f"layout {rank}")
         for local in layout.parameters.values():
-            for piece in local.slices:
-                regions[piece.tensor].append(piece.region)
-    holes = []
+            for slice_ in local.slices:
+                regions[slice_.tensor].append(slice_.region)
+    incomplete = []
     for spec in table.specs:
         refuse_overlap(spec.name, regions[spec.name])
-        if (held := sum(region.numel for region in regions[spec.name])) != spec.numel:
-            holes.append(f"{held} of {spec.numel} elements of {spec.name!r}")
-    if holes:
-        more = f"; and {len(holes) - 10} more" if len(holes) > 10 else ""
-        raise TensorMismatch(f"the layouts together hold only {'; '.join(holes[:10])}{more}")
+        if (count := sum(region.numel for region in regions[spec.name])) != spec.numel:
+            incomplete.append(f"{count} of {spec.numel} elements of {spec.name!r}")
+    if incomplete:
+        more = f"; and {len(incomplete) - 10} more" if len(incomplete) > 10 else ""
+        raise TensorMismatch(f"the layouts together hold only {'; '.join(incomplete[:10])}{more}")
 
 
 class LayoutSource:
-    """Parameters of one rank, seen through a layout."""
+    """The parameters of one rank, by a layout. Made by `mapped`."""
 
     def __init__(self, layout: Layout, tensors: Callable[[], Mapping[str, Any]]) -> None:
-        self.layout, self._tensors = layout, tensors
+        self.layout = layout
+        self._tensors = tensors
 
     def weights(self) -> Shards:
+        """The parts of this rank."""
         return self.layout.shards(self._tensors())
 
 
-class Joined:
-    """Several sources of one rank, as one."""
+class JoinedSource:
+    """Several sources of one rank, as one. Made by `joined`."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = tuple(sources)
 
     def weights(self) -> Shards:
-        held: list[Any] = [source.weights() for source in self.sources]
-        for i, shards in enumerate(held):
-            held[0].table.require(shards.table, "source 0", f"source {i}")
-        return Shards(held[0].table, [part for shards in held for part in shards.parts])
+        """The parts of all sources."""
+        all_shards: list[Any] = [source.weights() for source in self.sources]
+        table = all_shards[0].table
+        for i, shards in enumerate(all_shards):
+            table.require(shards.table, "source 0", f"source {i}")
+        return Shards(table, [part for shards in all_shards for part in shards.parts])
 
 
 def mapped(layout: Layout, parameters: Any) -> LayoutSource:
     """The weights of one rank, by a layout.
 
     Args:
-        layout: Which boxes of which tensors the parameters of this rank are.
-        parameters: A torch module, whose `state_dict` has just the names of the layout; a mapping from these names to
-            tensors; or a function that returns such a mapping, asked at every publish.
+        layout: the layout of the rank.
+        parameters: a torch module whose `state_dict` has exactly the names of the layout; a mapping from these names to
+            tensors; or a function that returns such a mapping, called at every publish.
 
     Returns:
-        A source whose parts are views of the parameters.
+        A source of the parts of this rank.
+
+    Raises:
+        UnsupportedTensor: `parameters` is none of these.
+
+    >>> import sparserl
+    >>> table = sparserl.tensor_table({"w": np.zeros((4, 2), np.float32)})
+    >>> layout = Layout(table, {"w": split(table, "w", dim=0, rank=1, size=2)})
+    >>> source = sparserl.sources.mapped(layout, {"w": np.ones((2, 2), np.float32)})
+    >>> [str(part.region) for part in source.weights().parts]
+    ['[2:4, 0:2]']
     """
     if callable(getattr(parameters, "state_dict", None)):
         return LayoutSource(layout, lambda: local_tensors(parameters))
@@ -234,14 +273,23 @@ def mapped(layout: Layout, parameters: Any) -> LayoutSource:
 
 
 def joined(*sources: Source) -> Source:
-    """The shards of several sources of one rank together: the chunks of an interleaved pipeline, say."""
-    return sources[0] if len(sources) == 1 else Joined(sources)
+    """Several sources of one rank as one: the chunks of an interleaved pipeline, say.
+
+    Args:
+        sources: sources of shards with one tensor table.
+
+    Returns:
+        A source of the parts of all of them.
+
+    >>> source = sparserl.sources.joined(*(sparserl.sources.mapped(*chunk) for chunk in chunks))   # doctest: +SKIP
+    """
+    return sources[0] if len(sources) == 1 else JoinedSource(sources)
 
 
 def local_tensors(module: Any) -> dict[str, Any]:
-    """The parameters and persistent buffers of a torch module where they are; what it says beside them is left out."""
-    found = module.state_dict(keep_vars=True).items()
-    return {name: tensor.detach() for name, tensor in found if not name.endswith("_extra_state")}
+    """The parameters and persistent buffers of a torch module, without a copy and without its extra state."""
+    items = module.state_dict(keep_vars=True).items()
+    return {name: tensor.detach() for name, tensor in items if not name.endswith("_extra_state")}
 
 
 def _spec(table: TensorTable, name: str) -> TensorSpec:
@@ -250,17 +298,17 @@ def _spec(table: TensorTable, name: str) -> TensorSpec:
     return spec
 
 
-def _names(runs: Iterable[Run]) -> str:
-    return ", ".join(sorted({repr(run.tensor) for run in runs if run.tensor is not None}))
+def _names(spans: Iterable[Span]) -> str:
+    return ", ".join(sorted({repr(span.tensor) for span in spans if span.tensor is not None}))
 
 
-def _require_fit(name: str, local: Local, piece: Slice, spec: TensorSpec) -> None:
-    if piece.region != whole(spec.shape) and not piece.region.fits(spec.shape):
-        raise TensorMismatch(f"parameter {name!r}: region {piece.region} does not lie in {spec}")
-    if piece.local != whole(local.shape) and not piece.local.fits(local.shape):
-        raise TensorMismatch(f"parameter {name!r}: slice {piece.local} does not lie in {list(local.shape)}")
-    if piece.local.numel != piece.region.numel:
-        raise TensorMismatch(f"parameter {name!r}: slice {piece.local} cannot be {piece.region} of {spec}")
+def _require_fit(name: str, local: Local, slice_: Slice, spec: TensorSpec) -> None:
+    if slice_.region != whole(spec.shape) and not slice_.region.fits(spec.shape):
+        raise TensorMismatch(f"parameter {name!r}: region {slice_.region} does not lie in {spec}")
+    if slice_.local != whole(local.shape) and not slice_.local.fits(local.shape):
+        raise TensorMismatch(f"parameter {name!r}: slice {slice_.local} does not lie in {list(local.shape)}")
+    if slice_.local.numel != slice_.region.numel:
+        raise TensorMismatch(f"parameter {name!r}: slice {slice_.local} cannot be {slice_.region} of {spec}")
 
 
 def _view(name: str, data: Any, shape: Shape) -> Any:
@@ -272,7 +320,7 @@ def _view(name: str, data: Any, shape: Shape) -> Any:
             return data.view(shape)
         except RuntimeError as error:
             raise UnsupportedTensor(f"parameter {name!r}: {error}") from error
-    seen = data.reshape(shape)
-    if not np.may_share_memory(seen, data):
-        raise UnsupportedTensor(f"parameter {name!r}: {list(data.shape)} cannot be seen as {list(shape)} where it lies")
-    return seen
+    view = data.reshape(shape)
+    if not np.may_share_memory(view, data):
+        raise UnsupportedTensor(f"parameter {name!r}: {list(data.shape)} has no view of shape {list(shape)}; copy it")
+    return view

@@ -1,6 +1,6 @@
 """Layouts of Megatron-core models in the coordinates of their Hugging Face checkpoints.
 
-What Megatron-core does to Llama-, Qwen- and Mixtral-style models, and a layout undoes:
+How Megatron-core stores Llama-, Qwen- and Mixtral-style models:
 
     query, key, value   fused, by query group: (its q heads, k, v); these rows are cut into equal parts
     gate, up            fused on each rank: its rows of gate, then its rows of up
@@ -8,7 +8,7 @@ What Megatron-core does to Llama-, Qwen- and Mixtral-style models, and a layout 
     embeddings          padded to a vocabulary that can be cut; only the real rows are published
     experts             spread over expert-parallel ranks, numbered from 0 on each
     layers              spread over pipeline stages, numbered from 0 on each
-    norms, routers      the same on every tensor-parallel rank: rank 0 owns them
+    norms, routers      the same on every tensor-parallel rank: rank 0 publishes them
 
 Names are those of the Transformer Engine layers or of the local ones, with or without the `module.` of wrappers.
 """
@@ -16,7 +16,7 @@ Names are those of the Transformer Engine layers or of the local ones, with or w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,15 @@ from ..errors import TensorMismatch, UnsupportedTensor
 from ..weights.dtypes import BY_NAME
 from ..weights.region import Shape
 from ..weights.table import TensorSpec, TensorTable
-from .layout import Layout, LayoutSource, Local, Run, joined, local_tensors, split, stack
+from .layout import Layout, LayoutSource, Local, Span, joined, local_tensors, split, stack
 from .modules import Source
 
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-_WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_FINAL = "decoder.final_layernorm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+_FINAL_NORM = "decoder.final_layernorm.weight"
 _NAMES = (
     (r"^(module\.)+", ""),
     (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
@@ -42,11 +45,19 @@ _GATED = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where a process stands: its rank and the size in each kind of parallelism.
+    """The rank of a process, and the number of ranks, in each kind of parallelism.
 
-    etp: tensor parallelism of the experts; as `tp`, unless it is given.
-    dp: the number among the ranks that hold the same parameters, data and context parallel; 0 publishes them.
-    edp: the same for the parameters of experts.
+    Args:
+        tp: tensor parallel rank.
+        tp_size: number of tensor parallel ranks.
+        pp: pipeline stage.
+        pp_size: number of pipeline stages.
+        ep: expert parallel rank.
+        ep_size: number of expert parallel ranks.
+        etp: tensor parallel rank among the ranks of an expert; by default `tp`.
+        etp_size: number of tensor parallel ranks of an expert; by default `tp_size`.
+        dp: rank among those with the same parameters, data and context parallel together; rank 0 publishes them.
+        edp: the same for the parameters of experts.
     """
 
     tp: int = 0
@@ -62,12 +73,12 @@ class Ranks:
 
     @property
     def expert(self) -> tuple[int, int]:
-        """Rank and size in the tensor parallelism of the experts."""
+        """Tensor parallel rank of an expert, and their number."""
         return self.tp if self.etp is None else self.etp, self.tp_size if self.etp_size is None else self.etp_size
 
     @classmethod
     def here(cls) -> Ranks:
-        """Where this process stands, by Megatron-core's `parallel_state`."""
+        """The ranks of this process, from Megatron-core's `parallel_state`."""
         from megatron.core import parallel_state as state  # type: ignore[import-not-found, unused-ignore]
 
         return cls(
@@ -88,7 +99,8 @@ class Ranks:
 class Model:
     """What the shapes of a checkpoint depend on; `Model.of` reads it from a Hugging Face config.
 
-    groups: key and value heads. width: rows of gate and up. moe: what the mixture of experts is called in a layer.
+    `groups` are the key and value heads, `width` the rows of gate and up, `moe` the name of the mixture of experts in a
+    layer.
     """
 
     layers: int
@@ -113,27 +125,18 @@ class Model:
 
     @classmethod
     def of(cls, config: Any) -> Model:
-        """The model of a Hugging Face config: an object, or what its JSON says."""
+        """The model of a Hugging Face config, which is an object or the dict of its JSON."""
         read: Any = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
         kind = read("model_type")
         if kind not in _KINDS:
-            known = ", ".join(sorted(_KINDS))
+            supported = ", ".join(sorted(_KINDS))
             raise UnsupportedTensor(
-                f"no layout for models of type {kind!r}; known are {known}. Write one with `Layout`"
+                f"no layout for models of type {kind!r}; supported are {supported}. Write a `Layout` for this one"
             )
-        heads, hidden = read("num_attention_heads"), read("hidden_size")
+        heads = read("num_attention_heads")
+        hidden = read("hidden_size")
         bias = bool(read("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe")
         layers = read("num_hidden_layers")
-        more: dict[str, Any] = {}
-        if kind == "mixtral":
-            width, names = read("intermediate_size"), ("w1", "w3", "w2")
-            more = {"experts": read("num_local_experts"), "expert_width": width}
-            more |= {"moe": "block_sparse_moe", "expert_names": names}
-        elif kind in ("qwen2_moe", "qwen3_moe"):
-            step, only = read("decoder_sparse_step") or 1, read("mlp_only_layers") or ()
-            dense = frozenset(i for i in range(layers) if i in only or (i + 1) % step)
-            more = {"experts": read("num_experts"), "expert_width": read("moe_intermediate_size"), "dense": dense}
-            more["shared_width"] = read("shared_expert_intermediate_size") if kind == "qwen2_moe" else 0
         return cls(
             layers=layers,
             hidden=hidden,
@@ -148,10 +151,11 @@ class Model:
             out_bias=bias,
             mlp_bias=bool(read("mlp_bias")) and kind == "llama",
             qk_norm=kind.startswith("qwen3"),
-            **more,
+            **_expert_options(kind, layers, read),
         )
 
     def has_experts(self, layer: int) -> bool:
+        """Whether a layer is a mixture of experts."""
         return bool(self.experts) and layer not in self.dense
 
     @property
@@ -203,26 +207,50 @@ class Model:
                 yield f"{at}.{name}.bias", shape[:1]
 
 
+def _expert_options(kind: str, layers: int, read: Callable[[str], Any]) -> dict[str, Any]:
+    """What a config says about experts."""
+    if kind == "mixtral":
+        return {
+            "experts": read("num_local_experts"),
+            "expert_width": read("intermediate_size"),
+            "moe": "block_sparse_moe",
+            "expert_names": ("w1", "w3", "w2"),
+        }
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        step = read("decoder_sparse_step") or 1
+        mlp_only = read("mlp_only_layers") or ()
+        return {
+            "experts": read("num_experts"),
+            "expert_width": read("moe_intermediate_size"),
+            "dense": frozenset(i for i in range(layers) if i in mlp_only or (i + 1) % step),
+            "shared_width": read("shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
+        }
+    return {}
+
+
 class _Stage:
-    """What one rank holds."""
+    """The parameters of one rank, by their names in Megatron-core."""
 
     def __init__(self, model: Model, ranks: Ranks, table: TensorTable) -> None:
-        self.model, self.ranks, self.table = model, ranks, table
-        self.tp = ranks.tp, ranks.tp_size
+        self.model = model
+        self.ranks = ranks
+        self.table = table
+        self.tp = (ranks.tp, ranks.tp_size)
 
     def embedding(self, tensors: Sequence[str], padded: int) -> Local:
         """Rows of a padded vocabulary, under each name that they have in the checkpoint."""
-        real = self.model.vocab
-        if padded < real:
-            raise TensorMismatch(f"an embedding of {padded} rows has no room for a vocabulary of {real}")
-        found = [stack(self.table, [Run(t, 0, real), Run(None, 0, padded - real)], *self.tp) for t in tensors]
-        slices = tuple(piece for local in found for piece in local.slices)
-        return Local(found[0].shape, slices).owned(self.ranks.dp == 0)
+        vocab = self.model.vocab
+        if padded < vocab:
+            raise TensorMismatch(f"an embedding of {padded} rows is too small for a vocabulary of {vocab}")
+        locals_ = [stack(self.table, [Span(t, 0, vocab), Span(None, 0, padded - vocab)], *self.tp) for t in tensors]
+        slices = tuple(slice_ for local in locals_ for slice_ in local.slices)
+        return Local(locals_[0].shape, slices).owned(self.ranks.dp == 0)
 
     def layer(self, layer: int) -> Iterator[tuple[str, Local]]:
+        """The parameters of a layer, which the checkpoint counts from 0."""
         at = f"model.layers.{layer}"
-        yield "input_layernorm.weight", self.same(f"{at}.input_layernorm.weight")
-        yield "pre_mlp_layernorm.weight", self.same(f"{at}.post_attention_layernorm.weight")
+        yield "input_layernorm.weight", self.replicated(f"{at}.input_layernorm.weight")
+        yield "pre_mlp_layernorm.weight", self.replicated(f"{at}.post_attention_layernorm.weight")
         yield from self._attention(f"{at}.self_attn")
         if self.model.has_experts(layer):
             yield from self._experts(f"{at}.{self.model.moe}")
@@ -231,36 +259,38 @@ class _Stage:
             own = self.ranks.dp == 0
             yield from self._gated("mlp.linear_fc{}.{}", f"{at}.mlp", _GATED, self.tp, own, kinds)
 
-    def same(self, tensor: str) -> Local:
+    def replicated(self, tensor: str) -> Local:
         """A tensor that every tensor-parallel rank has all of."""
         return split(self.table, tensor, 0, 0, 1).owned(self.ranks.tp == 0 and self.ranks.dp == 0)
 
     def _attention(self, at: str) -> Iterator[tuple[str, Local]]:
-        model, own = self.model, self.ranks.dp == 0
+        model = self.model
+        own = self.ranks.dp == 0
         for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
-            runs = query_groups(f"{at}.{{}}_proj.{kind}", model.heads, model.groups, model.head_dim)
-            yield f"self_attention.linear_qkv.{kind}", stack(self.table, runs, *self.tp).owned(own)
+            spans = query_groups(f"{at}.{{}}_proj.{kind}", model.heads, model.groups, model.head_dim)
+            yield f"self_attention.linear_qkv.{kind}", stack(self.table, spans, *self.tp).owned(own)
         yield "self_attention.linear_proj.weight", split(self.table, f"{at}.o_proj.weight", 1, *self.tp).owned(own)
         if model.out_bias:
-            yield "self_attention.linear_proj.bias", self.same(f"{at}.o_proj.bias")
+            yield "self_attention.linear_proj.bias", self.replicated(f"{at}.o_proj.bias")
         if model.qk_norm:
-            yield "self_attention.q_layernorm.weight", self.same(f"{at}.q_norm.weight")
-            yield "self_attention.k_layernorm.weight", self.same(f"{at}.k_norm.weight")
+            yield "self_attention.q_layernorm.weight", self.replicated(f"{at}.q_norm.weight")
+            yield "self_attention.k_layernorm.weight", self.replicated(f"{at}.k_norm.weight")
 
     def _experts(self, at: str) -> Iterator[tuple[str, Local]]:
-        model, ranks = self.model, self.ranks
-        yield "mlp.router.weight", self.same(f"{at}.gate.weight")
-        here, rest = divmod(model.experts, ranks.ep_size)
-        if rest:
+        model = self.model
+        ranks = self.ranks
+        yield "mlp.router.weight", self.replicated(f"{at}.gate.weight")
+        local_experts, remainder = divmod(model.experts, ranks.ep_size)
+        if remainder:
             raise TensorMismatch(f"{model.experts} experts cannot be spread evenly over {ranks.ep_size} ranks")
-        for i in range(here):
-            expert, own = f"{at}.experts.{ranks.ep * here + i}", ranks.edp == 0
+        for i in range(local_experts):
             name = f"mlp.experts.linear_fc{{}}.{{}}{i}"
-            yield from self._gated(name, expert, model.expert_names, ranks.expert, own)
+            expert = f"{at}.experts.{ranks.ep * local_experts + i}"
+            yield from self._gated(name, expert, model.expert_names, ranks.expert, ranks.edp == 0)
         if model.shared_width:
-            own, shared = ranks.dp == 0, f"{at}.shared_expert"
-            yield from self._gated("mlp.shared_experts.linear_fc{}.{}", shared, _GATED, self.tp, own)
-            yield "mlp.shared_experts.gate_weight", self.same(f"{at}.shared_expert_gate.weight")
+            shared = f"{at}.shared_expert"
+            yield from self._gated("mlp.shared_experts.linear_fc{}.{}", shared, _GATED, self.tp, ranks.dp == 0)
+            yield "mlp.shared_experts.gate_weight", self.replicated(f"{at}.shared_expert_gate.weight")
 
     def _gated(
         self,
@@ -274,24 +304,24 @@ class _Stage:
         """A gated MLP: a rank's rows of gate and up in one parameter, its columns of down in another."""
         gate, up, down = names
         for kind in kinds:
-            both = [split(self.table, f"{at}.{tensor}.{kind}", 0, *cut).slices[0] for tensor in (gate, up)]
-            runs = [Run(piece.tensor, piece.region.start[0], piece.region.size[0]) for piece in both]
-            yield name.format(1, kind), stack(self.table, runs).owned(own)
+            slices = [split(self.table, f"{at}.{tensor}.{kind}", 0, *cut).slices[0] for tensor in (gate, up)]
+            spans = [Span(slice_.tensor, slice_.region.start[0], slice_.region.size[0]) for slice_ in slices]
+            yield name.format(1, kind), stack(self.table, spans).owned(own)
         yield name.format(2, "weight"), split(self.table, f"{at}.{down}.weight", 1, *cut).owned(own)
         if "bias" in kinds:
-            yield name.format(2, "bias"), self.same(f"{at}.{down}.bias")
+            yield name.format(2, "bias"), self.replicated(f"{at}.{down}.bias")
 
 
-def query_groups(tensor: str, heads: int, groups: int, head_dim: int) -> Iterator[Run]:
+def query_groups(tensor: str, heads: int, groups: int, head_dim: int) -> Iterator[Span]:
     """Rows of a fused query, key and value: for each group the queries that share a key, the key and the value.
 
-    tensor: the name in the checkpoint, with a place for `q`, `k` or `v`.
+    `tensor` is the name in the checkpoint, with `{}` for `q`, `k` or `v`.
     """
     queries = heads // groups * head_dim
     for group in range(groups):
-        yield Run(tensor.format("q"), group * queries, queries)
-        yield Run(tensor.format("k"), group * head_dim, head_dim)
-        yield Run(tensor.format("v"), group * head_dim, head_dim)
+        yield Span(tensor.format("q"), group * queries, queries)
+        yield Span(tensor.format("k"), group * head_dim, head_dim)
+        yield Span(tensor.format("v"), group * head_dim, head_dim)
 
 
 def layout(
@@ -306,82 +336,100 @@ def layout(
 ) -> Layout:
     """The layout of one rank of a Megatron-core model.
 
-    config: a Hugging Face config of a Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE, or a `Model`.
-    layers: those that the rank has, as the checkpoint counts them; without it, every stage has as many.
-    first, last: whether it has the embedding, and whether it has the final norm and the head; where nothing is said,
-        whoever has the first layer and the last one.
-    padded_vocab: rows of the embedding on all ranks together; as many as there are tokens, unless it is given.
-    table: the tensor table of the checkpoint, where not all tensors are of the config's dtype.
+    Args:
+        config: a Hugging Face config of a Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE, or a `Model`.
+        ranks: the ranks of the process.
+        layers: the layers of the rank, as the checkpoint counts them; by default every stage has as many.
+        first: whether the rank has the embedding; by default, if it has the first layer.
+        last: whether the rank has the final norm and the head; by default, if it has the last layer.
+        padded_vocab: rows of the embedding on all ranks together; by default as many as there are tokens.
+        table: the tensor table of the checkpoint, if not all tensors have the dtype of the config.
+
+    Raises:
+        UnsupportedTensor: the model is of another kind.
+        TensorMismatch: layers, experts or the vocabulary cannot be spread over these ranks.
     """
     model = config if isinstance(config, Model) else Model.of(config)
     table = model.table if table is None else table
     if layers is None:
-        each, rest = divmod(model.layers, ranks.pp_size)
-        if rest:
+        each, remainder = divmod(model.layers, ranks.pp_size)
+        if remainder:
             raise TensorMismatch(
-                f"{model.layers} layers are not as many on each of {ranks.pp_size} stages: name `layers`"
+                f"{model.layers} layers cannot be spread evenly over {ranks.pp_size} stages: give `layers`"
             )
         layers = range(ranks.pp * each, (ranks.pp + 1) * each)
     padded = model.vocab if padded_vocab is None else padded_vocab
     first = layers.start == 0 if first is None else first
     last = layers.stop == model.layers if last is None else last
-    stage, found = _Stage(model, ranks, table), dict[str, Local]()
+    stage = _Stage(model, ranks, table)
+    parameters: dict[str, Local] = {}
     if first:
-        both = [EMBEDDING, HEAD] if model.tied and HEAD in table.index else [EMBEDDING]
-        found[_WORDS] = stage.embedding(both, padded)
+        tensors = [EMBEDDING, HEAD] if model.tied and HEAD in table.index else [EMBEDDING]
+        parameters[_EMBEDDING] = stage.embedding(tensors, padded)
     for i, layer in enumerate(layers):
-        found |= {f"decoder.layers.{i}.{name}": local for name, local in stage.layer(layer)}
+        parameters |= {f"decoder.layers.{i}.{name}": local for name, local in stage.layer(layer)}
     if last:
-        found[_FINAL] = stage.same(NORM)
+        parameters[_FINAL_NORM] = stage.replicated(NORM)
         if not model.tied:
-            found[_OUTPUT] = stage.embedding([HEAD], padded)
+            parameters[_OUTPUT] = stage.embedding([HEAD], padded)
         elif not first:  # a copy of the embedding, which the first stage publishes
-            found[_OUTPUT] = stage.embedding([EMBEDDING], padded).owned(False)
-    return Layout(table, found)
+            parameters[_OUTPUT] = stage.embedding([EMBEDDING], padded).owned(False)
+    return Layout(table, parameters)
 
 
 def canonical(name: str) -> str:
-    """The one name that layouts have for a parameter, whichever layers and wrappers the model is made of."""
-    for pattern, plain in _NAMES:
-        name = re.sub(pattern, plain, name)
+    """The name that layouts have for a parameter, with any kind of layers and wrappers."""
+    for pattern, replacement in _NAMES:
+        name = re.sub(pattern, replacement, name)
     return name
 
 
 def megatron(model: Any, config: Any, ranks: Ranks | None = None, *, table: TensorTable | None = None) -> Source:
-    """The weights that this rank owns of a Megatron-core model, in the coordinates of the Hugging Face checkpoint.
+    """The weights that this rank publishes of a Megatron-core model, in the coordinates of the Hugging Face checkpoint.
 
-    model: the model, or the list of its chunks where the pipeline is interleaved; wrapped or not.
-    config: a Hugging Face config; see `layout`.
-    ranks: where this process stands; asked of Megatron-core, unless it is given.
-    table: the tensor table of the checkpoint, where not all tensors are of the config's dtype.
+    Args:
+        model: the model, or the list of its chunks if the pipeline is interleaved; wrapped or not.
+        config: a Hugging Face config of a Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE.
+        ranks: the ranks of this process; by default Megatron-core is asked for them.
+        table: the tensor table of the checkpoint, if not all tensors have the dtype of the config.
+
+    Returns:
+        A source of the parts of this rank. Every rank publishes its own, with `writers`.
+
+    Raises:
+        UnsupportedTensor: the model is of another kind; write a `Layout` for it.
+        TensorMismatch: the parameters are not those of the config.
+
+    >>> source = sparserl.sources.megatron(model, AutoConfig.from_pretrained("Qwen/Qwen3-8B"))     # doctest: +SKIP
+    >>> publisher = sparserl.Publisher(url, source, writers=dist.group.WORLD)                      # doctest: +SKIP
     """
     ranks = Ranks.here() if ranks is None else ranks
-    known = config if isinstance(config, Model) else Model.of(config)
+    model_config = config if isinstance(config, Model) else Model.of(config)
     chunks = model if isinstance(model, Sequence) else [model]
-    return joined(*(_chunk(chunk, known, ranks, table) for chunk in chunks))
+    return joined(*(_chunk(chunk, model_config, ranks, table) for chunk in chunks))
 
 
 def _chunk(chunk: Any, model: Model, ranks: Ranks, table: TensorTable | None) -> LayoutSource:
     def tensors() -> dict[str, Any]:
         return {canonical(name): tensor for name, tensor in local_tensors(chunk).items()}
 
-    held = tensors()
-    rows = next((held[name].shape[0] for name in (_WORDS, _OUTPUT) if name in held), None)
+    parameters = tensors()
+    rows = next((parameters[name].shape[0] for name in (_EMBEDDING, _OUTPUT) if name in parameters), None)
     padded = None if rows is None else rows * ranks.tp_size
-    found = layout(
+    chunk_layout = layout(
         model,
         ranks,
         layers=_layers(chunk),
-        first=_WORDS in held,
-        last=_FINAL in held,
+        first=_EMBEDDING in parameters,
+        last=_FINAL_NORM in parameters,
         padded_vocab=padded,
         table=table,
     )
-    return LayoutSource(found, tensors)
+    return LayoutSource(chunk_layout, tensors)
 
 
 def _layers(chunk: Any) -> range:
-    """The layers of a chunk, as the checkpoint counts them: Megatron-core's layers know their number, from 1 up."""
+    """The layers of a chunk, as the checkpoint counts them. Megatron-core numbers its layers from 1."""
     numbers = []
     for name, module in chunk.named_modules():
         if re.fullmatch(r"decoder\.layers\.\d+", canonical(name)):

@@ -1,4 +1,4 @@
-"""Where a trainer's weights come from."""
+"""The protocol of a source, and torch modules as sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..weights.shards import Shards
 
 @runtime_checkable
 class Source(Protocol):
-    """Anything that has weights, and says so anew whenever it is asked: they may have moved meanwhile."""
+    """Anything that has weights. It is asked for them at every publish, since they may have moved meanwhile."""
 
     def weights(self) -> Weights | Shards:
         """All weights under their checkpoint names; of a sharded trainer, the parts that this process has."""
@@ -19,25 +19,40 @@ class Source(Protocol):
 
 
 def weights_of(source: Source | Weights | Shards) -> Weights | Shards:
-    """What a source has now; weights are what they are."""
+    """The weights of a source as they are now; weights are returned as they are."""
     return source.weights() if isinstance(source, Source) else source
 
 
 class ModuleSource:
-    """The parameters and persistent buffers of a torch module, where they are."""
+    """The parameters and persistent buffers of a torch module, without a copy. Made by `module`."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     def weights(self) -> Weights:
-        found = self._module.state_dict(keep_vars=True).items()
-        return {name: tensor.detach() if hasattr(tensor, "detach") else tensor for name, tensor in found}
+        """All tensors of the module's `state_dict`."""
+        items = self._module.state_dict(keep_vars=True).items()
+        return {name: tensor.detach() if hasattr(tensor, "detach") else tensor for name, tensor in items}
 
 
 def module(module: Any) -> ModuleSource:
-    """The weights of a torch module: all that its `state_dict` has, so that buffers count too.
+    """The weights of a torch module: everything in its `state_dict`, buffers included.
 
-    Tied weights appear under every name they have, as they do in the state_dict.
+    Tied weights appear under every name that they have there.
+
+    Args:
+        module: a `torch.nn.Module`.
+
+    Returns:
+        A source that reads the module at every publish.
+
+    Raises:
+        UnsupportedTensor: the object has no `state_dict`.
+
+    >>> import torch, sparserl
+    >>> source = sparserl.sources.module(torch.nn.Linear(2, 3))
+    >>> {name: tuple(tensor.shape) for name, tensor in source.weights().items()}
+    {'weight': (3, 2), 'bias': (3,)}
     """
     if not callable(getattr(module, "state_dict", None)):
         raise UnsupportedTensor(f"expected a torch module, got {type(module).__name__}")

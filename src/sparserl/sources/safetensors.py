@@ -1,8 +1,8 @@
-"""The header of a safetensors file, read in bounds: nothing it says is believed before it is known to fit the file.
+"""The header of a safetensors file. Nothing in it is used before it was checked against the size of the file.
 
     u64 length ──► JSON {name: {dtype, shape, data_offsets}, "__metadata__": {…}} ──► bits of the tensors
 
-Bits need not be aligned, and need not fill the file. What is written here can be read here.
+Bits need not be aligned, and need not fill the file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..wire.patchfile import MAGIC
 HEADER_BYTES = 100_000_000
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
-_DIGITS = 20  # of the largest number that can mean anything here; longer ones cost quadratic time to read
+_MAX_DIGITS = 20  # of a number that can be meant; reading longer ones takes quadratic time
 _PAIR = BY_NAME["float4_e2m1fn_x2"]
-_PAIRS = "F4"  # the file counts halves of a byte, an element of ours is the byte
+_PAIRS = "F4"  # the file counts half bytes; an element of ours is a byte
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor of a file: its bits are the bytes `start` to `stop`, counted from the beginning of the file."""
+    """One tensor of a file: its bits are the bytes `start` to `stop` of the file."""
 
     name: str
     dtype: DType
@@ -42,7 +42,7 @@ class Slot:
 
 
 def read_header(file: BinaryIO, where: str) -> list[Slot]:
-    """The tensors of an open safetensors file; `CheckpointError` names `where` and what is wrong with it."""
+    """The tensors of an open safetensors file. `where` names the file in errors."""
     size = os.fstat(file.fileno()).st_size
     head = file.read(_LENGTH.size)
     if head == MAGIC:
@@ -58,20 +58,20 @@ def read_header(file: BinaryIO, where: str) -> list[Slot]:
     header = parse_json(file.read(length), f"{where}: the header")
     _check_metadata(header.pop(_METADATA, {}), where)
     origin = _LENGTH.size + length
-    slots = [_slot(name, said, origin, size, f"{where}: tensor {name!r}") for name, said in header.items()]
+    slots = [_slot(name, entry, origin, size, f"{where}: tensor {name!r}") for name, entry in header.items()]
     _refuse_overlap(slots, where)
     return slots
 
 
 def encode_header(tensors: Mapping[str, Bits], where: str) -> bytes:
-    """The header of a file with these tensors, one behind the other."""
+    """The header of a file with these tensors, one after the other."""
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    at = 0
+    start = 0
     for name, bits in tensors.items():
-        stop = at + bits.array.nbytes
+        stop = start + bits.array.nbytes
         dtype, shape = _written_format(name, bits.dtype, bits.array.shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, stop]}
-        at = stop
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_BYTES:
@@ -86,9 +86,9 @@ def require_savable(table: TensorTable) -> None:
 
 
 def _written_format(name: str, dtype: DType, shape: Shape) -> tuple[str, Shape]:
-    """What a file says of a tensor: its dtype and shape."""
+    """The dtype and shape of a tensor as a file names them."""
     if name == _METADATA:
-        raise CheckpointError(f"tensor {name!r}: in a safetensors file this name means something else; rename it")
+        raise CheckpointError(f"tensor {name!r}: safetensors reserves this name; rename the tensor")
     if dtype is _PAIR and shape:
         return _PAIRS, (*shape[:-1], 2 * shape[-1])
     if dtype.safetensors is None:
@@ -97,27 +97,27 @@ def _written_format(name: str, dtype: DType, shape: Shape) -> tuple[str, Shape]:
 
 
 def parse_json(raw: bytes, what: str) -> dict[str, Any]:
-    """A JSON object in which no name stands twice."""
+    """Parse a JSON object in which no name occurs twice."""
     try:
-        found = json.loads(raw.decode(), object_pairs_hook=_once, parse_int=_number, parse_constant=_number)
+        value = json.loads(raw.decode(), object_pairs_hook=_unique, parse_int=_number, parse_constant=_number)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not valid JSON: {str(error) or type(error).__name__}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{what} is a JSON {type(found).__name__}, not an object")
-    return found
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} is a JSON {type(value).__name__}, not an object")
+    return value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    items: dict[str, Any] = {}
     for name, value in pairs:
-        if name in out:
-            raise ValueError(f"{name!r} stands twice")
-        out[name] = value
-    return out
+        if name in items:
+            raise ValueError(f"{name!r} occurs twice")
+        items[name] = value
+    return items
 
 
 def _number(text: str) -> int:
-    if len(text) > _DIGITS:
+    if len(text) > _MAX_DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 
@@ -127,17 +127,17 @@ def _check_metadata(metadata: Any, where: str) -> None:
         raise CheckpointError(f"{where}: {_METADATA} is not a map from text to text")
 
 
-def _slot(name: str, said: Any, origin: int, size: int, what: str) -> Slot:
-    if not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= said.keys():
+def _slot(name: str, entry: Any, origin: int, size: int, what: str) -> Slot:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(f"{what}: needs dtype, shape and data_offsets")
     try:
-        long = len(name.encode()) > limits.NAME_BYTES
+        too_long = len(name.encode()) > limits.NAME_BYTES
     except UnicodeEncodeError as error:
         raise CheckpointError(f"{what}: the name is not valid Unicode") from error
-    if long:
+    if too_long:
         raise CheckpointError(f"{what}: the name is longer than {limits.NAME_BYTES} bytes")
-    dtype, shape = _format(said["dtype"], _numbers(said["shape"], f"{what}: shape"), what)
-    offsets = _numbers(said["data_offsets"], f"{what}: data_offsets")
+    dtype, shape = _format(entry["dtype"], _numbers(entry["shape"], f"{what}: shape"), what)
+    offsets = _numbers(entry["data_offsets"], f"{what}: data_offsets")
     if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - origin:
         raise CheckpointError(
             f"{what}: data_offsets {list(offsets)} do not lie in the {size - origin} bytes behind the header; "
@@ -152,22 +152,22 @@ def _slot(name: str, said: Any, origin: int, size: int, what: str) -> Slot:
     return Slot(name, dtype, shape, origin + start, origin + stop)
 
 
-def _numbers(said: Any, what: str) -> Shape:
-    if not isinstance(said, list) or not all(type(n) is int and n >= 0 for n in said):
+def _numbers(value: Any, what: str) -> Shape:
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
         raise CheckpointError(f"{what} is not a list of whole numbers")
-    return tuple(said)
+    return tuple(value)
 
 
-def _format(said: Any, shape: Shape, what: str) -> tuple[DType, Shape]:
-    dtype = BY_SAFETENSORS.get(said) if isinstance(said, str) else None
-    if said == _PAIRS:
+def _format(name: Any, shape: Shape, what: str) -> tuple[DType, Shape]:
+    dtype = BY_SAFETENSORS.get(name) if isinstance(name, str) else None
+    if name == _PAIRS:
         if not shape or shape[-1] % 2:
             raise CheckpointError(f"{what}: F4 of shape {list(shape)} does not fill whole bytes")
         dtype = _PAIR
         shape = (*shape[:-1], shape[-1] // 2)
     if dtype is None:
         raise CheckpointError(
-            f"{what}: dtype {said!r} is not supported; known are {', '.join(BY_SAFETENSORS)}, {_PAIRS}"
+            f"{what}: dtype {name!r} is not supported; supported are {', '.join(BY_SAFETENSORS)}, {_PAIRS}"
         )
     if len(shape) > limits.RANK:
         raise CheckpointError(f"{what}: {len(shape)} dimensions, the limit is {limits.RANK}")
@@ -177,8 +177,8 @@ def _format(said: Any, shape: Shape, what: str) -> tuple[DType, Shape]:
 
 
 def _refuse_overlap(slots: Sequence[Slot], where: str) -> None:
-    """Two names for the same bytes would be patched twice."""
-    filled = sorted((s for s in slots if s.stop > s.start), key=lambda s: s.start)
-    for a, b in zip(filled, filled[1:], strict=False):
-        if b.start < a.stop:
-            raise CheckpointError(f"{where}: tensors {a.name!r} and {b.name!r} overlap in the file")
+    """Bytes with two names would be patched twice."""
+    by_start = sorted((slot for slot in slots if slot.stop > slot.start), key=lambda slot: slot.start)
+    for slot, following in zip(by_start, by_start[1:], strict=False):
+        if following.start < slot.stop:
+            raise CheckpointError(f"{where}: tensors {slot.name!r} and {following.name!r} overlap in the file")

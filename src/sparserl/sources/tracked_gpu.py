@@ -1,9 +1,9 @@
-"""Rows whose weights are on a device: what steps change is marked there, and the host waits for nothing meanwhile.
+"""Tracked rows on a GPU: kernels there mark what steps change, and the host does not wait for them.
 
-    step ──► masters (or the weights themselves), the bits before it ──► how the sums move, then marks: both add up
+    step ──► new bits (of masters, or of the weights), old bits ──► differences of the digest sums, and marks
 
-Marks and sums come to the host when somebody asks for them. A row takes part if its elements follow each other in
-memory and in their tensor, and no other row shares them: a tied weight is compared under each of its names first.
+Marks and sums are copied to host memory when they are needed. A row can be tracked on its GPU if its elements are
+contiguous in memory and in their tensor, and no other row shares them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from ..kernels import gpu
 from ..weights import memory
 from ..weights.gpu_copies import fetch
 
-Pair = tuple[Any, Any]  # the new bits of a row, which may be wider, and its old ones, which become the new ones
+Pair = tuple[Any, Any]  # the new elements of a row, which may be wider, and its old bits, which become the new ones
 
 
 def fits(new: Any, old: Any) -> bool:
-    """Whether kernels can make new bits of old ones: on one device, contiguous, alike or cast from fp32 to bf16."""
-    kinds = new.dtype, old.dtype
+    """Whether kernels can compare two tensors: on one GPU, contiguous, of one dtype or cast from fp32 to bf16."""
     return bool(
-        (kinds[0] is kinds[1] or kinds == (torch.float32, torch.bfloat16))
+        (new.dtype is old.dtype or (new.dtype is torch.float32 and old.dtype is torch.bfloat16))
         and memory.is_on_gpu(new)
         and new.device == old.device
         and new.is_contiguous()
@@ -36,26 +35,34 @@ def fits(new: Any, old: Any) -> bool:
     )
 
 
-def room(tensors: Sequence[Any]) -> bool:
-    """Whether their devices have room for copies of some tensors, and for a quarter more."""
-    wanted: dict[Any, int] = {}
+def has_memory_for(tensors: Sequence[Any]) -> bool:
+    """Whether the GPUs of some tensors have memory for copies of them, and for a quarter more."""
+    needed: dict[Any, int] = {}
     for tensor in tensors:
-        wanted[tensor.device] = wanted.get(tensor.device, 0) + tensor.nbytes
-    return all(device.type != "cuda" or 1.25 * nbytes < _free(device) for device, nbytes in wanted.items())
+        needed[tensor.device] = needed.get(tensor.device, 0) + tensor.nbytes
+    return all(device.type != "cuda" or 1.25 * nbytes < _free_bytes(device) for device, nbytes in needed.items())
 
 
-def _free(device: Any) -> int:
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + idle
+def _free_bytes(device: Any) -> int:
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
-def _at(device: Any) -> AbstractContextManager[Any]:
+def _on(device: Any) -> AbstractContextManager[Any]:
     """Kernels are launched on the current device, which need not be that of the rows."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-class Marked:
-    """Marks and moved sums of some rows on one device, since some moment."""
+class GpuMarks:
+    """Marks of some rows on one GPU, and how their digests have changed, since some moment.
+
+    Args:
+        rows: the numbers of the rows.
+        old: the bits of one of them.
+        numel: the elements of each.
+        keys: the digest keys of their tensors.
+        start: where each begins in its tensor.
+    """
 
     def __init__(self, rows: list[int], old: Any, numel: list[int], keys: Any, start: list[int]) -> None:
         self._rows = rows
@@ -65,30 +72,34 @@ class Marked:
         self._sums = torch.zeros((len(rows), 2), dtype=torch.int64, device=old.device)
 
     def add(self, pairs: list[Pair]) -> None:
-        """A step has made new bits of the old ones; these are then the new ones, too."""
+        """Add what a step has changed. The new bits are written over the old ones."""
         blocks = self._blocks
         sizes = blocks.sizes.tolist()
-        news = [new.detach() for new, _ in pairs]
-        wide = blocks if news[0].element_size() == blocks.width else gpu.changes.Blocks(4, sizes, blocks.device)
-        new, old = wide.side(news), blocks.side([old.detach() for _, old in pairs])
-        with _at(blocks.device):
+        tensors = [new.detach() for new, _ in pairs]
+        new_blocks = (
+            blocks if tensors[0].element_size() == blocks.width else gpu.changes.Blocks(4, sizes, blocks.device)
+        )
+        new = new_blocks.side(tensors)
+        old = blocks.side([old.detach() for _, old in pairs])
+        with _on(blocks.device):
             gpu.sums.digest_deltas(blocks, new, old, self._sums)
             gpu.changes.mark(blocks, new, old, self._words, self._counts)
 
     def settle(self, first: npt.NDArray[np.int64], words: npt.NDArray[np.uint64], moved: Any) -> None:
-        """Add marks and sums to those of the host; `first` is the first word of each row there."""
-        waits = fetch(self._words), fetch(self._sums)
-        found, sums = (wait().view(np.uint64) for wait in waits)
-        per = self._blocks.block // 64
-        for row, block, both in zip(self._rows, self._blocks.first_block.tolist(), sums, strict=True):
-            mine = words[first[row] : first[row + 1]]
-            mine |= found[block * per : block * per + mine.size]
-            moved[row] += both
+        """Add the marks and sums to those in host memory, where `first` is the first word of each row."""
+        pending = (fetch(self._words), fetch(self._sums))
+        gpu_words, sums = (wait().view(np.uint64) for wait in pending)
+        words_per_block = self._blocks.block // 64
+        for row, block, row_sums in zip(self._rows, self._blocks.first_block.tolist(), sums, strict=True):
+            row_words = words[first[row] : first[row + 1]]
+            start = block * words_per_block
+            row_words |= gpu_words[start : start + row_words.size]
+            moved[row] += row_sums
 
 
 def grouped(pairs: Mapping[int, Pair]) -> dict[tuple[Any, ...], list[int]]:
-    """Rows that kernels take together, by what they have in common."""
-    out: dict[tuple[Any, ...], list[int]] = {}
+    """Rows that kernels can take together, by device and dtypes."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for r, (new, old) in sorted(pairs.items()):
-        out.setdefault((old.device, old.dtype, new.dtype), []).append(r)
-    return out
+        groups.setdefault((old.device, old.dtype, new.dtype), []).append(r)
+    return groups

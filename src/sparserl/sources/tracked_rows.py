@@ -1,6 +1,7 @@
-"""The parts that steps write to, row by row: where they lie, their bits before a step, and what it changed.
+"""The parts that optimizer steps write to: their addresses, their bits before a step, and what the step changed.
 
-Kernels take many rows at a time. What Python works out for each is kept in a plan, for as long as nothing moves.
+A tracked part is a row. Kernels take many rows at a time; what Python works out for each row is kept in a plan, which
+is valid until a part or a parameter moves.
 """
 
 from __future__ import annotations
@@ -30,46 +31,46 @@ Mask = npt.NDArray[np.bool_]
 Bits = tuple[Numbers, object]  # addresses of bits in row-major order, and what keeps them there
 
 
-class Row(NamedTuple):
+class TrackedRow(NamedTuple):
     """A part that is tracked."""
 
-    part: int  # which one, of those that the source has
+    part: int  # its index among the parts of the source
     key: Key
-    weight: Any  # what its master is known by; None if it has none
-    counted: bool  # whether torch's count of the writes to it tells of writes by others
+    weight: Any  # the key of its master in `masters`; None if it has none
+    counted: bool  # whether torch's count of the writes to it shows writes by others
 
 
 class Cut(NamedTuple):
-    """Rows that are worked on together: some small ones, or a piece of a large one."""
+    """Rows that are compared together: several small ones, or a piece of a large one."""
 
     batch: Batch
     rows: Numbers
     piece: Region | None  # in the coordinates of its part; None for all of it
     geometry: Geometry
-    mastered: bool
+    mastered: bool  # whether the rows have masters
 
 
 class Copy(NamedTuple):
-    """The old bits of some rows of a cut. Those of rows with masters are where they were: nothing is copied."""
+    """The old bits of some rows of a cut. Nothing is copied of rows with masters, which still have their old bits."""
 
     cut: Cut
     some: Numbers
     bits: Bits
 
 
-class Step(NamedTuple):
-    """A step that is not over. It holds on to the data, so that addresses stay good."""
+class OpenStep(NamedTuple):
+    """A step that has begun. It keeps a reference to the data, so that addresses stay valid."""
 
     data: list[Any]
-    watched: list[Any]  # tensors that move when data does
-    places: list[int]
-    due: Mask
+    watched: list[Any]  # tensors that move when the data does
+    addresses: list[int]  # of the watched tensors
+    due: Mask  # which rows the step may change
     copies: list[Copy]
-    there: dict[int, Any]  # old bits of rows without masters that are on a device, by row
+    gpu_copies: dict[int, Any]  # old bits of rows without masters that are on a GPU, by row
 
 
-class Found(NamedTuple):
-    """What a step changed in a cut, in the rows that it changed: the new bits, and how the digests moved."""
+class RowChanges(NamedTuple):
+    """What a step changed in the rows of a cut: the new bits, and the differences of the digests."""
 
     cut: Cut
     rows: Numbers
@@ -79,8 +80,8 @@ class Found(NamedTuple):
     moved: npt.NDArray[np.uint64]
 
 
-class Handed(NamedTuple):
-    """What is known of the changes of a part since some version."""
+class PublishedMarks(NamedTuple):
+    """What is known of the changes of a part since the last committed version."""
 
     marks: Bitmap
     moved: npt.NDArray[np.uint64]
@@ -88,215 +89,249 @@ class Handed(NamedTuple):
 
 
 class Plan:
-    """What is tracked and how to get at it. A new one is made when a part or a parameter is not where it was.
+    """The tracked rows and where they are. A new plan is made when a part or a parameter has moved.
 
-    It holds on to no data: what a trainer frees between two steps must not stay in memory.
+    It keeps no reference to data: what a trainer frees between two steps must not stay in memory.
+
+    Args:
+        look: what the plan was made for: tables, keys and addresses.
+        table: the tensor table of what is published.
+        rows: the tracked parts.
+        roots: the memory extents of what is written when a row changes: of the part, or of its master.
     """
 
-    def __init__(self, look: tuple[Any, ...], table: TensorTable, rows: list[Row], roots: Numbers) -> None:
-        """look: what it was made of. roots: the extents of what is written when a row changes."""
-        self.look, self.rows, self._table, self._roots = look, rows, table, roots
+    def __init__(self, look: tuple[Any, ...], table: TensorTable, rows: list[TrackedRow], roots: Numbers) -> None:
+        self.look = look
+        self.rows = rows
+        self._table = table
+        self._roots = roots
         words = [-(-row.key[1].numel // 64) for row in rows]
-        self.first = np.concatenate(([0], np.cumsum(words))).astype(np.int64)  # words of the bitmaps before each
+        self.first = np.concatenate(([0], np.cumsum(words))).astype(np.int64)  # the first word of each in the bitmaps
         self.cuts = [*self._cut(mastered=False), *self._cut(mastered=True)]
-        self.seen: list[int | None] = [None] * len(rows)  # how often each had been written to
-        self.where: list[object] = []
+        self.writes: list[int | None] = [None] * len(rows)  # how often each had been written to
+        self.signatures: list[object] = []
         self._address = np.empty(0, np.int64)
-        self.there: Mask = np.zeros(len(rows), bool)  # which ones can be marked on a device
-        self.kept = self.there  # those of them without masters: their old bits are kept there during a step
+        self.on_gpu: Mask = np.zeros(len(rows), bool)  # rows that can be marked on a GPU
+        self.copied_on_gpu = self.on_gpu  # those of them without masters: a step copies their old bits there
         self.start = [0] * len(rows)  # where they begin in their tensors
-        self._due: tuple[list[int], Mask] = [], np.zeros(len(rows), bool)
+        self._due_ids: list[int] = []
+        self._due = np.zeros(len(rows), bool)
 
     def _cut(self, mastered: bool) -> Iterator[Cut]:
-        table, found, large = self._table, dict[Place, int](), dict[Place, int]()
+        """Cut the rows with masters, or those without, into pieces for threads."""
+        table = self._table
+        small: dict[Place, int] = {}
+        large: dict[Place, int] = {}
         for r, (_, (name, region), weight, _) in enumerate(self.rows):
             if (weight is not None) == mastered:
                 spec = table.specs[table.index[name]]
-                place = table.index[name], None if region == whole(spec.shape) else region
-                (large if region.numel * spec.dtype.width > PIECE_BYTES else found)[place] = r
-        for batch in batches(table, found):
-            rows = [found[place] for place in zip(batch.tensor.tolist(), batch.region, strict=True)]
+                place = (table.index[name], None if region == whole(spec.shape) else region)
+                (large if region.numel * spec.dtype.width > PIECE_BYTES else small)[place] = r
+        for batch in batches(table, small):
+            rows = [small[place] for place in zip(batch.tensor.tolist(), batch.region, strict=True)]
             yield Cut(batch, np.array(rows), None, tensor_geometry(table, batch.tensor, batch.region), mastered)
         for place, r in large.items():
             corner = self.rows[r].key[1].start
             for batch in batches(table, [place]):
-                start, size = batch.region[0].start, batch.region[0].size  # type: ignore[union-attr]  # it was cut
-                piece = Region(tuple(a - c for a, c in zip(start, corner, strict=True)), size)
+                cut_region = batch.region[0]
+                assert cut_region is not None  # since a large row is cut
+                piece = Region(tuple(a - c for a, c in zip(cut_region.start, corner, strict=True)), cut_region.size)
                 yield Cut(batch, np.array([r]), piece, tensor_geometry(table, batch.tensor, batch.region), mastered)
 
-    def place(self, data: Sequence[Any]) -> None:
-        """Learn where the data is. Rows whose bits cannot be read where they are have the address 0."""
+    def locate(self, data: Sequence[Any]) -> None:
+        """Note the addresses of the data. A row whose bits cannot be read in place has the address 0."""
         address = []
-        for r, ((_, (name, region), _, _), d) in enumerate(zip(self.rows, data, strict=True)):
-            memory, spec = memory_of(name, d), self._table.specs[self._table.index[name]]
+        for r, ((_, (name, region), _, _), tensor) in enumerate(zip(self.rows, data, strict=True)):
+            memory = memory_of(name, tensor)
+            spec = self._table.specs[self._table.index[name]]
             if memory.shape != region.size:
                 raise TensorMismatch(f"{name!r}: region {region} cannot be {list(memory.shape)}")
             address.append(memory.address if memory.strides is None and memory.dtype is spec.dtype else 0)
-            there = gpu_tensor(memory)
-            start = None if there is None or not there.is_contiguous() else run_start(region, spec.shape)
-            self.there[r], self.start[r] = start is not None, start or 0
-        self._address, self.where = np.array(address, np.int64), [sign(d) for d in data]
-        if self.there.any():
-            self.there &= _alone(extents(data))
-        self.kept = self.there & np.array([row.weight is None for row in self.rows], bool)
+            on_gpu = gpu_tensor(memory)
+            start = None if on_gpu is None or not on_gpu.is_contiguous() else run_start(region, spec.shape)
+            self.on_gpu[r] = start is not None
+            self.start[r] = start or 0
+        self._address = np.array(address, np.int64)
+        self.signatures = [signature(tensor) for tensor in data]
+        if self.on_gpu.any():
+            self.on_gpu &= _disjoint(extents(data))
+        self.copied_on_gpu = self.on_gpu & np.array([row.weight is None for row in self.rows], bool)
 
     def keys(self, rows: Sequence[int]) -> Any:
-        """The keys of the rows' tensors, for digests."""
+        """The digest keys of the tensors of some rows."""
         return self._table.keys[[self._table.index[self.rows[r].key[0]] for r in rows]]
 
     def span(self, r: int) -> slice:
-        """The words of a row."""
+        """The words of a row in the bitmaps."""
         return slice(self.first[r], self.first[r + 1])
 
     def due(self, params: list[Any]) -> Mask:
         """Which rows change when these parameters are written to."""
-        ids = [id(p) for p in params]
-        if ids != self._due[0]:
-            self._due = ids, Spans(params).have(self._roots)
-        return self._due[1]
+        ids = [id(param) for param in params]
+        if ids != self._due_ids:
+            self._due_ids = ids
+            self._due = Extents(params).contain(self._roots)
+        return self._due
 
     def read(self, cut: Cut, some: Numbers, data: Sequence[Any], keep: bool = False) -> Bits:
-        """The bits of some rows of a cut: where they are if possible, else as `brought` makes them."""
+        """The bits of some rows of a cut: in place if possible, else in host memory as `gather` makes them."""
         rows = cut.rows[some]
         address = self._address[rows]
-        apart = np.flatnonzero(address == 0)
+        elsewhere = np.flatnonzero(address == 0)
         address += cut.batch.offset * cut.batch.dtype.width
-        if not apart.size:
+        if not elsewhere.size:
             return address, None
-        address[apart], owner = brought([data[r] for r in rows[apart].tolist()], cut, some[apart], keep)
+        address[elsewhere], owner = gather([data[r] for r in rows[elsewhere].tolist()], cut, some[elsewhere], keep)
         return address, owner
 
-    def copied(self, cut: Cut, some: Numbers, data: Sequence[Any]) -> Copy:
-        """The bits of some rows of a cut, in memory that nobody else writes to."""
+    def copy(self, cut: Cut, some: Numbers, data: Sequence[Any]) -> Copy:
+        """Copy the bits of some rows of a cut."""
         if cut.mastered:
             return Copy(cut, some, (some, None))
         address, owner = self.read(cut, some, data, keep=True)
-        here = np.flatnonzero(self._address[cut.rows[some]])
-        nbytes = cut.batch.numel[some[here]] * cut.batch.dtype.width
+        in_place = np.flatnonzero(self._address[cut.rows[some]])
+        nbytes = cut.batch.numel[some[in_place]] * cut.batch.dtype.width
         copy = np.empty(nbytes.sum(), np.uint8)
-        cpu.marks.collect(address[here], nbytes, address_of(copy))
-        address[here] = address_of(copy) + np.cumsum(nbytes) - nbytes
+        cpu.marks.collect(address[in_place], nbytes, address_of(copy))
+        address[in_place] = address_of(copy) + np.cumsum(nbytes) - nbytes
         return Copy(cut, some, (address, (owner, copy)))
 
-    def land(self, found: Found, data: Sequence[Any]) -> None:
+    def write(self, changes: RowChanges, data: Sequence[Any]) -> None:
         """Write the new bits over the old ones."""
-        batch, address = found.cut.batch, self._address[found.rows]
-        ends = np.cumsum(found.counts)
-        for e in np.flatnonzero(address == 0).tolist():
-            some = slice(ends[e] - found.counts[e], ends[e])
-            _write(data[found.rows[e]], found.positions[some].astype(np.int64) + batch.offset, found.bits[some])
-        here = address != 0
-        first, ones = address[here] + batch.offset * batch.dtype.width, np.ones((here.sum(), 1), np.int64)
-        tag, mine = np.empty(0, batch.dtype.uint), np.repeat(here, found.counts)
-        positions, bits = found.positions[mine], found.bits[mine]
-        cpu.changes.scatter(tag, found.counts[here], first, ones[:, 0].copy(), ones, ones, positions.ctypes.data, bits)
+        batch = changes.cut.batch
+        address = self._address[changes.rows]
+        ends = np.cumsum(changes.counts)
+        for i in np.flatnonzero(address == 0).tolist():
+            some = slice(ends[i] - changes.counts[i], ends[i])
+            positions = changes.positions[some].astype(np.int64) + batch.offset
+            _write(data[changes.rows[i]], positions, changes.bits[some])
+        in_place = address != 0
+        selected = np.repeat(in_place, changes.counts)
+        first = address[in_place] + batch.offset * batch.dtype.width
+        ones = np.ones((in_place.sum(), 1), np.int64)
+        tag = np.empty(0, batch.dtype.uint)
+        positions = changes.positions[selected]
+        bits = changes.bits[selected]
+        counts = changes.counts[in_place]
+        cpu.changes.scatter(tag, counts, first, ones[:, 0].copy(), ones, ones, positions.ctypes.data, bits)
 
 
-class Since:
+class RowMarks:
     """What is known of the changes of all rows since some moment."""
 
     def __init__(self, plan: Plan, unknown: bool = False) -> None:
-        self.words = np.zeros(plan.first[-1], np.uint64)  # the bitmaps, one behind the other
+        self.words = np.zeros(plan.first[-1], np.uint64)  # the bitmaps of all rows
         self.moved = np.zeros((len(plan.rows), 2), np.uint64)
         self.unknown = np.full(len(plan.rows), unknown)
-        self._there: dict[tuple[Any, ...], Any] = {}  # what is marked on devices, by rows and kind
+        self._gpu_marks: dict[tuple[Any, ...], Any] = {}  # by rows, device and dtypes
 
-    def mark(self, plan: Plan, pairs: dict[int, tuple[Any, Any]]) -> None:
-        """What a step changed in rows on devices: their new bits and their old ones, which become the new ones."""
-        from .tracked_gpu import Marked, grouped
+    def mark_on_gpu(self, plan: Plan, pairs: dict[int, tuple[Any, Any]]) -> None:
+        """Mark what a step changed in rows on GPUs, and write the new bits over the old ones."""
+        from .tracked_gpu import GpuMarks, grouped
 
         groups = {(*kind, *rows): rows for kind, rows in grouped(pairs).items()}
-        if self._there.keys() != groups.keys():
+        if self._gpu_marks.keys() != groups.keys():
             self.settle(plan)
         for key, rows in groups.items():
-            if key not in self._there:
-                keys, numel = plan.keys(rows), [plan.rows[r].key[1].numel for r in rows]
-                self._there[key] = Marked(rows, pairs[rows[0]][1], numel, keys, [plan.start[r] for r in rows])
-            self._there[key].add([pairs[r] for r in rows])
+            if key not in self._gpu_marks:
+                numel = [plan.rows[r].key[1].numel for r in rows]
+                start = [plan.start[r] for r in rows]
+                self._gpu_marks[key] = GpuMarks(rows, pairs[rows[0]][1], numel, plan.keys(rows), start)
+            self._gpu_marks[key].add([pairs[r] for r in rows])
 
     def settle(self, plan: Plan) -> None:
-        """Bring what is marked on devices to the host."""
-        while self._there:
-            self._there.popitem()[1].settle(plan.first, self.words, self.moved)
+        """Copy the marks on GPUs to host memory."""
+        while self._gpu_marks:
+            self._gpu_marks.popitem()[1].settle(plan.first, self.words, self.moved)
 
-    def add(self, plan: Plan, found: Found) -> None:
-        """What a step changed."""
-        first = plan.first[found.rows]
-        cpu.marks.mark_parts(found.counts, found.positions, found.cut.batch.offset, first, self.words)
-        self.moved[found.rows] += found.moved
+    def add(self, plan: Plan, changes: RowChanges) -> None:
+        """Add what a step changed."""
+        first = plan.first[changes.rows]
+        cpu.marks.mark_parts(changes.counts, changes.positions, changes.cut.batch.offset, first, self.words)
+        self.moved[changes.rows] += changes.moved
 
-    def keep(self, plan: Plan, r: int, other: Since, theirs: Plan, old: int) -> None:
-        """What is known of a row that was another one in another plan; nothing is, if it was elsewhere."""
-        other.settle(theirs)
-        self.words[plan.span(r)] = other.words[theirs.span(old)]
-        self.moved[r] = other.moved[old]
-        self.unknown[r] = other.unknown[old] or plan.where[r] != theirs.where[old]
+    def take_over(self, plan: Plan, r: int, old_marks: RowMarks, old_plan: Plan, old: int) -> None:
+        """Take over what is known of a row from an earlier plan. If it has moved since, its changes are unknown."""
+        old_marks.settle(old_plan)
+        self.words[plan.span(r)] = old_marks.words[old_plan.span(old)]
+        self.moved[r] = old_marks.moved[old]
+        self.unknown[r] = old_marks.unknown[old] or plan.signatures[r] != old_plan.signatures[old]
 
-    def handed(self, plan: Plan, r: int, earlier: Handed | None) -> Handed:
-        """What is known of a row, and was earlier; it must not be written to any more."""
+    def publish(self, plan: Plan, r: int, earlier: PublishedMarks | None) -> PublishedMarks:
+        """What is known of a row, together with what was known earlier. It must not be written to any more."""
         self.settle(plan)
-        marks, moved, unknown = Bitmap(0), self.moved[r], bool(self.unknown[r])
-        marks.numel, marks.words = plan.rows[r].key[1].numel, self.words[plan.span(r)]
+        marks = Bitmap(0)
+        marks.numel = plan.rows[r].key[1].numel
+        marks.words = self.words[plan.span(r)]
+        moved = self.moved[r]
+        unknown = bool(self.unknown[r])
         if earlier is not None:
             marks.unite(earlier.marks)
             moved += earlier.moved
             unknown |= earlier.unknown
-        return Handed(marks, moved, unknown)
+        return PublishedMarks(marks, moved, unknown)
 
 
-class Spans:
+class Extents:
     """The memory of some tensors."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
-        here = [local(t) for t in tensors]
-        found, full = extents(here), np.array([t.numel() * t.itemsize for t in here], np.int64)
-        found = found[found[:, 1] - found[:, 0] == full]  # a tensor with holes in it says nothing about these
-        found = found[np.argsort(found[:, 0], kind="stable")]
-        low, high = found[:, 0], np.maximum.accumulate(found[:, 1])
+        shards = [local(tensor) for tensor in tensors]
+        bounds = extents(shards)
+        full = np.array([shard.numel() * shard.itemsize for shard in shards], np.int64)
+        bounds = bounds[bounds[:, 1] - bounds[:, 0] == full]  # without tensors that do not fill their extent
+        bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
+        low = bounds[:, 0]
+        high = np.maximum.accumulate(bounds[:, 1])
         self._low = low[np.append(True, low[1:] > high[:-1])[: low.size]]
         self._high = high[np.append(low[1:] > high[:-1], True)[: low.size]]
 
-    def have(self, extents: Numbers) -> Mask:
+    def contain(self, extents: Numbers) -> Mask:
         """Which extents lie in this memory."""
         low, high = extents.T
         i = np.searchsorted(self._low, low, side="right")
         return np.asarray((low < high) & (high <= np.append(0, self._high)[i]))
 
 
-def compared(cut: Cut, some: Numbers, old: Bits, new: Bits) -> Found:
+def compare(cut: Cut, some: Numbers, old: Bits, new: Bits) -> RowChanges:
     """What differs in some rows of a cut."""
-    tag, g = np.empty(0, cut.batch.dtype.uint), cut.geometry
-    positions, before, after, counts = scan(tag, old[0], new[0], cut.batch.numel[some])
-    some, counts = some[counts > 0], counts[counts > 0]
-    moved = np.empty((some.size, 2), np.uint64)
-    where = g.start[some], g.dims[some], g.size[some], g.tensor_strides[some], g.keys[some]
-    cpu.marks.digest_deltas(counts, *where, positions, before, after, moved)
-    return Found(cut, cut.rows[some], counts, positions, after, moved)
+    tag = np.empty(0, cut.batch.dtype.uint)
+    positions, old_bits, new_bits, counts = scan(tag, old[0], new[0], cut.batch.numel[some])
+    changed = some[counts > 0]
+    counts = counts[counts > 0]
+    moved = np.empty((changed.size, 2), np.uint64)
+    g = cut.geometry
+    geometry = (g.start[changed], g.dims[changed], g.size[changed], g.tensor_strides[changed], g.keys[changed])
+    cpu.marks.digest_deltas(counts, *geometry, positions, old_bits, new_bits, moved)
+    return RowChanges(cut, cut.rows[changed], counts, positions, new_bits, moved)
 
 
-def brought(data: Sequence[Any], cut: Cut, some: Numbers, keep: bool = False) -> Bits:
-    """The bits of rows in the dtype of the cut, row-major, in a buffer that is used again, or to keep."""
+def gather(data: Sequence[Any], cut: Cut, some: Numbers, keep: bool = False) -> Bits:
+    """Copy the bits of rows to host memory, in the dtype of the cut and row-major.
+
+    `keep` says that the copy outlives this comparison; else it is in a buffer that is used again.
+    """
     import torch
 
     sizes = cut.batch.numel[some]
     nbytes = sizes * cut.batch.dtype.width
-    far = all(getattr(d, "is_cuda", False) for d in data)
-    lent = None if keep else StagingBuffer(int(nbytes.sum()), far)
-    array = np.empty(nbytes.sum(), np.uint8) if lent is None else lent.array
-    here = torch.from_numpy(array).view(getattr(torch, cut.batch.dtype.name))
-    if far:
-        torch.cuda.synchronize(data[0].device)  # this thread has another stream than whoever wrote the tensors
+    on_gpu = all(getattr(tensor, "is_cuda", False) for tensor in data)
+    staging = None if keep else StagingBuffer(int(nbytes.sum()), on_gpu)
+    array = np.empty(nbytes.sum(), np.uint8) if staging is None else staging.array
+    host = torch.from_numpy(array).view(getattr(torch, cut.batch.dtype.name))
+    if on_gpu:
+        torch.cuda.synchronize(data[0].device)  # this thread has another stream than the one that wrote the tensors
     with torch.no_grad():
-        there = torch.empty_like(here, device=data[0].device) if far and len(data) > 1 else here
-        flat = [_flat(d, cut, n) for d, n in zip(data, sizes.tolist(), strict=True)]
-        torch._foreach_copy_(torch.split(there, sizes.tolist()), flat)
-        if there is not here:
-            here.copy_(there)
-    return address_of(array) + np.cumsum(nbytes) - nbytes, lent or array
+        joined = torch.empty_like(host, device=data[0].device) if on_gpu and len(data) > 1 else host
+        flat = [_flat(tensor, cut, n) for tensor, n in zip(data, sizes.tolist(), strict=True)]
+        torch._foreach_copy_(torch.split(joined, sizes.tolist()), flat)
+        if joined is not host:
+            host.copy_(joined)
+    return address_of(array) + np.cumsum(nbytes) - nbytes, staging or array
 
 
 def _flat(data: Any, cut: Cut, numel: int) -> Any:
-    """The elements of a row as a torch tensor. It is contiguous: on that depends which NaN a NaN is cast to."""
+    """The elements of a row as a contiguous torch tensor. (Which NaN a NaN is cast to depends on that.)"""
     import torch
 
     if hasattr(data, "data_ptr"):
@@ -307,43 +342,43 @@ def _flat(data: Any, cut: Cut, numel: int) -> Any:
 
 
 def _write(data: Any, positions: Numbers, bits: UIntArray) -> None:
-    """Write bits to positions of a torch tensor that is not contiguous, or on a device."""
+    """Write bits to positions of a torch tensor that is not contiguous, or on a GPU."""
     import torch
 
-    there = data.detach().view(getattr(torch, f"int{8 * bits.itemsize}"))
-    where = tuple(torch.from_numpy(i).to(there.device) for i in np.unravel_index(positions, data.shape))
-    there[where] = torch.from_numpy(bits.view(f"i{bits.itemsize}")).to(there.device)
+    tensor = data.detach().view(getattr(torch, f"int{8 * bits.itemsize}"))
+    index = tuple(torch.from_numpy(i).to(tensor.device) for i in np.unravel_index(positions, data.shape))
+    tensor[index] = torch.from_numpy(bits.view(f"i{bits.itemsize}")).to(tensor.device)
 
 
-def sign(data: Any) -> object:
-    """Where and what a tensor is: as long as this is the same, it can be handled as before."""
+def signature(data: Any) -> object:
+    """Address, shape and dtype of a tensor: while they are the same, a plan for it is valid."""
     if hasattr(data, "data_ptr"):
         return data.data_ptr(), data.shape, data.is_contiguous(), data.dtype
     if isinstance(data, LazyBits):
-        return data.dtype, sign(data.origin)
+        return data.dtype, signature(data.origin)
     return getattr(getattr(data, "array", data), "__array_interface__", None)
 
 
-def _alone(extents: Numbers) -> Mask:
-    """Which extents no other reaches into."""
+def _disjoint(extents: Numbers) -> Mask:
+    """Which extents overlap with no other."""
     order = np.argsort(extents[:, 0], kind="stable")
     low, high = extents[order].T
     reach = np.maximum.accumulate(high)
     free = np.ones(order.size, bool)
     free[1:] &= low[1:] >= reach[:-1]
     free[:-1] &= low[1:] >= high[:-1]
-    out = np.empty_like(free)
-    out[order] = free
-    return out
+    disjoint = np.empty_like(free)
+    disjoint[order] = free
+    return disjoint
 
 
-def places(tensors: Iterable[Any]) -> list[int]:
+def addresses(tensors: Iterable[Any]) -> list[int]:
     """The addresses of tensors."""
-    return [local(t).data_ptr() for t in tensors]
+    return [local(tensor).data_ptr() for tensor in tensors]
 
 
-def writes(row: Row, data: Any) -> int | None:
-    """How often torch has counted a write to a row; all views of a buffer are counted as one."""
+def count_writes(row: TrackedRow, data: Any) -> int | None:
+    """How many writes to a row torch has counted; all views of a buffer share one count."""
     if isinstance(data, LazyBits):
         data = data.origin
     if not row.counted or not hasattr(data, "data_ptr") or data.is_inference():
@@ -352,13 +387,13 @@ def writes(row: Row, data: Any) -> int | None:
 
 
 def extents(tensors: Iterable[Any]) -> Numbers:
-    """The extent of every tensor, or of what it is made of."""
-    found = [extent(t.origin if isinstance(t, LazyBits) else t) for t in tensors]
-    return np.array(found, np.int64).reshape(-1, 2)
+    """The extent of every tensor, or of the tensor that it is cast from."""
+    bounds = [extent(t.origin if isinstance(t, LazyBits) else t) for t in tensors]
+    return np.array(bounds, np.int64).reshape(-1, 2)
 
 
 def extent(tensor: Any) -> tuple[int, int]:
-    """Addresses of the first byte of a tensor and of the byte behind its last; nothing, where it is foreign."""
+    """The addresses of the first byte of a tensor and of the byte behind its last; zeros where they are not known."""
     if not hasattr(tensor, "data_ptr"):
         return (0, 0) if isinstance(tensor, LazyBits) else memory_of("", tensor).span()
     if not tensor.numel():
@@ -371,5 +406,5 @@ def extent(tensor: Any) -> tuple[int, int]:
 
 
 def local(tensor: Any) -> Any:
-    """The shard of a DTensor that is here; another tensor as it is."""
+    """The local shard of a DTensor; another tensor as it is."""
     return tensor.detach().to_local() if hasattr(tensor, "device_mesh") else tensor

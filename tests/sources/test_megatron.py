@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused():
         layout(CONFIGS["mixtral"], Ranks(ep_size=3))
     with pytest.raises(TensorMismatch, match="cannot be cut into 2 equal parts"):
         layout(CONFIGS["llama"], Ranks(tp_size=2))  # 21 tokens, not padded
-    with pytest.raises(TensorMismatch, match="no room for a vocabulary of 21"):
+    with pytest.raises(TensorMismatch, match="is too small for a vocabulary of 21"):
         layout(CONFIGS["llama"], Ranks(), padded_vocab=20)
     named = {canonical(n): t for n, t in parameters("llama", checkpoint("llama"), Ranks()).items()}
     lay = layout(CONFIGS["llama"], Ranks(), padded_vocab=PADDED)

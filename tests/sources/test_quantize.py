@@ -201,7 +201,9 @@ def test_what_cannot_be_quantized_is_refused() -> None:
         return _Fixed(Shards(table, [Part("a.weight", Region((0, 0), (stop, 8)), w[:stop])]))
 
     assert len(quantized(rows(4), fp8_blockwise((4, 4))).weights().parts) == 2
-    with pytest.raises(TensorMismatch, match=r"'a.weight': other processes have the rest of some blocks.*process group"):
+    with pytest.raises(
+        TensorMismatch, match=r"'a.weight': other processes have the rest of some blocks.*process group"
+    ):
         quantized(rows(5), fp8_blockwise((4, 4))).weights()
     with pytest.raises(TensorMismatch, match="cannot be"):
         quantized(_Fixed(Shards(table, [Part("a.weight", Region((0, 0), (4, 8)), w)])), int8()).weights()

@@ -1,9 +1,9 @@
-"""Landing buckets on weights that are on a device: decoded there, from coded bytes to located changes.
+"""Staging buckets on weights that are on a GPU: decoded there, from coded bytes to located changes.
 
-    buckets ──► coded chunks, to the device ──► decode, many buckets at once ──► digest ──► swap old bits for new
+    buckets ──► coded chunks, to the GPU ──► decode, many buckets at once ──► digest ──► swap old bits for new
 
-A bucket is decoded here if its sparse entries are runs on one device, and the device can read its streams; tokens in
-zstd are brought here first. Any other bucket is decoded on the CPU, as all in `gap` are. While a device is at work on
+A bucket is decoded here if its sparse entries are runs on one GPU, and the GPU can read its streams; tokens in zstd are
+decompressed on the host first. Any other bucket is decoded on the CPU, as all in `gap` are. While a GPU is at work on
 some buckets, the host reads the heads of the next. One that does not decode is handed to the CPU, which says why.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,20 +34,24 @@ from .contents import Contents
 from .decode import Decoded, sparse
 
 FEW_BYTES = 8 << 20
-"""Weights of `ctx` buckets below which all are brought to the CPU and decoded there: launches take a device as long.
-
-Measured on an H200 by `benchmarks.gpu` (`small`): `apply` in `ctx` takes the CPU 4.4 ms for 4 MiB and 7.9 for 16 MiB,
-and the device 6.0 and 5.7.
-"""
+"""Weights of `ctx` buckets below which all are decoded on the CPU: launches take a GPU as long, whatever the size."""
 FEW_CHANGES = 1 << 15
-"""Changes of other buckets, likewise: the CPU takes 4.1 ms for 2^14 in `ulp`, 5.4 for 2^16, the device 4.9 and 4.9."""
-_Row = tuple[int, int, int, npt.NDArray[np.int64]]  # stream, coder, place in the body, and lengths of its chunks
-_CHANGE_BYTES = 20  # of device memory that a change takes until it is written
+"""Changes of other buckets below which they are decoded on the CPU, likewise."""
+_CHANGE_BYTES = 20  # of GPU memory that a change takes until it is written
+
+
+class _StreamRow(NamedTuple):
+    """One stream of a bucket: which it is, how it is coded, where it is in the body, and the lengths of its chunks."""
+
+    stream: int
+    coder: int
+    at: int
+    lengths: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class GpuBucket:
-    """A bucket that a device can decode: its entries there, the bytes of its streams, its dense entries on the host."""
+    """A bucket that a GPU can decode: its entries there, the bytes of its streams, its dense entries on the host."""
 
     index: int
     head: Head
@@ -56,26 +60,31 @@ class GpuBucket:
     reader: Reader  # of the streams of its sparse entries
     dense: list[Decoded]
 
-    def of(self, stream: int) -> Buffer:
-        """The chunks of a stream that was not coded, one behind the other."""
-        _, _, at, lengths = next(row for row in self.reader.rows() if row[0] == stream)
-        return self.reader.body[at : at + int(lengths.sum())]
+    def stored(self, stream: int) -> Buffer:
+        """The chunks of a stream that was not coded, one after the other."""
+        row = next(_StreamRow(*row) for row in self.reader.rows() if row[0] == stream)
+        return self.reader.body[row.at : row.at + int(row.lengths.sum())]
+
+    @property
+    def class_count(self) -> int:
+        """How many classes have streams of their own."""
+        return 1 if self.classes is None else len(self.classes.thresholds) + 1
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What buckets that are decoded together have in common."""
         aligned = bool(self.runs.aligned.all())
-        many = 0 if self.classes is None else len(self.classes.thresholds)
-        return self.runs.device, self.head.dtype, self.head.profile.name, many, self.head.chunk_log, aligned
+        thresholds = 0 if self.classes is None else len(self.classes.thresholds)
+        return self.runs.device, self.head.dtype, self.head.profile.name, thresholds, self.head.chunk_log, aligned
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights it is about, and of what becomes of it."""
+        """Bytes of the weights it is about, and of its decoded changes."""
         return int(self.head.layout.numel.sum()) * self.head.dtype.width + _CHANGE_BYTES * self.head.layout.changes
 
     @property
     def share(self) -> float:
-        """Of what is enough for a device to be worth while."""
+        """Its share of what is enough for a GPU to be worth while."""
         if self.classes is None:
             return self.head.layout.changes / max(FEW_CHANGES, 1)
         return self.nbytes / max(FEW_BYTES, 1)
@@ -83,102 +92,124 @@ class GpuBucket:
 
 @dataclass(frozen=True)
 class GpuStaged:
-    """Changes of some buckets, located on a device and ready to be written."""
+    """Changes of some buckets, located on a GPU and ready to be written.
 
-    held: LocalWeights
+    Attributes:
+        weights: The weights they are written to.
+        buckets: The buckets.
+        side: Where the weights are.
+        changes: Where the changes are, with old and new bits.
+        outcome: Waits for how the digest's sums move, and whether anything was wrong.
+    """
+
+    weights: LocalWeights
     buckets: list[GpuBucket]
     side: gpu.changes.Side
-    found: gpu.classes.LocatedChanges
-    told: Callable[[], Any]  # how the digest's sums move, and whether anything was wrong
+    changes: gpu.classes.LocatedChanges
+    outcome: Callable[[], Any]
 
     @property
     def dense(self) -> Iterator[Decoded]:
         """The dense entries of the buckets."""
-        return (dense for one in self.buckets for dense in one.dense)
+        return (dense for bucket in self.buckets for dense in bucket.dense)
 
     @property
-    def right(self) -> bool:
-        """Whether all decoded as it should; waits for it."""
-        return not self.told()[2]
+    def is_decoded(self) -> bool:
+        """Whether everything decoded as it should; waits for it."""
+        return not self.outcome()[2]
 
     @property
     def moved(self) -> Digest:
-        return Digest(*self.told()[:2].view(np.uint64).tolist())
+        """How the digest moves."""
+        return Digest(*self.outcome()[:2].view(np.uint64).tolist())
 
     def swap(self) -> Callable[[], Any]:
-        """Begin to write the new bits, and to keep what was there; what it returns says if that was something else."""
+        """Begin to write the new bits and to keep what was there; what it returns says if that was something else."""
         device = self.side.base.device
-        with on_stream(self.held, device):
-            other = torch.zeros(1, dtype=torch.int32, device=device)
-            gpu.cells.swap(self.side, self.found, other)
-            return fetch(other)
+        with on_stream(self.weights, device):
+            differs = torch.zeros(1, dtype=torch.int32, device=device)
+            gpu.cells.swap(self.side, self.changes, differs)
+            return fetch(differs)
 
-    def write(self, held: LocalWeights) -> None:
+    def write(self, weights: LocalWeights) -> None:
         """Put back what was there."""
         device = self.side.base.device
-        with on_stream(held, device):
-            right = torch.zeros(1, dtype=torch.int32, device=device)
-            gpu.classes.write(self.side, self.found, self.found.old, right)
-            int(right)  # waits until all is written
+        with on_stream(weights, device):
+            bad = torch.zeros(1, dtype=torch.int32, device=device)
+            gpu.classes.write(self.side, self.changes, self.changes.old, bad)
+            int(bad)  # waits until all is written
 
 
-def swap_all(found: Iterable[GpuStaged]) -> None:
+def swap_all(parts: Iterable[GpuStaged]) -> None:
     """Write the new bits, and keep what was there; raises `WrongBase` where that was something else than before."""
-    if any([int(other()[0]) for other in [part.swap() for part in found]]):  # noqa: C419  # all are waited for
+    if any([int(differs()[0]) for differs in [part.swap() for part in parts]]):  # noqa: C419  # all are waited for
         raise WrongBase(
             "the weights were changed after the patch was staged on them. They are as they were before the commit"
         )
 
 
-def gpu_bucket(held: LocalWeights, index: int, head: Head, reader: Reader) -> GpuBucket | None:
-    """A bucket for the device, or None where it is one for the CPU."""
-    name = head.profile.name
-    if name == "gap" or not head.layout.changes or (head.profile.tiled and 1 << head.tile_log < gpu.changes.BLOCK):
+def gpu_bucket(weights: LocalWeights, index: int, head: Head, reader: Reader) -> GpuBucket | None:
+    """A bucket for the GPU, or None where it is one for the CPU."""
+    small_tiles = head.profile.tiled and 1 << head.tile_log < gpu.changes.BLOCK
+    if head.profile.name == "gap" or not head.layout.changes or small_tiles:
         return None
-    if (runs := runs_of(sparse(head), held)) is None:
+    runs = runs_of(sparse(head), weights)
+    if runs is None:
         return None
     classes = read_classes(head.dtype, reader) if head.profile.conditional else None
     dense = _dense(head, reader)
-    return GpuBucket(index, head, classes, runs, reader, dense) if head.profile.tiled or _plain(head, reader) else None
+    if not head.profile.tiled and not _is_stored(head, reader):
+        return None
+    return GpuBucket(index, head, classes, runs, reader, dense)
 
 
-def _told(one: GpuBucket) -> tuple[Buffer, list[_Row]]:
-    """Bytes with the streams of a bucket as the device can read them, and where. `ValueError` if no bucket has them."""
-    head, reader, many = one.head, one.reader, 1 if one.classes is None else len(one.classes.thresholds) + 1
+def _gpu_streams(bucket: GpuBucket) -> tuple[Buffer, list[_StreamRow]]:
+    """Bytes with the streams of a bucket as the GPU can read them, and where. `ValueError` if no bucket has them."""
+    head = bucket.head
     first = int(Stream.CLASS if head.profile.conditional else Stream.GAP_TOKENS)
-    tokens = [int(Stream.TILE_TOKENS), *range(first, first + 4 * many, 2)]
-    left, body, rows = reader.left(), reader.body, list[_Row]()
-    for row in reader.rows():
-        if (stream := row[0]) not in left:
+    tokens = [int(Stream.TILE_TOKENS), *range(first, first + 4 * bucket.class_count, 2)]
+    left = bucket.reader.left()
+    body = bucket.reader.body
+    rows: list[_StreamRow] = []
+    for row in (_StreamRow(*row) for row in bucket.reader.rows()):
+        if row.stream not in left:
             continue
-        coder, coded = left[stream]
-        if stream - stream % 2 not in tokens or (stream % 2 and coder.id != Stored.id):
+        coder, chunks = left[row.stream]
+        if row.stream - row.stream % 2 not in tokens or (row.stream % 2 and coder.id != Stored.id):
             raise ValueError("there is a stream that no bucket has, or coded low bits")
         if coder.id == Zstd.id:
-            sizes = head.layout.chunk_sizes(_numbers(one, many)[tokens.index(stream)])
-            plain = b"".join(coder.decode(chunk, size) for chunk, size in zip(coded, sizes, strict=True))
-            row = stream, Stored.id, len(body), np.array(sizes, np.int64)
+            sizes = head.layout.chunk_sizes(_stream_sizes(bucket)[tokens.index(row.stream)])
+            plain = b"".join(coder.decode(chunk, size) for chunk, size in zip(chunks, sizes, strict=True))
+            rows.append(_StreamRow(row.stream, Stored.id, len(body), np.array(sizes, np.int64)))
             body = b"".join((body, plain))
-        rows.append(row)
+        else:
+            rows.append(row)
     return body, rows
 
 
-def _numbers(one: GpuBucket, many: int) -> list[int]:
+def _stream_sizes(bucket: GpuBucket) -> list[int]:
     """How many numbers there are in the streams of a bucket: counts of tiles, and gaps and steps of each class."""
-    head, layout = one.head, one.head.layout
+    head = bucket.head
+    layout = head.layout
+    classes = bucket.class_count
+    count = gap_tiles(layout) if bucket.classes is None else classes * tiles(layout)
     names = Stream.TILE_TOKENS, Stream.TILE_LOWS
-    due = gap_tiles(layout) if one.classes is None else many * tiles(layout)
-    told = numbers.read(layout, one.reader.copy(), due, 1 << head.tile_log, np.uint32, *names)
-    each = [layout.changes] if one.classes is None else told.reshape(-1, many).sum(0, np.int64).tolist()
-    return [due, *(n for n in each for _ in range(2))]
+    tile_counts = numbers.read(layout, bucket.reader.copy(), count, 1 << head.tile_log, np.uint32, *names)
+    changes = [layout.changes]
+    if bucket.classes is not None:
+        changes = tile_counts.reshape(-1, classes).sum(0, np.int64).tolist()
+    return [count, *(n for n in changes for _ in range(2))]
 
 
-def _plain(head: Head, reader: Reader) -> bool:
+def _is_stored(head: Head, reader: Reader) -> bool:
     """Whether positions and words of `raw` are as many as there are changes, cut as they should be, and not coded."""
-    left, sizes = reader.left(), np.array(head.layout.chunk_sizes(head.layout.changes), np.int64)
-    wanted = {int(Stream.POSITIONS): 4 * sizes, int(Stream.WORDS): head.dtype.width * sizes}
-    rows = {stream: lengths for stream, coder, _, lengths in reader.rows() if stream in left and coder == Stored.id}
-    return left.keys() == rows.keys() == wanted.keys() and all(np.array_equal(rows[s], wanted[s]) for s in wanted)
+    left = reader.left()
+    sizes = np.array(head.layout.chunk_sizes(head.layout.changes), np.int64)
+    expected = {int(Stream.POSITIONS): 4 * sizes, int(Stream.WORDS): head.dtype.width * sizes}
+    stored = {stream: lengths for stream, coder, _, lengths in reader.rows() if stream in left and coder == Stored.id}
+    if not left.keys() == stored.keys() == expected.keys():
+        return False
+    return all(np.array_equal(stored[stream], expected[stream]) for stream in expected)
 
 
 def _dense(head: Head, reader: Reader) -> list[Decoded]:
@@ -189,30 +220,32 @@ def _dense(head: Head, reader: Reader) -> list[Decoded]:
         bits = value.read_planes(head.layout, reader, head.dense_elements, Stream.DENSE_PLANE)
     else:
         bits = value.read_words(head.layout, reader, head.dense_elements, Stream.DENSE)
-    e, mine = head.entries, head.entries.dense
-    entries = Entries(e.tensor[mine], e.count[mine], e.dense[mine], select(e.region, mine), e.numel[mine])
+    e = head.entries
+    dense = e.dense
+    entries = Entries(e.tensor[dense], e.count[dense], e.dense[dense], select(e.region, dense), e.numel[dense])
     alone = replace(head, entries=entries)
     return [Decoded(alone, np.empty(0, np.uint32), np.empty(0, head.dtype.uint), bits, None)]
 
 
 class Groups:
-    """Buckets that come one by one, put together with others of their kind, in groups that are about alike."""
+    """Buckets that come one by one, put together with others of their kind, in groups of about the same size."""
 
     def __init__(self, patch: Contents) -> None:
         self._waiting: dict[tuple[Any, ...], list[GpuBucket]] = {}
         self._room: dict[tuple[Any, ...], int] = {}
         most = patch.table.dense_bytes + _CHANGE_BYTES * patch.changed
-        self._share = most // max(1, -(-most // GROUP_BYTES))
+        self._group_bytes = most // max(1, -(-most // GROUP_BYTES))
 
-    def add(self, one: GpuBucket) -> Iterator[list[GpuBucket]]:
-        """The group that is full, if there is one."""
-        kind, nbytes = one.kind, one.nbytes
-        if self._room.get(kind, 0) < nbytes // 2:
+    def add(self, bucket: GpuBucket) -> Iterator[list[GpuBucket]]:
+        """Add a bucket; yields the group that is full, if there is one."""
+        kind = bucket.kind
+        if self._room.get(kind, 0) < bucket.nbytes // 2:
             if kind in self._waiting:
                 yield self._waiting[kind]
-            self._waiting[kind], self._room[kind] = [], self._share
-        self._waiting[kind].append(one)
-        self._room[kind] -= nbytes
+            self._waiting[kind] = []
+            self._room[kind] = self._group_bytes
+        self._waiting[kind].append(bucket)
+        self._room[kind] -= bucket.nbytes
 
     @property
     def rest(self) -> list[list[GpuBucket]]:
@@ -222,79 +255,85 @@ class Groups:
     @property
     def indices(self) -> list[int]:
         """Their buckets, by their numbers."""
-        return [one.index for group in self.rest for one in group]
+        return [bucket.index for group in self.rest for bucket in group]
 
     @property
     def few(self) -> bool:
-        """Whether they are too little for a device to be worth while."""
-        return sum(one.share for group in self.rest for one in group) < 1
+        """Whether they are too little for a GPU to be worth while."""
+        return sum(bucket.share for group in self.rest for bucket in group) < 1
 
 
-def stage_group(patch: Contents, held: LocalWeights, group: list[GpuBucket]) -> GpuStaged:
-    """The changes of some buckets, where they go. Nothing is written, and nothing waited for."""
+def stage_group(patch: Contents, weights: LocalWeights, group: list[GpuBucket]) -> GpuStaged:
+    """Locate the changes of some buckets. Nothing is written, and nothing waited for."""
     try:
-        return _located(held, group)
+        return _locate(weights, group)
     except (ValueError, IndexError):  # chunks that are missing, or counts that do not add up
-        raise _refused(patch, held, group) from None
+        raise _refusal(patch, weights, group) from None
 
 
-def require_decoded(patch: Contents, held: LocalWeights, found: Iterable[GpuStaged]) -> None:
-    """Wait for the devices. Raises if anything did not decode."""
-    for part in found:
-        if not part.right:
-            raise _refused(patch, held, part.buckets)
+def require_decoded(patch: Contents, weights: LocalWeights, parts: Iterable[GpuStaged]) -> None:
+    """Wait for the GPUs. Raises if anything did not decode."""
+    for part in parts:
+        if not part.is_decoded:
+            raise _refusal(patch, weights, part.buckets)
 
 
-def _refused(patch: Contents, held: LocalWeights, group: list[GpuBucket]) -> InvalidField:
-    """What the CPU says of buckets that a device does not decode."""
-    for one in group:
-        patch.decode(one.index, held)
-    return InvalidField(f"buckets {[one.index for one in group]} do not decode on {group[0].runs.device}")
+def _refusal(patch: Contents, weights: LocalWeights, group: list[GpuBucket]) -> InvalidField:
+    """What the CPU says of buckets that a GPU does not decode."""
+    for bucket in group:
+        patch.decode(bucket.index, weights)
+    return InvalidField(f"buckets {[bucket.index for bucket in group]} do not decode on {group[0].runs.device}")
 
 
-def _located(held: LocalWeights, group: list[GpuBucket]) -> GpuStaged:
-    runs = Runs.concatenate([one.runs for one in group])
-    counts = [one.head.layout.count for one in group]
-    changes = np.concatenate(counts)
-    with on_stream(held, runs.device):
-        blocks, (side,) = runs.blocks(held.table.keys)
+def _locate(weights: LocalWeights, group: list[GpuBucket]) -> GpuStaged:
+    """Decode buckets of one kind on their GPU, and find out where their changes go."""
+    runs = Runs.concatenate([bucket.runs for bucket in group])
+    counts = [bucket.head.layout.count for bucket in group]
+    per_run = np.concatenate(counts)
+    with on_stream(weights, runs.device):
+        blocks, (side,) = runs.blocks(weights.table.keys)
         bad = torch.zeros(1, dtype=torch.int32, device=runs.device)
         if group[0].head.profile.name == "raw":
-            streams = Stream.POSITIONS, Stream.WORDS
-            positions, words = (upload_parts([one.of(stream) for one in group], runs.device) for stream in streams)
+            positions = upload_parts([bucket.stored(Stream.POSITIONS) for bucket in group], runs.device)
+            words = upload_parts([bucket.stored(Stream.WORDS) for bucket in group], runs.device)
             bits = words.view(gpu.changes.INTS[runs.dtype.width])
-            found = gpu.cells.locate(blocks, side, changes, positions.view(torch.int32), bits, bad)
+            changes = gpu.cells.locate(blocks, side, per_run, positions.view(torch.int32), bits, bad)
         else:
-            plan = _plan(group, blocks, [count.size for count in counts])
-            found = gpu.streams.decode(plan, side, changes, bad, lambda: _arrived(group, runs.device))
-        return GpuStaged(held, group, side, found, blocks.fetch(torch.cat((gpu.changes.sum_slots(found.sums), bad))))
+            plan = _stream_plan(group, blocks, [count.size for count in counts])
+            changes = gpu.streams.decode(plan, side, per_run, bad, lambda: _send_chunks(group, runs.device))
+        outcome = blocks.fetch(torch.cat((gpu.changes.sum_slots(changes.sums), bad)))
+        return GpuStaged(weights, group, side, changes, outcome)
 
 
-def _arrived(group: list[GpuBucket], device: Any) -> gpu.streams.ReceivedChunks:
-    """What the streams of all buckets tell, on its way to the device."""
-    bodies, rows = zip(*map(_told, group), strict=True)
+def _send_chunks(group: list[GpuBucket], device: Any) -> gpu.streams.ReceivedChunks:
+    """The streams of all buckets, on their way to the GPU."""
+    bodies, rows = zip(*map(_gpu_streams, group), strict=True)
     return gpu.streams.ReceivedChunks(upload_parts(bodies, device), _directory(bodies, rows))
 
 
-def _plan(group: list[GpuBucket], blocks: gpu.changes.Blocks, sizes: list[int]) -> gpu.streams.StreamPlan:
-    owner, head = np.repeat(np.arange(len(group)), sizes), group[0].head
-    logs = np.array([one.head.tile_log for one in group])[owner]
-    rows = [np.array(c.thresholds, np.uint64) << np.uint64(c.shift) for one in group if (c := one.classes)]
+def _stream_plan(group: list[GpuBucket], blocks: gpu.changes.Blocks, sizes: list[int]) -> gpu.streams.StreamPlan:
+    """How the streams of buckets, with so many entries each, are cut into tiles, classes and chunks."""
+    head = group[0].head
+    owner = np.repeat(np.arange(len(group)), sizes)
+    tile_logs = np.array([bucket.head.tile_log for bucket in group])[owner]
+    rows = [np.array(c.thresholds, np.uint64) << np.uint64(c.shift) for c in (b.classes for b in group) if c]
     limits = np.stack(rows)[owner] if rows else None
     order = {"sign_magnitude": head.dtype.sign_magnitude, "signed": head.dtype.signed}
-    return gpu.streams.StreamPlan.of(blocks, owner, logs, limits, 1 << head.chunk_log, **order)
+    return gpu.streams.StreamPlan.of(blocks, owner, tile_logs, limits, 1 << head.chunk_log, **order)
 
 
-def _directory(bodies: Sequence[Buffer], rows: Sequence[list[_Row]]) -> gpu.streams.ChunkDirectory:
-    """Where the chunks of all buckets are, whose bodies are one behind the other."""
+def _directory(bodies: Sequence[Buffer], rows: Sequence[list[_StreamRow]]) -> gpu.streams.ChunkDirectory:
+    """Where the chunks of all buckets are, whose bodies are one after the other."""
     before = [0, *accumulate(map(len, bodies))]
-    every = [
-        (b, stream, coder, before[b] + at, lengths.size)
-        for b, its in enumerate(rows)
-        for stream, coder, at, lengths in its
+    columns = [
+        (b, row.stream, row.coder, before[b] + row.at, row.lengths.size)
+        for b, bucket_rows in enumerate(rows)
+        for row in bucket_rows
     ]
-    length = np.concatenate([lengths for its in rows for *_, lengths in its])
-    bucket, stream, coder, place, many = np.array(every, np.int64).T
-    ahead, first = np.cumsum(length) - length, np.cumsum(many) - many
-    bucket, stream, coder, skipped = np.repeat((bucket, stream, coder, place - ahead[first]), many, axis=1)
-    return gpu.streams.ChunkDirectory(bucket, stream, coder, length, ahead + skipped)
+    length = np.concatenate([row.lengths for bucket_rows in rows for row in bucket_rows])
+    bucket, stream, coder, start, chunks = np.array(columns, np.int64).T
+    chunk_start = np.cumsum(length) - length
+    first_chunk = np.cumsum(chunks) - chunks
+    shift = start - chunk_start[first_chunk]
+    bucket, stream, coder, shift = np.repeat((bucket, stream, coder, shift), chunks, axis=1)
+    return gpu.streams.ChunkDirectory(bucket, stream, coder, length, chunk_start + shift)

@@ -73,7 +73,7 @@ def test_tables_are_kept():
         found = side.at.cpu().numpy() * 2 + side.base.data_ptr()
         assert np.array_equal(found, runs.address[0])
     assert all(blocks is made[0][0] for blocks, _ in made)
-    assert len(blocks._kept) <= 8
+    assert len(blocks._cache) <= 8
 
 
 @needs_gpu

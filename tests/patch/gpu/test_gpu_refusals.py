@@ -146,9 +146,9 @@ def test_chunks_are_found(profile, monkeypatch):
     found = [device_apply.gpu_bucket(held, 0, head, reader.copy()) for _ in range(2)]
     assert found[0].dense
     if profile == "raw":
-        assert [bytes(found[0].of(s)) for s in streams] == [b"".join(wanted[s][1]) for s in streams]
+        assert [bytes(found[0].stored(s)) for s in streams] == [b"".join(wanted[s][1]) for s in streams]
         return
-    arrived = device_apply._arrived(found, DEVICE)
+    arrived = device_apply._send_chunks(found, DEVICE)
     data = bytes(arrived.data.cpu().numpy())
     for b in range(2):
         rows = streams_of(arrived.directory, b)

@@ -124,7 +124,7 @@ def test_small_weights_are_decoded_by_the_cpu(monkeypatch):
     """Below the crossover old bits are brought to the host, and the changes written back."""
     monkeypatch.setattr(device_apply, "FEW_BYTES", 1 << 30)
     monkeypatch.setattr(device_apply, "FEW_CHANGES", 1 << 30)
-    monkeypatch.setattr(device_apply, "_located", None)
+    monkeypatch.setattr(device_apply, "_locate", None)
     old, new = two_versions("bfloat16", TWO)
     for profile in ("ctx", "ulp"):
         weights = on_gpu(old)

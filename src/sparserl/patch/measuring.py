@@ -25,7 +25,9 @@ from ..weights.dtypes import BY_NAME, Bits
 from .compare import diff
 from .patch import Patch
 
-FEW, MANY = 0.002, 0.02  # densities: the range that reinforcement learning moves in
+# Densities: the range that reinforcement learning moves in.
+FEW = 0.002
+MANY = 0.02
 _BF16 = BY_NAME["bfloat16"]
 _SPREAD = 0.02  # of the weights; as common as any, and of no consequence
 _EXPONENTS = np.arange(256)
@@ -37,10 +39,15 @@ Words = npt.NDArray[np.uint16]
 def measure(
     threads: int | None = None, megabytes: int = 128, repeats: int = 3, progress: Progress | None = None
 ) -> Speeds:
-    """Speeds with so many threads, in some ten seconds; medians of the repeats.
+    """Measure how fast this machine encodes and applies patches, in some ten seconds; medians of the repeats.
 
-    Each thread works on weights of its own, as it does when a model has many buckets. They should be larger than the
-    caches, as models are. `progress` is called with the dense bytes just worked on; `work_bytes` says how many come.
+    Each thread works on weights of its own, as it does when a model has many buckets.
+
+    Args:
+        threads: How many threads to measure; None for as many as there are cores.
+        megabytes: Size of the weights, which should be larger than the caches, as models are.
+        repeats: How often each measurement is repeated.
+        progress: Called with the dense bytes just worked on; `work_bytes` says how many there are in all.
     """
     threads = thread_count(threads)
     tick: Progress = progress or (lambda _done: None)
@@ -52,7 +59,8 @@ def measure(
         shards = list(ordered(lambda seed: _Shard.draw(elements, density, seed), range(threads), threads))
         return {name: _turns(name, shards, threads, repeats, copies, tick) for name in PROFILES}
 
-    few, many = turns(FEW), turns(MANY)
+    few = turns(FEW)
+    many = turns(MANY)
     profiles = {name: _speed(nbytes, few[name], many[name]) for name in PROFILES}
     origin = f"measured on this machine {time.strftime('%Y-%m-%d')}, {megabytes} MB, {threads} thread(s)"
     return Speeds(threads, median(copies) / nbytes, profiles, origin)
@@ -66,7 +74,8 @@ def work_bytes(megabytes: int = 128, repeats: int = 3) -> int:
 def synthetic(elements: int, density: float, seed: int) -> tuple[Words, Words]:
     """Old and new bits of bf16 weights after an update, of which a share `density` differs."""
     rng = np.random.default_rng(seed)
-    old, new = np.empty(elements, np.uint16), np.empty(elements, np.uint16)
+    old = np.empty(elements, np.uint16)
+    new = np.empty(elements, np.uint16)
     moves = None
     for at in range(0, elements, _CHUNK):
         floats = rng.standard_normal(min(_CHUNK, elements - at), np.float32) * np.float32(_SPREAD)
@@ -83,11 +92,11 @@ def synthetic(elements: int, density: float, seed: int) -> tuple[Words, Words]:
 
 @dataclass
 class _Shard:
-    """One thread's share: two versions of some weights, and where patches land."""
+    """One thread's share: two versions of some weights, and memory that patches are applied to."""
 
     old: dict[str, Bits]
     new: dict[str, Bits]
-    landing: Words
+    target: Words
     base: Digest
     changes: int
     patch: bytes = b""
@@ -95,19 +104,19 @@ class _Shard:
     @classmethod
     def draw(cls, elements: int, density: float, seed: int) -> _Shard:
         old, new = synthetic(elements, density, seed)
-        held = {"w": Bits(old, _BF16)}
-        base = digest(held, threads=1)
-        return cls(held, {"w": Bits(new, _BF16)}, old.copy(), base, int(np.count_nonzero(old != new)))
+        weights = {"w": Bits(old, _BF16)}
+        base = digest(weights, threads=1)
+        return cls(weights, {"w": Bits(new, _BF16)}, old.copy(), base, int(np.count_nonzero(old != new)))
 
     def encode(self, profile: str) -> None:
         self.patch = diff(self.old, self.new, profile=profile, base_digest=self.base, threads=1).to_bytes()
 
     def decode(self) -> None:
-        Patch.from_bytes(self.patch).apply({"w": Bits(self.landing, _BF16)}, digest=self.base, threads=1)
+        Patch.from_bytes(self.patch).apply({"w": Bits(self.target, _BF16)}, digest=self.base, threads=1)
 
     def restore(self) -> None:
-        """Also what landing dense weights is: a copy."""
-        np.copyto(self.landing, self.old["w"].array)
+        """Also what it takes to receive dense weights: a copy."""
+        np.copyto(self.target, self.old["w"].array)
 
 
 class _Taken(NamedTuple):
@@ -132,7 +141,7 @@ def _turns(name: str, shards: list[_Shard], threads: int, repeats: int, copies: 
         if turn:
             for times, taken in zip((encodes, decodes, copies), seconds, strict=True):
                 times.append(taken)
-        tick(sum(s.landing.nbytes for s in shards))
+        tick(sum(s.target.nbytes for s in shards))
     patches = [Patch.from_bytes(s.patch) for s in shards]
     sent = sum(p.nbytes - p.table_nbytes for p in patches)
     return _Taken(sum(s.changes for s in shards), median(encodes), median(decodes), 8 * sent)
@@ -146,8 +155,9 @@ def _timed(work: Callable[[_Shard], None], shards: list[_Shard], threads: int) -
 
 
 def _speed(nbytes: int, few: _Taken, many: _Taken) -> Speed:
-    """What two densities tell: bits fall evenly with the logarithm of the density, seconds rise evenly with changes."""
-    bits, bits_many = few.bits / few.changes, many.bits / many.changes
+    """A model from two densities: bits fall with the logarithm of the density, seconds rise with changes."""
+    bits = few.bits / few.changes
+    bits_many = many.bits / many.changes
     slope = (bits - bits_many) / math.log2(MANY / FEW)
     return Speed(
         Work.fit(nbytes, (few.changes, few.encode_s), (many.changes, many.encode_s)),
@@ -159,10 +169,14 @@ def _speed(nbytes: int, few: _Taken, many: _Taken) -> Speed:
 
 def _moves(share: Any, density: float) -> npt.NDArray[np.float32]:
     """How many steps the update is at each exponent, of a size that changes a share `density` of all weights."""
-    low, high = -300.0, 0.0
+    low = -300.0
+    high = 0.0
     for _ in range(60):
         size = (low + high) / 2
         moves = np.exp2(size + 134.0 - _EXPONENTS)  # the spacing of bf16 is 2^(exponent - 134)
         below = float(share @ np.minimum(moves, 1)) < density
-        low, high = (size, high) if below else (low, size)
+        if below:
+            low = size
+        else:
+            high = size
     return np.asarray(np.minimum(moves, 64), np.float32)

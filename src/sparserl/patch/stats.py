@@ -1,21 +1,34 @@
-"""What a patch costs, and where: per tensor, per bucket, in total."""
+"""What a patch takes, and where: per tensor, per bucket, in total."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import starmap
 from typing import Any
 
 import numpy as np
 
 from .. import codec
 from ..plan.cost import bandwidth
+from ..weights.table import TensorSpec
 from ..wire import LINK, Head
 from .contents import Contents
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """One tensor. Streams are shared by all entries of a bucket: `bytes` is the tensor's share, by its changes."""
+    """One tensor of a patch in figures.
+
+    Attributes:
+        name: The tensor's name.
+        dtype: The name of its dtype.
+        elements: How many elements it has.
+        changed: How many of them change.
+        density: Changed elements per element.
+        bytes: Its share of the buckets, by its changes: streams are shared by all entries of a bucket.
+        bits_per_changed: Bits for each element that changes.
+        dense_entries: How many of its entries are dense.
+    """
 
     name: str
     dtype: str
@@ -29,7 +42,17 @@ class TensorStats:
 
 @dataclass(frozen=True, slots=True)
 class BucketStats:
-    """One bucket: its profile (`dense` where every entry is), and why."""
+    """One bucket of a patch in figures.
+
+    Attributes:
+        profile: How it is encoded; `dense` where every entry is.
+        reason: Why it is.
+        dtype: The name of its dtype.
+        entries: How many entries it has.
+        dense_entries: How many of them are dense.
+        changed: How many elements it changes.
+        bytes: Its size.
+    """
 
     profile: str
     reason: str
@@ -42,10 +65,30 @@ class BucketStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """A patch in figures. `density` is changed / elements; `ratio` is dense bytes / patch bytes.
+    """A patch in figures; made by `Patch.stats`.
 
-    `bytes` counts everything, `table_bytes` the part that is the tensor table; `bits_per_changed` leaves the table out,
-    since a run sends it once.
+    Attributes:
+        elements: Elements of all tensors.
+        changed: How many of them change.
+        density: Changed elements per element.
+        bytes: Size of the patch, all in all.
+        table_bytes: The part of it that is the tensor table.
+        dense_bytes: Size of the weights themselves.
+        ratio: Dense bytes per byte of the patch.
+        bits_per_changed: Bits for each element that changes, without the table, which a run sends once.
+        profile: The profiles of all buckets.
+        base_digest: The digest of the weights that the patch applies to.
+        result_digest: The digest of the weights it makes.
+        complete: Whether it covers the whole tensor table.
+        untouched_tensors: How many tensors do not change.
+        tensors: The tensors, in the order of the table.
+        buckets: The buckets, in order.
+
+    Example:
+        >>> old = {"w": np.zeros(4, np.float32)}
+        >>> stats = sparserl.diff(old, {"w": np.array([0, 0, 1, 0], np.float32)}).stats()
+        >>> stats.changed, stats.density, stats.tensors[0].name
+        (1, 0.25, 'w')
     """
 
     elements: int
@@ -65,14 +108,15 @@ class Stats:
     buckets: tuple[BucketStats, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """The figures as plain values, for JSON."""
         return asdict(self)
 
 
 def stats(patch: Contents) -> Stats:
     """Figures from the entry tables; no changes are decoded."""
-    n = len(patch.table)
-    changed, share, dense = np.zeros(n, np.int64), np.zeros(n), np.zeros(n, np.int64)
+    changed = np.zeros(len(patch.table), np.int64)
+    share = np.zeros(len(patch.table))
+    dense = np.zeros(len(patch.table), np.int64)
     buckets = []
     for index, head in enumerate(patch.heads):
         size = len(patch.bucket(index))
@@ -81,13 +125,10 @@ def stats(patch: Contents) -> Stats:
         np.add.at(dense, entries.tensor, entries.dense)
         np.add.at(share, entries.tensor, _shares(head, size))
         buckets.append(_bucket(head, size))
-    columns = patch.table.numel.tolist(), changed.tolist(), share.tolist(), dense.tolist()
-    tensors = tuple(
-        TensorStats(spec.name, spec.dtype.name, numel, count, _ratio(count, numel), round(b), _ratio(8 * b, count), few)
-        for spec, numel, count, b, few in zip(patch.table.specs, *columns, strict=True)
-    )
+    columns = changed.tolist(), share.tolist(), dense.tolist()
+    tensors = tuple(starmap(_tensor, zip(patch.table.specs, *columns, strict=True)))
     total = int(changed.sum())
-    profiles = sorted({b.profile for b in buckets})
+    profiles = sorted({bucket.profile for bucket in buckets})
     return Stats(
         elements=patch.table.elements,
         changed=total,
@@ -107,14 +148,27 @@ def stats(patch: Contents) -> Stats:
     )
 
 
+def _tensor(spec: TensorSpec, changed: int, share: float, dense_entries: int) -> TensorStats:
+    return TensorStats(
+        name=spec.name,
+        dtype=spec.dtype.name,
+        elements=spec.numel,
+        changed=changed,
+        density=_ratio(changed, spec.numel),
+        bytes=round(share),
+        bits_per_changed=_ratio(8 * share, changed),
+        dense_entries=dense_entries,
+    )
+
+
 def _shares(head: Head, size: int) -> Any:
-    """What each entry has of its bucket's bytes: dense streams by elements, all else by changes."""
+    """Each entry's share of its bucket's bytes: dense streams by elements, all else by changes."""
     entries = head.entries
     dense = np.where(entries.dense, entries.numel, 0)
     sparse = np.where(entries.dense, 0, entries.count)
-    both = dense / max(1, dense.sum()) * head.dense_bytes
+    dense_share = dense / max(1, dense.sum()) * head.dense_bytes
     weight = sparse if sparse.sum() else dense
-    return both + weight / max(1, weight.sum()) * (size - head.dense_bytes)
+    return dense_share + weight / max(1, weight.sum()) * (size - head.dense_bytes)
 
 
 def _bucket(head: Head, size: int) -> BucketStats:
@@ -131,7 +185,9 @@ def _bucket(head: Head, size: int) -> BucketStats:
 
 
 def _reason(head: Head) -> str:
-    dense, entries = int(head.entries.dense.sum()), len(head.entries)
+    """Why a bucket has its profile."""
+    dense = int(head.entries.dense.sum())
+    entries = len(head.entries)
     if dense == entries:
         return "the dense bits are smaller than any sparse form"
     note = f"; {dense} of {entries} entries dense, where that is smaller" if dense else ""
@@ -146,5 +202,5 @@ def _reason(head: Head) -> str:
     return f"smallest estimate: {sizes}{note}"
 
 
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else 0.0
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

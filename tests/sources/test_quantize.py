@@ -188,7 +188,7 @@ def test_what_cannot_be_quantized_is_refused() -> None:
         quantized({"a.weight": np.ones((2, 2), np.float32)}, int8()).weights()
     with pytest.raises(UnsupportedTensor, match=r"b float32\[3\] cannot be quantized"):
         quantized({"b": torch.ones(3)}, int8(names=lambda _: True)).weights()
-    with pytest.raises(TensorMismatch, match="stands twice"):
+    with pytest.raises(TensorMismatch, match="occurs twice"):
         quantized({"a.weight": matrix(2, 2), "a.weight_scale": torch.ones(2)}, int8()).weights()
     with pytest.raises(ValueError, match="no elements"):
         fp8_blockwise((0, 128))

@@ -1,8 +1,8 @@
-"""The digest: what tells one version of the weights from another.
+"""The digest, which identifies one version of the weights.
 
-Two 64-bit sums, over all elements, of a strong mix of (tensor, position in the tensor, bits), plus one term per
-tensor for its name, dtype and shape. A sum has no order: shards add up, and a patch moves it in O(changed).
-docs/reference/format.md says what it protects against, and what not.
+It is two 64-bit sums, over all elements, of a strong mix of (tensor, position in the tensor, bits), plus one term per
+tensor for its name, dtype and shape. Sums have no order: shards add up, and a patch updates them in O(changed).
+docs/reference/format.md says what the digest protects against, and what not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,18 @@ _ALL = (1 << 64) - 1
 
 @dataclass(frozen=True, order=True)
 class Digest:
-    """A pair of sums. Digests of disjoint parts add; `hex` is how people see one."""
+    """The digest of weights or of a part of them. Digests of disjoint parts can be added.
+
+    Attributes:
+        first: The first 64-bit sum.
+        second: The second 64-bit sum.
+
+    Example:
+        >>> Digest(1, 2) + Digest(3, 4) == Digest(4, 6)
+        True
+        >>> Digest.from_hex(Digest(1, 2).hex) == Digest(1, 2)
+        True
+    """
 
     first: int = 0
     second: int = 0
@@ -39,15 +50,21 @@ class Digest:
         return Digest((self.first - other.first) & _ALL, (self.second - other.second) & _ALL)
 
     def to_bytes(self) -> bytes:
+        """Sixteen bytes, big-endian."""
         return self.first.to_bytes(8, "big") + self.second.to_bytes(8, "big")
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Digest:
+        """The digest of `to_bytes`."""
         return cls(int.from_bytes(data[:8], "big"), int.from_bytes(data[8:16], "big"))
 
     @classmethod
     def from_hex(cls, text: str) -> Digest:
-        """The digest that prints as `text`."""
+        """The digest that prints as `text`.
+
+        Raises:
+            ValueError: The text is not 32 hexadecimal digits.
+        """
         data = bytes.fromhex(text)
         if len(data) != 16:
             raise ValueError(f"a digest has 32 hexadecimal digits, not {len(text)}")
@@ -55,6 +72,7 @@ class Digest:
 
     @property
     def hex(self) -> str:
+        """Thirty-two hexadecimal digits."""
         return self.to_bytes().hex()
 
     def __str__(self) -> str:
@@ -62,10 +80,12 @@ class Digest:
 
 
 def table_digest(table: TensorTable) -> Digest:
-    """What names, dtypes and shapes add: each tensor, once, the mix of a zero at a position no element can have."""
+    """The terms of names, dtypes and shapes: for each tensor the mix of a zero at a position that no element has."""
     zero = np.zeros(1, np.uint8)
     n = len(table)
-    address, size, start = np.full(n, zero.ctypes.data, np.int64), np.ones(n, np.int64), np.full(n, -1, np.int64)
+    address = np.full(n, zero.ctypes.data, np.int64)
+    size = np.ones(n, np.int64)
+    start = np.full(n, -1, np.int64)
     first, second = cpu.changes.digest(zero, address, size, start, table.keys)
     return Digest(int(first), int(second))
 

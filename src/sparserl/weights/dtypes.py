@@ -1,8 +1,4 @@
-"""Any dtype as unsigned integers, and the integer order in which a float's step is exact.
-
-A change is a difference of bit patterns, so every tensor is handled through the unsigned integer view of its
-storage. `DType` names the format of an element; torch is never imported here.
-"""
+"""Dtypes, and tensors as the unsigned integers of their bits. Torch is never imported here."""
 
 from __future__ import annotations
 
@@ -19,12 +15,20 @@ _UINT: dict[int, np.dtype[Any]] = {w: np.dtype(f"<u{w}") for w in (1, 2, 4, 8)}
 
 @dataclass(frozen=True, eq=False)
 class DType:
-    """The format of one element: its name, its code on the wire, and how its patterns are ordered.
+    """The format of one element. There is one object for each dtype, so they are compared by identity.
 
-    There is one object for each, so they are compared by identity.
+    Attributes:
+        name: The name that torch uses, such as `bfloat16`.
+        code: The number that stands for it in the format.
+        width: Bytes of an element.
+        sign_magnitude: Whether its bits are a sign and a magnitude, as those of floats are. They are then mapped to an
+            ordered integer before a step is taken; for integers the wrapped difference of the bits is the step.
+        safetensors: Its name in safetensors files; None if it has none.
 
-    `sign_magnitude` formats (floats) are mapped to a monotonic integer before a step is taken; for two's
-    complement and unsigned integers the wrapped difference of the patterns is the step already.
+    Example:
+        >>> from sparserl.weights.dtypes import BY_NAME
+        >>> BY_NAME["bfloat16"], BY_NAME["bfloat16"].width
+        (bfloat16, 2)
     """
 
     name: str
@@ -40,7 +44,7 @@ class DType:
 
     @property
     def signed(self) -> bool:
-        """Whether it is an integer in two's complement."""
+        """Whether it is a signed integer, in two's complement."""
         return self.name.startswith("int")
 
     def __repr__(self) -> str:
@@ -51,7 +55,7 @@ class DType:
 
 
 def _named(name: str) -> DType:
-    """What a pickled dtype becomes: the one object of its name."""
+    """The one object of a name, for unpickling."""
     return BY_NAME[name]
 
 
@@ -94,10 +98,18 @@ def dtype_of_torch(dtype: Any) -> DType | None:
 
 @dataclass(frozen=True, eq=False)
 class Bits:
-    """An array of bit patterns with the dtype they stand for, where NumPy has no such dtype (bf16, fp8).
+    """A tensor as an array of bit patterns, for dtypes that NumPy does not have, such as bfloat16 and float8.
 
-    >>> Bits(np.zeros(3, np.uint16), BY_NAME["bfloat16"]).dtype
-    bfloat16
+    Attributes:
+        array: The bits, as unsigned integers of the dtype's width.
+        dtype: The dtype that the bits stand for.
+
+    Raises:
+        ValueError: The array's dtype is not the unsigned integer of that width.
+
+    Example:
+        >>> Bits(np.zeros(3, np.uint16), BY_NAME["bfloat16"]).dtype
+        bfloat16
     """
 
     array: UIntArray
@@ -105,4 +117,4 @@ class Bits:
 
     def __post_init__(self) -> None:
         if self.array.dtype != self.dtype.uint:
-            raise ValueError(f"{self.dtype} patterns are held in {self.dtype.uint}, not in {self.array.dtype}")
+            raise ValueError(f"bits of {self.dtype} must be an array of {self.dtype.uint}, not {self.array.dtype}")

@@ -1,4 +1,4 @@
-"""One bit for each element of a tensor: where changes can be."""
+"""Marks: one bit for each element of a region, set where a change may be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..kernels import cpu
 
 
 class Bitmap:
-    """Marks for the elements of a region, counted in row-major order.
+    """Marks for the elements of a region, in row-major order.
 
     >>> bitmap = Bitmap(1000)
     >>> bitmap.add(np.array([3, 700, 3], np.uint32))
@@ -22,7 +22,7 @@ class Bitmap:
         self.words: npt.NDArray[np.uint64] = np.zeros(-(-numel // 64), np.uint64)
 
     def add(self, positions: npt.NDArray[np.uint32], offset: int = 0) -> None:
-        """Mark the elements at `offset` and these positions from there."""
+        """Mark the elements at these positions, counted from `offset`."""
         cpu.marks.mark(positions, offset, self.words)
 
     def fill(self) -> None:
@@ -35,13 +35,15 @@ class Bitmap:
         self.words[:] = 0
 
     def take(self) -> Bitmap:
-        """The marks so far, as another bitmap; this one has none then."""
-        taken = Bitmap(0)
-        taken.numel, taken.words, self.words = self.numel, self.words, np.zeros_like(self.words)
-        return taken
+        """Move the marks to another bitmap, and clear this one."""
+        moved = Bitmap(0)
+        moved.numel = self.numel
+        moved.words = self.words
+        self.words = np.zeros_like(self.words)
+        return moved
 
     def unite(self, other: Bitmap) -> None:
-        """Add the marks of another bitmap of as many elements."""
+        """Add the marks of another bitmap of the same size."""
         self.words |= other.words
 
     @property
@@ -50,7 +52,7 @@ class Bitmap:
         return int(cpu.marks.count_marks(self.words, 0, self.numel))
 
     def between(self, low: int, high: int) -> npt.NDArray[np.uint32]:
-        """The marked elements from `low` to `high`, counted from `low`, in rising order."""
+        """The positions of the marked elements from `low` to `high`, counted from `low`, in rising order."""
         out = np.empty(int(cpu.marks.count_marks(self.words, low, high)), np.uint32)
         cpu.marks.list_marks(self.words, low, high, out)
         return out

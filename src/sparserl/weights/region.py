@@ -1,4 +1,4 @@
-"""Boxes of a tensor: splitting, geometry, overlap and coverage."""
+"""Regions (boxes) of a tensor: splitting, strides and overlap."""
 
 from __future__ import annotations
 
@@ -17,9 +17,19 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, order=True, slots=True)
 class Region:
-    """A box of a tensor: where it starts and how far it goes, in every dimension.
+    """A box of a tensor. Positions inside a region count its elements in row-major order.
 
-    Positions inside a region count its elements in row-major order.
+    Attributes:
+        start: The first index in every dimension.
+        size: The number of indices in every dimension.
+
+    Raises:
+        ValueError: `start` and `size` differ in length.
+
+    Example:
+        >>> region = Region((0, 2), (4, 2))
+        >>> str(region), region.numel
+        ('[0:4, 2:4]', 8)
     """
 
     start: Shape
@@ -27,14 +37,16 @@ class Region:
 
     def __post_init__(self) -> None:
         if len(self.start) != len(self.size):
-            raise ValueError(f"region starts in {len(self.start)} dimensions and extends in {len(self.size)}")
+            raise ValueError(f"start has {len(self.start)} dimensions, size has {len(self.size)}; they must agree")
 
     @property
     def numel(self) -> int:
+        """How many elements it has."""
         return math.prod(self.size)
 
     @property
     def slices(self) -> tuple[slice, ...]:
+        """The slices that select the region from an array."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
 
     def fits(self, shape: Shape) -> bool:
@@ -44,13 +56,13 @@ class Region:
         )
 
     def inside(self, other: Region) -> bool:
-        """Whether every element of this region is one of the other's."""
+        """Whether every element of this region belongs to the other."""
         return all(
             a >= b and a + n <= b + m for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
         )
 
     def split(self, limit: int) -> Iterator[Region]:
-        """Boxes of at most `limit` elements, in order: each is a run of consecutive positions of this one."""
+        """Boxes of at most `limit` elements, in order; each is a run of consecutive positions of this region."""
         axis, step, _ = self._cut(limit)
         if axis < 0:
             yield self
@@ -78,7 +90,7 @@ class Region:
         return self._piece(axis, head, i * step, step), (row * self.size[axis] + i * step) * inner
 
     def _cut(self, limit: int) -> tuple[int, int, int]:
-        """The dimension that is cut (-1 for none), into how many steps at a time, and the elements of one step."""
+        """The dimension to cut (-1: none), how many of its indices one box takes, and the elements of one index."""
         axis = 0
         inner = self.numel
         while axis < len(self.size) and inner > limit:
@@ -111,7 +123,7 @@ def row_major(shape: Shape) -> Shape:
 
 
 def collapse(size: Shape, *strides: Shape) -> tuple[Shape, tuple[Shape, ...]]:
-    """The same box with as few dimensions as possible: neighbours merge where every stride list allows it."""
+    """The same box with as few dimensions as possible: neighbours are merged where all strides allow it."""
     out: list[int] = []
     rows: list[list[int]] = [[] for _ in strides]
     for d in range(len(size)):
@@ -139,7 +151,7 @@ def run_start(region: Region, shape: Shape) -> int | None:
 
 
 class Effort:
-    """What may still be done to find out whether regions overlap, in steps of about a tenth of a microsecond."""
+    """The work that may still be spent on finding overlaps, in steps of about a tenth of a microsecond."""
 
     def __init__(self, steps: int = 1 << 23) -> None:
         self._left = steps

@@ -1,4 +1,4 @@
-"""Weights of which only some parts are at hand: the shards of one rank, in the coordinates of the checkpoint."""
+"""The shards of one rank: the parts that it has of some weights, in the coordinates of the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ Place = tuple[int, Region | None]  # a tensor by its index in the table, and a r
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor that is at hand: a shard, a slice of a fused parameter, or all of it.
+    """A region of a tensor in memory: a shard, a slice of a fused parameter, or the whole tensor.
 
-    tensor: its name in the checkpoint.
-    region: which box of it.
-    data: a torch tensor, NumPy array or `Bits` of the region's size, in any memory layout.
-    marks: where changes can be, for sources that know; without them all of it is compared.
-    moved: how the digest of this part moved with all the changes that were marked, for sources that track it too.
+    Attributes:
+        tensor: The tensor's name in the checkpoint.
+        region: Which box of the tensor it is.
+        data: A torch tensor, NumPy array or `Bits` of the region's size, in any memory layout.
+        marks: Where changes may be, from sources that know it; without marks, all elements are compared.
+        moved: By how much all marked changes have changed the digest of this part, from sources that track it.
+
+    Example:
+        >>> import numpy as np
+        >>> Part("w", Region((0, 2), (4, 2)), np.zeros((4, 2), np.float32)).region
+        Region(start=(0, 2), size=(4, 2))
     """
 
     tensor: str
@@ -37,20 +43,30 @@ class Part:
 class Shards:
     """The parts that one process has of some weights, and the tensor table of the whole.
 
-    Parts of one process must not overlap; the parts of all processes together cover every tensor once.
+    Parts of one process must not overlap; the parts of all processes together must cover every tensor once.
 
-    >>> import numpy as np
-    >>> from sparserl import Part, Region, Shards, diff, tensor_table
-    >>> table = tensor_table({"w": np.zeros((4, 4), np.float32)})
-    >>> right = Region((0, 2), (4, 2))
-    >>> old = Shards(table, [Part("w", right, np.zeros((4, 2), np.float32))])
-    >>> new = Shards(table, [Part("w", right, np.eye(4, 2, dtype=np.float32))])
-    >>> diff(old, new).changed
-    2
+    Args:
+        table: The table of the whole weights, from `tensor_table`.
+        parts: The parts that this process has.
+
+    Raises:
+        TensorMismatch: A part belongs to a tensor that is not in the table.
+        RegionOverlap: Two parts contain the same element.
+
+    Example:
+        >>> import numpy as np
+        >>> from sparserl import Part, Region, Shards, diff, tensor_table
+        >>> table = tensor_table({"w": np.zeros((4, 4), np.float32)})
+        >>> right = Region((0, 2), (4, 2))
+        >>> old = Shards(table, [Part("w", right, np.zeros((4, 2), np.float32))])
+        >>> new = Shards(table, [Part("w", right, np.eye(4, 2, dtype=np.float32))])
+        >>> diff(old, new).changed
+        2
     """
 
     def __init__(self, table: TensorTable, parts: Iterable[Part]) -> None:
-        self.table, self.parts = table, tuple(parts)
+        self.table = table
+        self.parts = tuple(parts)
         by_tensor: dict[str, list[Region]] = {}
         for part in self.parts:
             if part.tensor not in table.index:
@@ -62,10 +78,19 @@ class Shards:
 
     @classmethod
     def of(cls, table: TensorTable, weights: Weights, regions: Mapping[str, Region] | None = None) -> Shards:
-        """One part of each tensor at hand: the region that is named for it, or all of it."""
+        """One part of each tensor.
+
+        Args:
+            table: The table of the whole weights.
+            weights: The tensors that this process has, by name.
+            regions: Which region each tensor is; tensors that are not named here are whole.
+
+        Raises:
+            TensorMismatch: A tensor is not in the table, or a region is given for a tensor that is not in `weights`.
+        """
         regions = regions or {}
-        if strangers := sorted(regions.keys() - weights.keys()):
-            raise TensorMismatch(f"regions are given for {strangers[:10]}, which are not among the weights")
+        if unknown := sorted(regions.keys() - weights.keys()):
+            raise TensorMismatch(f"regions are given for {unknown[:10]}, which are not among the weights")
         parts = []
         for name, data in weights.items():
             if (spec := table.get(name)) is None:
@@ -74,27 +99,27 @@ class Shards:
         return cls(table, parts)
 
     def located(self) -> Iterator[tuple[Place, Memory]]:
-        """Every part and where it lies, once it is known to be the region of its tensor that it claims to be."""
+        """Every part's place and memory; an error if a part does not fit the region that it names."""
         for part in self.parts:
             index = self.table.index[part.tensor]
             spec = self.table.specs[index]
-            every = whole(spec.shape)
-            if not part.region.fits(spec.shape) and part.region != every:
+            whole_tensor = whole(spec.shape)
+            if not part.region.fits(spec.shape) and part.region != whole_tensor:
                 raise TensorMismatch(f"{part.tensor!r}: region {part.region} does not lie in {spec}")
             memory = memory_of(part.tensor, part.data)
             if memory.dtype is not spec.dtype or memory.shape != part.region.size:
                 raise TensorMismatch(
                     f"{part.tensor!r}: region {part.region} of {spec} cannot be {memory.dtype.name}{list(memory.shape)}"
                 )
-            yield (index, None if part.region == every else part.region), memory
+            yield (index, None if part.region == whole_tensor else part.region), memory
 
     def map(self, make: Callable[[Part], Any]) -> Shards:
-        """The same parts with other data; without marks."""
+        """The same parts with the data that `make` returns for each; without marks."""
         return Shards(self.table, [Part(part.tensor, part.region, make(part)) for part in self.parts])
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the parts at hand."""
+        """The bytes of all parts."""
         width = {name: self.table.specs[i].dtype.width for name, i in self.table.index.items()}
         return sum(part.region.numel * width[part.tensor] for part in self.parts)
 
@@ -103,25 +128,25 @@ class Shards:
 
 
 def dump_places(places: Iterable[Place]) -> list[Any]:
-    """Places as JSON has them."""
+    """Places as values for JSON."""
     return [[tensor, region and [region.start, region.size]] for tensor, region in places]
 
 
 def load_places(rows: Iterable[Any]) -> list[Place]:
-    """Places as they were before `dump_places`."""
+    """The places that `dump_places` wrote."""
     return [(tensor, box and Region(*map(tuple, box))) for tensor, box in rows]
 
 
 def require_whole(table: TensorTable, ranks: Sequence[Sequence[Place]]) -> None:
-    """Refuse parts of several ranks, unless together they cover every element of every tensor just once."""
+    """Raise an error unless the places of all ranks together cover every element of every tensor exactly once."""
     regions: dict[int, list[Region]] = {}
     for places in ranks:
         for tensor, region in places:
             regions.setdefault(tensor, []).append(region or whole(table.specs[tensor].shape))
     for tensor, spec in enumerate(table.specs):
-        found = regions.get(tensor, [])
+        covered = regions.get(tensor, [])
         if spec.numel:
-            refuse_overlap(spec.name, found)
-        missing = spec.numel - sum(region.numel for region in found)
-        if missing or not found:
+            refuse_overlap(spec.name, covered)
+        missing = spec.numel - sum(region.numel for region in covered)
+        if missing or not covered:
             raise TensorMismatch(f"no rank has {missing} of the {spec.numel} elements of {spec.name!r}")

@@ -18,7 +18,13 @@ from .region import Shape
 
 
 class TensorSpec(NamedTuple):
-    """One row of the table."""
+    """The name, dtype and shape of a tensor: one row of the table.
+
+    Example:
+        >>> from sparserl.weights.dtypes import BY_NAME
+        >>> str(TensorSpec("w", BY_NAME["float32"], (4, 4)))
+        'w float32[4, 4]'
+    """
 
     name: str
     dtype: DType
@@ -26,10 +32,11 @@ class TensorSpec(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """How many elements it has."""
         return math.prod(self.shape)
 
     def identity(self) -> bytes:
-        """The bytes that stand for this tensor in the digest: a change of name, dtype or shape changes them."""
+        """The bytes that identify this tensor in the digest: a change of name, dtype or shape changes them."""
         return f"{self.dtype.name}{list(self.shape)}{self.name}".encode()
 
     def __str__(self) -> str:
@@ -37,7 +44,7 @@ class TensorSpec(NamedTuple):
 
 
 class Dimensions(NamedTuple):
-    """Dimensions of tensors: how many each has, where they begin among all of them, and their sizes."""
+    """Dimensions of all tensors: how many each has, where they begin in `sizes`, and all sizes."""
 
     rank: npt.NDArray[np.int64]
     at: npt.NDArray[np.int64]
@@ -45,17 +52,31 @@ class Dimensions(NamedTuple):
 
 
 class TensorTable:
-    """Specs sorted by name. Tensors are known by their index in it."""
+    """Names, dtypes and shapes of weights, sorted by name. A tensor is identified by its index in the table.
+
+    Args:
+        specs: The tensors, in any order.
+
+    Raises:
+        UnsupportedTensor: A name is not text, or not valid Unicode.
+        TensorMismatch: A name occurs twice.
+
+    Example:
+        >>> from sparserl.weights.dtypes import BY_NAME
+        >>> table = TensorTable([TensorSpec("b", BY_NAME["int8"], (2,)), TensorSpec("a", BY_NAME["int8"], ())])
+        >>> [spec.name for spec in table.specs], table.index["b"], table.elements
+        (['a', 'b'], 1, 3)
+    """
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         try:
             self.specs: tuple[TensorSpec, ...] = tuple(sorted(specs, key=itemgetter(0)))  # their names
             "".join([s.name for s in self.specs]).encode()
         except (TypeError, UnicodeEncodeError) as error:
-            raise UnsupportedTensor(f"tensor names are text that UTF-8 can hold: {error}") from error
+            raise UnsupportedTensor(f"a tensor name must be text that can be encoded as UTF-8: {error}") from error
         self.index: dict[str, int] = {s.name: i for i, s in enumerate(self.specs)}
         if len(self.index) != len(self.specs):
-            raise TensorMismatch("a tensor name stands twice in the table")
+            raise TensorMismatch("a tensor name occurs twice in the table")
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -78,14 +99,17 @@ class TensorTable:
 
     @cached_property
     def numel(self) -> npt.NDArray[np.int64]:
+        """The number of elements of each tensor."""
         return np.array([s.numel for s in self.specs], np.int64)
 
     @cached_property
     def elements(self) -> int:
+        """The number of elements of all tensors."""
         return int(self.numel.sum()) if self.specs else 0
 
     @cached_property
     def dense_bytes(self) -> int:
+        """The bytes of all tensors."""
         return sum(s.numel * s.dtype.width for s in self.specs)
 
     @cached_property
@@ -108,28 +132,31 @@ class TensorTable:
 
     @cached_property
     def wide(self) -> Dimensions:
-        """Those that have more than one element: in the others there is nothing to tell apart."""
-        every = self.dimensions
-        kept = every.sizes != 1
-        rank = np.bincount(np.repeat(np.arange(len(self)), every.rank)[kept], minlength=len(self)).astype(np.int64)
-        return Dimensions(rank, np.cumsum(rank) - rank, every.sizes[kept])
+        """The dimensions that have more than one index; the others do not tell elements apart."""
+        dimensions = self.dimensions
+        is_wide = dimensions.sizes != 1
+        tensor = np.repeat(np.arange(len(self)), dimensions.rank)
+        rank = np.bincount(tensor[is_wide], minlength=len(self)).astype(np.int64)
+        return Dimensions(rank, np.cumsum(rank) - rank, dimensions.sizes[is_wide])
 
-    def require(self, other: TensorTable, ours: str, theirs: str) -> None:
+    def require(self, other: TensorTable, label: str, other_label: str) -> None:
         """Raise `TensorMismatch` naming every difference, unless the two tables are equal."""
         if self.specs == other.specs:
             return
         notes = []
         for name in sorted(self.index.keys() | other.index.keys()):
-            mine, its = self.get(name), other.get(name)
-            if mine is None:
-                notes.append(f"{name!r} is in {theirs} but not in {ours}")
-            elif its is None:
-                notes.append(f"{name!r} is in {ours} but not in {theirs}")
-            elif mine != its:
-                notes.append(f"{name!r} is {_kind(mine)} in {ours} but {_kind(its)} in {theirs}")
+            spec = self.get(name)
+            other_spec = other.get(name)
+            if spec is None:
+                notes.append(f"{name!r} is in {other_label} but not in {label}")
+            elif other_spec is None:
+                notes.append(f"{name!r} is in {label} but not in {other_label}")
+            elif spec != other_spec:
+                notes.append(f"{name!r} is {_kind(spec)} in {label} but {_kind(other_spec)} in {other_label}")
         raise TensorMismatch(_summary(notes))
 
     def get(self, name: str) -> TensorSpec | None:
+        """The tensor of a name; None if the table does not have it."""
         index = self.index.get(name)
         return None if index is None else self.specs[index]
 

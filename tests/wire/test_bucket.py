@@ -194,7 +194,7 @@ def test_buckets_past_the_limit_are_not_even_summed():
 
 @pytest.mark.parametrize(("before", "behind"), [(200, 16), (200, 15), (9, 16), (0, 0)])
 def test_streams_that_lie_together(before, behind):
-    """Streams that are laid out already make the same bucket, in their own memory where there is room for the rest."""
+    """Encoded streams make the same bucket, in their own memory if its margins are large enough."""
     head = Head(codec.profile("raw"), U8, 16, 16, (), entries((0, None, 3, False), (1, None, 2, False)))
     positions, words = np.array([0, 5, 9, 7, 8], np.uint32), np.arange(5, dtype=np.uint8)
     streams = codec.encode_streams(head.profile.encode(head.layout, [positions], [words]))
@@ -203,8 +203,8 @@ def test_streams_that_lie_together(before, behind):
     numbers = [n for id, (coder, its) in sorted(streams.items()) for n in (id, coder.id, len(its), *map(len, its))]
     room = np.full(before + len(body) + behind, 0xA5, np.uint8)
     room[before : before + len(body)] = np.frombuffer(body, np.uint8)
-    laid = EncodedStreams(2, numbers, room.data, before, before + len(body))
-    made = encode_bucket(head, {}, HASH, laid)
+    encoded = EncodedStreams(2, numbers, room.data, before, before + len(body))
+    made = encode_bucket(head, {}, HASH, encoded)
     assert bytes(made) == expected
     assert np.shares_memory(np.frombuffer(made, np.uint8), room) == ((before, behind) == (200, 16))
-    assert bytes(encode_bucket(head, {}, HASH, laid.without_margins)) == expected
+    assert bytes(encode_bucket(head, {}, HASH, encoded.without_margins)) == expected

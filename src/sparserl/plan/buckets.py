@@ -164,13 +164,13 @@ def begin(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | No
     """`write` but for the checksum, which is found and added by what it returns: on any thread."""
     if not draft.changed:
         return lambda: None
-    head, streams, laid = draft.coded(_pick(draft, names, chooser))
+    head, streams, more_streams = draft.coded(_pick(draft, names, chooser))
     if len(names) > 1:
         estimates = [(codec.profile(n).id, round(b / 8)) for n, b in sorted(draft.costs.items())]
         if chooser is not None:
             estimates.append((LINK, min(round(chooser.link.bits_per_second), 1 << 62)))
         head = replace(head, estimates=tuple(estimates))
-    bucket = begin_bucket(head, streams, hash, laid)
+    bucket = begin_bucket(head, streams, hash, more_streams)
     return lambda: (bucket(), draft.changed)
 
 

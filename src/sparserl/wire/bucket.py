@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,16 +36,24 @@ from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
 
 MAGIC = b"SRLB"
 Column = npt.NDArray[np.int64]
-_FEW = 32  # boxes that are sooner made one by one
+_FEW = 32  # boxes, which are faster read one by one
 _NUMBERS = 1 << 18  # of boxes, read at a time
-_Told = tuple[int, Coder, Column, int]  # a stream, its coder, the lengths of its chunks, and of all
-LINK = 255  # stands for no profile: its estimate is the speed of the link that the writer chose for, in bits per second
-Estimates = tuple[tuple[int, int], ...]  # (profile id, bytes), what the planner compared; empty if it was told
+LINK = 255  # is not a profile: its estimate is the speed of the link that the writer chose for, in bits per second
+Estimates = tuple[tuple[int, int], ...]  # (profile id, bytes) that the planner compared; empty if a profile was named
+
+
+class DirectoryRow(NamedTuple):
+    """What the directory says about a stream."""
+
+    id: int
+    coder: Coder
+    sizes: Column  # bytes of each chunk
+    nbytes: int  # of all chunks
 
 
 @dataclass(frozen=True)
 class Entries:
-    """The entry table of a bucket, column by column. A region of None is all of the tensor."""
+    """The entry table of a bucket, column by column. A region of None is the whole tensor."""
 
     tensor: Column
     count: Column
@@ -61,14 +70,14 @@ class Entries:
 
     @cached_property
     def coded(self) -> tuple[int, tuple[Coder, list[Buffer]]]:
-        """The table as a stream, and how many bytes it has before it is coded."""
+        """The bytes of the table before it is encoded, and its coder and chunks."""
         raw = encode_places(self.tensor, self.count << 1 | self.dense, self.region)
         return len(raw), encode_smallest([raw])
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a bucket says about itself before its streams."""
+    """The fields of a bucket before its streams."""
 
     profile: Profile
     dtype: DType
@@ -76,7 +85,7 @@ class Head:
     chunk_log: int
     estimates: Estimates
     entries: Entries
-    dense_bytes: int = 0  # of the streams that hold dense bits, as coded
+    dense_bytes: int = 0  # of the encoded streams of dense entries
 
     @cached_property
     def layout(self) -> BucketLayout:
@@ -92,33 +101,40 @@ class Head:
 
 @dataclass(frozen=True)
 class EncodedStreams:
-    """Coded streams that lie one behind the other already, as they do in a bucket: behind all others.
+    """Encoded streams that lie one behind the other, as they will in a bucket, behind all its other streams.
 
-    They are in a part of some memory. What stands before and behind them in a bucket is written to the rest of it, if
-    there is room: memory is not used twice for that.
+    The memory may have free margins before and behind them. If these are large enough, the rest of the bucket is
+    written there, and nothing is copied.
     """
 
     streams: int
-    directory: Column  # of each stream id, coder, number of chunks, and their lengths
+    directory: Column  # of each stream: id, coder, number of chunks, and their lengths
     memory: memoryview
-    low: int
-    high: int
+    begin: int
+    end: int
 
     @property
     def without_margins(self) -> EncodedStreams:
-        """The same without room."""
-        return EncodedStreams(self.streams, self.directory, self.memory[self.low : self.high], 0, self.high - self.low)
+        """The same streams, in memory without margins."""
+        return EncodedStreams(self.streams, self.directory, self.body, 0, self.end - self.begin)
+
+    @property
+    def body(self) -> memoryview:
+        """The bytes of the streams."""
+        return self.memory[self.begin : self.end]
 
 
-def encode_bucket(head: Head, streams: Coded, hash: bytes, laid: EncodedStreams | None = None) -> bytes | memoryview:
-    """The bytes of a bucket, checksum included."""
-    return begin_bucket(head, streams, hash, laid)()
+def encode_bucket(
+    head: Head, streams: Coded, hash: bytes, more_streams: EncodedStreams | None = None
+) -> bytes | memoryview:
+    """The bytes of a bucket, with its checksum."""
+    return begin_bucket(head, streams, hash, more_streams)()
 
 
 def begin_bucket(
-    head: Head, streams: Coded, hash: bytes, laid: EncodedStreams | None = None
+    head: Head, streams: Coded, hash: bytes, more_streams: EncodedStreams | None = None
 ) -> Callable[[], bytes | memoryview]:
-    """`encode_bucket` but for the checksum, which is found and added by what it returns: on any thread."""
+    """`encode_bucket` without the checksum. The function it returns adds it and gives the bucket, on any thread."""
     raw_bytes, entries = head.entries.coded
     streams = {Stream.ENTRIES: entries, **streams}
     out = bytearray(MAGIC)
@@ -127,48 +143,60 @@ def begin_bucket(
     out += varint(len(head.estimates))
     for id, size in head.estimates:
         out += varint(id) + varint(size)
-    out += varint(len(streams) + (0 if laid is None else laid.streams))
-    directory: list[int] = []
+    out += varint(len(streams) + (0 if more_streams is None else more_streams.streams))
+    numbers: list[int] = []
     parts: list[Buffer | bytearray] = [out]
     for stream, (its_coder, chunks) in sorted(streams.items()):
-        directory += (stream, its_coder.id, len(chunks), *map(len, chunks))  # the first two are below 128: a byte each
+        numbers += (stream, its_coder.id, len(chunks), *map(len, chunks))  # the first two are below 128: a byte each
         parts += chunks
-    told = np.array(directory, np.int64)
-    out += varints(told if laid is None else np.concatenate((told, laid.directory)))
-    if laid is None:
+    directory = np.array(numbers, np.int64)
+    if more_streams is None:
+        out += varints(directory)
         return lambda: b"".join((*parts, checksum(*parts)))
-    return _around(b"".join(parts), laid)
+    out += varints(np.concatenate((directory, more_streams.directory)))
+    return _add_around(b"".join(parts), more_streams)
 
 
-def _around(front: bytes, laid: EncodedStreams) -> Callable[[], bytes | memoryview]:
-    """A bucket of what stands before its body, the body, and a checksum; in the body's memory, if there is room."""
-    memory, begin, end = laid.memory, laid.low - len(front), laid.high + CHECKSUM_BYTES
+def _add_around(front: bytes, streams: EncodedStreams) -> Callable[[], bytes | memoryview]:
+    """A bucket of its front, the streams, and a checksum: in the streams' memory, if the margins are large enough."""
+    memory = streams.memory
+    begin = streams.begin - len(front)
+    end = streams.end + CHECKSUM_BYTES
     if begin < 0 or end > len(memory):
-        body = memory[laid.low : laid.high]
-        return lambda: b"".join((front, body, checksum(front, body)))
-    memory[begin : laid.low] = front
+        return lambda: b"".join((front, streams.body, checksum(front, streams.body)))
+    memory[begin : streams.begin] = front
 
-    def sealed_there() -> memoryview:
-        memory[laid.high : end] = checksum(memory[begin : laid.high])
+    def seal() -> memoryview:
+        memory[streams.end : end] = checksum(memory[begin : streams.end])
         return memory[begin:end].toreadonly()
 
-    return sealed_there
+    return seal
 
 
 def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, what: str) -> tuple[Head, Reader]:
-    """The head of a bucket, checked against the tensor table, and a reader of its streams."""
+    """The head of a bucket, checked against the tensor table, and a reader of its streams.
+
+    Args:
+        data: The bytes of the bucket.
+        table: The tensor table of the patch.
+        hash: The hash of that table.
+        what: The name of the bucket in errors.
+
+    Raises:
+        FormatError: The bytes are not a valid bucket of this table.
+    """
     return read_bucket(unsealed(data, what), table, hash, what)
 
 
 def unsealed(data: bytes | memoryview, what: str) -> memoryview:
-    """What stands before the checksum of a bucket, once that holds."""
+    """The bytes of a bucket before its checksum, which must match."""
     if len(data) > limits.BUCKET_BYTES:
         raise LimitExceeded(f"{what}: {len(data)} bytes, the limit is {limits.BUCKET_BYTES}")
     return sealed(data, what)
 
 
 def read_bucket(data: memoryview, table: TensorTable, hash: bytes, what: str) -> tuple[Head, Reader]:
-    """`decode_bucket` of what stands before a checksum that holds."""
+    """`decode_bucket` of bytes whose checksum was checked and removed."""
     cursor = Cursor(data, what)
     profile, dtype = _identify(cursor, hash)
     entry_count = cursor.varint("entry count", limits.ENTRIES)
@@ -215,62 +243,67 @@ def _between(cursor: Cursor, field: str, low: int, high: int) -> int:
 
 
 def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, AdjacentChunks]], memoryview]:
-    """The chunks of every stream, and all of them, one behind the other."""
+    """The chunks of every stream, and the bytes of all streams together."""
     count = cursor.varint("stream count", limits.STREAMS)
-    directory = _directory(cursor, count) or _directory_in_words(cursor, count)
-    body, out = cursor.data[cursor.at :], {}
-    for id, its_coder, sizes, total in directory:
-        out[id] = its_coder, AdjacentChunks(cursor.take(total, f"a chunk of stream {id}"), sizes)
+    directory = _read_directory(cursor, count) or _explain_directory(cursor, count)
+    body = cursor.data[cursor.at :]
+    streams = {}
+    for row in directory:
+        chunks = AdjacentChunks(cursor.take(row.nbytes, f"a chunk of stream {row.id}"), row.sizes)
+        streams[row.id] = (row.coder, chunks)
     cursor.finish()
-    return out, body
+    return streams, body
 
 
-def _directory(cursor: Cursor, count: int) -> list[_Told]:
-    """The directory, read at once; empty where anything in it is wrong."""
-    rows, lengths = np.empty((count, 4), np.uint64), np.empty(min(limits.CHUNKS, cursor.left), np.uint64)
+def _read_directory(cursor: Cursor, count: int) -> list[DirectoryRow]:
+    """The directory, read by one kernel; empty if anything in it is wrong."""
+    rows = np.empty((count, 4), np.uint64)
+    lengths = np.empty(min(limits.CHUNKS, cursor.left), np.uint64)
     end = cpu.directory.read_directory(np.frombuffer(cursor.data, np.uint8), cursor.at, rows, lengths)
     if end < 0 or not count:
         return []
-    ids, coders, many, totals = rows.T.tolist()
+    ids, coders, chunk_counts, totals = rows.T.tolist()
     rising = all(a < b for a, b in zip(ids, ids[1:], strict=False))
     if not rising or 0 in totals or not CODERS.keys() >= set(coders) or not all(map(Stream.is_known, ids)):
         return []
-    cursor.at, ends = end, [*accumulate(many)]
+    cursor.at = end
+    ends = [*accumulate(chunk_counts)]
     sizes = lengths[: ends[-1]].astype(np.int64)
     return [
-        (id, CODERS[its_coder], sizes[high - n : high], total)
-        for id, its_coder, n, high, total in zip(ids, coders, many, ends, totals, strict=True)
+        DirectoryRow(id, CODERS[coder_id], sizes[stop - n : stop], total)
+        for id, coder_id, n, stop, total in zip(ids, coders, chunk_counts, ends, totals, strict=True)
     ]
 
 
-def _directory_in_words(cursor: Cursor, count: int) -> list[_Told]:
-    """The directory, stream by stream: says what is wrong with it."""
-    directory: list[_Told] = []
-    room = limits.CHUNKS
+def _explain_directory(cursor: Cursor, count: int) -> list[DirectoryRow]:
+    """The directory, read stream by stream, with an error that says what is wrong with it."""
+    directory: list[DirectoryRow] = []
+    chunks_left = limits.CHUNKS
     for _ in range(count):
         id = cursor.byte("stream id")
         if not Stream.is_known(id):
             raise UnsupportedFormat(f"{cursor.what}: unknown stream {id}")
-        if directory and id <= directory[-1][0]:
+        if directory and id <= directory[-1].id:
             raise InvalidField(f"{cursor.what}: stream {id} is out of order")
         its_coder = coder(cursor.byte(f"coder of stream {id}"))
-        chunks = cursor.varint(f"chunk count of stream {id}", room)
+        chunks = cursor.varint(f"chunk count of stream {id}", chunks_left)
         lengths = cursor.numbers(chunks, f"chunk lengths of stream {id}", len(cursor.data))
         if not any(lengths):
             raise InvalidField(f"{cursor.what}: stream {id} is empty; empty streams are left out")
-        directory.append((id, its_coder, np.array(lengths, np.int64), sum(lengths)))
-        room -= chunks
+        directory.append(DirectoryRow(id, its_coder, np.array(lengths, np.int64), sum(lengths)))
+        chunks_left -= chunks
     return directory
 
 
 def encode_places(tensor: Column, values: Column, regions: Sequence[Region | None]) -> bytes:
     """Three columns: steps from tensor to tensor, values with a flag for a box, and the boxes."""
     if isinstance(regions, Boxes):
-        boxed, boxes = regions.first >= 0, regions.numbers
+        is_box = regions.first >= 0
+        boxes = regions.numbers
     else:
-        boxed = np.array([r is not None for r in regions], bool)
+        is_box = np.array([r is not None for r in regions], bool)
         boxes = np.array([n for r in regions if r is not None for n in (*r.start, *r.size)], np.int64)
-    return varints(np.diff(tensor, prepend=0)) + varints(values << 1 | boxed) + varints(boxes)
+    return varints(np.diff(tensor, prepend=0)) + varints(values << 1 | is_box) + varints(boxes)
 
 
 def decode_places(
@@ -289,22 +322,25 @@ def decode_places(
     numel = table.numel[tensor] if count else np.empty(0, np.int64)
     regions: Sequence[Region | None]
     if boxed.size > _FEW:
-        first, span = np.full(count, -1, np.int64), np.zeros(count, np.int64)
+        first = np.full(count, -1, np.int64)
+        span = np.zeros(count, np.int64)
         first[boxed], span[boxed], numel[boxed] = _boxes(cursor, table, tensor[boxed])
         regions = Boxes(table, tensor, first, span)
     else:
-        made: list[Region | None] = [None] * count
-        regions = made
+        listed: list[Region | None] = [None] * count
+        regions = listed
         for e in boxed.tolist():
-            made[e] = region = _box(cursor, table[int(tensor[e])])
+            region = _box(cursor, table[int(tensor[e])])
+            listed[e] = region
             numel[e] = region.numel
     return tensor, values >> 1, regions, numel
 
 
 def _column(cursor: Cursor, count: int, field: str, most: int) -> Column:
-    """A column of numbers, of which there may be few."""
-    few = count <= _FEW
-    return np.array(cursor.numbers(count, field, most), np.int64) if few else cursor.varints(count, field, most)
+    """A column of numbers, read in the way that is faster for so many."""
+    if count <= _FEW:
+        return np.array(cursor.numbers(count, field, most), np.int64)
+    return cursor.varints(count, field, most)
 
 
 def _box(cursor: Cursor, spec: TensorSpec) -> Region:

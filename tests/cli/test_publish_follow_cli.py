@@ -228,13 +228,13 @@ def test_what_cannot_be_followed_is_one_line(here: Path) -> None:
         (("file://nowhere",), "there is no head.json"),
         (("store",), "'store' is not a URL"),
         ((URL, "--run", "0" * 16), "only follows run 0000000000000000"),
-        ((URL, "-o", "taken"), "current is not a link; choose a folder that nothing else is in"),
+        ((URL, "-o", "taken"), "current is not a link; choose an empty folder"),
     ):
         assert says in failed("follow", "-o", "out", "--once", *args), args
         assert tree(here / "out") == before
     target = FolderTarget(here / "out")
     target.attach(open_checkpoint_table(here))
-    assert "another process follows into" in failed("follow", URL, "-o", "out", "--once")
+    assert "another process writes to" in failed("follow", URL, "-o", "out", "--once")
     target.close()
     usage("follow", URL)
     usage("follow", URL, "-o", "out", "--keep", 0)

@@ -84,7 +84,7 @@ def test_one_run_at_a_time(base: Path, tmp_path: Path) -> None:
     lock = tmp_path / ".out.sparserl-lock"
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointError, match="another run is writing"):
+        with pytest.raises(CheckpointError, match="another process is writing"):
             apply_to_checkpoint(base, P, tmp_path / "out")
     apply_to_checkpoint(base, P, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]

@@ -167,15 +167,15 @@ def test_what_is_unrelated_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for base, out, says in (
         (folder, "base.safetensors", "the base is a folder, but .* is a file"),
-        (folder, "notes", "is no version of the base"),
+        (folder, "notes", "is not a version of the base"),
         (folder, "richer", "would lose 'optimizer.pt'"),
-        (folder, "base/out", "lie in one another"),
-        (folder / "assets" / "..", "base/assets", "lie in one another"),
+        (folder, "base/out", "is inside the other"),
+        (folder / "assets" / "..", "base/assets", "is inside the other"),
         (file, "base", "the base is a file, but .* is a folder"),
         (file, "notes", "the base is a file, but .* is a folder"),
-        (file, "text", "is no version of the base"),
-        (file, "strange.safetensors", "is no version of the base.*'x' is in"),
-        (file, "dangling", "is no version of the base"),
+        (file, "text", "is not a version of the base"),
+        (file, "strange.safetensors", "is not a version of the base.*'x' is in"),
+        (file, "dangling", "is not a version of the base"),
         (file, "no/such/folder", "is not a folder, make it first"),
         (tmp_path / "nowhere", "out", "no such file or folder"),
         (tmp_path / "notes", "out", "is not a checkpoint"),
@@ -183,7 +183,7 @@ def test_what_is_unrelated_is_not_replaced(tmp_path: Path) -> None:
         assert_refused(CheckpointError, says, tmp_path, base, P, tmp_path / out)
     assert_refused(CheckpointError, "cannot be written", tmp_path, file, P, Path("/"))
     inner = write_folder(tmp_path / "outer" / "inner", W[0])
-    assert_refused(CheckpointError, "lie in one another", tmp_path, inner, P, tmp_path / "outer")
+    assert_refused(CheckpointError, "is inside the other", tmp_path, inner, P, tmp_path / "outer")
 
 
 def test_a_snapshot_of_links_becomes_real_files(tmp_path: Path) -> None:

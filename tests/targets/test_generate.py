@@ -213,7 +213,7 @@ def test_every_kind_of_layer_is_merged_like_in_peft(case: str, tmp_path: Path) -
         addresses = {name: p.data_ptr() for name, p in rollout.named_parameters()}
         store, source = f"file://{tmp_path}", sources.lora(trainer)
         if case == "attention":  # its parameters are made anew at every step
-            with pytest.raises(UnsupportedTensor, match=r"0\.in_proj_weight: merged where it is"):
+            with pytest.raises(UnsupportedTensor, match=r"0\.in_proj_weight: merging in place"):
                 targets.lora(rollout, merged=True)
             return
         target = targets.lora(rollout, merged=True)

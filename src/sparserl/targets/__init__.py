@@ -1,9 +1,9 @@
-"""Where the rollout's bits live."""
+"""Where the weights of a rollout live: modules, adapters, engines, checkpoint folders."""
 
 from __future__ import annotations
 
 from .adapters import AdapterTarget, MergedTarget, lora
-from .checkpoint import Landed, apply_to_checkpoint
+from .checkpoint import PatchedCheckpoint, apply_to_checkpoint
 from .checkpoint_folder import FolderTarget, folder
 from .modules import ModuleTarget, module
 from .target import Change, Prepared, Target
@@ -12,9 +12,9 @@ __all__ = [
     "AdapterTarget",
     "Change",
     "FolderTarget",
-    "Landed",
     "MergedTarget",
     "ModuleTarget",
+    "PatchedCheckpoint",
     "Prepared",
     "Target",
     "apply_to_checkpoint",

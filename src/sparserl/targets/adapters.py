@@ -1,7 +1,7 @@
-"""A live peft model that follows the run of an adapter: its tensors are written, and merged anew where that is wanted.
+"""An adapter of a peft model as a target; on request it is merged into the base weights at every commit.
 
-A merged adapter cannot be taken out of the base weights exactly: what was added to them was rounded. So a target that
-merges keeps the base weights of the layers that have adapters, and every merge begins with them.
+A merged adapter cannot be subtracted from the base weights exactly, since the sum was rounded. So a target that merges
+keeps a copy of the base weights of all layers with adapters, and every merge begins with these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WRAPPERS = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|\.token_adapter
 
 
 class AdapterTarget(ModuleTarget):
-    """The tensors of one adapter, which its layers use beside the base weights."""
+    """The tensors of one adapter, which is not merged. Made by `lora`."""
 
     def __init__(
         self, model: Any, source: AdapterSource, threads: int | None, lock: AbstractContextManager[Any] | None
@@ -34,7 +34,7 @@ class AdapterTarget(ModuleTarget):
 
 
 class MergedTarget(ModuleTarget):
-    """The tensors of one adapter, and the base weights with them merged in: bit for bit what peft merges."""
+    """The tensors of one adapter, and the base weights with it merged in, as peft merges them. Made by `lora`."""
 
     def __init__(
         self, model: Any, source: AdapterSource, threads: int | None, lock: AbstractContextManager[Any] | None
@@ -44,19 +44,19 @@ class MergedTarget(ModuleTarget):
         self._adapter = source.adapter
         expected = sources.lora(model, merged=True, adapter=self._adapter).weights()  # refuses what peft cannot merge
         self._layers = [layer for _, layer in adapter_layers(model.named_modules())]
-        found = _base_weights(model)
-        self._base = [(weight, weight.data, weight.detach().clone()) for weight in found.values()]
+        base_weights = _base_weights(model)
+        self._base = [(weight, weight.data, weight.detach().clone()) for weight in base_weights.values()]
         with self.lock:
             self.written()
         for name, weight in _base_weights(model).items():
-            if weight is not found.get(name) or not _same(weight, expected.get(name)):
+            if weight is not base_weights.get(name) or not _equal(weight, expected.get(name)):
                 raise UnsupportedTensor(
-                    f"{name}: merged where it is, it is not what merge_and_unload() gives. Load the model anew, and "
-                    "let a plain one follow a run of merged weights"
+                    f"{name}: merging in place does not give what merge_and_unload() gives. Load the model again, "
+                    "and publish merged weights to a plain model instead"
                 )
 
     def written(self) -> None:
-        """Merge the adapter as it is now into the base weights as they were."""
+        """Merge the adapter into the base weights."""
         import torch
 
         with torch.no_grad():
@@ -66,7 +66,7 @@ class MergedTarget(ModuleTarget):
                 layer.merged_adapters.clear()
                 layer.merge(adapter_names=[self._adapter])
             for weight, memory, _ in self._base:
-                if weight.data_ptr() != memory.data_ptr():  # some layers merge into other memory than engines know
+                if weight.data_ptr() != memory.data_ptr():  # some layers merge into new memory
                     weight.data = memory.copy_(weight)
             for device in {memory.device for _, memory, _ in self._base if memory.is_cuda}:
                 torch.cuda.synchronize(device)  # the model may run in another stream than the merge
@@ -75,8 +75,10 @@ class MergedTarget(ModuleTarget):
 def _base_weights(model: Any) -> dict[str, Any]:
     """The parameters that adapters are merged into, under the names of the base checkpoint."""
     layers = adapter_layers(model.named_modules())
-    kinds = [getattr(layer, kind) for _, layer in layers for kind in layer.adapter_layer_names if hasattr(layer, kind)]
-    adapters = {id(p) for several in kinds if hasattr(several, "parameters") for p in several.parameters()}
+    modules = [
+        getattr(layer, name) for _, layer in layers for name in layer.adapter_layer_names if hasattr(layer, name)
+    ]
+    adapters = {id(p) for module in modules if hasattr(module, "parameters") for p in module.parameters()}
     return {
         _WRAPPERS.sub("", f"{name}.{part}"): weight
         for name, layer in layers
@@ -85,18 +87,20 @@ def _base_weights(model: Any) -> dict[str, Any]:
     }
 
 
-def _same(one: Any, other: Any) -> bool:
+def _equal(tensor: Any, expected: Any) -> bool:
     import torch
 
-    return other is not None and torch.equal(*(t.detach().contiguous().view(torch.uint8) for t in (one, other)))
+    if expected is None:
+        return False
+    return torch.equal(*(t.detach().contiguous().view(torch.uint8) for t in (tensor, expected)))
 
 
 def _refuse_merged(model: Any) -> None:
     for name, layer in adapter_layers(model.named_modules()):
         if layer.merged:
             raise UnsupportedTensor(
-                f"{name}: an adapter is merged into it already, and cannot be taken out exactly. "
-                "Hand over the model before anything is merged; merged=True merges it"
+                f"{name}: an adapter is merged into it already, and cannot be removed exactly. "
+                "Give the model before anything is merged; merged=True merges it"
             )
 
 
@@ -107,13 +111,24 @@ def lora(
     threads: int | None = None,
     lock: AbstractContextManager[Any] | None = None,
 ) -> AdapterTarget | MergedTarget:
-    """One adapter of a live peft model, for a run that has the adapter alone (`sparserl.sources.lora`).
+    """One adapter of a peft model, for a run that publishes the adapter alone (`sparserl.sources.lora`).
 
-    merged: True to have it merged into the base weights, at once and at every commit. The model then computes what
-        `merge_and_unload()` gives, at the speed of a plain one. It takes a copy of the layers that have adapters, and
-        a commit takes as long as the merge.
-    adapter: its name; by default the one that is active. Merged, it stays the one that was active first.
-    lock: as for `sparserl.targets.module`.
+    Args:
+        model: a peft model.
+        merged: whether to merge the adapter into the base weights, at once and at every commit. The model then computes
+            what `merge_and_unload()` gives, at the speed of a plain model. This needs a copy of all layers with
+            adapters, and a commit takes as long as the merge.
+        adapter: the name of the adapter; by default the active one. With `merged`, the one that is active now.
+        threads: how many threads decode and write; by default as many as there are cores, up to 16.
+        lock: held during a commit; see `sparserl.targets.module`.
+
+    Returns:
+        A target for a `Subscriber`.
+
+    Raises:
+        UnsupportedTensor: the model is not a peft model, has no such adapter, or has one merged already.
+
+    >>> subscriber = sparserl.Subscriber(url, sparserl.targets.lora(peft_model, merged=True))      # doctest: +SKIP
     """
     source = sources.lora(model, adapter=adapter)
     return (MergedTarget if merged else AdapterTarget)(model, source, threads, lock)

@@ -1,14 +1,12 @@
-"""Patches landing on a checkpoint: a new file or folder that is the base with the patches in it.
+"""Applying patches to a checkpoint on disk: a new file or folder that is the base with the patches applied.
 
-    chain of patches ──► copy beside OUT ──► digest of the copy ──► patch it in place ──► fsync ──► rename
+    copy of the base beside OUT ──► digest of the copy ──► patch it in place ──► fsync ──► rename to OUT
 
-The copy is verified, not the base: nobody else writes to it, so that what was verified is what gets the patches. All
-bits are read once. The copy takes the name of OUT only when all of it is on disk; whatever goes wrong before, OUT is
-untouched and the copy is removed. OUT may be the base itself. The header of a safetensors file is copied with the rest
-of it, so that its metadata stays.
+The copy is verified, not the base, since nothing else writes to it. It gets the name of OUT only when all of it is on
+disk; if anything fails before, OUT is unchanged and the copy is removed. OUT may be the base itself.
 
-Limitations: on a filesystem that shares blocks between copies, a disk that fills up while the copy is patched ends
-the process (the pages are mapped); OUT is then what it was. Ownership and extended attributes are not copied.
+Limitations: on a filesystem that shares blocks between copies, a disk that fills up while the copy is patched ends the
+process (the pages are mapped); OUT is unchanged then. Ownership and extended attributes are not copied.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from ..weights.table import TensorTable
 from ..weights.tensors import tensor_table
 from .swap import swapping
 
-Stages = Callable[[str, int], Progress]  # called with the name of a stage and its bytes, gives what counts them
+Stages = Callable[[str, int], Progress]  # called with the name of a stage and its bytes; returns its progress
 
 _COPY_BYTES = 1 << 27
 _CANNOT_COPY_RANGE = frozenset(
@@ -44,10 +42,10 @@ _CANNOT_COPY_RANGE = frozenset(
 
 
 @dataclass(frozen=True)
-class Landed:
-    """What became of the patches. `already` where the base was the result before, so that none had to be applied.
+class PatchedCheckpoint:
+    """The result of `apply_to_checkpoint`. `already` says that the base had all patches, so that none was applied.
 
-    `unreached` are safetensors files of the folder that are no part of the checkpoint and travelled as they were.
+    `unreached` are safetensors files of the folder that do not belong to the checkpoint; they were copied unchanged.
     """
 
     path: Path
@@ -65,16 +63,33 @@ def apply_to_checkpoint(
     progress: Stages | None = None,
     *,
     threads: int | None = None,
-) -> Landed:
-    """Write to `out` the checkpoint that the patches, one after the other, make of `base`.
+) -> PatchedCheckpoint:
+    """Apply patches, one after the other, to the checkpoint `base`, and write the result to `out`.
 
-    A file gives a file, a folder gives a folder with all its files (links are followed). `out` may be the base, or an
-    older version of it: the name is replaced at once, and where it is a link, what it points to is left alone. Anything
-    else that has the name already is refused. A base that has some or all of the patches in it already gets the rest.
+    A file gives a file, a folder gives a folder with all its files (links are followed). If `base` has some of the
+    patches already, the rest is applied.
 
-    Each stage of the work calls `progress` with its name and its bytes; what that returns is called as they are done.
+    Args:
+        base: a safetensors file or a checkpoint folder.
+        patches: patches that follow one another.
+        out: where the result goes: a new path, the base itself, or an older version of it, which is replaced in one
+            step. If it is a link, the link is replaced. Anything else is refused.
+        progress: called with the name and the bytes of each stage; returns a function that is called with bytes done.
+        threads: how many threads verify and write; by default as many as there are cores, up to 16.
+
+    Returns:
+        What was done.
+
+    Raises:
+        WrongBase: the base has none of the versions that the patches start from. Nothing is written.
+        CheckpointError: `base` is not a valid checkpoint, or `out` cannot be written or must not be replaced.
+
+    >>> patches = [sparserl.Patch.open("100-101.patch")]                                           # doctest: +SKIP
+    >>> sparserl.targets.apply_to_checkpoint("step-100", patches, "step-101").changed              # doctest: +SKIP
+    1613022
     """
-    base, out = Path(base), _absolute(Path(out))
+    base = Path(base)
+    out = _absolute(Path(out))
     stages = progress or _no_progress
     _require_sound(patches)
     with swapping(out) as swap:
@@ -85,19 +100,19 @@ def apply_to_checkpoint(
         with _copying(base, swap.draft) as copy:
             copy.make(stages)
             rest = copy.patch(patches, stages, threads)
-            landed = Landed(
+            result = PatchedCheckpoint(
                 out, patches[-1].result, sum(p.changed for p in rest), len(rest), not rest, copy.unreached(checkpoint)
             )
             if not rest and out.exists() and out.samefile(base):
                 swap.clear()
-                return landed
+                return result
             copy.finish(stages)
         swap.commit()
-    return landed
+    return result
 
 
 def copy_patched(base: Folder, draft: Folder, patches: Sequence[Patch], threads: int | None = None) -> None:
-    """Make of an empty folder the checkpoint that the patches make of another one; on disk when this returns."""
+    """Write a checkpoint with patches applied to an empty folder. All of it is on disk when this returns."""
     _require_sound(patches)
     copy = _Copy(base, draft)
     copy.make(_no_progress)
@@ -110,13 +125,13 @@ def _no_progress(_name: str, _total: int) -> Progress:
 
 
 def _require_sound(patches: Sequence[Patch]) -> None:
-    """Refuse patches that do not follow one another, or are damaged."""
+    """Check that patches follow one another and are not damaged."""
     require_chain([patch.contents for patch in patches])
     tuple(patch.contents.heads for patch in patches)  # reading them checks every checksum
 
 
 def _absolute(out: Path) -> Path:
-    """The output with its folder resolved, but not itself: where it is a link, the link is replaced."""
+    """The output with its folder resolved, but not itself: if it is a link, the link is replaced."""
     out = out.parent.resolve() / out.name if out.name not in ("", "..") else out.resolve()
     if not out.name or not out.parent.is_dir():
         raise CheckpointError(f"{out} cannot be written: {out.parent} is not a folder, make it first")
@@ -126,9 +141,10 @@ def _absolute(out: Path) -> Path:
 def _refuse_unrelated(base: Checkpoint, out: Path, table: TensorTable) -> None:
     """Replace nothing but the base, an older version of it, or an empty folder."""
     is_folder = base.path.is_dir()
-    real_base, real_out = base.path.resolve(), out.resolve()
+    real_base = base.path.resolve()
+    real_out = out.resolve()
     if is_folder and real_base != real_out and (real_base in real_out.parents or real_out in real_base.parents):
-        raise CheckpointError(f"{out} and {base.path} lie in one another; choose an output beside the base")
+        raise CheckpointError(f"one of {out} and {base.path} is inside the other; choose an output beside the base")
     if not os.path.lexists(out) or real_base == real_out:
         return
     if is_folder != out.is_dir():
@@ -139,51 +155,53 @@ def _refuse_unrelated(base: Checkpoint, out: Path, table: TensorTable) -> None:
     try:
         table.require(tensor_table(open_checkpoint(out)), "the patch", str(out))
     except WeightsError as error:
-        raise CheckpointError(f"{out} exists and is no version of the base; choose another output ({error})") from error
-    if is_folder and (strangers := sorted(_all_files(out) - _all_files(base.path))):
-        raise CheckpointError(f"{out} exists and would lose {strangers[0]!r}, which {base.path} does not have")
+        raise CheckpointError(
+            f"{out} exists and is not a version of the base; choose another output ({error})"
+        ) from error
+    if is_folder and (lost := sorted(_all_files(out) - _all_files(base.path))):
+        raise CheckpointError(f"{out} exists and would lose {lost[0]!r}, which {base.path} does not have")
 
 
 @contextlib.contextmanager
 def _copying(base: Path, draft: Path) -> Iterator[_Copy]:
-    """What copies a file or a folder to a path where there is nothing yet."""
+    """A copy of a file or a folder, at a path that does not exist yet."""
     with contextlib.ExitStack() as stack:
-        to = stack.enter_context(Folder.open(draft.parent))
+        parent = stack.enter_context(Folder.open(draft.parent))
         if base.is_dir():
             source = stack.enter_context(Folder.open(base, links=True))
-            yield _Copy(source, stack.enter_context(to.folder(draft.name, make=True, mode=0o700)))
+            yield _Copy(source, stack.enter_context(parent.folder(draft.name, make=True, mode=0o700)))
         else:
             source = stack.enter_context(Folder.open(base.parent, links=True))
-            yield _Copy(source, to, (base.name, draft.name))
+            yield _Copy(source, parent, (base.name, draft.name))
 
 
 class _Copy:
-    """A copy of a checkpoint folder, or of one file (`alone`: its name, and that of the copy).
+    """A copy of a checkpoint folder, or of a single file (`single`: its name, and the name of the copy).
 
-    What is in the folder that is copied may be links, which are followed; what is in the draft is nobody else's.
+    Links in the folder that is copied are followed. Nothing else writes to the draft.
     """
 
-    def __init__(self, source: Folder, draft: Folder, alone: tuple[str, str] | None = None) -> None:
+    def __init__(self, source: Folder, draft: Folder, single: tuple[str, str] | None = None) -> None:
         self._source = source
         self._draft = draft
-        self._alone = alone
-        self._names = {name: name for name in _walk(source)} if alone is None else dict([alone])
+        self._single = single
+        self._names = {name: name for name in _walk(source)} if single is None else dict([single])
         self._folders = sorted({str(above) for name in self._names for above in Path(name).parents} - {"."})
 
     @property
     def _path(self) -> Path:
-        """What is copied."""
-        return self._source.path if self._alone is None else self._source.path / self._alone[0]
+        """The path that is copied."""
+        return self._source.path if self._single is None else self._source.path / self._single[0]
 
     def unreached(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        """Safetensors files of the folder that are no part of the checkpoint."""
+        """Safetensors files of the folder that do not belong to the checkpoint."""
         own = {str(file.relative_to(self._source.path)) for file in checkpoint.files}
         return tuple(sorted(name for name in self._names if name.endswith(".safetensors") and name not in own))
 
     def make(self, stages: Stages) -> None:
         """Copy every file."""
-        before = self._statuses()
-        done = stages("copy", sum(status.st_size for status in before))
+        statuses = self._statuses()
+        done = stages("copy", sum(status.st_size for status in statuses))
         for path in self._folders:
             above, _, last = path.rpartition("/")
             with self._draft.below(above) as folder:
@@ -191,15 +209,15 @@ class _Copy:
         for name, new in self._names.items():
             with _opened(self._source, name) as file, _created(self._draft, new) as copy:
                 _copy_bytes(file, copy, done)
-        if _fingerprint(self._statuses()) != _fingerprint(before):
+        if _fingerprint(self._statuses()) != _fingerprint(statuses):
             raise CheckpointError(f"{self._path} changed while it was copied; nothing was written")
 
     def patch(self, patches: Sequence[Patch], stages: Stages, threads: int | None) -> Sequence[Patch]:
-        """Verify the copy, then apply to it the patches that it does not have in it yet. Returns those."""
-        if self._alone is None:
+        """Verify the copy, then apply the patches that it does not have yet. Returns these."""
+        if self._single is None:
             weights = checkpoint_in(self._draft, writable=True)
         else:
-            weights = checkpoint_file(self._draft, self._alone[1], writable=True)
+            weights = checkpoint_file(self._draft, self._single[1], writable=True)
         table = patches[0].table
         table.require(tensor_table(weights), "the patch", str(self._path))
         digest = digest_of(
@@ -211,7 +229,7 @@ class _Copy:
         return rest
 
     def finish(self, stages: Stages) -> None:
-        """Modes as they were, and everything on disk."""
+        """Give the copy the modes of the original, and write everything to disk."""
         statuses = self._statuses()
         done = stages("write", sum(status.st_size for status in statuses))
         for new, status in zip(self._names.values(), statuses, strict=True):
@@ -219,19 +237,19 @@ class _Copy:
                 os.fchmod(copy, stat.S_IMODE(status.st_mode))
                 os.fsync(copy)
             done(status.st_size)
-        if self._alone is None:
+        if self._single is None:
             for path in (*reversed(self._folders), ""):
-                with self._source.below(path) as folder, self._draft.below(path) as copied:
-                    copied.chmod(0o700 | folder.mode)
-                    copied.sync()
+                with self._source.below(path) as folder, self._draft.below(path) as copy_folder:
+                    copy_folder.chmod(0o700 | folder.mode)
+                    copy_folder.sync()
 
     def _statuses(self) -> list[os.stat_result]:
-        """Of every file that is copied."""
-        out = []
+        """The status of every file that is copied."""
+        statuses = []
         for name in self._names:
             with _opened(self._source, name) as file:
-                out.append(os.fstat(file))
-        return out
+                statuses.append(os.fstat(file))
+        return statuses
 
 
 def _all_files(path: Path) -> set[str]:
@@ -240,7 +258,7 @@ def _all_files(path: Path) -> set[str]:
 
 
 def _walk(folder: Folder, below: str = "", above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
-    """The path from here of every file below a folder, sorted."""
+    """The relative path of every file below a folder, sorted."""
     if folder.identity in above:
         raise CheckpointError(f"{folder.path} is a link to a folder that contains it")
     for name in folder.names():
@@ -259,8 +277,8 @@ def _walk(folder: Folder, below: str = "", above: tuple[tuple[int, int], ...] = 
 def _opened(folder: Folder, path: str) -> Iterator[int]:
     """A file in a folder, or in a folder below."""
     above, _, last = path.rpartition("/")
-    with folder.below(above) as where:
-        handle = where.file(last)
+    with folder.below(above) as parent:
+        handle = parent.file(last)
     try:
         yield handle
     finally:
@@ -269,10 +287,10 @@ def _opened(folder: Folder, path: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _created(folder: Folder, path: str) -> Iterator[int]:
-    """A new file there, for its owner alone."""
+    """A new file that only its owner can read."""
     above, _, last = path.rpartition("/")
-    with folder.below(above) as where:
-        handle = where.file(last, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    with folder.below(above) as parent:
+        handle = parent.file(last, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         yield handle
     finally:
@@ -280,31 +298,31 @@ def _created(folder: Folder, path: str) -> Iterator[int]:
 
 
 def _fingerprint(statuses: Sequence[os.stat_result]) -> list[tuple[int, ...]]:
-    """What tells that a file was written to meanwhile, but for what was written through a mapping."""
+    """What changes when a file is written to, except through a mapping."""
     return [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in statuses]
 
 
 def _copy_bytes(file: int, copy: int, done: Progress) -> None:
-    """Copy inside the kernel: shared blocks or a copy on the server where the filesystem can."""
+    """Copy in the kernel, with shared blocks or on the server if the filesystem can do that."""
     copied = 0
     size = os.fstat(file).st_size
     try:
         while copied < size and (n := os.copy_file_range(file, copy, _COPY_BYTES)):
             copied += n
             done(n)
-    except (AttributeError, OSError) as error:  # not on every system, and not between any two filesystems
+    except (AttributeError, OSError) as error:  # not supported by every system, nor between all filesystems
         if isinstance(error, OSError) and error.errno not in _CANNOT_COPY_RANGE:
             raise
     if copied < size:
-        with os.fdopen(file, "rb", closefd=False) as a, os.fdopen(copy, "wb", closefd=False) as b:
-            a.seek(copied)
-            b.seek(copied)
-            shutil.copyfileobj(a, b)
+        with os.fdopen(file, "rb", closefd=False) as source, os.fdopen(copy, "wb", closefd=False) as target:
+            source.seek(copied)
+            target.seek(copied)
+            shutil.copyfileobj(source, target)
         done(size - copied)
 
 
 def _rest(digest: Digest, patches: Sequence[Patch], path: Path) -> Sequence[Patch]:
-    """The patches that weights of a digest do not have in them yet."""
+    """The patches that weights with a digest do not have yet."""
     if digest == patches[-1].result:
         return ()
     for i in reversed(range(len(patches))):

@@ -1,4 +1,4 @@
-"""Live weights in memory: a torch module's parameters, or any tensors. Changed in place, in O(changed)."""
+"""Weights in memory as a target: the parameters of a torch module, or any tensors, changed in place."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from .target import Change, Undo
 
 
 class ModuleTarget:
-    """Weights that an engine is using. They are read while it serves, and written only inside a commit.
+    """Weights that are in use. They are written only during a commit. Made by `module`.
 
-    weights: asked for whenever they are needed, if it is a function: a module's parameters may have been replaced.
-    lock: held while they are written, or written back; whoever reads them under it sees one version or the other. A
-        subscriber takes it on a thread of its own, so whoever calls `commit` must not have it.
+    Args:
+        weights: the tensors by name, or a function that returns them; it is called whenever they are needed, as the
+            parameters of a module may be replaced.
+        threads: how many threads decode and write; by default as many as there are cores, up to 16.
+        lock: held while weights are written or undone, so that readers under it see one version or the other. A
+            subscriber takes it on a thread of its own, so that the caller of `commit` must not hold it.
     """
 
     profiles: frozenset[str] | None = None
@@ -32,7 +35,8 @@ class ModuleTarget:
         threads: int | None = None,
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
-        self._weights, self._threads = weights, threads
+        self._weights = weights
+        self._threads = threads
         self.lock = nullcontext() if lock is None else lock
 
     def weights(self) -> Weights:
@@ -53,10 +57,10 @@ class ModuleTarget:
         """Memory does not outlive its process."""
 
     def written(self) -> None:
-        """Called under the lock when the weights were written, or written back: for what is made of them."""
+        """Called under the lock after weights were written or undone, for subclasses that derive data from them."""
 
     def prepare(self, change: Change) -> PreparedModule:
-        """Decode everything, and see that it leads to the version's digest; nothing is written."""
+        """Decode everything, and check that it leads to the digest of the version. Nothing is written."""
         weights = self.weights()
         if change.fresh is not None:
             patch = diff(weights, change.fresh, profile="raw", threads=self._threads)
@@ -66,39 +70,42 @@ class ModuleTarget:
             first, *others = change.patches
             patch = squash(first, *others, base=weights, digest=first.base, profile="raw", threads=self._threads)
         if patch.result != change.digest:
-            raise ChecksumMismatch(f"what was fetched leads to {patch.result}, the version is {change.digest}")
-        landing = stage_all(patch.contents, weights, digest=patch.base, threads=self._threads)
-        return PreparedModule(self, landing, _addresses(weights))
+            raise ChecksumMismatch(f"the patches lead to digest {patch.result}, but the version has {change.digest}")
+        application = stage_all(patch.contents, weights, digest=patch.base, threads=self._threads)
+        return PreparedModule(self, application, _addresses(weights))
 
 
 class PreparedModule:
-    """Changes that are staged on live weights."""
+    """A change that is staged on weights in memory."""
 
-    def __init__(self, target: ModuleTarget, landing: Application, addresses: dict[str, int]) -> None:
-        self._target, self._landing, self._addresses = target, landing, addresses
-        self.changed = landing.changed
+    def __init__(self, target: ModuleTarget, application: Application, addresses: dict[str, int]) -> None:
+        self._target = target
+        self._application = application
+        self._addresses = addresses
+        self.changed = application.changed
 
     def commit(self) -> Undo:
+        """Write the changes under the lock."""
         with self._target.lock:
             if _addresses(self._target.weights()) != self._addresses:
-                raise WrongBase("some tensors of the target lie elsewhere than when the patch was staged on them")
-            undo = self._landing.commit()
+                raise WrongBase("some tensors of the target have moved since the patch was staged; stage it again")
+            undo_changes = self._application.commit()
 
-            def back() -> None:
-                undo()
+            def undo() -> None:
+                undo_changes()
                 self._target.written()
 
             try:
                 self._target.written()
             except BaseException:
-                back()
+                undo()
                 raise
 
-        def taken_back() -> None:
+        def undo_locked() -> None:
             with self._target.lock:
-                back()
+                undo()
 
-        return taken_back
+        return undo_locked
 
     def finish(self) -> None:
         """Nothing is kept."""
@@ -112,10 +119,23 @@ def _addresses(weights: Weights) -> dict[str, int]:
 
 
 def module(module: Any, threads: int | None = None, lock: AbstractContextManager[Any] | None = None) -> ModuleTarget:
-    """The live parameters and persistent buffers of a torch module, or a mapping from names to tensors or arrays.
+    """The parameters and persistent buffers of a torch module, or a mapping from names to tensors, changed in place.
 
-    lock: a `threading.Lock`, say, under which the model is used; commits take it, staging does not. Where several
-        targets are to change under one lock, give it to the subscriber: `before=lock.acquire, after=lock.release`.
+    Args:
+        module: a torch module, or a mapping from names to torch tensors or NumPy arrays.
+        threads: how many threads decode and write; by default as many as there are cores, up to 16.
+        lock: a `threading.Lock`, say, under which the model is used; a commit takes it, staging does not. For several
+            targets under one lock, give it to the subscriber instead: `before=lock.acquire, after=lock.release`.
+
+    Returns:
+        A target for a `Subscriber`.
+
+    Raises:
+        UnsupportedTensor: the object is neither a torch module nor a mapping.
+
+    >>> lock = threading.Lock()                                                                    # doctest: +SKIP
+    >>> target = sparserl.targets.module(model, lock=lock)                                         # doctest: +SKIP
+    >>> subscriber = sparserl.Subscriber(url, target)                                              # doctest: +SKIP
     """
     if callable(getattr(module, "state_dict", None)):
         return ModuleTarget(sources.module(module).weights, threads, lock)

@@ -1,14 +1,14 @@
-"""Giving a file or folder its name at once: built beside it under a hidden name, then renamed over it.
+"""Replacing a file or folder in one step: the new one is written beside it under a hidden name, then renamed.
 
-    .OUT.sparserl-lock   held while a run works on OUT; a killed run lets go of it by dying
-    .OUT.sparserl-new    what is being built; after an exchange, the old OUT until it is deleted
-    .OUT.sparserl-old    the old OUT, where the two could not be exchanged
+    .OUT.sparserl-lock   locked while a process works on OUT
+    .OUT.sparserl-new    the draft; after an exchange, the old OUT until it is deleted
+    .OUT.sparserl-old    the old OUT, if the two could not be exchanged
 
-A kill at any moment leaves OUT as it was or as it shall be. The next run on the same OUT clears away what is left.
+A process that is killed at any moment leaves the old OUT or the new one. The next one removes what is left.
 
-Only where kernel or filesystem cannot exchange two folders (`renameat2`, Linux 3.15 and most local filesystems) are
-two renames needed, and a kill just between them leaves no OUT: the old one is then complete under its hidden name,
-and the next run puts it back first.
+Only if the kernel or the filesystem cannot exchange two folders (`renameat2`, Linux 3.15 and most local filesystems)
+are two renames needed. A process that is killed between them leaves no OUT; the old one is then complete under its
+hidden name, and the next process puts it back first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CANNOT_LOCK = frozenset((errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNO
 
 
 class Swap:
-    """The right to replace `out`, held by one run at a time; `draft` is where its successor is built."""
+    """The replacement of `out` by `draft`, by one process at a time."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -38,7 +38,7 @@ class Swap:
         self.old = out.with_name(f".{out.name}.sparserl-old")
 
     def commit(self) -> None:
-        """Give the draft its name; everything in it must be on disk already."""
+        """Give the draft the name of `out`. Everything in it must be on disk already."""
         if not os.path.lexists(self.out) or not self.draft.is_dir():
             self.draft.replace(self.out)
         elif not exchange(self.draft, self.out):
@@ -48,7 +48,7 @@ class Swap:
         self.clear()
 
     def recover(self) -> None:
-        """Put back an old `out` that a killed run had moved aside, and remove what else it left."""
+        """Put back an `out` that a killed process had renamed, and remove its drafts."""
         if os.path.lexists(self.old) and not os.path.lexists(self.out):
             self.old.replace(self.out)
             sync(self.out.parent)
@@ -63,16 +63,16 @@ class Swap:
 
 @contextmanager
 def swapping(out: Path) -> Iterator[Swap]:
-    """A `Swap` for `out`; unless it is committed, `out` stays as it is and nothing is left beside it."""
+    """A `Swap` for `out`. If it is not committed, `out` is unchanged and nothing is left beside it."""
     swap = Swap(out)
-    with _alone(out) as alone:
-        if alone:
+    with _locked(out) as is_locked:
+        if is_locked:
             swap.recover()
         elif os.path.lexists(swap.draft) or os.path.lexists(swap.old):
             raise CheckpointError(
-                f"{swap.draft} or {swap.old.name} is left from a run that was killed or still goes on, and this "
-                f"filesystem has no locks to tell. If none goes on: move the latter to {out} if that is missing, "
-                "and delete the rest"
+                f"{swap.draft} or {swap.old.name} belongs to a process that was killed or is still running; this "
+                f"filesystem has no locks to find out. If none is running: rename the latter to {out} if that is "
+                "missing, and delete the rest"
             )
         try:
             yield swap
@@ -82,8 +82,8 @@ def swapping(out: Path) -> Iterator[Swap]:
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[bool]:
-    """Hold the lock of `out`; False where the filesystem has no locks. Another holder is an error."""
+def _locked(out: Path) -> Iterator[bool]:
+    """Lock `out`; False if the filesystem has no locks. It is an error if another process has locked it."""
     path = out.with_name(f".{out.name}.sparserl-lock")
     while True:
         try:
@@ -101,10 +101,10 @@ def _alone(out: Path) -> Iterator[bool]:
             return
         if not is_locked:
             os.close(handle)
-            raise CheckpointError(f"another run is writing {out}: {path.name} is locked")
+            raise CheckpointError(f"another process is writing {out}: {path.name} is locked")
         if _names(path, handle):
             break
-        os.close(handle)  # its last holder removed it between our two calls
+        os.close(handle)  # the process that had locked it removed it between our two calls
     try:
         yield True
     finally:
@@ -121,7 +121,7 @@ def _names(path: Path, handle: int) -> bool:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Exchange two names in one step; False where kernel, C library or filesystem cannot."""
+    """Exchange two names in one step; False if the kernel, the C library or the filesystem cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

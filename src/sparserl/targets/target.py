@@ -1,4 +1,4 @@
-"""What a subscriber needs of the place where weights live: two phases, so that several targets change together."""
+"""The protocol of a target: it prepares a change and commits it later, so that several targets change together."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class Change:
-    """A new version for a target: patches from the version that it holds, or all weights anew (`fresh`).
+    """A new version for a target: patches from the version that it has, or all weights (`fresh`).
 
-    files: config, tokenizer and the like, for targets that keep them; they come with fresh weights.
+    `files` are config, tokenizer and the like, for targets that keep them; they come with fresh weights.
     """
 
     run: str
@@ -31,24 +31,24 @@ class Change:
 
 
 class Prepared(Protocol):
-    """A change that is ready: nothing of it can be seen yet."""
+    """A change that is ready to be committed, and not visible yet."""
 
     changed: int
 
     def commit(self) -> Undo:
-        """Make it seen, and return what takes it back. If it raises, nothing can be seen of it."""
+        """Make the change visible. Returns a function that undoes it. If this raises, nothing is visible."""
         ...
 
     def finish(self) -> None:
-        """All targets have committed: what was kept for taking it back may go.
+        """All targets have committed: release what undoing would need.
 
-        It raises nothing because of trouble with the disk: the version is committed, and what is left to be tidied up
-        is left to the next change, or to whoever attaches next.
+        It does not raise on errors of the disk, since the version is committed. The next change, or the next process
+        that attaches, cleans up the rest.
         """
         ...
 
     def discard(self) -> None:
-        """It will not be committed."""
+        """Drop the change."""
         ...
 
 
@@ -56,26 +56,31 @@ class Target(Protocol):
     """A place where weights live."""
 
     profiles: frozenset[str] | None
-    """Profiles that it can take; None for all. `ctx` needs all old bits, `ulp` those that change."""
+    """Profiles that it can apply; None for all. `ctx` needs all old bits, `ulp` those that change."""
 
     keeps_files: bool
-    """Whether it wants the files that travel with the weights."""
+    """Whether it keeps the files that are published with the weights."""
 
     def attach(self, table: TensorTable) -> Weights | None:
-        """Accept the tensors of a run, or raise `TensorMismatch`; `CheckpointError` where it can hold no such tensors.
+        """Accept the tensors of a run.
 
-        Returns the bits it holds; None if it holds none.
+        Returns:
+            The weights that it has; None if it has none.
+
+        Raises:
+            TensorMismatch: it has other tensors.
+            CheckpointError: it cannot store such tensors.
         """
         ...
 
     def held(self) -> tuple[str, float, int] | None:
-        """Run, its beginning and version that it remembers to hold, also over a restart; None if it remembers none."""
+        """The run, when it began, and the version that it remembers across restarts; None if it remembers none."""
         ...
 
     def close(self) -> None:
-        """Let go of what is held open."""
+        """Release open files."""
         ...
 
     def prepare(self, change: Change) -> Prepared:
-        """Get ready for a change, while the weights it has are in use."""
+        """Prepare a change while the current weights are in use."""
         ...

@@ -1,4 +1,4 @@
-"""A bucket decoded: positions and words, not yet located in anyone's memory."""
+"""Decoding a bucket: positions and words, not yet located in any weights."""
 
 from __future__ import annotations
 
@@ -21,19 +21,29 @@ from ..weights.shards import Place
 from ..weights.table import TensorTable
 from ..wire import Entries, Head
 
-_FEW_DENSE, _SMALL_DENSE = 1 << 10, 256  # entries of a bucket; elements of each, on average
+_FEW_DENSE = 1 << 10  # entries of a bucket
+_SMALL_DENSE = 256  # elements of an entry, on average
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a bucket says. `words` are new bits where the profile is absolute, else zigzag steps."""
+    """The changes of a bucket.
+
+    Attributes:
+        head: Its head.
+        positions: Positions of the sparse changes, entry by entry.
+        words: New bits where the profile is absolute, else zigzag steps.
+        dense: The bits of the dense entries, one after the other.
+        old: The old bits at the changed positions, if decoding had to read them.
+        overwritten: Whether the sparse changes are written already: `words` are the new bits, `old` what was there.
+    """
 
     head: Head
     positions: Positions
     words: UIntArray
     dense: UIntArray
-    old: UIntArray | None  # at the changed positions, where decoding had to look
-    overwritten: bool = False  # sparse changes are in place already: `words` are the new bits, `old` what was there
+    old: UIntArray | None
+    overwritten: bool = False
 
     @property
     def sparse_tensor(self) -> Counts:
@@ -74,27 +84,33 @@ class Decoded:
 
     def parts(self) -> list[Decoded]:
         """The same, in two where there are very many small dense entries: these as changes of all their elements."""
-        entries, mine = self.head.entries, self.head.entries.dense
-        many = int(mine.sum())
-        if many <= _FEW_DENSE or self.dense.size > _SMALL_DENSE * many:
+        entries = self.head.entries
+        dense_count = int(entries.dense.sum())
+        if dense_count <= _FEW_DENSE or self.dense.size > _SMALL_DENSE * dense_count:
             return [self]
-        regions, counts = select(entries.region, mine), entries.numel[mine]
-        dense = Entries(entries.tensor[mine], counts, np.zeros(many, bool), regions, counts)
-        no_words = np.empty(0, self.dense.dtype)
-        head = replace(self.head, profile=profile("raw"), entries=dense, dense_bytes=0)
-        rest = Decoded(head, counted(counts), self.dense, no_words, None)
-        if many == len(entries):
-            return [rest]
+        as_changes = self._dense_as_changes()
+        if dense_count == len(entries):
+            return [as_changes]
         sparse = entries.sparse
-        others = select(entries.region, sparse)
-        columns = entries.tensor[sparse], entries.count[sparse], entries.dense[sparse], others, entries.numel[sparse]
+        regions = select(entries.region, sparse)
+        columns = entries.tensor[sparse], entries.count[sparse], entries.dense[sparse], regions, entries.numel[sparse]
         head = replace(self.head, entries=Entries(*columns), dense_bytes=0)
-        return [replace(self, head=head, dense=no_words), rest]
+        return [replace(self, head=head, dense=np.empty(0, self.dense.dtype)), as_changes]
+
+    def _dense_as_changes(self) -> Decoded:
+        """The dense entries as changes of all their elements."""
+        entries = self.head.entries
+        dense = entries.dense
+        counts = entries.numel[dense]
+        regions = select(entries.region, dense)
+        columns = Entries(entries.tensor[dense], counts, np.zeros(counts.size, bool), regions, counts)
+        head = replace(self.head, profile=profile("raw"), entries=columns, dense_bytes=0)
+        return Decoded(head, counted(counts), self.dense, np.empty(0, self.dense.dtype), None)
 
     def _places(self, dense: bool) -> list[Place]:
         entries = self.head.entries
-        mine = entries.dense if dense else entries.sparse
-        return [*zip(entries.tensor[mine].tolist(), select(entries.region, mine), strict=True)]
+        chosen = entries.dense if dense else entries.sparse
+        return [*zip(entries.tensor[chosen].tolist(), select(entries.region, chosen), strict=True)]
 
 
 def decode(
@@ -108,36 +124,42 @@ def decode(
 ) -> Decoded:
     """Decode all streams of a bucket; every position is inside its region afterwards, or an error was raised.
 
-    `base` has the weights that the patch applies to; `conditional` profiles cannot be read without them. With
-    `overwrite`, such a profile writes its changes over the old bits while it reads them, or raises and leaves them
-    unchanged. With `lend`, positions and words may lie in the bucket itself, unaligned and read-only. Others are put
-    into arrays that `allocate` makes.
+    Args:
+        head: The head of the bucket.
+        reader: A reader of its streams.
+        base: The weights that the patch applies to; `conditional` profiles cannot be read without them.
+        overwrite: Whether such a profile may write its changes over the old bits while it reads them. It raises and
+            leaves them unchanged if anything is wrong.
+        lend: Whether positions and words may lie in the bucket itself, unaligned and read-only.
+        allocate: Makes arrays for those that do not.
     """
     layout = replace(head.layout, lend=lend, allocate=allocate)
     if head.profile.planar:
         dense = value.read_planes(layout, reader, head.dense_elements, Stream.DENSE_PLANE)
     else:
         dense = value.read_words(layout, reader, head.dense_elements, Stream.DENSE)
-    found = DecodedChanges(np.empty(0, np.uint32), np.empty(0, head.dtype.uint))
+    changes = DecodedChanges(np.empty(0, np.uint32), np.empty(0, head.dtype.uint))
     if layout.changes:
-        alive: list[object] = []
+        owners: list[object] = []
         if base is not None and head.profile.conditional:
-            old, alive = base.read(sparse(head))
-            layout = replace(layout, old_addresses=old, overwrite=overwrite and base.in_place(sparse(head), old))
-        found = head.profile.decode(layout, reader)
-        del alive  # copies of old bits may go only now
+            addresses, owners = base.read(sparse(head))
+            in_place = overwrite and base.in_place(sparse(head), addresses)
+            layout = replace(layout, old_addresses=addresses, overwrite=in_place)
+        changes = head.profile.decode(layout, reader)
+        del owners  # copies of old bits may go only now
     reader.finish()
-    return Decoded(head, found.positions, found.words, dense, found.old, layout.overwrite)
+    return Decoded(head, changes.positions, changes.words, dense, changes.old, layout.overwrite)
 
 
 def sparse(head: Head) -> Batch:
     """The sparse entries."""
-    entries, sparse = head.entries, head.entries.sparse
+    entries = head.entries
+    sparse = entries.sparse
     return Batch(head.dtype, entries.tensor[sparse], select(entries.region, sparse), entries.numel[sparse])
 
 
 def counted(count: Counts) -> Positions:
-    """All positions of regions of so many elements, one behind the other."""
+    """All positions of regions of so many elements, one after the other."""
     return (np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)).astype(np.uint32)
 
 

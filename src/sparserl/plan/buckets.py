@@ -93,6 +93,7 @@ class Draft:
         self.costs: dict[str, float] = {}  # estimated bits, of the profiles that every part can be written in
 
     def add(self, part: Changes) -> None:
+        """Put a part into it."""
         if part.count.size:
             shared = part.cost.keys() & self.costs.keys() if self.count else part.cost.keys()
             self.costs = {n: self.costs.get(n, 0.0) + part.cost[n] for n in shared}
@@ -120,6 +121,7 @@ class Draft:
         return *_coded(self, name), None
 
     def payload(self) -> float:
+        """Estimated bytes in the smallest profile."""
         return self.dense_bytes + min(self.costs.values(), default=0.0) / 8
 
     def takes(self, part: Changes) -> bool:
@@ -176,23 +178,27 @@ def begin(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | No
 
 def _coded(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
     """Head and streams of a draft in a profile."""
-    parts, costs = draft.parts, draft.costs
+    parts = draft.parts
+    costs = draft.costs
     dense = [d for p in parts for d in p.dense]
     entries, order = _entries(parts, dense)
     head = Head(codec.profile(name), parts[0].dtype, tile_log(entries), CHUNK_LOG, (), entries)
     live = [p for p in parts if p.count.size]
     streams: codec.Chunks = {}
-    old, alive, classes = None, None, None
+    old = None
+    owners = None
+    classes = None
     if head.profile.conditional and live and all(p.base is not None for p in live):
-        old, alive = _old(live, order)
+        old, owners = _old_addresses(live, order)
         classes, costs["ctx"] = choose(head.dtype, old, head.layout.numel, live, tiles(head.layout))
     if head.profile.conditional and classes is None:
         head = replace(head, profile=codec.profile("ulp"))
         costs.pop("ctx", None)
-    profile, layout = head.profile, replace(head.layout, old_addresses=old, classes=classes)
+    profile = head.profile
+    layout = replace(head.layout, old_addresses=old, classes=classes)
     if live:
         streams = profile.encode(layout, *_in_order(live, profile, order))
-    del alive  # copies of old bits may go only now
+    del owners  # copies of old bits may go only now
     if dense:
         bits = np.concatenate([dense[i].bits for i in _dense_order(dense)])
         writer = value.write_planes if profile.planar else value.write_words
@@ -211,15 +217,16 @@ def _pick(draft: Draft, names: Sequence[str], chooser: Chooser | None) -> str:
     return chooser.pick(costs, draft.covered, draft.count)
 
 
-def _old(parts: list[Changes], order: npt.NDArray[np.int64]) -> tuple[Counts, list[object]]:
+def _old_addresses(parts: list[Changes], order: npt.NDArray[np.int64]) -> tuple[Counts, list[object]]:
     """Addresses of the old bits of the sparse entries in their order, and what must be kept alive meanwhile."""
-    found, alive = [], []
-    for p in parts:
-        assert p.base is not None
-        addresses, owners = p.base.read(Batch(p.dtype, p.tensor, p.region, p.numel))
-        found.append(addresses)
-        alive += owners
-    return np.concatenate(found)[order], alive
+    addresses = []
+    owners: list[object] = []
+    for part in parts:
+        assert part.base is not None
+        part_addresses, part_owners = part.base.read(Batch(part.dtype, part.tensor, part.region, part.numel))
+        addresses.append(part_addresses)
+        owners += part_owners
+    return np.concatenate(addresses)[order], owners
 
 
 def _sort_key(place: Place) -> tuple[int, tuple[int, ...]]:
@@ -231,7 +238,7 @@ def _dense_order(dense: list[Dense]) -> list[int]:
 
 
 def _entries(parts: list[Changes], dense: list[Dense]) -> tuple[Entries, npt.NDArray[np.int64]]:
-    """The entry table in order of tensor and region, and where its sparse entries stood before."""
+    """The entry table in order of tensor and region, and where its sparse entries were before."""
     counts = np.concatenate([*(p.count for p in parts), np.array([d.count for d in dense], np.int64)])
     numel = np.concatenate([*(p.numel for p in parts), np.array([d.bits.size for d in dense], np.int64)])
     tensors = np.concatenate([*(p.tensor for p in parts), np.array([d.place[0] for d in dense], np.int64)])
@@ -262,7 +269,8 @@ def _in_order(
     parts: list[Changes], profile: codec.Profile, order: npt.NDArray[np.int64]
 ) -> tuple[list[Positions], list[UIntArray]]:
     """Positions and words in the order of the entry table: part by part, or all together where parts are mixed."""
-    positions, words = [p.positions for p in parts], [p.words(profile) for p in parts]
+    positions = [part.positions for part in parts]
+    words = [part.words(profile) for part in parts]
     if (np.diff(order) > 0).all():
         return positions, words
     counts = np.concatenate([p.count for p in parts])
@@ -274,7 +282,8 @@ def _in_order(
 def tile_log(entries: Entries) -> int:
     """Tiles of about 2048 changes, between 2^16 and 2^22 elements."""
     sparse = entries.sparse
-    changes, elements = int(entries.count[sparse].sum()), int(entries.numel[sparse].sum())
+    changes = int(entries.count[sparse].sum())
+    elements = int(entries.numel[sparse].sum())
     if not changes:
         return 16
     log = round(math.log2(_TILE_CHANGES * elements / changes))

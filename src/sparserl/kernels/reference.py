@@ -15,7 +15,8 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 def diff(old: UInts, new: UInts) -> tuple[UInts, UInts, UInts]:
     """Positions where the bit patterns differ, with the old and the new bits there."""
-    old, new = old.ravel(), new.ravel()
+    old = old.ravel()
+    new = new.ravel()
     where = np.flatnonzero(old != new)
     return where.astype(np.uint32), old[where], new[where]
 
@@ -28,14 +29,14 @@ def mark(words: U64, positions: UInts) -> U64:
 
 
 def mark_parts(words: U64, first: list[int], offset: int, positions: list[UInts]) -> U64:
-    """Bitmaps that lie in one array, each from a word of its own on, with bits set as well."""
-    for word, some in zip(first, positions, strict=True):
-        words = mark(words, 64 * word + offset + some.astype(np.int64))
+    """Bitmaps in one array, each beginning at a word of its own, with the bits at some positions set as well."""
+    for word, part in zip(first, positions, strict=True):
+        words = mark(words, 64 * word + offset + part.astype(np.int64))
     return words
 
 
 def collect(parts: list[UInts]) -> UInts:
-    """The bytes of some parts, one behind the other."""
+    """The bytes of some parts, concatenated."""
     return np.concatenate([part.ravel().view(np.uint8) for part in parts])
 
 
@@ -45,7 +46,7 @@ def list_marks(words: U64, low: int, high: int) -> UInts:
 
 
 def mix(key: U64, position: U64, bits: UInts) -> tuple[U64, U64]:
-    """What one element adds to the two sums of the digest. `key` holds its tensor's two keys."""
+    """What elements add to the two sums of the digest. `key` holds the two keys of their tensor."""
 
     def turn(z: U64) -> U64:
         product = (z & np.uint64(0xFFFFFFFF)) * (z >> np.uint64(32))
@@ -58,15 +59,16 @@ def mix(key: U64, position: U64, bits: UInts) -> tuple[U64, U64]:
 
 
 def digest(key: U64, start: int, bits: UInts) -> tuple[int, int]:
-    """Sums over consecutive elements of a tensor, the first of which stands at `start`."""
+    """Sums over consecutive elements of a tensor, the first of which is at position `start`."""
     first, second = mix(key, np.uint64(start) + np.arange(bits.size, dtype=np.uint64), bits.ravel())
     return int(first.sum(dtype=np.uint64)), int(second.sum(dtype=np.uint64))
 
 
 def digest_delta(key: U64, position: U64, old: UInts, new: UInts) -> tuple[int, int]:
-    """How the sums of a part move when the bits at some positions of its tensor change."""
-    was, now = mix(key, position, old), mix(key, position, new)
-    return int((now[0] - was[0]).sum(dtype=np.uint64)), int((now[1] - was[1]).sum(dtype=np.uint64))
+    """How the sums of a part change when the bits at some positions of its tensor change."""
+    before = mix(key, position, old)
+    after = mix(key, position, new)
+    return int((after[0] - before[0]).sum(dtype=np.uint64)), int((after[1] - before[1]).sum(dtype=np.uint64))
 
 
 def order(bits: UInts, sign_magnitude: bool) -> UInts:
@@ -119,7 +121,9 @@ def untoken(token: int, low: int) -> int:
 
 def pack(values: UInts) -> tuple[bytes, bytes]:
     """Numbers as one token byte each, and their low bits strung together from the lowest bit up."""
-    tokens, string, length = bytearray(), 0, 0
+    tokens = bytearray()
+    string = 0
+    length = 0
     for value in values.tolist():
         t, low, width = token(value)
         tokens.append(t)
@@ -130,7 +134,8 @@ def pack(values: UInts) -> tuple[bytes, bytes]:
 
 def tile_gaps(positions: UInts, numel: int, tile: int) -> tuple[list[int], list[int]]:
     """Changes per tile of one region, and each change's distance from the one before it in its tile."""
-    counts, gaps = [], []
+    counts = []
+    gaps = []
     for low in range(0, numel, tile):
         inside = [p - low for p in positions.tolist() if low <= p < low + tile]
         counts.append(len(inside))
@@ -154,19 +159,22 @@ RANS_LOW = 1 << 16  # states lie between this and 2^32
 
 
 def lanes(size: int) -> int:
-    """How many states share the symbols of a chunk: a power of two, one for every 2048 symbols, at most 32."""
+    """The number of states of a chunk: a power of two, one for every 2048 symbols, at most 32."""
     return min(32, 1 << max(0, (size >> 11).bit_length() - 1))
 
 
 def rans_encode(symbols: bytes, freq: dict[int, int]) -> tuple[list[int], list[int]]:
     """Final states and 16-bit words. Symbol i belongs to lane i mod lanes; all lanes share one string of words."""
-    start, total = {}, 0
+    start = {}
+    total = 0
     for symbol, f in sorted(freq.items()):
         start[symbol] = total
         total += f
-    states, words = [RANS_LOW] * lanes(len(symbols)), []
+    states = [RANS_LOW] * lanes(len(symbols))
+    words = []
     for i in range(len(symbols) - 1, -1, -1):
-        f, lane = freq[symbols[i]], i % len(states)
+        f = freq[symbols[i]]
+        lane = i % len(states)
         if states[lane] >= f << (32 - RANS_BITS):
             words.append(states[lane] & 0xFFFF)
             states[lane] >>= 16
@@ -176,9 +184,11 @@ def rans_encode(symbols: bytes, freq: dict[int, int]) -> tuple[list[int], list[i
 
 
 def rans_decode(states: list[int], words: list[int], size: int, freq: dict[int, int]) -> bytes:
-    """The symbols, from the first on; afterwards every state is as it began and no word is left."""
+    """The symbols, from the first on; at the end every state is as it began, and no word is left."""
     table = [(s, f, i) for s, f in sorted(freq.items()) for i in range(f)]
-    states, out, at = list(states), bytearray(), 0
+    states = list(states)
+    out = bytearray()
+    at = 0
     for i in range(size):
         x = states[i % len(states)]
         symbol, f, rest = table[x & ((1 << RANS_BITS) - 1)]
@@ -194,7 +204,7 @@ def rans_decode(states: list[int], words: list[int], size: int, freq: dict[int, 
 
 
 def magnitude(bits: UInts, kind: str) -> UInts:
-    """What classes are made of: floats without their sign, signed integers by absolute value, others as they are."""
+    """The magnitude that decides classes: of floats and signed integers without the sign, of others the value."""
     top = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
     if kind == "float":
         return np.asarray(bits & ~top)

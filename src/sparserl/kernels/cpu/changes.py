@@ -1,8 +1,8 @@
-"""The kernels that run, in Numba. Each is specified by the function of the same name in `reference.py`.
+"""Changes on a CPU, in Numba: find, digest, read, write, pack. `reference.py` specifies each under the same name.
 
-Memory is named by int64 addresses and every kernel takes a whole batch, so that many small tensors are one call.
+Memory is given by int64 addresses, and every kernel takes a whole batch, so that many small tensors are one call.
 The caller keeps the owners of the addresses alive and guarantees that sizes, counts and positions are in bounds:
-what comes from the wire is checked by `unpack` and `tile_positions` (and `ascending`) before it reaches the others.
+numbers from the wire are checked by `unpack` and `tile_positions` (and `ascending`) before they reach the others.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from .llvm import (
     GOLDEN,
     ROTATE,
     advance16,
-    alive,
     copy16,
     copy_bytes,
     differ64,
     digest_blocks,
-    digest_move16,
-    digest_moves,
+    digest_delta16,
+    digest_delta_blocks,
     falls16,
     highest,
     inline,
+    keep_alive,
     kernel,
     load,
     load32,
@@ -42,23 +42,25 @@ from .llvm import (
 from .llvm import width as width_of
 
 _GOLDEN = np.uint64(GOLDEN)
-_TURN, _BACK, _HALF = np.uint64(ROTATE), np.uint64(64 - ROTATE), np.uint64(32)
+_TURN = np.uint64(ROTATE)
+_BACK = np.uint64(64 - ROTATE)
+_HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
-_WALKERS = 1 if ARM else 8  # places at which the comparing loop reads in turn; Arm processors follow one best
+_WALKERS = 1 if ARM else 8  # places at which `diff` reads in turn; Arm processors follow one best
 _STRIDE = 1 << 12  # bytes between them
-_FAR = 64  # changes: how far gather, scatter and exchange prefetch
-_NEAR = 4  # from the second cache
+_AHEAD = 64  # changes by which gather, scatter and exchange prefetch
+_AHEAD_NEAR = 4  # the same, from the second cache to the first
 
 
 @inline
-def _tail(tag: Any, a: Any, b: Any, i: Any, n: Any) -> Any:
+def _tail_mask(tag: Any, a: Any, b: Any, i: Any, n: Any) -> Any:
     """Mask of the differences from element `i` to the end, in the block that ends there (or starts at 0)."""
     width = width_of(tag)
     if n >= 64:
         last = (n - 64) * width
-        seen = np.uint64(i - (n - 64))
-        return (differ64(tag, a + last, b + last) >> seen) << seen
+        compared = np.uint64(i - (n - 64))
+        return (differ64(tag, a + last, b + last) >> compared) << compared
     mask = np.uint64(0)
     for j in range(i, n):
         if load(tag, a + j * width) != load(tag, b + j * width):
@@ -66,58 +68,74 @@ def _tail(tag: Any, a: Any, b: Any, i: Any, n: Any) -> Any:
     return mask
 
 
+@inline
+def _write_changes(tag: Any, a: Any, b: Any, mask: Any, base: Any, k: Any, out: Any) -> Any:
+    """Write down the changes of a block, from index `k` on. Returns the next index."""
+    positions, before, after = out
+    width = width_of(tag)
+    while mask:
+        p = base + lowest(mask)
+        mask &= mask - _ONE
+        positions[k] = p
+        before[k] = load(tag, a + p * width)
+        after[k] = load(tag, b + p * width)
+        k += 1
+    return k
+
+
 @kernel
 def diff(tag: Any, old: Any, new: Any, size: Any, positions: Any, before: Any, after: Any, counts: Any) -> Any:
-    """Compact the changes of a batch of segments; positions count inside each.
+    """Write down the changes of a batch of segments; positions count from the start of each.
 
-    Returns how many there are, or -1 where they are more than there is room for.
+    Returns how many there are, or -1 if there is not enough room for them.
     """
     width = width_of(tag)
-    most = _STRIDE // width // 64  # blocks that a walker looks at before what it found is written down
-    masks, bases = np.empty(_WALKERS * most + 1, np.uint64), np.empty(_WALKERS * most + 1, np.int64)
-    found = np.empty(_WALKERS, np.int64)
-    k, room = 0, positions.size
+    most = _STRIDE // width // 64  # blocks that a walker compares before its changes are written down
+    masks = np.empty(_WALKERS * most + 1, np.uint64)
+    bases = np.empty(_WALKERS * most + 1, np.int64)
+    changed = np.empty(_WALKERS, np.int64)  # blocks with changes
+    room = positions.size
+    k = 0
     for s in range(size.size):
-        a, b, n = old[s], new[s], size[s]
+        a = old[s]
+        b = new[s]
+        n = size[s]
         first = k
         i = 0 if a != b else n
         while i < n:
-            # Blocks with changes are gathered without a branch, since whether one has any cannot be predicted.
-            found[:] = 0
+            # Blocks with changes are listed without a branch, since which ones have any cannot be predicted.
+            changed[:] = 0
             if n - i >= _WALKERS * most * 64:
                 for j in range(i, i + most * 64, 64):
                     for w in range(_WALKERS):
-                        base, m = j + w * most * 64, w * most + found[w]
+                        base = j + w * most * 64
+                        m = w * most + changed[w]
                         mask = differ64(tag, a + base * width, b + base * width)
-                        masks[m], bases[m] = mask, base
-                        found[w] += np.int64(mask != np.uint64(0))
+                        masks[m] = mask
+                        bases[m] = base
+                        changed[w] += np.int64(mask != np.uint64(0))
                 i += _WALKERS * most * 64
             else:
                 m = np.int64(0)
                 while i < n:
                     whole = i + 64 <= n
-                    mask = differ64(tag, a + i * width, b + i * width) if whole else _tail(tag, a, b, i, n)
-                    masks[m], bases[m] = mask, i if whole else max(n - 64, 0)
+                    mask = differ64(tag, a + i * width, b + i * width) if whole else _tail_mask(tag, a, b, i, n)
+                    masks[m] = mask
+                    bases[m] = i if whole else max(n - 64, 0)
                     m += np.int64(mask != np.uint64(0))
                     i += 64
-                found[0] = m
+                changed[0] = m
             for w in range(_WALKERS):
                 ahead = (i + w * most * 64) * width
-                for m in range(w * most, w * most + found[w]):
-                    mask, base = masks[m], bases[m]
+                for m in range(w * most, w * most + changed[w]):
                     if not ARM:
                         prefetch(a + ahead)  # so that memory is not idle meanwhile
                         prefetch(b + ahead)
                         ahead += 64
+                    mask = masks[m]
                     if k + popcount(mask) > room:
                         return -1
-                    while mask:
-                        p = base + lowest(mask)
-                        mask &= mask - _ONE
-                        positions[k] = p
-                        before[k] = load(tag, a + p * width)
-                        after[k] = load(tag, b + p * width)
-                        k += 1
+                    k = _write_changes(tag, a, b, mask, bases[m], k, (positions, before, after))
         counts[s] = k - first
     return k
 
@@ -133,10 +151,11 @@ def _mix(weyl: Any, key: Any, bits: Any) -> Any:
 
 
 @inline
-def _run(tag: Any, address: Any, size: Any, weyl: Any, key: Any) -> Any:
+def _digest_run(tag: Any, address: Any, size: Any, weyl: Any, key: Any) -> Any:
     """Both sums over consecutive elements; `weyl` belongs to the first."""
     width = width_of(tag)
-    first, second = np.uint64(0), np.uint64(0)
+    first = np.uint64(0)
+    second = np.uint64(0)
     blocks = size // 16
     if blocks:
         first, second = digest_blocks(tag, address, blocks, weyl, key)
@@ -149,11 +168,12 @@ def _run(tag: Any, address: Any, size: Any, weyl: Any, key: Any) -> Any:
 
 @kernel
 def digest(tag: Any, address: Any, size: Any, start: Any, keys: Any) -> tuple[Any, Any]:
-    """Both sums over a batch of runs: `size` consecutive elements of a tensor, the first at position `start`."""
-    first, second = np.uint64(0), np.uint64(0)
+    """Both sums over a batch of runs: each is `size` consecutive elements of a tensor, the first at `start`."""
+    first = np.uint64(0)
+    second = np.uint64(0)
     for s in range(size.size):
         weyl = keys[s, 0] + np.uint64(start[s]) * _GOLDEN
-        x, y = _run(tag, address[s], size[s], weyl, keys[s, 1])
+        x, y = _digest_run(tag, address[s], size[s], weyl, keys[s, 1])
         first += x
         second += y
     return first, second
@@ -161,7 +181,7 @@ def digest(tag: Any, address: Any, size: Any, start: Any, keys: Any) -> tuple[An
 
 @inline
 def _offset(p: Any, e: Any, dims: Any, size: Any, stride: Any) -> Any:
-    """How far position `p` of region `e` lies from the region's first element, along the given strides."""
+    """The distance of position `p` of region `e` from the region's first element, by the strides."""
     if dims[e] == 1:
         return p * stride[e, 0]
     out = np.int64(0)
@@ -175,7 +195,8 @@ def _offset(p: Any, e: Any, dims: Any, size: Any, stride: Any) -> Any:
 def digest_boxes(tag: Any, address: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any) -> tuple[Any, Any]:
     """Both sums over a batch of boxes whose bits lie in row-major order; `stride` is that of the tensor."""
     width = width_of(tag)
-    first, second = np.uint64(0), np.uint64(0)
+    first = np.uint64(0)
+    second = np.uint64(0)
     for e in range(start.size):
         inner = size[e, dims[e] - 1]
         rows = np.int64(1)
@@ -185,7 +206,7 @@ def digest_boxes(tag: Any, address: Any, start: Any, dims: Any, size: Any, strid
         run = inner if whole else np.int64(1)
         for p in range(0, rows * inner, run):
             at = start[e] + _offset(p, e, dims, size, stride)
-            x, y = _run(tag, address[e] + p * width, run, keys[e, 0] + np.uint64(at) * _GOLDEN, keys[e, 1])
+            x, y = _digest_run(tag, address[e] + p * width, run, keys[e, 0] + np.uint64(at) * _GOLDEN, keys[e, 1])
             first += x
             second += y
     return first, second
@@ -193,7 +214,7 @@ def digest_boxes(tag: Any, address: Any, start: Any, dims: Any, size: Any, strid
 
 @kernel
 def locate(counts: Any, start: Any, dims: Any, size: Any, stride: Any, positions: Any, out: Any) -> None:
-    """Where each change lies in its tensor: int64, since tensors may be larger than regions."""
+    """The position of each change in its tensor: int64, since tensors may be larger than regions."""
     k = 0
     for e in range(counts.size):
         for _ in range(counts[e]):
@@ -202,8 +223,8 @@ def locate(counts: Any, start: Any, dims: Any, size: Any, stride: Any, positions
 
 
 @inline
-def _spot(tag: Any, base: Any, positions: Any, k: Any) -> Any:
-    """The address of change `k` in elements that lie side by side."""
+def _element_address(tag: Any, base: Any, positions: Any, k: Any) -> Any:
+    """The address of change `k` in contiguous elements."""
     return base + np.int64(positions[np.uint64(k)]) * width_of(tag)
 
 
@@ -214,11 +235,11 @@ def gather(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any,
     for e in range(counts.size):
         end = k + counts[e]
         if dims[e] == 1 and stride[e, 0] == 1:
-            for i in range(k, end - _FAR):
-                prefetch(_spot(tag, first[e], positions, i + _FAR))
-                out[np.uint64(i)] = load(tag, _spot(tag, first[e], positions, i))
-            for i in range(max(k, end - _FAR), end):
-                out[i] = load(tag, _spot(tag, first[e], positions, i))
+            for i in range(k, end - _AHEAD):
+                prefetch(_element_address(tag, first[e], positions, i + _AHEAD))
+                out[np.uint64(i)] = load(tag, _element_address(tag, first[e], positions, i))
+            for i in range(max(k, end - _AHEAD), end):
+                out[i] = load(tag, _element_address(tag, first[e], positions, i))
         else:
             for i in range(k, end):
                 offset = _offset(np.int64(positions[i]), e, dims, size, stride)
@@ -228,15 +249,16 @@ def gather(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any,
 
 @kernel
 def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any, position_at: Any, bits: Any) -> None:
-    """Write bits to the changed positions, in place. These are uint32 at an address, one behind the other."""
-    k, width = np.int64(0), width_of(tag)
+    """Write bits to the changed positions, in place. The positions are consecutive uint32 at an address."""
+    k = np.int64(0)
+    width = width_of(tag)
     for e in range(counts.size):
         end = k + counts[e]
         if dims[e] == 1 and stride[e, 0] == 1:
-            for i in range(k, end - _FAR):
-                prefetch(first[e] + width * load32(position_at + 4 * (i + _FAR)))
+            for i in range(k, end - _AHEAD):
+                prefetch(first[e] + width * load32(position_at + 4 * (i + _AHEAD)))
                 store(tag, first[e] + width * load32(position_at + 4 * i), bits[np.uint64(i)])
-            for i in range(max(k, end - _FAR), end):
+            for i in range(max(k, end - _AHEAD), end):
                 store(tag, first[e] + width * load32(position_at + 4 * i), bits[i])
         else:
             for i in range(k, end):
@@ -246,14 +268,18 @@ def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any
 
 
 @inline
-def advanced(tag: Any, bits: Any, step: Any, sign_magnitude: Any) -> Any:
-    """Bits a zigzag step further in the integer order of the format.
+def advance_bits(tag: Any, bits: Any, step: Any, sign_magnitude: Any) -> Any:
+    """The bits that lie a zigzag step further in the integer order of the format.
 
-    In the highest bits of a word, whose sign is then theirs. Shifts instead of comparisons: compilers make branches of
-    those, on signs that cannot be predicted.
+    Computed in the highest bits of a word, which gives them the word's sign. There are shifts instead of comparisons,
+    of which compilers make branches, on signs that cannot be predicted.
     """
-    zero, up, word = np.uint64(0), np.uint64(64 - 8 * width_of(tag)), np.uint64(bits)
-    mirrors = (zero - np.uint64(sign_magnitude)) >> _ONE  # of negative numbers, which run backwards
+    zero = np.uint64(0)
+    up = np.uint64(64 - 8 * width_of(tag))
+    word = np.uint64(bits)
+    mirrors = (
+        zero - np.uint64(sign_magnitude)
+    ) >> _ONE  # the bits to invert in negative numbers, whose order is reversed
     word <<= up
     word ^= np.uint64(np.int64(word) >> np.int64(63)) & mirrors
     word += ((np.uint64(step) >> _ONE) ^ (zero - (np.uint64(step) & _ONE))) << up
@@ -263,87 +289,101 @@ def advanced(tag: Any, bits: Any, step: Any, sign_magnitude: Any) -> Any:
 
 @inline
 def _swap(tag: Any, at: Any, absolute: Any, sign_magnitude: Any, word_at: Any, old_at: Any) -> Any:
-    """Write a word, or take a step of so much, and keep what was there. Returns the bits before and after."""
-    was, word = load(tag, at), load(tag, word_at)
-    now = word if absolute else advanced(tag, was, word, sign_magnitude)
-    store(tag, old_at, was)
-    store(tag, at, now)
-    return was, now
+    """Write a word, or apply it as a step, and keep the old bits. Returns the bits before and after."""
+    before = load(tag, at)
+    word = load(tag, word_at)
+    after = word if absolute else advance_bits(tag, before, word, sign_magnitude)
+    store(tag, old_at, before)
+    store(tag, at, after)
+    return before, after
 
 
 @inline
-def _moved(weyl: Any, key: Any, was: Any, now: Any) -> Any:
-    """How the two sums move with one change."""
-    before, after = _mix(weyl, key, np.uint64(was)), _mix(weyl, key, np.uint64(now))
+def _change_delta(weyl: Any, key: Any, old: Any, new: Any) -> Any:
+    """How the two digest sums change with one change."""
+    before = _mix(weyl, key, np.uint64(old))
+    after = _mix(weyl, key, np.uint64(new))
     return after - before, _turn(after) - _turn(before)
 
 
 @inline
-def _delta(
+def _changes_delta(
     tag: Any, e: Any, k: Any, end: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, changes: Any
 ) -> Any:
-    """How the two sums move with the changes from `k` to `end`, which are of entry `e`.
+    """How the two digest sums change with the changes from `k` to `end`, which are of entry `e`.
 
     `changes` are the addresses of positions, old bits and new bits.
     """
     position_at, old_at, new_at = changes
     width = width_of(tag)
-    first, second = np.uint64(0), np.uint64(0)
-    key, line = keys[e, 1], dims[e] == 1
-    origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(stride[e, 0]) * _GOLDEN
+    first = np.uint64(0)
+    second = np.uint64(0)
+    key = keys[e, 1]
+    line = dims[e] == 1
+    origin = keys[e, 0] + np.uint64(start[e]) * _GOLDEN
+    step = np.uint64(stride[e, 0]) * _GOLDEN
     blocks = (end - k) // 16 if line else 0
     if blocks:
-        here = width * k
-        first, second = digest_moves(tag, position_at + 4 * k, old_at + here, new_at + here, blocks, origin, step, key)
+        offset = width * k
+        first, second = digest_delta_blocks(
+            tag, position_at + 4 * k, old_at + offset, new_at + offset, blocks, origin, step, key
+        )
     for i in range(k + 16 * blocks, end):
         weyl = origin + np.uint64(_offset(load32(position_at + 4 * i), e, dims, size, stride)) * _GOLDEN
-        x, y = _moved(weyl, key, load(tag, old_at + width * i), load(tag, new_at + width * i))
+        x, y = _change_delta(weyl, key, load(tag, old_at + width * i), load(tag, new_at + width * i))
         first += x
         second += y
     return first, second
 
 
 @inline
-def _one_by_one(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, order: Any) -> Any:
-    """Exchange the changes from `k` to `end`, with `_FAR` more behind them; how the two sums move.
+def _exchange_scalar(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, order: Any) -> Any:
+    """Exchange the changes from `k` to `end`, with `_AHEAD` more behind them. Returns how the two sums change.
 
-    An Arm processor is done with a change by the time the next line has come. That is asked for twice, to come to the
-    second cache and from there to the first.
+    An Arm processor has finished a change when the next cache line arrives. That line is prefetched twice: to the
+    second cache, and from there to the first.
     """
-    (origin, step, key), (position_at, word_at, old_at) = line, changes
-    (absolute, sign_magnitude), width = order, width_of(tag)
-    first, second = np.uint64(0), np.uint64(0)
+    origin, step, key = line
+    position_at, word_at, old_at = changes
+    absolute, sign_magnitude = order
+    width = width_of(tag)
+    first = np.uint64(0)
+    second = np.uint64(0)
     for i in range(k, end):
-        prefetch(base + width * load32(position_at + 4 * (i + _FAR)))
-        prefetch_near(base + width * load32(position_at + 4 * (i + _NEAR)))
-        p, here = load32(position_at + 4 * i), width * i
-        was, now = _swap(tag, base + width * p, absolute, sign_magnitude, word_at + here, old_at + here)
-        x, y = _moved(origin + np.uint64(p) * step, key, was, now)
+        prefetch(base + width * load32(position_at + 4 * (i + _AHEAD)))
+        prefetch_near(base + width * load32(position_at + 4 * (i + _AHEAD_NEAR)))
+        p = load32(position_at + 4 * i)
+        offset = width * i
+        before, after = _swap(tag, base + width * p, absolute, sign_magnitude, word_at + offset, old_at + offset)
+        x, y = _change_delta(origin + np.uint64(p) * step, key, before, after)
         first += x
         second += y
     return first, second
 
 
 @inline
-def _by_sixteens(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, order: Any, room: Any) -> None:
-    """The same for changes that are sixteens, by vectors; the sums move lane by lane. `room` is what `exchange` has."""
-    (position_at, word_at, old_at), (absolute, sign_magnitude), (lane_at, seen_at, new_at) = changes, order, room
+def _exchange_vectors(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, order: Any, scratch: Any) -> None:
+    """The same for a multiple of 16 changes, by vectors. The sums change lane by lane; `exchange` owns the scratch."""
+    position_at, word_at, old_at = changes
+    absolute, sign_magnitude = order
+    lane_at, read_at, new_at = scratch
     width = width_of(tag)
     if k < end:
-        read16(tag, base, position_at + 4 * k, _FAR, seen_at)
-    for low in range(k + 16, end + 16, 16):  # one is read, and the one before it, by now at hand, written
-        half = seen_at + width * ((low - k) & 16)
+        read16(tag, base, position_at + 4 * k, _AHEAD, read_at)
+    for low in range(k + 16, end + 16, 16):  # 16 changes are read while the 16 before them are written
+        half = read_at + width * ((low - k) & 16)
         if low < end:
-            read16(tag, base, position_at + 4 * low, _FAR, half)
-        there, here = position_at + 4 * (low - 16), width * (low - 16)
-        was = 2 * seen_at + 16 * width - half
-        now = word_at + here if absolute else new_at
+            read16(tag, base, position_at + 4 * low, _AHEAD, half)
+        positions = position_at + 4 * (low - 16)
+        offset = width * (low - 16)
+        before = 2 * read_at + 16 * width - half
+        after = word_at + offset if absolute else new_at
         if not absolute:
-            advance16(tag, was, word_at + here, sign_magnitude, now)
-        copy16(tag, was, old_at + here)
-        digest_move16(tag, there, was, now, *line, lane_at)
+            advance16(tag, before, word_at + offset, sign_magnitude, after)
+        copy16(tag, before, old_at + offset)
+        digest_delta16(tag, positions, before, after, *line, lane_at)
         for i in range(16):
-            store(tag, base + width * load32(there + 4 * i), load(tag, now + width * i))
+            store(tag, base + width * load32(positions + 4 * i), load(tag, after + width * i))
 
 
 @kernel
@@ -363,72 +403,83 @@ def exchange(
     sign_magnitude: Any,
     old_at: Any,
 ) -> tuple[Any, Any]:
-    """Write new bits to the changed positions, in place: the words, or a step of so much from what is there.
+    """Write new bits to the changed positions, in place: `absolute` words, or steps from the old bits.
 
-    Positions (uint32) and words are at addresses, which need not be aligned. What was there goes to `old_at`, and steps
-    may lie there. Returns how the digest's two sums move. Every line of memory is fetched once, and while some are
-    on their way others are summed up. Once a bit is written, nothing can fail.
+    Positions (uint32) and words are at addresses, which need not be aligned. The old bits go to `old_at`, where the
+    steps may lie. Returns how the digest's two sums change. Every cache line is fetched once, and while some are
+    fetched others are summed up. Once a bit is written, nothing can fail.
     """
-    lanes, seen, new = np.zeros((2, 16), np.uint64), np.empty((2, 16), tag.dtype), np.empty(16, tag.dtype)
-    room = np.int64(lanes.ctypes.data), np.int64(seen.ctypes.data), np.int64(new.ctypes.data)
-    changes, order, width = (position_at, word_at, old_at), (absolute, sign_magnitude), width_of(tag)
-    x, y = np.uint64(0), np.uint64(0)
+    lanes = np.zeros((2, 16), np.uint64)
+    old = np.empty((2, 16), tag.dtype)
+    new = np.empty(16, tag.dtype)
+    scratch = np.int64(lanes.ctypes.data), np.int64(old.ctypes.data), np.int64(new.ctypes.data)
+    changes = (position_at, word_at, old_at)
+    order = (absolute, sign_magnitude)
+    width = width_of(tag)
+    first_sum = np.uint64(0)
+    second_sum = np.uint64(0)
     k = np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
         if dims[e] == 1 and inside[e, 0] == 1:
-            origin, step = keys[e, 0] + np.uint64(start[e]) * _GOLDEN, np.uint64(outside[e, 0]) * _GOLDEN
-            line, stop = (origin, step, keys[e, 1]), k + max(0, end - k - _FAR) // 16 * 16
+            origin = keys[e, 0] + np.uint64(start[e]) * _GOLDEN
+            step = np.uint64(outside[e, 0]) * _GOLDEN
+            line = (origin, step, keys[e, 1])
+            stop = k + max(0, end - k - _AHEAD) // 16 * 16
             if ARM:
-                a, b = _one_by_one(tag, first[e], k, stop, line, changes, order)
-                x += a
-                y += b
+                a, b = _exchange_scalar(tag, first[e], k, stop, line, changes, order)
+                first_sum += a
+                second_sum += b
             else:
-                _by_sixteens(tag, first[e], k, stop, line, changes, order, room)
+                _exchange_vectors(tag, first[e], k, stop, line, changes, order, scratch)
             k = stop
         while k < end:
             stop = min(k + 16, end)
             for i in range(k, stop):
                 at = first[e] + width * _offset(load32(position_at + 4 * i), e, dims, size, inside)
                 new[i - k] = _swap(tag, at, *order, word_at + width * i, old_at + width * i)[1]
-            a, b = _delta(tag, e, k, stop, start, dims, size, outside, keys, (position_at, old_at, room[2] - width * k))
-            x += a
-            y += b
+            written = position_at, old_at, scratch[2] - width * k
+            a, b = _changes_delta(tag, e, k, stop, start, dims, size, outside, keys, written)
+            first_sum += a
+            second_sum += b
             k = stop
     for lane in range(16):
-        x += lanes[0, lane]
-        y += lanes[1, lane]
-    alive(seen)
-    alive(new)
-    return x, y
+        first_sum += lanes[0, lane]
+        second_sum += lanes[1, lane]
+    keep_alive(old)
+    keep_alive(new)
+    return first_sum, second_sum
 
 
 @kernel
 def digest_delta(
     counts: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, positions: Any, old: Any, new: Any
 ) -> tuple[Any, Any]:
-    """How the two sums move when the old bits at the changed positions become the new ones."""
+    """How the two sums change when the old bits at the changed positions become the new ones."""
     changes = np.int64(positions.ctypes.data), np.int64(old.ctypes.data), np.int64(new.ctypes.data)
-    first, second = np.uint64(0), np.uint64(0)
+    first = np.uint64(0)
+    second = np.uint64(0)
     k = np.int64(0)
     for e in range(counts.size):
-        x, y = _delta(old, e, k, k + counts[e], start, dims, size, stride, keys, changes)
+        x, y = _changes_delta(old, e, k, k + counts[e], start, dims, size, stride, keys, changes)
         first += x
         second += y
         k += counts[e]
-    alive(positions)
-    alive(old)
-    alive(new)
+    keep_alive(positions)
+    keep_alive(old)
+    keep_alive(new)
     return first, second
 
 
 @kernel
 def steps(old: Any, new: Any, sign_magnitude: Any, out: Any) -> None:
     """Zigzag steps from old to new."""
-    zero, one = old.dtype.type(0), old.dtype.type(1)
+    zero = old.dtype.type(0)
+    one = old.dtype.type(1)
     top = old.dtype.type(_ONE << np.uint64(8 * width_of(old) - 1))  # the sign
     for i in range(old.size):
-        a, b = old[i], new[i]
+        a = old[i]
+        b = new[i]
         if sign_magnitude:
             a = ~a if a & top else a | top
             b = ~b if b & top else b | top
@@ -441,12 +492,12 @@ def steps(old: Any, new: Any, sign_magnitude: Any, out: Any) -> None:
 def advance(old: Any, step: Any, sign_magnitude: Any, out: Any) -> None:
     """The new bits: `steps` undone."""
     for i in range(old.size):
-        out[i] = advanced(old, old[i], step[i], sign_magnitude)
+        out[i] = advance_bits(old, old[i], step[i], sign_magnitude)
 
 
 @inline
 def tokenize(v: Any) -> Any:
-    """Token, low bits and how many those are. Nothing here may branch on the data, which cannot be predicted."""
+    """Token, low bits and how many those are. No branch depends on the data, which cannot be predicted."""
     large = np.uint64(0) - np.uint64(v >= np.uint64(16))
     e = np.uint64(highest(v | np.uint64(16)))
     width = (e - np.uint64(2)) & large
@@ -455,8 +506,8 @@ def tokenize(v: Any) -> Any:
 
 
 @inline
-def _add(low: Any, width: Any, lows: Any, state: Any) -> Any:
-    """Append bits to a string of them; the state is the word being filled, its bits, and where it goes."""
+def _append_bits(low: Any, width: Any, lows: Any, state: Any) -> Any:
+    """Append bits to a string; the state is the word being filled, its number of bits, and its index."""
     word, fill, at = state
     word |= low << fill
     lows[at] = word
@@ -469,28 +520,29 @@ def _add(low: Any, width: Any, lows: Any, state: Any) -> Any:
 
 @kernel
 def pack(values: Any, tokens: Any, lows: Any) -> Any:
-    """Token bytes and low bits (uint64 words, room for one per value and one more). Returns the number of bits."""
+    """Token bytes and low bits (uint64 words; there must be one per value and one more). Returns the number of bits."""
     state = np.uint64(0), np.uint64(0), np.uint64(0)
     whole = values.size & -16 if width_of(values) <= 4 else 0
     joined = np.empty(28, np.uint64)
-    value_at, token_at = np.int64(values.ctypes.data), np.int64(tokens.ctypes.data)
+    value_at = np.int64(values.ctypes.data)
+    token_at = np.int64(tokens.ctypes.data)
     joined_at = np.int64(joined.ctypes.data)
     for i in range(0, whole, 16):
-        found = tokenize16(values, value_at + i * width_of(values), token_at + i, joined_at)
-        if found == 1:
+        words = tokenize16(values, value_at + i * width_of(values), token_at + i, joined_at)
+        if words == 1:
             for j in range(24, 26):
-                state = _add(joined[j], joined[j + 2], lows, state)
-        elif found == 2:
+                state = _append_bits(joined[j], joined[j + 2], lows, state)
+        elif words == 2:
             for j in range(16, 20):
-                state = _add(joined[j], joined[j + 4], lows, state)
-        elif found == 3:
+                state = _append_bits(joined[j], joined[j + 4], lows, state)
+        elif words == 3:
             for j in range(8):
-                state = _add(joined[j], joined[j + 8], lows, state)
-    alive(joined)
+                state = _append_bits(joined[j], joined[j + 8], lows, state)
+    keep_alive(joined)
     for i in range(whole, values.size):
         token, low, width = tokenize(np.uint64(values[i]))
         tokens[i] = token
-        state = _add(low, width, lows, state)
+        state = _append_bits(low, width, lows, state)
     word, fill, at = state
     lows[at] = word
     return at * np.uint64(64) + fill
@@ -498,29 +550,32 @@ def pack(values: Any, tokens: Any, lows: Any) -> Any:
 
 @kernel
 def pack_chunks(values: Any, log: Any, tokens: Any, lows: Any, spans: Any) -> None:
-    """The same for chunks of 2^log numbers, the last of them shorter, and where the low bytes of each begin and end.
+    """`pack` for chunks of 2^log numbers, the last of them shorter, and where the low bytes of each begin and end.
 
-    They begin with a word. There is room for as many bytes as the numbers have, and a word per chunk and one more.
+    They begin with a word. `lows` has as many bytes as the numbers, and a word per chunk and one more.
     """
     at = np.int64(0)
     for c in range(spans.shape[0]):
         begin = c << log
         end = min(begin + (np.int64(1) << log), values.size)
         bits = np.int64(pack(values[begin:end], tokens[begin:end], lows[at:]))
-        spans[c, 0], spans[c, 1] = 8 * at, 8 * at + ((bits + 7) >> 3)
+        spans[c, 0] = 8 * at
+        spans[c, 1] = 8 * at + ((bits + 7) >> 3)
         at += (bits + 63) >> 6
 
 
 @inline
-def _number(token: Any, lows: Any, base: Any, at: Any) -> Any:
+def _read_number(token: Any, lows: Any, base: Any, at: Any) -> Any:
     """A number from its token and the low bits from bit `at` on, and how many these are.
 
-    `base` is the address of the low bits, with two words to spare behind them; `lows` tells that these are uint64.
+    `base` is the address of the low bits, behind which two words must be readable; `lows` gives their dtype, uint64.
     """
-    t, large = np.uint64(token), token >= 16
+    t = np.uint64(token)
+    large = token >= 16
     width = (t >> np.uint64(2)) - np.uint64(2) if large else np.uint64(0)
     head = (np.uint64(4) | (t & np.uint64(3))) << width if large else t
-    byte, shift = base + np.int64(at >> np.uint64(3)), at & np.uint64(7)
+    byte = base + np.int64(at >> np.uint64(3))
+    shift = at & np.uint64(7)
     low = load(lows, byte) >> shift
     if width > np.uint64(56):  # only in numbers of 59 bits and more
         low |= (load(lows, byte + 8) << _ONE) << (np.uint64(63) - shift)
@@ -529,11 +584,14 @@ def _number(token: Any, lows: Any, base: Any, at: Any) -> Any:
 
 @kernel
 def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
-    """Numbers from tokens and low bits (uint64 words, two to spare). -1, or the first index at fault."""
+    """Numbers from tokens and low bits (uint64 words, and two more). Returns -1, or the first wrong index."""
     base = np.int64(lows.ctypes.data)
-    at, end = np.uint64(0), np.uint64(bits)
-    i, n = np.int64(0), tokens.size
-    token_at, out_at = np.int64(tokens.ctypes.data), np.int64(out.ctypes.data)
+    at = np.uint64(0)
+    end = np.uint64(bits)
+    i = np.int64(0)
+    n = tokens.size
+    token_at = np.int64(tokens.ctypes.data)
+    out_at = np.int64(out.ctypes.data)
     while i < n:
         if width_of(out) <= 4 and i + 16 <= n:
             took = number16(out, token_at + i, base, np.int64(at), np.int64(end), limit, out_at + i * width_of(out))
@@ -543,7 +601,7 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
                 continue
         stop = min(i + 16, n)
         while i < stop:
-            v, width = _number(tokens[np.uint64(i)], lows, base, at)
+            v, width = _read_number(tokens[np.uint64(i)], lows, base, at)
             at += width
             if v > limit or at > end:
                 return i
@@ -558,13 +616,14 @@ def unpack(tokens: Any, lows: Any, bits: Any, limit: Any, out: Any) -> Any:
 
 @kernel
 def unpack_chunks(tokens: Any, low_at: Any, low_bytes: Any, log: Any, limit: Any, out: Any) -> Any:
-    """The same for chunks of 2^log numbers, the last of them shorter; the low bits of each are at an address."""
+    """`unpack` for chunks of 2^log numbers, the last of them shorter; the low bits of each are at an address."""
     most = np.int64(0)
     for size in low_bytes:
         most = max(most, size)
     lows = np.empty(most // 8 + 3, np.uint64)
     for c in range(low_at.size):
-        begin, size = c << log, low_bytes[c]
+        begin = c << log
+        size = low_bytes[c]
         end = min(begin + (np.int64(1) << log), out.size)
         lows[size // 8 : size // 8 + 3] = 0
         copy_bytes(low_at[c], size, np.int64(lows.ctypes.data))
@@ -575,8 +634,8 @@ def unpack_chunks(tokens: Any, low_at: Any, low_bytes: Any, log: Any, limit: Any
 
 
 @inline
-def _below(positions: Any, low: Any, high: Any, stop: Any) -> Any:
-    """Of rising positions, the first from `low` on that is not below `stop`, or `high`."""
+def _lower_bound(positions: Any, low: Any, high: Any, stop: Any) -> Any:
+    """The index of the first of rising positions, from `low` on, that is not below `stop`; or `high`."""
     while low < high:
         middle = (low + high) >> 1
         if np.int64(positions[np.uint64(middle)]) < stop:
@@ -589,15 +648,16 @@ def _below(positions: Any, low: Any, high: Any, stop: Any) -> Any:
 @kernel
 def tile_gaps(counts: Any, numel: Any, log: Any, positions: Any, gaps: Any, tiles: Any) -> Any:
     """Gaps of all changes, and the changes per tile of every region of two tiles or more. Returns their number."""
-    k, t = np.int64(0), np.int64(0)
+    k = np.int64(0)
+    t = np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
-        for i in range(k + 1, end):  # as if there were no tiles, many at a time
+        for i in range(k + 1, end):  # as if there were no tiles: this loop is vectorised
             gaps[np.uint64(i)] = positions[np.uint64(i)] - positions[np.uint64(i - 1)] - np.uint32(1)
         n_tiles = ((numel[e] - 1) >> log) + 1
         for tile in range(n_tiles):
             first = k
-            k = _below(positions, first, end, np.int64(tile + 1) << log)
+            k = _lower_bound(positions, first, end, np.int64(tile + 1) << log)
             if k > first:
                 gaps[first] = np.int64(positions[first]) - (np.int64(tile) << log)
             if n_tiles > 1:
@@ -608,12 +668,14 @@ def tile_gaps(counts: Any, numel: Any, log: Any, positions: Any, gaps: Any, tile
 
 @kernel
 def tile_positions(counts: Any, numel: Any, log: Any, tiles: Any, gaps: Any, positions: Any) -> Any:
-    """Positions from gaps and tile counts. -1, or the first entry whose counts or gaps leave its tiles.
+    """Positions from gaps and tile counts. Returns -1, or the first entry whose counts or gaps leave its tiles.
 
     `positions` may be `gaps`, which are below the size of a tile.
     """
-    gap_at, position_at = np.int64(gaps.ctypes.data), np.int64(positions.ctypes.data)
-    k, t = np.int64(0), np.int64(0)
+    gap_at = np.int64(gaps.ctypes.data)
+    position_at = np.int64(positions.ctypes.data)
+    k = np.int64(0)
+    t = np.int64(0)
     for e in range(counts.size):
         n_tiles = ((numel[e] - 1) >> log) + 1
         left = counts[e]
@@ -634,23 +696,25 @@ def tile_positions(counts: Any, numel: Any, log: Any, tiles: Any, gaps: Any, pos
                 positions[np.uint64(i)] = last
                 i += 1
             k += inside
-            if last >= end:  # they rise, so the last one speaks for all
+            if last >= end:  # positions rise, so checking the last is enough
                 return e
         if left:
             return e
         if n_tiles > 1:
             t += n_tiles
-    alive(gaps)
-    alive(positions)
+    keep_alive(gaps)
+    keep_alive(positions)
     return -1
 
 
 @kernel
 def ascending(counts: Any, numel: Any, position_at: Any) -> Any:
-    """-1, or the first entry whose positions, at an address, do not rise strictly or leave its region."""
+    """Returns -1, or the first entry whose positions, at an address, do not rise strictly or leave its region."""
     k = np.int64(0)
     for e in range(counts.size):
-        falls, i, end = np.int64(0), k + 1, k + counts[e]
+        falls = np.int64(0)
+        i = k + 1
+        end = k + counts[e]
         while i + 16 <= end:  # without a branch
             falls |= falls16(position_at + 4 * i)
             i += 16
@@ -679,9 +743,10 @@ def varints(values: Any, out: Any) -> Any:
 
 @kernel
 def read_varints(data: Any, at: Any, limit: Any, out: Any) -> Any:
-    """Canonical LEB128 numbers up to `limit`, from offset `at`. The offset behind them, or -1 if they are not there."""
+    """Canonical LEB128 numbers up to `limit`, from offset `at`. Returns the offset behind them, or -1 on an error."""
     for i in range(out.size):
-        v, shift = np.uint64(0), np.uint64(0)
+        v = np.uint64(0)
+        shift = np.uint64(0)
         while True:
             if at >= data.size or shift > np.uint64(63):
                 return -1

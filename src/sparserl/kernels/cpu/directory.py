@@ -1,4 +1,4 @@
-"""The directory of a bucket, read at once, in Numba: there are hundreds of numbers, and a patch has many buckets."""
+"""The directory of a bucket, read in one call, in Numba: it has hundreds of numbers, and a patch has many buckets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .llvm import kernel
 def read_directory(data: Any, at: Any, rows: Any, lengths: Any) -> Any:
     """A directory from offset `at` on: of each stream an id, a coder, a number of chunks, and their lengths.
 
-    rows: streams × 4, for the first three and what the lengths add up to. Returns the offset behind it; -1 where it is
-    not there, or `lengths` has no room for its chunks.
+    rows: streams × 4, for the first three and the sum of the lengths. Returns the offset behind the directory, or -1 if
+    it is wrong or `lengths` is too short for its chunks.
     """
     used = np.int64(0)
     for i in range(rows.shape[0]):

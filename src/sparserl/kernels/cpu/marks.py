@@ -1,6 +1,6 @@
-"""Bitmaps of changes: one bit per element, 64 to a word, the first element lowest; and what fills many of them at once.
+"""Bitmaps of changes on a CPU, in Numba: one bit per element, 64 to a word, the first element lowest.
 
-Where bitmaps of many parts lie in one array, each begins with a word of its own.
+If bitmaps of many parts lie in one array, each begins with a word of its own.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import numpy as np
 from .changes import digest_delta
 from .llvm import copy_bytes, inline, kernel, lowest, popcount
 
-_ONE, _ALL = np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
+_ONE = np.uint64(1)
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @kernel
 def mark(positions: Any, offset: Any, words: Any) -> None:
-    """Set the bits at `offset` and the positions from there."""
+    """Set the bits at some positions, which are counted from `offset`."""
     for i in range(positions.size):
         p = np.int64(positions[i]) + offset
         words[p >> 6] |= _ONE << np.uint64(p & 63)
@@ -25,7 +26,7 @@ def mark(positions: Any, offset: Any, words: Any) -> None:
 
 @kernel
 def mark_parts(counts: Any, positions: Any, offset: Any, first: Any, words: Any) -> None:
-    """`mark` for a batch of parts, each with so many of the positions; `first` is the first word of each."""
+    """`mark` for a batch of parts; `counts` has how many positions each has, `first` the first word of each."""
     k = 0
     for e in range(counts.size):
         for i in range(k, k + counts[e]):
@@ -38,10 +39,11 @@ def mark_parts(counts: Any, positions: Any, offset: Any, first: Any, words: Any)
 def digest_deltas(
     counts: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, positions: Any, old: Any, new: Any, out: Any
 ) -> None:
-    """`digest_delta` for each entry of a batch alone: one row of two sums per entry."""
+    """`digest_delta` of each entry of a batch by itself: one row of two sums per entry."""
     k = 0
     for e in range(counts.size):
-        row, some = slice(e, e + 1), slice(k, k + counts[e])
+        row = slice(e, e + 1)
+        some = slice(k, k + counts[e])
         out[e, 0], out[e, 1] = digest_delta(
             counts[row], start[row], dims[row], size[row], stride[row], keys[row], positions[some], old[some], new[some]
         )
@@ -50,15 +52,15 @@ def digest_deltas(
 
 @kernel
 def collect(source: Any, nbytes: Any, target: Any) -> None:
-    """Copy the bytes of a batch of parts from where they lie to the address `target`, one part behind the other."""
+    """Copy the bytes of a batch of parts to the address `target`, one part behind the other."""
     for e in range(source.size):
         copy_bytes(source[e], nbytes[e], target)
         target += nbytes[e]
 
 
 @inline
-def _inside(words: Any, w: Any, low: Any, high: Any) -> Any:
-    """A word without the bits that stand before `low` or from `high` on."""
+def _clipped(words: Any, w: Any, low: Any, high: Any) -> Any:
+    """A word without the bits before `low` or from `high` on."""
     mask = words[w]
     if w == low >> 6:
         mask &= _ALL << np.uint64(low & 63)
@@ -72,7 +74,7 @@ def count_marks(words: Any, low: Any, high: Any) -> Any:
     """How many bits are set from `low` to `high`."""
     total = 0
     for w in range(low >> 6, (high + 63) >> 6):
-        total += popcount(_inside(words, w, low, high))
+        total += popcount(_clipped(words, w, low, high))
     return total
 
 
@@ -81,7 +83,7 @@ def list_marks(words: Any, low: Any, high: Any, out: Any) -> None:
     """Write down the bits that are set from `low` to `high`, counted from `low`."""
     k = 0
     for w in range(low >> 6, (high + 63) >> 6):
-        mask = _inside(words, w, low, high)
+        mask = _clipped(words, w, low, high)
         base = (w << 6) - low
         while mask:
             out[k] = base + lowest(mask)

@@ -866,6 +866,48 @@ def _find_word(ranks, first_word, rank, c, K: tl.constexpr, WORDS: tl.constexpr,
     return word, rank - passed
 
 
+@triton.jit
+def _member_positions(
+    bits,
+    a,
+    n,
+    tile,
+    ranks,
+    before,
+    members,
+    rank,
+    ok,
+    c,
+    bounds,
+    B: tl.constexpr,
+    K: tl.constexpr,
+    LOG: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    Q: tl.constexpr,
+):
+    """The positions of members of class c, by their ranks in a tile; which are in the tile, and which are wrong.
+
+    a, n: where the part lies, and how many elements it has; tile: its first block, how many blocks it has, where it
+    begins in the part, and whether all its elements exist; before, members: of the class, before and in each block of
+    the tile; bounds: of the class.
+    """
+    WORDS: tl.constexpr = B // 32
+    head, blocks, begin, whole = tile
+    under, upper = bounds
+    block, rank = _find_block(before, blocks, rank, ok, LOG, Q)
+    inside = rank < tl.load(members + block)
+    wrong = ok & (inside == 0)
+    ok = ok & inside
+    word, rank_in_word = _find_word(ranks, (head + block) * WORDS, tl.where(ok, rank, 0).to(tl.int32), c, K, WORDS, Q)
+    position = begin + block * B + word * 32
+    x = _read_rows(bits, a + position, n - position, whole, PAIRED)
+    position += select(_class_mask(x, under, upper, c, K, KIND, BITS, PAIRED, Q), rank_in_word)
+    wrong = wrong | (ok & (position >= n))
+    return position, ok & (position < n), wrong
+
+
 class LocatedChanges(NamedTuple):
     """Changes and where they belong: distances from the side's base in elements, the bits there and the new ones."""
 
@@ -909,7 +951,6 @@ def _class_positions_kernel(
 ):
     """A program has the changes of one class in one tile."""
     C: tl.constexpr = K + 1
-    WORDS: tl.constexpr = B // 32
     program = tl.program_id(0)
     t = (program // C).to(tl.int64)
     c = program % C
@@ -921,8 +962,8 @@ def _class_positions_kernel(
         row = c.to(tl.int64) * NB + head
         a = tl.load(weights.at + part)
         n = tl.load(blocks.numel + part)
-        tile = (head - tl.load(blocks.first + part)) * B
-        whole = tile + tile_blocks * B <= n
+        tile_begin = (head - tl.load(blocks.first + part)) * B
+        tile = (head, tile_blocks, tile_begin, tile_begin + tile_blocks * B <= n)
         key, second_key = load_keys(blocks, part)
         start = tl.load(blocks.start + part)
         under = tl.load(limits + part * K + c - 1, mask=c > 0, other=0).to(tl.uint64, bitcast=True)
@@ -939,17 +980,10 @@ def _class_positions_kernel(
             gap = load_uint32(gaps + q, ok) + 1
             rank = last + tl.cumsum(gap, 0)
             last += tl.sum(gap, axis=0)
-            block, rank = _find_block(ranks.before + row, tile_blocks, rank, ok, LOG, Q)
-            inside = rank < tl.load(ranks.members + row + block)
-            wrong = ok & (inside == 0)
-            ok = ok & inside
-            rank_in_block = tl.where(ok, rank, 0).to(tl.int32)
-            word, rank_in_word = _find_word(ranks, (head + block) * WORDS, rank_in_block, c, K, WORDS, Q)
-            position = tile + block * B + word * 32
-            x = _read_rows(weights.base, a + position, n - position, whole, PAIRED)
-            position += select(_class_mask(x, under, upper, c, K, KIND, BITS, PAIRED, Q), rank_in_word)
-            wrong = wrong | (ok & (position >= n))
-            ok = ok & (position < n)
+            position, ok, wrong = _member_positions(
+                *(weights.base, a, n, tile, ranks, ranks.before + row, ranks.members + row, rank, ok, c),
+                *((under, upper), B, K, LOG, KIND, BITS, PAIRED, Q),
+            )
             old = load_bits(weights.base + a + position, ok)
             new = advance(old, load_bits(steps + q, ok), SIGN, BITS)
             k = to + i + tl.arange(0, Q)

@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)  ## RL with two rollout workers that follow by patches; every version is verified at each of them
-	$(BIN)/python -m examples.rl --model small --syncs 90 --folder demo-run
+	$(BIN)/python -m examples.rl --model small --warm-up 100 --syncs 40 --prompts 8 --folder demo-run
 
 test:  ## everything that must be green
 	$(MAKE) --jobs 2 lint types kernels

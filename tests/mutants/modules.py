@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "buckets go on landing while others are put back",
         "parallel.py",
-        "wait([future for future in flight if not future.cancel()])",
-        "[future for future in flight if not future.cancel()]",
+        "wait([future for future, _ in self._futures if not future.cancel()])",
+        "[future for future, _ in self._futures if not future.cancel()]",
         Tests("test_threads.py", "behind"),
     ),
     Mutant(

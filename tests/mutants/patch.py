@@ -7,7 +7,7 @@ from .mutant import Mutant, Tests
 MUTANTS = (
     Mutant(
         "zeros compared by value: a flipped sign is lost",
-        "patch/compare.py",
+        "patch/cpu_compare.py",
         "positions, before, after = (column[:n].copy() for column in columns)",
         (
             "positions, before, after = (column[:n].copy() for column in columns)\n"
@@ -26,9 +26,9 @@ MUTANTS = (
     ),
     Mutant(
         "a superset of the changes is taken for the changes",
-        "patch/compare.py",
-        "real = before != after",
-        "real = before == before",
+        "patch/cpu_compare.py",
+        "differs = before != after",
+        "differs = before == before",
         Tests("patch/test_diff_apply.py", "known or bad_positions"),
     ),
     Mutant(
@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "weights are written before the result is known",
-        "patch/apply.py",
+        "patch/staging.py",
         "return Staged(decoded, replace(",
         ("replace(old, bits=new, dense=decoded.dense_bits).write(held)\nreturn Staged(decoded, replace("),
         Tests("patch/test_refused_patches.py", "wrong_base or does_not_hold or vouching"),
@@ -55,36 +55,36 @@ MUTANTS = (
     Mutant(
         "old bits are not put back",
         "patch/apply.py",
-        ("for old, _ in log:\n    old.write(held)"),
+        ("for old, _ in log:\n    old.write(weights)"),
         "",
         Tests("patch/test_refused_patches.py", "wrong_base or does_not_hold or vouching"),
     ),
     Mutant(
         "a bucket that fails half-way stays as it is",
-        "patch/apply.py",
-        ("except BaseException:\n    old.write(held)\n    raise"),
+        "patch/staging.py",
+        ("except BaseException:\n    old.write(weights)\n    raise"),
         ("except BaseException:\n    raise"),
         Tests("patch/test_refused_patches.py", "before_an_error"),
     ),
     Mutant(
         "tied tensors may be told to differ",
         "patch/apply.py",
-        "refuse_conflicts(patch, held, tied, kept)",
+        "refuse_conflicts(weights, tied, staged)",
         "",
         Tests("patch/test_tied_tensors.py", "tied"),
     ),
     Mutant(
         "read-only and folded memory is written",
-        "patch/apply.py",
-        "require_writable((patch.table[t].name, memory) for (t, _), memory in held.parts if t in touched)",
-        "del touched",
+        "patch/matching.py",
+        "require_writable((patch.table[tensor].name, memory) for (tensor, _), memory in weights.parts if tensor in touched)",
+        "del  touched",
         Tests("weights/test_memory.py", "cannot_take_a_patch and not read-only and not broadcast"),
     ),
     Mutant(
         "squashed steps survive the bits laid over them",
         "patch/compose.py",
-        "keep = ~among(self.where[False], where)",
-        "keep = np.ones(self.where[False].size, bool)",
+        "keep = ~among(self.positions[False], positions)",
+        "keep = np.ones(self.positions[False].size, bool)",
         Tests("patch/test_compose.py", "bits_and_steps or dense_entries"),
     ),
     Mutant(
@@ -110,30 +110,30 @@ MUTANTS = (
     ),
     Mutant(
         "a commit does not look at what it writes over",
-        "patch/apply.py",
-        "self._require_tracked(sum((moved for _, moved in log), self.base))",
+        "patch/application.py",
+        "self._require_tracked(self.base + log.moved)",
         "",
         Tests("session/test_session_commits.py", "others_wrote"),
     ),
     Mutant(
         "names that share memory are not looked at before a commit",
-        "patch/apply.py",
-        "if not np.array_equal(found, part.old):",
-        "if found is None:",
+        "patch/staging.py",
+        "if not np.array_equal(bits, part.old_bits):",
+        "if bits is None:",
         Tests("session/test_session_commits.py", "tied"),
     ),
     Mutant(
         "marks pass for all changes, whatever the sums say",
         "patch/tracked.py",
-        "and known[place] + moved[part] == now[place]",
+        "and old_sums[place] + moved[part] == new_sums[place]",
         "",
         Tests("patch/test_marked.py", "without_a_mark"),
     ),
     Mutant(
         "what was captured is the trainer's own memory",
         "patch/tracked.py",
-        "bits = held.bits(tensor, box).copy()",
-        "bits = held.bits(tensor, box)",
+        "bits = weights.bits(tensor, box).copy()",
+        "bits = weights.bits(tensor, box)",
         Tests("patch/test_marked.py", "captured"),
     ),
 )

@@ -21,6 +21,7 @@ from .mutant import Mutant
 from .tokens import Token, indent_at, places_of, replaced, tokens_of
 
 CONTEXT = 60  # tokens on each side
+LEAST = 0.4  # of a mutant's tokens must be what they were
 REVISIONS = 40  # of a file that are searched
 FILES = 4  # that are aligned, of those with most words in common
 
@@ -59,7 +60,8 @@ def moved_to(mutant: Mutant) -> Mutant | None:
     best = max(
         (_aligned(window, first, size, path) for path in _candidates(window, mutant.file)), key=lambda a: a.score
     )
-    if not best.pairs:
+    core = tokens_of(mutant.old)
+    if sum(core[i].text == best.tokens[j].text for i, j in best.pairs.items()) < LEAST * size:
         return None
     old, new = _edited(mutant, best)
     return replace(mutant, file=str(best.path.relative_to(PACKAGE)), old=old, new=new)
@@ -165,14 +167,20 @@ def _edited(mutant: Mutant, found: Alignment) -> tuple[str, str]:
         return out
 
     out = ""
+
+    def add(piece: str) -> None:
+        nonlocal out
+        glued = out[-1:].isidentifier() and piece[:1].isidentifier()
+        out += " " + piece if glued else piece
+
     place = low
     opcodes = difflib.SequenceMatcher(None, [t.text for t in before], [t.text for t in after], False).get_opcodes()
     for kind, i1, i2, j1, j2 in opcodes:
         stop = min((found.pairs[i] for i in range(i2, len(before)) if i in found.pairs), default=high + 1)
         if kind == "equal" and stop > place:
-            out += today(place, stop)
+            add(today(place, stop))
         elif kind in ("replace", "insert"):
-            out += renamed(j1, j2)
+            add(renamed(j1, j2))
             if not i1 and j2 < len(after):
                 out += mutant.new[after[j2 - 1].end : after[j2].start]
         if i2 > i1:

@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         "targets that committed before one failed stay as they are",
         "session/receiver.py",
-        ("for undo in reversed(done):\n    undo()"),
+        ("for undo in reversed(undos):\n    undo()"),
         "",
         Tests("session/test_session_commits.py", "all_targets"),
     ),
@@ -125,8 +125,8 @@ MUTANTS = (
     Mutant(
         "ranks commit although one could not stage",
         "session/group/rounds.py",
-        ('if failed:\n    round.tell("verdict", {"off": failed})'),
-        ('if failed and own:\n    round.tell("verdict", {"off": failed})'),
+        ('if failed:\n    round.write("verdict", {"off": failed})'),
+        ('if failed and own:\n    round.write("verdict", {"off": failed})'),
         Tests("session/test_group_syncs.py", "random_syncs"),
     ),
     Mutant(
@@ -135,12 +135,12 @@ MUTANTS = (
         (
             "if failed:\n"
             "    raise SessionError(\n"
-            '        f"version {course.version} was not committed everywhere: {failed}. "'
+            '        f"version {plan.version} was not committed everywhere: {failed}. "'
         ),
         (
             "if failed and taken.found is None:\n"
             "    raise SessionError(\n"
-            '        f"version {course.version} was not committed everywhere: {failed}. "'
+            '        f"version {plan.version} was not committed everywhere: {failed}. "'
         ),
         Tests("session/test_group_syncs.py", "random_syncs"),
     ),

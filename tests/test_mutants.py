@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
-from tests.mutants.catalogue import MUTANTS, ROOT, lost
+from tests.mutants.catalogue import MUTANTS, PACKAGE, ROOT, lost
 from tests.mutants.tokens import places_of, replaced, tokens_of
 
 CODE = """
@@ -27,6 +30,16 @@ def test_every_mutant_changes_something():
     for mutant in MUTANTS:
         assert [t.text for t in tokens_of(mutant.old)] != [t.text for t in tokens_of(mutant.new)], mutant.name
         assert (ROOT / "tests" / mutant.tests.file).exists(), mutant.name
+
+
+def test_mutants_use_names_that_exist(tmp_path):
+    """A mutant that fails for want of a name would be noticed by any test."""
+    for number, mutant in enumerate(MUTANTS):
+        broken = replaced((PACKAGE / mutant.file).read_text(), mutant.old, mutant.new)
+        (tmp_path / f"{number}.py").write_text(f"# {mutant.name}\n{broken}")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--quiet", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_names_tell_mutants_apart():

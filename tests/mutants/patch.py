@@ -19,9 +19,9 @@ MUTANTS = (
     ),
     Mutant(
         "the last element is not compared",
-        "patch/compare.py",
-        "scan(tag, old, new, batch.numel)",
-        "scan(tag, old, new, batch.numel - 1)",
+        "patch/cpu_compare.py",
+        "return scan(tag, old, new, batch.numel)",
+        "return scan(tag, old, new, batch.numel - 1)",
         Tests("patch/test_diff_apply.py", "every_kind_of_change and (bfloat16 or float32) or zero_signs"),
     ),
     Mutant(
@@ -33,14 +33,14 @@ MUTANTS = (
     ),
     Mutant(
         "the base is not checked",
-        "patch/apply.py",
+        "patch/matching.py",
         "if current != patch.base:",
         "if current is None:",
         Tests("patch/test_refused_patches.py", "wrong_base or does_not_hold or vouching"),
     ),
     Mutant(
         "the result is not checked",
-        "patch/apply.py",
+        "patch/matching.py",
         "if result != patch.result:",
         "if result is None:",
         Tests("patch/test_refused_patches.py", "wrong_base or does_not_hold or vouching"),
@@ -49,7 +49,7 @@ MUTANTS = (
         "weights are written before the result is known",
         "patch/staging.py",
         "return Staged(decoded, replace(",
-        ("replace(old, bits=new, dense=decoded.dense_bits).write(held)\nreturn Staged(decoded, replace("),
+        ("replace(old, bits=new_bits, dense=decoded.dense_bits).write(weights)\nreturn Staged(decoded, replace("),
         Tests("patch/test_refused_patches.py", "wrong_base or does_not_hold or vouching"),
     ),
     Mutant(

@@ -10,7 +10,7 @@ MUTANTS = (
         "session/store/publisher.py",
         ("sent = self._run_writer.send(committed.run, encode, watch)\nhead = committed.head\nif sent.manifest.base"),
         (
-            "committed.baseline.advance(encode(), found)\n"
+            "committed.baseline.advance(encode(), changes)\n"
             "sent = self._run_writer.send(committed.run, encode, watch)\n"
             "head = committed.head\n"
             "if sent.manifest.base"
@@ -126,7 +126,7 @@ MUTANTS = (
         "ranks commit although one could not stage",
         "session/group/rounds.py",
         ('if failed:\n    round.write("verdict", {"off": failed})'),
-        ('if failed and own:\n    round.write("verdict", {"off": failed})'),
+        ('if failed and own_failure:\n    round.write("verdict", {"off": failed})'),
         Tests("session/test_group_syncs.py", "random_syncs"),
     ),
     Mutant(
@@ -138,7 +138,7 @@ MUTANTS = (
             '        f"version {plan.version} was not committed everywhere: {failed}. "'
         ),
         (
-            "if failed and taken.found is None:\n"
+            "if failed and captured.changes is None:\n"
             "    raise SessionError(\n"
             '        f"version {plan.version} was not committed everywhere: {failed}. "'
         ),
@@ -147,8 +147,8 @@ MUTANTS = (
     Mutant(
         "a rank that joined is sent patches it has no base for",
         "session/group/publisher.py",
-        'anchor = any(hello["digest"] not in (old.hex, new.hex) for hello in receivers)',
-        'anchor = all(hello["digest"] not in (old.hex, new.hex) for hello in receivers)',
+        'needs_anchor = any(hello["digest"] not in digests for hello in receiver_hellos)',
+        'needs_anchor = all(hello["digest"] not in digests for hello in receiver_hellos)',
         Tests("session/test_group_syncs.py", "joins"),
     ),
     Mutant(
@@ -183,7 +183,7 @@ MUTANTS = (
         "every publish for a subscriber far behind writes an anchor",
         "session/store/maintenance.py",
         "or len(patches) >= _STEPS - 1",
-        "or len(now.index.steps) >= _STEPS - 1",
+        "or len(steps) >= _STEPS - 1",
         Tests("hostile/test_sessions.py", "far_behind"),
     ),
 )

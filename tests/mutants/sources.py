@@ -15,8 +15,8 @@ MUTANTS = (
     Mutant(
         "only the marks of the last step are sent",
         "sources/tracked_rows.py",
-        "first = plan.first[found.rows]",
-        ("first = plan.first[found.rows]\nself.words[:] = 0"),
+        "first = plan.first[changes.rows]",
+        ("first = plan.first[changes.rows]\nself.words[:] = 0"),
         Tests("sources/test_track.py", "add_up"),
     ),
 )

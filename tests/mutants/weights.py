@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "a whole region is not all of its tensor",
         "weights/shards.py",
-        "None if part.region == every else part.region",
+        "None if part.region == whole_tensor else part.region",
         "part.region",
         Tests("patch/test_regions.py", "all_of_its_tensor"),
     ),
@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant(
         "what no rank has is not missed",
         "weights/shards.py",
-        "if missing or not found:",
+        "if missing or not covered:",
         "if missing < 0:",
         Tests("weights/test_shards.py"),
     ),

@@ -19,8 +19,8 @@ import sparserl
 import sparserl.wire.limits
 from sparserl import Digest, Patch
 from sparserl.errors import InvalidField, LimitExceeded, NotRetained
-from sparserl.session.store import memory_limit as room
-from sparserl.session.store import records, routes, transfer
+from sparserl.session import anchors, memory_limit
+from sparserl.session.store import records, routes
 from sparserl.session.store.records import Blob, Index, Manifest, Step
 from sparserl.transport.stores.deadline import Transfers
 from tests.hostile.bombs import I8, RAW, bucket, claims, patch, rows, table, varints
@@ -191,15 +191,15 @@ def test_transfers_in_flight_are_bounded_in_bytes():
 
 def test_memory_is_asked_for_before_it_is_taken(tmp_path, monkeypatch):
     """The system's memory and swap count, and the limit of the control group; where neither is known, nothing does."""
-    monkeypatch.setattr(room, "_PROC", tmp_path)
-    monkeypatch.setattr(room, "_GROUPS", tmp_path / "groups")
-    assert room.available_memory() is None
-    room.require_memory(1 << 60)
+    monkeypatch.setattr(memory_limit, "_PROC", tmp_path)
+    monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path / "groups")
+    assert memory_limit.available_memory() is None
+    memory_limit.require_memory(1 << 60)
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:  50 kB\nSwapFree: 10 kB\nHugePages: 0\n")
-    assert room.available_memory() == 60 << 10
+    assert memory_limit.available_memory() == 60 << 10
     with pytest.raises(LimitExceeded, match="61441 bytes, and 61440 bytes of memory"):
-        room.require_memory((60 << 10) + 1)
-    room.require_memory(60 << 10)
+        memory_limit.require_memory((60 << 10) + 1)
+    memory_limit.require_memory(60 << 10)
     group = tmp_path / "groups/a/b"
     group.mkdir(parents=True)
     (tmp_path / "self").mkdir()
@@ -207,17 +207,17 @@ def test_memory_is_asked_for_before_it_is_taken(tmp_path, monkeypatch):
     (group / "memory.max").write_text("30000\n")
     (group / "memory.current").write_text("20000\n")
     (group / "memory.stat").write_text("anon 15000\nfile 5000\n")
-    assert room.available_memory() == 15000
+    assert memory_limit.available_memory() == 15000
     (group / "memory.max").write_text("max\n")
-    assert room.available_memory() == 60 << 10
+    assert memory_limit.available_memory() == 60 << 10
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
     """Nothing is allocated for a table that memory has no room for."""
-    monkeypatch.setattr(room, "available_memory", lambda: 1000)
+    monkeypatch.setattr(memory_limit, "available_memory", lambda: 1000)
     made = []
-    monkeypatch.setattr(transfer, "zeros", made.append)
+    monkeypatch.setattr(anchors, "zeros", made.append)
     its_table = sparserl.tensor_table({"w": np.zeros(1001, np.uint8)})
     with pytest.raises(LimitExceeded, match="1001 bytes, and 1000 bytes of memory are available"):
-        transfer.built(its_table, [], Digest())
+        anchors.build_weights(its_table, [], Digest())
     assert not made

@@ -15,7 +15,7 @@ import pytest
 
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import CheckpointError, CommitFailed, SessionError
-from sparserl.session.store import transfer
+from sparserl.session import anchors
 from sparserl.sources import open_checkpoint
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="disks cannot be mounted")
@@ -207,8 +207,8 @@ def test_taking_back_takes_no_room(run: Run, disk: Disk) -> None:
 def test_a_temporary_folder_without_room(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A patch that is too large for it is an error that says where room is needed."""
     monkeypatch.setattr("tempfile.tempdir", str(disk.path))
-    monkeypatch.setattr(transfer, "SPOOL_BYTES", 0)
+    monkeypatch.setattr(anchors, "SPOOL_BYTES", 0)
     weights = {"w": np.random.default_rng(0).integers(0, 1 << 32, 2 * SIZE, np.uint32)}
     with pytest.raises(SessionError, match=f"room in {disk.path}"):
-        transfer.anchor_of(weights)
+        anchors.anchor_of(weights)
     assert list(disk.path.iterdir()) == []

@@ -106,15 +106,15 @@ SPOOLS = """
 import sys
 import numpy as np
 from sparserl.patch import capture
-from sparserl.session.store import transfer
+from sparserl.session import anchors
 from sparserl.session.store.ladder import Ladder
 
-transfer.SPOOL_BYTES = 0
+anchors.SPOOL_BYTES = 0
 old = {"w": np.zeros(1 << 20, np.uint32)}
 new = {"w": np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, np.uint32)}
 ladder = Ladder(2, 4)
 for version in range(10**6):
-    assert transfer.anchor_of(new).nbytes > 1 << 20
+    assert anchors.anchor_of(new).nbytes > 1 << 20
     ladder.add(version, capture(old, new))
     print(version, flush=True)
 """

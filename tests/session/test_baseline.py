@@ -10,7 +10,8 @@ import pytest
 
 import sparserl
 from sparserl import Part, Region, Shards, errors
-from sparserl.session.baseline import HostBaseline, NoBaseline, choose
+from sparserl.session.baseline import HostBaseline, NoBaseline, choose_baseline
+from sparserl.session.options import BaselineOptions
 from sparserl.weights import batches, staging
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.staging import LazyBits, lazy_bits
@@ -58,7 +59,7 @@ def test_own_bits():
     """A baseline is a copy, unless it is told that the bits are its own; a known digest is not read again."""
     held = weights(np.random.default_rng(1))
     before = sparserl.digest(held)
-    copy, own = HostBaseline(held, before), HostBaseline(held, before, own=True)
+    copy, own = HostBaseline(held, before), HostBaseline(held, before, copy=False)
     held["a"][0, 0] ^= 1
     assert sparserl.digest(copy.weights) == before
     assert own.weights is held
@@ -78,6 +79,11 @@ def test_sums_follow_only_what_was_captured():
     assert baseline.digest == early.result != late.result
     with pytest.raises(errors.TensorMismatch):
         baseline.capture({"a": held["a"].view(np.int16)})
+
+
+def choose(weights, memory=None, kind="auto", **options):
+    """A baseline as a publisher chooses it."""
+    return choose_baseline(weights, BaselineOptions(kind, memory), **options)
 
 
 def test_the_budget_chooses():

@@ -10,7 +10,7 @@ import pytest
 
 import sparserl
 from sparserl.errors import TensorMismatch, UnsupportedTensor
-from sparserl.session.store.transfer import copied
+from sparserl.session.anchors import copy_weights
 from sparserl.weights.digest import Digest, table_digest
 from tests.session.ranks import together
 
@@ -171,7 +171,7 @@ def one_case(rank, world, name, make, kind, folder):
     torch.manual_seed(0)
     model = make(world)
     source = sparserl.sources.fsdp(model, cast=published if kind.get("cast") else None)
-    before, old = whole(model, kind.get("cast")), copied(source.weights())
+    before, old = whole(model, kind.get("cast")), copy_weights(source.weights())
     train(model, world)
     with torch.no_grad():
         model(torch.zeros(1, 2, dtype=torch.int64))  # FSDP2 leaves the outermost parameters unsharded after it

@@ -22,8 +22,8 @@ import torch
 
 from ..errors import NotFound, PeerLost, SessionError
 from ..session import Publisher, Subscriber, SyncReport
+from ..session.anchors import zeros
 from ..session.store.retention import read_head
-from ..session.store.transfer import zeros
 from ..sources import open_checkpoint
 from ..targets import FolderTarget, ModuleTarget, folder
 from ..transport.stores.opening import open_store

@@ -3,11 +3,11 @@
 | baseline | memory | finding changes |
 | --- | --- | --- |
 | host | all bits at hand | a comparison of all bits; any profile |
-| device | all bits at hand, where the weights are | the same, there |
+| device | all bits at hand, where the weights are | the same, on the GPU |
 | none | 16 bytes a part | one full digest read; needs marks from the source; profiles `raw` and `gap` |
 
-With a baseline in host memory weights on a device are compared there: pieces are copied to staging buffers that are
-used again, on threads, so that some pieces are on their way while others are compared.
+With a baseline in host memory, weights on a GPU are compared in host memory: pieces are copied to staging buffers that
+are used again, on threads, so that some pieces are on their way while others are compared.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from ..weights.digest import Digest, digest, table_digest
 from ..weights.local import LocalWeights
 from ..weights.memory import Memory, Weights
 from ..weights.shards import Shards
-from .store.transfer import copied
+from .anchors import copy_weights
+from .options import BaselineOptions
 
 
-class Found(Protocol):
+class CapturedChanges(Protocol):
     """Changes that were captured: the weights they come from are not looked at any more."""
 
     def encode(self, *, link: Link | str | None = None, to: Any = None, threads: int | None = None) -> Patch:
@@ -57,33 +58,35 @@ class Baseline(Protocol):
         profile: str = "auto",
         threads: int | None = None,
         progress: Progress | None = None,
-    ) -> Found:
+    ) -> CapturedChanges:
         """What changed since the last committed version."""
         ...
 
-    def advance(self, patch: Patch, found: Found, threads: int | None = None) -> None:
-        """A patch is committed; `found` is what it was made of."""
+    def advance(self, patch: Patch, changes: CapturedChanges, threads: int | None = None) -> None:
+        """A patch is committed; `changes` are what it was made of."""
         ...
 
 
 class HostBaseline:
-    """A copy of all bits in host memory; or, of those on a device, there."""
+    """A copy of all bits in host memory; or, of those on a GPU, on that GPU."""
 
     def __init__(
         self,
         weights: Weights | Shards,
-        known: Digest | None = None,
+        digest: Digest | None = None,
         *,
-        own: bool = False,
-        there: bool = False,
+        copy: bool = True,
+        on_gpu: bool = False,
         threads: int | None = None,
     ) -> None:
-        """A copy of the weights, whose digest may be known; `own` says that they are nobody else's already.
+        """A copy of the weights, whose digest may be known.
 
-        there: whether the copy of a tensor on a device lies on that device.
+        copy: False for weights that nobody else writes to: they are the baseline themselves.
+        on_gpu: whether the copy of a tensor on a GPU lies on that GPU.
         """
-        self.weights = weights if own else copied(weights, threads, there=there)
-        self._digest, self._threads = known, threads
+        self.weights = copy_weights(weights, threads, on_gpu=on_gpu) if copy else weights
+        self._digest = digest
+        self._threads = threads
 
     @property
     def digest(self) -> Digest:
@@ -91,8 +94,8 @@ class HostBaseline:
             self._digest = digest(self.weights, threads=self._threads)
         return self._digest
 
-    def know(self, digest: Digest) -> None:
-        """What the digest is, where somebody had to read all bits anyway."""
+    def set_digest(self, digest: Digest) -> None:
+        """Take over the digest, where all bits had to be read anyway."""
         self._digest = digest
 
     def capture(
@@ -110,10 +113,10 @@ class HostBaseline:
             self.weights, weights, profile=profile, base_digest=self.digest, threads=threads, progress=progress
         )
 
-    def advance(self, patch: Patch, found: Found, threads: int | None = None) -> None:  # noqa: ARG002
+    def advance(self, patch: Patch, changes: CapturedChanges, threads: int | None = None) -> None:  # noqa: ARG002
         """Apply the patch."""
         patch.apply(self.weights, digest=self.digest, threads=threads)
-        self.know(patch.result)
+        self.set_digest(patch.result)
 
 
 class NoBaseline:
@@ -122,9 +125,10 @@ class NoBaseline:
     weights = None
 
     def __init__(self, weights: Weights | Shards, threads: int | None = None) -> None:
-        held = LocalWeights.of(weights)
-        self._table, self.sums = held.table, part_sums(held, threads)
-        self.digest = sum(self.sums.values(), table_digest(held.table) if held.complete else Digest())
+        local = LocalWeights.of(weights)
+        self._table = local.table
+        self.sums = part_sums(local, threads)
+        self.digest = sum(self.sums.values(), table_digest(local.table) if local.complete else Digest())
 
     def capture(
         self,
@@ -135,51 +139,50 @@ class NoBaseline:
         progress: Progress | None = None,
     ) -> TrackedChanges:
         """What changed, by marks; one full digest read."""
-        options: Any = {"profile": profile, "threads": threads, "progress": progress}
-        return capture_tracked(weights, self.sums, table=self._table, **options)
+        return capture_tracked(
+            weights, self.sums, table=self._table, profile=profile, threads=threads, progress=progress
+        )
 
-    def advance(self, patch: Patch, found: Found, threads: int | None = None) -> None:  # noqa: ARG002  # takes no work
+    def advance(self, patch: Patch, changes: CapturedChanges, threads: int | None = None) -> None:  # noqa: ARG002  # takes no work
         """Take the sums over that were read when the patch was captured."""
-        if not isinstance(found, TrackedChanges) or found.result != patch.result:
+        if not isinstance(changes, TrackedChanges) or changes.result != patch.result:
             raise SessionError("the patch was not made of what was captured")
-        self.sums, self.digest = found.sums, found.result
+        self.sums = changes.sums
+        self.digest = changes.result
 
 
-def choose(
+def choose_baseline(
     weights: Weights | Shards,
-    memory: int | None = None,
-    kind: str = "auto",
+    options: BaselineOptions,
     *,
     tracked: bool = False,
     threads: int | None = None,
-    own: Digest | None = None,
+    own_digest: Digest | None = None,
 ) -> tuple[HostBaseline | NoBaseline, str]:
     """A baseline of the weights, and where it is, in words.
 
-    memory: bytes that the baseline and marks may take; None for as many as it needs.
-    kind: `host`; `device`, which is where the weights are; `none`; or `auto`, which is `host`, but takes none where the
-        copy does not fit the budget.
+    options: `auto` is `host`, but takes no baseline where the copy does not fit the memory.
     tracked: whether the source marks changes, and is told of every commit.
-    own: the digest of weights that are nobody else's already: they need not be copied.
+    own_digest: the digest of weights that nobody else writes to: they need not be copied.
     """
-    if kind not in ("auto", "host", "device", "none"):
-        raise SessionError(f"there is no baseline {kind!r}; take 'auto', 'host', 'device' or 'none'")
-    held = LocalWeights.of(weights)
-    dense = sum(_nbytes(m) for _, m in held.parts)
-    marks = sum(_numel(m) for _, m in held.parts) // 4 if tracked else 0  # two bits an element
-    fits = memory is None or dense + marks <= memory
-    aside = f", and up to {short_size(marks)} of marks" if tracked else ""
+    kind = options.kind
+    local = LocalWeights.of(weights)
+    dense_bytes = sum(_nbytes(memory) for _, memory in local.parts)
+    mark_bytes = sum(_numel(memory) for _, memory in local.parts) // 4 if tracked else 0  # two bits an element
+    fits = options.memory is None or dense_bytes + mark_bytes <= options.memory
+    limit = short_size(options.memory or 0)
+    marks = f", and up to {short_size(mark_bytes)} of marks" if tracked else ""
     if kind != "none" and fits:
-        there = kind == "device" and own is None
-        kept = HostBaseline(weights, own, own=own is not None, there=there, threads=threads)
-        where = "where the weights are" if there and held.gpu_streams else "in host memory"
-        return kept, f"baseline: {short_size(dense)} {where}{aside}"
+        on_gpu = kind == "device" and own_digest is None
+        baseline = HostBaseline(weights, own_digest, copy=own_digest is None, on_gpu=on_gpu, threads=threads)
+        place = "where the weights are" if on_gpu and local.gpu_streams else "in host memory"
+        return baseline, f"baseline: {short_size(dense_bytes)} {place}{marks}"
     if kind in ("host", "device"):
-        raise SessionError(f"a baseline takes {short_size(dense + marks)}, the budget is {short_size(memory or 0)}")
-    why = "" if kind == "none" else f": {short_size(dense)} would not fit {short_size(memory or 0)}"
+        raise SessionError(f"a baseline takes {short_size(dense_bytes + mark_bytes)}, the budget is {limit}")
+    reason = "" if kind == "none" else f": {short_size(dense_bytes)} would not fit {limit}"
     if not tracked:
-        raise SessionError(f"baseline: none{why}; that takes a source that tracks changes (sparserl.sources.track)")
-    return NoBaseline(weights, threads), f"baseline: none{why}; one full digest read per publish{aside}"
+        raise SessionError(f"baseline: none{reason}; that takes a source that tracks changes (sparserl.sources.track)")
+    return NoBaseline(weights, threads), f"baseline: none{reason}; one full digest read per publish{marks}"
 
 
 def _numel(memory: Memory) -> int:

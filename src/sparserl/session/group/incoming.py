@@ -11,8 +11,8 @@ from ...patch.contents import BucketList, Contents, Ends
 from ...targets import Change, Prepared
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
+from .. import anchors
 from ..receiver import Receiver
-from ..store import transfer
 from ..store.records import sha256
 from .transfer_plan import TransferPlan
 
@@ -36,7 +36,7 @@ class Arrival:
         except SessionError as error:
             self._start, self.failure = self._legs, error
         legs = plan.legs[self._start :]
-        self._buckets = [BucketList(leg.buckets, memory_bytes=transfer.SPOOL_BYTES) for leg in legs]
+        self._buckets = [BucketList(leg.buckets, memory_bytes=anchors.SPOOL_BYTES) for leg in legs]
         self._patches = [
             Patch(Contents(table, Ends(leg.base, leg.result, leg.changed), buckets, hash))
             for leg, buckets in zip(legs, self._buckets, strict=True)
@@ -93,7 +93,7 @@ class Arrival:
         self.kind = "patch"
         if plan.legs[self._start].anchor:
             self.kind = "anchor"
-            fresh = transfer.built(self._table, patches, plan.digest, receiver.threads)
+            fresh = anchors.build_weights(self._table, patches, plan.digest, receiver.threads)
             files = self._files.result()
             patches = []
         change = Change(plan.run, plan.created, plan.version, plan.digest, patches, fresh, files)

@@ -28,12 +28,12 @@ from ...transport.groups.line import TIMEOUT, CalledOff, Line
 from ...weights.digest import Digest, table_digest
 from ...weights.memory import Weights
 from ...weights.shards import Shards, dump_places, load_places, require_whole
+from ..anchors import anchor_of
 from ..background import BackgroundPublish, BackgroundSlot
 from ..baseline import HostBaseline
 from ..callbacks import Callback, Callbacks
 from ..options import EncodingOptions, require_source, require_timeout, require_writers
 from ..report import SyncReport, Watch
-from ..store import transfer
 from . import rounds
 from .outgoing import CapturedPublish, EncodeRequest, GroupBaseline, OutgoingPatch
 from .rounds import Round, WriterBehind, WritersApart
@@ -231,7 +231,7 @@ class GroupPublisher:
         encoding = self._encoding
         captured.legs = []
         if request.anchor:
-            anchor = transfer.anchor_of(captured.baseline.bits.weights, encoding.threads)
+            anchor = anchor_of(captured.baseline.bits.weights, encoding.threads)
             captured.legs.append(OutgoingPatch(anchor.contents))
         if captured.changes is not None and captured.patch is not None:
             if request.profiles is not None:

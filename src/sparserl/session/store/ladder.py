@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ...patch import Captured, Patch, diff
 from ...weights.dtypes import Bits
-from .transfer import copied
+from ..anchors import copy_weights
 
 
 class Ladder:
@@ -36,7 +36,7 @@ class Ladder:
         due = [span for span in self._spans if version % span == 0 and version - span + 1 in self._back]
         if not due:
             return
-        old = copied(weights)
+        old = copy_weights(weights)
         at = version
         for span in due:
             while at > version - span:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from ...errors import Fenced, FormatError, SessionError, SparserlError, StoreError
 from ...patch import Captured, Patch
-from ..baseline import Found
+from ..anchors import anchor_of
+from ..baseline import CapturedChanges
 from ..options import require_count, require_number
 from ..report import Watch
-from . import routes, transfer
+from . import routes
 from .head import Steps
 from .ladder import Ladder
 from .resume import SavedAnchor
@@ -83,7 +84,7 @@ class Maintenance:
         if self._saved_anchor is not None and self._saved_anchor.run == run:
             self._try(self._saved_anchor.remove_others)
 
-    def add_changes(self, version: int, changes: Found) -> None:
+    def add_changes(self, version: int, changes: CapturedChanges) -> None:
         """One more version for the ladder; where that fails, late subscribers take longer, and nothing else."""
         if self._ladder is None or not isinstance(changes, Captured):  # without a baseline there is no way back
             return
@@ -154,7 +155,7 @@ class Maintenance:
         anchors: list[Patch] = []
 
         def encode() -> Patch:
-            anchors.append(anchor or transfer.anchor_of(weights, self._threads))
+            anchors.append(anchor or anchor_of(weights, self._threads))
             return anchors[0]
 
         clock = self._writer.clock
@@ -174,7 +175,7 @@ class Maintenance:
         if self._saved_anchor is None or self._saved_anchor.run == version.run.run:
             return
         if anchor is None and version.baseline.weights is not None:
-            anchor = transfer.anchor_of(version.baseline.weights, self._threads)
+            anchor = anchor_of(version.baseline.weights, self._threads)
         if anchor is not None:
             self._save(anchor, version)
 

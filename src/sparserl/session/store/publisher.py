@@ -14,6 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from ...weights.local import LocalWeights
 from ...weights.memory import Weights
 from ...weights.shards import Shards, dump_places, load_places, require_whole
 from ...weights.table import TensorTable
+from ..anchors import anchor_of
 from ..background import BackgroundPublish, BackgroundSlot
-from ..baseline import Baseline, Found, HostBaseline, choose
+from ..baseline import Baseline, CapturedChanges, HostBaseline, choose_baseline
 from ..callbacks import Callback, Callbacks
 from ..options import BaselineOptions, EncodingOptions, require_count, require_number, require_source, require_timeout
 from ..report import SyncReport, Watch
@@ -267,13 +269,12 @@ class Publisher:
         """Go on with the run of a head, if its weights can be built from the saved anchor."""
         resumed = saved_anchor.resume(self.store, head, self._encoding.threads)
         if resumed is not None:
-            baseline, self.baseline = choose(
+            baseline, self.baseline = choose_baseline(
                 resumed.weights,
-                self._baseline_options.memory,
-                self._baseline_options.kind,
+                self._baseline_options,
                 tracked=self._tracks_changes,
                 threads=self._encoding.threads,
-                own=head.digest,
+                own_digest=head.digest,
             )
             self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baseline)
 
@@ -301,23 +302,19 @@ class Publisher:
         """Capture the first version of a new run."""
         work: list[Callable[[], SyncReport]] = []
 
-        def capture(kind: str) -> bytes:
+        def capture(options: BaselineOptions) -> bytes:
             weights = weights_of(self._source)
             with watch.stage("capture"):
-                baseline, self.baseline = choose(
-                    weights,
-                    self._baseline_options.memory,
-                    kind,
-                    tracked=self._tracks_changes,
-                    threads=self._encoding.threads,
+                baseline, self.baseline = choose_baseline(
+                    weights, options, tracked=self._tracks_changes, threads=self._encoding.threads
                 )
             anchor = self._anchor(weights, watch) if baseline.weights is None else None
             work[:] = [functools.partial(self._publish_first, LocalWeights.of(weights), baseline, anchor, watch)]
             return b"none" if baseline.weights is None else b"host"
 
-        kinds = self._writers.together("capture", lambda: capture(self._baseline_options.kind))
+        kinds = self._writers.together("capture", lambda: capture(self._baseline_options))
         if len(set(kinds)) > 1:  # one has no room for a baseline: then none has one, so that all do the same
-            self._writers.together("capture", lambda: capture("none"))
+            self._writers.together("capture", lambda: capture(replace(self._baseline_options, kind="none")))
         return work[0]
 
     def _capture_changes(self, committed: CommittedVersion, watch: Watch) -> Callable[[], SyncReport]:
@@ -341,7 +338,7 @@ class Publisher:
 
     def _anchor(self, weights: Weights | Shards, watch: Watch) -> Patch:
         with watch.stage("encode"):
-            return transfer.anchor_of(weights, self._encoding.threads)
+            return anchor_of(weights, self._encoding.threads)
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -354,7 +351,7 @@ class Publisher:
             nonlocal anchor
             anchor = anchor or self._anchor(baseline.weights, watch)
             if isinstance(baseline, HostBaseline):
-                baseline.know(anchor.result)
+                baseline.set_digest(anchor.result)
             return anchor
 
         sent = self._run_writer.send(run, encode, watch)
@@ -369,7 +366,7 @@ class Publisher:
         return _report_of(version, "anchor", sent, watch, notes)
 
     def _publish_next(
-        self, committed: CommittedVersion, changes: Found, anchor: Patch | None, watch: Watch
+        self, committed: CommittedVersion, changes: CapturedChanges, anchor: Patch | None, watch: Watch
     ) -> SyncReport:
         """A version after the first: a patch."""
         encoding = self._encoding

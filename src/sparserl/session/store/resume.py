@@ -18,6 +18,7 @@ from ...files import Folder
 from ...patch import Patch
 from ...transport.stores.base import Store
 from ...weights.dtypes import Bits
+from ..anchors import build_weights
 from . import routes, transfer
 from .records import Head, Index, Run, sha256
 from .retention import read_index, read_run
@@ -92,7 +93,7 @@ class SavedAnchor:
             steps = routes.route(index.steps, (version, anchor.result), head.version)
             patches = [anchor] if not steps or steps[0].base is not None else []
             patches += [transfer.receive(store, head.run, run.table, step) for step in steps]
-            weights = transfer.built(run.table, patches, head.digest, threads)
+            weights = build_weights(run.table, patches, head.digest, threads)
         except (OSError, FormatError, NotFound, NotRetained, WeightsError, WrongBase):  # damaged here or there
             return None
         return ResumedRun(run, index, weights)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from ...errors import NotRetained, Refused, SessionError, Unavailable
 from ...patch import Patch, diff
 from ...transport.stores.base import Store
+from ..anchors import build_weights, copy_weights
 from . import routes, signing, transfer
 from .records import HEAD, MOST_HEAD, Head, Index, Run, Step, parse, path, sha256
 from .retention import read_index, read_run
@@ -32,16 +33,18 @@ def squash_versions(
     with its next version. Where heads are signed, `signing_key` is the publisher's secret key.
     """
     head, _ = _head(store, signing_key)
-    run, index = read_run(store, head), read_index(store, head)
+    run = read_run(store, head)
+    index = read_index(store, head)
     digests = routes.versions(index.steps)
     if base not in digests or version not in digests or not base < version:
         raise NotRetained(f"there is no way from version {base} to {version}: the store has {sorted(digests)[:20]}")
     if any((step.base, step.version) == (base, version) for step in index.steps):
         raise SessionError(f"there is a patch from version {base} to {version} already")
-    there, on = routes.route(index.steps, None, base), routes.route(index.steps, (base, digests[base]), version)
-    old = transfer.built(run.table, _fetched(store, run, there), digests[base], threads)
-    start = None if on[0].base is None else (transfer.copied(old), digests[base])
-    new = transfer.built(run.table, _fetched(store, run, on), digests[version], threads, start)
+    to_base = routes.route(index.steps, None, base)
+    to_version = routes.route(index.steps, (base, digests[base]), version)
+    old = build_weights(run.table, _fetch(store, run, to_base), digests[base], threads)
+    start = None if to_version[0].base is None else (copy_weights(old), digests[base])
+    new = build_weights(run.table, _fetch(store, run, to_version), digests[version], threads, start)
     patch = diff(old, new, base_digest=digests[base], threads=threads)
     step = transfer.send(store, run.run, patch).step(base, version, clock())
     for _ in range(_SWAPS):
@@ -68,5 +71,5 @@ def _head(store: Store, signing_key: str | None) -> tuple[Head, str]:
     return Head.parse(signing.unseal(data, trusted_keys, HEAD)), tag
 
 
-def _fetched(store: Store, run: Run, steps: list[Step]) -> Iterator[Patch]:
+def _fetch(store: Store, run: Run, steps: list[Step]) -> Iterator[Patch]:
     return (transfer.receive(store, run.run, run.table, step) for step in steps)

@@ -21,6 +21,7 @@ from ...transport.stores.base import Store
 from ...transport.stores.deadline import current, within
 from ...transport.stores.opening import open_store
 from ...weights.digest import Digest
+from ..anchors import build_weights
 from ..callbacks import Callback
 from ..options import CommitHooks, require_callable
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
@@ -321,7 +322,7 @@ class Subscriber(Receiver):
         files: Mapping[str, bytes] | None = None
         if steps and steps[0].base is None:
             with watch.stage("build"):
-                fresh = transfer.built(run.table, patches, goal.digest, self.threads)
+                fresh = build_weights(run.table, patches, goal.digest, self.threads)
             if any(target.keeps_files for target in self.targets):
                 files = StoredFiles(self.store, run)
             patches = []

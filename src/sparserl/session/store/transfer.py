@@ -4,106 +4,26 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
-
-from ...errors import ChecksumMismatch, InvalidField, LimitExceeded
-from ...parallel import Progress, ordered
+from ...errors import InvalidField, LimitExceeded
+from ...parallel import Progress
 from ...patch import Patch
-from ...patch.compare import Comparison
-from ...patch.contents import BucketList, Contents, Ends
+from ...patch.contents import Contents, Ends
 from ...transport.stores.base import Store, fetch
 from ...transport.stores.deadline import Transfers
-from ...weights.digest import Digest, digest, table_digest
-from ...weights.dtypes import Bits, DType
-from ...weights.memory import Memory, Weights
-from ...weights.region import Shape
-from ...weights.shards import Part, Shards
-from ...weights.staging import gpu_tensor
+from ...weights.digest import Digest, table_digest
 from ...weights.table import TensorTable
-from ...weights.tensors import memories, memory_of, table_of
 from ...wire import limits
-from .memory_limit import require_memory
+from ..anchors import bucket_list
 from .records import Blob, Manifest, Step, canonical, get_named, path, require_hash, sha256
 
 AT_ONCE = 8  # transfers
-SPOOL_BYTES = 256 << 20  # patches that may be larger than this lie on disk
 FLIGHT_BYTES = 128 << 20  # of buckets that are fetched ahead; one that is larger comes alone
-_ENTRY_BYTES, _BUCKET_BYTES = 512, 1 << 15  # more than either takes besides its changes
-
-
-def zeros(table: TensorTable) -> dict[str, Bits]:
-    """Weights in which every bit is zero: what an anchor is a patch of. Pages not written to take no memory."""
-    return {spec.name: _blank(spec.shape, spec.dtype, table) for spec in table.specs}
-
-
-def _blank(shape: Shape, dtype: DType, table: TensorTable) -> Bits:
-    try:
-        return Bits(np.zeros(shape, dtype.uint), dtype)
-    except (MemoryError, ValueError) as error:
-        raise LimitExceeded(f"there is no room for {table.dense_bytes} bytes of weights: {error}") from error
-
-
-def copied(weights: Weights | Shards, threads: int | None = None, *, there: bool = False) -> Any:
-    """Bits of our own, which nobody else writes to; several tensors at a time, so that copies from a device overlap.
-
-    there: whether what is on a device is copied to the same device, not to host memory.
-    """
-
-    def copy(memory: Memory) -> Any:
-        if there and (tensor := gpu_tensor(memory)) is not None:
-            return tensor.new_empty(tensor.shape).copy_(tensor.detach())
-        return Bits(memory.copied(), memory.dtype)
-
-    threads = 1 if there else threads  # a device copies in the order of this thread
-    if isinstance(weights, Shards):
-        bits = ordered(copy, [memory_of(part.tensor, part.data) for part in weights.parts], threads)
-        parts = zip(weights.parts, bits, strict=True)
-        return Shards(weights.table, [Part(part.tensor, part.region, copy) for part, copy in parts])
-    named = memories(weights)
-    return dict(zip(named, ordered(copy, named.values(), threads), strict=True))
-
-
-def built(
-    table: TensorTable,
-    patches: Iterable[Patch],
-    wanted: Digest,
-    threads: int | None = None,
-    start: tuple[dict[str, Bits], Digest] | None = None,
-) -> dict[str, Bits]:
-    """Weights that patches lead to, which must have a digest: from a start that is written to, or from nothing."""
-    if start is None:
-        require_memory(table.dense_bytes)
-    weights, at = start or ((blank := zeros(table)), digest(blank, threads=threads))
-    for patch in patches:
-        patch.apply(weights, digest=at, threads=threads)
-        at = patch.result
-    if at != wanted:
-        raise ChecksumMismatch(f"the patches lead to {at}, not to {wanted}")
-    return weights
-
-
-def anchor_of(weights: Weights | Shards, threads: int | None = None) -> Patch:
-    """All weights (of shards: those at hand), as the patch that makes them of nothing."""
-    nothing: Weights | Shards
-    if isinstance(weights, Shards):
-        table = weights.table
-        weights = weights.map(lambda part: part.data)  # marks count from another version
-        nothing = weights.map(lambda part: _blank(part.region.size, table[table.index[part.tensor]].dtype, table))
-    else:
-        nothing = zeros(table := table_of(memories(weights)))
-    comparison = Comparison(nothing, weights, profile="auto")
-    changes = comparison.compare(threads, None, keep=False)
-    return Patch(comparison.encode(changes, None, bucket_list(table.dense_bytes), threads))
-
-
-def bucket_list(size: int, count: int | None = None) -> BucketList:
-    """Buckets of a patch that may have this size: in memory, or on disk if that would take too much."""
-    return BucketList(count, memory_bytes=SPOOL_BYTES if size <= SPOOL_BYTES else 0)
+_ENTRY_BYTES = 512  # more than an entry takes besides its changes
+_BUCKET_BYTES = 1 << 15  # more than a bucket takes besides its entries
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...errors import LimitExceeded
+from ..errors import LimitExceeded
 
-_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def require_memory(nbytes: int) -> None:
@@ -24,7 +25,7 @@ def require_memory(nbytes: int) -> None:
 
 def available_memory() -> int | None:
     """Bytes that can be had without taking them from others, swap included; None where the system does not say."""
-    bounds = [room for room in (_system(), _group()) if room is not None]
+    bounds = [bound for bound in (_system(), _group()) if bound is not None]
     return min(bounds, default=None)
 
 

@@ -1,0 +1,102 @@
+"""Whole weights in memory: copies, weights built from patches, and anchors, which are patches of nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..errors import ChecksumMismatch, LimitExceeded
+from ..parallel import ordered
+from ..patch import Patch
+from ..patch.compare import Comparison
+from ..patch.contents import BucketList
+from ..weights.digest import Digest, digest
+from ..weights.dtypes import Bits, DType
+from ..weights.memory import Memory, Weights
+from ..weights.region import Shape
+from ..weights.shards import Part, Shards
+from ..weights.staging import gpu_tensor
+from ..weights.table import TensorTable
+from ..weights.tensors import memories, memory_of, table_of
+from .memory_limit import require_memory
+
+SPOOL_BYTES = 256 << 20  # patches that may be larger than this lie on disk
+
+
+def zeros(table: TensorTable) -> dict[str, Bits]:
+    """Weights in which every bit is zero: what an anchor is a patch of. Pages not written to take no memory."""
+    return {spec.name: _zeros(spec.shape, spec.dtype, table) for spec in table.specs}
+
+
+def _zeros(shape: Shape, dtype: DType, table: TensorTable) -> Bits:
+    try:
+        return Bits(np.zeros(shape, dtype.uint), dtype)
+    except (MemoryError, ValueError) as error:
+        raise LimitExceeded(f"there is no memory for {table.dense_bytes} bytes of weights: {error}") from error
+
+
+def copy_weights(weights: Weights | Shards, threads: int | None = None, *, on_gpu: bool = False) -> Any:
+    """A copy that nobody else writes to; several tensors at a time, so that copies from a GPU overlap.
+
+    on_gpu: whether what is on a GPU is copied to the same GPU, not to host memory.
+    """
+
+    def copy(memory: Memory) -> Any:
+        if on_gpu and (tensor := gpu_tensor(memory)) is not None:
+            return tensor.new_empty(tensor.shape).copy_(tensor.detach())
+        return Bits(memory.copied(), memory.dtype)
+
+    threads = 1 if on_gpu else threads  # a GPU copies in the order of this thread
+    if isinstance(weights, Shards):
+        copies = ordered(copy, [memory_of(part.tensor, part.data) for part in weights.parts], threads)
+        parts = zip(weights.parts, copies, strict=True)
+        return Shards(weights.table, [Part(part.tensor, part.region, bits) for part, bits in parts])
+    named = memories(weights)
+    return dict(zip(named, ordered(copy, named.values(), threads), strict=True))
+
+
+def build_weights(
+    table: TensorTable,
+    patches: Iterable[Patch],
+    result: Digest,
+    threads: int | None = None,
+    start: tuple[dict[str, Bits], Digest] | None = None,
+) -> dict[str, Bits]:
+    """The weights that patches lead to: from a start, which is written to, or from nothing.
+
+    result: the digest that they must have.
+    """
+    if start is None:
+        require_memory(table.dense_bytes)
+        weights = zeros(table)
+        current = digest(weights, threads=threads)
+    else:
+        weights, current = start
+    for patch in patches:
+        patch.apply(weights, digest=current, threads=threads)
+        current = patch.result
+    if current != result:
+        raise ChecksumMismatch(f"the patches lead to {current}, not to {result}")
+    return weights
+
+
+def anchor_of(weights: Weights | Shards, threads: int | None = None) -> Patch:
+    """All weights (of shards: those at hand), as the patch that makes them of nothing."""
+    nothing: Weights | Shards
+    if isinstance(weights, Shards):
+        table = weights.table
+        weights = weights.map(lambda part: part.data)  # marks count from another version
+        nothing = weights.map(lambda part: _zeros(part.region.size, table[table.index[part.tensor]].dtype, table))
+    else:
+        table = table_of(memories(weights))
+        nothing = zeros(table)
+    comparison = Comparison(nothing, weights, profile="auto")
+    changes = comparison.compare(threads, None, keep=False)
+    return Patch(comparison.encode(changes, None, bucket_list(table.dense_bytes), threads))
+
+
+def bucket_list(size: int, count: int | None = None) -> BucketList:
+    """Buckets of a patch that may have this size: in memory, or on disk if that would take too much."""
+    return BucketList(count, memory_bytes=SPOOL_BYTES if size <= SPOOL_BYTES else 0)

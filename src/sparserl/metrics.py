@@ -30,9 +30,15 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class Prometheus(Callback):
-    """Counters, gauges and histograms in a registry of prometheus-client, by default in its global one.
+    """Counters, gauges and histograms of prometheus-client; one object serves all sessions of a process.
 
-    One object serves any number of publishers and subscribers of a process.
+    >>> publisher = sparserl.Publisher(url, weights, callbacks=[metrics.Prometheus()])             # doctest: +SKIP
+
+    Args:
+        registry: The registry of prometheus-client to use; None for its global one.
+
+    Raises:
+        SparserlError: prometheus-client is not installed.
     """
 
     def __init__(self, registry: Any = None) -> None:
@@ -42,30 +48,31 @@ class Prometheus(Callback):
             raise SparserlError("this needs prometheus-client: pip install 'sparserl[metrics]'") from error
         registry = client.REGISTRY if registry is None else registry
 
-        def made(kind: Any, name: str, help: str, labels: tuple[str, ...] = (), **more: Any) -> Any:
+        def metric(kind: Any, name: str, help: str, labels: tuple[str, ...] = (), **more: Any) -> Any:
             return kind(f"sparserl_{name}", help, labels, registry=registry, **more)
 
-        time: dict[str, Any] = {"buckets": _SECONDS}
-        side, stage = ("side",), ("side", "stage")
+        timed: dict[str, Any] = {"buckets": _SECONDS}
+        side = ("side",)
+        stage = ("side", "stage")
         self._seconds = {
-            "publish": made(client.Histogram, "publish_seconds", "Seconds that a publish took.", **time),
-            "commit": made(client.Histogram, "commit_seconds", "Seconds from planning to the end of a commit.", **time),
+            "publish": metric(client.Histogram, "publish_seconds", "Seconds that a publish took.", **timed),
+            "commit": metric(client.Histogram, "commit_seconds", "Seconds from plan to commit.", **timed),
         }
-        self._pause = made(client.Histogram, "pause_seconds", "Seconds that a commit paused the targets.", **time)
-        self._stages = made(client.Counter, "stage_seconds", "Seconds spent in each stage.", stage)
-        self._bytes = made(client.Counter, "bytes", "Bytes written to a store or sent, and fetched.", side)
-        self._dense = made(client.Counter, "dense_bytes", "Bytes that all weights would have been.", side)
-        self._density = made(client.Gauge, "density", "Share of the elements that changed, last time.", side)
-        self._version = made(client.Gauge, "version", "The version last published or committed.", side)
-        self._behind = made(client.Gauge, "staleness_versions", "Versions that the targets were behind.")
-        self._faults = made(client.Counter, "faults", "Errors of a publish, a stage or a commit.", ("stage", "error"))
-        self._retries = made(client.Counter, "retries", "Requests to a store that were made again.")
+        self._pause = metric(client.Histogram, "pause_seconds", "Seconds that a commit paused the targets.", **timed)
+        self._stages = metric(client.Counter, "stage_seconds", "Seconds spent in each stage.", stage)
+        self._bytes = metric(client.Counter, "bytes", "Bytes written to a store or sent, and fetched.", side)
+        self._dense = metric(client.Counter, "dense_bytes", "Bytes that all weights would have been.", side)
+        self._density = metric(client.Gauge, "density", "Share of the elements that changed, last time.", side)
+        self._version = metric(client.Gauge, "version", "The version last published or committed.", side)
+        self._behind = metric(client.Gauge, "staleness_versions", "Versions that the targets were behind.")
+        self._faults = metric(client.Counter, "faults", "Errors of a publish, a stage or a commit.", ("stage", "error"))
+        self._retries = metric(client.Counter, "retries", "Requests to a store that were made again.")
 
     def published(self, report: SyncReport) -> None:
-        self._told("publish", report)
+        self._observe("publish", report)
 
     def committed(self, report: SyncReport) -> None:
-        self._told("commit", report)
+        self._observe("commit", report)
         self._pause.observe(report.seconds["commit"])
         if report.behind is not None:
             self._behind.set(report.behind)
@@ -76,7 +83,7 @@ class Prometheus(Callback):
     def retried(self) -> None:
         self._retries.inc()
 
-    def _told(self, side: str, report: SyncReport) -> None:
+    def _observe(self, side: str, report: SyncReport) -> None:
         self._seconds[side].observe(sum(report.seconds.values()))
         for stage, seconds in report.seconds.items():
             self._stages.labels(side, stage).inc(seconds)
@@ -95,24 +102,24 @@ class _Scalars(Callback):
         self._version = 0
 
     def published(self, report: SyncReport) -> None:
-        self._told("publish", report, {})
+        self._observe("publish", report, {})
 
     def committed(self, report: SyncReport) -> None:
         more: dict[str, float] = {"pause_seconds": report.seconds["commit"]}
         if report.behind is not None:
             more["staleness_versions"] = report.behind
-        self._told("commit", report, more)
+        self._observe("commit", report, more)
 
     def failed(self, stage: str, error: BaseException) -> None:  # noqa: ARG002  # a scalar has no room for it
-        self._counted(f"faults/{stage}")
+        self._add(f"faults/{stage}")
 
     def retried(self) -> None:
-        self._counted("retries")
+        self._add("retries")
 
     def write(self, values: dict[str, float], version: int) -> None:
         raise NotImplementedError
 
-    def _told(self, side: str, report: SyncReport, more: dict[str, float]) -> None:
+    def _observe(self, side: str, report: SyncReport, more: dict[str, float]) -> None:
         self._version = report.version
         values = {
             "seconds": sum(report.seconds.values()),
@@ -124,14 +131,20 @@ class _Scalars(Callback):
         }
         self.write({f"sparserl/{side}/{name}": value for name, value in values.items()}, report.version)
 
-    def _counted(self, name: str) -> None:
+    def _add(self, name: str) -> None:
         with self._lock:
             self._count[name] += 1
         self.write({f"sparserl/{name}": self._count[name]}, self._version)
 
 
 class TensorBoard(_Scalars):
-    """Scalars by version, through a `SummaryWriter` or anything that has its `add_scalar`; or into a folder."""
+    """Scalars by version for TensorBoard.
+
+    >>> publisher = sparserl.Publisher(url, weights, callbacks=[metrics.TensorBoard("logs/")])     # doctest: +SKIP
+
+    Args:
+        writer: A `SummaryWriter`, or anything that has its `add_scalar`; or the folder to write to.
+    """
 
     def __init__(self, writer: Any) -> None:
         super().__init__()
@@ -147,9 +160,14 @@ class TensorBoard(_Scalars):
 
 
 class WandB(_Scalars):
-    """Scalars in a run of Weights & Biases, or anything that has its `log`; `sparserl/version` is among them.
+    """Scalars for Weights & Biases; `sparserl/version` is among them.
 
     No step is given to `log`, since the trainer counts its own.
+
+    >>> publisher = sparserl.Publisher(url, weights, callbacks=[metrics.WandB(wandb.run)])         # doctest: +SKIP
+
+    Args:
+        run: A run of Weights & Biases, or anything that has its `log`.
     """
 
     def __init__(self, run: Any) -> None:

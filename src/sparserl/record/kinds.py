@@ -33,6 +33,6 @@ def place(name: str) -> tuple[int | None, str]:
     >>> place("lm_head.weight")
     (None, 'head')
     """
-    found = _LAYER.search(name)
+    layer = _LAYER.search(name)
     kind = next((kind for kind, pattern in _KINDS if pattern.search(name)), "other")
-    return None if found is None else int(found[1]), kind
+    return None if layer is None else int(layer[1]), kind

@@ -36,12 +36,12 @@ def page(recording: Recording, *, title: str = "", lines: Sequence[str] = (), go
         f'<h1{"" if good is None else f""" class="{"good" if good else "bad"}" """}>{escape(heading)}</h1>',
         f"<p>{escape(about)}{'; ' if about else ''}recorded {when}</p>",
         _list(lines),
-        *(_cards(name, one) for name, one in figures["precisions"].items()),
+        *(_cards(name, values) for name, values in figures["precisions"].items()),
         "" if figures["precisions"] or not figures["sent"] else _sent_cards(figures["sent"]),
         _section("Over time", _over_time(recording)),
-        *(_of_precision(recording, name, one) for name, one in figures["precisions"].items()),
+        *(_of_precision(recording, name, values) for name, values in figures["precisions"].items()),
         _section("Seconds of a sync", _timeline(recording)),
-        *(_projected(name, one["projection"]) for name, one in figures["precisions"].items()),
+        *(_projected(name, values["projection"]) for name, values in figures["precisions"].items()),
         _table(recording),
         f"<section><h2>Not in this recording</h2>{_list(figures['missing'])}</section>" if figures["missing"] else "",
     ]
@@ -61,18 +61,20 @@ def _card(id: str, value: float, shown: str, what: str) -> str:
     return f'<div class="card" id="{escape(id)}" data-value="{value!r}"><b>{escape(shown)}</b>{escape(what)}</div>'
 
 
-def _cards(name: str, one: Mapping[str, Any]) -> str:
-    bits = sum(one["bits_per_change"]["auto"].values())
-    sent, whole, inactive = one["bytes"]["auto"], one["dense_bytes"], one["inactive_tensors"]
+def _cards(name: str, figures: Mapping[str, Any]) -> str:
+    bits = sum(figures["bits_per_change"]["auto"].values())
+    sent = figures["bytes"]["auto"]
+    whole = figures["dense_bytes"]
+    inactive = figures["inactive_tensors"]
     cards = (
-        _card(f"ratio-{name}", one["ratio"], f"{one['ratio']:,.1f}×", "less to send than all weights"),
-        _card(f"density-{name}", one["density"], share(one["density"]), "of the elements change, median"),
+        _card(f"ratio-{name}", figures["ratio"], f"{figures['ratio']:,.1f}×", "less to send than all weights"),
+        _card(f"density-{name}", figures["density"], share(figures["density"]), "of the elements change, median"),
         _card(f"bits-{name}", bits, f"{bits:.2f}", "bits per change, index and headers included"),
         _card(f"bytes-{name}", sent, size(sent), f"a sync, median, instead of {size(whole)}"),
-        _card(f"inactive-{name}", inactive, f"{inactive:g}", f"of {one['tensors']} tensors do not change, median"),
+        _card(f"inactive-{name}", inactive, f"{inactive:g}", f"of {figures['tensors']} tensors do not change, median"),
     )
-    first, last = one["versions"]
-    about = f"{one['elements']:,} elements, {one['syncs']} sync(s), versions {first} to {last}"
+    first, last = figures["versions"]
+    about = f"{figures['elements']:,} elements, {figures['syncs']} sync(s), versions {first} to {last}"
     return f'<section><h2>{escape(name)}</h2><p>{about}</p><div class="cards">{"".join(cards)}</div></section>'
 
 
@@ -90,8 +92,10 @@ def _over_time(recording: Recording) -> Iterable[str]:
     density = {name: {s.version: s.density for s in some} for name, some in syncs.items()}
     sizes: dict[str, dict[int, float]] = {name: {s.version: s.bytes() for s in some} for name, some in syncs.items()}
     if not syncs and recording.sent:
-        density = {"published": {v: one.changed / max(1, one.elements) for v, one in recording.sent.items()}}
-        sizes = {"published": {v: one.bytes for v, one in recording.sent.items()}}
+        density = {
+            "published": {v: published.changed / max(1, published.elements) for v, published in recording.sent.items()}
+        }
+        sizes = {"published": {v: published.bytes for v, published in recording.sent.items()}}
     if density:
         yield plots.lines("Density: elements that change", density, share)
         yield plots.lines("Bytes of a sync", sizes, short_size)
@@ -106,15 +110,18 @@ def _over_time(recording: Recording) -> Iterable[str]:
         yield plots.lines(name.capitalize(), {name: values}, lambda v: f"{v:.3g}")
 
 
-def _of_precision(recording: Recording, name: str, one: Mapping[str, Any]) -> str:
+def _of_precision(recording: Recording, name: str, figures: Mapping[str, Any]) -> str:
     syncs = recording.of(name)
-    if not one["changed"]:
+    if not figures["changed"]:
         return f"<section><h2>Where and how {escape(name)} changes</h2><p>Nothing changed.</p></section>"
-    labels, shares = [step.replace("-", "−") for step in one["steps"]], list(one["steps"].values())
+    labels = [step.replace("-", "−") for step in figures["steps"]]
+    shares = list(figures["steps"].values())
     unit = "steps to the neighbouring number of the format"
     drawn = [
         _heat(recording, name),
-        plots.rows("Bits per change, by profile", one["bits_per_change"], "{:.2f}".format, "Tensor table left out."),
+        plots.rows(
+            "Bits per change, by profile", figures["bits_per_change"], "{:.2f}".format, "Tensor table left out."
+        ),
         *_classes(syncs),
         plots.columns("Size of the changes", labels, {"all changes": shares}, share, below=unit),
     ]
@@ -148,9 +155,11 @@ def _classes(syncs: Sequence[Sync]) -> Iterable[str]:
         members: dict[int, int] = {}
         changed: dict[int, int] = {}
         for sync in syncs:
-            found = sync.classes[dtype]
-            for key, there, moved in zip(found["keys"], found["members"], found["changed"], strict=True):
-                members[key], changed[key] = members.get(key, 0) + there, changed.get(key, 0) + moved
+            classes = sync.classes[dtype]
+            rows = zip(classes["keys"], classes["members"], classes["changed"], strict=True)
+            for key, class_members, class_changed in rows:
+                members[key] = members.get(key, 0) + class_members
+                changed[key] = changed.get(key, 0) + class_changed
         total = sum(members.values())
         if total * 100 < sum(sync.elements for sync in syncs) or not any(changed.values()):
             continue
@@ -184,15 +193,15 @@ def _timeline(recording: Recording) -> Iterable[str]:
     if not recording.seconds:
         return
     versions = sorted(recording.seconds)[-_BARS:]
-    seen = {stage for version in versions for stage in recording.seconds[version]}
-    stages = [*(s for s in STAGES if s in seen), *sorted(seen - set(STAGES))]
+    recorded = {stage for version in versions for stage in recording.seconds[version]}
+    stages = [*(stage for stage in STAGES if stage in recorded), *sorted(recorded - set(STAGES))]
     stacks = {stage: [recording.seconds[v].get(stage, 0.0) for v in versions] for stage in stages}
     note = "Stages one after the other, of the slowest receiver." + (
         f" The last {_BARS} versions." if len(recording.seconds) > _BARS else ""
     )
     yield plots.columns("Stages", list(map(str, versions)), stacks, duration, below="version", note=note)
-    if "pause" in seen:
-        pauses = {v: taken["pause"] for v, taken in recording.seconds.items() if "pause" in taken}
+    if "pause" in recorded:
+        pauses = {v: seconds["pause"] for v, seconds in recording.seconds.items() if "pause" in seconds}
         yield plots.lines("Pause: weights that cannot be used", {"pause": pauses}, duration)
 
 

@@ -9,7 +9,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 210, 56, 8, 10, 36
+WIDTH = 400
+HEIGHT = 210
+LEFT = 56
+RIGHT = 8
+TOP = 10
+BOTTOM = 36
 POINTS = 150  # at most so many of a series are drawn
 Shown = Callable[[float], str]
 
@@ -38,7 +43,8 @@ def lines(
     others = [_thinned(values) for values in beside]
     every = [*curves.values(), *others]
     axis = _Axis([value for values in every for value in values.values()])
-    first, last = min(min(values) for values in every), max(max(values) for values in every)
+    first = min(min(values) for values in every)
+    last = max(max(values) for values in every)
 
     def x(version: int) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * ((version - first) / (last - first) if last > first else 0.5)
@@ -77,8 +83,9 @@ def columns(
         for n, (name, values) in enumerate(stacks.items()):
             if values[i] <= 0:
                 continue
-            low, reached = reached, reached + values[i]
-            top, foot = axis.y(reached), axis.y(low)
+            foot = axis.y(reached)
+            reached += values[i]
+            top = axis.y(reached)
             text = hover[i] if hover is not None else f"{label}, {name}: {shown(values[i])}"
             box = f'x="{LEFT + i * step + step * 0.1:.1f}" width="{step * 0.8:.1f}" y="{top:.1f}"'
             parts.append(
@@ -93,10 +100,12 @@ def rows(title: str, stacks: Mapping[str, Mapping[str, float]], shown: Shown, no
     """Horizontal bars, stacked: row → part → value, with the sum behind each."""
     names = list(next(iter(stacks.values())))
     most = max(sum(parts.values()) for parts in stacks.values()) or 1.0
-    reach, high = WIDTH - LEFT - 64, 26
+    reach = WIDTH - LEFT - 64
+    high = 26
     drawn = []
     for r, (row, parts) in enumerate(stacks.items()):
-        y, at = TOP + r * high, float(LEFT)
+        y = TOP + r * high
+        at = float(LEFT)
         drawn.append(f'<text x="{LEFT - 6}" y="{y + 14}" text-anchor="end">{escape(row)}</text>')
         for n, name in enumerate(names):
             wide = reach * parts[name] / most
@@ -120,7 +129,8 @@ def heat(
     live = [value for value, _ in cells.values() if value > 0]
     low, high = (min(live), max(live)) if live else (1.0, 1.0)
     span = math.log(high / low) or 1.0
-    left, tall = 34, 13 if len(down) > 16 else 18
+    left = 34
+    tall = 13 if len(down) > 16 else 18
     wide = (WIDTH - left - RIGHT) / max(1, len(across))
     small = min(11.0, wide / (0.62 * max(map(len, across), default=1)))
     drawn = [
@@ -158,15 +168,18 @@ class _Axis:
         wide = bool(live) and len(live) == len(values) and max(live) > 20 * min(live)
         self._log = bool(live) and (wide if log is None else log)
         if self._log:
-            first, last = math.floor(math.log10(min(live)) - 1e-9), math.ceil(math.log10(max(live)) - 1e-9)
-            last = max(last, first + 1)
+            first = math.floor(math.log10(min(live)) - 1e-9)
+            last = max(math.ceil(math.log10(max(live)) - 1e-9), first + 1)
             every = max(1, math.ceil((last - first) / 5))
             self.ticks = [10.0**power for power in range(first, last + 1, every)]
-            self._low, self._high = float(first), float(last)
+            self._low = float(first)
+            self._high = float(last)
             return
-        low, high = min(0.0, *values), max(0.0, *values)
+        low = min(0.0, *values)
+        high = max(0.0, *values)
         step = _nice((high - low) or 1.0)
-        self._low, self._high = math.floor(low / step) * step, math.ceil(high / step - 1e-9) * step
+        self._low = math.floor(low / step) * step
+        self._high = math.ceil(high / step - 1e-9) * step
         if self._high <= self._low:
             self._high = self._low + step
         self.ticks = [self._low + step * n for n in range(round((self._high - self._low) / step) + 1)]

@@ -20,7 +20,7 @@ from ..parallel import Progress
 from ..session import Callback, SyncReport
 from ..weights.memory import Weights
 from ..weights.tensors import tensor_table
-from .statistics import Seen, observe
+from .statistics import ChangedBefore, observe
 
 FORMAT = 1
 
@@ -57,7 +57,7 @@ class Recorder(Callback):
         self.path = Path(path)
         if not _is_begun(self.path):
             self._write("run", {"format": FORMAT, "time": time.time(), "meta": dict(meta or {})})
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, ChangedBefore] = {}
 
     def observe(
         self,
@@ -73,34 +73,35 @@ class Recorder(Callback):
     ) -> dict[str, Any]:
         """Compare two versions of the weights and write down what a sync from one to the other is.
 
-        Both have the same names, dtypes and shapes. Tensors on a device are brought to the host first.
+        Both have the same names, dtypes and shapes. Tensors on a GPU are copied to host memory first.
 
         version: the one that `new` is.
         precision: what to call it, where weights are recorded in several; the most common dtype if it is not given.
         seconds: by stage: `find`, `encode`, `upload`, `transfer`, `fetch`, `stage`, `pause`, or any other name.
         reward: of the rollouts that `new` was learnt from.
         """
-        before, after = _on_host(old), _on_host(new)
+        before = _on_host(old)
+        after = _on_host(new)
         table = tensor_table(before)
         name = precision or _commonest(before)
-        known = self._seen.get(name)
-        figures, self._seen[name] = observe(before, after, known, threads, progress)
-        if known is None:
+        changed_before = self._seen.get(name)
+        figures, self._seen[name] = observe(before, after, changed_before, threads, progress)
+        if changed_before is None:
             columns = {"names": [s.name for s in table.specs], "dtypes": [s.dtype.name for s in table.specs]}
             self._write("tensors", {"precision": name, **columns, "elements": table.numel.tolist()})
-        line = {"version": version, "precision": name, **figures} | _told(seconds, {"reward": reward})
+        line = {"version": version, "precision": name, **figures} | _measurements(seconds, {"reward": reward})
         self._write("sync", line)
         return line
 
     def note(self, version: int, *, seconds: Mapping[str, float] | None = None, **numbers: float | None) -> None:
         """Write down what was learnt about a version beside its bits: seconds by stage, `reward`, any other number."""
-        self._write("note", {"version": version} | _told(seconds, numbers))
+        self._write("note", {"version": version} | _measurements(seconds, numbers))
 
     def published(self, report: SyncReport) -> None:
         """Write down a report of a publisher."""
         sizes = {name: getattr(report, name) for name in ("changed", "elements", "bytes", "dense_bytes")}
         sent = {} if report.kind == "anchor" else {"sent": sizes}
-        self._write("note", {"version": report.version, **sent} | _told(_stages(report), {}))
+        self._write("note", {"version": report.version, **sent} | _measurements(_stages(report), {}))
 
     def committed(self, report: SyncReport) -> None:
         """Write down a report of a subscriber."""
@@ -128,22 +129,24 @@ def _is_begun(path: Path) -> bool:
     raise SparserlError(f"{path} exists and is not a recording of this release; choose another name")
 
 
-def _told(seconds: Mapping[str, float] | None, numbers: Mapping[str, float | None]) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+def _measurements(seconds: Mapping[str, float] | None, numbers: Mapping[str, float | None]) -> dict[str, Any]:
+    """Seconds by stage and numbers by name, as a line has them; what is not known is left out."""
+    fields: dict[str, Any] = {}
     if seconds:
-        told["seconds"] = {stage: round(taken, 6) for stage, taken in seconds.items()}
-    if there := {name: float(number) for name, number in numbers.items() if number is not None}:
-        told["numbers"] = there
-    return told
+        fields["seconds"] = {stage: round(value, 6) for stage, value in seconds.items()}
+    known_numbers = {name: float(number) for name, number in numbers.items() if number is not None}
+    if known_numbers:
+        fields["numbers"] = known_numbers
+    return fields
 
 
 def _stages(report: SyncReport) -> dict[str, float]:
     """Seconds by the names that recordings have for stages; what a sync does not wait for is left out."""
-    found: dict[str, float] = {}
+    stages: dict[str, float] = {}
     for stage, seconds in report.seconds.items():
         if (name := STAGES.get(stage)) is not None:
-            found[name] = found.get(name, 0.0) + seconds
-    return found
+            stages[name] = stages.get(name, 0.0) + seconds
+    return stages
 
 
 def _on_host(weights: Weights) -> Weights:

@@ -59,7 +59,7 @@ class Sync:
 
 
 @dataclass(frozen=True)
-class Sent:
+class PublishedSizes:
     """One version as its publisher reported it."""
 
     changed: int
@@ -90,7 +90,7 @@ class Recording:
     time: float
     tensors: dict[str, Tensors] = field(default_factory=dict)
     syncs: list[Sync] = field(default_factory=list)
-    sent: dict[int, Sent] = field(default_factory=dict)  # by version
+    sent: dict[int, PublishedSizes] = field(default_factory=dict)  # by version
     seconds: dict[int, dict[str, float]] = field(default_factory=dict)  # by version and stage, of the slowest
     numbers: dict[str, dict[int, float]] = field(default_factory=dict)  # by name and version
     cut: bool = False  # the last line is not whole: the recorder was killed, or still writes
@@ -104,12 +104,12 @@ class Recording:
             first, *rest = [json.loads(line) for line in lines]
             if first["kind"] != "run" or first["format"] != FORMAT:
                 raise SparserlError(f"{path} is not a recording of this release")
-            found = cls(first["meta"], first["time"], cut=cut)
+            recording = cls(first["meta"], first["time"], cut=cut)
             for line in rest:
-                found._add(line)
+                recording._add(line)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SparserlError(f"{path} is not a recording: {error!r}") from error
-        return found
+        return recording
 
     @property
     def rewards(self) -> dict[int, float]:
@@ -122,7 +122,8 @@ class Recording:
 
     def rows(self, precision: str) -> Iterator[tuple[str, int, int]]:
         """Name, elements and changes over all syncs of every tensor."""
-        syncs, tensors = self.of(precision), self.tensors[precision]
+        syncs = self.of(precision)
+        tensors = self.tensors[precision]
         for i, (name, elements) in enumerate(zip(tensors.names, tensors.elements, strict=True)):
             yield name, elements, sum(sync.changed[i] for sync in syncs)
 
@@ -136,11 +137,11 @@ class Recording:
             return
         version = line["version"]
         for stage, seconds in line.pop("seconds", {}).items():
-            taken = self.seconds.setdefault(version, {})
-            taken[stage] = max(seconds, taken.get(stage, 0.0))
+            stages = self.seconds.setdefault(version, {})
+            stages[stage] = max(seconds, stages.get(stage, 0.0))
         for name, number in line.pop("numbers", {}).items():
             self.numbers.setdefault(name, {})[version] = number
         if "sent" in line:
-            self.sent[version] = Sent(**line.pop("sent"))
+            self.sent[version] = PublishedSizes(**line.pop("sent"))
         if kind == "sync":
             self.syncs.append(Sync(elements=sum(self.tensors[line["precision"]].elements), **line))

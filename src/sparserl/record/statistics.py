@@ -48,7 +48,7 @@ def class_shift(dtype: DType) -> int:
 
 
 @dataclass
-class Seen:
+class ChangedBefore:
     """Which elements have changed so far, one bit for each."""
 
     table: TensorTable
@@ -59,89 +59,100 @@ class Seen:
 
     def add(self, tensor: int, positions: npt.NDArray[np.uint32], offset: int) -> int:
         """Mark changes; returns how many of them were marked before."""
-        marks, at = self.marks[tensor], positions.astype(np.int64) + offset
-        again = (marks.words[at >> 6] >> (at & 63).astype(np.uint64)) & np.uint64(1)
+        marks = self.marks[tensor]
+        elements = positions.astype(np.int64) + offset
+        again = (marks.words[elements >> 6] >> (elements & 63).astype(np.uint64)) & np.uint64(1)
         marks.add(positions, offset)
         return int(again.sum())
 
 
 @dataclass
-class _Classes:
+class _ClassCounts:
     """Elements and changes of one dtype, by magnitude class."""
 
     members: Counts = field(default_factory=lambda: np.zeros(KEYS, np.int64))
     changed: Counts = field(default_factory=lambda: np.zeros(KEYS, np.int64))
 
-    def add(self, other: _Classes) -> None:
+    def add(self, other: _ClassCounts) -> None:
         self.members += other.members
         self.changed += other.changed
 
 
 @dataclass(frozen=True)
-class _Found:
+class _BatchCounts:
     """The changes of one batch, counted."""
 
     batch: Batch
     positions: npt.NDArray[np.uint32]
     counts: Counts
-    classes: _Classes
+    classes: _ClassCounts
     steps: Counts
 
 
 def observe(
-    old: Weights, new: Weights, seen: Seen | None, threads: int | None, progress: Progress | None
-) -> tuple[dict[str, Any], Seen]:
-    """The figures of one sync, and the elements seen so far with those that changed in it."""
-    was = LocalWeights.of(old)
-    now, table = LocalWeights.of(new, was.table), was.table
-    seen = seen or Seen(table)
-    seen.table.require(table, "the syncs before", "this one")
-    changed, steps, again = np.zeros(len(table), np.int64), np.zeros(len(STEPS), np.int64), 0
-    classes: dict[DType, _Classes] = defaultdict(_Classes)
-    for found in ordered(lambda batch: _count(was, now, batch), batches(table, was.places), threads):
-        batch = found.batch
-        np.add.at(changed, batch.tensor, found.counts)
-        steps += found.steps
-        classes[batch.dtype].add(found.classes)
-        cuts = np.cumsum(found.counts)[:-1]
-        for tensor, part in zip(batch.tensor.tolist(), np.split(found.positions, cuts), strict=True):
-            again += seen.add(tensor, part, batch.offset)
+    old: Weights,
+    new: Weights,
+    changed_before: ChangedBefore | None,
+    threads: int | None,
+    progress: Progress | None,
+) -> tuple[dict[str, Any], ChangedBefore]:
+    """The figures of one sync, and the elements that have changed so far, with those that changed in it."""
+    local_old = LocalWeights.of(old)
+    table = local_old.table
+    local_new = LocalWeights.of(new, table)
+    changed_before = changed_before or ChangedBefore(table)
+    changed_before.table.require(table, "the syncs before", "this one")
+    changed = np.zeros(len(table), np.int64)
+    steps = np.zeros(len(STEPS), np.int64)
+    again = 0
+    classes: dict[DType, _ClassCounts] = defaultdict(_ClassCounts)
+    counted = ordered(lambda batch: _count(local_old, local_new, batch), batches(table, local_old.places), threads)
+    for counts in counted:
+        batch = counts.batch
+        np.add.at(changed, batch.tensor, counts.counts)
+        steps += counts.steps
+        classes[batch.dtype].add(counts.classes)
+        cuts = np.cumsum(counts.counts)[:-1]
+        for tensor, positions in zip(batch.tensor.tolist(), np.split(counts.positions, cuts), strict=True):
+            again += changed_before.add(tensor, positions, batch.offset)
         if progress is not None:
             progress(batch.elements * batch.dtype.width)
     return {
         "dense_bytes": table.dense_bytes,
         "changed": changed.tolist(),
         "again": again,
-        "ever": sum(marks.count for marks in seen.marks),
+        "ever": sum(marks.count for marks in changed_before.marks),
         "steps": dict(zip(STEPS, steps.tolist(), strict=True)),
-        "classes": {dtype.name: _by_class(dtype, found) for dtype, found in classes.items()},
+        "classes": {dtype.name: _by_class(dtype, class_counts) for dtype, class_counts in classes.items()},
         "profiles": _profiles(old, new, threads, progress),
-    }, seen
+    }, changed_before
 
 
-def _count(was: LocalWeights, now: LocalWeights, batch: Batch) -> _Found:
+def _count(local_old: LocalWeights, local_new: LocalWeights, batch: Batch) -> _BatchCounts:
     dtype = batch.dtype
-    old, old_alive = was.read(batch)
-    new, new_alive = now.read(batch)
+    old, old_alive = local_old.read(batch)
+    new, new_alive = local_new.read(batch)
     positions, before, after, counts = scan(np.empty(0, dtype.uint), old, new, batch.numel)
     kind, keep = magnitude(dtype)
-    shift, found = np.uint64(class_shift(dtype)), _Classes()
-    cpu.classes.key_histogram(kind, old, batch.numel, keep, shift, 1, found.members)
+    shift = np.uint64(class_shift(dtype))
+    classes = _ClassCounts()
+    cpu.classes.key_histogram(kind, old, batch.numel, keep, shift, 1, classes.members)
     del old_alive, new_alive  # copies may go only now
-    moved, by_step = steps_between(dtype, before, after), np.zeros((KEYS, 4), np.int64)
-    cpu.classes.change_histogram(kind, keep, shift, 1, before, moved, by_step)
-    found.changed += by_step.sum(1)
-    sizes = np.bincount(np.minimum(moved, len(STEPS)).astype(np.int64), minlength=len(STEPS) + 1)[1:]
-    return _Found(batch, positions, counts, found, sizes)
+    steps = steps_between(dtype, before, after)
+    by_step = np.zeros((KEYS, 4), np.int64)
+    cpu.classes.change_histogram(kind, keep, shift, 1, before, steps, by_step)
+    classes.changed += by_step.sum(1)
+    sizes = np.bincount(np.minimum(steps, len(STEPS)).astype(np.int64), minlength=len(STEPS) + 1)[1:]
+    return _BatchCounts(batch, positions, counts, classes, sizes)
 
 
-def _by_class(dtype: DType, found: _Classes) -> dict[str, Any]:
-    keys = np.flatnonzero(found.members)
+def _by_class(dtype: DType, classes: _ClassCounts) -> dict[str, Any]:
+    keys = np.flatnonzero(classes.members)
     return {
         "shift": class_shift(dtype),
         "keys": keys.tolist(),
-        "members": found.members[keys].tolist(),
-        "changed": found.changed[keys].tolist(),
+        "members": classes.members[keys].tolist(),
+        "changed": classes.changed[keys].tolist(),
     }
 
 
@@ -151,7 +162,8 @@ def _profiles(old: Weights, new: Weights, threads: int | None, progress: Progres
     out = {}
     for name in ("auto", *PROFILES):
         patch = diff(old, new, profile=name, base_digest=base, threads=threads, progress=progress)
-        base, out[name] = patch.base, dict(zip(PARTS, breakdown(patch), strict=True))
+        base = patch.base
+        out[name] = dict(zip(PARTS, breakdown(patch), strict=True))
     return out
 
 

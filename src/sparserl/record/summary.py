@@ -78,15 +78,17 @@ def bits(syncs: list[Sync], profile: str) -> dict[str, float]:
 def projection(syncs: list[Sync]) -> list[dict[str, Any]]:
     """How long a sync takes over other links and for other models, of the same density and bits per change."""
     last = syncs[-1]
-    changes, elements = sum(sync.total for sync in syncs), sum(sync.elements for sync in syncs)
+    changes = sum(sync.total for sync in syncs)
+    elements = sum(sync.elements for sync in syncs)
     speeds = Speeds.known(default_threads())
-    known = {name: sum(bits(syncs, name).values()) for name in speeds.profiles}
+    bits_per_change = {name: sum(bits(syncs, name).values()) for name in speeds.profiles}
     out = []
     for size in (last.elements, *SIZES):
         for text in LINKS:
             width = last.dense_bytes / last.elements
-            estimates = predict(size, width, changes / elements, Link.parse(text), speeds, known)
-            dense, fastest = estimates[0], best(estimates)
+            estimates = predict(size, width, changes / elements, Link.parse(text), speeds, bits_per_change)
+            dense = estimates[0]
+            fastest = best(estimates)
             out.append(
                 {
                     "elements": size,
@@ -106,23 +108,22 @@ def _sent(recording: Recording) -> dict[str, Any] | None:
         return None
     return {
         "syncs": len(sent),
-        "density": median(one.changed / max(1, one.elements) for one in sent),
-        "bytes": median(one.bytes for one in sent),
-        "ratio": sum(one.dense_bytes for one in sent) / max(1, sum(one.bytes for one in sent)),
+        "density": median(sizes.changed / max(1, sizes.elements) for sizes in sent),
+        "bytes": median(sizes.bytes for sizes in sent),
+        "ratio": sum(sizes.dense_bytes for sizes in sent) / max(1, sum(sizes.bytes for sizes in sent)),
     }
 
 
 def _by_stage(recording: Recording) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    by_stage: dict[str, list[float]] = {}
     for stages in recording.seconds.values():
         for stage, seconds in stages.items():
-            found.setdefault(stage, []).append(seconds)
-    return found
+            by_stage.setdefault(stage, []).append(seconds)
+    return by_stage
 
 
 def _ends(values: dict[int, float]) -> dict[str, float]:
     """First and last are means of a tenth of the versions."""
     ordered = [values[version] for version in sorted(values)]
     tenth = max(1, len(ordered) // 10)
-    first, last = ordered[:tenth], ordered[-tenth:]
-    return {"first": sum(first) / tenth, "last": sum(last) / tenth}
+    return {"first": sum(ordered[:tenth]) / tenth, "last": sum(ordered[-tenth:]) / tenth}

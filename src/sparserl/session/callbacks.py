@@ -1,4 +1,4 @@
-"""What a session tells others about itself: metrics, recordings, whatever has a `Callback`."""
+"""What metrics, recordings and others are told about a session: the methods of a `Callback`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ _log = logging.getLogger("sparserl.callbacks")
 
 
 class Callback:
-    """Is told what a publisher or a subscriber did, on the thread that did it. Every method does nothing by default.
+    """Base of what a session calls when something happened, on the thread on which it did.
 
-    What a callback raises is logged, once for each callback, and changes nothing.
+    Every method does nothing by default. What a callback raises is logged, once for each callback, and changes nothing.
+
+    >>> import numpy as np, sparserl, tempfile
+    >>> class Prints(sparserl.metrics.Callback):
+    ...     def published(self, report):
+    ...         print("version", report.version)
+    >>> weights = {"w": np.zeros(1000, np.float32)}
+    >>> _ = sparserl.Publisher(f"file://{tempfile.mkdtemp()}", weights, callbacks=[Prints()]).publish()
+    version 0
     """
 
     def published(self, report: SyncReport) -> None:
-        """A version is in the store, or at all ranks."""
+        """A version was published: it is in the store, or all ranks have committed it."""
 
     def committed(self, report: SyncReport) -> None:
-        """A version is what the targets hold; `report.seconds["commit"]` is how long that paused them."""
+        """A version was committed; `report.seconds["commit"]` is how long the targets were paused."""
 
     def failed(self, stage: str, error: BaseException) -> None:
         """`publish`, `stage` or `commit` raised an error."""
 
     def retried(self) -> None:
-        """A request to the store failed on the way, and is made again."""
+        """A request to the store failed, and is made again."""
 
 
 class Callbacks(Callback):
@@ -43,28 +51,28 @@ class Callbacks(Callback):
         self._logged: set[int] = set()  # those that have raised once
 
     def published(self, report: SyncReport) -> None:
-        self._tell("published", report)
+        self._call("published", report)
 
     def committed(self, report: SyncReport) -> None:
-        self._tell("committed", report)
+        self._call("committed", report)
 
     def failed(self, stage: str, error: BaseException) -> None:
-        self._tell("failed", stage, error)
+        self._call("failed", stage, error)
 
     def retried(self) -> None:
-        self._tell("retried")
+        self._call("retried")
 
     @contextmanager
     def failures(self, stage: str) -> Iterator[None]:
-        """Tell about errors that go through here."""
+        """Call `failed` for errors that are raised inside."""
         try:
             yield
         except Exception as error:
             self.failed(stage, error)
             raise
 
-    def hear_retries(self, store: Store) -> None:
-        """Be told when requests to a store are made again: each time it sleeps first."""
+    def watch_retries(self, store: Store) -> None:
+        """Call `retried` whenever a request to a store is made again: each time it sleeps first."""
         retry = getattr(store, "retry", None)
         if retry is None or not self._callbacks:
             return
@@ -75,13 +83,13 @@ class Callbacks(Callback):
 
         store.retry = replace(retry, sleep=sleep)  # type: ignore[attr-defined]
 
-    def _tell(self, event: str, *about: object) -> None:
+    def _call(self, event: str, *arguments: object) -> None:
         for number, callback in enumerate(self._callbacks):
             try:
-                getattr(callback, event)(*about)
+                getattr(callback, event)(*arguments)
             except Exception:  # noqa: BLE001  # whatever it is, a sync does not depend on it
                 if number not in self._logged:
                     self._logged.add(number)
                     _log.exception(
-                        "%r raised in %s(); it will be called again, but this is not said again", callback, event
+                        "%r raised in %s(); it will be called again, but this is not logged again", callback, event
                     )

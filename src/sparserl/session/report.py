@@ -10,29 +10,51 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One version, published or committed: how much changed, what it took in bytes, and seconds per stage."""
+    """One version, published, staged or committed: how much changed, its bytes, and the seconds of each stage.
+
+    >>> import numpy as np, sparserl, tempfile
+    >>> weights = {"w": np.zeros(1000, np.float32)}
+    >>> report = sparserl.Publisher(f"file://{tempfile.mkdtemp()}", weights).publish()
+    >>> (report.version, report.kind, report.elements, report.dense_bytes)
+    (0, 'anchor', 1000, 4000)
+
+    Attributes:
+        run: The id of the run.
+        version: The version.
+        digest: The digest of its weights, in hexadecimal.
+        kind: What was sent: `patch`, `anchor`, or `none` where nothing had to be.
+        changed: How many elements changed.
+        elements: How many elements the weights have.
+        bytes: How many bytes were written, sent or fetched.
+        dense_bytes: How many bytes all weights have.
+        seconds: How long each stage took.
+        notes: What went wrong beside it, and will be tried again.
+        messages: How many broadcasts it took, over a process group.
+        behind: How many versions the targets were behind the newest one; None for a publish, or where they held none.
+    """
 
     run: str
     version: int
     digest: str
-    kind: str  # "patch", "anchor", or "none" where nothing was to be done
+    kind: str
     changed: int
     elements: int
     bytes: int
     dense_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # what went wrong beside it, and will be tried again
-    messages: int = 0  # broadcasts that it took, over a process group
-    behind: int | None = None  # of a commit: how many versions of the run the targets were behind the newest one
+    notes: tuple[str, ...] = ()
+    messages: int = 0
+    behind: int | None = None
 
     @property
     def density(self) -> float:
+        """The share of the elements that changed."""
         return self.changed / max(1, self.elements)
 
     def __str__(self) -> str:
-        took = ", ".join(f"{stage} {seconds * 1e3:.1f} ms" for stage, seconds in self.seconds.items())
+        stages = ", ".join(f"{stage} {seconds * 1e3:.1f} ms" for stage, seconds in self.seconds.items())
         share = f"{self.changed:,} changed ({self.density:.3%})"
-        return f"version {self.version}: {self.kind}, {share}, {self.bytes:,} bytes of {self.dense_bytes:,}; {took}"
+        return f"version {self.version}: {self.kind}, {share}, {self.bytes:,} bytes of {self.dense_bytes:,}; {stages}"
 
 
 class Watch:
@@ -40,7 +62,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._inside = [0.0]
+        self._inside = [0.0]  # of stages that began and ended inside each stage that is open
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -49,6 +71,6 @@ class Watch:
         try:
             yield
         finally:
-            took = time.perf_counter() - started
-            self.seconds[name] = self.seconds.get(name, 0.0) + took - self._inside.pop()
-            self._inside[-1] += took
+            seconds = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds - self._inside.pop()
+            self._inside[-1] += seconds

@@ -46,36 +46,36 @@ class SourceConformance:
 
     def test_steps_are_seen(self, source: Source) -> None:
         """After a step there are other bits."""
-        seen = [digest(source.weights()).hex]
+        digests = [digest(source.weights()).hex]
         for _ in range(3):
             self.step(source)
-            seen.append(digest(source.weights()).hex)
-        assert len(set(seen)) == 4
+            digests.append(digest(source.weights()).hex)
+        assert len(set(digests)) == 4
 
     @pytest.mark.parametrize("baseline", ["host", "none"])
     def test_versions_arrive_bit_for_bit(self, source: Source, baseline: str, tmp_path: Path) -> None:
         """With a copy of the last version to compare with; and without one, if the source tracks changes itself."""
         if baseline == "none" and not hasattr(source, "committed"):
             pytest.skip("it does not track changes")
-        mine = blank(_table(source))
+        rollout = blank(_table(source))
         with (
             Publisher(FolderStore(tmp_path), source, baseline=baseline) as publisher,
-            Subscriber(FolderStore(tmp_path), mine) as subscriber,
+            Subscriber(FolderStore(tmp_path), rollout) as subscriber,
         ):
             for version in range(4):
                 if version:
                     self.step(source)
                 report = publisher.publish()
-                assert report is not None
                 assert (report.kind, report.changed > 0) == ("patch" if version else "anchor", True)
                 subscriber.sync()
                 assert subscriber.version == version
-                assert digest(mine) == digest(source.weights())
+                assert digest(rollout) == digest(source.weights())
 
     def test_a_failed_publish_loses_nothing(self, source: Source, tmp_path: Path) -> None:
         """What it would have sent goes with the next one."""
-        mine, store = blank(_table(source)), _Breaks(tmp_path)
-        with Publisher(store, source) as publisher, Subscriber(FolderStore(tmp_path), mine) as subscriber:
+        rollout = blank(_table(source))
+        store = _BreakableStore(tmp_path)
+        with Publisher(store, source) as publisher, Subscriber(FolderStore(tmp_path), rollout) as subscriber:
             publisher.publish()
             self.step(source)
             store.broken = True
@@ -86,10 +86,10 @@ class SourceConformance:
             publisher.publish()
             subscriber.sync()
             assert subscriber.version == 1
-            assert digest(mine) == digest(source.weights())
+            assert digest(rollout) == digest(source.weights())
 
 
-class _Breaks(FolderStore):
+class _BreakableStore(FolderStore):
     """A folder that cannot be written to for a while."""
 
     broken = False
@@ -101,5 +101,5 @@ class _Breaks(FolderStore):
 
 
 def _table(source: Source) -> TensorTable:
-    found = source.weights()
-    return found.table if isinstance(found, Shards) else tensor_table(found)
+    weights = source.weights()
+    return weights.table if isinstance(weights, Shards) else tensor_table(weights)

@@ -46,9 +46,9 @@ class StoreConformance:
         data = os.urandom(100_000)
         for _ in range(2):
             store.put("runs/a/b", memoryview(data))
-        found = store.get("runs/a/b", 100_000)
-        assert found.data == data
-        assert found.tag
+        stored = store.get("runs/a/b", 100_000)
+        assert stored.data == data
+        assert stored.tag
         assert store.read("runs/a/b", 0, 1) == data[:1]
         assert store.read("runs/a/b", 99_990, 10) == data[-10:]
         assert store.read("runs/a/b", 500, 70_000) == data[500:70_500]
@@ -113,9 +113,9 @@ class StoreConformance:
         for name in names:
             store.put(name, name.encode())
         store.put("other", b"")
-        found = {item.name: item for item in store.list("runs/")}
-        assert sorted(found) == names
-        for name, item in found.items():
+        listed = {item.name: item for item in store.list("runs/")}
+        assert sorted(listed) == names
+        for name, item in listed.items():
             assert item.size == len(name)
             assert before < item.time < time.time() + 2
         assert sorted(item.name for item in store.list("runs/x/")) == names[:2]
@@ -177,36 +177,38 @@ class StoreConformance:
 
     def test_changes_are_noticed(self, opens: Callable[[str], Store], place: str) -> None:
         """At once if there is another one, after a while if one comes, not at all if none does."""
-        here, there = opens(place), opens(place)
-        later = threading.Timer(0.3, lambda: there.swap("head", b"1", None))
+        reader = opens(place)
+        writer = opens(place)
+        later = threading.Timer(0.3, lambda: writer.swap("head", b"1", None))
         later.start()
-        found = here.changed("head", None, 10)
+        first = reader.changed("head", None, 10)
         later.join()
-        assert found is not None
-        assert found.data == b"1"
+        assert first is not None
+        assert first.data == b"1"
         started = time.monotonic()
-        assert here.changed("head", found.tag, 0.3) is None
+        assert reader.changed("head", first.tag, 0.3) is None
         assert 0.25 < time.monotonic() - started < 5
-        later = threading.Timer(0.3, lambda: there.swap("head", b"2", found.tag))
+        later = threading.Timer(0.3, lambda: writer.swap("head", b"2", first.tag))
         later.start()
-        again = here.changed("head", found.tag, 10)
+        again = reader.changed("head", first.tag, 10)
         later.join()
-        assert again == here.get("head", 10)
-        assert here.changed("head", found.tag, 0) == again
+        assert again == reader.get("head", 10)
+        assert reader.changed("head", first.tag, 0) == again
 
     def test_a_run_goes_through_it(self, opens: Callable[[str], Store], place: str) -> None:
         """Versions arrive bit for bit, also at one who comes late; a publisher that comes second takes over."""
         steps = versions(4)
         weights = {name: array.copy() for name, array in steps[0].items()}
-        mine, late = (blank(tensor_table(weights)) for _ in range(2))
-        publisher, subscriber = Publisher(opens(place), weights), Subscriber(opens(place), mine)
+        rollout, late = (blank(tensor_table(weights)) for _ in range(2))
+        publisher = Publisher(opens(place), weights)
+        subscriber = Subscriber(opens(place), rollout)
         for version, step in enumerate(steps[:3]):
             for name, array in step.items():
                 weights[name][...] = array
             publisher.publish()
             subscriber.sync()
             assert subscriber.version == version
-            assert bits(mine) == bits(step)
+            assert bits(rollout) == bits(step)
         Subscriber(opens(place), late).sync()
         assert bits(late) == bits(steps[2])
         assert publisher.wait(2, 2, 5) == 2
@@ -217,4 +219,4 @@ class StoreConformance:
             publisher.publish()
         subscriber.sync()
         assert subscriber.run == second.run
-        assert bits(mine) == bits(steps[3])
+        assert bits(rollout) == bits(steps[3])

@@ -55,12 +55,12 @@ class TargetConformance:
         """Or it says that it holds nothing of them, and will be given all."""
         more = {**versions[0], "more": np.zeros(3, np.float32)}
         try:
-            found = holding.attach(tensor_table(more))
+            weights = holding.attach(tensor_table(more))
         except TensorMismatch:
-            found = None
-        assert found is None
-        held = holding.attach(tensor_table(versions[0]))
-        assert held is None or bits(held) == bits(versions[0])
+            weights = None
+        assert weights is None
+        weights = holding.attach(tensor_table(versions[0]))
+        assert weights is None or bits(weights) == bits(versions[0])
 
     @pytest.mark.parametrize("way", ["fresh", "a patch", "patches"])
     def test_nothing_is_seen_before_the_commit(self, holding: Target, versions: list[Weights], way: str) -> None:
@@ -77,11 +77,11 @@ class TargetConformance:
         again.commit()
         again.finish()
         self._sees(holding, versions[end])
-        held = holding.held()
-        assert held is None or held == (change.run, change.created, end)
+        version = holding.held()
+        assert version is None or version == (change.run, change.created, end)
 
     def test_what_is_discarded_leaves_no_trace(self, holding: Target, versions: list[Weights]) -> None:
-        """The weights are as they were, and the next version lands."""
+        """The weights are as they were, and the next version can be committed."""
         holding.prepare(_change(versions, 1)).discard()
         self._sees(holding, versions[0])
         prepared = holding.prepare(_change(versions, 1))
@@ -109,7 +109,7 @@ class TargetConformance:
 
     def test_it_is_taken_back_with_others(self, target: Target, versions: list[Weights], tmp_path: Path) -> None:
         """Where another target of the same subscriber fails, before it or after it, neither changes."""
-        other = _Breaks()
+        other = _BreakableTarget()
         for place, several in enumerate(([target, other], [other, target])):
             store = FolderStore(tmp_path / str(place))
             with _Published(tmp_path / str(place), versions) as run, Subscriber(store, several) as subscriber:
@@ -125,9 +125,9 @@ class TargetConformance:
                 self._sees(target, versions[1])
 
     def _sees(self, target: Any, weights: Weights) -> None:
-        found = self.seen(target)
-        assert found is not None
-        assert bits(found) == bits(weights)
+        visible = self.seen(target)
+        assert visible is not None
+        assert bits(visible) == bits(weights)
 
 
 class _Published:
@@ -152,7 +152,7 @@ class _Published:
         self._publisher.close()
 
 
-class _Breaks:
+class _BreakableTarget:
     """A target that holds nothing, and fails when it is told to."""
 
     profiles: frozenset[str] | None = None

@@ -1,4 +1,4 @@
-"""Patches whose buckets are still on their way: they are staged while they arrive."""
+"""Patches whose buckets are still arriving: they are staged meanwhile."""
 
 from __future__ import annotations
 
@@ -21,24 +21,31 @@ class Arrival:
     """The patches of a transfer as they come in, staged on a thread of its own."""
 
     def __init__(
-        self, receiver: Receiver, plan: TransferPlan, table: TensorTable | None, hash: bytes, held: Digest | None
+        self,
+        receiver: Receiver,
+        plan: TransferPlan,
+        table: TensorTable | None,
+        table_hash: bytes,
+        digest: Digest | None,
     ) -> None:
         assert table is not None
         self.failure: BaseException | None = None
         self.prepared: list[Prepared] = []
         self.kind = "none"
-        self._receiver, self._plan, self._table = receiver, plan, table
-        self._legs, self._start = len(plan.legs), 0
+        self._receiver = receiver
+        self._plan = plan
+        self._table = table
+        self._start = len(plan.legs)  # the first leg that is needed
         self._files: Future[dict[str, bytes]] = Future()
         self._received: list[bytes] = []
         try:
-            self._start = plan.first_leg(held)
+            self._start = plan.first_leg(digest)
         except SessionError as error:
-            self._start, self.failure = self._legs, error
+            self.failure = error
         legs = plan.legs[self._start :]
         self._buckets = [BucketList(leg.buckets, memory_bytes=anchors.SPOOL_BYTES) for leg in legs]
         self._patches = [
-            Patch(Contents(table, Ends(leg.base, leg.result, leg.changed), buckets, hash))
+            Patch(Contents(table, Ends(leg.base, leg.result, leg.changed), buckets, table_hash))
             for leg, buckets in zip(legs, self._buckets, strict=True)
         ]
         self._thread = threading.Thread(target=self._work, name="sparserl-stage", daemon=True)
@@ -46,7 +53,7 @@ class Arrival:
 
     def add(self, leg: int, bucket: bytes) -> None:
         """A bucket of a leg, or a file behind the last one."""
-        if leg == self._legs:
+        if leg == len(self._plan.legs):
             self._received.append(bucket)
         elif leg >= self._start:
             self._buckets[leg - self._start].add(bucket)
@@ -88,8 +95,11 @@ class Arrival:
             self.failure = self.failure or error
 
     def _staged(self) -> list[Prepared]:
-        plan, receiver = self._plan, self._receiver
-        fresh, files, patches = None, None, list(self._patches)
+        plan = self._plan
+        receiver = self._receiver
+        patches = list(self._patches)
+        fresh = None
+        files = None
         self.kind = "patch"
         if plan.legs[self._start].anchor:
             self.kind = "anchor"

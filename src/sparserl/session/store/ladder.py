@@ -26,9 +26,9 @@ class Ladder:
         """Forget the versions of another run."""
         self._back.clear()
 
-    def add(self, version: int, found: Captured, threads: int | None = None) -> None:
+    def add(self, version: int, changes: Captured, threads: int | None = None) -> None:
         """The changes that lead to a version, before the weights they start from are written to."""
-        self._back[version] = found.back(threads=threads)
+        self._back[version] = changes.back(threads=threads)
         self._back.pop(version - self._spans[-1], None)
 
     def rungs(self, version: int, weights: dict[str, Bits], threads: int | None = None) -> Iterator[tuple[int, Patch]]:

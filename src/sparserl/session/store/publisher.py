@@ -148,7 +148,7 @@ class Publisher:
         self.baseline = ""
 
         self.store = _open_writable(url)
-        self._callbacks.hear_retries(self.store)
+        self._callbacks.watch_retries(self.store)
         self._writers = Writers(None if writers is None else RankGather(writers, timeout))
         if state is not None and self._writers.size > 1:
             raise SessionError("several writers keep no state: after a restart they begin a new run")

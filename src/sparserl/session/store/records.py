@@ -34,7 +34,8 @@ from ...wire.table import decode_table, decompress_table, encoded_table
 FORMAT = 1
 HEAD = "head.json"
 MOST_HEAD = MOST_LEASE = 1 << 16  # bytes
-MOST_FILE, MOST_FILES = 1 << 30, 1 << 12
+MOST_FILE = 1 << 30  # bytes of all files together
+MOST_FILES = 1 << 12
 MOST_STEPS = 1 << 17
 _RUN = re.compile(r"[0-9a-f]{16}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -99,16 +100,16 @@ def parse(data: bytes, what: str, bound: Bound = SMALL) -> dict[str, Any]:
         return out
 
     _require_bound(data, what, bound)
-    read: dict[str, Any] = {"object_pairs_hook": once, "parse_int": _number, "parse_constant": _number}
+    options: dict[str, Any] = {"object_pairs_hook": once, "parse_int": _number, "parse_constant": _number}
     try:
-        found = json.loads(data.decode("ascii"), parse_float=_fraction, **read)
+        record = json.loads(data.decode("ascii"), parse_float=_fraction, **options)
     except (ValueError, RecursionError) as error:
         raise InvalidField(f"{what} is not valid JSON: {str(error)[:200]}") from error
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise InvalidField(f"{what} is not a JSON object")
-    if found.get("format") != FORMAT:
-        raise UnsupportedFormat(f"{what}: format {found.get('format')!r}; this release reads {FORMAT}")
-    return found
+    if record.get("format") != FORMAT:
+        raise UnsupportedFormat(f"{what}: format {record.get('format')!r}; this release reads {FORMAT}")
+    return record
 
 
 def _number(text: str) -> int:
@@ -127,7 +128,8 @@ class _Fields:
     """Takes the fields of a record one by one; what is missing, of the wrong kind or too large is an error."""
 
     def __init__(self, record: dict[str, Any], what: str) -> None:
-        self.left, self.what = dict(record), what
+        self.left = dict(record)
+        self.what = what
         self.left.pop("format", None)
 
     def take(self, name: str, read: Callable[[Any], T]) -> T:
@@ -259,7 +261,8 @@ class Run:
     @classmethod
     def parse(cls, data: bytes, what: str) -> Run:
         fields = _Fields(parse(data, what, RUN), what)
-        run, created = fields.text("run", _RUN), fields.take("created", _seconds)
+        run = fields.text("run", _RUN)
+        created = fields.take("created", _seconds)
         size = fields.count("table_bytes", limits.TABLE_BYTES)
         coded = fields.take("table", lambda v: base64.b64decode(v, validate=True))
         files = fields.take("files", lambda v: {_file(n): _blob(b, MOST_FILE) for n, b in v.items()})
@@ -359,10 +362,10 @@ class Index:
         index = cls(fields.text("run", _RUN), fields.take("steps", _list(Step.read)))
         fields.finish()
         _require_few(len(index.steps), MOST_STEPS, "steps", what)
-        known = {step.version: step.digest for step in index.steps}
+        digests = {step.version: step.digest for step in index.steps}
         for step in index.steps:
             ends = [(step.version, step.digest)] + ([] if step.base is None else [(step.base, step.base_digest)])
-            if any(known.get(version, digest) != digest for version, digest in ends):
+            if any(digests.get(version, digest) != digest for version, digest in ends):
                 raise InvalidField(f"{what}: {step.name} and others do not agree on what a version is")
         return index
 

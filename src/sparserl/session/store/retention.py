@@ -69,11 +69,11 @@ def needed(store: Store, head: Head, indices: Iterable[str] = ()) -> set[str]:
 def _recent(listed: list[ObjectInfo], head: Head, since: float) -> set[str]:
     """The indices that the head has led to since then: those written since, and the one before them."""
     prefix = path(head.run, "index", "")
-    found = sorted((item.time, item.name[len(prefix) :]) for item in listed if item.name.startswith(prefix))
-    if any(name == head.index and written <= since for written, name in found):
+    indices = sorted((item.time, item.name[len(prefix) :]) for item in listed if item.name.startswith(prefix))
+    if any(name == head.index and written <= since for written, name in indices):
         return set()
-    older = [name for written, name in found if written <= since]
-    return {name for written, name in found if written > since} | set(older[-1:])
+    older = [name for written, name in indices if written <= since]
+    return {name for written, name in indices if written > since} | set(older[-1:])
 
 
 def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, dry: bool = False) -> list[str]:
@@ -85,7 +85,8 @@ def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, 
     """
     # Listed before the head is read: what is committed in between is younger than the list.
     listed = [item for item in store.list("runs/") if is_own(item.name)]
-    now, head = clock(), read_head(store)[0]
+    now = clock()
+    head, _ = read_head(store)
     keep = needed(store, head, _recent(listed, head, now - grace))
     gone = [
         item.name
@@ -101,7 +102,8 @@ def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str
     """Everything that is wrong with a store, object by object: `sparserl fsck`."""
     try:
         head, _ = read_head(store, trusted_keys)
-        run, index = read_run(store, head), read_index(store, head)
+        run = read_run(store, head)
+        index = read_index(store, head)
     except (StoreError, FormatError, SessionError) as error:
         yield str(error)
         return
@@ -114,12 +116,12 @@ def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str
     places: set[str] = set()
     for hash, named in steps.items():
         yield from _manifest_faults(store, run, hash, named, places)
-    known = routes.versions(index.steps)
-    if known.get(head.version) != head.digest:
+    digests = routes.versions(index.steps)
+    if digests.get(head.version) != head.digest:
         yield f"no step leads to version {head.version} with digest {head.digest}"
     oldest = min((step.version for step in index.steps if step.base is None), default=0)
     reached = routes.reached(index.steps)
-    for version, digest in known.items():
+    for version, digest in digests.items():
         if version >= oldest and (version, digest) not in reached:  # older ones are for those who hold a version
             yield f"version {version} cannot be reached with what the store has"
 
@@ -158,17 +160,17 @@ def _goes_on(store: Store, name: str, size: int) -> bool:
 
 def _blob_fault(store: Store, name: str, hash: str, size: int, what: str) -> Iterator[str]:
     """Whether an object is there and has the hash that names it; large ones are read piece by piece."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     try:
         if size <= RANGE_BYTES:
-            found.update(store.get(name, size).data)
+            hasher.update(store.get(name, size).data)
         else:
             for start in range(0, size, RANGE_BYTES):
-                found.update(store.read(name, start, min(RANGE_BYTES, size - start)))
+                hasher.update(store.read(name, start, min(RANGE_BYTES, size - start)))
             if _goes_on(store, name, size):
                 yield f"{what}: {name} is longer than the {size} bytes that it should have"
     except (StoreError, FormatError) as error:
         yield f"{what}: {error}"
         return
-    if found.hexdigest() != hash:
+    if hasher.hexdigest() != hash:
         yield f"{what}: {name} holds other bytes than its name promises"

@@ -81,12 +81,12 @@ def retained(steps: Sequence[Step], anchors: int, needed: Collection[int], most:
 
     A lease is spared unless more than `most` patches were kept for it: whoever holds it takes an anchor instead.
     """
-    kept = sorted(step.version for step in steps if step.base is None)[-anchors:]
+    last_anchors = sorted(step.version for step in steps if step.base is None)[-anchors:]
     starts = sorted(min(step.base, step.version) for step in steps if step.base is not None)
     too_old = starts[-most - 1] if len(starts) > most else -1
-    oldest = min([*kept[:1], *(version for version in needed if version > too_old)], default=0)
+    oldest = min([*last_anchors[:1], *(version for version in needed if version > too_old)], default=0)
     return tuple(
         step
         for step in steps
-        if (step.version in kept if step.base is None else min(step.base, step.version) >= oldest)
+        if (step.version in last_anchors if step.base is None else min(step.base, step.version) >= oldest)
     )

@@ -117,7 +117,7 @@ class Subscriber(Receiver):
         self._progress = progress
         self._clock = checked_clock(clock)
         self.store = open_store(url, token=token) if isinstance(url, str) else url
-        self._callbacks.hear_retries(self.store)
+        self._callbacks.watch_retries(self.store)
         self._name = lease if self.store.writable else None
         self._snapshot: StoreSnapshot | None = None
         self._leased: RunVersion | None = None  # the version in the lease

@@ -162,7 +162,9 @@ def require_size(manifest: Manifest, table: TensorTable, what: str) -> None:
     tiles among them, and a bucket less than `_BUCKET_BYTES` besides. No element is in two entries. Twice the sum is
     above what any writer can reach.
     """
-    elements, count, size = table.elements, len(manifest.buckets), manifest.size
+    elements = table.elements
+    count = len(manifest.buckets)
+    size = manifest.size
     changes = table.dense_bytes + 6 * elements
     most = 2 * (changes + _ENTRY_BYTES * min(elements, limits.PATCH_ENTRIES) + _BUCKET_BYTES * count)
     if count > elements or size > most:

@@ -11,7 +11,7 @@ import pytest
 
 import sparserl
 from sparserl.session.store import signing, transfer
-from sparserl.session.store.records import HEAD, Head, Index, path, sha256
+from sparserl.session.store.records import HEAD, HeadRecord, Index, path, sha256
 from sparserl.session.store.retention import read_head, read_index, read_run
 from sparserl.transport.stores.folder import FolderStore
 from sparserl.weights.dtypes import Bits
@@ -35,7 +35,7 @@ def add_squashed() -> None:
     step = transfer.send(store, head.run, patch).step(0, 2, time.time())
     index = Index(head.run, (*read_index(store, head).steps, step))
     store.put(path(head.run, "index", sha256(index.to_bytes())), index.to_bytes())
-    moved = Head(**(vars(head) | {"index": sha256(index.to_bytes()), "nonce": "0" * 16}))
+    moved = HeadRecord(**(vars(head) | {"index": sha256(index.to_bytes()), "nonce": "0" * 16}))
     store.swap(HEAD, signing.seal(moved.body(), Path("key").read_text()), tag)
     store.close()
 
@@ -152,7 +152,7 @@ def test_fsck_finds_versions_that_cannot_be_reached(here: Path) -> None:
     head, tag = read_head(store)
     index = Index(head.run, read_index(store, head).steps[1:])
     store.put(path(head.run, "index", sha256(index.to_bytes())), index.to_bytes())
-    moved = Head(**(vars(head) | {"index": sha256(index.to_bytes())}))
+    moved = HeadRecord(**(vars(head) | {"index": sha256(index.to_bytes())}))
     store.swap(HEAD, signing.seal(moved.body(), None), tag)
     store.close()
     faults = values("fsck", URL, code=1)["faults"]

@@ -17,7 +17,7 @@ class Forged:
     def __init__(self, root: Path, table: TensorTable, nothing: Digest | None = None) -> None:
         """`nothing` is the digest of weights of zeros."""
         self.root = root
-        self.run = records.Run("0" * 16, 1.0, table)
+        self.run = records.RunRecord("0" * 16, 1.0, table)
         self.digest, self.nothing = Digest(1, 2), nothing or Digest()
         self._places = 0
 
@@ -55,7 +55,7 @@ class Forged:
         self.put(records.run_path(self.run.run), run)
         self.put(f"runs/{self.run.run}/index/{records.sha256(index)}", index)
         hashes = records.sha256(index), records.sha256(run)
-        head = records.Head(self.run.run, version, self.digest, *hashes, 1.0, 1.0, "0" * 16)
+        head = records.HeadRecord(self.run.run, version, self.digest, *hashes, 1.0, 1.0, "0" * 16)
         self.put(records.HEAD, signing.seal(head.body(), None))
 
     def sync(self, target: Any) -> str:

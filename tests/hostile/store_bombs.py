@@ -25,7 +25,7 @@ from tests.hostile.ways import apart, slowness
 STORES: dict[str, Callable[[Path], None]] = {}
 RECORDS: dict[str, Callable[[], bytes]] = {}
 LARGE = 250 << 20  # bytes of an object that is only there in name: a file with a hole
-PARSERS = {"run": records.Run.parse, "index": records.Index.parse, "manifest": records.Manifest.parse}
+PARSERS = {"run": records.RunRecord.parse, "index": records.Index.parse, "manifest": records.Manifest.parse}
 
 
 def store(build: Callable[[Path], None]) -> Callable[[Path], None]:

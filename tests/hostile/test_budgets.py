@@ -21,7 +21,7 @@ from sparserl import Digest, Patch
 from sparserl.errors import InvalidField, LimitExceeded, NotRetained
 from sparserl.session import anchors, memory_limit
 from sparserl.session.store import records, routes
-from sparserl.session.store.records import Blob, Index, Manifest, Step
+from sparserl.session.store.records import Blob, Index, Manifest, RouteStep
 from sparserl.transport.stores.deadline import Transfers
 from tests.hostile.bombs import I8, RAW, bucket, claims, patch, rows, table, varints
 from tests.hostile.forge import Columns, Stream, Table
@@ -109,7 +109,7 @@ pairs = st.tuples(st.none() | st.integers(0, 6), st.integers(0, 6)).filter(lambd
 def step(base, version):
     digests = {v: Digest(v + 1, 0) for v in (base, version) if v is not None}
     start = None if base is None else digests[base]
-    return Step(base, version, start, digests[version], 10, 0, ("raw",), f"{version:064x}", 0.0)
+    return RouteStep(base, version, start, digests[version], 10, 0, ("raw",), f"{version:064x}", 0.0)
 
 
 @given(st.lists(pairs, max_size=12))
@@ -157,7 +157,7 @@ def test_writers_keep_the_bounds_of_readers(monkeypatch):
 def test_the_largest_records_are_within_their_bounds():
     """As many steps and buckets as there may be, with the longest numbers, fit."""
     most, profiles = 2**53, ("ctx", "gap", "raw", "ulp")
-    far = Step(most, most - 1, Digest(1, 2), Digest(3, 4), most, most, profiles, "f" * 64, 1.7e9 / 3)
+    far = RouteStep(most, most - 1, Digest(1, 2), Digest(3, 4), most, most, profiles, "f" * 64, 1.7e9 / 3)
     one, two = (len(Index("0" * 16, (far,) * n).to_bytes()) for n in (1, 2))
     assert one + records.MOST_STEPS * (two - one) <= records.INDEX.size
     blobs = [Blob(f"{i:064x}", 1 << 28) for i in range(2)]

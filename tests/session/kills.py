@@ -13,7 +13,7 @@ from pathlib import Path
 
 import sparserl
 from sparserl.errors import NotFound
-from sparserl.session.store.records import Head
+from sparserl.session.store.records import HeadRecord
 from sparserl.session.store.retention import read_head
 from sparserl.targets import folder
 from sparserl.transport.stores.folder import FolderStore
@@ -67,7 +67,7 @@ class Kills:
             subscriber.audit()
         self.journal.add("committed", run=subscriber.run, version=subscriber.version, sha=current(self.target))
 
-    def head(self) -> Head | None:
+    def head(self) -> HeadRecord | None:
         try:
             return read_head(FolderStore(self.store))[0]
         except NotFound:

@@ -10,7 +10,7 @@ import pytest
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import Fenced, FormatError, SessionError, SparserlError, Untrusted
 from sparserl.session.store import signing
-from sparserl.session.store.records import HEAD, Head, Index, canonical, path, sha256
+from sparserl.session.store.records import HEAD, HeadRecord, Index, canonical, path, sha256
 from sparserl.session.store.retention import faults, read_head
 from sparserl.transport import open_store
 from tests.session.policy import Policy, bits
@@ -172,7 +172,7 @@ def test_an_index_of_another_run(url):
     head, _ = read_head(scene.store)
     index = Index("0" * 16, scene.publisher._committed.index.steps).to_bytes()
     scene.store.put(path(head.run, "index", sha256(index)), index)
-    body = Head(**{**vars(head), "index": sha256(index)}).body()
+    body = HeadRecord(**{**vars(head), "index": sha256(index)}).body()
     scene.replace_head(signing.seal(body, SECRET))
     scene.refused("that of run 0000", FormatError)
 
@@ -183,7 +183,9 @@ def test_a_publisher_does_not_sign_what_another_wrote(url):
     head, _ = read_head(scene.store)
     index = Index(head.run, scene.publisher._committed.index.steps[:1]).to_bytes()
     scene.store.put(path(head.run, "index", sha256(index)), index)
-    scene.replace_head(signing.seal(Head(**{**vars(head), "index": sha256(index), "nonce": "0" * 16}).body(), None))
+    scene.replace_head(
+        signing.seal(HeadRecord(**{**vars(head), "index": sha256(index), "nonce": "0" * 16}).body(), None)
+    )
     scene.policy.step()
     with pytest.raises(Fenced):
         scene.publisher.publish()
@@ -209,7 +211,7 @@ def test_an_index_that_contradicts_itself(url):
     for liar in (replace(steps[0], version=1), replace(steps[1], base_digest=steps[1].digest)):
         index = Index(head.run, (*steps, liar)).to_bytes()
         scene.store.put(path(head.run, "index", sha256(index)), index)
-        scene.replace_head(signing.seal(Head(**{**vars(head), "index": sha256(index)}).body(), SECRET))
+        scene.replace_head(signing.seal(HeadRecord(**{**vars(head), "index": sha256(index)}).body(), SECRET))
         scene.refused("do not agree", FormatError)
 
 
@@ -220,7 +222,7 @@ def test_a_step_that_takes_more_than_it_says(url):
     first, second = scene.publisher._committed.index.steps
     index = Index(head.run, (replace(first, bytes=3), second)).to_bytes()
     scene.store.put(path(head.run, "index", sha256(index)), index)
-    scene.replace_head(signing.seal(Head(**{**vars(head), "index": sha256(index)}).body(), SECRET))
+    scene.replace_head(signing.seal(HeadRecord(**{**vars(head), "index": sha256(index)}).body(), SECRET))
     scene.refused("promises 3", FormatError)
 
 

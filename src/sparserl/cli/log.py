@@ -16,7 +16,7 @@ from .reporting import reporting
 from .stores import open_store
 
 if TYPE_CHECKING:
-    from ..session.store.records import Head, Run, Step
+    from ..session.store.records import HeadRecord, RouteStep, RunRecord
 
 commands = typer.Typer()
 
@@ -54,7 +54,7 @@ def log(
         show.result(False, {}, *_lines(head, run, steps))
 
 
-def _values(head: Head, run: Run, steps: Sequence[Step]) -> dict[str, Any]:
+def _values(head: HeadRecord, run: RunRecord, steps: Sequence[RouteStep]) -> dict[str, Any]:
     """A run for scripts."""
     elements = run.table.elements
     return {
@@ -72,7 +72,7 @@ def _values(head: Head, run: Run, steps: Sequence[Step]) -> dict[str, Any]:
     }
 
 
-def _lines(head: Head, run: Run, steps: Sequence[Step]) -> Iterator[str]:
+def _lines(head: HeadRecord, run: RunRecord, steps: Sequence[RouteStep]) -> Iterator[str]:
     """A run for people: what it is, a table of its steps, and their total."""
     now = time.time()
     elements = run.table.elements
@@ -86,26 +86,26 @@ def _lines(head: Head, run: Run, steps: Sequence[Step]) -> Iterator[str]:
     yield (f"{versions} version(s), newest {head.version}: {', '.join(totals)}; {show.size(_bytes(steps))} in all")
 
 
-def _by_kind(steps: Sequence[Step]) -> dict[str, list[Step]]:
+def _by_kind(steps: Sequence[RouteStep]) -> dict[str, list[RouteStep]]:
     return {kind: [step for step in steps if _kind(step) == kind] for kind in _KINDS}
 
 
-def _bytes(steps: Sequence[Step]) -> int:
+def _bytes(steps: Sequence[RouteStep]) -> int:
     return sum(step.bytes for step in steps)
 
 
-def _kind(step: Step) -> str:
+def _kind(step: RouteStep) -> str:
     if step.base is None:
         return "anchor"
     return "patch" if step.base == step.version - 1 else "squashed"
 
 
-def _bits_per_change(step: Step) -> float | None:
+def _bits_per_change(step: RouteStep) -> float | None:
     """What was sent for each changed element; None for an anchor, which holds no changes."""
     return 8 * step.bytes / step.changed if step.base is not None and step.changed else None
 
 
-def _step_values(step: Step, elements: int) -> dict[str, Any]:
+def _step_values(step: RouteStep, elements: int) -> dict[str, Any]:
     return {
         "version": step.version,
         "base": step.base,
@@ -120,7 +120,7 @@ def _step_values(step: Step, elements: int) -> dict[str, Any]:
     }
 
 
-def _row(step: Step, elements: int, now: float) -> tuple[str, ...]:
+def _row(step: RouteStep, elements: int, now: float) -> tuple[str, ...]:
     bits = _bits_per_change(step)
     return (
         str(step.version),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import sparserl
-from sparserl.session.baseline import NoBaseline, choose
+from sparserl.session.baseline import NoBaseline, choose_baseline
+from sparserl.session.options import BaselineOptions
 from sparserl.weights.dtypes import Bits
 from tests.patch.gpu.gpu_weights import DEVICE, TWO, needs_gpu, on_gpu, on_host, same_bits, two_versions
 
@@ -52,7 +53,7 @@ def test_baselines():
     """A baseline lies where the weights are, and moves on there; weights in host memory have theirs in host memory."""
     old, new = two_versions("bfloat16", TWO)
     weights = on_gpu(old) | {"near": np.zeros(9, np.float32)}
-    kept, words = choose(weights, kind="device")
+    kept, words = choose_baseline(weights, BaselineOptions("device", None))
     assert "where the weights are" in words
     assert all(isinstance(bits, Bits) == (name == "near") for name, bits in kept.weights.items())
     for name, tensor in on_gpu(new).items():
@@ -63,7 +64,7 @@ def test_baselines():
     kept.advance(patch, found)
     assert same_bits({name: kept.weights[name] for name in new}, new)
     assert kept.digest == sparserl.digest(weights)
-    _, words = choose(on_host(old), kind="device")
+    _, words = choose_baseline(on_host(old), BaselineOptions("device", None))
     assert "in host memory" in words
 
 

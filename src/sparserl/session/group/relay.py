@@ -20,7 +20,7 @@ from ..options import require_timeout
 from ..receiver import RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from ..store import routes, transfer
-from ..store.records import Step
+from ..store.records import RouteStep
 from ..store.side_files import StoredFiles
 from ..store.signing import PublicKeys
 from ..store.subscriber import StoreSnapshot, Subscriber
@@ -237,7 +237,7 @@ class Relay(Subscriber):
             digest = None if self._current is None else self._current.digest
         return Arrival(self, plan, table, encoded_table(table).hash, digest)
 
-    def _route_everywhere(self, snapshot: StoreSnapshot, goal: RunVersion, hellos: dict[int, Note]) -> list[Step]:
+    def _route_everywhere(self, snapshot: StoreSnapshot, goal: RunVersion, hellos: dict[int, Note]) -> list[RouteStep]:
         """The steps that bring all ranks to a version: from the oldest one held if all are on its way, or an anchor."""
         if failed := rounds.failures(hellos):
             raise SessionError(f"not every rank can take part: {failed}")
@@ -264,7 +264,7 @@ class Relay(Subscriber):
 class _Fetched(NamedTuple):
     """What was fetched from the store to bring all ranks to a version."""
 
-    steps: Sequence[Step]
+    steps: Sequence[RouteStep]
     patches: Sequence[Patch]
     files: dict[str, bytes]
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from ...errors import Fenced, FormatError, NotFound, Refused, Unavailable, UnsupportedFormat, Untrusted
 from ...transport.stores.base import Store
 from . import signing
-from .records import HEAD, MOST_HEAD, Head, Index, Run, Step, path, sha256
+from .records import HEAD, MOST_HEAD, HeadRecord, Index, RouteStep, RunRecord, path, sha256
 from .retention import read_index
 from .signing import PublisherKeys
 from .writers import Writers
 
-Steps = tuple[Step, ...]
+Steps = tuple[RouteStep, ...]
 
 _SWAPS = 8  # attempts at a head whose replies are lost
 _MOST_GARBAGE = 1 << 26  # bytes in the place of a head that a publisher with a key takes for garbage, and replaces
@@ -31,7 +31,7 @@ class _LateSwap(Unavailable):
 class _HeadRead(NamedTuple):
     """What is in the place of the head: a head (None for none, or another's), its tag, or garbage and its tag."""
 
-    head: Head | None
+    head: HeadRecord | None
     tag: str | None
     is_garbage: bool = False
 
@@ -52,10 +52,10 @@ class HeadMove:
     finish: called when the head has moved.
     """
 
-    run: Run
-    step: Step
+    run: RunRecord
+    step: RouteStep
     add_steps: Callable[[Steps], Steps]
-    finish: Callable[[Head, Index], None]
+    finish: Callable[[HeadRecord, Index], None]
 
 
 class HeadWriter:
@@ -77,7 +77,7 @@ class HeadWriter:
         self._tag = head_read.tag
         self.next_run_time = 0.0 if self.first_head is None else _later(self.first_head.created)
 
-    def move(self, move: HeadMove, steps: Steps, last_head: Head | None) -> None:
+    def move(self, move: HeadMove, steps: Steps, last_head: HeadRecord | None) -> None:
         """Make a version visible: the index, then the head, unless somebody else has moved it.
 
         steps: those of the index that the last head names.
@@ -118,19 +118,19 @@ class HeadWriter:
         if open_swap is not None and nonce == open_swap.nonce:
             open_swap.finish()
 
-    def _finish(self, move: HeadMove, head: Head, index: Index) -> None:
+    def _finish(self, move: HeadMove, head: HeadRecord, index: Index) -> None:
         self._open_swap = None
         self.next_run_time = _later(head.created)
         move.finish(head, index)
 
-    def _propose(self, move: HeadMove, steps: Steps) -> tuple[Head, Index]:
+    def _propose(self, move: HeadMove, steps: Steps) -> tuple[HeadRecord, Index]:
         """The next head, and the index that it names, which is written."""
         run = move.run
         index = Index(run.run, move.add_steps(steps))
         data = index.to_bytes()
         index_hash = sha256(data)
         self._store.put(path(run.run, "index", index_hash), data)
-        head = Head(
+        head = HeadRecord(
             run=run.run,
             version=move.step.version,
             digest=move.step.digest,
@@ -142,12 +142,14 @@ class HeadWriter:
         )
         return head, index
 
-    def _swap_or_reread(self, head: Head, last_head: Head | None, earlier_nonce: str | None) -> Index | None:
+    def _swap_or_reread(
+        self, head: HeadRecord, last_head: HeadRecord | None, earlier_nonce: str | None
+    ) -> Index | None:
         """Move the head; returns None, or the index to start from again."""
         other_head = self._swap(head, last_head, earlier_nonce)
         return None if other_head is None else read_index(self._store, other_head)
 
-    def _swap(self, head: Head, last_head: Head | None, earlier_nonce: str | None) -> Head | None:
+    def _swap(self, head: HeadRecord, last_head: HeadRecord | None, earlier_nonce: str | None) -> HeadRecord | None:
         """Swap the head. Returns None when it is done, or a head with another index to start from again.
 
         A reply may be lost: then the nonce in the store tells whose swap worked.
@@ -194,7 +196,7 @@ class HeadWriter:
         if len(data) > MOST_HEAD:
             return _HeadRead(None, tag, is_garbage=True)
         try:
-            return _HeadRead(Head.parse(signing.unseal(data, self._keys.accepted, HEAD)), tag)
+            return _HeadRead(HeadRecord.parse(signing.unseal(data, self._keys.accepted, HEAD)), tag)
         except Untrusted:
             return _HeadRead(None, tag)
         except UnsupportedFormat:
@@ -210,21 +212,21 @@ def _later(time: float) -> float:
     return max(time + 0.001, math.nextafter(time, math.inf))
 
 
-def _same_version(head: Head, last_head: Head | None) -> bool:
+def _same_version(head: HeadRecord, last_head: HeadRecord | None) -> bool:
     """Whether a head only has another index than the last one: a tool has squashed patches, say."""
     if last_head is None:
         return False
     return (head.run, head.version, head.digest) == (last_head.run, last_head.version, last_head.digest)
 
 
-def _dump(proposal: tuple[Head, Index]) -> bytes:
+def _dump(proposal: tuple[HeadRecord, Index]) -> bytes:
     head, index = proposal
     return head.body() + b"\n" + index.to_bytes()
 
 
-def _load(data: bytes) -> tuple[Head, Index]:
+def _load(data: bytes) -> tuple[HeadRecord, Index]:
     head, index = data.split(b"\n")
-    return Head.parse(head), Index.parse(index, "the index")
+    return HeadRecord.parse(head), Index.parse(index, "the index")
 
 
 def _dump_index(index: Index | None) -> bytes:

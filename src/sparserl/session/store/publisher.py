@@ -39,7 +39,7 @@ from ..report import SyncReport, Watch
 from . import side_files, transfer
 from .head import HeadWriter
 from .maintenance import Maintenance, RetentionOptions
-from .records import Head, checked_clock
+from .records import HeadRecord, checked_clock
 from .resume import SavedAnchor
 from .run_writer import CommittedVersion, RunWriter
 from .signing import PublicKeys, PublisherKeys
@@ -265,7 +265,7 @@ class Publisher:
     def _tracks_changes(self) -> bool:
         return hasattr(self._source, "committed")
 
-    def _resume(self, saved_anchor: SavedAnchor, head: Head) -> None:
+    def _resume(self, saved_anchor: SavedAnchor, head: HeadRecord) -> None:
         """Go on with the run of a head, if its weights can be built from the saved anchor."""
         resumed = saved_anchor.resume(self.store, head, self._encoding.threads)
         if resumed is not None:
@@ -424,7 +424,7 @@ def _open_writable(url: str | Store) -> Store:
 
 
 def _report_of(
-    version: CommittedVersion, kind: str, sent: transfer.Sent, watch: Watch, notes: tuple[str, ...]
+    version: CommittedVersion, kind: str, sent: transfer.UploadedPatch, watch: Watch, notes: tuple[str, ...]
 ) -> SyncReport:
     table = version.run.table
     return SyncReport(

@@ -198,7 +198,7 @@ def _list(read: Callable[[Any], T]) -> Callable[[Any], tuple[T, ...]]:
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadRecord:
     """The newest committed version. `nonce` is drawn anew for every write, so that a writer knows its own."""
 
     run: str
@@ -215,7 +215,7 @@ class Head:
         return canonical(record)
 
     @classmethod
-    def parse(cls, data: bytes) -> Head:
+    def parse(cls, data: bytes) -> HeadRecord:
         fields = _Fields(parse(data, HEAD), HEAD)
         head = cls(
             fields.text("run", _RUN),
@@ -239,7 +239,7 @@ class Blob(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What all versions of a run have in common."""
 
     run: str
@@ -259,7 +259,7 @@ class Run:
         return written(record, f"run {self.run}", RUN)
 
     @classmethod
-    def parse(cls, data: bytes, what: str) -> Run:
+    def parse(cls, data: bytes, what: str) -> RunRecord:
         fields = _Fields(parse(data, what, RUN), what)
         run = fields.text("run", _RUN)
         created = fields.take("created", _seconds)
@@ -304,7 +304,7 @@ def _blob(value: Any, most: int) -> Blob:
 
 
 @dataclass(frozen=True)
-class Step:
+class RouteStep:
     """A way to a version: a patch from another one, or an anchor (`base` is None), which starts from nothing."""
 
     base: int | None
@@ -326,7 +326,7 @@ class Step:
         return out | {"base_digest": None if self.base_digest is None else self.base_digest.hex}
 
     @classmethod
-    def read(cls, record: Any) -> Step:
+    def read(cls, record: Any) -> RouteStep:
         fields = _Fields(dict(record), "index: a step")
         step = cls(
             fields.take("base", lambda v: None if v is None else _count(v, MOST_VERSION)),
@@ -350,7 +350,7 @@ class Index:
     """All steps that can be had in a run, as of a version."""
 
     run: str
-    steps: tuple[Step, ...]
+    steps: tuple[RouteStep, ...]
 
     def to_bytes(self) -> bytes:
         _require_few(len(self.steps), MOST_STEPS, "steps", f"the index of run {self.run}")
@@ -359,7 +359,7 @@ class Index:
     @classmethod
     def parse(cls, data: bytes, what: str) -> Index:
         fields = _Fields(parse(data, what, INDEX), what)
-        index = cls(fields.text("run", _RUN), fields.take("steps", _list(Step.read)))
+        index = cls(fields.text("run", _RUN), fields.take("steps", _list(RouteStep.read)))
         fields.finish()
         _require_few(len(index.steps), MOST_STEPS, "steps", what)
         digests = {step.version: step.digest for step in index.steps}

@@ -20,7 +20,7 @@ from ...transport.stores.base import Store
 from ...weights.dtypes import Bits
 from ..anchors import build_weights
 from . import routes, transfer
-from .records import Head, Index, Run, sha256
+from .records import HeadRecord, Index, RunRecord, sha256
 from .retention import read_index, read_run
 
 _ANCHOR = re.compile(r"anchor-(?P<store>[0-9a-f]{8})-(?P<run>[0-9a-f]{16})-(?P<version>\d{1,16})\.srl")
@@ -31,7 +31,7 @@ _DRAFT = re.compile(rf"\.{_ANCHOR.pattern}\..+")
 class ResumedRun:
     """A run to go on with, and the weights of its newest version."""
 
-    run: Run
+    run: RunRecord
     index: Index
     weights: dict[str, Bits]
 
@@ -62,7 +62,7 @@ class SavedAnchor:
             if match is not None and path.name != self._name and self._store == match["store"]:
                 path.unlink(missing_ok=True)
 
-    def resume(self, store: Store, head: Head, threads: int | None = None) -> ResumedRun | None:
+    def resume(self, store: Store, head: HeadRecord, threads: int | None = None) -> ResumedRun | None:
         """The run of the store's head, if an anchor of it is saved here; else a new run begins."""
         for version, name in sorted(self._anchors(head.run), reverse=True):
             resumed = self._resume_from(name, version, store, head, threads)
@@ -84,7 +84,9 @@ class SavedAnchor:
         matches = [_ANCHOR.fullmatch(path.name) for path in self._path.iterdir()]
         return [(int(match["version"]), match[0]) for match in matches if match is not None and match["run"] == run]
 
-    def _resume_from(self, name: str, version: int, store: Store, head: Head, threads: int | None) -> ResumedRun | None:
+    def _resume_from(
+        self, name: str, version: int, store: Store, head: HeadRecord, threads: int | None
+    ) -> ResumedRun | None:
         try:
             anchor = Patch.open(self._path / name)
             run = read_run(store, head)

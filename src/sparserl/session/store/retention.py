@@ -13,11 +13,11 @@ from .records import (
     HEAD,
     MOST_HEAD,
     RUN,
-    Head,
+    HeadRecord,
     Index,
     Manifest,
-    Run,
-    Step,
+    RouteStep,
+    RunRecord,
     get_named,
     is_own,
     path,
@@ -30,27 +30,27 @@ from .transfer import require_size
 _LEASE = 86_400.0  # seconds that a lease stays which nobody renews
 
 
-def read_head(store: Store, trusted_keys: PublicKeys | None = None) -> tuple[Head, str]:
+def read_head(store: Store, trusted_keys: PublicKeys | None = None) -> tuple[HeadRecord, str]:
     """The head and its tag; where keys are trusted, one of them must have signed it."""
     data, tag = store.get(HEAD, MOST_HEAD)
-    return Head.parse(signing.unseal(data, trusted_keys, HEAD)), tag
+    return HeadRecord.parse(signing.unseal(data, trusted_keys, HEAD)), tag
 
 
-def read_run(store: Store, head: Head) -> Run:
+def read_run(store: Store, head: HeadRecord) -> RunRecord:
     name = run_path(head.run)
     data = store.get(name, RUN.size).data
     require_hash(data, head.run_hash, name)
-    return Run.parse(data, name)
+    return RunRecord.parse(data, name)
 
 
-def read_index(store: Store, head: Head) -> Index:
+def read_index(store: Store, head: HeadRecord) -> Index:
     index = Index.parse(get_named(store, head.run, "index", head.index), path(head.run, "index", head.index))
     if index.run != head.run:
         raise FormatError(f"the index of run {head.run} is that of run {index.run}")
     return index
 
 
-def needed(store: Store, head: Head, indices: Iterable[str] = ()) -> set[str]:
+def needed(store: Store, head: HeadRecord, indices: Iterable[str] = ()) -> set[str]:
     """Every object that the head leads to, and those that other indices of its run lead to."""
     names = {HEAD, run_path(head.run)}
     names |= {path(head.run, "files", blob.hash) for blob in read_run(store, head).files.values()}
@@ -66,7 +66,7 @@ def needed(store: Store, head: Head, indices: Iterable[str] = ()) -> set[str]:
     return names
 
 
-def _recent(listed: list[ObjectInfo], head: Head, since: float) -> set[str]:
+def _recent(listed: list[ObjectInfo], head: HeadRecord, since: float) -> set[str]:
     """The indices that the head has led to since then: those written since, and the one before them."""
     prefix = path(head.run, "index", "")
     indices = sorted((item.time, item.name[len(prefix) :]) for item in listed if item.name.startswith(prefix))
@@ -110,7 +110,7 @@ def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str
     files = {blob: name for name, blob in run.files.items()}
     for blob, name in files.items():
         yield from _blob_fault(store, path(head.run, "files", blob.hash), blob.hash, blob.size, f"file {name}")
-    steps: dict[str, list[Step]] = {}
+    steps: dict[str, list[RouteStep]] = {}
     for step in index.steps:
         steps.setdefault(step.manifest, []).append(step)
     places: set[str] = set()
@@ -126,7 +126,9 @@ def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str
             yield f"version {version} cannot be reached with what the store has"
 
 
-def _manifest_faults(store: Store, run: Run, hash: str, steps: list[Step], places: set[str]) -> Iterator[str]:
+def _manifest_faults(
+    store: Store, run: RunRecord, hash: str, steps: list[RouteStep], places: set[str]
+) -> Iterator[str]:
     """What is wrong with a manifest and its buckets, given the steps that name it and the places seen before."""
     first = steps[0].name
     try:

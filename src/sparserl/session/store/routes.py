@@ -7,15 +7,15 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ...errors import NotRetained
 from ...weights.digest import Digest
-from .records import Step
+from .records import RouteStep
 
 _NOTHING = -1  # where anchors start from
 _Node = tuple[int, Digest | None]
 
 
 def route(
-    steps: Iterable[Step], have: tuple[int, Digest] | None, want: int, profiles: Collection[str] | None = None
-) -> list[Step]:
+    steps: Iterable[RouteStep], have: tuple[int, Digest] | None, want: int, profiles: Collection[str] | None = None
+) -> list[RouteStep]:
     """The steps with the fewest bytes that lead to version `want`, in order.
 
     have: version and digest that are held already; None for neither. An anchor can always be started from.
@@ -23,14 +23,14 @@ def route(
     """
     steps = tuple(steps)
     goal: _Node = want, versions(steps).get(want)
-    ways: dict[int, list[Step]] = {}
+    ways: dict[int, list[RouteStep]] = {}
     for step in steps:
         if profiles is not None and not set(step.profiles) <= set(profiles):
             continue
         ways.setdefault(_NOTHING if step.base is None else step.base, []).append(step)
     starts: list[_Node] = ([] if have is None else [have]) + [(_NOTHING, None)]
-    queue: list[tuple[int, int, _Node, Step | None, _Node]] = [(0, i, n, None, n) for i, n in enumerate(starts)]
-    came: dict[_Node, tuple[Step | None, _Node]] = {}
+    queue: list[tuple[int, int, _Node, RouteStep | None, _Node]] = [(0, i, n, None, n) for i, n in enumerate(starts)]
+    came: dict[_Node, tuple[RouteStep | None, _Node]] = {}
     pushed = len(queue)
     while queue:
         cost, _, node, led, before = heapq.heappop(queue)
@@ -46,16 +46,16 @@ def route(
     raise NotRetained(f"version {want} cannot be reached with what the store has")
 
 
-def _walked(came: dict[_Node, tuple[Step | None, _Node]], node: _Node) -> list[Step]:
+def _walked(came: dict[_Node, tuple[RouteStep | None, _Node]], node: _Node) -> list[RouteStep]:
     """The steps that led to a node, from the first on."""
-    out: list[Step] = []
+    out: list[RouteStep] = []
     while (step := came[node][0]) is not None:
         out.append(step)
         node = came[node][1]
     return out[::-1]
 
 
-def reached(steps: Iterable[Step]) -> set[_Node]:
+def reached(steps: Iterable[RouteStep]) -> set[_Node]:
     """Every version, with its digest, that some way leads to from nothing."""
     ways: dict[_Node, list[_Node]] = {}
     for step in steps:
@@ -71,12 +71,12 @@ def reached(steps: Iterable[Step]) -> set[_Node]:
     return out
 
 
-def versions(steps: Iterable[Step]) -> dict[int, Digest]:
+def versions(steps: Iterable[RouteStep]) -> dict[int, Digest]:
     """The digest of every version that some step leads to."""
     return {step.version: step.digest for step in steps}
 
 
-def retained(steps: Sequence[Step], anchors: int, needed: Collection[int], most: int) -> tuple[Step, ...]:
+def retained(steps: Sequence[RouteStep], anchors: int, needed: Collection[int], most: int) -> tuple[RouteStep, ...]:
     """The steps that are worth keeping: the last anchors, what builds on the oldest of them, and what leases need.
 
     A lease is spared unless more than `most` patches were kept for it: whoever holds it takes an anchor instead.

@@ -15,7 +15,7 @@ from ..baseline import Baseline
 from ..report import Watch
 from . import side_files, transfer
 from .head import HeadMove, HeadWriter, Steps
-from .records import MOST_HEAD, Head, Index, Lease, Run, Step, path, run_path
+from .records import MOST_HEAD, HeadRecord, Index, Lease, RouteStep, RunRecord, path, run_path
 from .writers import Writers
 
 
@@ -23,8 +23,8 @@ from .writers import Writers
 class CommittedVersion:
     """The newest version of the run: what receivers can have, and its bits here."""
 
-    run: Run
-    head: Head
+    run: RunRecord
+    head: HeadRecord
     index: Index
     baseline: Baseline
 
@@ -47,40 +47,42 @@ class RunWriter:
         self._head = head
         self._progress = progress
 
-    def begin_run(self, table: TensorTable, files: side_files.Contents) -> Run:
+    def begin_run(self, table: TensorTable, files: side_files.Contents) -> RunRecord:
         """A new run, with all that its versions have in common in the store."""
 
-        def begin() -> Run:
-            run = Run(secrets.token_hex(8), max(self.clock(), self._head.next_run_time), table)
+        def begin() -> RunRecord:
+            run = RunRecord(secrets.token_hex(8), max(self.clock(), self._head.next_run_time), table)
             run = replace(run, files=side_files.upload(self.store, run.run, files))
             self.store.put(run_path(run.run), run.to_bytes())
             return run
 
-        return self.writers.lead("begin", begin, Run.to_bytes, lambda data: Run.parse(data, "the run"))
+        return self.writers.lead("begin", begin, RunRecord.to_bytes, lambda data: RunRecord.parse(data, "the run"))
 
-    def send(self, run: Run, encode: Callable[[], Patch], watch: Watch) -> transfer.Sent:
+    def send(self, run: RunRecord, encode: Callable[[], Patch], watch: Watch) -> transfer.UploadedPatch:
         """Every rank encodes and uploads what it has; when all of it is there, the manifest is written."""
         place = self.writers.lead("find a place", lambda: secrets.token_hex(8), str.encode, bytes.decode)
 
-        def upload() -> transfer.Sent:
+        def upload() -> transfer.UploadedPatch:
             patch = encode()
             with watch.stage("upload"):
                 return transfer.upload(self.store, run.run, place, patch, self._progress)
 
-        sent_by_rank = self.writers.gather("upload", upload, transfer.Sent.to_bytes, transfer.Sent.parse)
+        sent_by_rank = self.writers.gather(
+            "upload", upload, transfer.UploadedPatch.to_bytes, transfer.UploadedPatch.parse
+        )
         sent = transfer.joined(run.table, sent_by_rank)
         with watch.stage("upload"):
             self.writers.lead("write down", lambda: transfer.put_manifest(self.store, sent), _no_bytes, _no_bytes)
         return sent
 
-    def send_alone(self, run: Run, patch: Patch) -> transfer.Sent:
+    def send_alone(self, run: RunRecord, patch: Patch) -> transfer.UploadedPatch:
         """Upload a patch that this process has all of."""
         return transfer.send(self.store, run.run, patch, self._progress)
 
     def commit(
         self,
-        run: Run,
-        step: Step,
+        run: RunRecord,
+        step: RouteStep,
         baseline: Baseline,
         *,
         add_steps: Callable[[Steps], Steps] | None = None,
@@ -95,7 +97,7 @@ class RunWriter:
         """
         versions: list[CommittedVersion] = []
 
-        def moved(head: Head, index: Index) -> None:
+        def moved(head: HeadRecord, index: Index) -> None:
             version = CommittedVersion(run, head, index, baseline)
             versions.append(version)
             self.committed = None  # were this interrupted, a new run would begin: no version is ever published twice

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...errors import SessionError
 from ...transport.stores.base import Store, fetch
 from ...transport.stores.deadline import Transfers
-from .records import MOST_FILE, Blob, Run, file_name, path, require_files, require_hash, sha256
+from .records import MOST_FILE, Blob, RunRecord, file_name, path, require_files, require_hash, sha256
 from .transfer import AT_ONCE, FLIGHT_BYTES
 
 Contents = Mapping[str, bytes | Path]
@@ -64,7 +64,7 @@ def _read(file: Path) -> bytes:
 class StoredFiles(Mapping[str, bytes]):
     """The files of a run, each fetched when it is asked for."""
 
-    def __init__(self, store: Store, run: Run) -> None:
+    def __init__(self, store: Store, run: RunRecord) -> None:
         self._store = store
         self._run = run
 

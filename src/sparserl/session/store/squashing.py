@@ -12,7 +12,7 @@ from ...patch import Patch, diff
 from ...transport.stores.base import Store
 from ..anchors import build_weights, copy_weights
 from . import routes, signing, transfer
-from .records import HEAD, MOST_HEAD, Head, Index, Run, Step, parse, path, sha256
+from .records import HEAD, MOST_HEAD, HeadRecord, Index, RouteStep, RunRecord, parse, path, sha256
 from .retention import read_index, read_run
 
 _SWAPS = 8  # attempts at a head that others move meanwhile
@@ -26,7 +26,7 @@ def squash_versions(
     signing_key: str | None = None,
     threads: int | None = None,
     clock: Callable[[], float] = time.time,
-) -> Step:
+) -> RouteStep:
     """Write the patch from one version straight to a later one, and put it into the index.
 
     Weights of both versions are built from what the store has. A publisher that is at work takes the new index over
@@ -62,14 +62,14 @@ def squash_versions(
     raise Unavailable(f"{store.url}: the head moves all the time; try again")
 
 
-def _head(store: Store, signing_key: str | None) -> tuple[Head, str]:
+def _head(store: Store, signing_key: str | None) -> tuple[HeadRecord, str]:
     """The head, which must be one that we can sign again."""
     data, tag = store.get(HEAD, MOST_HEAD)
     if signing_key is None and parse(data, HEAD).get("key") is not None:
         raise SessionError("the heads of this store are signed: the publisher's secret key is needed")
     trusted_keys = None if signing_key is None else signing.public_key(signing_key)
-    return Head.parse(signing.unseal(data, trusted_keys, HEAD)), tag
+    return HeadRecord.parse(signing.unseal(data, trusted_keys, HEAD)), tag
 
 
-def _fetch(store: Store, run: Run, steps: list[Step]) -> Iterator[Patch]:
+def _fetch(store: Store, run: RunRecord, steps: list[RouteStep]) -> Iterator[Patch]:
     return (transfer.receive(store, run.run, run.table, step) for step in steps)

@@ -27,7 +27,7 @@ from ..options import CommitHooks, require_callable
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
-from .records import HEAD, Head, Index, Lease, Run, Step, checked_clock, lease_name, path, run_id
+from .records import HEAD, HeadRecord, Index, Lease, RouteStep, RunRecord, checked_clock, lease_name, path, run_id
 from .retention import read_head, read_index, read_run
 from .side_files import StoredFiles
 from .signing import PublicKeys
@@ -40,9 +40,9 @@ _REPLANS = 4  # times that a route is planned anew because objects of it went aw
 class StoreSnapshot:
     """What the store has at a time: the head, and what it leads to."""
 
-    head: Head
+    head: HeadRecord
     tag: str
-    run: Run
+    run: RunRecord
     index: Index
 
 
@@ -122,7 +122,7 @@ class Subscriber(Receiver):
         self._snapshot: StoreSnapshot | None = None
         self._leased: RunVersion | None = None  # the version in the lease
         self._leased_at = 0.0
-        self._newest_head: Head | None = None  # of all heads seen: nothing older is accepted
+        self._newest_head: HeadRecord | None = None  # of all heads seen: nothing older is accepted
 
     def stage(self, version: int | None = None) -> SyncReport | None:
         """Get a version ready while the weights are in use: it is fetched, verified and decoded.
@@ -280,7 +280,7 @@ class Subscriber(Receiver):
         self._newest_head = head
         return snapshot
 
-    def _require_newer(self, head: Head) -> None:
+    def _require_newer(self, head: HeadRecord) -> None:
         """Refuse the head of another run than the pinned one, and heads older than what was seen."""
         if self._pinned_run is not None and head.run != self._pinned_run:
             raise Untrusted(f"the store has run {head.run}, this subscriber only follows run {self._pinned_run}")
@@ -304,7 +304,7 @@ class Subscriber(Receiver):
         if versions:
             self._current = RunVersion(run.run, run.created, max(versions), bits)
 
-    def _route(self, snapshot: StoreSnapshot, goal: RunVersion) -> list[Step]:
+    def _route(self, snapshot: StoreSnapshot, goal: RunVersion) -> list[RouteStep]:
         """The steps that lead from the current version to another."""
         current = self._current
         start = (current.version, current.digest) if current is not None and current.run == goal.run else None
@@ -314,7 +314,7 @@ class Subscriber(Receiver):
 
     # -- staging and committing ----------------------------------------------------------------------------------------
 
-    def _stage(self, snapshot: StoreSnapshot, goal: RunVersion, steps: list[Step], watch: Watch) -> SyncReport:
+    def _stage(self, snapshot: StoreSnapshot, goal: RunVersion, steps: list[RouteStep], watch: Watch) -> SyncReport:
         run = snapshot.run
         with watch.stage("fetch"):
             patches = [transfer.receive(self.store, run.run, run.table, step, self._progress) for step in steps]

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...errors import InvalidField, LimitExceeded
 from ...parallel import Progress
@@ -18,7 +19,7 @@ from ...weights.digest import Digest, table_digest
 from ...weights.table import TensorTable
 from ...wire import limits
 from ..anchors import bucket_list
-from .records import Blob, Manifest, Step, canonical, get_named, path, require_hash, sha256
+from .records import Blob, Manifest, RouteStep, canonical, get_named, path, require_hash, sha256
 
 AT_ONCE = 8  # transfers
 FLIGHT_BYTES = 128 << 20  # of buckets that are fetched ahead; one that is larger comes alone
@@ -27,7 +28,7 @@ _BUCKET_BYTES = 1 << 15  # more than a bucket takes besides its entries
 
 
 @dataclass(frozen=True)
-class Sent:
+class UploadedPatch:
     """A patch in the store, or one rank's share of it: its manifest, which may not be written yet, and more."""
 
     manifest: Manifest
@@ -42,27 +43,39 @@ class Sent:
     @property
     def written(self) -> int:
         """Bytes of the buckets and the manifest."""
-        return self.size + len(self.manifest.to_bytes())
+        return self.size + len(self.manifest_record)
+
+    @cached_property
+    def manifest_record(self) -> bytes:
+        """The manifest as it is stored."""
+        return self.manifest.to_bytes()
 
     def to_bytes(self) -> bytes:
         about = {"profiles": sorted(self.profiles), "entries": self.entries}
-        return canonical(about) + b"\n" + self.manifest.to_bytes()
+        return canonical(about) + b"\n" + self.manifest_record
 
     @classmethod
-    def parse(cls, data: bytes) -> Sent:
+    def parse(cls, data: bytes) -> UploadedPatch:
         about, manifest = data.split(b"\n")
         fields = json.loads(about)
         return cls(Manifest.parse(manifest, "a rank's share"), frozenset(fields["profiles"]), fields["entries"])
 
-    def step(self, base: int | None, version: int, now: float) -> Step:
+    def step(self, base: int | None, version: int, now: float) -> RouteStep:
         """How it stands in the index."""
-        m = self.manifest
-        start = None if base is None else m.base
-        hash = sha256(m.to_bytes())
-        return Step(base, version, start, m.result, self.size, m.changed, tuple(sorted(self.profiles)), hash, now)
+        return RouteStep(
+            base=base,
+            version=version,
+            base_digest=None if base is None else self.manifest.base,
+            digest=self.manifest.result,
+            bytes=self.size,
+            changed=self.manifest.changed,
+            profiles=tuple(sorted(self.profiles)),
+            manifest=sha256(self.manifest_record),
+            time=now,
+        )
 
 
-def upload(store: Store, run: str, place: str, patch: Patch, progress: Progress | None = None) -> Sent:
+def upload(store: Store, run: str, place: str, patch: Patch, progress: Progress | None = None) -> UploadedPatch:
     """Write buckets. What comes back has the digests of the elements alone, so that those of ranks add up."""
 
     def put(index: int) -> Blob:
@@ -81,10 +94,10 @@ def upload(store: Store, run: str, place: str, patch: Patch, progress: Progress 
                 progress(blob.size)
     profiles = frozenset(head.profile.name for head in patch.contents.heads)
     entries = sum(len(head.entries) for head in patch.contents.heads)
-    return Sent(replace(manifest, buckets=tuple(blobs)), profiles, entries)
+    return UploadedPatch(replace(manifest, buckets=tuple(blobs)), profiles, entries)
 
 
-def joined(table: TensorTable, shares: Sequence[Sent]) -> Sent:
+def joined(table: TensorTable, shares: Sequence[UploadedPatch]) -> UploadedPatch:
     """The patch that the shares of all ranks are together."""
     first = shares[0].manifest
     if any((s.manifest.run, s.manifest.place) != (first.run, first.place) for s in shares):
@@ -100,16 +113,16 @@ def joined(table: TensorTable, shares: Sequence[Sent]) -> Sent:
     entries = sum(s.entries for s in shares)
     if entries > limits.PATCH_ENTRIES:
         raise LimitExceeded(f"the shares of all ranks have {entries} entries, the limit is {limits.PATCH_ENTRIES}")
-    return Sent(manifest, frozenset().union(*(s.profiles for s in shares)), entries)
+    return UploadedPatch(manifest, frozenset().union(*(s.profiles for s in shares)), entries)
 
 
-def put_manifest(store: Store, sent: Sent) -> None:
+def put_manifest(store: Store, sent: UploadedPatch) -> None:
     """Write the manifest, when all buckets are there."""
-    record = sent.manifest.to_bytes()
+    record = sent.manifest_record
     store.put(path(sent.manifest.run, "manifests", sha256(record)), record)
 
 
-def send(store: Store, run: str, patch: Patch, progress: Progress | None = None) -> Sent:
+def send(store: Store, run: str, patch: Patch, progress: Progress | None = None) -> UploadedPatch:
     """Write the buckets of a patch, then its manifest."""
     sent = joined(patch.table, [upload(store, run, secrets.token_hex(8), patch, progress)])
     put_manifest(store, sent)
@@ -120,7 +133,7 @@ def receive(
     store: Store,
     run: str,
     table: TensorTable,
-    step: Step,
+    step: RouteStep,
     progress: Progress | None = None,
 ) -> Patch:
     """The patch of a step: every byte is the one that manifest and index promise."""

@@ -12,8 +12,8 @@ import torch
 import sparserl
 from sparserl.errors import ChecksumMismatch, CommitFailed, SessionError, TensorMismatch
 from sparserl.integrations.ranks import EngineSubscriber
-from sparserl.targets.engine import LiveTarget
-from sparserl.targets.engine_layout import learn
+from sparserl.targets.engine import EngineTarget
+from sparserl.targets.engine_layout import find_pieces
 from tests.targets.engines import Engine, checkpoint, named
 
 
@@ -44,9 +44,9 @@ class Fleet:
         self.engines = [Engine(rank, ranks) for rank in range(ranks)]
         self.pool, table, self.subscribers = ThreadPoolExecutor(ranks), Table(ranks), []
         for rank, engine in enumerate(self.engines):
-            pieces = learn(named(checkpoint()), engine.live, engine.load)
+            pieces = find_pieces(named(checkpoint()), engine.live, engine.load)
             engine.load(checkpoint().items())
-            target = LiveTarget(pieces, lambda engine=engine: engine.live, tied, threads=1)
+            target = EngineTarget(pieces, lambda engine=engine: engine.live, tied, threads=1)
             self.subscribers.append(EngineSubscriber(url, target, rank, table.gather(rank), threads=1))
 
     def all(self, work):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparserl.targets.engine_layout import Named
+from sparserl.targets.engine_layout import CheckpointTensor
 
 HEADS, KEYS, WIDTH, HIDDEN, INNER, VOCAB, EXPERTS = 4, 2, 2, 12, 8, 10, 2
 
@@ -27,7 +27,7 @@ def checkpoint(dtype=torch.bfloat16, seed=0):
 
 
 def named(weights):
-    return [Named(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()]
+    return [CheckpointTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()]
 
 
 class Engine:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sparserl.errors import UnsupportedTensor
 from sparserl.targets import engine_layout as room
-from sparserl.targets.engine_layout import Named, Piece, learn
-from sparserl.targets.strides import Boxes, refold
+from sparserl.targets.engine_layout import CheckpointTensor, Piece, find_pieces
+from sparserl.targets.strides import StridedBoxes, join_all
 from sparserl.weights.region import row_major, whole
 from tests.targets.engines import Engine, checkpoint, named
 
@@ -31,7 +31,7 @@ def test_every_element_is_found(ranks, dtype):
     there = {name: np.zeros(tensor.shape, int) for name, tensor in weights.items()}
     for rank in range(ranks):
         engine = Engine(rank, ranks, dtype)
-        pieces = learn(named(weights), engine.live, engine.load)
+        pieces = find_pieces(named(weights), engine.live, engine.load)
         require_learnt(pieces, engine, weights)
         for piece in pieces:
             there[piece.tensor][piece.region.slices] += 1
@@ -44,7 +44,7 @@ def test_every_element_is_found(ranks, dtype):
 def test_few_pieces():
     """A box of a tensor is one piece, wherever it lies and however its axes turned."""
     engine = Engine()
-    pieces = learn(named(checkpoint()), engine.live, engine.load)
+    pieces = find_pieces(named(checkpoint()), engine.live, engine.load)
     assert len(pieces) == len(checkpoint())
     (down,) = [piece for piece in pieces if piece.tensor == "model.layers.1.experts.1.down.weight"]
     assert down.strides == engine.live["w2"].stride()[1:]
@@ -54,10 +54,10 @@ def test_few_pieces():
 def test_layers_in_groups(monkeypatch):
     """Where there is no room for all layers at once, they are learnt one after the other, to the same end."""
     engine, weights = Engine(1, 2), checkpoint()
-    expected = learn(named(weights), engine.live, engine.load)
+    expected = find_pieces(named(weights), engine.live, engine.load)
     monkeypatch.setattr(room, "AT_ONCE", 300)
     assert len([*room._groups(named(weights))]) == 3
-    assert sorted(map(repr, learn(named(weights), engine.live, engine.load))) == sorted(map(repr, expected))
+    assert sorted(map(repr, find_pieces(named(weights), engine.live, engine.load))) == sorted(map(repr, expected))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_is_no_copy_is_refused(change):
         engine.load((name, change(tensor) if name.endswith("v.weight") else tensor) for name, tensor in some)
 
     with pytest.raises(UnsupportedTensor, match="'qkv' is not a copy"):
-        learn(named(weights), engine.live, load)
+        find_pieces(named(weights), engine.live, load)
 
 
 def test_a_value_made_of_weights_is_refused():
@@ -93,7 +93,7 @@ def test_a_value_made_of_weights_is_refused():
             live["scale"].fill_(tensor.max() / 448)
 
     with pytest.raises(UnsupportedTensor, match="'scale' is not a copy"):
-        learn([Named("w", (256, 256), torch.float32)], live, load)
+        find_pieces([CheckpointTensor("w", (256, 256), torch.float32)], live, load)
 
 
 def test_what_is_scattered_is_refused(monkeypatch):
@@ -102,14 +102,20 @@ def test_what_is_scattered_is_refused(monkeypatch):
     live = {"w": torch.zeros(100)}
     order = torch.randperm(100, generator=torch.Generator().manual_seed(1))
     with pytest.raises(UnsupportedTensor, match=r"'w' lies in \d+ pieces in 'w'"):
-        learn([Named("w", (100,), torch.float32)], live, lambda some: [live["w"].copy_(t[order]) for _, t in some])
+        find_pieces(
+            [CheckpointTensor("w", (100,), torch.float32)],
+            live,
+            lambda some: [live["w"].copy_(t[order]) for _, t in some],
+        )
 
 
 def test_memory_with_gaps():
     """A tensor whose rows are padded in memory: what lies between them is left alone."""
     padded = torch.full((4, 8), 3.0)
     live = {"w": padded[:, :5]}
-    (piece,) = learn([Named("w", (4, 5), torch.float32)], live, lambda some: [live["w"].copy_(t) for _, t in some])
+    (piece,) = find_pieces(
+        [CheckpointTensor("w", (4, 5), torch.float32)], live, lambda some: [live["w"].copy_(t) for _, t in some]
+    )
     assert piece == Piece("w", whole((4, 5)), "w", 0, (8, 1))
     assert bool((padded[:, 5:] == 3).all())
 
@@ -124,7 +130,7 @@ def test_folding_loses_nothing(data):
     kept = np.array(data.draw(st.lists(st.booleans(), min_size=numel, max_size=numel)))
     at = np.cumsum(np.array(data.draw(st.lists(st.sampled_from([1, 1, 1, 2]), min_size=numel, max_size=numel))))
     found = {}
-    boxes = refold(Boxes.of(at[kept], index[kept], shape)) if kept.any() else None
+    boxes = join_all(StridedBoxes.of(at[kept], index[kept], shape)) if kept.any() else None
     for region, offset, strides in boxes.each() if boxes is not None else ():
         for inner in np.ndindex(*region.size):
             flat = sum((a + i) * s for a, i, s in zip(region.start, inner, row_major(shape), strict=True))

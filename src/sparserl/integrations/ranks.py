@@ -18,7 +18,7 @@ from ..errors import ChecksumMismatch, NotFound, SessionError, SparserlError, Un
 from ..session import Subscriber, SyncReport
 from ..session.receiver import StagedVersion
 from ..session.store.subscriber import StoreSnapshot
-from ..targets.engine import LiveTarget, PreparedLive
+from ..targets.engine import EngineTarget, PreparedEngine
 from ..weights.digest import Digest, table_digest
 from ..weights.shards import Place, require_whole
 from ..weights.table import TensorTable
@@ -41,7 +41,7 @@ class EngineSubscriber(Subscriber):
     rank, gather: which rank this is, and what hands an object to all ranks and returns those of all, in order of rank.
     """
 
-    def __init__(self, url: str, target: LiveTarget, rank: int, gather: Gather, **options: Any) -> None:
+    def __init__(self, url: str, target: EngineTarget, rank: int, gather: Gather, **options: Any) -> None:
         super().__init__(url, target, **options)
         self._live, self._rank, self._gather = target, rank, gather
         self._now = Digest()  # of what all ranks hold
@@ -121,7 +121,7 @@ class EngineSubscriber(Subscriber):
         if staged is None:
             return None
         (prepared,) = staged.prepared
-        assert isinstance(prepared, PreparedLive)
+        assert isinstance(prepared, PreparedEngine)
         return prepared.moved
 
     @property

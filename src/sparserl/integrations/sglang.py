@@ -1,7 +1,7 @@
 """SGLang: a weight loader that fetches and commits by itself, on every rank of an engine, and a client that drives it.
 
     client: pause ──► begin ──► update_weights_from_tensor, with a URL for a tensor ──► end ──► check ──► continue
-    loader: on the first call learn where the checkpoint lies in the model ──► what do all ranks hold?
+    loader: on the first call find out where the checkpoint is in the model ──► what do all ranks hold?
             on every call staged on all ranks ──► commit on all, or on none      (meanwhile, on a thread: stage ahead)
 
 The server is started with `--custom-weight-loader sparserl.integrations.sglang.load`. See its page in docs.
@@ -28,8 +28,8 @@ import torch
 
 from ..errors import SessionError, UnsupportedTensor
 from ..session.store.retention import read_head, read_run
-from ..targets.engine import LiveTarget
-from ..targets.engine_layout import Named, Piece, learn, parts_of
+from ..targets.engine import EngineTarget
+from ..targets.engine_layout import CheckpointTensor, Piece, find_pieces, parts_of
 from ..transport.stores.opening import open_store
 from ..weights.digest import digest
 from .ranks import EngineSubscriber, over
@@ -118,7 +118,7 @@ class _Follower:
         if not self._pieces:
             learnt_now = self._agreed(lambda: self._learn(url, key, options["token"]))
             self._pieces, self._layout = learnt_now, _layout(self._model)
-        target = LiveTarget(self._pieces, lambda: tensors_of(self._model), tied_names(self._model))
+        target = EngineTarget(self._pieces, lambda: tensors_of(self._model), tied_names(self._model))
         return self._agreed(
             lambda: EngineSubscriber(url, target, self._rank, self._gather, trusted_keys=key, **options)
         )
@@ -126,7 +126,7 @@ class _Follower:
     def _learn(self, url: str, key: str | None, token: str | None) -> list[Piece]:
         with closing(open_store(url, token=token)) as store:
             table = read_run(store, read_head(store, key)[0]).table
-        tensors = [Named(spec.name, spec.shape, getattr(torch, spec.dtype.name)) for spec in table.specs]
+        tensors = [CheckpointTensor(spec.name, spec.shape, getattr(torch, spec.dtype.name)) for spec in table.specs]
         return learnt(self._model, tensors)
 
     def _require_layout(self) -> None:
@@ -152,13 +152,13 @@ def _stage_ahead(follower: Callable[[], _Follower | None]) -> None:
         del found
 
 
-def learnt(model: Any, tensors: Sequence[Named]) -> list[Piece]:
+def learnt(model: Any, tensors: Sequence[CheckpointTensor]) -> list[Piece]:
     """Where checkpoint tensors lie in a model, found by having it load some more times; it then is what it was."""
     live, made = tensors_of(model), _made(model)
     kept = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
     before = {at: (tensor, tensor.to("cpu", copy=True)) for at, tensor in made.items()}
     try:
-        pieces = learn(tensors, live, model.load_weights)
+        pieces = find_pieces(tensors, live, model.load_weights)
         changed = [at[1] for at, tensor in _made(model).items() if at not in before or not _same(tensor, before[at][1])]
     finally:
         for name, tensor in live.items():

@@ -1,6 +1,6 @@
 """vLLM, worker side: the weight-transfer backend `sparserl`. See docs/how-to/integrations/vllm.md.
 
-    vLLM loads the model ──► learn where the checkpoint lies in it ──► load it again ──► compare ──► serve
+    vLLM loads the model ──► find out where the checkpoint is in it ──► load it again ──► compare ──► serve
     init_weight_transfer_engine ──► what do all ranks hold?      (meanwhile, on a thread: stage what is published)
     update_weights ──► staged on all ranks ──► commit on all, or on none
 
@@ -30,8 +30,8 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from ..errors import SessionError, TensorMismatch, UnsupportedTensor
-from ..targets.engine import LiveTarget
-from ..targets.engine_layout import Named, Piece, learn, parts_of
+from ..targets.engine import EngineTarget
+from ..targets.engine_layout import CheckpointTensor, Piece, find_pieces, parts_of
 from ..weights.digest import Digest, digest
 from .ranks import EngineSubscriber, over
 
@@ -99,7 +99,7 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         self.shutdown()
         if init_info is None:
             return
-        target = LiveTarget(self._pieces, lambda: parts_of(self.model), tied_names(self.model_config, self._pieces))
+        target = EngineTarget(self._pieces, lambda: parts_of(self.model), tied_names(self.model_config, self._pieces))
         options = {"trusted_keys": init_info.key, "run": init_info.run, "token": init_info.token}
         rank, gather = self._world.rank_in_group, over(self._world)
         with self._last_speaks():
@@ -205,7 +205,7 @@ def learnt(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
         )
     live = parts_of(model)
     before, made_before = _digests(live), _digests(_made(model, live))
-    pieces = learn([Named(name, tuple(t.shape), t.dtype) for name, t in weights()], live, load)
+    pieces = find_pieces([CheckpointTensor(name, tuple(t.shape), t.dtype) for name, t in weights()], live, load)
     if changed := _changed(made_before, _digests(_made(model, live))):
         raise UnsupportedTensor(
             f"{changed!r} is computed of the weights when they are loaded: it would not follow them"

@@ -1,10 +1,10 @@
-"""The tensors of an engine, which holds checkpoint tensors fused, sharded or transposed: changed in place, O(changed).
+"""The tensors of an engine as a target. The engine has checkpoint tensors fused, sharded or transposed.
 
-    pieces (see `learn`) ──► parts: views of the engine's memory in checkpoint coordinates ──► stage ──► commit
+    pieces (see `find_pieces`) ──► parts: views of the engine's memory in checkpoint coordinates ──► stage ──► commit
 
-An engine of one rank has all of every tensor. Its weights are then ordinary ones that lie in strange places, and take
-any patch. A rank of several has parts, and takes of a patch what falls into them; what several ranks have, each writes.
-How its parts move the digest (`moved`) is to be added up over ranks before anybody commits.
+An engine of one rank has all of every tensor, and any patch can be applied to it. A rank of several has parts, and
+applies the changes in these; parts that several ranks have are written by each. The ranks must add up how their parts
+change the digest (`moved`) before any of them commits.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from ..weights.table import TensorTable
 from ..weights.tensors import memories, memory_of, require_writable
 from .engine_layout import Piece
 from .modules import ModuleTarget
-from .slicing import PROFILES, Carver
+from .slicing import PROFILES, PatchSlicer
 from .target import Change, Undo
 
 
-class LiveTarget:
-    """What one rank of an engine has of the weights of a run.
+class EngineTarget:
+    """The parts of a run's weights that one rank of an engine has.
 
-    live: returns the engine's tensors by name. Their memory must stay where it is from staging to commit.
-    tied: names of checkpoint tensors that the engine leaves out when it loads, since they are the same as others.
+    Args:
+        pieces: where the regions of checkpoint tensors are in the engine.
+        live: returns the engine's tensors by name. Their memory must not move between staging and commit.
+        tied: checkpoint tensors that the engine does not load, since they are the same as others, by name.
+        threads: how many threads decode and write; by default as many as there are cores, up to 16.
     """
 
     profiles: frozenset[str] | None = PROFILES  # all, once it is known that this rank has all of every tensor
@@ -51,7 +54,9 @@ class LiveTarget:
         self._pieces: dict[str, list[Piece]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.tensor, []).append(piece)
-        self._live, self._tied, self._threads = live, tied or {}, threads
+        self._live = live
+        self._tied = tied or {}
+        self._threads = threads
         self._held: LocalWeights | None = None
         self._tensors: Mapping[str, Any] = {}
         self._owned: frozenset[Place] = frozenset()
@@ -76,11 +81,11 @@ class LiveTarget:
         return (Part(name, piece.region, piece.view(self._tensors)) for piece in pieces)
 
     def require_in_place(self) -> None:
-        """Refuse to write where the engine's tensors no longer are."""
+        """Raise if the engine's tensors have moved."""
         now = self._live()
         for name, tensor in self._tensors.items():
             if name not in now or now[name].data_ptr() != tensor.data_ptr():
-                raise WrongBase(f"{name!r} lies elsewhere than when the engine's tensors were looked at")
+                raise WrongBase(f"{name!r} has moved since the engine's tensors were attached")
 
     def sums(self) -> dict[Place, Digest]:
         """The element sums of every part, from its bits as they are now."""
@@ -89,7 +94,7 @@ class LiveTarget:
         return dict(zip(held.places, found, strict=True))
 
     def own(self, places: Collection[Place]) -> None:
-        """Say which parts this rank speaks for, of those that several have."""
+        """Set which parts this rank counts in `moved`, of those that several ranks have."""
         self._owned = frozenset(places)
 
     def held(self) -> None:
@@ -98,33 +103,33 @@ class LiveTarget:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def prepare(self, change: Change) -> PreparedLive:
+    def prepare(self, change: Change) -> PreparedEngine:
         """Decode everything; nothing is written."""
         held = self.held_parts
         if held.complete:
             weights = {held.table[tensor].name: memory.owner for (tensor, _), memory in held.parts}
             prepared = ModuleTarget(weights, self._threads).prepare(change)
-            return PreparedLive(self, [prepared.commit], None, prepared.changed)
+            return PreparedEngine(self, [prepared.commit], None, prepared.changed)
         mine = [part for part in held.parts if part[0] in self._owned]
         others = [part for part in held.parts if part[0] not in self._owned]
         both = [LocalWeights(held.table, parts) for parts in (mine, others)]
         if change.fresh is None and len(change.patches) == 1:
-            landings = self._carved(change.patches[0], both)
+            applications = self._slice(change.patches[0], both)
         else:
-            landings = [self._beside(change, parts) for parts in both]
-        moved = landings[0].result - landings[0].base
-        commits = [landing.commit for landing in landings]
-        return PreparedLive(self, commits, moved, sum(landing.changed for landing in landings))
+            applications = [self._beside(change, parts) for parts in both]
+        moved = applications[0].result - applications[0].base
+        commits = [application.commit for application in applications]
+        return PreparedEngine(self, commits, moved, sum(application.changed for application in applications))
 
-    def _carved(self, patch: Patch, several: Sequence[LocalWeights]) -> list[Application]:
+    def _slice(self, patch: Patch, several: Sequence[LocalWeights]) -> list[Application]:
         """What a patch of the whole does to some parts and to others, staged on them. Digests count from zero."""
         buckets = [*ordered(patch.contents.decode, range(patch.buckets), self._threads)]
         out = []
         for held in several:
-            carver = Carver(held)
+            slicer = PatchSlicer(held)
 
-            def one(bucket: Decoded, held: LocalWeights = held, carver: Carver = carver) -> Staged:
-                return stage(held, carver.carve(bucket))
+            def one(bucket: Decoded, held: LocalWeights = held, slicer: PatchSlicer = slicer) -> Staged:
+                return stage(held, slicer.slice(bucket))
 
             staged = [*ordered(one, buckets, self._threads)]
             tied = shared_memory(held)
@@ -144,20 +149,23 @@ class LiveTarget:
         else:
             new = copied(now)
             for patch in change.patches:
-                for landing in self._carved(patch, [LocalWeights.of(new)]):
-                    landing.commit(self._threads)
+                for application in self._slice(patch, [LocalWeights.of(new)]):
+                    application.commit(self._threads)
         patch = diff(now, new, profile="raw", threads=self._threads)
         return stage_all(patch.contents, now, digest=patch.base)
 
 
-class PreparedLive:
+class PreparedEngine:
     """Changes that are staged on an engine's tensors."""
 
     def __init__(
-        self, target: LiveTarget, landings: Sequence[Callable[[], Undo]], moved: Digest | None, changed: int
+        self, target: EngineTarget, applications: Sequence[Callable[[], Undo]], moved: Digest | None, changed: int
     ) -> None:
         """moved: how the parts that this rank speaks for move the digest; None if it has all of every tensor."""
-        self._target, self._landings, self.moved, self.changed = target, landings, moved, changed
+        self._target = target
+        self._applications = applications
+        self.moved = moved
+        self.changed = changed
 
     def commit(self) -> Undo:
         self._target.require_in_place()
@@ -168,7 +176,7 @@ class PreparedLive:
                 done.pop()()
 
         try:
-            for commit in self._landings:
+            for commit in self._applications:
                 done.append(commit())  # noqa: PERF401  # what was done must be known when the next one fails
         except BaseException:
             undo()

@@ -1,14 +1,13 @@
-"""Where the elements of a checkpoint lie in an engine's tensors, found by watching the engine load.
+"""Where an engine keeps the elements of a checkpoint, found by letting the engine load numbered elements.
 
-    numbers of all elements, one digit a pass ──► the engine's own load ──► read back: which element lies where
-    ──► fold into boxes ──► pieces: this box of this checkpoint tensor lies there, with these strides
+    numbers of all elements, one digit per pass ──► the engine's own load ──► read back: which element is where
+    ──► join into boxes ──► pieces: a region of a checkpoint tensor, and its address and strides in the engine
 
-Nothing is known beforehand of names, fused projections, shards or transposes. Digits are small whole numbers, which
-every dtype holds exactly. Two passes of mixed digits follow, by which any element that is not a plain copy is found
-out; its tensor is then refused by name. What stays the same in all passes is not from the checkpoint.
+Nothing has to be known about names, fused projections, shards or transposes. Digits are small whole numbers, which
+every dtype represents exactly. Two passes of mixed digits follow, which reveal any element that is not a plain copy;
+its tensor is refused by name. What stays the same in all passes does not come from the checkpoint.
 
-Memory: host memory for half a dozen copies of what is learnt at a time; layers are taken in groups of at most
-`AT_ONCE` elements.
+It needs host memory for about six copies of a group of layers, which has at most `AT_ONCE` elements.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from ..errors import UnsupportedTensor
 from ..parallel import ordered
 from ..weights.digest import digest
 from ..weights.region import Region, Shape
-from .strides import Boxes, refold
+from .strides import StridedBoxes, join_all
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 Numbers = npt.NDArray[np.int64]
-Found = npt.NDArray[np.bool_]
+Mask = npt.NDArray[np.bool_]
 Bits = npt.NDArray[Any]
 
 AT_ONCE = 1 << 28  # elements that are learnt together
@@ -43,9 +42,9 @@ _LAYER = re.compile(r".*?\.\d+\.")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a checkpoint tensor, and where it lies in a tensor of the engine.
+    """A region of a checkpoint tensor, and where it is in a tensor of the engine (`live`).
 
-    offset: of its first element from the first of the engine's tensor, in that one's memory. strides: of the box there.
+    `offset` counts elements from the first one of the engine's tensor; `strides` are those of the region there.
     """
 
     tensor: str
@@ -55,13 +54,13 @@ class Piece:
     strides: Shape
 
     def view(self, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The box in the engine's memory."""
-        there = live[self.live].data
-        return there.as_strided(self.region.size, self.strides, there.storage_offset() + self.offset)
+        """The region as a view of the engine's tensor."""
+        tensor = live[self.live].data
+        return tensor.as_strided(self.region.size, self.strides, tensor.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
-class Named:
+class CheckpointTensor:
     """A checkpoint tensor to be loaded."""
 
     name: str
@@ -73,23 +72,29 @@ class Named:
         return math.prod(self.shape)
 
 
-def learn(tensors: Iterable[Named], live: Mapping[str, torch.Tensor], load: Load) -> list[Piece]:
-    """Find out where the elements of checkpoint tensors lie in an engine's tensors.
+def find_pieces(tensors: Iterable[CheckpointTensor], live: Mapping[str, torch.Tensor], load: Load) -> list[Piece]:
+    """Find out where the elements of checkpoint tensors are in an engine's tensors.
 
-    load: has the engine load some tensors, under their checkpoint names, into `live`, with all that follows on it.
-        The tensors of a layer come together. When this returns or raises, `live` holds numbers, not weights.
+    Args:
+        tensors: the tensors of the checkpoint.
+        live: the tensors of the engine. They have numbers, not weights, when this returns or raises.
+        load: lets the engine load some tensors, given under their checkpoint names, into `live`, with all
+            postprocessing. The tensors of a layer come together.
+
+    Raises:
+        UnsupportedTensor: a tensor of the engine is not a plain copy of elements.
     """
     groups = [_Group(group) for group in _groups(tensors)]
-    return [piece for group in groups for piece in group.learn(live, load, alone=len(groups) == 1)]
+    return [piece for group in groups for piece in group.pieces(live, load, alone=len(groups) == 1)]
 
 
-def _groups(tensors: Iterable[Named]) -> Iterator[list[Named]]:
+def _groups(tensors: Iterable[CheckpointTensor]) -> Iterator[list[CheckpointTensor]]:
     """Tensors that are learnt together: whole layers, as many as there is room for."""
-    layers: dict[str, list[Named]] = {}
+    layers: dict[str, list[CheckpointTensor]] = {}
     for one in tensors:
         found = _LAYER.match(one.name)
         layers.setdefault(found.group() if found else "", []).append(one)
-    group: list[Named] = []
+    group: list[CheckpointTensor] = []
     for layer in layers.values():
         if group and sum(one.numel for one in (*group, *layer)) > AT_ONCE:
             yield group
@@ -119,14 +124,14 @@ class _Alphabet:
 class _Group:
     """Some checkpoint tensors, whose elements are numbered through."""
 
-    def __init__(self, tensors: list[Named]) -> None:
+    def __init__(self, tensors: list[CheckpointTensor]) -> None:
         self.tensors = tensors
         ends = np.cumsum([one.numel for one in tensors])
         self.first, self.total = np.concatenate([[0], ends[:-1]]).astype(np.int64), int(ends[-1])
         self.bits = 4 if any(one.dtype.itemsize == 1 for one in tensors) else 8  # of a digit
         self.places = next(k for k in range(1, 64) if self.total <= 1 << k * self.bits)
 
-    def learn(self, live: Mapping[str, torch.Tensor], load: Load, alone: bool) -> list[Piece]:
+    def pieces(self, live: Mapping[str, torch.Tensor], load: Load, alone: bool) -> list[Piece]:
         """Where these tensors lie. Unless they are alone, copies are kept only of what changes when they are loaded."""
         before = None if alone else {name: digest({name: tensor}) for name, tensor in live.items()}
         seen: dict[str, list[torch.Tensor]] = {}
@@ -162,20 +167,20 @@ class _Group:
         seen, alphabet = [patterns(one) for one in passes], _Alphabet(self.bits, passes[0].dtype)
         if all(np.array_equal(one, seen[0]) for one in seen[1:]):
             return
-        found: dict[int, list[Boxes]] = {}
+        found: dict[int, list[StridedBoxes]] = {}
         step = width * max(1, _CHUNK // width)
         for low in range(0, seen[0].size, step):
             number, right = self._numbers(name, [one[low : low + step] for one in seen], alphabet)
             for tensor, boxes in self._boxes(number, right, low, width):
                 found.setdefault(tensor, []).append(boxes)
         for tensor, several in found.items():
-            boxes, of = refold(Boxes.concatenate(several)), self.tensors[tensor].name
+            boxes, of = join_all(StridedBoxes.concatenate(several)), self.tensors[tensor].name
             if boxes.index.size > MOST_PIECES:
                 raise UnsupportedTensor(f"{of!r} lies in {boxes.index.size} pieces in {name!r}: the engine packs it")
             for region, offset, strides in boxes.each():
                 yield Piece(of, region, name, offset, strides)
 
-    def _numbers(self, name: str, passes: list[Bits], alphabet: _Alphabet) -> tuple[Numbers, Found]:
+    def _numbers(self, name: str, passes: list[Bits], alphabet: _Alphabet) -> tuple[Numbers, Mask]:
         """The numbers of the elements that lie in some places, and where there are any."""
         number, right = np.zeros(passes[0].shape, np.int64), np.ones(passes[0].shape, bool)
         for turn, bits in enumerate(passes):
@@ -194,7 +199,7 @@ class _Group:
             )
         return number, right
 
-    def _boxes(self, number: Numbers, right: Found, low: int, width: int) -> Iterator[tuple[int, Boxes]]:
+    def _boxes(self, number: Numbers, right: Mask, low: int, width: int) -> Iterator[tuple[int, StridedBoxes]]:
         """Where the elements lie that were found in some places from `low` on, by tensor."""
         rows = number.reshape(-1, width)
         if width > 1 and right.all() and (np.diff(rows, axis=1) == 1).all():  # as most are
@@ -202,11 +207,11 @@ class _Group:
             alone = [(t, where, index, self.tensors[t].shape) for t, where, index in self._by_tensor(at, heads)]
             if all(shape and (index % shape[-1] + width <= shape[-1]).all() for _, _, index, shape in alone):
                 for tensor, where, index, shape in alone:
-                    yield tensor, Boxes.of(where, index, shape, width)
+                    yield tensor, StridedBoxes.of(where, index, shape, width)
                 return
         at = np.flatnonzero(right)
         for tensor, where, index in self._by_tensor(at + low, number[at]):
-            yield tensor, Boxes.of(where, index, self.tensors[tensor].shape).joined()
+            yield tensor, StridedBoxes.of(where, index, self.tensors[tensor].shape).joined()
 
     def _by_tensor(self, at: Numbers, number: Numbers) -> Iterator[tuple[int, Numbers, Numbers]]:
         """Which elements are of which tensor: where they lie, and their positions in it."""

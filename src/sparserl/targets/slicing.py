@@ -1,7 +1,7 @@
-"""Those of a patch's changes that are at hand: of whole tensors, what falls into the parts that one rank has.
+"""The changes of a patch that are in the parts of one rank.
 
-A bucket is decoded once and its entries are cut along the parts. Steps stay steps, so the old bits are not needed; but
-a profile that is conditioned on old bits (`ctx`) cannot be decoded by a rank that has only some of them.
+A bucket is decoded once, and its entries are cut along the parts. Steps stay steps, so that old bits are not needed;
+but `ctx`, which depends on all old bits, cannot be decoded by a rank that has only some of them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..weights.region import Region, Shape, whole
 from ..weights.shards import Place
 from ..wire import Entries
 
-PROFILES = frozenset(("raw", "gap", "ulp"))  # that can be carved
+PROFILES = frozenset(("raw", "gap", "ulp"))  # that can be sliced
 
 
-class Carver:
+class PatchSlicer:
     """Cuts patches along the parts of one rank."""
 
     def __init__(self, held: LocalWeights) -> None:
@@ -31,7 +31,7 @@ class Carver:
         for tensor, region in held.places:
             self._parts.setdefault(tensor, []).append(region)
 
-    def carve(self, decoded: Decoded) -> Decoded:
+    def slice(self, decoded: Decoded) -> Decoded:
         """A bucket with only the changes that are in the parts."""
         rows: list[tuple[Place, int, int, bool]] = []
         positions, words, dense = list[Positions](), list[UIntArray](), list[UIntArray]()

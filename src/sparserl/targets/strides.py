@@ -1,4 +1,4 @@
-"""Elements of a tensor that lie about in memory, folded into boxes with strides.
+"""Scattered elements of a tensor, joined into boxes with strides.
 
     elements in the order of memory ──► runs along one axis ──► runs of equal runs along another ──► … ──► boxes
 
@@ -20,11 +20,11 @@ Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Boxes:
-    """Boxes of one tensor, in the order of memory: where each begins in the tensor and in memory, its size and strides.
+class StridedBoxes:
+    """Boxes of one tensor in the order of memory: where each begins in the tensor and in memory, its size and strides.
 
     >>> at, index = np.arange(6), np.array([1, 2, 4, 5, 7, 8])
-    >>> [(str(region), *place) for region, *place in refold(Boxes.of(at, index, (3, 3))).each()]
+    >>> [(str(region), *place) for region, *place in join_all(StridedBoxes.of(at, index, (3, 3))).each()]
     [('[0:3, 1:3]', 0, (2, 1))]
     """
 
@@ -35,7 +35,7 @@ class Boxes:
     stride: Numbers
 
     @classmethod
-    def of(cls, at: Numbers, index: Numbers, shape: Shape, width: int = 1) -> Boxes:
+    def of(cls, at: Numbers, index: Numbers, shape: Shape, width: int = 1) -> StridedBoxes:
         """Every element on its own; with a width, so many in a row along the last axis."""
         form = (index.size, len(shape))
         size, stride = np.ones(form, np.int64), np.zeros(form, np.int64)
@@ -44,8 +44,8 @@ class Boxes:
         return cls(shape, index, at, size, stride)
 
     @classmethod
-    def concatenate(cls, several: Sequence[Boxes]) -> Boxes:
-        """Boxes of one tensor, behind each other."""
+    def concatenate(cls, several: Sequence[StridedBoxes]) -> StridedBoxes:
+        """Boxes of one tensor, one after the other."""
         columns = (np.concatenate([getattr(b, c) for b in several]) for c in ("index", "at", "size", "stride"))
         return cls(several[0].shape, *columns)
 
@@ -60,7 +60,7 @@ class Boxes:
         for (start, size), at, stride in zip(rows, self.at.tolist(), self.stride.tolist(), strict=True):
             yield Region(tuple(start), tuple(size)), at, tuple(stride)
 
-    def joined(self) -> Boxes:
+    def joined(self) -> StridedBoxes:
         """The same elements, with neighbours made one box where they can be."""
         axis, apart = self._links()
         kept = _kept(axis, apart)
@@ -70,7 +70,7 @@ class Boxes:
         some = np.flatnonzero(count > 1)
         size[some, axis[starts[some]]] = count[some]
         stride[some, axis[starts[some]]] = apart[starts[some]]
-        return Boxes(self.shape, self.index[starts], self.at[starts], size, stride)
+        return StridedBoxes(self.shape, self.index[starts], self.at[starts], size, stride)
 
     def _links(self) -> tuple[Numbers, Numbers]:
         """The axis along which each box is followed by the next, -1 where by none; and how far apart they lie."""
@@ -101,8 +101,8 @@ def _kept(axis: Numbers, apart: Numbers) -> npt.NDArray[np.bool_]:
     return kept
 
 
-def refold(boxes: Boxes) -> Boxes:
-    """Join boxes as long as there are any that can be."""
+def join_all(boxes: StridedBoxes) -> StridedBoxes:
+    """Join boxes until no two of them can be joined."""
     while (fewer := boxes.joined()).index.size < boxes.index.size:
         boxes = fewer
     return boxes

@@ -108,7 +108,7 @@ def die_in_commit(worker):
             landing()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    target.PreparedLive.commit = commit
+    target.PreparedEngine.commit = commit
 
 
 def killed(trainer):

@@ -145,7 +145,7 @@ def test_faults(seen):
     assert found["poked left as it was"]
     assert found["recovered"] is None
     assert "ChecksumMismatch" in found["audited"]
-    assert "'model.norm.weight' lies elsewhere" in found["replaced"]
+    assert "'model.norm.weight' has moved since" in found["replaced"]
     assert found["replaced left as it was"]
     assert found["first"] == 5
 

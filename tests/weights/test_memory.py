@@ -330,8 +330,8 @@ def test_tensors_without_memory(make):
 
 @pytest.mark.parametrize("weights", [{1: np.zeros(2)}, {"a": np.zeros(2), 1: np.zeros(2)}, {"\ud800": np.zeros(2)}])
 def test_names_that_are_no_text(weights):
-    """Names are text that UTF-8 can hold; anything else is refused."""
-    with pytest.raises(UnsupportedTensor, match="tensor names"):
+    """Names must be text that can be encoded as UTF-8."""
+    with pytest.raises(UnsupportedTensor, match="a tensor name must be text"):
         sparserl.digest(weights)
 
 

@@ -20,7 +20,7 @@ from ..weights.shards import Place
 
 @dataclass(frozen=True)
 class Dense:
-    """An entry whose bits are sent whole; `count` of them really changed."""
+    """An entry of which all bits are sent; `count` of its elements changed."""
 
     place: Place
     count: int
@@ -31,9 +31,9 @@ class Dense:
 class Changes:
     """The changes of some regions of one dtype, column by column.
 
-    `after` holds new bits, `steps` zigzag steps; at least one of them is there. `covered` counts the elements
-    looked at, changed or not. `bits` reads the dense bits of an entry, where that is possible. Where the weights before
-    the changes are at hand, `base` has them all and `before` the old bits of the changed elements.
+    `after` has new bits, `steps` zigzag steps; at least one of them is given. `covered` counts the elements that were
+    compared, changed or not. `bits` reads the dense bits of an entry, where that is possible. If the base weights are in
+    memory, `base` has them all and `before` has the old bits of the changed elements.
     """
 
     dtype: DType

@@ -129,7 +129,7 @@ class Speeds:
 
     @classmethod
     def load(cls, threads: int) -> Speeds | None:
-        """Those kept for so many threads, or None: where there are none, or a file of another release."""
+        """The stored speeds for this number of threads; None if there are none, or of another release."""
         try:
             values: dict[str, Any] = json.loads(_home(threads).read_text())
             if values.pop("shape") != _SHAPE:
@@ -141,7 +141,7 @@ class Speeds:
 
     @classmethod
     def known(cls, threads: int) -> Speeds:
-        """Those kept, else the built-in ones: a training run is no place to measure unasked."""
+        """The stored speeds, else the built-in ones: nothing is measured in a training run unless asked for."""
         return cls.load(threads) or BUILT_IN
 
 
@@ -154,8 +154,8 @@ def _home(threads: int) -> Path:
     return Path(cache) / "sparserl" / f"speeds-{threads}.json"
 
 
-# One thread of a server core, times doubled, for whoever never measured. Work is taken to be slow, so that `auto` leans
-# to the profiles that work least unless the link is slow, too.
+# The times of one thread of a server core, doubled, for machines that were never measured. Assuming slow work makes
+# `auto` prefer the profiles that work least, unless the link is slow, too.
 BUILT_IN = Speeds(
     threads=1,
     copy=0.25e-9,
@@ -171,7 +171,10 @@ BUILT_IN = Speeds(
 
 @dataclass(frozen=True)
 class Estimate:
-    """One way to sync, predicted. `break_even` is the bits per second above which dense is faster; None of dense."""
+    """The predicted times of one way to sync.
+
+    `break_even` is the speed of a link, in bits per second, above which sending dense weights is faster; None for dense.
+    """
 
     name: str
     bits_per_change: float
@@ -198,9 +201,15 @@ def predict(
     speeds: Speeds,
     bits: Mapping[str, float] | None = None,
 ) -> list[Estimate]:
-    """Dense first, then every profile: `elements` of `width` bytes, of which a share `density` changed.
+    """The predicted times of sending dense weights, and then of every profile.
 
-    bits: bits per change where they are known better, by profile.
+    Args:
+        elements: How many elements the weights have.
+        width: Bytes of an element.
+        density: Which share of the elements changed.
+        link: The link that carries them.
+        speeds: How fast this machine encodes and decodes.
+        bits: Bits per change by profile, where they are known better than by the speeds.
     """
     whole, changes = elements * width, elements * density
     out = [Estimate("dense", 8 * whole / changes, whole, 0.0, link.seconds(whole), speeds.copy * whole)]
@@ -215,19 +224,19 @@ def predict(
 
 
 def best(estimates: list[Estimate]) -> Estimate:
-    """The fastest; of equals the first."""
+    """The fastest estimate; the first of equals."""
     return min(estimates, key=lambda e: e.total_s)
 
 
 @dataclass(frozen=True)
 class Chooser:
-    """Which profile a bucket takes on a link: the one that is coded, sent and landed soonest."""
+    """Chooses a bucket's profile for a link: the one that takes least time to encode, send and apply."""
 
     link: Link
     speeds: Speeds
 
     def expect(self, costs: dict[str, float], density: float) -> None:
-        """Put a figure on `ctx`, of which only a bound is known before its classes are: its usual share of `ulp`."""
+        """Replace the bound for `ctx`, whose classes are not known yet, by its usual share of `ulp`."""
         if {"ctx", "ulp"} <= costs.keys():
             ctx, ulp = (self.speeds.profiles[name].bits(density) for name in ("ctx", "ulp"))
             costs["ctx"] = costs["ulp"] * min(1.0, ctx / ulp)

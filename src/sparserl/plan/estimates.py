@@ -22,7 +22,7 @@ _AUTO = ("ctx", "ulp", "gap", "raw")
 
 
 def index_bits(numel: Counts, count: Counts) -> npt.NDArray[np.float64]:
-    """Bits to say which `count` of `numel` elements changed, were all choices alike; a code takes one per gap."""
+    """Bits to encode which `count` of `numel` elements changed, if all choices are equally likely."""
     out = np.empty(numel.size, np.float64)
     cpu.entropy.index_bits(numel, count, out)
     return out
@@ -61,9 +61,9 @@ def word_bits(changes: Changes, name: str, part: slice = slice(None)) -> float |
 
 
 def estimate(changes: Changes, names: Sequence[str], total: int | None = None) -> dict[str, float]:
-    """Bits of the sparse part in each profile that can hold it; `total` changes, where words are a sample of them.
+    """Bits of the sparse part in each profile that can hold it; `total` changes, if words are a sample of them.
 
-    Of `ctx` only a bound is known here, that of `ulp`; what it takes shows when its bucket is full.
+    For `ctx` this is a bound, that of `ulp`: its real size is known only when its bucket is full.
     """
     total = changes.total if total is None else total
     gaps = float(index_bits(changes.numel, changes.count).sum())

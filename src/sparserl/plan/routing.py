@@ -20,7 +20,7 @@ from .estimates import estimate, index_bits, plane_bits, word_bits
 BUCKET_PAYLOAD_BYTES = 4 << 20
 BUCKET_CHANGES = 1 << 22
 _NONE = slice(0)
-_DENSE_GATE = 0.25  # dense bits seldom shrink below this share, so sparser regions need no estimate
+_DENSE_GATE = 0.25  # dense bits are seldom compressed below this share, so sparser regions need no estimate
 
 
 def route(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterator[Changes]:
@@ -133,7 +133,7 @@ def _columns(
 
 
 def _run(changes: Changes, entries: slice) -> Changes:
-    """Some entries that stand one behind the other, where they are: nothing is copied."""
+    """Consecutive entries, as views: nothing is copied."""
     numel, count = changes.numel[entries], changes.count[entries]
     begin = int(changes.count[: entries.start].sum()) if entries.start else 0
     covered = int(numel.sum()) if entries.start else changes.covered - int(changes.numel[entries.stop :].sum())

@@ -32,8 +32,8 @@ class Changes:
     """The changes of some regions of one dtype, column by column.
 
     `after` has new bits, `steps` zigzag steps; at least one of them is given. `covered` counts the elements that were
-    compared, changed or not. `bits` reads the dense bits of an entry, where that is possible. If the base weights are in
-    memory, `base` has them all and `before` has the old bits of the changed elements.
+    compared, changed or not. `bits` reads the dense bits of an entry, where that is possible. If the base weights are
+    in memory, `base` has them all and `before` has the old bits of the changed elements.
     """
 
     dtype: DType

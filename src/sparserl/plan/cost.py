@@ -173,7 +173,7 @@ BUILT_IN = Speeds(
 class Estimate:
     """The predicted times of one way to sync.
 
-    `break_even` is the speed of a link, in bits per second, above which sending dense weights is faster; None for dense.
+    `break_even` is the speed of a link, in bits per second, above which dense weights are faster; None for dense.
     """
 
     name: str

@@ -1,9 +1,11 @@
 """Patches: finding changes, applying them, and making patches from patches.
 
-diff ──► plan (route, cut, estimate) ──► assemble ──► Patch ──► apply
-▲                                     │
-└────────── squash, invert ◄──────────┤
-merge ◄───┘
+    diff ──► plan (route, cut, estimate) ──► assemble ──► Patch ──► apply
+                      ▲                                     │
+                      └────────── squash, invert ◄──────────┤
+                                                  merge ◄───┘
+
+A patch is `Contents`: a tensor table, two ends and buckets; `Patch` is what users hold.
 """
 
 from __future__ import annotations

@@ -149,10 +149,10 @@ class _WindowChanges:
         return rest
 
     def _merge(self, absolute: bool, positions: Flat, words: UIntArray) -> None:
-        kept = ~among(self.positions[absolute], positions)
-        if kept.any():
-            positions = np.concatenate([self.positions[absolute][kept], positions])
-            words = np.concatenate([self.words[absolute][kept], words])
+        remaining = ~among(self.positions[absolute], positions)
+        if remaining.any():
+            positions = np.concatenate([self.positions[absolute][remaining], positions])
+            words = np.concatenate([self.words[absolute][remaining], words])
             order = np.argsort(positions, kind="stable")
             positions = positions[order]
             words = words[order]

@@ -72,10 +72,10 @@ class Comparer:
         """Find the changes of a batch, and route them."""
         old_addresses, old_owners = self.old.read(batch)
         new_addresses, new_owners = self.new.read(batch)
-        found = self._find(batch, old_addresses, new_addresses)
+        batch_changes = self._find(batch, old_addresses, new_addresses)
         old_sums = sums(self.old.table, batch, old_addresses) if self.digest_base else Digest()
-        changes = self._changes(batch, found)
-        moved = self._moved(changes, found.before)
+        changes = self._changes(batch, batch_changes)
+        moved = self._moved(changes, batch_changes.before)
         routed: list[Changes | Draft] = list(plan.route(changes, self.names, self.old.table))
         del old_owners, new_owners  # copies may go only now
         return Compared(routed, old_sums, moved, batch.elements * batch.dtype.width)
@@ -96,8 +96,8 @@ class Comparer:
         real_counts = np.bincount(owner, minlength=counts.size)
         return BatchChanges(positions[differs], before[differs], after[differs], real_counts)
 
-    def _changes(self, batch: Batch, found: BatchChanges) -> Changes:
-        live = np.flatnonzero(found.counts)
+    def _changes(self, batch: Batch, batch_changes: BatchChanges) -> Changes:
+        live = np.flatnonzero(batch_changes.counts)
         tensor = batch.tensor[live]
         region = [batch.region[i] for i in live.tolist()]
         return Changes(
@@ -105,13 +105,13 @@ class Comparer:
             tensor,
             region,
             batch.numel[live],
-            found.counts[live],
-            found.positions,
-            found.after,
-            plan.steps_between(batch.dtype, found.before, found.after),
+            batch_changes.counts[live],
+            batch_changes.positions,
+            batch_changes.after,
+            plan.steps_between(batch.dtype, batch_changes.before, batch_changes.after),
             batch.elements,
             lambda entry: self.new.bits(int(tensor[entry]), region[entry]),
-            before=found.before,
+            before=batch_changes.before,
             base=self.old,
         )
 

@@ -1,7 +1,9 @@
 """Comparing two versions of weights that are on a GPU in both: changes are found, and buckets coded, where they are.
 
-old, new ──► bitmap ──► changes per part │ compacted on the GPU ──► `ulp`, `ctx`: coded there ──► bytes
-└──► few, heavy, `raw`, `gap`: to the CPU's coders
+    old, new ──► bitmap ──► changes per part │ compacted on the GPU ──► `ulp`, `ctx`: coded there ──► bytes
+                                                                   └──► few, heavy, `raw`, `gap`: to the CPU's coders
+
+Where one group of parts waits for the GPU, the next takes a step.
 """
 
 from __future__ import annotations
@@ -90,50 +92,50 @@ def _compare_group(
     base = blocks.fetch(gpu.changes.digest(blocks, old)) if options.digest_base else None
     yield counts
     versions = old_weights, new_weights
-    found = ComparedRuns(*versions, runs, counts(), blocks, old, new, bitmap, block_counts, done)
-    rest = _route(found, options)
-    del bitmap, found  # a bitmap is large, and not needed to the end: the next group takes its memory
+    compared = ComparedRuns(*versions, runs, counts(), blocks, old, new, bitmap, block_counts, done)
+    rest = _route(compared, options)
+    del bitmap, compared  # a bitmap is large, and not needed to the end: the next group takes its memory
     routed, moved = yield from rest
     return Compared(routed, Digest() if base is None else fetched_digest(base), moved, runs.nbytes)
 
 
-def _route(found: ComparedRuns, options: _Options) -> Generator[Waiting, None, tuple[list[Changes | Draft], Digest]]:
+def _route(compared: ComparedRuns, options: _Options) -> Generator[Waiting, None, tuple[list[Changes | Draft], Digest]]:
     """Buckets that are coded on the GPU, and changes that are left to the CPU; how the digest moves."""
-    live = np.flatnonzero(found.changes)
-    for_cpu = _is_for_cpu(found, live, options.names)
+    live = np.flatnonzero(compared.changes)
+    for_cpu = _is_for_cpu(compared, live, options.names)
     routed: list[Changes | Draft] = []
     moved = Digest()
     cpu_runs = live[for_cpu]
     if cpu_runs.size:
-        packed = found.select(cpu_runs).compacted()
+        packed = compared.select(cpu_runs).compacted()
         for part in _cut(packed, options):
-            routed += plan.route(packed.on_host(part), options.names, found.old_weights.table)
+            routed += plan.route(packed.on_host(part), options.names, compared.old_weights.table)
         moved += packed.moved
     gpu_runs = live[~for_cpu]
     if gpu_runs.size:
-        found = found.select(gpu_runs)
-        rest = encode(found, [*_cut(found, options)], options.names, options.keep)
-        del found
+        compared = compared.select(gpu_runs)
+        rest = encode(compared, [*_cut(compared, options)], options.names, options.keep)
+        del compared
         drafts, delta = yield from rest
         routed += drafts
         moved += delta
     return routed, moved
 
 
-def _is_for_cpu(found: ComparedRuns, live: Numbers, names: Sequence[str]) -> npt.NDArray[np.bool_]:
+def _is_for_cpu(compared: ComparedRuns, live: Numbers, names: Sequence[str]) -> npt.NDArray[np.bool_]:
     """Which runs are left to the CPU: those that may be dense or are too heavy for a bucket; all if they are few."""
-    count = found.changes[live]
+    count = compared.changes[live]
     few = min(FEW_CHANGES, _FEW_FOR_CTX) if "ctx" in names else FEW_CHANGES
     if int(count.sum()) < few or set(names) == {"gap"}:
         return np.ones(live.size, bool)
-    heavy: npt.NDArray[np.bool_] = may_be_dense(found.runs.dtype, found.runs.numel[live], count)
+    heavy: npt.NDArray[np.bool_] = may_be_dense(compared.runs.dtype, compared.runs.numel[live], count)
     return heavy | (count > BUCKET_CHANGES)
 
 
-def _cut(found: CountedRuns, options: _Options) -> Iterator[slice]:
+def _cut(compared: CountedRuns, options: _Options) -> Iterator[slice]:
     """Runs that make a bucket each."""
-    width = found.runs.dtype.width
-    bits = index_bits(found.runs.numel, found.changes) + _WORD_BITS * found.changes
+    width = compared.runs.dtype.width
+    bits = index_bits(compared.runs.numel, compared.changes) + _WORD_BITS * compared.changes
     if set(options.names) == {"raw"}:
-        bits = (32 + 8 * width) * found.changes.astype(np.float64)
-    return cut_runs(found.runs.numel * width, found.changes, bits / 8, options.capacity)
+        bits = (32 + 8 * width) * compared.changes.astype(np.float64)
+    return cut_runs(compared.runs.numel * width, compared.changes, bits / 8, options.capacity)

@@ -40,13 +40,13 @@ _GPU_PROFILES = ("ctx", "ulp")  # those that are coded on the GPU
 class GpuDraft(Draft):
     """A bucket of changes that are on a GPU: coded there, or compacted, or both."""
 
-    def __init__(self, found: CountedRuns, part: slice) -> None:
+    def __init__(self, compared: CountedRuns, part: slice) -> None:
         super().__init__()
         self.part = part
-        self.dtype = found.runs.dtype
-        self.covered = int(found.runs.numel[part].sum()) * self.dtype.width
-        self.count = int(found.changes[part].sum())
-        columns = found.columns(part)
+        self.dtype = compared.runs.dtype
+        self.covered = int(compared.runs.numel[part].sum()) * self.dtype.width
+        self.count = int(compared.changes[part].sum())
+        columns = compared.columns(part)
         sparse = np.zeros(len(columns["region"]), bool)
         self.entries = Entries(columns["tensor"], columns["count"], sparse, columns["region"], columns["numel"])
         self.entries.coded  # noqa: B018  # while the GPU is at work
@@ -105,8 +105,8 @@ class GpuDraft(Draft):
 class _Lot:
     """Buckets that are one after the other, and what is estimated of them together."""
 
-    def __init__(self, found: CountedRuns, parts: Sequence[slice]) -> None:
-        self.drafts = [GpuDraft(found, part) for part in parts]
+    def __init__(self, compared: CountedRuns, parts: Sequence[slice]) -> None:
+        self.drafts = [GpuDraft(compared, part) for part in parts]
         self.count = sum(draft.count for draft in self.drafts)
         self.best = ""
 
@@ -128,12 +128,12 @@ class _Lot:
 
 
 def encode(
-    found: ComparedRuns, parts: list[slice], names: Sequence[str], keep: bool
+    compared: ComparedRuns, parts: list[slice], names: Sequence[str], keep: bool
 ) -> Generator[Waiting, None, tuple[list[GpuDraft], Digest]]:
     """Make buckets with estimates; those that would be smallest in `ulp` or `ctx` are coded.
 
     Args:
-        found: The changes, which are let go of as soon as possible: their bitmap is large.
+        compared: The changes, which are let go of as soon as possible: their bitmap is large.
         parts: The runs that make a bucket each.
         names: The profiles that may be used.
         keep: Whether buckets may be wanted in another profile than the smallest, or later.
@@ -142,12 +142,12 @@ def encode(
         The buckets, and how the digest moves.
     """
     if set(names) == {"raw"}:
-        return _raw_drafts(found, parts)
-    lots = yield from _estimated_lots(found, parts, names)
+        return _raw_drafts(compared, parts)
+    lots = yield from _estimated_lots(compared, parts, names)
     drafts = [draft for lot in lots for draft in lot.drafts]
-    packed = found.compacted() if keep or not all(draft.settled for draft in drafts) else None
-    jobs = [_encode_together(found, group) for group in _by_class_count(lots)]
-    del found
+    packed = compared.compacted() if keep or not all(draft.settled for draft in drafts) else None
+    jobs = [_encode_together(compared, group) for group in _by_class_count(lots)]
+    del compared
     moved = []
     while jobs:
         moved.append((yield from jobs.pop()))
@@ -156,10 +156,10 @@ def encode(
     return drafts, sum(map(fetched_digest, moved), Digest()) if packed is None else packed.moved
 
 
-def _raw_drafts(found: ComparedRuns, parts: list[slice]) -> tuple[list[GpuDraft], Digest]:
+def _raw_drafts(compared: ComparedRuns, parts: list[slice]) -> tuple[list[GpuDraft], Digest]:
     """Buckets in `raw`, whose streams are the compacted changes themselves."""
-    packed = found.compacted()
-    drafts = [GpuDraft(found.without_bitmap, part) for part in parts]
+    packed = compared.compacted()
+    drafts = [GpuDraft(compared.without_bitmap, part) for part in parts]
     for draft, streams in zip(drafts, _raw_streams(packed, drafts), strict=True):
         draft.packed = packed
         draft.streams = streams
@@ -168,24 +168,24 @@ def _raw_drafts(found: ComparedRuns, parts: list[slice]) -> tuple[list[GpuDraft]
 
 
 def _estimated_lots(
-    found: ComparedRuns, parts: list[slice], names: Sequence[str]
+    compared: ComparedRuns, parts: list[slice], names: Sequence[str]
 ) -> Generator[Waiting, None, list[_Lot]]:
     """Lots of buckets, with what they cost in each profile, and with classes where `ctx` is the smallest."""
     buckets = [parts[i : i + _LOT_BUCKETS] for i in range(0, len(parts), _LOT_BUCKETS)]
     spans = [slice(lot[0].start, lot[-1].stop) for lot in buckets]
-    dtype = found.runs.dtype
+    dtype = compared.runs.dtype
     shifts = [key_shift(dtype, ())] * len(spans)  # of integers it depends on the changes
     histograms = None
-    with gpu.streams.urgent_stream(found.runs.device, found.done):
-        copies, samples = found.sample(spans)
+    with gpu.streams.urgent_stream(compared.runs.device, compared.done):
+        copies, samples = compared.sample(spans)
         if "ctx" in names and dtype.sign_magnitude:
-            histograms = _magnitudes(found, spans, shifts)
+            histograms = _magnitudes(compared, spans, shifts)
     yield histograms or copies
-    lots = [_Lot(found.without_bitmap, lot) for lot in buckets]
+    lots = [_Lot(compared.without_bitmap, lot) for lot in buckets]
     sampled = samples()
     if "ctx" in names and histograms is None:
         shifts = [key_shift(dtype, [sample]) for sample in sampled]
-        histograms = _magnitudes(found, spans, shifts)
+        histograms = _magnitudes(compared, spans, shifts)
         yield histograms
     for i, (lot, sample) in enumerate(zip(lots, sampled, strict=True)):
         lot.set_costs(plan.estimate(sample, names, lot.count))
@@ -206,19 +206,21 @@ def _by_class_count(lots: list[_Lot]) -> list[list[GpuDraft]]:
     return [*groups.values()]
 
 
-def _magnitudes(found: ComparedRuns, lots: list[slice], shifts: list[int]) -> gpu.changes.HostCopy:
+def _magnitudes(compared: ComparedRuns, lots: list[slice], shifts: list[int]) -> gpu.changes.HostCopy:
     """Begin to count the magnitudes of old bits, of some of each lot."""
-    dtype = found.runs.dtype
+    dtype = compared.runs.dtype
     owner = np.repeat(np.arange(len(lots)), [lot.stop - lot.start for lot in lots])
-    every = np.array([sampling(found.runs.numel[lot]) for lot in lots])
+    every = np.array([sampling(compared.runs.numel[lot]) for lot in lots])
     kind = 0 if dtype.sign_magnitude else 1 if dtype.signed else 2
-    return found.blocks.fetch(gpu.cells.key_histogram(found.blocks, found.old, kind, owner, every, np.array(shifts)))
+    return compared.blocks.fetch(
+        gpu.cells.key_histogram(compared.blocks, compared.old, kind, owner, every, np.array(shifts))
+    )
 
 
-def _encode_together(found: ComparedRuns, drafts: list[GpuDraft]) -> Generator[Waiting, None, Callable[[], Any]]:
+def _encode_together(compared: ComparedRuns, drafts: list[GpuDraft]) -> Generator[Waiting, None, Callable[[], Any]]:
     """Code buckets that have as many classes. Returns how they move the digest, when that has arrived."""
-    chosen = found.select(np.concatenate([np.arange(draft.part.start, draft.part.stop) for draft in drafts]))
-    del found
+    chosen = compared.select(np.concatenate([np.arange(draft.part.start, draft.part.stop) for draft in drafts]))
+    del compared
     steps = gpu.streams.encode_in_steps(
         _stream_plan(chosen, drafts), chosen.old, chosen.new, (chosen.bitmap, chosen.block_counts), chosen.changes
     )
@@ -237,9 +239,9 @@ def _encode_together(found: ComparedRuns, drafts: list[GpuDraft]) -> Generator[W
     return moved
 
 
-def _stream_plan(found: ComparedRuns, drafts: list[GpuDraft]) -> gpu.streams.StreamPlan:
+def _stream_plan(compared: ComparedRuns, drafts: list[GpuDraft]) -> gpu.streams.StreamPlan:
     """How the streams of buckets are cut into tiles, classes and chunks."""
-    dtype = found.runs.dtype
+    dtype = compared.runs.dtype
     sizes = [len(draft.entries) for draft in drafts]
     limits = None
     if drafts[0].classes is not None:
@@ -249,7 +251,7 @@ def _stream_plan(found: ComparedRuns, drafts: list[GpuDraft]) -> gpu.streams.Str
     tile_logs = np.repeat([draft.tile_log for draft in drafts], sizes)
     bucket = np.repeat(np.arange(len(drafts)), sizes)
     order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
-    return gpu.streams.StreamPlan.of(found.blocks, bucket, tile_logs, limits, 1 << CHUNK_LOG, **order)
+    return gpu.streams.StreamPlan.of(compared.blocks, bucket, tile_logs, limits, 1 << CHUNK_LOG, **order)
 
 
 def _raw_streams(packed: CompactedChanges, drafts: list[GpuDraft]) -> list[Callable[[], EncodedStreams]]:

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import turns
+from tests import compile_lock
 from tests.servers import NoServer, Server, running
 
 _CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("short", max_examples=60, **_CALM)
 settings.register_profile("long", max_examples=20_000, **_CALM)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
-turns.take()
+compile_lock.serialize_compiling()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background may have it ignored
 
 

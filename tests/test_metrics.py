@@ -11,7 +11,7 @@ import pytest
 import sparserl
 from sparserl import metrics
 from sparserl.errors import NotFound, SparserlError
-from tests.transport.served import ask, serving
+from tests.transport.serve_program import ask, serving
 
 
 def session(folder: Path, callback: metrics.Callback, turns: int = 3) -> list[sparserl.SyncReport]:

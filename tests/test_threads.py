@@ -21,7 +21,7 @@ import sparserl.patch.apply
 from sparserl import Patch
 from sparserl.errors import SparserlError
 from sparserl.parallel import ReadAhead, default_threads, in_turn, ordered
-from tests.classes import always
+from tests.class_choice import always
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 

@@ -21,7 +21,7 @@ from examples.rl import __main__ as demo  # noqa: E402
 from examples.rl import ways  # noqa: E402
 from examples.rl.options import Options  # noqa: E402
 from examples.rl.weights import distinct  # noqa: E402
-from tests.transport.served import serving  # noqa: E402
+from tests.transport.serve_program import serving  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("torch_as_before")
 

@@ -27,8 +27,8 @@ from sparserl.plan import steps_between
 from sparserl.weights.digest import digest
 from sparserl.weights.dtypes import BY_NAME, DTYPES
 from sparserl.wire import Entries, Head, PatchWriter, encode_bucket
+from tests.boxed_shards import diff_shards
 from tests.golden.recipe import Tensor, bits, fingerprint, noise, weights
-from tests.shards import diff_shards
 
 HERE = Path(__file__).parent
 STORED = frozenset((Stream.CLASSES, Stream.TILE_LOWS, Stream.GAP_LOWS, Stream.STEP_LOWS, *range(65, 96, 2)))

@@ -12,7 +12,7 @@ from sparserl import Patch, codec
 from sparserl.codec.coders import CODERS
 from sparserl.weights.dtypes import DTYPES
 from tests.golden.recipe import fingerprint, weights
-from tests.hostile.forge import Scan
+from tests.hostile.forged_patch import Scan
 
 HERE = Path(__file__).parent
 INDEX = json.loads((HERE / "index.json").read_text())

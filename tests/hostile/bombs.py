@@ -1,4 +1,4 @@
-"""Small files that ask for much: each is built here. See `ways` for what is done with them."""
+"""Small files that ask for much: each is built here. See `watched_runs` for what is done with them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from sparserl.wire import limits
-from tests.hostile.forge import Bucket, Columns, Footer, Header, Stream, Table, number, numbers, seal, squeeze
-from tests.hostile.forge import Patch as Parts
+from tests.hostile.forged_patch import Bucket, Columns, Footer, Header, Stream, Table, number, numbers, seal, squeeze
+from tests.hostile.forged_patch import Patch as Parts
 
 BOMBS: dict[str, Callable[..., bytes]] = {}
 RAW, GAP, ULP, CTX = 0, 1, 2, 3

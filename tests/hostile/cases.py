@@ -11,7 +11,7 @@ import pytest
 
 from sparserl import SparserlError
 from sparserl.kernels import reference
-from tests.hostile.forge import Patch, Stream
+from tests.hostile.forged_patch import Patch, Stream
 from tests.hostile.samples import PROFILES, sample
 
 Change = Callable[[Patch], None]

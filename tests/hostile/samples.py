@@ -19,7 +19,7 @@ from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.local import LocalWeights
 from sparserl.weights.tensors import memories, require_like
 from sparserl.wire import Entries, Head, PatchWriter, encode_bucket
-from tests.shards import diff_shards
+from tests.boxed_shards import diff_shards
 
 PROFILES = ("raw", "gap", "ulp", "ctx")
 ALL = (*PROFILES, "rans", "part")  # `ctx` in the other coder, and a patch for some regions

@@ -18,9 +18,9 @@ from sparserl.transport import open_store
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.table import TensorSpec, TensorTable
 from sparserl.wire import limits
-from tests.hostile.forge import squeeze
+from tests.hostile.forged_patch import squeeze
 from tests.hostile.forged_store import Forged
-from tests.hostile.ways import apart, slowness
+from tests.hostile.watched_runs import apart, slowness
 
 STORES: dict[str, Callable[[Path], None]] = {}
 RECORDS: dict[str, Callable[[], bytes]] = {}

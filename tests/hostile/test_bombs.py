@@ -13,7 +13,7 @@ from sparserl import Patch
 from sparserl.errors import InvalidField, Truncated
 from tests.hostile.bombs import BOMBS
 from tests.hostile.samples import sample
-from tests.hostile.ways import ways
+from tests.hostile.watched_runs import ways
 
 pytestmark = pytest.mark.alone
 
@@ -71,7 +71,7 @@ ENDS = {
 def watched():
     """What each way of reading each bomb took, and how much slower than it should be this processor is."""
     environment = {**os.environ, "SPARSERL_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-m", "tests.hostile.ways"]
+    command = [sys.executable, "-m", "tests.hostile.watched_runs"]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
     first, *records = map(json.loads, done)
     return first["slowness"], {(record["name"], record["way"]): record for record in records}

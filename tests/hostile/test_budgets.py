@@ -24,7 +24,7 @@ from sparserl.session.store import records, routes
 from sparserl.session.store.records import Blob, Index, Manifest, RouteStep
 from sparserl.transport.stores.deadline import Transfers
 from tests.hostile.bombs import I8, RAW, bucket, claims, patch, rows, table, varints
-from tests.hostile.forge import Columns, Stream, Table
+from tests.hostile.forged_patch import Columns, Stream, Table
 from tests.hostile.store_bombs import PARSERS, RECORDS, STORES
 
 MEMORY = 768 << 20

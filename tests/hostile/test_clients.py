@@ -16,7 +16,7 @@ import pytest
 
 from sparserl.transport import open_store
 from sparserl.transport.stores.base import Retry
-from tests.transport.served import ask, serving
+from tests.transport.serve_program import ask, serving
 
 pytest.importorskip("uvicorn")
 

@@ -6,7 +6,7 @@ import pytest
 
 from sparserl import Patch, SparserlError
 from sparserl.errors import FormatError, InvalidField, RegionOverlap, Truncated
-from tests.hostile import forge
+from tests.hostile import forged_patch
 from tests.hostile.samples import ALL, PROFILES, sample
 
 
@@ -15,7 +15,7 @@ def test_the_samples_are_valid(name):
     """What is attacked here is a patch that applies, also when taken apart and put together again."""
     it = sample(name)
     assert it.run(it.data).already is False
-    assert it.run(forge.Patch.parse(it.data).encode()).already is False
+    assert it.run(forged_patch.Patch.parse(it.data).encode()).already is False
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -49,13 +49,13 @@ def test_every_single_bit_flipped(name):
 def test_every_single_bit_flipped_under_checksums_that_hold(name):
     """What a bucket says is checked for itself: no flip of one bit of it does anything but what the patch promises."""
     it = sample(name)
-    parts = forge.Patch.parse(it.data)
+    parts = forged_patch.Patch.parse(it.data)
     header, buckets = parts.header.encode(), [b.encode() for b in parts.buckets]
     survivors = 0
     for bit in range(8 * (len(buckets[1]) - 16)):
         body = bytearray(buckets[1][:-16])
         body[bit >> 3] ^= 1 << (bit & 7)
-        mixed = [buckets[0], forge.seal(bytes(body)), *buckets[2:]]
+        mixed = [buckets[0], forged_patch.seal(bytes(body)), *buckets[2:]]
         try:
             it.run(header + b"".join(mixed) + parts.footer.encode(header, mixed))
         except SparserlError:
@@ -68,7 +68,7 @@ def test_every_single_bit_flipped_under_checksums_that_hold(name):
 def test_appended_and_prepended_bytes(name):
     """A patch with anything before or behind it is refused."""
     it = sample(name)
-    for extra in (b"\0", b"\n", forge.END, bytes(16), it.data):
+    for extra in (b"\0", b"\n", forged_patch.END, bytes(16), it.data):
         with pytest.raises(FormatError):
             it.run(it.data + extra)
         with pytest.raises(FormatError):
@@ -91,7 +91,7 @@ def test_removed_and_repeated_bytes(name):
 def test_swapped_buckets(name):
     """Buckets in an order other than the footer's are refused."""
     it = sample(name)
-    parts = forge.Patch.parse(it.data)
+    parts = forged_patch.Patch.parse(it.data)
     first, second, *rest = (b.encode() for b in parts.buckets)
     parts.buckets, parts.sealed = [], [first, second, *rest]
     assert it.run(parts.encode()).already is False
@@ -105,8 +105,8 @@ def test_swapped_buckets(name):
 def test_buckets_that_only_differ_in_place():
     """Two buckets of one length that change places are refused by name, not by luck."""
     it = sample("gap")
-    parts = forge.Patch.parse(it.data)
-    twin = forge.Patch.parse(it.data).buckets[1]
+    parts = forged_patch.Patch.parse(it.data)
+    twin = forged_patch.Patch.parse(it.data).buckets[1]
     twin.estimates = [(1, 101), (2, 90)]
     one, two = parts.buckets[1].encode(), twin.encode()
     assert len(one) == len(two)
@@ -120,7 +120,7 @@ def test_buckets_that_only_differ_in_place():
 def test_buckets_and_footers_of_another_patch(name, other):
     """The footer holds header and buckets together: none of the three can come from elsewhere."""
     it, that = sample(name), sample(other)
-    mine, its = forge.Patch.parse(it.data), forge.Patch.parse(that.data)
+    mine, its = forged_patch.Patch.parse(it.data), forged_patch.Patch.parse(that.data)
     header, foreign = mine.header.encode(), [b.encode() for b in its.buckets]
     own = [b.encode() for b in mine.buckets]
     for index in range(len(own)):
@@ -134,7 +134,7 @@ def test_buckets_and_footers_of_another_patch(name, other):
 def test_a_footer_of_another_table():
     """A footer written for another header is refused even where everything else would fit."""
     it = sample("gap")
-    parts, renamed = forge.Patch.parse(it.data), forge.Patch.parse(it.data)
+    parts, renamed = forged_patch.Patch.parse(it.data), forged_patch.Patch.parse(it.data)
     renamed.header.table.names[0] = b"attm"
     parts.footer.seal = renamed.header.encode()[-16:]
     with pytest.raises(InvalidField, match="belongs to another header"):
@@ -144,7 +144,7 @@ def test_a_footer_of_another_table():
 def test_a_bucket_sent_twice():
     """The same entries twice would be applied twice: refused, although every checksum holds."""
     it = sample("ulp")
-    parts = forge.Patch.parse(it.data)
+    parts = forged_patch.Patch.parse(it.data)
     parts.sealed = [parts.buckets[1].encode()]
     parts.footer.changed = int(parts.footer.changed) + sum(int(v) >> 2 for v in parts.buckets[1].columns.values)
     with pytest.raises(RegionOverlap, match="'big'"):
@@ -156,7 +156,7 @@ def test_a_bucket_left_out(name):
     """A patch without one of its buckets is refused, also by a footer that does not mention it."""
     it = sample(name)
     for index in range(4):
-        parts = forge.Patch.parse(it.data)
+        parts = forged_patch.Patch.parse(it.data)
         del parts.buckets[index]
         with pytest.raises(InvalidField, match="the footer promises"):
             it.run(parts.encode())

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 from sparserl.errors import FormatError, InvalidField, LimitExceeded, Truncated, UnsupportedFormat
-from tests.hostile import forge
+from tests.hostile import forged_patch
 from tests.hostile.cases import ELEVEN, MOST, Cases, refuse
-from tests.hostile.forge import Patch, Stream
+from tests.hostile.forged_patch import Patch, Stream
 from tests.hostile.samples import PROFILES, STORED, sample
 
 cases = Cases()
@@ -59,7 +59,7 @@ def bucket_table_hash(p):
 
 @cases.forged(InvalidField, "no entries", "gap")
 def bucket_without_entries(p):
-    p.buckets[1].columns = forge.Columns([], [], [])
+    p.buckets[1].columns = forged_patch.Columns([], [], [])
     p.buckets[1].streams = []
 
 

@@ -20,7 +20,7 @@ from tests.hostile.cases import (
     refuse,
     replace_stream,
 )
-from tests.hostile.forge import Patch, Stream, squeeze
+from tests.hostile.forged_patch import Patch, Stream, squeeze
 
 cases = Cases()
 FIRST = {0: 1, 1: GAP_TOKENS, 2: GAP_TOKENS, 3: 64}  # where a profile says where its changes are

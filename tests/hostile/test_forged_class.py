@@ -13,9 +13,9 @@ import pytest
 from sparserl import Patch as Read
 from sparserl.errors import FormatError, InvalidField, NeedsBase, Truncated
 from sparserl.kernels import reference
-from tests.hostile import forge
+from tests.hostile import forged_patch
 from tests.hostile.cases import TILE_TOKENS, Cases, numbers_of, refuse, replace_numbers, replace_stream
-from tests.hostile.forge import Patch, Stream
+from tests.hostile.forged_patch import Patch, Stream
 from tests.hostile.samples import sample
 
 cases = Cases()
@@ -245,7 +245,7 @@ def recoded(p, change, id=68):
     """A stream through the coder, its chunk changed."""
     stream = p.buckets[1].stream(id)
     raw = stream.chunks[0]
-    freq = forge.frequencies(raw)
+    freq = forged_patch.frequencies(raw)
     states, words = reference.rans_encode(raw, freq)
     chunk = change(raw, freq, states, words)
     stream.coder, stream.chunks, stream.as_it_is = 2, [chunk], True
@@ -275,12 +275,12 @@ def rans_table(p, table):
 
 @each({"one": 1, "all": 1 << 20}, InvalidField, "stream 68: a rans chunk")
 def rans_bytes_missing(p, count):
-    recoded(p, lambda raw, freq, states, words: forge.rans(raw, freq)[:-count] or b"\0")
+    recoded(p, lambda raw, freq, states, words: forged_patch.rans(raw, freq)[:-count] or b"\0")
 
 
 @each({"a byte": b"\0", "a word": b"\0\0", "words": bytes(64)}, InvalidField, "stream 68: a rans chunk")
 def rans_bytes_too_many(p, more):
-    recoded(p, lambda raw, freq, states, words: forge.rans(raw, freq) + more)
+    recoded(p, lambda raw, freq, states, words: forged_patch.rans(raw, freq) + more)
 
 
 @each(
@@ -289,27 +289,27 @@ def rans_bytes_too_many(p, more):
     "does not end where it should",
 )
 def rans_state(p, state):
-    recoded(p, lambda raw, freq, states, words: chunk_of(forge.rans_table(freq), [state], words))
+    recoded(p, lambda raw, freq, states, words: chunk_of(forged_patch.rans_table(freq), [state], words))
 
 
 @forged(InvalidField, "does not end where it should|the changes lead to digest|leaves its tile|stream 68")
 def rans_state_of_other_symbols(p):
-    recoded(p, lambda raw, freq, states, words: chunk_of(forge.rans_table(freq), [states[0] ^ 1], words))
+    recoded(p, lambda raw, freq, states, words: chunk_of(forged_patch.rans_table(freq), [states[0] ^ 1], words))
 
 
 @forged(InvalidField, "a rans chunk")
 def rans_states_too_many(p):
-    recoded(p, lambda raw, freq, states, words: chunk_of(forge.rans_table(freq), states * 2, words))
+    recoded(p, lambda raw, freq, states, words: chunk_of(forged_patch.rans_table(freq), states * 2, words))
 
 
 @each({"fewer": -1, "more": 1}, InvalidField, "does not end where it should")
 def rans_of_other_length(p, by):
-    recoded(p, lambda raw, freq, states, words: forge.rans((raw + raw[:1])[: len(raw) + by], freq))
+    recoded(p, lambda raw, freq, states, words: forged_patch.rans((raw + raw[:1])[: len(raw) + by], freq))
 
 
 @forged(InvalidField, "bucket 1|lead to digest")
 def rans_of_one_symbol(p):
-    recoded(p, lambda raw, freq, states, words: forge.rans(raw[:1] * 3))
+    recoded(p, lambda raw, freq, states, words: forged_patch.rans(raw[:1] * 3))
 
 
 @forged(InvalidField, "bucket 1: stream 0: a rans chunk")
@@ -335,5 +335,5 @@ def test_a_chunk_recoded_is_the_same_patch(id):
     """The coder written from the specification alone is understood: what is attacked above was valid before."""
     it = sample("ctx")
     parts = Patch.parse(it.data)
-    recoded(parts, lambda raw, freq, states, words: chunk_of(forge.rans_table(freq), states, words), id)
+    recoded(parts, lambda raw, freq, states, words: chunk_of(forged_patch.rans_table(freq), states, words), id)
     assert it.run(parts.encode()).changed == parts.footer.changed

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 from sparserl.errors import FormatError, InvalidField, LimitExceeded, RegionOverlap, Truncated
-from tests.hostile import forge
+from tests.hostile import forged_patch
 from tests.hostile.cases import ELEVEN, MOST, Cases, refuse
-from tests.hostile.forge import Patch
+from tests.hostile.forged_patch import Patch
 from tests.hostile.samples import sample
 
 cases = Cases()
@@ -154,37 +154,37 @@ def entry_twice(p):
 @cases.forged(RegionOverlap, "'f64'")
 def entry_overlaps_in_another_bucket(p):
     p.buckets.append(Patch.parse(sample("gap").data).buckets[2])
-    p.buckets[-1].columns = forge.Columns([2], [1 << 2 | 1], [1, 2, 3, 1, 1, 1])
+    p.buckets[-1].columns = forged_patch.Columns([2], [1 << 2 | 1], [1, 2, 3, 1, 1, 1])
     p.footer.changed += 1
 
 
 @cases.forged(LimitExceeded, "changes, the limit is")
 def bucket_of_too_many_changes(p):
     whole_table_of_bytes(p, 1 << 25)
-    p.buckets[0].columns = forge.Columns([0], [(1 << 25) << 2], [])
+    p.buckets[0].columns = forged_patch.Columns([0], [(1 << 25) << 2], [])
 
 
 @cases.forged(LimitExceeded, "dense bytes, the limit is")
 def bucket_of_too_many_dense_bytes(p):
     whole_table_of_bytes(p, 1 << 25)
-    p.buckets[0].columns = forge.Columns([0], [1 << 2 | 2], [])
+    p.buckets[0].columns = forged_patch.Columns([0], [1 << 2 | 2], [])
 
 
 @cases.forged(LimitExceeded, "tiles, the limit is", "gap", "ulp")
 def bucket_of_too_many_tiles(p):
     whole_table_of_bytes(p, 1 << 31)
-    p.buckets[0].columns = forge.Columns([0], [1 << 2], [])
+    p.buckets[0].columns = forged_patch.Columns([0], [1 << 2], [])
 
 
 @cases.forged(LimitExceeded, "claims 1 changes in 2147483649")
 def entry_of_a_region_past_31_bits(p):
     whole_table_of_bytes(p, (1 << 31) + 1)
-    p.buckets[0].columns = forge.Columns([0], [1 << 2], [])
+    p.buckets[0].columns = forged_patch.Columns([0], [1 << 2], [])
 
 
 def whole_table_of_bytes(p: Patch, size: int) -> None:
     """One tensor of one-byte elements and one bucket for it."""
-    p.header.table = forge.Table([b"w"], [1], [1], [size])
+    p.header.table = forged_patch.Table([b"w"], [1], [1], [size])
     p.buckets = p.buckets[3:]
     p.buckets[0].dtype = 1
     p.footer.changed = 1

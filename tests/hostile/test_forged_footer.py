@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparserl.errors import FormatError, InvalidField, LimitExceeded, RegionOverlap, Truncated, WrongBase
-from tests.hostile import forge
+from tests.hostile import forged_patch
 from tests.hostile.cases import ELEVEN, MOST, Cases, refuse
 
 cases = Cases()
@@ -143,7 +143,7 @@ def covers_twice(p):
 @cases.forged(RegionOverlap, "'attn'", "part")
 def covers_overlap(p):
     covers = p.footer.covers
-    p.footer.covers = forge.Columns([0, 0, 3], [1, 1, 0], [*covers.boxes, 9, 0, 2, 20])
+    p.footer.covers = forged_patch.Columns([0, 0, 3], [1, 1, 0], [*covers.boxes, 9, 0, 2, 20])
 
 
 @cases.each({"2": 2, "most": MOST}, InvalidField, "values", "part")

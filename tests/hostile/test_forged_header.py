@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sparserl.errors import FormatError, InvalidField, LimitExceeded, TensorMismatch, Truncated, UnsupportedFormat
-from tests.hostile import forge
+from tests.hostile import forged_patch
 from tests.hostile.cases import ELEVEN, MOST, Cases, refuse
-from tests.hostile.forge import squeeze
+from tests.hostile.forged_patch import squeeze
 
 cases = Cases()
 
@@ -150,13 +150,13 @@ def table_shape_product(p, shape):
 @cases.forged(LimitExceeded, "elements", "gap")
 def table_elements_in_all(p):
     names = [b"n%05d" % i for i in range(257)]
-    p.header.table = forge.Table(names, [1] * 257, [1] * 257, [1 << 48] * 257)
+    p.header.table = forged_patch.Table(names, [1] * 257, [1] * 257, [1 << 48] * 257)
 
 
 @cases.forged(LimitExceeded, "dimensions in all", "gap")
 def table_dimensions_in_all(p):
     n = (1 << 17) + 1
-    p.header.table = forge.Table([b"%06d" % i for i in range(n)], [1] * n, [32] * n, [b"\1" * 32 * n])
+    p.header.table = forged_patch.Table([b"%06d" % i for i in range(n)], [1] * n, [32] * n, [b"\1" * 32 * n])
 
 
 @cases.each({"one more": 7, "fewer": 5, "zero": 0}, FormatError, "tensor table", "gap")

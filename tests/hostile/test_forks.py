@@ -15,7 +15,7 @@ from sparserl.transport.stores.base import Retry
 from sparserl.transport.stores.folder import FolderStore
 from sparserl.transport.stores.http_settings import Origin, find_proxy
 from sparserl.transport.stores.opening import open_store
-from tests.hostile.liars import Liar
+from tests.hostile.lying_server import Liar
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 

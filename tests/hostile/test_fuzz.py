@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparserl import SparserlError
-from tests.hostile import forge
+from tests.hostile import forged_patch
 from tests.hostile.samples import ALL, sample
 
 SETTINGS = settings(max_examples=12 * settings.default.max_examples)
@@ -72,19 +72,19 @@ def test_fuzz_bytes(data, name):
 @SETTINGS
 def test_fuzz_sealed_parts(data, name):
     """Damage to header, buckets and footer under checksums that hold: the fields are checked for themselves."""
-    parts = forge.Patch.parse(sample(name).data)
+    parts = forged_patch.Patch.parse(sample(name).data)
     table, header = parts.header.encode(), parts.header.encode()
     buckets = [b.encode() for b in parts.buckets]
     target = data.draw(st.sampled_from(("header", "bucket", "bucket", "bucket", "footer")))
     if target == "header":
-        header = forge.seal(data.draw(edits(table[:-16])))
+        header = forged_patch.seal(data.draw(edits(table[:-16])))
     elif target == "bucket":
         index = data.draw(st.integers(0, len(buckets) - 1))
-        buckets[index] = forge.seal(data.draw(edits(buckets[index][:-16])))
+        buckets[index] = forged_patch.seal(data.draw(edits(buckets[index][:-16])))
     footer = parts.footer.encode(header, buckets)
     if target == "footer":
-        body = forge.seal(data.draw(edits(footer[:-32])))
-        footer = body + len(body).to_bytes(8, "little") + forge.END
+        body = forged_patch.seal(data.draw(edits(footer[:-32])))
+        footer = body + len(body).to_bytes(8, "little") + forged_patch.END
     feed(name, header + b"".join(buckets) + footer)
 
 
@@ -92,7 +92,7 @@ def test_fuzz_sealed_parts(data, name):
 @SETTINGS
 def test_fuzz_fields(data, name):
     """Fields changed one by one, everything that depends on them made to fit."""
-    parts = forge.Patch.parse(sample(name).data)
+    parts = forged_patch.Patch.parse(sample(name).data)
     for _ in range(data.draw(st.integers(1, 3))):
         mutate(data.draw, parts)
     if data.draw(st.booleans()):
@@ -103,7 +103,7 @@ def test_fuzz_fields(data, name):
     feed(name, parts.encode())
 
 
-def mutate(draw: st.DrawFn, parts: forge.Patch) -> None:
+def mutate(draw: st.DrawFn, parts: forged_patch.Patch) -> None:
     """One change to one field somewhere."""
     if not parts.buckets:
         return
@@ -135,7 +135,7 @@ def mutate(draw: st.DrawFn, parts: forge.Patch) -> None:
         change_a_number(draw, draw(st.sampled_from((covers.steps, covers.values, covers.boxes))))
 
 
-def change_a_number(draw: st.DrawFn, column: list[forge.Number]) -> None:
+def change_a_number(draw: st.DrawFn, column: list[forged_patch.Number]) -> None:
     if not column:
         return
     index = draw(st.integers(0, len(column) - 1))
@@ -151,7 +151,7 @@ def change_a_number(draw: st.DrawFn, column: list[forge.Number]) -> None:
         column[index] = draw(interesting)
 
 
-def change_a_stream(draw: st.DrawFn, bucket: forge.Bucket) -> None:
+def change_a_stream(draw: st.DrawFn, bucket: forged_patch.Bucket) -> None:
     stream = draw(st.sampled_from(bucket.streams))
     kind = draw(st.sampled_from(("bytes", "bytes", "bytes", "bytes", "chunks", "coder", "id", "drop", "lengths")))
     if kind == "bytes" and stream.chunks:

@@ -21,7 +21,7 @@ from sparserl.errors import LimitExceeded, NotFound, SparserlError, StoreError, 
 from sparserl.transport.stores.base import Retry, Store, fetch
 from sparserl.transport.stores.deadline import within
 from sparserl.transport.stores.opening import open_store
-from tests.hostile.liars import Asked, Liar, answer, from_folder
+from tests.hostile.lying_server import Asked, Liar, answer, from_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = os.environ | {"PYTHONPATH": str(ROOT / "src"), "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}

@@ -11,7 +11,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.gpu_runs import hasten_interpreter, only_compile, run, streams_of
+from tests.triton_runs import hasten_interpreter, only_compile, run, streams_of
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")

@@ -138,9 +138,9 @@ def shared(mutants: Iterable[Mutant]) -> list[list[Mutant]]:
 
 def run(names: list[str], green: bool) -> int:
     """0 if every mutant that was asked for was noticed."""
-    if faults := lost(MUTANTS):
-        raise SystemExit("\n".join(f"{mutant.name}: {fault}" for mutant, fault in faults.items()))
     mutants = [m for m in MUTANTS if not names or any(name in m.name for name in names)]
+    if faults := lost(mutants):
+        raise SystemExit("\n".join(f"{mutant.name}: {fault}" for mutant, fault in faults.items()))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sparserl-mutants-") as home, ThreadPoolExecutor(WORKERS) as pool:
         shares = shared(mutants)

@@ -16,8 +16,8 @@ from sparserl.kernels import reference
 from sparserl.patch.compose import add_steps, negate_steps
 from sparserl.weights.dtypes import BY_NAME, Bits
 from sparserl.weights.tensors import memories
-from tests.classes import always
-from tests.shards import diff_shards
+from tests.boxed_shards import diff_shards
+from tests.class_choice import always
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 KINDS = {

@@ -12,8 +12,8 @@ from sparserl import Patch, Region
 from sparserl.errors import FormatError, NeedsBase, WrongBase
 from sparserl.kernels import reference
 from sparserl.weights.dtypes import BY_NAME, DTYPES, Bits
-from tests.classes import always
-from tests.shards import diff_shards
+from tests.boxed_shards import diff_shards
+from tests.class_choice import always
 
 BF16 = BY_NAME["bfloat16"]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)

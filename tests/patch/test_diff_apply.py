@@ -12,7 +12,7 @@ import sparserl
 from sparserl import Patch
 from sparserl.errors import FormatError, TensorMismatch, UnsupportedFormat
 from sparserl.weights.dtypes import BY_NAME, DTYPES
-from tests.classes import always
+from tests.class_choice import always
 from tests.patch.changed_weights import (
     CHANGES,
     PROFILES,

@@ -13,8 +13,8 @@ from sparserl.errors import WrongBase
 from sparserl.kernels import reference
 from sparserl.patch.decode import flatten
 from sparserl.weights.dtypes import BY_NAME, Bits
-from tests.classes import always
-from tests.shards import diff_shards
+from tests.boxed_shards import diff_shards
+from tests.class_choice import always
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from sparserl.errors import FormatError, InvalidField, WrongBase
 from sparserl.patch import apply
 from sparserl.patch.contents import BucketList, Contents, Ends
 from sparserl.weights.dtypes import BY_NAME
-from tests.classes import always
+from tests.class_choice import always
 from tests.patch.changed_weights import PROFILES, assert_same, each_profile, family, hold, weights_pairs
 
 

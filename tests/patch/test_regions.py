@@ -15,8 +15,8 @@ from sparserl.patch.contents import BucketList, Contents, Ends
 from sparserl.weights.dtypes import DTYPES
 from sparserl.weights.marks import Bitmap
 from sparserl.weights.region import whole
-from tests.classes import always
-from tests.shards import diff_shards
+from tests.boxed_shards import diff_shards
+from tests.class_choice import always
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 each_profile = pytest.mark.parametrize("profile", PROFILES)

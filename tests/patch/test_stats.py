@@ -12,7 +12,7 @@ from sparserl import Patch, Region, codec
 from sparserl.kernels import reference
 from sparserl.patch.contents import Contents
 from sparserl.weights.dtypes import BY_NAME, Bits
-from tests.shards import diff_shards
+from tests.boxed_shards import diff_shards
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 each_profile = pytest.mark.parametrize("profile", PROFILES)

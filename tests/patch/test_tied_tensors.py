@@ -9,9 +9,9 @@ import torch
 import sparserl
 from sparserl import Region
 from sparserl.errors import TensorMismatch, TiedConflict
-from tests.classes import always
+from tests.boxed_shards import diff_shards
+from tests.class_choice import always
 from tests.patch.changed_weights import assert_same, each_profile, strided
-from tests.shards import diff_shards
 
 
 @pytest.fixture(autouse=True)

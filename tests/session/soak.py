@@ -29,7 +29,7 @@ from sparserl.errors import Fenced, StoreError
 from sparserl.transport.stores.base import Store
 from sparserl.transport.stores.opening import open_store
 from tests.servers import Server, running
-from tests.session.drivers import (
+from tests.session.killed_processes import (
     FILES,
     Fuse,
     Journal,

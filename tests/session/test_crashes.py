@@ -24,7 +24,7 @@ from sparserl.session.store import signing
 from sparserl.session.store.retention import collect, faults
 from sparserl.transport.stores.folder import FolderStore
 from tests.servers import Proxy, Server
-from tests.session.drivers import settled, sha, weights_at
+from tests.session.killed_processes import settled, sha, weights_at
 
 HERE = Path(__file__).resolve().parents[2]
 YEAR = 365 * 86400.0
@@ -85,7 +85,7 @@ class Rollout:
 def test_a_publisher_is_killed_at_any_moment(case: str, every: int, tmp_path: Path) -> None:
     """Whatever it was about to write, receivers see the old version or the new one, and its next life goes on."""
     every = 1 if os.environ.get("SPARSERL_KILLS") == "all" else every
-    seen = _driver("-m", "tests.session.kills", "publisher", case, tmp_path, every)
+    seen = _driver("-m", "tests.session.kill_before_each_call", "publisher", case, tmp_path, every)
     assert seen["kills"] * every > 60
     assert seen["old"] > 3
     assert seen["new"] > 1
@@ -99,7 +99,7 @@ def test_a_publisher_is_killed_at_any_moment(case: str, every: int, tmp_path: Pa
 def test_a_subscriber_is_killed_at_any_moment(case: str, tmp_path: Path) -> None:
     """`current` is the old checkpoint or the new one, whole; the next life ends with the new one and clears up."""
     every = 1 if os.environ.get("SPARSERL_KILLS") == "all" else 3
-    seen = _driver("-m", "tests.session.kills", "subscriber", case, tmp_path, every)
+    seen = _driver("-m", "tests.session.kill_before_each_call", "subscriber", case, tmp_path, every)
     assert seen["kills"] * every > 40
     assert seen["old"] > 5
     assert seen["new"] > 5
@@ -136,7 +136,7 @@ from pathlib import Path
 
 import sparserl
 from sparserl.errors import Fenced
-from tests.session.drivers import Journal, ended, fork, warm, weights_at
+from tests.session.killed_processes import Journal, ended, fork, warm, weights_at
 
 root = Path(sys.argv[1])
 (root / "warm").mkdir()

@@ -19,7 +19,7 @@ from sparserl.errors import (
 from sparserl.session.store import routes, signing
 from sparserl.session.store.retention import faults
 from sparserl.session.store.squashing import squash_versions
-from tests.classes import always
+from tests.class_choice import always
 from tests.session.policy import Policy, bits
 
 

@@ -14,6 +14,7 @@ from sparserl import Patch, TensorTable
 from sparserl.errors import ChainError, CheckpointError, ChecksumMismatch, TensorMismatch, WrongBase
 from sparserl.sources import open_checkpoint
 from sparserl.targets import apply_to_checkpoint
+from tests.boxed_shards import diff_shards
 from tests.checkpoints import (
     equal,
     safetensors_bytes,
@@ -21,7 +22,6 @@ from tests.checkpoints import (
     write_file,
     write_folder,
 )
-from tests.shards import diff_shards
 from tests.targets.written_checkpoints import BOTH, P, W, Write, assert_refused, expected
 
 

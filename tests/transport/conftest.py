@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transport.served import serving
+from tests.transport.serve_program import serving
 from tests.transport.served_run import fill
 
 

@@ -25,7 +25,7 @@ from sparserl.errors import StoreError
 from sparserl.transport import open_store
 from sparserl.transport.stores.base import fetch
 from sparserl.transport.stores.folder import FolderStore
-from tests.transport.served import ROOT, ask, same, serving, step, weights
+from tests.transport.serve_program import ROOT, ask, same, serving, step, weights
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("obstore")

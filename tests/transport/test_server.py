@@ -18,7 +18,7 @@ import sparserl
 from sparserl.cli.app import app
 from sparserl.errors import NotFound, StoreError
 from sparserl.transport import open_store
-from tests.transport.served import ENV, ask, same, serving, step, weights
+from tests.transport.serve_program import ENV, ask, same, serving, step, weights
 from tests.transport.served_run import BUCKET, DATA, HASH, begun, fill
 
 pytest.importorskip("uvicorn")

@@ -18,7 +18,7 @@ import sparserl
 from sparserl.errors import StoreError
 from sparserl.transport import open_store
 from sparserl.transport.stores.base import Retry
-from tests.transport.served import ask, serving, weights
+from tests.transport.serve_program import ask, serving, weights
 from tests.transport.served_run import BUCKET, DATA, begun, fill
 
 pytest.importorskip("uvicorn")

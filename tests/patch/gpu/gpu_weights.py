@@ -13,8 +13,8 @@ from sparserl.patch import gpu_compare, gpu_encode
 from sparserl.plan import buckets
 from sparserl.weights import memory
 from sparserl.weights.dtypes import BY_NAME, Bits
-from tests.classes import always
-from tests.gpu_runs import hasten_interpreter
+from tests.class_choice import always
+from tests.triton_runs import hasten_interpreter
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")

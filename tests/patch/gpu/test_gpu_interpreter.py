@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.gpu_runs import only_compile, run
 from tests.patch.gpu.gpu_weights import CUDA, INTERPRETED
+from tests.triton_runs import only_compile, run
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")

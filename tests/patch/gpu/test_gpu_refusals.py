@@ -17,8 +17,8 @@ from sparserl.patch.contents import BucketList, Contents, Ends
 from sparserl.plan import buckets
 from sparserl.weights.local import LocalWeights
 from sparserl.wire import encode_bucket, encode_table, table_hash
-from tests.gpu_runs import streams_of
 from tests.patch.gpu.gpu_weights import DEVICE, needs_gpu, on_gpu, on_host, same_bits, two_versions
+from tests.triton_runs import streams_of
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")

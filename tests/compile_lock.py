@@ -10,7 +10,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
 
-def take() -> None:
+def serialize_compiling() -> None:
     """From now on in this process, a kernel is compiled by nobody else meanwhile."""
     work, held = Dispatcher.compile, set()
 

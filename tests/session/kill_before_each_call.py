@@ -1,6 +1,6 @@
 """Publisher and subscriber, killed before each of their calls in turn. Runs as a process of its own:
 
-python -m tests.session.kills publisher|subscriber CASE FOLDER
+python -m tests.session.kill_before_each_call publisher|subscriber CASE FOLDER
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparserl.session.store.records import HeadRecord
 from sparserl.session.store.retention import read_head
 from sparserl.targets import folder
 from sparserl.transport.stores.folder import FolderStore
-from tests.session.drivers import (
+from tests.session.killed_processes import (
     FILES,
     Fuse,
     Journal,

@@ -272,7 +272,7 @@ def test_the_cheapest_way():
 
     def step(base, version, size, profiles=("ulp",)):
         start = None if base is None else digest(base)
-        return routes.Step(base, version, start, digest(version), size, 1, profiles, "0" * 64, 0.0)
+        return routes.RouteStep(base, version, start, digest(version), size, 1, profiles, "0" * 64, 0.0)
 
     steps = [
         step(None, 0, 1000),

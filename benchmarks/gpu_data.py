@@ -173,7 +173,7 @@ def cpu_streams(olds: list[Array], news: list[Array]) -> dict[str, Any]:
         )
         positions, before, after = (np.concatenate(c) for c in zip(*found, strict=True))
         streams = codec.encode_streams(
-            codec.profile("ctx").encode(layout, [positions], [reference.steps(before, after, True)])
+            codec.profile_by_name("ctx").encode(layout, [positions], [reference.steps(before, after, True)])
         )
         for id, (coder, chunks) in streams.items():
             if id != codec.Stream.CLASSES:

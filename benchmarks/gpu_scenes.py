@@ -271,7 +271,7 @@ def _coded(pool: Any, sizes: list[int], bucket: Any, changes: Any, positions: An
             return 0
         numel, some = np.asarray(sizes)[parts], slice(int(ends[parts[0]] - changes[parts[0]]), int(ends[parts[-1]]))
         layout = BucketLayout(BY_NAME["bfloat16"], numel, changes[parts], 18, 16)
-        streams = codec.encode_streams(codec.profile("ulp").encode(layout, [positions[some]], [steps[some]]))
+        streams = codec.encode_streams(codec.profile_by_name("ulp").encode(layout, [positions[some]], [steps[some]]))
         return sum(len(chunk) for _, chunks in streams.values() for chunk in chunks)
 
     return sum(pool.map(one, range(int(bucket.max()) + 1)))

@@ -45,7 +45,7 @@ def test_class_streams_are_those_of_the_specification(name, chunk_log):
         for c, word in zip(owner, words[at : at + count].tolist(), strict=True):
             steps[c].append(word)
         at += count
-    written = codec.profile("ctx").encode(layout, [positions], [words])
+    written = codec.profile_by_name("ctx").encode(layout, [positions], [words])
     expected = {Stream.TILE_TOKENS: counts}
     for c in range(thresholds.size + 1):
         expected |= {Stream.CLASS + 4 * c: gaps[c], Stream.CLASS + 4 * c + 2: steps[c]}
@@ -91,12 +91,14 @@ def test_classes_that_make_no_sense_are_refused(name, chunk):
     """Unsorted, zero, past 511, out of the dtype's reach, of an even number of bytes, none, or too many."""
     layout, positions, words = made(6, BY_NAME[name], (300,), 0.2)
     layout = replace(layout, classes=Classes(0, (1, 9)))
-    coded = codec.encode_streams(codec.profile("ctx").encode(layout, [positions], [words]))
-    codec.profile("ctx").decode(layout, Reader(coded))
+    coded = codec.encode_streams(codec.profile_by_name("ctx").encode(layout, [positions], [words]))
+    codec.profile_by_name("ctx").decode(layout, Reader(coded))
     with pytest.raises(InvalidField, match=r"classes|longer than 15"):
-        codec.profile("ctx").decode(layout, Reader({**coded, Stream.CLASSES: (Stored(), [chunk])}))
+        codec.profile_by_name("ctx").decode(layout, Reader({**coded, Stream.CLASSES: (Stored(), [chunk])}))
     with pytest.raises(InvalidField, match="coded"):
-        codec.profile("ctx").decode(layout, Reader({**coded, Stream.CLASSES: (Zstd(), [classes_chunk(0, 1, 9)])}))
+        codec.profile_by_name("ctx").decode(
+            layout, Reader({**coded, Stream.CLASSES: (Zstd(), [classes_chunk(0, 1, 9)])})
+        )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_classes_at_the_edge_are_fine(name, classes):
     layout, positions, words = made(7, BY_NAME[name], (3000, 64), 0.3)
     most = np.iinfo(layout.dtype.uint).max
     layout.bits[1][:] = np.resize(np.array([0, 1, most, most // 2, most // 2 + 1], layout.dtype.uint), 64)
-    _, found = there_and_back(codec.profile("ctx"), replace(layout, classes=classes), positions, words)
+    _, found = there_and_back(codec.profile_by_name("ctx"), replace(layout, classes=classes), positions, words)
     assert (found.positions == positions).all()
     assert (found.words == words).all()
 
@@ -125,16 +127,16 @@ def test_counts_of_classes_are_checked():
     """Counts by tile and class must add up to the entries, each and all, and their gaps must find members."""
     dtype = BY_NAME["uint16"]
     layout, positions, words = made(8, dtype, (3000, 50), 0.1)
-    coded = codec.encode_streams(codec.profile("ctx").encode(layout, [positions], [words]))
+    coded = codec.encode_streams(codec.profile_by_name("ctx").encode(layout, [positions], [words]))
     for count in (layout.count + np.array([1, 0]), layout.count - np.array([0, 1])):
         with pytest.raises(InvalidField, match="do not add up to those of the entries"):
-            codec.profile("ctx").decode(replace(layout, count=count), Reader(coded))
+            codec.profile_by_name("ctx").decode(replace(layout, count=count), Reader(coded))
     for count in (layout.count + np.array([1, -1]), layout.count + np.array([-1, 1])):
         with pytest.raises(InvalidField, match="sparse entry 0: tile counts do not add up"):
-            codec.profile("ctx").decode(replace(layout, count=count), Reader(coded))
+            codec.profile_by_name("ctx").decode(replace(layout, count=count), Reader(coded))
     last = int(positions[layout.count[0] - 1])
     with pytest.raises(InvalidField, match="sparse entry 0"):
-        codec.profile("ctx").decode(replace(layout, numel=np.array([last, 50])), Reader(coded))
+        codec.profile_by_name("ctx").decode(replace(layout, numel=np.array([last, 50])), Reader(coded))
 
 
 def test_other_old_bits_never_lead_out_of_a_region():
@@ -142,7 +144,7 @@ def test_other_old_bits_never_lead_out_of_a_region():
     rng = np.random.default_rng(9)
     layout, positions, words = made(10, BY_NAME["bfloat16"], (3000, 50, 1024), 0.1)
     layout = replace(layout, classes=Classes(7, (100, 250)))
-    coded = codec.encode_streams(codec.profile("ctx").encode(layout, [positions], [words]))
+    coded = codec.encode_streams(codec.profile_by_name("ctx").encode(layout, [positions], [words]))
     refused = 0
     for flips in (1, 10, 1000):
         for _ in range(20):
@@ -150,7 +152,7 @@ def test_other_old_bits_never_lead_out_of_a_region():
             saved = layout.bits[0].copy()
             layout.bits[0][where] ^= rng.integers(1, 1 << 16, flips).astype(np.uint16)
             try:
-                found = in_order(layout, codec.profile("ctx").decode(layout, Reader(coded)))
+                found = in_order(layout, codec.profile_by_name("ctx").decode(layout, Reader(coded)))
             except InvalidField:
                 refused += 1
             else:
@@ -165,9 +167,9 @@ def test_other_old_bits_never_lead_out_of_a_region():
 def test_ctx_needs_the_old_bits():
     """Neither written nor read without them."""
     layout, positions, words = made(11, BY_NAME["bfloat16"], (300,), 0.1)
-    coded = codec.encode_streams(codec.profile("ctx").encode(layout, [positions], [words]))
+    coded = codec.encode_streams(codec.profile_by_name("ctx").encode(layout, [positions], [words]))
     for lacking in ({"old_addresses": None}, {"classes": None}):
         with pytest.raises(NeedsBase):
-            codec.profile("ctx").encode(replace(layout, **lacking), positions, words)
+            codec.profile_by_name("ctx").encode(replace(layout, **lacking), positions, words)
     with pytest.raises(NeedsBase, match="bucket is in profile ctx"):
-        codec.profile("ctx").decode(replace(layout, old_addresses=None), Reader(coded))
+        codec.profile_by_name("ctx").decode(replace(layout, old_addresses=None), Reader(coded))

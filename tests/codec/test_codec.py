@@ -87,7 +87,7 @@ def test_profiles_under_any_layout(profile, dtype, seed, sizes, density, tile_lo
 def test_chunks_are_cut_where_the_layout_says(profile):
     """Each stream is cut every 2^chunk_log things; without that the directory could not be checked."""
     layout, positions, words = made(1, BY_NAME["uint16"], (4000, 3000), 0.2)
-    coded, _ = there_and_back(codec.profile(profile), layout, positions, words)
+    coded, _ = there_and_back(codec.profile_by_name(profile), layout, positions, words)
     whole, rest = divmod(positions.size, 1 << 8)
     for id, (_, chunks) in coded.items():
         if id not in (Stream.TILE_TOKENS, Stream.TILE_LOWS):
@@ -119,15 +119,17 @@ def test_positions_out_of_range_are_refused():
     layout = BucketLayout(BY_NAME["uint8"], np.array([10, 10]), np.array([2, 2]), 10, 8)
     words = np.arange(4, dtype=np.uint8)
     for positions, bad in (([0, 5, 3, 10], 1), ([5, 5, 0, 1], 0), ([5, 4, 0, 1], 0), ([0, 10, 0, 1], 0)):
-        coded = codec.encode_streams(codec.profile("raw").encode(layout, [np.array(positions, np.uint32)], [words]))
+        coded = codec.encode_streams(
+            codec.profile_by_name("raw").encode(layout, [np.array(positions, np.uint32)], [words])
+        )
         with pytest.raises(InvalidField, match=f"entry {bad}"):
-            codec.profile("raw").decode(layout, Reader(coded))
+            codec.profile_by_name("raw").decode(layout, Reader(coded))
 
 
 def test_gaps_and_counts_out_of_range_are_refused():
     """Tile counts that do not add up to the entry's, and gaps past the end of a region, are found."""
     layout, positions, words = made(3, BY_NAME["uint8"], (3000, 50), 0.1)
-    coded = codec.encode_streams(codec.profile("gap").encode(layout, [positions], [words]))
+    coded = codec.encode_streams(codec.profile_by_name("gap").encode(layout, [positions], [words]))
     for numel, count in (
         (layout.numel, layout.count + np.array([1, -1])),
         (layout.numel, layout.count + np.array([-1, 1])),
@@ -135,16 +137,16 @@ def test_gaps_and_counts_out_of_range_are_refused():
     ):
         wrong = BucketLayout(layout.dtype, numel, count, layout.tile_log, layout.chunk_log)
         with pytest.raises(InvalidField, match="entry"):
-            codec.profile("gap").decode(wrong, Reader(coded))
+            codec.profile_by_name("gap").decode(wrong, Reader(coded))
 
 
 def test_steps_wider_than_the_element_are_refused():
     """A step must fit the width it is taken in."""
     layout = BucketLayout(BY_NAME["uint8"], np.array([10]), np.array([2]), 10, 8)
     wide = numbers.write(layout, np.array([3, 256], np.uint16), Stream.STEP_TOKENS, Stream.STEP_LOWS)
-    gaps = codec.profile("ulp").encode(layout, [np.array([1, 2], np.uint32)], [np.array([3, 4], np.uint8)])
+    gaps = codec.profile_by_name("ulp").encode(layout, [np.array([1, 2], np.uint32)], [np.array([3, 4], np.uint8)])
     with pytest.raises(InvalidField, match="number 1"):
-        codec.profile("ulp").decode(layout, Reader(codec.encode_streams({**gaps, **wide})))
+        codec.profile_by_name("ulp").decode(layout, Reader(codec.encode_streams({**gaps, **wide})))
 
 
 @each_dtype
@@ -185,7 +187,7 @@ def test_ids_are_those_of_the_format():
 @each_profile
 def test_profiles_are_found_by_name_and_id(profile):
     """The registry gives back the one object; its repr says what it is."""
-    assert codec.profile(profile.name) is profile
+    assert codec.profile_by_name(profile.name) is profile
     assert codec.profile_by_id(profile.id) is profile
     assert repr(profile) == f"{type(profile).__name__}()"
 
@@ -194,7 +196,7 @@ def test_profiles_are_found_by_name_and_id(profile):
 def test_unknown_profiles_are_refused_by_name(name):
     """The error says which are known."""
     with pytest.raises(UnsupportedFormat, match=f"'{name}'; this release knows raw, gap, ulp, ctx"):
-        codec.profile(name)
+        codec.profile_by_name(name)
 
 
 @pytest.mark.parametrize("id", [4, 5, 255])

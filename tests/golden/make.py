@@ -73,7 +73,7 @@ def classes(dtype: Any, number: int = 3) -> Classes:
 def encode(
     table: TensorTable, spec: Bucket, old: dict[str, Bits], new: dict[str, Bits], hash: bytes, number: int
 ) -> Any:
-    profile, dtype = codec.profile(spec.profile), table[table.index[spec.places[0][0]]].dtype
+    profile, dtype = codec.profile_by_name(spec.profile), table[table.index[spec.places[0][0]]].dtype
     rows, before, positions, words, dense = [], [], [], [], []
     for name, region, is_dense in spec.places:
         a, b = ((w[name].array if region is None else w[name].array[region.slices]).ravel() for w in (old, new))

@@ -152,7 +152,7 @@ def _sample(profile: str) -> Sample:
 def _bucket(
     name: str, table: sparserl.TensorTable, places: tuple[Place, ...], old: Any, new: Any, hash: bytes
 ) -> tuple[bytes, int]:
-    profile, dtype = codec.profile("ctx" if name == "rans" else name), table[table.index[places[0][0]]].dtype
+    profile, dtype = codec.profile_by_name("ctx" if name == "rans" else name), table[table.index[places[0][0]]].dtype
     counts, numel, positions, words, dense, before = [], [], [], [], [], []
     for tensor, region, is_dense in places:
         a, b = ((w[tensor] if region is None else w[tensor][region.slices]).ravel() for w in (old, new))

@@ -188,7 +188,7 @@ def cpu_streams(dtype, olds, news, log, chunk_log, classes):
         classes=classes,
     )
     steps = np.concatenate([reference.steps(x, y, dtype.sign_magnitude) for _, _, x, y in live])
-    streams = codec.profile("ctx").encode(layout, [np.concatenate([p for _, p, _, _ in live])], [steps])
+    streams = codec.profile_by_name("ctx").encode(layout, [np.concatenate([p for _, p, _, _ in live])], [steps])
     coded = codec.encode_streams({id: chunks for id, chunks in streams.items() if id != codec.Stream.CLASSES})
     return {int(id): (coder.id, [bytes(c) for c in chunks]) for id, (coder, chunks) in coded.items()}
 

@@ -306,5 +306,5 @@ def test_changes_know_what_they_can_be_written_as():
     none = np.empty(0, np.int64)
     bits = Changes(BY_NAME["uint8"], none, [], none, none, none.astype(np.uint32), np.empty(0, np.uint8), None, 0)
     with pytest.raises(ValueError, match="ulp"):
-        bits.words(codec.profile("ulp"))
-    assert bits.words(codec.profile("gap")).size == 0
+        bits.words(codec.profile_by_name("ulp"))
+    assert bits.words(codec.profile_by_name("gap")).size == 0

@@ -57,7 +57,7 @@ def entries(*rows):
 
 def bucket(profile, rows, positions, words, dense, tile_log=16, chunk_log=16, estimates=()):
     """A bucket of uint8 changes, as bytes."""
-    head = Head(codec.profile(profile), U8, tile_log, chunk_log, estimates, entries(*rows))
+    head = Head(codec.profile_by_name(profile), U8, tile_log, chunk_log, estimates, entries(*rows))
     sparse = [(tensor, region) for tensor, region, _, dense in rows if not dense]
     bits = [BASE.bits(*place).copy() for place in sparse]
     old = np.array([b.ctypes.data for b in bits], np.int64)
@@ -195,7 +195,7 @@ def test_buckets_past_the_limit_are_not_even_summed():
 @pytest.mark.parametrize(("before", "behind"), [(200, 16), (200, 15), (9, 16), (0, 0)])
 def test_streams_that_lie_together(before, behind):
     """Encoded streams make the same bucket, in their own memory if its margins are large enough."""
-    head = Head(codec.profile("raw"), U8, 16, 16, (), entries((0, None, 3, False), (1, None, 2, False)))
+    head = Head(codec.profile_by_name("raw"), U8, 16, 16, (), entries((0, None, 3, False), (1, None, 2, False)))
     positions, words = np.array([0, 5, 9, 7, 8], np.uint32), np.arange(5, dtype=np.uint8)
     streams = codec.encode_streams(head.profile.encode(head.layout, [positions], [words]))
     expected = encode_bucket(head, streams, HASH)

@@ -22,7 +22,7 @@ PROFILES: dict[str, Profile] = {p.name: p for p in (Raw(), Gap(), Ulp(), Ctx())}
 _BY_ID = {p.id: p for p in PROFILES.values()}
 
 
-def profile(name: str) -> Profile:
+def profile_by_name(name: str) -> Profile:
     """The profile of a name."""
     if name not in PROFILES:
         raise UnsupportedFormat(f"unknown profile {name!r}; this release knows {', '.join(PROFILES)}")
@@ -51,7 +51,7 @@ __all__ = [
     "coder",
     "encode_streams",
     "numbers",
-    "profile",
     "profile_by_id",
+    "profile_by_name",
     "value",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..codec import DecodedChanges, Reader, Stream, profile, value
+from ..codec import DecodedChanges, Reader, Stream, profile_by_name, value
 from ..codec.profile import Allocator, Counts, Positions, empty
 from ..kernels import cpu
 from ..weights.batches import Batch
@@ -104,7 +104,7 @@ class Decoded:
         counts = entries.numel[dense]
         regions = select(entries.region, dense)
         columns = Entries(entries.tensor[dense], counts, np.zeros(counts.size, bool), regions, counts)
-        head = replace(self.head, profile=profile("raw"), entries=columns, dense_bytes=0)
+        head = replace(self.head, profile=profile_by_name("raw"), entries=columns, dense_bytes=0)
         return Decoded(head, counted(counts), self.dense, np.empty(0, self.dense.dtype), None)
 
     def _places(self, dense: bool) -> list[Place]:

@@ -85,7 +85,7 @@ class GpuDraft(Draft):
         return min(self.costs, key=lambda name: (self.costs[name], name), default=coded) == coded
 
     def head(self, name: str) -> Head:
-        return Head(codec.profile(name), self.dtype, self.tile_log, CHUNK_LOG, (), self.entries)
+        return Head(codec.profile_by_name(name), self.dtype, self.tile_log, CHUNK_LOG, (), self.entries)
 
     def coded(self, name: str) -> tuple[Head, Coded, EncodedStreams | None]:
         if name == "raw" and (self.streams is None or self.profile != "raw"):

@@ -168,7 +168,7 @@ def begin(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | No
         return lambda: None
     head, streams, more_streams = draft.coded(_pick(draft, names, chooser))
     if len(names) > 1:
-        estimates = [(codec.profile(n).id, round(b / 8)) for n, b in sorted(draft.costs.items())]
+        estimates = [(codec.profile_by_name(n).id, round(b / 8)) for n, b in sorted(draft.costs.items())]
         if chooser is not None:
             estimates.append((LINK, min(round(chooser.link.bits_per_second), 1 << 62)))
         head = replace(head, estimates=tuple(estimates))
@@ -182,7 +182,7 @@ def _coded(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
     costs = draft.costs
     dense = [d for p in parts for d in p.dense]
     entries, order = _entries(parts, dense)
-    head = Head(codec.profile(name), parts[0].dtype, tile_log(entries), CHUNK_LOG, (), entries)
+    head = Head(codec.profile_by_name(name), parts[0].dtype, tile_log(entries), CHUNK_LOG, (), entries)
     live = [p for p in parts if p.count.size]
     streams: codec.Chunks = {}
     old = None
@@ -192,7 +192,7 @@ def _coded(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
         old, owners = _old_addresses(live, order)
         classes, costs["ctx"] = choose(head.dtype, old, head.layout.numel, live, tiles(head.layout))
     if head.profile.conditional and classes is None:
-        head = replace(head, profile=codec.profile("ulp"))
+        head = replace(head, profile=codec.profile_by_name("ulp"))
         costs.pop("ctx", None)
     profile = head.profile
     layout = replace(head.layout, old_addresses=old, classes=classes)

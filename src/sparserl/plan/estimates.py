@@ -81,4 +81,4 @@ def estimate(changes: Changes, names: Sequence[str], total: int | None = None) -
 
 def candidates(name: str) -> tuple[str, ...]:
     """The profiles that a request allows."""
-    return _AUTO if name == "auto" else (codec.profile(name).name,)
+    return _AUTO if name == "auto" else (codec.profile_by_name(name).name,)

@@ -43,7 +43,9 @@ class EngineSubscriber(Subscriber):
 
     def __init__(self, url: str, target: EngineTarget, rank: int, gather: Gather, **options: Any) -> None:
         super().__init__(url, target, **options)
-        self._live, self._rank, self._gather = target, rank, gather
+        self._live = target
+        self._rank = rank
+        self._gather = gather
         self._now = Digest()  # of what all ranks hold
         self._seen: StoreSnapshot | None = None
 
@@ -65,7 +67,8 @@ class EngineSubscriber(Subscriber):
             raise SessionError("another run has begun just now, which not all ranks have seen; try again")
         if any(unknown for unknown, _ in said):
             super()._identify(view)
-            self._snapshot, self._newest_head = view, view.head
+            self._snapshot = view
+            self._newest_head = view.head
 
     def hold(self, version: int | None = None) -> SyncReport | None:
         """On all ranks at once: commit a version, the newest if none is given; None if it is held already."""
@@ -106,7 +109,9 @@ class EngineSubscriber(Subscriber):
         if self._current is None or self._table is None:
             raise SessionError("nothing is held yet")
         if self._digest_targets(self._table) != self._current.digest:
-            version, self._current, self._is_uncertain = self._current.version, None, True
+            version = self._current.version
+            self._current = None
+            self._is_uncertain = True
             raise ChecksumMismatch(
                 f"the engine should hold version {version}, but its bits are others: something else wrote to them. "
                 "The next commit starts from an anchor"
@@ -146,12 +151,14 @@ class EngineSubscriber(Subscriber):
         require_whole(table, [[*first]])
         self._live.own([place for place, (rank, _) in first.items() if rank == self._rank])
         self._now = sum((found for _, found in first.values()), table_digest(table))
-        self._table, self._is_uncertain = table, False
+        self._table = table
+        self._is_uncertain = False
         return self._now if alike else None
 
     def _commit(self, staged: StagedVersion) -> None:
         """Commit on all ranks, or on none."""
-        before, self._current = self._current, None
+        before = self._current
+        self._current = None
         self._staged = None
         undo: list[Callable[[], None]] = []
         try:
@@ -161,7 +168,8 @@ class EngineSubscriber(Subscriber):
                 back()
             self._restore(staged, before, error)
             raise
-        self._current, self._now = staged.run_version, staged.run_version.digest
+        self._current = staged.run_version
+        self._now = staged.run_version.digest
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         """What all ranks made of some work; if it failed on any, all raise."""

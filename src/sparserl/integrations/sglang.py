@@ -76,7 +76,8 @@ class _Follower:
 
         group = get_tp_group()
         self._model: Any = weakref.proxy(model)
-        self._rank, self._gather = group.rank_in_group, over(group)
+        self._rank = group.rank_in_group
+        self._gather = over(group)
         self._pieces: list[Piece] = []
         self._layout: dict[str, Any] = {}
         self._from: dict[str, Any] = {}
@@ -89,7 +90,8 @@ class _Follower:
         """On all ranks at once: commit a version. Returns the mark for it."""
         with self._lock:
             if self._subscriber is None or store != self._from:
-                self._subscriber, self._from = self._follow(**store), store
+                self._subscriber = self._follow(**store)
+                self._from = store
             self._agreed(self._require_layout)
             _settle()  # steps that were begun still read the weights
             self._stale |= self._subscriber.hold(version) is not None
@@ -154,7 +156,8 @@ def _stage_ahead(follower: Callable[[], _Follower | None]) -> None:
 
 def learnt(model: Any, tensors: Sequence[CheckpointTensor]) -> list[Piece]:
     """Where checkpoint tensors lie in a model, found by having it load some more times; it then is what it was."""
-    live, made = tensors_of(model), _made(model)
+    live = tensors_of(model)
+    made = _made(model)
     kept = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
     before = {at: (tensor, tensor.to("cpu", copy=True)) for at, tensor in made.items()}
     try:
@@ -255,7 +258,9 @@ class Client:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, mode: str = "retract", timeout: float = 600.0) -> None:
-        self.url, self._mode, self._timeout = url.rstrip("/"), mode, timeout
+        self.url = url.rstrip("/")
+        self._mode = mode
+        self._timeout = timeout
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -275,7 +280,8 @@ class Client:
         store, key, run, token: as for a `Subscriber`; the engine's ranks fetch from the store themselves.
         ahead: whether they go on to stage what is published, so that the next pause is shorter.
         """
-        ranks, flush = int(self._ask("server_info")["tp_size"]), self._mode != "in_place"
+        ranks = int(self._ask("server_info")["tp_size"])
+        flush = self._mode != "in_place"
         said = request(store, version, ranks=ranks, key=key, run=run, token=token, ahead=ahead, flush_cache=flush)
         self._ask("pause_generation", mode=self._mode)
         try:

@@ -58,7 +58,10 @@ class PublishCallback(TrainerCallback):
     ) -> None:
         if cast is not None and source is not None:
             raise SessionError("cast belongs to the source: give one of them")
-        self._url, self._every, self._cast, self._source = url, max(1, every), cast, source
+        self._url = url
+        self._every = max(1, every)
+        self._cast = cast
+        self._source = source
         self._in_background = in_background
         self._background: BackgroundPublish | None = None
         self._options = options
@@ -68,7 +71,8 @@ class PublishCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:  # noqa: ARG002
         """Open the publisher, and publish what training begins with."""
-        model, optimizer = about["model"], about.get("optimizer")
+        model = about["model"]
+        optimizer = about.get("optimizer")
         if args.process_index and self._options.get("writers") is None:
             return
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -94,7 +98,8 @@ class PublishCallback(TrainerCallback):
 
     def settle(self) -> SyncReport | None:
         """The report of the newest version, when it is in the store."""
-        background, self._background = self._background, None
+        background = self._background
+        self._background = None
         if background is not None:
             self.report = background.result()
         return self.report

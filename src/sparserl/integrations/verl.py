@@ -76,12 +76,17 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         public_key: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.bucket_size, self.is_master = bucket_size, is_master
-        self._url, self._store = url, open_store(url)
+        self.bucket_size = bucket_size
+        self.is_master = is_master
+        self._url = url
+        self._store = open_store(url)
         self._dtype = None if rollout_dtype is None else getattr(torch, rollout_dtype)
-        self._spread, self._folder = spread, folder
+        self._spread = spread
+        self._folder = folder
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._timeout, self._key, self._public = timeout, key, public_key
+        self._timeout = timeout
+        self._key = key
+        self._public = public_key
         self._options = dict(options or {})
         self._host: dict[str, torch.Tensor] = {}
         self._source = _Sent()
@@ -113,7 +118,8 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
 
     def init_process_group(self, before: Place, leads: bool) -> None:
         """Remember what `build_topology` has found; no group is made."""
-        self._before, self._leads = None if before is None else (before[0], before[1]), leads
+        self._before = None if before is None else (before[0], before[1])
+        self._leads = leads
         if self._folder is not None and not leads and self._subscriber is not None:
             self._subscriber.close()  # another worker writes the folder from now on
             self._subscriber = None
@@ -142,7 +148,9 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _captured(self, weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int) -> Weights | Shards:
         """Copy to host memory what this rank publishes, one tensor at a time; the GPU needs room for no more."""
-        specs, held, load = [], {}, [0] * ranks
+        specs = []
+        held = {}
+        load = [0] * ranks
         for name, tensor in weights:
             if self._dtype is not None and tensor.is_floating_point():
                 tensor = tensor.to(self._dtype)
@@ -187,7 +195,8 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _read_folder(self, path: Path) -> Weights:
         """Wait until the worker that leads on this node has the next version in the folder."""
-        end, target = time.monotonic() + self._timeout, folder(path)
+        end = time.monotonic() + self._timeout
+        target = folder(path)
         while time.monotonic() < end:
             if (found := target.held()) is not None and self._is_next((found[0], found[2])):
                 return open_checkpoint(target.current.resolve())

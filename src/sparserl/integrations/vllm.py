@@ -101,7 +101,8 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
             return
         target = EngineTarget(self._pieces, lambda: parts_of(self.model), tied_names(self.model_config, self._pieces))
         options = {"trusted_keys": init_info.key, "run": init_info.run, "token": init_info.token}
-        rank, gather = self._world.rank_in_group, over(self._world)
+        rank = self._world.rank_in_group
+        gather = over(self._world)
         with self._last_speaks():
             follow = EngineSubscriber(init_info.url, target, rank, gather, audit_every=init_info.audit_every, **options)
             follow.meet()
@@ -204,7 +205,8 @@ def learnt(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
             "On a CPU, start it with SPARSERL_VLLM_CPU=plain"
         )
     live = parts_of(model)
-    before, made_before = _digests(live), _digests(_made(model, live))
+    before = _digests(live)
+    made_before = _digests(_made(model, live))
     pieces = find_pieces([CheckpointTensor(name, tuple(t.shape), t.dtype) for name, t in weights()], live, load)
     if changed := _changed(made_before, _digests(_made(model, live))):
         raise UnsupportedTensor(

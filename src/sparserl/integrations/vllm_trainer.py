@@ -148,7 +148,8 @@ class HTTPClient:
     """Reaches a vLLM server that was started with VLLM_SERVER_DEV_MODE=1, on which requests wait during a commit."""
 
     def __init__(self, base_url: str, timeout: float = 300) -> None:
-        self.base_url, self.timeout = base_url.rstrip("/"), timeout
+        self.base_url = base_url.rstrip("/")
+        self.timeout = timeout
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post("init_weight_transfer_engine", {"init_info": init_info})

@@ -22,7 +22,9 @@ from .changes import Changes
 from .estimates import number_bits
 
 MOST_CLASSES = 5  # more would save a percent or two and cost more time than that
-_MEMBERS, _CHANGES = 1 << 15, 1 << 13  # how many of a bucket are looked at
+# how many of a bucket are looked at
+_MEMBERS = 1 << 15
+_CHANGES = 1 << 13
 _CANDIDATES = 64
 _TABLE_BITS = 500  # of one more class: tables and states of its streams, and their place in the directory
 _COUNT_BITS = 6  # of one more number per tile

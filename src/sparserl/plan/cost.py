@@ -89,7 +89,8 @@ class Work:
     @classmethod
     def fit(cls, nbytes: int, few: tuple[int, float], many: tuple[int, float]) -> Work:
         """From (changes, seconds) of two measurements over as many bytes; noise must not make either part negative."""
-        (k, t), (more, longer) = few, many
+        (k, t) = few
+        (more, longer) = many
         per_change = max(0.0, (longer - t) / (more - k))
         return cls(max(0.0, t - per_change * k) / nbytes, per_change)
 
@@ -211,12 +212,14 @@ def predict(
         speeds: How fast this machine encodes and decodes.
         bits: Bits per change by profile, where they are known better than by the speeds.
     """
-    whole, changes = elements * width, elements * density
+    whole = elements * width
+    changes = elements * density
     out = [Estimate("dense", 8 * whole / changes, whole, 0.0, link.seconds(whole), speeds.copy * whole)]
     for name, speed in speeds.profiles.items():
         per_change = (bits or {}).get(name) or (8.0 * (4 + width) if name == "raw" else speed.bits(density))
         sent = min(per_change * changes / 8, whole)
-        encode, decode = speed.encode.seconds(whole, changes), speed.decode.seconds(whole, changes)
+        encode = speed.encode.seconds(whole, changes)
+        decode = speed.decode.seconds(whole, changes)
         more_work = encode + decode - out[0].decode_s
         break_even = 8 * (whole - sent) / more_work if more_work > 0 else math.inf
         out.append(Estimate(name, 8 * sent / changes, sent, encode, link.seconds(sent), decode, break_even))

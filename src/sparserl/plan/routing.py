@@ -48,7 +48,8 @@ def may_be_dense(dtype: DType, numel: Counts, count: Counts) -> npt.NDArray[np.b
 
 def _compare(changes: Changes, whole_bits: UIntArray, e: int, part: slice, names: Sequence[str]) -> tuple[float, float]:
     """Estimated bits of one entry, sparse (in its best profile) and dense."""
-    count, numel = int(changes.count[e]), int(changes.numel[e])
+    count = int(changes.count[e])
+    numel = int(changes.numel[e])
     gaps = float(index_bits(changes.numel[e : e + 1], changes.count[e : e + 1])[0])
     sparse = math.inf
     for name in names:
@@ -64,7 +65,9 @@ def _compare(changes: Changes, whole_bits: UIntArray, e: int, part: slice, names
 def _fit(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterator[Changes]:
     """Sparse changes in parts that fit a bucket each, with their estimates: fewer entries, or parts of one."""
     changes.cost = estimate(changes, names)
-    entries, count, bits = changes.count.size, changes.total, min(changes.cost.values(), default=0.0)
+    entries = changes.count.size
+    count = changes.total
+    bits = min(changes.cost.values(), default=0.0)
     if (count <= BUCKET_CHANGES and bits <= 8 * BUCKET_PAYLOAD_BYTES) or int(changes.numel.sum()) == 1:
         yield changes
     elif entries > 1:
@@ -93,7 +96,8 @@ def _as_dense(changes: Changes, e: int, part: slice, table: TensorTable) -> Iter
 
 def _split(changes: Changes, table: TensorTable, bits: float) -> Iterator[Changes]:
     """A single sparse entry as several, small enough for a bucket if the changes are spread evenly."""
-    count, numel = int(changes.count[0]), int(changes.numel[0])
+    count = int(changes.count[0])
+    numel = int(changes.numel[0])
     parts = max(math.ceil(bits / (8 * BUCKET_PAYLOAD_BYTES)), math.ceil(count / BUCKET_CHANGES))
     at = 0
     for region in _regions(changes, 0, max(1, numel // parts), table):
@@ -134,7 +138,8 @@ def _columns(
 
 def _run(changes: Changes, entries: slice) -> Changes:
     """Consecutive entries, as views: nothing is copied."""
-    numel, count = changes.numel[entries], changes.count[entries]
+    numel = changes.numel[entries]
+    count = changes.count[entries]
     begin = int(changes.count[: entries.start].sum()) if entries.start else 0
     covered = int(numel.sum()) if entries.start else changes.covered - int(changes.numel[entries.stop :].sum())
     return Changes(

@@ -185,7 +185,8 @@ class Model:
                 yield f"{moe}.shared_expert_gate.weight", (1, self.hidden)
 
     def _attention(self, at: str) -> Iterator[tuple[str, Shape]]:
-        queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.groups * self.head_dim
         for name, rows in (("q", queries), ("k", keys), ("v", keys)):
             yield f"{at}.{name}_proj.weight", (rows, self.hidden)
             if self.qkv_bias:

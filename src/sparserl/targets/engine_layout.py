@@ -127,7 +127,8 @@ class _Group:
     def __init__(self, tensors: list[CheckpointTensor]) -> None:
         self.tensors = tensors
         ends = np.cumsum([one.numel for one in tensors])
-        self.first, self.total = np.concatenate([[0], ends[:-1]]).astype(np.int64), int(ends[-1])
+        self.first = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+        self.total = int(ends[-1])
         self.bits = 4 if any(one.dtype.itemsize == 1 for one in tensors) else 8  # of a digit
         self.places = next(k for k in range(1, 64) if self.total <= 1 << k * self.bits)
 
@@ -148,7 +149,8 @@ class _Group:
     def _filled(self, turn: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint tensors, in which every element is a digit of its number, and one."""
         for one, first in zip(self.tensors, self.first.tolist(), strict=True):
-            out, letters = torch.empty(one.numel, dtype=one.dtype), _Alphabet(self.bits, one.dtype).letters
+            out = torch.empty(one.numel, dtype=one.dtype)
+            letters = _Alphabet(self.bits, one.dtype).letters
             there = patterns(out)
             for low in range(0, one.numel, _CHUNK):
                 part = there[low : low + _CHUNK]
@@ -164,7 +166,8 @@ class _Group:
 
     def _pieces(self, name: str, passes: list[torch.Tensor], width: int) -> Iterator[Piece]:
         """The boxes that lie in one tensor of the engine, with rows of `width` elements, of which there were passes."""
-        seen, alphabet = [patterns(one) for one in passes], _Alphabet(self.bits, passes[0].dtype)
+        seen = [patterns(one) for one in passes]
+        alphabet = _Alphabet(self.bits, passes[0].dtype)
         if all(np.array_equal(one, seen[0]) for one in seen[1:]):
             return
         found: dict[int, list[StridedBoxes]] = {}
@@ -174,7 +177,8 @@ class _Group:
             for tensor, boxes in self._boxes(number, right, low, width):
                 found.setdefault(tensor, []).append(boxes)
         for tensor, several in found.items():
-            boxes, of = join_all(StridedBoxes.concatenate(several)), self.tensors[tensor].name
+            boxes = join_all(StridedBoxes.concatenate(several))
+            of = self.tensors[tensor].name
             if boxes.index.size > MOST_PIECES:
                 raise UnsupportedTensor(f"{of!r} lies in {boxes.index.size} pieces in {name!r}: the engine packs it")
             for region, offset, strides in boxes.each():
@@ -182,7 +186,8 @@ class _Group:
 
     def _numbers(self, name: str, passes: list[Bits], alphabet: _Alphabet) -> tuple[Numbers, Mask]:
         """The numbers of the elements that lie in some places, and where there are any."""
-        number, right = np.zeros(passes[0].shape, np.int64), np.ones(passes[0].shape, bool)
+        number = np.zeros(passes[0].shape, np.int64)
+        right = np.ones(passes[0].shape, bool)
         for turn, bits in enumerate(passes):
             digit = alphabet.digits(bits)
             right &= alphabet.letters[digit] == bits
@@ -203,7 +208,8 @@ class _Group:
         """Where the elements lie that were found in some places from `low` on, by tensor."""
         rows = number.reshape(-1, width)
         if width > 1 and right.all() and (np.diff(rows, axis=1) == 1).all():  # as most are
-            heads, at = rows[:, 0], np.arange(low, low + number.size, width)
+            heads = rows[:, 0]
+            at = np.arange(low, low + number.size, width)
             alone = [(t, where, index, self.tensors[t].shape) for t, where, index in self._by_tensor(at, heads)]
             if all(shape and (index % shape[-1] + width <= shape[-1]).all() for _, _, index, shape in alone):
                 for tensor, where, index, shape in alone:

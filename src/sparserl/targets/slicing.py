@@ -34,7 +34,9 @@ class PatchSlicer:
     def slice(self, decoded: Decoded) -> Decoded:
         """A bucket with only the changes that are in the parts."""
         rows: list[tuple[Place, int, int, bool]] = []
-        positions, words, dense = list[Positions](), list[UIntArray](), list[UIntArray]()
+        positions = list[Positions]()
+        words = list[UIntArray]()
+        dense = list[UIntArray]()
         at = 0
         for place, count in zip(decoded.sparse_places, decoded.sparse_count.tolist(), strict=True):
             flat = flatten(self._table, place, decoded.positions[at : at + count])
@@ -76,7 +78,8 @@ class PatchSlicer:
 
 
 def _entries(rows: list[tuple[Place, int, int, bool]]) -> Entries:
-    tensors, regions = [place[0] for place, *_ in rows], [place[1] for place, *_ in rows]
+    tensors = [place[0] for place, *_ in rows]
+    regions = [place[1] for place, *_ in rows]
     count, numel = (np.array([row[i] for row in rows], np.int64) for i in (1, 2))
     return Entries(np.array(tensors, np.int64), count, np.array([row[3] for row in rows], bool), regions, numel)
 

@@ -38,9 +38,11 @@ class StridedBoxes:
     def of(cls, at: Numbers, index: Numbers, shape: Shape, width: int = 1) -> StridedBoxes:
         """Every element on its own; with a width, so many in a row along the last axis."""
         form = (index.size, len(shape))
-        size, stride = np.ones(form, np.int64), np.zeros(form, np.int64)
+        size = np.ones(form, np.int64)
+        stride = np.zeros(form, np.int64)
         if width > 1:
-            size[:, -1], stride[:, -1] = width, 1
+            size[:, -1] = width
+            stride[:, -1] = 1
         return cls(shape, index, at, size, stride)
 
     @classmethod
@@ -66,7 +68,8 @@ class StridedBoxes:
         kept = _kept(axis, apart)
         starts = np.flatnonzero(np.concatenate([[True], ~kept]))
         count = np.diff(np.append(starts, self.index.size))
-        size, stride = self.size[starts], self.stride[starts]
+        size = self.size[starts]
+        stride = self.stride[starts]
         some = np.flatnonzero(count > 1)
         size[some, axis[starts[some]]] = count[some]
         stride[some, axis[starts[some]]] = apart[starts[some]]
@@ -74,7 +77,8 @@ class StridedBoxes:
 
     def _links(self) -> tuple[Numbers, Numbers]:
         """The axis along which each box is followed by the next, -1 where by none; and how far apart they lie."""
-        here, further = self.index[:-1], np.diff(self.index)
+        here = self.index[:-1]
+        further = np.diff(self.index)
         alike = (self.size[1:] == self.size[:-1]).all(1) & (self.stride[1:] == self.stride[:-1]).all(1)
         axis = np.full(here.size, -1, np.int64)
         for k, step in enumerate(row_major(self.shape)):

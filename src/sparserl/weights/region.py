@@ -177,8 +177,10 @@ def first_shared(owner: Numbers, start: Numbers, stop: Numbers, effort: Effort) 
     Cuts that go through no box part them, dimension by dimension: what sharding and splitting make falls apart into
     single boxes. Only those that no cut parts are compared with one another.
     """
-    left, group = np.arange(owner.size), owner
-    unparted, d = 0, 0
+    left = np.arange(owner.size)
+    group = owner
+    unparted = 0
+    d = 0
     if not len(start):
         left, group, _ = parted(left, group, np.zeros_like(owner), np.ones_like(owner), effort)
     while left.size and unparted < len(start):
@@ -197,15 +199,20 @@ def parted(
     """
     if not left.size:
         return left, group, False
-    low, high = start[left], stop[left]
+    low = start[left]
+    high = stop[left]
     if not bool(((group[1:] > group[:-1]) | ((group[1:] == group[:-1]) & (low[1:] >= low[:-1]))).all()):
         if effort is not None:
             effort.spend(4 * left.size, left.size)
         order = np.lexsort((low, group))
-        left, group, low, high = left[order], group[order], low[order], high[order]
+        left = left[order]
+        group = group[order]
+        low = low[order]
+        high = high[order]
     old = _begins(group[1:] != group[:-1])
     begins = old.copy()
-    number, span = np.cumsum(old), max(1, int(high.max()))
+    number = np.cumsum(old)
+    span = max(1, int(high.max()))
     together = max(1, (1 << 62) // span)  # groups one behind the other on one line, as many as fit 63 bits
     for first in range(1, int(number[-1]) + 1, together):
         a, b = np.searchsorted(number, [first, first + together])
@@ -228,16 +235,20 @@ def _first_pair(left: Numbers, group: Numbers, start: Numbers, stop: Numbers, ef
     shares = [(stop[d][left] - start[d][left]).sum() / max(1, int(stop[d][left].max())) for d in range(len(start))]
     along = int(np.argmin(shares))
     order = np.lexsort((start[along][left], group))
-    left, group = left[order], group[order]
-    low, high = start[along][left], stop[along][left]
-    at, step = np.arange(left.size), 0
+    left = left[order]
+    group = group[order]
+    low = start[along][left]
+    high = stop[along][left]
+    at = np.arange(left.size)
+    step = 0
     while at.size:
         step += 1
         at = at[at < left.size - step]
         rival = at + step
         at = at[(group[rival] == group[at]) & (low[rival] < high[at])]  # they rise: who is past one is past the rest
         effort.spend((at.size + 256) * len(start) // 2, left.size)
-        a, b = left[at], left[at + step]
+        a = left[at]
+        b = left[at + step]
         hit = np.ones(at.size, bool)
         for d in range(len(start)):
             hit &= (start[d][a] < stop[d][b]) & (start[d][b] < stop[d][a])
@@ -249,5 +260,6 @@ def _first_pair(left: Numbers, group: Numbers, start: Numbers, stop: Numbers, ef
 def refuse_overlap(name: str, regions: Sequence[Region]) -> None:
     """Raise `RegionOverlap` naming the tensor and the two regions, if any two share an element."""
     if (pair := first_overlap(regions)) is not None:
-        a, b = regions[pair[0]], regions[pair[1]]
+        a = regions[pair[0]]
+        b = regions[pair[1]]
         raise RegionOverlap(f"tensor {name!r}: regions {a} and {b} overlap; entries must not share elements")

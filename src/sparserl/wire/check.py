@@ -17,15 +17,21 @@ from .bucket import Head
 
 _AT_ONCE = 1 << 10  # buckets whose places are put together
 _TOGETHER = 1 << 16  # boxes whose corners are held at a time
-_EFFORT, _EFFORT_PER_BYTE = 1 << 22, 8  # steps to find out whether boxes overlap
-_KEPT_HEADS, _KEPT_ENTRIES = 1 << 14, 1 << 20  # those of more buckets, or with more entries, are read again
+# steps to find out whether boxes overlap
+_EFFORT = 1 << 22
+_EFFORT_PER_BYTE = 8
+# those of more buckets, or with more entries, are read again
+_KEPT_HEADS = 1 << 14
+_KEPT_ENTRIES = 1 << 20
 
 
 class Heads(Sequence[Head]):
     """The heads of all buckets of a patch. So many are kept as memory should be spent on; others are read again."""
 
     def __init__(self, kept: list[Head], count: int, read: Callable[[int], Head]) -> None:
-        self._kept, self._count, self._read = kept, count, read
+        self._kept = kept
+        self._count = count
+        self._read = read
 
     def __len__(self) -> int:
         return self._count
@@ -69,7 +75,8 @@ class _Columns:
     def _few(self) -> tuple[Numbers, Numbers, Numbers]:
         tensor = np.concatenate([np.empty(0, np.int64), *self._tensors])
         row = tensor, *ends(self._table, tensor, self._regions)
-        self._tensors, self._regions = [], []
+        self._tensors = []
+        self._regions = []
         return row
 
 
@@ -117,7 +124,9 @@ def _require_covered(
     table: TensorTable, places: tuple[Numbers, Numbers, Numbers], covers: tuple[Numbers, Numbers, Numbers]
 ) -> None:
     """Every entry lies in one of the regions that the patch speaks for; the digests are over those alone."""
-    (tensor, first, last), (owner, low, high) = places, covers  # covers are in the order of their tensors
+    # covers are in the order of their tensors
+    (tensor, first, last) = places
+    (owner, low, high) = covers
     rivals = np.bincount(owner, minlength=len(table))
     if int(rivals[tensor].sum()) > limits.COMPARISONS:
         raise LimitExceeded("the patch has too many regions and entries to tell whether they fit together")
@@ -126,13 +135,15 @@ def _require_covered(
     begin = (np.cumsum(rivals) - rivals)[tensor] - (np.cumsum(many) - many)
     cover = np.arange(entry.size) + np.repeat(begin, many)
     near = (low[cover] <= first[entry]) & (last[entry] <= high[cover])
-    entry, cover = entry[near], cover[near]
+    entry = entry[near]
+    cover = cover[near]
     covered = np.zeros(tensor.size, bool)
     same = (low[cover] == first[entry]) & (high[cover] == last[entry])
     covered[entry[same | (high[cover] - low[cover] + 1 == table.numel[owner[cover]])]] = True
     rest = np.flatnonzero(~covered[entry])
     for some in _of_one_rank(table, tensor[entry[rest]], None):
-        e, c = entry[rest[some]], cover[rest[some]]
+        e = entry[rest[some]]
+        c = cover[rest[some]]
         start, stop = corners(table, tensor[e], first[e], last[e])
         outer_start, outer_stop = corners(table, owner[c], low[c], high[c])
         covered[e[((start >= outer_start) & (stop <= outer_stop)).all(axis=0)]] = True

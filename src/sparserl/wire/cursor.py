@@ -71,13 +71,19 @@ class Cursor:
         if count > _FEW or count > self.left:
             found: list[int] = self.varints(count, field, most).tolist()
             return found
-        out, data, at, end = [], self.data, self.at, len(self.data)
+        out = []
+        data = self.data
+        at = self.at
+        end = len(self.data)
         for _ in range(count):
-            value, shift, byte = 0, 0, 128
+            value = 0
+            shift = 0
+            byte = 128
             while byte >= 128 and at < end and shift <= 63:
                 byte = data[at]
                 value |= (byte & 127) << shift
-                at, shift = at + 1, shift + 7
+                at = at + 1
+                shift = shift + 7
             if byte >= 128 or value > most or (byte == 0 and shift > 7):
                 raise InvalidField(f"{self.what}: {field} ends too early, is not canonical, or is above {most}")
             out.append(value)

@@ -85,7 +85,8 @@ def decode_table(raw: bytes | memoryview) -> TensorTable:
         raise LimitExceeded(f"tensor table: {sum(ranks)} dimensions in all, the limit is {limits.TABLE_DIMENSIONS}")
     sizes = cursor.varints(sum(ranks), "sizes", limits.TENSOR_ELEMENTS)
     cursor.finish()
-    every, at = sizes.tolist(), 0
+    every = sizes.tolist()
+    at = 0
     shapes = []
     for rank in ranks:
         shapes.append(tuple(every[at : at + rank]))

@@ -44,7 +44,10 @@ from .changes import (
     weyl_number,
 )
 
-_FLOAT, _SIGNED, _PLAIN = 0, 1, 2  # kinds of magnitude
+# kinds of magnitude
+_FLOAT = 0
+_SIGNED = 1
+_PLAIN = 2
 # How much a program handles at a time, and its warps.
 SHAPES = {
     "count": (256, 4),  # words

@@ -23,8 +23,12 @@ from .changes import INTS, Blocks, HostCopy, Side, compact, diff, sum_slots
 from .classes import ChangeNumbers, Classification, LocatedChanges, Tiles
 from .rans import EncodedChunks, EncodedTokens, NumberChunks, PackedNumbers, chunk_spans
 
-STORED, RANS = 0, 2
-_TILES, _GAPS, _CLASSES = 4, 6, 64  # stream numbers of tokens; those of their low bits are one higher
+STORED = 0
+RANS = 2
+# stream numbers of tokens; those of their low bits are one higher
+_TILES = 4
+_GAPS = 6
+_CLASSES = 64
 Column = np.ndarray[Any, Any]
 
 

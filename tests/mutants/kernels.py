@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "the tail of a block is seen twice",
         "kernels/cpu/changes.py",
-        "return (differ64(tag, a + last, b + last) >> seen) << seen",
+        "return (differ64(tag, a + last, b + last) >> compared) << compared",
         "return differ64(tag, a + last, b + last)",
         Tests("kernels/test_cpu_changes.py", "diff"),
     ),
@@ -64,15 +64,15 @@ MUTANTS = (
     Mutant(
         "a class begins one above its threshold",
         "kernels/cpu/classes.py",
-        "c += np.int64(size >= limits[j])",
-        "c += np.int64(size > limits[j])",
+        "c += np.int64(size >= limits[k])",
+        "c += np.int64(size > limits[k])",
         Tests("kernels/test_classes.py", "every_size and 2-float-3"),
     ),
     Mutant(
         "masks of a class take in its threshold",
         "kernels/cpu/llvm.py",
-        '[b.icmp_unsigned("<", x, limit) for x in here]',
-        '[b.icmp_unsigned("<=", x, limit) for x in here]',
+        '[b.icmp_unsigned("<", x, limit) for x in parts]',
+        '[b.icmp_unsigned("<=", x, limit) for x in parts]',
         Tests("kernels/test_classes.py", "every_size and 2-float-3"),
     ),
     Mutant(
@@ -92,15 +92,15 @@ MUTANTS = (
     Mutant(
         "what is summed up on the way to a change takes another key",
         "kernels/cpu/changes.py",
-        "line, stop = (origin, step, keys[e, 1]),",
-        "line, stop = (origin, step, keys[e, 0]),",
+        "line = (origin, step, keys[e, 1])\nstop =",
+        "line = (origin, step, keys[e, 0])\nstop =",
         Tests("kernels/test_cpu_regions.py", "test_gather_and_scatter"),
     ),
     Mutant(
         "ranks in a class run on from tile to tile",
         "kernels/cpu/classes.py",
-        ("seen[:] = 0\nlast[:] = -1"),
-        ("if tile == 0:\n    seen[:] = 0\n    last[:] = -1"),
+        ("passed[:] = 0\nlast[:] = -1"),
+        ("if tile == 0:\n    passed[:] = 0\n    last[:] = -1"),
         Tests("kernels/test_classes.py", "stretches_and_tiles and 2-float"),
     ),
     Mutant(
@@ -120,22 +120,22 @@ MUTANTS = (
     Mutant(
         "gaps in a class may lead out of their tile",
         "kernels/cpu/classes.py",
-        ("if here:\n    return k, e"),
-        ("if here < 0:\n    return k, e"),
+        ("if tile_left:\n    return k, e"),
+        ("if tile_left < 0:\n    return k, e"),
         Tests("kernels/test_classes.py", "does_not_fit or next_tile or at_fault"),
     ),
     Mutant(
         "an entry may have fewer changes in its classes than it says",
         "kernels/cpu/classes.py",
-        ("if due:\n    return k, e"),
-        ("if due < 0:\n    return k, e"),
+        ("if entry_left:\n    return k, e"),
+        ("if entry_left < 0:\n    return k, e"),
         Tests("kernels/test_classes.py", "does_not_fit or at_fault"),
     ),
     Mutant(
         "what landed before a gap was at fault stays",
         "kernels/cpu/classes.py",
-        "if land and bad >= 0:",
-        "if land and bad >= 1 << 30:",
+        "if write and bad >= 0:",
+        "if write and bad >= 1 << 30:",
         Tests("kernels/test_classes.py", "does_not_fit"),
     ),
     Mutant(
@@ -176,7 +176,7 @@ MUTANTS = (
     Mutant(
         "what a kernel has made is freed while its address is in use",
         "kernels/cpu/rans.py",
-        "alive(shares)",
+        "keep_alive(shares)",
         "",
         Tests("test_threads.py", "nobody_wrote"),
     ),

@@ -40,7 +40,7 @@ MUTANTS = (
     ),
     Mutant(
         "captured weights are the trainer's own",
-        "session/store/transfer.py",
+        "session/anchors.py",
         "Bits(memory.copied(), memory.dtype)",
         "Bits(memory.view(), memory.dtype)",
         Tests("session/test_session_versions.py", "training_goes_on or bit_for_bit"),
@@ -117,8 +117,8 @@ MUTANTS = (
     ),
     Mutant(
         "an anchor has only what is marked",
-        "session/store/transfer.py",
-        "weights = weights.map(lambda part: part.data)  # marks count from another version",
+        "session/anchors.py",
+        "weights = weights.map(lambda part: part.data)",
         "",
         Tests("session/test_tracked.py", "exact and none"),
     ),
@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "weights are made for which there is no memory",
-        "session/store/transfer.py",
+        "session/anchors.py",
         "require_memory(table.dense_bytes)",
         "pass",
         Tests("hostile/test_budgets.py", "do_not_fit"),

@@ -93,10 +93,10 @@ def fleet(tmp_path, ranks, **options):
 def test_ranks_follow(tmp_path, ranks, profile):
     """Version by version, from patches; the bits that the engine was loaded with are known for version 0."""
     with fleet(tmp_path, ranks, profile=profile) as it:
-        assert it.all(lambda s: s.hold()) == [None] * ranks
+        assert it.all(lambda s: s.commit_version()) == [None] * ranks
         for seed in range(3):
             version = it.train(seed)
-            reports = it.all(lambda s, version=version: s.hold(version))
+            reports = it.all(lambda s, version=version: s.commit_version(version))
             assert [(report.version, report.kind) for report in reports] == [(version, "patch")] * ranks
             it.require_exact()
         assert it.all(lambda s: s.audit()) == [None] * ranks
@@ -109,9 +109,9 @@ def test_several_versions_at_once(tmp_path, ranks):
         first = {name: tensor.clone() for name, tensor in it.weights.items()}
         it.train(1), it.train(2)
         version = it.train(3)
-        assert {report.version for report in it.all(lambda s: s.hold())} == {version}
+        assert {report.version for report in it.all(lambda s: s.commit_version())} == {version}
         it.require_exact()
-        assert {report.kind for report in it.all(lambda s: s.hold(0))} == {"anchor"}
+        assert {report.kind for report in it.all(lambda s: s.commit_version(0))} == {"anchor"}
         it.require_exact(first)
 
 
@@ -121,63 +121,63 @@ def test_an_engine_with_other_weights(tmp_path, ranks):
     with fleet(tmp_path, ranks) as it:
         for engine in it.engines:
             engine.load(checkpoint(seed=7).items())
-        assert {report.kind for report in it.all(lambda s: s.hold())} == {"anchor"}
+        assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"anchor"}
         it.require_exact()
         it.train(1)
-        assert {report.kind for report in it.all(lambda s: s.hold())} == {"patch"}
+        assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
         it.require_exact()
 
 
 def test_staged_ahead(tmp_path):
     """What each rank has staged by itself is committed; nothing of it is seen before."""
     with fleet(tmp_path, 2) as it:
-        it.all(lambda s: s.meet())
+        it.all(lambda s: s.refresh())
         version = it.train(1)
         before = it.live()
-        it.all(lambda s: s.ahead())
+        it.all(lambda s: s.stage_newest())
         assert {s._staged.run_version.version for s in it.subscribers} == {version}
         assert all(torch.equal(a[n], b[n]) for a, b in zip(before, it.live(), strict=True) for n in a)
-        assert {report.version for report in it.all(lambda s: s.hold(version))} == {version}
+        assert {report.version for report in it.all(lambda s: s.commit_version(version))} == {version}
         it.require_exact()
 
 
 def test_one_rank_cannot_commit(tmp_path):
     """Something else wrote to one rank's weights after they were staged: no rank commits, and the next try recovers."""
     with fleet(tmp_path, 2) as it:
-        it.all(lambda s: s.meet())
+        it.all(lambda s: s.refresh())
         it.weights["model.layers.0.o.weight"][0, -1] += 1
         version = it.train(1)
-        it.all(lambda s: s.ahead())
+        it.all(lambda s: s.stage_newest())
         it.engines[1].live["o"][0, -1] += 3
         before = it.live()
-        errors = it.all(lambda s: s.hold(version))
+        errors = it.all(lambda s: s.commit_version(version))
         assert [type(error) for error in errors] == [CommitFailed] * 2
         assert "rank 1 of the engine: WrongBase" in str(errors[0])
         assert all(torch.equal(a[n], b[n]) for a, b in zip(before, it.live(), strict=True) for n in a)
-        assert {report.version for report in it.all(lambda s: s.hold(version))} == {version}
+        assert {report.version for report in it.all(lambda s: s.commit_version(version))} == {version}
         it.require_exact()
 
 
 def test_ranks_that_should_be_alike(tmp_path):
     """A replica that differs is seen when all bits are read, on demand, and made right by the next commit."""
     with fleet(tmp_path, 2) as it:
-        it.all(lambda s: s.hold())
+        it.all(lambda s: s.commit_version())
         it.engines[1].live["o.bias"][2] += 1
         assert [type(error) for error in it.all(lambda s: s.audit())] == [ChecksumMismatch] * 2
         it.train(1)
-        it.all(lambda s: s.hold())
+        it.all(lambda s: s.commit_version())
         it.require_exact()
 
 
 def test_tensors_that_moved(tmp_path):
     """A parameter that the engine replaced is not written where it was."""
     with fleet(tmp_path, 2) as it:
-        it.all(lambda s: s.meet())
+        it.all(lambda s: s.refresh())
         version = it.train(1)
-        it.all(lambda s: s.ahead())
+        it.all(lambda s: s.stage_newest())
         it.engines[0].live["o"] = it.engines[0].live["o"].clone()
-        assert [type(error) for error in it.all(lambda s: s.hold(version))] == [CommitFailed] * 2
-        assert {report.version for report in it.all(lambda s: s.hold(version))} == {version}
+        assert [type(error) for error in it.all(lambda s: s.commit_version(version))] == [CommitFailed] * 2
+        assert {report.version for report in it.all(lambda s: s.commit_version(version))} == {version}
         it.require_exact()
 
 
@@ -190,12 +190,12 @@ def test_tied_tensors(tmp_path, ranks):
     ) as it:
         it.weights["lm_head.weight"] = it.weights["model.embed_tokens.weight"]
         it.train(1)
-        assert {report.version for report in it.all(lambda s: s.hold())} == {1}
+        assert {report.version for report in it.all(lambda s: s.commit_version())} == {1}
         it.require_exact()
         it.weights["lm_head.weight"] = it.weights["model.embed_tokens.weight"].clone()
         it.weights["lm_head.weight"][1, 1] += 1
         it.publisher.publish()
-        errors = it.all(lambda s: s.hold())
+        errors = it.all(lambda s: s.commit_version())
         assert any("share memory" in str(error) for error in errors)
         assert all(isinstance(error, sparserl.SparserlError) for error in errors)
 
@@ -203,7 +203,7 @@ def test_tied_tensors(tmp_path, ranks):
 def test_a_tensor_that_no_rank_has(tmp_path):
     """A run with a tensor that the engine does not load is refused by name, on all ranks."""
     with fleet(tmp_path, 2, extra={"model.mtp.weight": torch.ones(3)}) as it:
-        errors = it.all(lambda s: s.meet())
+        errors = it.all(lambda s: s.refresh())
         assert [type(error) for error in errors] == [TensorMismatch] * 2
         assert "'model.mtp.weight'" in str(errors[0])
 
@@ -212,6 +212,6 @@ def test_another_dtype(tmp_path):
     """Weights that are published in another dtype than the engine's are refused by name, on all ranks."""
     wide = checkpoint()["model.layers.0.o.bias"].float()
     with fleet(tmp_path, 2, extra={"model.layers.0.o.bias": wide}) as it:
-        errors = it.all(lambda s: s.meet())
+        errors = it.all(lambda s: s.refresh())
         assert all(isinstance(error, TensorMismatch | SessionError) for error in errors)
         assert "'model.layers.0.o.bias'" in str(errors[0])

@@ -95,7 +95,7 @@ def test_what_fails(sglang, tmp_path):
     run = trainer.publish(0).run
     with running(sglang, model="Refreshed") as server:
         client = ours.Client(server.url)
-        with pytest.raises(SessionError, match=r"kept the weights that it had: failed: .*there is no head"):
+        with pytest.raises(SessionError, match=r"still has the weights that it had before: failed: .*there is no head"):
             client.update(f"file://{tmp_path}/nowhere")
         assert wanted(0) == held(server)
         assert client.update(trainer.url) == (run, 0)
@@ -124,7 +124,7 @@ def test_what_fails(sglang, tmp_path):
 
         server.ask("move", only=1)
         trainer.publish(3)
-        with pytest.raises(SessionError, match=r"rank 1 of the engine: UnsupportedTensor.*laid out otherwise"):
+        with pytest.raises(SessionError, match=r"rank 1 of the engine: UnsupportedTensor.*have another layout"):
             client.update(trainer.url)
         assert wanted(2) == held(server)
         assert not server.paused
@@ -179,7 +179,7 @@ def test_what_is_made_of_weights(tmp_path):
                 model.load_weights(checkpoint(0).items())
             ours.load(model, control(trainer.url))
         assert marks(models[0]) == [f"sparserl: {run} {version}"]
-        assert "computed of the weights" in marks(models[1])[0]
+        assert "computed from the weights" in marks(models[1])[0]
         fresh = Refreshed(0, 1)
         fresh.load_weights(checkpoint(version).items())
         assert torch.equal(fresh.made, models[0].made)

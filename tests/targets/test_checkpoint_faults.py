@@ -118,7 +118,7 @@ def test_filesystems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     apply_to_checkpoint(base, P[:1], base)
     assert equal(open_checkpoint(base), W[1])
     (tmp_path / ".base.sparserl-new").write_text("another run's")
-    assert_refused(CheckpointError, "left from a run", tmp_path, base, P, base)
+    assert_refused(CheckpointError, "belongs to a process that was killed or is still running", tmp_path, base, P, base)
     code = errno.EIO
     assert_refused(OSError, os.strerror(code), tmp_path, base, P, base)
 

@@ -1,10 +1,10 @@
-"""A subscriber for an engine of several ranks, each with its parts of the weights: all hold one version, always.
+"""A subscriber for an engine of several ranks, each with its parts of the weights: all have the same version, always.
 
     each rank for itself:  fetch ──► decode ──► stage, while the engine serves
-    all ranks at once:     what do the parts hold together? ── staged on all, to the right digest? ── commit ── or undo
+    all ranks at once:     which version are the parts? ── staged on all, with the right digest? ── commit ── or undo
 
-Every call that is marked so must be made on all ranks at once, as engines do with calls to their workers. What fails on
-one rank is then raised on all.
+Methods whose docstring says "on all ranks at once" must be called so, as engines call their workers. An error on one
+rank is then raised on all.
 """
 
 from __future__ import annotations
@@ -27,100 +27,101 @@ T = TypeVar("T")
 Gather = Callable[[Any], list[Any]]
 
 
-class _Unattached(SessionError):
-    """What the engine holds must be found out by all ranks at once."""
+class _UnknownVersion(SessionError):
+    """The version of the engine is unknown; all ranks at once must identify it."""
 
-    def __init__(self, view: StoreSnapshot) -> None:
-        super().__init__("what the engine holds is not known")
-        self.view = view
+    def __init__(self, snapshot: StoreSnapshot) -> None:
+        super().__init__("the version of the engine is unknown")
+        self.snapshot = snapshot
 
 
 class EngineSubscriber(Subscriber):
     """Follows a run on one rank of an engine.
 
-    rank, gather: which rank this is, and what hands an object to all ranks and returns those of all, in order of rank.
+    rank: the number of this rank.
+    gather: sends an object to all ranks and returns the objects of all, in order of rank.
     """
 
     def __init__(self, url: str, target: EngineTarget, rank: int, gather: Gather, **options: Any) -> None:
         super().__init__(url, target, **options)
-        self._live = target
+        self._engine = target
         self._rank = rank
         self._gather = gather
-        self._now = Digest()  # of what all ranks hold
-        self._seen: StoreSnapshot | None = None
+        self._engine_digest = Digest()  # of the parts of all ranks together
+        self._last_read: StoreSnapshot | None = None
 
-    def meet(self) -> None:
-        """On all ranks at once: see what the store has; where it is not known, find out by its bits what is held."""
+    def refresh(self) -> None:
+        """On all ranks at once: read the store; if the engine's version is unknown, identify it by its bits."""
 
-        def look() -> tuple[bool, str]:
+        def read() -> tuple[bool, str]:
             try:
-                self._seen = self._read_store()
-            except _Unattached as found:
-                self._seen = found.view
-                return True, self._seen.run.run
-            return False, self._seen.run.run
+                self._last_read = self._read_store()
+            except _UnknownVersion as error:
+                self._last_read = error.snapshot
+                return True, self._last_read.run.run
+            return False, self._last_read.run.run
 
-        said = self._together(look)
-        view = self._seen
-        assert view is not None
-        if len({run for _, run in said}) != 1:
-            raise SessionError("another run has begun just now, which not all ranks have seen; try again")
-        if any(unknown for unknown, _ in said):
-            super()._identify(view)
-            self._snapshot = view
-            self._newest_head = view.head
+        answers = self._on_all_ranks(read)
+        snapshot = self._last_read
+        assert snapshot is not None
+        if len({run for _, run in answers}) != 1:
+            raise SessionError("another run has just begun, and not all ranks have read it yet; try again")
+        if any(is_unknown for is_unknown, _ in answers):
+            super()._identify(snapshot)
+            self._snapshot = snapshot
+            self._newest_head = snapshot.head
 
-    def hold(self, version: int | None = None) -> SyncReport | None:
-        """On all ranks at once: commit a version, the newest if none is given; None if it is held already."""
-        self.meet()
-        view = self._snapshot
-        assert view is not None
-        wanted = self._gather(view.head.version if version is None else version)[0]
-        moves = self._together(lambda: self._moved_by(wanted))
+    def commit_version(self, version: int | None = None) -> SyncReport | None:
+        """On all ranks at once: commit a version, by default the newest; None if the engine has it already."""
+        self.refresh()
+        snapshot = self._snapshot
+        assert snapshot is not None
+        goal = self._gather(snapshot.head.version if version is None else version)[0]
+        differences = self._on_all_ranks(lambda: self._stage_version(goal))
         staged = self._staged
         if staged is None:
             return None
-        known = [move for move in moves if move is not None]
-        if known and sum(known, self._now) != staged.run_version.digest:
+        partial = [difference for difference in differences if difference is not None]
+        if partial and sum(partial, self._engine_digest) != staged.run_version.digest:
             self.discard()
             self._is_uncertain = True
-            raise ChecksumMismatch(f"version {wanted} does not lead to its digest on these ranks; nothing was written")
+            raise ChecksumMismatch(f"version {goal} would not have its digest on these ranks; nothing was written")
         return self.commit()
 
-    def ahead(self) -> None:
-        """On one rank, whenever it likes: get the newest version ready, if it is known what is held."""
+    def stage_newest(self) -> None:
+        """On one rank, at any time: stage the newest version, if the version of the engine is known."""
         if self._newest_head is None or self._is_uncertain:
             return
         try:
-            view = self._read_store()
-            if self._staged is None or self._staged.run_version.version != view.head.version:
+            snapshot = self._read_store()
+            if self._staged is None or self._staged.run_version.version != snapshot.head.version:
                 self.stage()
-        except (_Unattached, NotFound, Unavailable):
-            return  # all ranks will meet, or the store will be back
+        except (_UnknownVersion, NotFound, Unavailable):
+            return  # all ranks will identify it, or the store will be available again
         except SparserlError:
-            self._is_uncertain = True  # it will be tried again when all ranks meet, and then be said
+            self._is_uncertain = True  # the next call on all ranks tries again, and raises the error
 
     def wait(self, seconds: float) -> None:
-        """Wait for a new version, for so long."""
+        """Wait up to so many seconds for a new version."""
         self._wait_for_change(seconds)
 
     def audit(self) -> None:
-        """On all ranks at once: read all bits and compare them with the digest of the version that is held."""
+        """On all ranks at once: read all bits and compare them with the digest of the engine's version."""
         if self._current is None or self._table is None:
-            raise SessionError("nothing is held yet")
+            raise SessionError("the engine has no version of a run yet: commit one first")
         if self._digest_targets(self._table) != self._current.digest:
             version = self._current.version
             self._current = None
             self._is_uncertain = True
             raise ChecksumMismatch(
-                f"the engine should hold version {version}, but its bits are others: something else wrote to them. "
+                f"the engine should have version {version}, but its bits differ: something else has written to them. "
                 "The next commit starts from an anchor"
             )
 
-    def _moved_by(self, version: int) -> Digest | None:
-        """Have a version staged, unless it is held. How it moves the digest, where this rank does not have all."""
+    def _stage_version(self, version: int) -> Digest | None:
+        """Stage a version, unless the engine has it. Returns its change of the digest, if this rank has only parts."""
         staged = self._staged
-        if staged is None or (staged.run_version.run, staged.run_version.version) != (self._run_seen, version):
+        if staged is None or (staged.run_version.run, staged.run_version.version) != (self._run_name, version):
             self.stage(version)
             staged = self._staged
         if staged is None:
@@ -130,30 +131,30 @@ class EngineSubscriber(Subscriber):
         return prepared.moved
 
     @property
-    def _run_seen(self) -> str | None:
+    def _run_name(self) -> str | None:
         return None if self._snapshot is None else self._snapshot.run.run
 
-    def _identify(self, view: StoreSnapshot) -> None:
-        raise _Unattached(view)
+    def _identify(self, snapshot: StoreSnapshot) -> None:
+        raise _UnknownVersion(snapshot)
 
     def _digest_targets(self, table: TensorTable) -> Digest | None:
-        """What all ranks hold together, by their bits; None where ranks that should hold the same do not."""
+        """The digest of the parts of all ranks, from their bits; None if copies of a part on two ranks differ."""
 
         def read() -> dict[Place, Digest]:
-            self._live.attach(table)
-            return self._live.sums()
+            self._engine.attach(table)
+            return self._engine.sums()
 
         first: dict[Place, tuple[int, Digest]] = {}
-        alike = True
-        for rank, sums in enumerate(self._together(read)):
-            for place, found in sums.items():
-                alike &= first.setdefault(place, (rank, found))[1] == found
+        is_consistent = True
+        for rank, sums in enumerate(self._on_all_ranks(read)):
+            for place, part_digest in sums.items():
+                is_consistent &= first.setdefault(place, (rank, part_digest))[1] == part_digest
         require_whole(table, [[*first]])
-        self._live.own([place for place, (rank, _) in first.items() if rank == self._rank])
-        self._now = sum((found for _, found in first.values()), table_digest(table))
+        self._engine.own([place for place, (rank, _) in first.items() if rank == self._rank])
+        self._engine_digest = sum((part_digest for _, part_digest in first.values()), table_digest(table))
         self._table = table
         self._is_uncertain = False
-        return self._now if alike else None
+        return self._engine_digest if is_consistent else None
 
     def _commit(self, staged: StagedVersion) -> None:
         """Commit on all ranks, or on none."""
@@ -162,39 +163,39 @@ class EngineSubscriber(Subscriber):
         self._staged = None
         undo: list[Callable[[], None]] = []
         try:
-            self._together(lambda: undo.append(staged.prepared[0].commit()))
-        except BaseException as error:  # also where a rank is gone, and cannot say what it did
-            for back in undo:
-                back()
+            self._on_all_ranks(lambda: undo.append(staged.prepared[0].commit()))
+        except BaseException as error:  # also if a rank is lost, and cannot tell what it did
+            for undo_commit in undo:
+                undo_commit()
             self._restore(staged, before, error)
             raise
         self._current = staged.run_version
-        self._now = staged.run_version.digest
+        self._engine_digest = staged.run_version.digest
 
-    def _together(self, work: Callable[[], T]) -> list[T]:
-        """What all ranks made of some work; if it failed on any, all raise."""
-        made: Any = None
+    def _on_all_ranks(self, work: Callable[[], T]) -> list[T]:
+        """Do some work on every rank, and return the results of all; if it fails on any rank, all raise."""
+        result: Any = None
         error: Exception | None = None
         try:
-            made = work()
-        except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must not wait for this one
-            error = raised
-        said = self._gather((made, None if error is None else f"{type(error).__name__}: {error}"))
+            result = work()
+        except Exception as exception:  # noqa: BLE001  # whatever it is, the other ranks must not wait for this one
+            error = exception
+        answers = self._gather((result, None if error is None else f"{type(error).__name__}: {error}"))
         if error is not None:
             raise error
-        for rank, (_, failed) in enumerate(said):
-            if failed is not None:
-                raise SessionError(f"rank {rank} of the engine: {failed}")
-        return [one for one, _ in said]
+        for rank, (_, failure) in enumerate(answers):
+            if failure is not None:
+                raise SessionError(f"rank {rank} of the engine: {failure}")
+        return [result for result, _ in answers]
 
 
-def over(group: Any) -> Gather:
-    """A `gather` over the ranks of a group, as vLLM and SGLang have them."""
+def gather_over(group: Any) -> Gather:
+    """A `gather` over the ranks of a group of vLLM or SGLang."""
 
-    def gather(mine: Any) -> list[Any]:
-        out = [mine] * group.world_size
+    def gather(value: Any) -> list[Any]:
+        values = [value] * group.world_size
         if group.world_size > 1:
-            torch.distributed.all_gather_object(out, mine, group=group.cpu_group)
-        return out
+            torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+        return values
 
     return gather

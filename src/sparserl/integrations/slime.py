@@ -1,4 +1,4 @@
-"""slime: its disk weight sync, with patches in a store between the trainer's disk and the disks of rollout hosts.
+"""slime: disk weight sync, with patches in a store between the trainer's disk and the disks of rollout hosts.
 
     trainer: weight_v000007/ on its disk ──► publish ──► store ──► fetch ──► weight_v000007 on a rollout host ──► engine
 
@@ -11,7 +11,7 @@ second one on every rank of an engine before it reads that version (see docs/how
     --sglang-custom-pull-weights-pre-read-hook sparserl.integrations.slime.fetch
 
 Both take the store from the environment: SPARSERL_URL. Also SPARSERL_STATE, a folder in which the trainer keeps what it
-needs to go on with its run, SPARSERL_KEY_FILE, its secret key, and SPARSERL_PUBLIC_KEY, the only one that is believed.
+needs to continue its run, SPARSERL_KEY_FILE, its secret key, and SPARSERL_PUBLIC_KEY, the only key that rollouts trust.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ..transport.stores.opening import open_store
 from ..weights.memory import Weights
 
 
-class _Written:
-    """The checkpoint that was written last."""
+class _LatestCheckpoint:
+    """A source with the checkpoint that slime wrote last."""
 
     path: Path
 
@@ -42,29 +42,29 @@ class _Written:
         return open_checkpoint(self.path)
 
 
-_written = _Written()
+_latest = _LatestCheckpoint()
 _publishers: dict[str, Publisher] = {}
 
 
-def publish(args: Any, version_dir: str, rollout_engines: Any) -> None:  # noqa: ARG001  # slime says all three
-    """Publish the checkpoint in `version_dir`; rank 0 does it, the others have nothing to do."""
+def publish(args: Any, version_dir: str, rollout_engines: Any) -> None:  # noqa: ARG001  # slime passes all three
+    """Publish the checkpoint in `version_dir`; rank 0 does it, the other ranks do nothing."""
     if _rank() != 0:
         return
-    _written.path = Path(version_dir)
+    _latest.path = Path(version_dir)
     url = _url()
     if url not in _publishers:
         secret = os.environ.get("SPARSERL_KEY_FILE")
         key = None if secret is None else Path(secret).read_text().strip()
         state = os.environ.get("SPARSERL_STATE")
-        _publishers[url] = Publisher(url, _written, signing_key=key, files=_written.path, state=state)
+        _publishers[url] = Publisher(url, _latest, signing_key=key, files=_latest.path, state=state)
     _publishers[url].publish()
 
 
 def fetch(source_dir: str, target_version: int) -> None:
-    """Have the newest version of the store in `source_dir`, under the name that slime expects; one rank a host works.
+    """Fetch the newest version of the store into `source_dir`, under the name that slime expects; one rank per host.
 
-    slime writes a version before it has any engine read it, so the newest one is the one that is meant. Where the
-    trainer's own files are at hand, on one machine or on a shared disk, nothing is fetched.
+    slime writes a version before any engine reads it, so that the newest version is the right one. If the trainer's
+    own files are in `source_dir`, on one machine or on a shared disk, nothing is fetched.
     """
     root = Path(source_dir)
     name = root / f"weight_v{target_version:06d}"
@@ -72,7 +72,7 @@ def fetch(source_dir: str, target_version: int) -> None:
         return
     root.mkdir(parents=True, exist_ok=True)
     key = os.environ.get("SPARSERL_PUBLIC_KEY")
-    with _alone(root), closing(open_store(_url())) as store, closing(folder(root / "sparserl", keep=2)) as target:
+    with _host_lock(root), closing(open_store(_url())) as store, closing(folder(root / "sparserl", keep=2)) as target:
         head, _ = read_head(store, key)
         if target.held() != (head.run, head.created, head.version):
             Subscriber(store, target, trusted_keys=key).sync()
@@ -81,7 +81,7 @@ def fetch(source_dir: str, target_version: int) -> None:
         draft.symlink_to(target.current.resolve())
         draft.replace(name)
         for link in root.glob("weight_v*"):
-            if link.is_symlink() and not link.exists():  # of a version that has gone
+            if link.is_symlink() and not link.exists():  # to a version that was removed
                 link.unlink()
 
 
@@ -89,7 +89,9 @@ def _url() -> str:
     try:
         return os.environ["SPARSERL_URL"]
     except KeyError:
-        raise SessionError("SPARSERL_URL is not set: the store between the trainer and its rollouts") from None
+        raise SessionError(
+            "SPARSERL_URL is not set: set it to the store between the trainer and its rollouts"
+        ) from None
 
 
 def _rank() -> int:
@@ -99,8 +101,8 @@ def _rank() -> int:
 
 
 @contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """One process of this host at a time."""
+def _host_lock(root: Path) -> Iterator[None]:
+    """Let one process of this host in at a time."""
     handle = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
         lock(handle, math.inf)

@@ -1,10 +1,9 @@
 """TRL: a callback that makes a trainer publish its weights after optimizer steps.
 
-`GRPOTrainer` and every other `transformers.Trainer` take it. Rollouts are subscribers in processes of their own; where
-the trainer shall use what they generate, its `rollout_func` asks them.
+`GRPOTrainer` and every other `transformers.Trainer` take it. Rollouts are subscribers in other processes; if the
+trainer uses what they generate, its `rollout_func` calls them.
 
-Limits: a model whose parameters are sharded (FSDP, ZeRO-3) needs a `source` of its own, which each rank has the parts
-of, and `writers`.
+Limits: a model whose parameters are sharded (FSDP, ZeRO-3) needs `writers`, and a `source` with the parts of each rank.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ _log = logging.getLogger("sparserl.trl")
 
 
 class PublishCallback(TrainerCallback):
-    """Publishes the weights when training begins, after every so many optimizer steps, and when it ends.
+    """Publishes the weights when training begins, after every `every` optimizer steps, and when it ends.
 
     >>> trainer = GRPOTrainer(model, ..., callbacks=[PublishCallback("s3://bucket/run")])          # doctest: +SKIP
 
-    url: where to, as for a `Publisher`, which also takes all other options.
-    every: optimizer steps from one version to the next.
-    in_background: True to go on training while a version is encoded and sent; `settle` waits for it.
-    cast: the dtype to publish in, where the trainer's weights are wider: `torch.bfloat16`, say. What the optimizer
-        changes is tracked then (`sparserl.sources.track`).
-    source: makes the source, from the model and the optimizer. By default all weights of the model, and of a peft model
-        the base weights with the active adapters merged in.
+    url: the store, as for a `Publisher`, which also gets all other options.
+    every: optimizer steps between versions.
+    in_background: True to continue training while a version is encoded and sent; `settle` waits for it.
+    cast: the dtype to publish in, if the trainer's weights are wider, such as `torch.bfloat16`. The changes of the
+        optimizer are then tracked (`sparserl.sources.track`).
+    source: a function that makes the source from the model and the optimizer. By default all weights of the model are
+        published; of a peft model, the base weights with the active adapters merged in.
 
-    A store that is away costs no training: it is logged, and the next version has the changes of both.
-    Config and tokenizer travel as files, so that a folder that follows can be loaded.
+    If the store is not available, training continues: it is logged, and the next version includes the changes.
+    Config and tokenizer are published as files, so that a folder that follows the run can be loaded.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class PublishCallback(TrainerCallback):
         **options: Any,
     ) -> None:
         if cast is not None and source is not None:
-            raise SessionError("cast belongs to the source: give one of them")
+            raise SessionError("cast and source exclude each other: give one of them")
         self._url = url
         self._every = max(1, every)
         self._cast = cast
@@ -69,35 +68,35 @@ class PublishCallback(TrainerCallback):
         self.publisher: Publisher | None = None
         self.report: SyncReport | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:  # noqa: ARG002
-        """Open the publisher, and publish what training begins with."""
-        model = about["model"]
-        optimizer = about.get("optimizer")
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Open the publisher, and publish the initial weights."""
+        model = kwargs["model"]
+        optimizer = kwargs.get("optimizer")
         if args.process_index and self._options.get("writers") is None:
             return
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model = model.module
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        made = (self._source or self._default)(model, inner)
-        options = {"files": _files(model, about.get("processing_class"))} | self._options
-        self.publisher = Publisher(self._url, made, **options)
+        source = (self._source or self._default_source)(model, inner)
+        options = {"files": _files(model, kwargs.get("processing_class"))} | self._options
+        self.publisher = Publisher(self._url, source, **options)
         self._publish(state.global_step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:  # noqa: ARG002
-        """Publish, if it is time."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Publish after every `every` steps."""
         if state.global_step % self._every == 0:
             self._publish(state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:  # noqa: ARG002
-        """Publish what was not, and close the publisher."""
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Publish the last step if it was not published, and close the publisher."""
         if self.publisher is not None:
-            self._patiently(self.settle)
+            self._unless_unavailable(self.settle)
             if self._step != state.global_step:
                 self.report = self.publisher.publish(step=state.global_step)
             self.publisher.close()
 
     def settle(self) -> SyncReport | None:
-        """The report of the newest version, when it is in the store."""
+        """Wait until the newest version is in the store, and return its report."""
         background = self._background
         self._background = None
         if background is not None:
@@ -116,24 +115,26 @@ class PublishCallback(TrainerCallback):
                 self.report = publisher.publish(step=step)
             self._step = step
 
-        self._patiently(self.settle)
-        self._patiently(publish)
+        self._unless_unavailable(self.settle)
+        self._unless_unavailable(publish)
 
-    def _patiently(self, work: Callable[[], object]) -> None:
+    def _unless_unavailable(self, work: Callable[[], object]) -> None:
         try:
             work()
         except Unavailable as error:
             self._step = -1
-            _log.warning("what was not published goes with the next version: %s", error)
+            _log.warning("not published; the next version will include these changes: %s", error)
 
-    def _default(self, model: Any, optimizer: Any) -> Any:
+    def _default_source(self, model: Any, optimizer: Any) -> Any:
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor":
                 raise UnsupportedTensor(f"{name} is sharded: give `source` and `writers`, see sparserl.sources.fsdp")
         is_peft = hasattr(model, "peft_config") and hasattr(model, "merge_and_unload")
         if self._cast is not None:
             if is_peft:
-                raise SessionError("an adapter is merged in the dtype of the base model; load that in the one you want")
+                raise SessionError(
+                    "an adapter is merged in the dtype of the base model: load the base model in the dtype to publish"
+                )
             return sources.track(optimizer, model, cast=self._cast)
         return sources.lora(model, merged=True) if is_peft else sources.module(model)
 

@@ -3,10 +3,10 @@
     get_per_tensor_param() ──► host copy ──► Publisher ──► store ──► Subscriber ──► named tensors ──► server adapter
     └─ send_weights, on the trainer's ranks                          └─ receive_weights, beside every rollout GPU
 
-verl imports this module where `checkpoint_engine.custom_backend_module` names it, and finds the backend "sparserl".
+verl imports this module if `checkpoint_engine.custom_backend_module` names it, and finds the backend "sparserl".
 The manager of verl calls, at every sync: `prepare` on all workers, `build_topology`, `init_process_group` on all, then
-`send_weights` and `receive_weights` at the same time, then `finalize`. What the two sides must agree on is which
-version to wait for: rank 0 says in `prepare` where the store's head is, and rollouts wait until it is elsewhere.
+`send_weights` and `receive_weights` at the same time, then `finalize`. Both sides must agree which version to wait for:
+rank 0 reads the store's head in `prepare`, and rollouts wait until the head has changed.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ try:
 except ImportError as missing:
     raise SessionError("verl is not installed, or too old: its checkpoint engines came with 0.7") from missing
 
-_LOOK = 0.1  # seconds between looks at the folder that another worker writes
+_POLL_SECONDS = 0.1  # between checks of the folder that another worker writes
 
-Place = tuple[str, int] | None  # run and version
+RunAndVersion = tuple[str, int]
 
 
 @CheckpointEngineRegistry.register("sparserl")
 class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
-    """One end of the way from verl's trainer to its rollouts; verl makes one in every worker.
+    """Sends weights on verl's trainer and receives them on its rollouts; verl makes one object in every worker.
 
-    bucket_size, is_master: what verl says to every backend. Rank 0 of the trainer is the master.
-    url: the store; all workers can reach it, the trainer can write to it.
+    bucket_size, is_master: what verl passes to every backend. Rank 0 of the trainer is the master.
+    url: the store; all workers must be able to read it, and the trainer to write to it.
     rollout_dtype: floating-point weights are rounded to it before they are compared; None to send them as they are.
-        An RL step moves nearly every float32 number, and few of the rounded ones.
-    spread: True to have every rank of the trainer publish its share of the tensors, instead of rank 0 all of them. The
+        An RL step changes nearly all float32 elements, and few of the rounded ones.
+    spread: True if every rank of the trainer is to publish a share of the tensors; otherwise rank 0 publishes all. The
         trainer's backend must then yield whole tensors on every rank, as FSDP's does.
     folder: a folder of the rollout's node in which one worker keeps a checkpoint for all workers of the node. Without
         it every worker has a copy of the weights in host memory.
     device: where rollouts get the weights; by default the GPU of the worker, if there is one.
     timeout: seconds to wait for the other side.
-    key: a secret key to sign with (trainer), `public_key`: the only one to be believed (rollouts).
-    options: more for the `Publisher`.
+    key: the secret key with which the trainer signs.
+    public_key: the only key that rollouts trust.
+    options: further options of the `Publisher`.
     """
 
     def __init__(
@@ -89,35 +90,35 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         self._public = public_key
         self._options = dict(options or {})
         self._host: dict[str, torch.Tensor] = {}
-        self._source = _Sent()
+        self._source = _CapturedSource()
         self._publisher: Publisher | None = None
         self._subscriber: Subscriber | None = None
-        self._target: _Host | FolderTarget
-        self._before: Place = None
+        self._target: _HostTarget | FolderTarget
+        self._before: RunAndVersion | None = None
         self._leads = True
 
-    # -- what verl's manager calls around a sync -----------------------------------------------------------------------
+    # -- calls of verl's manager around a sync ------------------------------------------------------------------------
 
     def prepare(self) -> dict[str, Any]:
-        """Say which machine this is; rank 0 of the trainer also says which version the store is at."""
-        said: dict[str, Any] = {"node": socket.gethostname()}
+        """Return the name of this node; on rank 0 of the trainer also the version at the store's head."""
+        metadata: dict[str, Any] = {"node": socket.gethostname()}
         if self.is_master:
-            said["before"] = self._place()
-        return said
+            metadata["before"] = self._head_version()
+        return metadata
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Tell all workers which version is the one before; on each node the first rollout leads."""
+        """Send all workers the version before this sync; the first rollout of each node leads."""
         before = metadata[0]["before"]
-        nodes = [said["node"] for said in metadata[actor_wg_world_size:]]
+        nodes = [worker["node"] for worker in metadata[actor_wg_world_size:]]
         leads = [node not in nodes[:i] for i, node in enumerate(nodes)]
         trainer = {"before": [before] * actor_wg_world_size, "leads": [True] * actor_wg_world_size}
         return trainer, {"before": [before] * rollout_world_size, "leads": leads}
 
-    def init_process_group(self, before: Place, leads: bool) -> None:
-        """Remember what `build_topology` has found; no group is made."""
+    def init_process_group(self, before: RunAndVersion | None, leads: bool) -> None:
+        """Remember what `build_topology` returned; no group is made."""
         self._before = None if before is None else (before[0], before[1])
         self._leads = leads
         if self._folder is not None and not leads and self._subscriber is not None:
@@ -125,17 +126,17 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
             self._subscriber = None
 
     def finalize(self) -> None:
-        """Nothing is held beyond what the next sync needs."""
+        """Do nothing: everything is needed by the next sync."""
 
     # -- the trainer's side --------------------------------------------------------------------------------------------
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish the next version; on all ranks, since to yield a tensor takes all of them. Returns metrics."""
+        """Publish the next version; on all ranks, since all take part in gathering a tensor. Returns metrics."""
         ranks = torch.distributed.get_world_size() if self._spread else 1
         rank = torch.distributed.get_rank() if self._spread else 0 if self.is_master else -1
-        self._source.now = self._captured(weights, rank, ranks)
+        self._source.captured = self._capture(weights, rank, ranks)
         if rank < 0:
             return {}
         if self._publisher is None:
@@ -146,10 +147,10 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         report = await asyncio.to_thread(self._publisher.publish, step=global_steps if self._spread else None)
         return {} if report is None or not self.is_master else _metrics(report)
 
-    def _captured(self, weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int) -> Weights | Shards:
-        """Copy to host memory what this rank publishes, one tensor at a time; the GPU needs room for no more."""
+    def _capture(self, weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int) -> Weights | Shards:
+        """Copy the tensors that this rank publishes to host memory, one at a time, to need little GPU memory."""
         specs = []
-        held = {}
+        copies = {}
         load = [0] * ranks
         for name, tensor in weights:
             if self._dtype is not None and tensor.is_floating_point():
@@ -158,38 +159,40 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
             load[owner] += tensor.nbytes
             specs.append(TensorSpec(name, BY_NAME[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape)))
             if owner == rank:
-                held[name] = self._copied(name, tensor)
-        self._host = held
-        return Shards.of(TensorTable(specs), held) if ranks > 1 else held
+                copies[name] = self._copy(name, tensor)
+        self._host = copies
+        return Shards.of(TensorTable(specs), copies) if ranks > 1 else copies
 
-    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        mine = self._host.get(name)
-        if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
-            mine = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return mine.copy_(tensor.detach())
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor into the memory of its last copy, if it fits."""
+        copy = self._host.get(name)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return copy.copy_(tensor.detach())
 
     # -- the rollout's side --------------------------------------------------------------------------------------------
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:  # noqa: ARG002
         """Wait for the next version, verify it, and yield all its tensors."""
-        for name, data in (await asyncio.to_thread(self._received)).items():
+        for name, data in (await asyncio.to_thread(self._receive)).items():
             assert isinstance(data, Bits)
             yield name, _tensor(data).to(self._device)
 
-    def _received(self) -> Weights:
+    def _receive(self) -> Weights:
+        """Wait until this worker, or the leader of its node, has the next version; return its weights."""
         if self._folder is not None and not self._leads:
             return self._read_folder(Path(self._folder))
         if self._subscriber is None:
-            self._target = _Host() if self._folder is None else folder(self._folder, keep=1)
+            self._target = _HostTarget() if self._folder is None else folder(self._folder, keep=1)
             self._subscriber = Subscriber(self._url, self._target, trusted_keys=self._public)
-        held = self._subscriber
+        subscriber = self._subscriber
 
-        def arrived() -> bool:
-            return held.version is not None and self._is_next((held.run or "", held.version))
+        def has_next() -> bool:
+            return subscriber.version is not None and self._is_next((subscriber.run or "", subscriber.version))
 
-        held.follow(timeout=self._timeout, stop=arrived)
-        if not arrived():
-            raise self._late()
+        subscriber.follow(timeout=self._timeout, stop=has_next)
+        if not has_next():
+            raise self._timeout_error()
         target = self._target
         return open_checkpoint(target.current) if isinstance(target, FolderTarget) else target.weights()
 
@@ -198,58 +201,58 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         end = time.monotonic() + self._timeout
         target = folder(path)
         while time.monotonic() < end:
-            if (found := target.held()) is not None and self._is_next((found[0], found[2])):
+            if (record := target.held()) is not None and self._is_next((record[0], record[2])):
                 return open_checkpoint(target.current.resolve())
-            time.sleep(_LOOK)
-        raise self._late()
+            time.sleep(_POLL_SECONDS)
+        raise self._timeout_error()
 
-    def _is_next(self, held: Place) -> bool:
-        """Whether this is what the store's head is at, and the head has moved since the sync began."""
-        return held == self._place() != self._before
+    def _is_next(self, version: RunAndVersion) -> bool:
+        """Whether this version is at the store's head, and the head has changed since the sync began."""
+        return version == self._head_version() != self._before
 
-    def _place(self) -> Place:
-        """Run and version that the store's head is at; None if there is none yet."""
+    def _head_version(self) -> RunAndVersion | None:
+        """Run and version at the store's head; None if there is no head yet."""
         try:
             head, _ = read_head(self._store, self._public)
         except NotFound:
             return None
         return head.run, head.version
 
-    def _late(self) -> PeerLost:
-        at = "no version" if self._before is None else f"version {self._before[1]} of run {self._before[0]}"
-        return PeerLost(f"{self._url} was at {at}, and nothing newer came in {self._timeout:.0f} s")
+    def _timeout_error(self) -> PeerLost:
+        head = "no version" if self._before is None else f"version {self._before[1]} of run {self._before[0]}"
+        return PeerLost(f"{self._url} was at {head}, and nothing newer came in {self._timeout:.0f} s")
 
 
-class _Sent:
-    """What was captured last."""
+class _CapturedSource:
+    """A source with the weights that were captured last."""
 
-    now: Weights | Shards
+    captured: Weights | Shards
 
     def weights(self) -> Weights | Shards:
-        return self.now
+        return self.captured
 
 
-class _Host(ModuleTarget):
-    """Weights in host memory, which are made when the tensors of the run are known."""
+class _HostTarget(ModuleTarget):
+    """Weights in host memory, which are allocated when the tensors of the run are known."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Bits] = {}
-        super().__init__(lambda: self._held)
+        self._tensors: dict[str, Bits] = {}
+        super().__init__(lambda: self._tensors)
 
     def attach(self, table: TensorTable) -> Weights:
-        if tensor_table(self._held) != table:
-            self._held = zeros(table)
+        if tensor_table(self._tensors) != table:
+            self._tensors = zeros(table)
         return super().attach(table)
 
 
 def _tensor(bits: Bits) -> torch.Tensor:
-    """Bits as a torch tensor: the same memory, or a copy of it where it cannot be written to."""
+    """Bits as a torch tensor: the same memory, or a copy if it is read-only."""
     array = bits.array if bits.array.flags.writeable else bits.array.copy()
     return torch.from_numpy(array).view(getattr(torch, bits.dtype.name))
 
 
 def _metrics(report: SyncReport) -> dict[str, float]:
-    """What verl's trainer logs of a sync."""
+    """The metrics of a sync that verl's trainer logs."""
     return {
         "sparserl/version": report.version,
         "sparserl/bytes": report.bytes,

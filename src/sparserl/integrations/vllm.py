@@ -1,11 +1,11 @@
 """vLLM, worker side: the weight-transfer backend `sparserl`. See docs/how-to/integrations/vllm.md.
 
     vLLM loads the model ──► find out where the checkpoint is in it ──► load it again ──► compare ──► serve
-    init_weight_transfer_engine ──► what do all ranks hold?      (meanwhile, on a thread: stage what is published)
-    update_weights ──► staged on all ranks ──► commit on all, or on none
+    init_weight_transfer_engine ──► which version do all ranks have?      (meanwhile, on a thread: stage new versions)
+    update_weights ──► stage on all ranks ──► commit on all, or on none
 
-A worker whose weights cannot be followed does not start. vLLM makes these calls between two steps of the engine, on all
-ranks at once.
+A worker whose weights cannot be updated in place does not start. vLLM makes these calls between two steps of the
+engine, on all ranks at once.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from ..errors import SessionError, TensorMismatch, UnsupportedTensor
 from ..targets.engine import EngineTarget
 from ..targets.engine_layout import CheckpointTensor, Piece, find_pieces, parts_of
 from ..weights.digest import Digest, digest
-from .ranks import EngineSubscriber, over
+from .ranks import EngineSubscriber, gather_over
 
 logger = init_logger(__name__)
-_LOOK = 1.0  # seconds that a thread waits for a new version before it sees whether it is to end
+_WAIT_SECONDS = 1.0  # that the staging thread waits for a new version before it checks whether to end
 
 
 @dataclass
 class SparserlInitInfo(WeightTransferInitInfo):
     """The store of the run; `key`, `run` and `token` as for a `Subscriber`.
 
-    ahead: whether new versions are staged as they are published, and not only when they are to be committed.
+    ahead: whether new versions are staged as they are published, instead of when they are to be committed.
     """
 
     url: str
@@ -56,7 +56,7 @@ class SparserlInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SparserlUpdateInfo(WeightTransferUpdateInfo):
-    """The version to commit, the newest if none is given; with `audit`, all bits are read and compared after that."""
+    """The version to commit, by default the newest; with `audit`, all bits are then compared with its digest."""
 
     version: int | None = None
     audit: bool = False
@@ -73,11 +73,11 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         super().__init__(config, vllm_config, device, model)
         self._world = get_world_group()
         self._subscriber: EngineSubscriber | None = None
-        self._lock = threading.Lock()  # either the engine or the thread is at work on the subscriber
+        self._lock = threading.Lock()  # the engine and the staging thread take turns with the subscriber
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         with set_current_vllm_config(vllm_config):
-            self._pieces = learnt(vllm_config, model)
+            self._pieces = learn_pieces(vllm_config, model)
         logger.info(
             "sparserl: %d pieces of %d checkpoint tensors", len(self._pieces), len({p.tensor for p in self._pieces})
         )
@@ -89,52 +89,54 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         return self._subscriber
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> SparserlInitInfo | None:
-        with self._last_speaks():
+        with self._raise_on_last_rank():
             info: SparserlInitInfo = super().parse_init_info(init_dict)
             return info
         return None
 
     def init_transfer_engine(self, init_info: SparserlInitInfo | None) -> None:
-        """Follow a run from now on. Reads all bits of the weights, to know which version they are."""
+        """Follow a run from now on. All bits of the weights are read, to identify their version."""
         self.shutdown()
         if init_info is None:
             return
         target = EngineTarget(self._pieces, lambda: parts_of(self.model), tied_names(self.model_config, self._pieces))
         options = {"trusted_keys": init_info.key, "run": init_info.run, "token": init_info.token}
         rank = self._world.rank_in_group
-        gather = over(self._world)
-        with self._last_speaks():
-            follow = EngineSubscriber(init_info.url, target, rank, gather, audit_every=init_info.audit_every, **options)
-            follow.meet()
-            self._subscriber = follow
+        gather = gather_over(self._world)
+        with self._raise_on_last_rank():
+            subscriber = EngineSubscriber(
+                init_info.url, target, rank, gather, audit_every=init_info.audit_every, **options
+            )
+            subscriber.refresh()
+            self._subscriber = subscriber
         if init_info.ahead and self._subscriber is not None:
             self._ended.clear()
             self._thread = threading.Thread(target=self._stage_ahead, name="sparserl-ahead", daemon=True)
             self._thread.start()
 
     def start_weight_update(self) -> None:
-        """Nothing: versions are staged as they come."""
+        """Do nothing: versions are staged as they are published, or when they are committed."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Commit a version. If it raises, the weights are what they were."""
-        with self._last_speaks():
+        with self._raise_on_last_rank():
             self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SparserlUpdateInfo) -> None:
         subscriber = self.subscriber
         with self._lock:
-            _settle(self.device)  # steps that were begun still read the weights
-            report = subscriber.hold(update_info.version)
-            _settle(self.device)
+            _synchronize(self.device)  # steps that have begun still read the weights
+            report = subscriber.commit_version(update_info.version)
+            _synchronize(self.device)
             if update_info.audit:
                 subscriber.audit()
-        logger.info("sparserl: %s", report or f"version {subscriber.version} is held already")
+        logger.info("sparserl: %s", report or f"the engine has version {subscriber.version} already")
 
     def finish_weight_update(self) -> None:
-        """Nothing: what was committed is in place."""
+        """Do nothing: a commit has written the weights in place."""
 
     def shutdown(self) -> None:
-        """Follow no longer; the weights stay as they are."""
+        """Stop following the run; the weights stay as they are."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -144,10 +146,10 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
             self._subscriber = None
 
     @contextlib.contextmanager
-    def _last_speaks(self) -> Iterator[None]:
-        """What fails on all ranks is raised on the last one alone.
+    def _raise_on_last_rank(self) -> Iterator[None]:
+        """Raise an error that all ranks have on the last rank only.
 
-        vLLM reads the answers of workers in order up to the first that failed, and takes those behind it for answers to
+        vLLM reads the answers of workers in order up to the first failure, and takes those after it for answers to
         its next call (vllm-project/vllm#57846).
         """
         ranks = self.parallel_config.world_size
@@ -162,27 +164,27 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         subscriber = self.subscriber
         while not self._ended.is_set():
             with self._lock:
-                subscriber.ahead()
-            subscriber.wait(_LOOK)
+                subscriber.stage_newest()
+            subscriber.wait(_WAIT_SECONDS)
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def tied_names(model_config: Any, pieces: Iterable[Piece]) -> dict[str, str]:
-    """Checkpoint tensors that are left out when weights are loaded, and those that they are the same as."""
+    """Checkpoint tensors that the model does not load, and the tensors that they are equal to."""
     if not getattr(model_config.hf_text_config, "tie_word_embeddings", False):
         return {}
-    ends = {piece.tensor for piece in pieces if piece.tensor.endswith("embed_tokens.weight")}
-    return {f"{name.removesuffix('model.embed_tokens.weight')}lm_head.weight": name for name in ends}
+    embeddings = {piece.tensor for piece in pieces if piece.tensor.endswith("embed_tokens.weight")}
+    return {f"{name.removesuffix('model.embed_tokens.weight')}lm_head.weight": name for name in embeddings}
 
 
-def learnt(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
-    """Where the checkpoint of a model lies in its tensors, found by loading it some more times.
+def learn_pieces(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
+    """Find out where the checkpoint of a model is in its tensors by letting the model load numbers.
 
-    The last time it is loaded as it is. The model then is what it was before, or this raises.
+    The checkpoint itself is loaded last, so that the weights are what they were before, or this raises.
     """
     loader = get_model_loader(vllm_config.load_config)
     if not hasattr(loader, "get_all_weights"):
@@ -193,36 +195,36 @@ def learnt(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         yield from loader.get_all_weights(vllm_config.model_config, model)
 
-    def load(some: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         _process_again(model)
         initialize_layerwise_reload(model)
-        cast("Any", model).load_weights(some)
+        cast("Any", model).load_weights(tensors)
         finalize_layerwise_reload(model, vllm_config.model_config)
 
-    if (emptied := next((name for name, tensor in model.named_parameters() if not tensor.numel()), None)) is not None:
+    if (packed := next((name for name, tensor in model.named_parameters() if not tensor.numel()), None)) is not None:
         raise UnsupportedTensor(
-            f"{emptied!r} is empty: vLLM packs it when it is loaded, and changes cannot be written into what it keeps. "
+            f"{packed!r} is empty: vLLM packs it when it is loaded, and changes cannot be written to the packed copy. "
             "On a CPU, start it with SPARSERL_VLLM_CPU=plain"
         )
     live = parts_of(model)
     before = _digests(live)
-    made_before = _digests(_made(model, live))
+    derived_before = _digests(_derived_tensors(model, live))
     pieces = find_pieces([CheckpointTensor(name, tuple(t.shape), t.dtype) for name, t in weights()], live, load)
-    if changed := _changed(made_before, _digests(_made(model, live))):
+    if changed := _changed(derived_before, _digests(_derived_tensors(model, live))):
         raise UnsupportedTensor(
-            f"{changed!r} is computed of the weights when they are loaded: it would not follow them"
+            f"{changed!r} is computed from the weights when they are loaded, so that it would not change with them"
         )
     load(weights())
     after = parts_of(model)
     moved = next((name for name in live if name not in after or after[name].data_ptr() != live[name].data_ptr()), None)
     if changed := moved or _changed(before, _digests(after)):
-        raise UnsupportedTensor(f"{changed!r} is not what it was when the checkpoint has been loaded again")
+        raise UnsupportedTensor(f"{changed!r} is not the same after the checkpoint was loaded again")
     _compare(pieces, live, weights())
     return pieces
 
 
 def _process_again(model: torch.nn.Module) -> None:
-    """Have what follows on loading done as it was the first time: on the CPU, experts are packed only then."""
+    """Let vLLM process weights as at the first load; on the CPU it would otherwise not pack experts again."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
@@ -238,37 +240,38 @@ def _compare(
         by_tensor.setdefault(piece.tensor, []).append(piece)
     for name, tensor in weights:
         for piece in by_tensor.get(name, ()):
-            there = piece.view(live)
-            here = tensor[piece.region.slices].to(there.device, there.dtype)
-            if digest({name: here.contiguous()}) != digest({name: there}):
+            live_view = piece.view(live)
+            expected = tensor[piece.region.slices].to(live_view.device, live_view.dtype)
+            if digest({name: expected.contiguous()}) != digest({name: live_view}):
                 raise TensorMismatch(
-                    f"{name!r} {piece.region} is not what lies in {piece.live!r}: it was learnt wrongly"
+                    f"{name!r} {piece.region} differs from its copy in {piece.live!r}: it was found at a wrong place"
                 )
 
 
-def _made(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors beside parameters and buffers, that modules and what they consist of keep for themselves."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
+def _derived_tensors(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of modules and of their attributes that are neither parameters nor buffers nor views of these."""
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
     out: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
-        for label, value in _kept(name, module):
-            if value.numel() and not value.is_meta and value.untyped_storage().data_ptr() not in known:
+        for label, value in _attribute_tensors(name, module):
+            if value.numel() and not value.is_meta and value.untyped_storage().data_ptr() not in addresses:
                 out[label] = value.detach()
     return out
 
 
-def _kept(label: str, owner: object, deep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def _attribute_tensors(label: str, owner: object, deep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in the attributes of an object, in closures of its functions, and one level deeper."""
     for name, value in vars(owner).items():
-        here = f"{label}.{name}"
+        path = f"{label}.{name}"
         if isinstance(value, torch.Tensor):
-            yield here, value
+            yield path, value
         elif isinstance(value, types.FunctionType):
             for i, cell in enumerate(value.__closure__ or ()):
-                with contextlib.suppress(ValueError):  # an empty one
+                with contextlib.suppress(ValueError):  # an empty cell
                     if isinstance(cell.cell_contents, torch.Tensor):
-                        yield f"{here}[{i}]", cell.cell_contents
+                        yield f"{path}[{i}]", cell.cell_contents
         elif deep and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type | types.ModuleType):
-            yield from _kept(here, value, deep=False)
+            yield from _attribute_tensors(path, value, deep=False)
 
 
 def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
@@ -276,4 +279,5 @@ def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
 
 
 def _changed(before: dict[str, Digest], after: dict[str, Digest]) -> str | None:
-    return next((name for name, found in after.items() if before.get(name) != found), None)
+    """The first tensor whose digest has changed."""
+    return next((name for name, new in after.items() if before.get(name) != new), None)

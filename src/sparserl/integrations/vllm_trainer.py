@@ -23,7 +23,7 @@ from ..weights.shards import Shards
 class SparserlTrainerInitInfo(TrainerInitInfo):
     """Where to publish, and how.
 
-    profile: `ctx`, the smallest, and `auto`, which may choose it, can be taken by engines of one rank alone.
+    profile: `ctx`, the smallest, and `auto`, which may choose it, only work with engines of one rank.
     publisher: further options of the `Publisher`, `writers` and `signing_key` among them.
     worker: further options of the workers; see `SparserlInitInfo`.
     """
@@ -39,10 +39,10 @@ class SparserlTrainerInitInfo(TrainerInitInfo):
 class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
     """Publishes weights, and drives vLLM through a client.
 
-    source: a `WeightSource` of vLLM, which is gone through on every rank and published by the first; or a source of
-        sparserl, whose ranks each publish their own parts if `writers` are given.
-    client: the four methods of `VLLMWeightSyncClient`. Where it has `pause`, `resume` and `reset_caches` too, as those
-        below, these are called around a commit; else whoever trains has to.
+    source: a `WeightSource` of vLLM, which is iterated on every rank and published by the first; or a source of
+        sparserl, of which each rank publishes its own parts if `writers` are given.
+    client: an object with the four methods of `VLLMWeightSyncClient`. If it also has `pause`, `resume` and
+        `reset_caches`, as the clients below have, these are called around a commit; otherwise the caller must do that.
     """
 
     init_info_cls = SparserlTrainerInitInfo
@@ -51,18 +51,18 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._info = init_info
         self._publisher: Publisher | None = None
-        self._open = False  # whether an update was begun and not finished
+        self._open = False  # whether an update has begun and is not finished
         if init_info.is_sender or not isinstance(source, WeightSource):
-            weights = _Gathered(source) if isinstance(source, WeightSource) else source
+            weights = _VLLMSource(source) if isinstance(source, WeightSource) else source
             self._publisher = Publisher(
                 init_info.url, weights, profile=init_info.profile, **(init_info.publisher or {})
             )
 
     @classmethod
     def trainer_init(cls, init_info: SparserlTrainerInitInfo, *, client: Any, source: Any = None) -> SparserlTrainer:
-        """Publish the weights as they are, and have the workers follow the run."""
+        """Publish the weights as they are, and let the workers follow the run."""
         if source is None:
-            raise SessionError("say what is to be published: source=ModuleSource(model), or a source of sparserl")
+            raise SessionError("source is missing: give source=ModuleSource(model), or a source of sparserl")
         trainer = cls(client=client, source=source, init_info=init_info)
         trainer.publish()
         if trainer.is_sender:
@@ -70,20 +70,20 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
         return trainer
 
     def publish(self) -> SyncReport | None:
-        """On all ranks of the trainer: publish the weights as they are now. None where this rank has no part in it."""
+        """On all ranks of the trainer: publish the weights as they are now. None on ranks that do not publish."""
         if self._publisher is None:
             for _ in self.source or ():
-                pass  # gathering is work of all ranks
+                pass  # all ranks must take part in gathering
             return None
         return self._publisher.publish()
 
     def commit(self, version: int, *, audit: bool = False) -> None:
-        """Have all workers commit a version. Raises what went wrong with it; they then hold what they held before."""
+        """Let all workers commit a version. If one fails, this raises, and all keep the weights that they had."""
         pause, resume, reset = (getattr(self.client, name, None) for name in ("pause", "resume", "reset_caches"))
         if pause is not None:
             pause()
         try:
-            if self._open:  # of workers that fail, one says so and has ended its update; those of the rest are open
+            if self._open:  # after a failure one worker has ended its update, and the updates of the others are open
                 with contextlib.suppress(Exception):
                     self.client.finish_weight_update()
             self._open = True
@@ -98,7 +98,7 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
                 resume()
 
     def send_weights(self) -> SyncReport | None:
-        """On all ranks of the trainer: publish, and commit what was published."""
+        """On all ranks of the trainer: publish a version, and commit it."""
         report = self.publish()
         if self.is_sender:
             assert report is not None
@@ -110,8 +110,8 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
             self._publisher.close()
 
 
-class _Gathered(Source):
-    """What vLLM's source yields."""
+class _VLLMSource(Source):
+    """The tensors that vLLM's source yields."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -121,7 +121,7 @@ class _Gathered(Source):
 
 
 class OfflineClient:
-    """Reaches an `LLM` in this process."""
+    """Calls an `LLM` in this process."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -139,13 +139,13 @@ class OfflineClient:
         self.llm.finish_weight_update(weight_version)
 
     def reset_caches(self) -> None:
-        """Forget what was computed with other weights."""
+        """Drop what was computed with the old weights."""
         if not self.llm.reset_prefix_cache(reset_running_requests=True):
-            raise SessionError("vLLM could not reset its prefix cache: it holds entries of the weights before")
+            raise SessionError("vLLM could not reset its prefix cache: it has entries of the old weights")
 
 
 class HTTPClient:
-    """Reaches a vLLM server that was started with VLLM_SERVER_DEV_MODE=1, on which requests wait during a commit."""
+    """Calls a vLLM server that was started with VLLM_SERVER_DEV_MODE=1. Requests wait during a commit."""
 
     def __init__(self, base_url: str, timeout: float = 300) -> None:
         self.base_url = base_url.rstrip("/")
@@ -164,16 +164,16 @@ class HTTPClient:
         self._post("finish_weight_update", {"weight_version": weight_version})
 
     def pause(self) -> None:
-        """Let no step of the engine begin; requests are kept."""
+        """Stop the engine after its current step; requests are kept."""
         self._post("pause?mode=keep")
 
     def resume(self) -> None:
         self._post("resume")
 
     def reset_caches(self) -> None:
-        """Forget what was computed with other weights; requests that were begun are computed anew."""
+        """Drop what was computed with the old weights; running requests are computed again."""
         if not self._post("reset_prefix_cache?reset_running_requests=true&reset_external=true").get("success", True):
-            raise SessionError("vLLM could not reset its prefix cache: it holds entries of the weights before")
+            raise SessionError("vLLM could not reset its prefix cache: it has entries of the old weights")
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> dict[str, Any]:
         import requests
@@ -181,5 +181,5 @@ class HTTPClient:
         answer = requests.post(f"{self.base_url}/{path}", json=json, timeout=self.timeout)
         if not answer.ok:
             raise SessionError(f"vLLM answered {answer.status_code} to {path}: {answer.text[:2000]}")
-        found: dict[str, Any] = answer.json()
-        return found
+        fields: dict[str, Any] = answer.json()
+        return fields

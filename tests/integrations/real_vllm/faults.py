@@ -79,7 +79,7 @@ def poked(trainer, rank):
 
 def stage(worker):
     """Have the newest version staged, as the thread would."""
-    worker.weight_transfer_engine.subscriber.ahead()
+    worker.weight_transfer_engine.subscriber.stage_newest()
 
 
 def replaced(worker):

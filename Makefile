@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` runs the main job, `make test` passes the tests.
+# Two commands on a fresh machine: `make demo` runs the main job, `make test` checks style, types and the main tests.
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## RL with two rollout workers that follow by patches; every version is verified at each of them
 	$(BIN)/python -m examples.rl --model small --warm-up 100 --syncs 40 --prompts 8 --folder demo-run
 
-test:  ## everything that must be green
+test:  ## ruff, mypy and the tests that are neither long nor in need of vLLM; CI runs more
 	$(MAKE) --jobs 2 lint types kernels
 	$(MAKE) unit
 

@@ -23,7 +23,7 @@ from sparserl.codec.coders import Buffer, Coder, Rans
 from sparserl.codec.index import tiles
 from sparserl.kernels import cpu, reference
 from sparserl.weights.dtypes import BY_NAME, DType
-from sparserl.wire import Head, InMemory, PatchReader, decode_bucket
+from sparserl.wire import BytesInMemory, Head, PatchReader, decode_bucket
 
 LARGE = 100_000  # changes: from here on directory and states must be small
 _BF16 = BY_NAME["bfloat16"]
@@ -115,7 +115,7 @@ def measure(folder: Path, tick: Callable[[str], None] = lambda _: None) -> list[
 
 def classes_of(patch: sparserl.Patch, index: int) -> Classes | None:
     """The classes that a bucket was written with; None where it has none."""
-    hash = PatchReader(InMemory(patch.to_bytes())).hash
+    hash = PatchReader(BytesInMemory(patch.to_bytes())).hash
     return _classes(_coded(patch, index, hash)[1])
 
 
@@ -127,7 +127,7 @@ def parts(old: Weights, new: Weights) -> Parts:
     if any((landed[name] != bits).any() for name, bits in new.items()):
         raise AssertionError("the patch did not land; its figures would be worth nothing")
     total = Parts(bytes=patch.nbytes - patch.table_nbytes)
-    hash = PatchReader(InMemory(patch.to_bytes())).hash
+    hash = PatchReader(BytesInMemory(patch.to_bytes())).hash
     for index in range(patch.buckets):
         total += _bucket(*_coded(patch, index, hash), patch.table, old, new)
     if total.changed != patch.changed:

@@ -21,24 +21,24 @@ MEMORY = 768 << 20  # what docs/reference/format.md promises
 SMALL = 8192
 
 ENDS = {
-    "table_of_zeros": "InvalidField: tensor table: names do not rise",
+    "table_of_zeros": "InvalidField: tensor table: names are not in strictly rising order",
     "table_longer_than_it_says": "InvalidField: a zstd chunk does not decode to 100 bytes",
     "table_shorter_than_it_says": "InvalidField: a zstd chunk holds 1 bytes instead of 67108864",
     "table_of_a_million_tensors": "valid: 0 buckets, 1048576 tensors",
     "table_of_many_tensors": "valid: 0 buckets, 65536 tensors",
-    "table_of_a_million_equal_names": "InvalidField: tensor table: names do not rise",
+    "table_of_a_million_equal_names": "InvalidField: tensor table: names are not in strictly rising order",
     "table_frame_with_a_huge_window": "InvalidField: a zstd chunk",
     "table_frame_with_a_huge_content_size": "InvalidField: a zstd chunk carries fields",
     "entries_all_alike": "LimitExceeded: bucket 0: entry table: 1048576 regions of one tensor",
     "entries_in_many_buckets": "LimitExceeded: bucket 0: entry table: 1048576 regions of one tensor",
-    "entries_of_many_tensors_in_many_buckets": "LimitExceeded: bucket 32: entry 2162688 of the patch",
+    "entries_of_many_tensors_in_many_buckets": "LimitExceeded: bucket 32: 2162688 entries in the patch",
     "entries_with_boxes": "LimitExceeded: bucket 0: entry table: 1048576 regions of one tensor",
     "entries_with_boxes_of_many_dimensions": "LimitExceeded: bucket 0: entry table: 127100 regions of one tensor",
     "entries_side_by_side": "Truncated: bucket 0: stream 1",
     "entries_in_pairs": "Truncated: bucket 0: stream 1",
     "entries_at_corners": "Truncated: bucket 0: stream 1",
-    "entries_entangled": "LimitExceeded: 64827 regions of a tensor are too entangled",
-    "entries_entangled_in_many_tensors": "LimitExceeded: 64800 regions of a tensor are too entangled",
+    "entries_entangled": "LimitExceeded: 64827 regions of a tensor are interleaved so closely",
+    "entries_entangled_in_many_tensors": "LimitExceeded: 64800 regions of a tensor are interleaved so closely",
     "boxes_of_many_dimensions_in_many_buckets": "valid: 4 buckets, 4 tensors",
     "boxes_and_changes_in_one_bucket": "valid: 1 buckets, 16 tensors",
     "buckets_of_one_change": "valid: 2048 buckets, 1 tensors",
@@ -63,7 +63,7 @@ ENDS = {
     "covers_all_alike": "LimitExceeded: patch footer: 1048576 regions of one tensor",
     "covers_of_many_dimensions": "valid: 0 buckets, 2 tensors",
     "covers_side_by_side": "LimitExceeded: patch footer: 1048576 regions of one tensor",
-    "footer_of_a_million_buckets": "InvalidField: bucket 0 is not the one that the footer names",
+    "footer_of_a_million_buckets": "InvalidField: bucket 0 is not the bucket that the footer lists",
 }
 
 

@@ -112,7 +112,7 @@ def test_buckets_that_only_differ_in_place():
     assert len(one) == len(two)
     parts.buckets, parts.sealed = [], [two]
     parts.footer.checksums = [one[-16:]]
-    with pytest.raises(InvalidField, match="bucket 0 is not the one that the footer names"):
+    with pytest.raises(InvalidField, match="bucket 0 is not the bucket that the footer lists"):
         it.run(parts.encode())
 
 
@@ -158,7 +158,7 @@ def test_a_bucket_left_out(name):
     for index in range(4):
         parts = forged_patch.Patch.parse(it.data)
         del parts.buckets[index]
-        with pytest.raises(InvalidField, match="the footer promises"):
+        with pytest.raises(InvalidField, match="the footer says"):
             it.run(parts.encode())
 
 

@@ -41,12 +41,12 @@ def footer_partial_without_regions(p):
     p.footer.flags = 0
 
 
-@cases.each({"one more": 1, "one less": -1}, InvalidField, "the footer promises")
+@cases.each({"one more": 1, "one less": -1}, InvalidField, "the footer says")
 def footer_changed(p, by):
     p.footer.changed += by
 
 
-@cases.forged(InvalidField, "the footer promises 0", "gap")
+@cases.forged(InvalidField, "the footer says 0", "gap")
 def footer_changed_zero(p):
     p.footer.changed = 0
 

@@ -8,14 +8,14 @@ MUTANTS = (
     Mutant(
         "positions of a split entry count from the old start",
         "plan/routing.py",
-        "piece.positions = piece.positions - np.uint32(at)",
+        "piece.positions = piece.positions - np.uint32(begin)",
         "",
         Tests("plan/test_plan.py", "cut_by"),
     ),
     Mutant(
         "entries are put in order without their changes",
         "plan/buckets.py",
-        "return [np.concatenate(positions)[take]], [np.concatenate(words)[take]]",
+        "return [np.concatenate(positions)[indices]], [np.concatenate(words)[indices]]",
         "return positions, words",
         Tests("plan/test_plan.py", "share_buckets"),
     ),

@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "overlap is sought along one dimension",
         "weights/region.py",
-        "hit &= (start[d][a] < stop[d][b]) & (start[d][b] < stop[d][a])",
-        "hit |= (start[d][a] < stop[d][b]) & (start[d][b] < stop[d][a])",
+        "overlaps &= (start[d][a] < stop[d][b]) & (start[d][b] < stop[d][a])",
+        "overlaps |= (start[d][a] < stop[d][b]) & (start[d][b] < stop[d][a])",
         Tests("weights/test_region.py", "overlap"),
     ),
     Mutant(

@@ -155,9 +155,9 @@ def test_the_best_way_depends_on_the_link():
 def test_speeds_are_kept():
     """By number of threads; a file that is none, or of another release, counts as absent."""
     assert Speeds.load(1) is None
-    assert Speeds.known(1) is BUILT_IN
+    assert Speeds.load_or_built_in(1) is BUILT_IN
     path = MACHINE.save()
-    assert Speeds.load(1) == Speeds.known(1) == MACHINE
+    assert Speeds.load(1) == Speeds.load_or_built_in(1) == MACHINE
     assert Speeds.load(2) is None
     whole = path.read_text()
     for text in ("", "[]", "{}", whole.replace('"shape": 1', '"shape": 0'), whole.replace("per_byte", "per_bit")):

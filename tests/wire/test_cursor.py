@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparserl.errors import ChecksumMismatch, FormatError, InvalidField, LimitExceeded, Truncated
-from sparserl.wire.cursor import Cursor, checksum, sealed, varint, varints
+from sparserl.wire.cursor import Cursor, checksum, strip_checksum, varint, varints
 
 MOST = (1 << 64) - 1
 NUMBERS = {
@@ -41,7 +41,7 @@ def test_numbers_are_these_bytes(value, coded):
     assert varints(np.array([value], np.uint64)) == coded
     cursor = Cursor(coded + b"rest", "here")
     assert cursor.varint("n", MOST) == value
-    assert cursor.left == 4
+    assert cursor.bytes_left == 4
 
 
 @pytest.mark.parametrize("value", [v for v in NUMBERS if v < 1 << 63])
@@ -49,7 +49,7 @@ def test_columns_are_their_numbers(value):
     """A column is its numbers one after the other."""
     cursor = Cursor(NUMBERS[value] * 3 + b"rest", "here")
     assert cursor.varints(3, "column", (1 << 63) - 1).tolist() == [value] * 3
-    assert cursor.left == 4
+    assert cursor.bytes_left == 4
 
 
 @pytest.mark.parametrize("coded", NOT_NUMBERS.values(), ids=NOT_NUMBERS)
@@ -107,9 +107,9 @@ def test_reads_past_the_end():
     assert bytes(cursor.take(2, "start")) == b"ab"
     with pytest.raises(Truncated, match="here: rest needs 2 bytes, 1 are left"):
         cursor.take(2, "rest")
-    with pytest.raises(Truncated, match="here: n needs 1 bytes, 0 are left"):
+    with pytest.raises(Truncated, match="here: n needs 1 byte, 0 are left"):
         Cursor(b"\x80", "here").varint("n", MOST)
-    with pytest.raises(Truncated, match="4 numbers of column cannot stand in 3 bytes"):
+    with pytest.raises(Truncated, match="4 numbers of column do not fit in 3 bytes"):
         Cursor(b"abc", "here").varints(4, "column", MOST)
     with pytest.raises(InvalidField, match="ends too early"):
         Cursor(b"\x80\x80", "here").varints(1, "column", MOST)
@@ -138,12 +138,12 @@ def test_the_checksum_is_xxh3_128():
 def test_sealed():
     """A sealed body comes back without its checksum; any change to either is noticed."""
     data = b"body" + checksum(b"body")
-    assert bytes(sealed(data, "here")) == b"body"
-    assert bytes(sealed(checksum(b""), "here")) == b""
+    assert bytes(strip_checksum(data, "here")) == b"body"
+    assert bytes(strip_checksum(checksum(b""), "here")) == b""
     for i in range(len(data)):
         broken = bytearray(data)
         broken[i] ^= 1
         with pytest.raises(ChecksumMismatch, match="here: checksum"):
-            sealed(bytes(broken), "here")
+            strip_checksum(bytes(broken), "here")
     with pytest.raises(Truncated, match="here: 15 bytes"):
-        sealed(bytes(15), "here")
+        strip_checksum(bytes(15), "here")

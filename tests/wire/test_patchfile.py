@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sparserl import Digest, Patch, Region, TensorSpec, TensorTable
 from sparserl.errors import FormatError, InvalidField, RegionOverlap, Truncated
 from sparserl.weights.dtypes import BY_NAME
-from sparserl.wire import InMemory, OnDisk, PatchReader, PatchWriter
+from sparserl.wire import BytesInMemory, BytesOnDisk, PatchReader, PatchWriter
 from sparserl.wire.cursor import checksum
 from tests.hostile.samples import PROFILES, sample
 
@@ -49,7 +49,7 @@ def test_the_smallest_patch_is_these_bytes():
 def test_header_and_footer_round_trip(bodies, changed):
     """Table, digests, count and buckets come back as they were written, whatever is in the buckets."""
     buckets = [body + checksum(body) for body in bodies]
-    reader = PatchReader(InMemory(written(buckets, None, changed)))
+    reader = PatchReader(BytesInMemory(written(buckets, None, changed)))
     assert reader.table == TABLE
     assert (reader.footer.base, reader.footer.result, reader.footer.changed) == (BASE, RESULT, changed)
     assert reader.footer.covers is None
@@ -126,7 +126,7 @@ def test_what_is_no_patch_at_all(tmp_path):
 
 def test_buckets_are_read_by_name():
     """A reader gives out only the buckets that the footer names."""
-    reader = PatchReader(InMemory(written([b"x" + checksum(b"x")])))
+    reader = PatchReader(BytesInMemory(written([b"x" + checksum(b"x")])))
     assert len(reader) == 1
     with pytest.raises(IndexError):
         reader.bucket(1)
@@ -138,7 +138,7 @@ def test_reading_a_file_needs_only_its_ends(tmp_path):
     path = tmp_path / "patch"
     path.write_bytes(written([body + checksum(body)]))
 
-    class Watched(OnDisk):
+    class Watched(BytesOnDisk):
         total = 0
 
         def read(self, at: int, size: int) -> bytes:

@@ -83,9 +83,9 @@ def test_every_other_encoding_is_refused(table, data):
         (b"\x01\x01s\xff\x00", UnsupportedFormat, "unknown dtype 255"),
         (b"\x01\x01s\x22\x21" + b"\x01" * 33, LimitExceeded, "33 dimensions, the limit is 32"),
         (b"\x01\x01\xff\x22\x00", InvalidField, r"the name b'\\xff' is not UTF-8"),
-        (b"\x02\x01\x01ba\x22\x22\x00\x00", InvalidField, "do not rise strictly"),
-        (b"\x02\x01\x01aa\x22\x22\x00\x00", InvalidField, "do not rise strictly"),
-        (b"\x02\x00\x00\x22\x22\x00\x00", InvalidField, "do not rise strictly"),
+        (b"\x02\x01\x01ba\x22\x22\x00\x00", InvalidField, "not in strictly rising order"),
+        (b"\x02\x01\x01aa\x22\x22\x00\x00", InvalidField, "not in strictly rising order"),
+        (b"\x02\x00\x00\x22\x22\x00\x00", InvalidField, "not in strictly rising order"),
     ],
 )
 def test_what_is_refused_and_why(raw, error, match):

@@ -13,9 +13,9 @@ from ..errors import LimitExceeded
 from ..files import replacing
 from ..parallel import ordered, thread_count
 from ..plan import Chooser, Draft, Link, Speeds
-from ..plan.buckets import Written
+from ..plan.buckets import EncodedBucket
 from ..weights.table import TensorTable
-from ..wire import OnDisk, PatchReader, PatchWriter, encoded_table, limits
+from ..wire import BytesOnDisk, PatchReader, PatchWriter, encoded_table, limits
 from .contents import Bucket, BucketList, Contents, Ends
 
 PatchPath = str | os.PathLike[str]
@@ -44,7 +44,7 @@ class Encoding:
             if written is not None:
                 yield written
 
-    def _begin(self, draft: Draft, table_hash: bytes) -> Callable[[], Written]:
+    def _begin(self, draft: Draft, table_hash: bytes) -> Callable[[], EncodedBucket]:
         """What is left to do for a bucket: of one that is coded already, only to find its checksum."""
         if self.chooser is None and draft.is_coded(self.names):
             return plan.begin(draft, self.names, table_hash)
@@ -54,7 +54,7 @@ class Encoding:
 def chooser_for(link: Link | str, threads: int | None) -> Chooser:
     """What picks profiles for a link, by what is known of this machine."""
     parsed = Link.parse(link) if isinstance(link, str) else link
-    return Chooser(parsed, Speeds.known(thread_count(threads)))
+    return Chooser(parsed, Speeds.load_or_built_in(thread_count(threads)))
 
 
 def collect(
@@ -80,7 +80,7 @@ def collect(
     with replacing(Path(to)) as file:
         writer = PatchWriter(file, table)
         writer.finish(*ends(_take(buckets, writer.add)))
-    return Contents.from_image(PatchReader(OnDisk(to), table))
+    return Contents.from_image(PatchReader(BytesOnDisk(to), table))
 
 
 def _take(buckets: Iterable[tuple[Bucket, int]], add: Callable[[Bucket], None]) -> int:

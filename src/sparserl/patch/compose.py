@@ -34,7 +34,7 @@ from ..weights.memory import Weights
 from ..weights.region import whole
 from ..weights.shards import Part, Place, Shards
 from ..weights.table import TensorTable
-from ..wire.check import place_columns, refuse_shared
+from ..wire.check import place_columns, refuse_overlapping_places
 from .apply import apply
 from .assemble import Encoding, PatchPath, collect
 from .contents import Contents, Ends
@@ -370,7 +370,7 @@ def _joined_covers(table: TensorTable, patches: Sequence[Contents]) -> Sequence[
     """The regions covered by all together, refused where two overlap; None where they are the whole table."""
     columns = np.concatenate([np.stack(place_columns(table, patch.covers)) for patch in patches], axis=1)
     tensor, first, last = columns
-    refuse_shared(table, tensor, first, last, sum(patch.nbytes for patch in patches))
+    refuse_overlapping_places(table, tensor, first, last, sum(patch.nbytes for patch in patches))
     tensor, first, last = np.unique(columns, axis=1)  # in order; a tensor without elements may be covered twice
     covered = int(elements(table, tensor, first, last).sum())
     if covered == table.elements and np.unique(tensor).size == len(table):

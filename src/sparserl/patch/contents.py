@@ -29,6 +29,7 @@ from ..wire import (
     Head,
     PatchReader,
     PatchWriter,
+    bucket_body,
     decode_bucket,
     encode_footer,
     encode_header,
@@ -36,7 +37,6 @@ from ..wire import (
     gather_heads,
     limits,
     read_bucket,
-    unsealed,
 )
 from ..wire.cursor import CHECKSUM_BYTES
 from .decode import Decoded, decode
@@ -351,7 +351,7 @@ class Contents:
         data = self.bucket(index)
         if len(data) > limits.BUCKET_BYTES:
             raise LimitExceeded(f"bucket {index}: {len(data)} bytes, the limit is {limits.BUCKET_BYTES}")
-        return unsealed(data, f"bucket {index}")
+        return bucket_body(data, f"bucket {index}")
 
     def _parsed(self, index: int, body: memoryview | None = None) -> tuple[Head, Reader]:
         """A bucket, opened; its reader is for copies."""

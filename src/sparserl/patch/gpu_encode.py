@@ -23,7 +23,7 @@ from ..kernels import gpu
 from ..parallel import Waiting
 from ..plan import Changes, Draft
 from ..plan.buckets import CHUNK_LOG, tile_log
-from ..plan.classes import decide, key_shift, sampling
+from ..plan.classes import classes_from_histogram, key_shift, sampling_interval
 from ..weights.digest import Digest
 from ..weights.dtypes import DType
 from ..weights.gpu_copies import fetch_with_margins
@@ -119,7 +119,9 @@ class _Lot:
     def choose_classes(self, dtype: DType, shift: int, histogram: npt.NDArray[Any], sample: Changes) -> None:
         """Classes, and what `ctx` costs with them; none where telling elements apart does not pay."""
         tiles = sum(int((((draft.entries.numel - 1) >> draft.tile_log) + 1).sum()) for draft in self.drafts)
-        classes, bits = decide(dtype, shift, histogram, int(sample.numel.sum()), [sample], self.count, tiles)
+        classes, bits = classes_from_histogram(
+            dtype, shift, histogram, int(sample.numel.sum()), [sample], self.count, tiles
+        )
         for draft in self.drafts:
             draft.classes = classes
             draft.costs["ctx"] = bits * draft.count / self.count
@@ -210,7 +212,7 @@ def _magnitudes(compared: ComparedRuns, lots: list[slice], shifts: list[int]) ->
     """Begin to count the magnitudes of old bits, of some of each lot."""
     dtype = compared.runs.dtype
     owner = np.repeat(np.arange(len(lots)), [lot.stop - lot.start for lot in lots])
-    every = np.array([sampling(compared.runs.numel[lot]) for lot in lots])
+    every = np.array([sampling_interval(compared.runs.numel[lot]) for lot in lots])
     kind = 0 if dtype.sign_magnitude else 1 if dtype.signed else 2
     return compared.blocks.fetch(
         gpu.cells.key_histogram(compared.blocks, compared.old, kind, owner, every, np.array(shifts))

@@ -15,7 +15,7 @@ from ..weights.memory import Weights
 from ..weights.region import Region, whole
 from ..weights.shards import Place, Shards
 from ..weights.table import TensorTable
-from ..wire import InMemory, OnDisk, PatchReader
+from ..wire import BytesInMemory, BytesOnDisk, PatchReader
 from . import compose
 from .apply import Applied, apply
 from .assemble import PatchPath
@@ -85,7 +85,7 @@ class Patch:
             FormatError: If it is not a patch, is damaged, or was written by a later release.
             OSError: If it cannot be read.
         """
-        return cls(Contents.from_image(PatchReader(OnDisk(path))))
+        return cls(Contents.from_image(PatchReader(BytesOnDisk(path))))
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Patch:
@@ -97,7 +97,7 @@ class Patch:
         Raises:
             FormatError: If they are not a patch, are damaged, or were written by a later release.
         """
-        return cls(Contents.from_image(PatchReader(InMemory(data))))
+        return cls(Contents.from_image(PatchReader(BytesInMemory(data))))
 
     def to_bytes(self) -> bytes:
         """The whole patch, as it would be in a file."""

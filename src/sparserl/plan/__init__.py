@@ -1,8 +1,8 @@
-"""From changes to buckets: what goes dense, which profile suits, where a bucket ends, how long a sync takes."""
+"""From changes to buckets: which entries are dense, which profile and size a bucket has, how long a sync takes."""
 
 from __future__ import annotations
 
-from .buckets import Draft, Written, begin, cut, write
+from .buckets import Draft, EncodedBucket, begin, cut, write
 from .changes import Changes, Dense, advance, steps_between
 from .cost import Chooser, Estimate, Link, Speed, Speeds, Work, best, predict
 from .estimates import candidates, estimate
@@ -13,12 +13,12 @@ __all__ = [
     "Chooser",
     "Dense",
     "Draft",
+    "EncodedBucket",
     "Estimate",
     "Link",
     "Speed",
     "Speeds",
     "Work",
-    "Written",
     "advance",
     "begin",
     "best",

@@ -1,4 +1,4 @@
-"""Cutting buckets: where one ends, which profile it takes, and what its bytes are."""
+"""Cutting changes into buckets, choosing the profile of each, and encoding it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..weights.region import Region
 from ..weights.shards import Place
 from ..wire import LINK, EncodedStreams, Entries, Head, begin_bucket
 from .changes import Changes, Dense
-from .classes import choose
+from .classes import choose_classes
 from .cost import Chooser
 from .routing import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
 
@@ -29,7 +29,7 @@ BUCKET_COVER_BYTES = 256 << 20
 ENOUGH_COVER_BYTES = 128 << 20  # with so many bytes of weights and ...
 ENOUGH_CHANGES = 1 << 17  # ... more changes than this, a larger bucket would save less than 1%
 GPU_COVER_BYTES = 1 << 30  # four times what a CPU makes, since each bucket takes the host a while
-_GPU_BUCKETS = 8  # at least: a receiver without a GPU decodes them on threads
+_GPU_BUCKETS = 8  # at least so many: a receiver without a GPU decodes them on threads
 CHUNK_LOG = 16
 _TILE_CHANGES = 2048  # a tile holds about this many changes, enough to keep the directory small
 
@@ -57,12 +57,12 @@ class Capacity(NamedTuple):
 
     def holds(self, covered: int, changes: int, payload: float) -> bool:
         """Whether a bucket may cover so many bytes of weights, with so many changes and bytes of payload."""
-        most = self.enough_cover_bytes if changes > ENOUGH_CHANGES else self.cover_bytes
-        return covered <= most and changes <= BUCKET_CHANGES and payload <= BUCKET_PAYLOAD_BYTES
+        limit = self.enough_cover_bytes if changes > ENOUGH_CHANGES else self.cover_bytes
+        return covered <= limit and changes <= BUCKET_CHANGES and payload <= BUCKET_PAYLOAD_BYTES
 
 
 def cut_runs(covered: Counts, changes: Counts, payload: npt.NDArray[np.float64], capacity: Capacity) -> Iterator[slice]:
-    """Runs that make a bucket each, in order; one that is too large for any makes one alone.
+    """Slices of runs that make one bucket each, in order. A run that is too large makes a bucket alone.
 
     Args:
         covered: Bytes of weights of each run.
@@ -73,12 +73,12 @@ def cut_runs(covered: Counts, changes: Counts, payload: npt.NDArray[np.float64],
     begin = 0
     total = (0, 0, 0.0)
     for i, run in enumerate(zip(covered.tolist(), changes.tolist(), payload.tolist(), strict=True)):
-        joined = (total[0] + run[0], total[1] + run[1], total[2] + run[2])
-        if i > begin and not capacity.holds(*joined):
+        new_total = (total[0] + run[0], total[1] + run[1], total[2] + run[2])
+        if i > begin and not capacity.holds(*new_total):
             yield slice(begin, i)
             begin = i
-            joined = run
-        total = joined
+            new_total = run
+        total = new_total
     yield slice(begin, changes.size)
 
 
@@ -93,10 +93,10 @@ class Draft:
         self.costs: dict[str, float] = {}  # estimated bits, of the profiles that every part can be written in
 
     def add(self, part: Changes) -> None:
-        """Put a part into it."""
+        """Add a part."""
         if part.count.size:
-            shared = part.cost.keys() & self.costs.keys() if self.count else part.cost.keys()
-            self.costs = {n: self.costs.get(n, 0.0) + part.cost[n] for n in shared}
+            common = part.cost.keys() & self.costs.keys() if self.count else part.cost.keys()
+            self.costs = {n: self.costs.get(n, 0.0) + part.cost[n] for n in common}
         self.parts.append(part)
         self.covered += part.covered * part.dtype.width
         self.count += part.total
@@ -104,7 +104,7 @@ class Draft:
 
     @property
     def changed(self) -> int:
-        """How many elements change, those of dense entries among them."""
+        """How many elements change, in sparse and dense entries."""
         return self.count + sum(d.count for part in self.parts for d in part.dense)
 
     @property
@@ -113,19 +113,19 @@ class Draft:
         return self.parts[0].dtype.width
 
     def is_coded(self, names: Sequence[str]) -> bool:  # noqa: ARG002  # for drafts that are coded elsewhere
-        """Whether it is coded already, in that of these profiles with the fewest bits."""
+        """Whether it is encoded already, in the profile of these that takes the fewest bits."""
         return False
 
     def coded(self, name: str) -> tuple[Head, codec.Coded, EncodedStreams | None]:
-        """The head without estimates and the coded streams in a profile, which may turn out to be `ulp` for `ctx`."""
-        return *_coded(self, name), None
+        """The head, without estimates, and the encoded streams in a profile; `ulp` if `ctx` saves nothing."""
+        return *_encode(self, name), None
 
     def payload(self) -> float:
         """Estimated bytes in the smallest profile."""
         return self.dense_bytes + min(self.costs.values(), default=0.0) / 8
 
     def takes(self, part: Changes) -> bool:
-        """Whether a part may join: some profile can hold all, and the bucket stays inside its bounds."""
+        """Whether a part may be added: some profile can write all parts, and the bucket stays within its capacity."""
         if not self.parts:
             return True
         if part.count.size and self.costs and not self.costs.keys() & part.cost.keys():
@@ -137,7 +137,7 @@ class Draft:
 
 
 def cut(parts: Iterable[Changes | Draft]) -> Iterator[Draft]:
-    """Fill buckets, one at a time for each dtype, in the order the parts come; full ones may be among these."""
+    """Fill buckets, one at a time for each dtype, in the order of the parts. Drafts among them stay as they are."""
     drafts: dict[int, Draft] = {}
     for part in parts:
         if isinstance(part, Draft):
@@ -151,19 +151,21 @@ def cut(parts: Iterable[Changes | Draft]) -> Iterator[Draft]:
     yield from drafts.values()
 
 
-Written = tuple[bytes | memoryview, int] | None
+EncodedBucket = tuple[bytes | memoryview, int] | None
 
 
-def write(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | None = None) -> Written:
-    """The bytes of a bucket and its number of changes, or None where nothing changed.
+def write(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | None = None) -> EncodedBucket:
+    """The bytes of a bucket and its number of changes, or None if nothing changed.
 
     It takes the profile with the fewest estimated bits, or the one that the chooser picks for a link.
     """
     return begin(draft, names, hash, chooser)()
 
 
-def begin(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | None = None) -> Callable[[], Written]:
-    """`write` but for the checksum, which is found and added by what it returns: on any thread."""
+def begin(
+    draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | None = None
+) -> Callable[[], EncodedBucket]:
+    """`write` without the checksum. The function it returns adds it and gives the result, on any thread."""
     if not draft.changed:
         return lambda: None
     head, streams, more_streams = draft.coded(_pick(draft, names, chooser))
@@ -176,29 +178,29 @@ def begin(draft: Draft, names: Sequence[str], hash: bytes, chooser: Chooser | No
     return lambda: (bucket(), draft.changed)
 
 
-def _coded(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
+def _encode(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
     """Head and streams of a draft in a profile."""
     parts = draft.parts
     costs = draft.costs
     dense = [d for p in parts for d in p.dense]
     entries, order = _entries(parts, dense)
     head = Head(codec.profile_by_name(name), parts[0].dtype, tile_log(entries), CHUNK_LOG, (), entries)
-    live = [p for p in parts if p.count.size]
+    sparse_parts = [p for p in parts if p.count.size]
     streams: codec.Chunks = {}
     old = None
     owners = None
     classes = None
-    if head.profile.conditional and live and all(p.base is not None for p in live):
-        old, owners = _old_addresses(live, order)
-        classes, costs["ctx"] = choose(head.dtype, old, head.layout.numel, live, tiles(head.layout))
+    if head.profile.conditional and sparse_parts and all(p.base is not None for p in sparse_parts):
+        old, owners = _old_addresses(sparse_parts, order)
+        classes, costs["ctx"] = choose_classes(head.dtype, old, head.layout.numel, sparse_parts, tiles(head.layout))
     if head.profile.conditional and classes is None:
         head = replace(head, profile=codec.profile_by_name("ulp"))
         costs.pop("ctx", None)
     profile = head.profile
     layout = replace(head.layout, old_addresses=old, classes=classes)
-    if live:
-        streams = profile.encode(layout, *_in_order(live, profile, order))
-    del owners  # copies of old bits may go only now
+    if sparse_parts:
+        streams = profile.encode(layout, *_sort_changes(sparse_parts, profile, order))
+    del owners  # the copies of old bits were needed until here
     if dense:
         bits = np.concatenate([dense[i].bits for i in _dense_order(dense)])
         writer = value.write_planes if profile.planar else value.write_words
@@ -218,7 +220,7 @@ def _pick(draft: Draft, names: Sequence[str], chooser: Chooser | None) -> str:
 
 
 def _old_addresses(parts: list[Changes], order: npt.NDArray[np.int64]) -> tuple[Counts, list[object]]:
-    """Addresses of the old bits of the sparse entries in their order, and what must be kept alive meanwhile."""
+    """Addresses of the old bits of the sparse entries in their order, and the objects that own that memory."""
     addresses = []
     owners: list[object] = []
     for part in parts:
@@ -242,7 +244,7 @@ def _entries(parts: list[Changes], dense: list[Dense]) -> tuple[Entries, npt.NDA
     counts = np.concatenate([*(p.count for p in parts), np.array([d.count for d in dense], np.int64)])
     numel = np.concatenate([*(p.numel for p in parts), np.array([d.bits.size for d in dense], np.int64)])
     tensors = np.concatenate([*(p.tensor for p in parts), np.array([d.place[0] for d in dense], np.int64)])
-    regions = _joined([*(p.region for p in parts), [d.place[1] for d in dense]], tensors)
+    regions = _join_regions([*(p.region for p in parts), [d.place[1] for d in dense]], tensors)
     order = np.arange(tensors.size)
     if (np.diff(tensors) <= 0).any():
         order = _order(tensors, regions)
@@ -251,8 +253,8 @@ def _entries(parts: list[Changes], dense: list[Dense]) -> tuple[Entries, npt.NDA
     return Entries(tensors[order], counts[order], order >= sparse, regions, numel[order]), order[order < sparse]
 
 
-def _joined(parts: Sequence[Sequence[Region | None]], tensors: Counts) -> Sequence[Region | None]:
-    """The regions of all parts: as numbers, where those of some part are."""
+def _join_regions(parts: Sequence[Sequence[Region | None]], tensors: Counts) -> Sequence[Region | None]:
+    """The regions of all parts, as `Boxes` if those of any part are."""
     table = next((part.table for part in parts if isinstance(part, Boxes)), None)
     return [r for part in parts for r in part] if table is None else boxes(table, tensors, parts)
 
@@ -265,7 +267,7 @@ def _order(tensors: Counts, regions: Sequence[Region | None]) -> npt.NDArray[np.
     return np.array(sorted(range(len(places)), key=lambda i: _sort_key(places[i])), np.int64)
 
 
-def _in_order(
+def _sort_changes(
     parts: list[Changes], profile: codec.Profile, order: npt.NDArray[np.int64]
 ) -> tuple[list[Positions], list[UIntArray]]:
     """Positions and words in the order of the entry table: part by part, or all together where parts are mixed."""
@@ -275,8 +277,8 @@ def _in_order(
         return positions, words
     counts = np.concatenate([p.count for p in parts])
     cuts = np.cumsum(counts) - counts
-    take = np.concatenate([np.arange(cuts[i], cuts[i] + counts[i]) for i in order.tolist()])
-    return [np.concatenate(positions)[take]], [np.concatenate(words)[take]]
+    indices = np.concatenate([np.arange(cuts[i], cuts[i] + counts[i]) for i in order.tolist()])
+    return [np.concatenate(positions)[indices]], [np.concatenate(words)[indices]]
 
 
 def tile_log(entries: Entries) -> int:

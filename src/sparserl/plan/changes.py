@@ -1,4 +1,4 @@
-"""Changes of one dtype, column by column: what lies between finding changes and writing buckets."""
+"""Changes of one dtype, column by column, as they are found and before they are written to buckets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Dense:
 class Changes:
     """The changes of some regions of one dtype, column by column.
 
-    `after` has new bits, `steps` zigzag steps; at least one of them is given. `covered` counts the elements that were
+    `after` has new bits, `steps` zigzag steps; one of them may be None. `covered` counts the elements that were
     compared, changed or not. `bits` reads the dense bits of an entry, where that is possible. If the base weights are
     in memory, `base` has them all and `before` has the old bits of the changed elements.
     """
@@ -56,7 +56,7 @@ class Changes:
         """Changes that are not in dense entries."""
         return int(self.positions.size)
 
-    def some(self, which: slice | npt.NDArray[np.bool_]) -> dict[str, Any]:
+    def select_changes(self, which: slice | npt.NDArray[np.bool_]) -> dict[str, Any]:
         """Positions and words of some changes, by the names of their columns."""
         columns = {name: getattr(self, name) for name in ("positions", "after", "steps", "before")}
         return {name: None if column is None else column[which] for name, column in columns.items()}
@@ -64,7 +64,7 @@ class Changes:
     def words(self, profile: Profile) -> UIntArray:
         words = self.after if profile.absolute else self.steps
         if words is None:
-            raise ValueError(f"these changes cannot be written as {profile.name}")
+            raise ValueError(f"these changes cannot be written in profile {profile.name}")
         return words
 
 

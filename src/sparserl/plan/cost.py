@@ -3,8 +3,8 @@
     total = find + encode  +  send  +  decode + apply
             S, changes        X        S, changes
 
-S is the dense bytes, X the bytes sent. Working takes so many seconds for each dense byte and for each change; sending
-takes the latency and X over the bandwidth. The stages add up: nothing is assumed to overlap.
+S is the dense bytes, X the bytes sent. Encoding and decoding take some seconds for each dense byte and for each change;
+sending takes the latency and X over the bandwidth. The stages add up: none is assumed to overlap another.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..humanize import parse_duration
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _NUMBER = r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*"
 _BANDWIDTH = re.compile(_NUMBER + r"(?:([kKmMgGtT]i?)?(b|bits?|B|[bB]ytes?)(?:/s|ps)?)?\s*")
-_SHAPE = 1  # of the file that holds speeds
+_FILE_VERSION = 1  # of the file that holds speeds
 
 
 @dataclass(frozen=True)
 class Link:
-    """What lies between sender and receiver: bits per second, and the seconds until the first bit arrives."""
+    """The link between sender and receiver: bits per second, and the seconds until the first bit arrives."""
 
     bits_per_second: float
     latency_s: float = 0.0
@@ -42,16 +42,16 @@ class Link:
         >>> Link.parse("3GB/s", "20ms")
         Link(bits_per_second=24000000000.0, latency_s=0.02)
         """
-        found = _BANDWIDTH.fullmatch(text)
-        if found is None:
+        match = _BANDWIDTH.fullmatch(text)
+        if match is None:
             raise SparserlError(
                 f"{text!r} is not a bandwidth; write bits per second as 25Gbit, 100Mbit or 1e9, and bytes as 3GB/s"
             )
-        number, prefix, unit = found.groups()
+        number, prefix, unit = match.groups()
         byte = unit is not None and (unit == "B" or unit.lower().startswith("byte"))
         speed = float(number) * _PREFIX[(prefix or "").lower()] * (8 if byte else 1)
         if not 0 < speed < math.inf:
-            raise SparserlError(f"{text!r} is not a bandwidth: nothing would ever arrive, or everything at once")
+            raise SparserlError(f"{text!r} is not a bandwidth: it must be more than 0 and finite")
         return cls(speed, _seconds(latency) if isinstance(latency, str) else latency)
 
     def seconds(self, nbytes: float) -> float:
@@ -71,7 +71,7 @@ def _seconds(text: str) -> float:
 
 
 def bandwidth(bits_per_second: float) -> str:
-    """Bits per second for people."""
+    """Bits per second as text, with a unit."""
     for unit in ("bit/s", "kbit/s", "Mbit/s"):
         if bits_per_second < 1000:
             return f"{bits_per_second:.3g} {unit}"
@@ -88,11 +88,11 @@ class Work:
 
     @classmethod
     def fit(cls, nbytes: int, few: tuple[int, float], many: tuple[int, float]) -> Work:
-        """From (changes, seconds) of two measurements over as many bytes; noise must not make either part negative."""
-        (k, t) = few
-        (more, longer) = many
-        per_change = max(0.0, (longer - t) / (more - k))
-        return cls(max(0.0, t - per_change * k) / nbytes, per_change)
+        """From (changes, seconds) of two measurements over `nbytes`; noise does not make either field negative."""
+        few_changes, few_seconds = few
+        many_changes, many_seconds = many
+        per_change = max(0.0, (many_seconds - few_seconds) / (many_changes - few_changes))
+        return cls(max(0.0, few_seconds - per_change * few_changes) / nbytes, per_change)
 
     def seconds(self, nbytes: float, changes: float) -> float:
         return self.per_byte * nbytes + self.per_change * changes
@@ -113,27 +113,27 @@ class Speed:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one machine does with a number of threads: `patch.measure` finds out, `save` and `load` remember."""
+    """How fast one machine is with a number of threads. `patch.measure` measures it, `save` and `load` store it."""
 
     threads: int
-    copy: float  # seconds per byte of copying dense weights to where they live
+    copy: float  # seconds per byte of copying dense weights to their memory
     profiles: Mapping[str, Speed]
-    origin: str  # where the figures come from, for people
+    origin: str  # a text for people: how the figures were made
 
     def save(self) -> Path:
-        """Keep them for this user and number of threads."""
-        path = _home(self.threads)
+        """Store them for this user and number of threads."""
+        path = _speeds_path(self.threads)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
-            file.write(json.dumps({"shape": _SHAPE, **asdict(self)}, indent=1).encode())
+            file.write(json.dumps({"shape": _FILE_VERSION, **asdict(self)}, indent=1).encode())
         return path
 
     @classmethod
     def load(cls, threads: int) -> Speeds | None:
-        """The stored speeds for this number of threads; None if there are none, or of another release."""
+        """The stored speeds for this number of threads; None if there are none, or another release stored them."""
         try:
-            values: dict[str, Any] = json.loads(_home(threads).read_text())
-            if values.pop("shape") != _SHAPE:
+            values: dict[str, Any] = json.loads(_speeds_path(threads).read_text())
+            if values.pop("shape") != _FILE_VERSION:
                 return None
             profiles = {name: _speed(**speed) for name, speed in values.pop("profiles").items()}
             return cls(profiles=profiles, **values)
@@ -141,8 +141,8 @@ class Speeds:
             return None
 
     @classmethod
-    def known(cls, threads: int) -> Speeds:
-        """The stored speeds, else the built-in ones: nothing is measured in a training run unless asked for."""
+    def load_or_built_in(cls, threads: int) -> Speeds:
+        """The stored speeds, or the built-in ones. A training run measures nothing by itself."""
         return cls.load(threads) or BUILT_IN
 
 
@@ -150,13 +150,13 @@ def _speed(encode: dict[str, float], decode: dict[str, float], **bits: float) ->
     return Speed(Work(**encode), Work(**decode), **bits)
 
 
-def _home(threads: int) -> Path:
+def _speeds_path(threads: int) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "sparserl" / f"speeds-{threads}.json"
 
 
-# The times of one thread of a server core, doubled, for machines that were never measured. Assuming slow work makes
-# `auto` prefer the profiles that work least, unless the link is slow, too.
+# The times of one thread of a server core, doubled, for machines that were never measured. With slow speeds,
+# `auto` prefers the profiles that take the least work, unless the link is slow, too.
 BUILT_IN = Speeds(
     threads=1,
     copy=0.25e-9,
@@ -212,22 +212,30 @@ def predict(
         speeds: How fast this machine encodes and decodes.
         bits: Bits per change by profile, where they are known better than by the speeds.
     """
-    whole = elements * width
+    dense_bytes = elements * width
     changes = elements * density
-    out = [Estimate("dense", 8 * whole / changes, whole, 0.0, link.seconds(whole), speeds.copy * whole)]
+    out = [
+        Estimate(
+            "dense", 8 * dense_bytes / changes, dense_bytes, 0.0, link.seconds(dense_bytes), speeds.copy * dense_bytes
+        )
+    ]
     for name, speed in speeds.profiles.items():
         per_change = (bits or {}).get(name) or (8.0 * (4 + width) if name == "raw" else speed.bits(density))
-        sent = min(per_change * changes / 8, whole)
-        encode = speed.encode.seconds(whole, changes)
-        decode = speed.decode.seconds(whole, changes)
-        more_work = encode + decode - out[0].decode_s
-        break_even = 8 * (whole - sent) / more_work if more_work > 0 else math.inf
-        out.append(Estimate(name, 8 * sent / changes, sent, encode, link.seconds(sent), decode, break_even))
+        sparse_bytes = min(per_change * changes / 8, dense_bytes)
+        encode = speed.encode.seconds(dense_bytes, changes)
+        decode = speed.decode.seconds(dense_bytes, changes)
+        extra_seconds = encode + decode - out[0].decode_s
+        break_even = 8 * (dense_bytes - sparse_bytes) / extra_seconds if extra_seconds > 0 else math.inf
+        out.append(
+            Estimate(
+                name, 8 * sparse_bytes / changes, sparse_bytes, encode, link.seconds(sparse_bytes), decode, break_even
+            )
+        )
     return out
 
 
 def best(estimates: list[Estimate]) -> Estimate:
-    """The fastest estimate; the first of equals."""
+    """The fastest estimate; the first if several are equally fast."""
     return min(estimates, key=lambda e: e.total_s)
 
 

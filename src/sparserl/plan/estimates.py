@@ -1,6 +1,6 @@
 """Estimated bits: the entropy of the index (which elements changed) and of the words, taken from a sample.
 
-Nothing here is fitted to any data set.
+No constant is fitted to a data set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..weights.dtypes import UIntArray
 from .changes import Changes
 
 _SAMPLE = 1 << 12
-_AUTO = ("ctx", "ulp", "gap", "raw")
+_AUTO_PROFILES = ("ctx", "ulp", "gap", "raw")
 
 
 def index_bits(numel: Counts, count: Counts) -> npt.NDArray[np.float64]:
@@ -29,7 +29,7 @@ def index_bits(numel: Counts, count: Counts) -> npt.NDArray[np.float64]:
 
 
 def number_bits(values: UIntArray) -> float:
-    """Bits per number in token form, judged by a sample."""
+    """Bits per number as tokens, estimated from a sample."""
     return float(cpu.entropy.number_bits(values, max(1, values.size // _SAMPLE)))
 
 
@@ -45,13 +45,13 @@ def plane_bits(words: UIntArray) -> float:
 def _entropy(symbols: npt.NDArray[np.uint8]) -> float:
     """Bits per byte, with the Miller-Madow correction for small samples; never more than eight."""
     counts = np.bincount(symbols, minlength=256)
-    seen = counts[counts > 0] / symbols.size
-    correction = (seen.size - 1) / (2 * math.log(2) * symbols.size)
-    return min(8.0, float(-(seen * np.log2(seen)).sum()) + correction)
+    shares = counts[counts > 0] / symbols.size
+    correction = (shares.size - 1) / (2 * math.log(2) * symbols.size)
+    return min(8.0, float(-(shares * np.log2(shares)).sum()) + correction)
 
 
 def word_bits(changes: Changes, name: str, part: slice = slice(None)) -> float | None:
-    """Bits per change for the word in a profile, or None where the profile cannot be written."""
+    """Bits per change for the word in a profile, or None if these changes cannot be written in it."""
     words = changes.after if codec.PROFILES[name].absolute else changes.steps
     if words is None:
         return None
@@ -61,9 +61,9 @@ def word_bits(changes: Changes, name: str, part: slice = slice(None)) -> float |
 
 
 def estimate(changes: Changes, names: Sequence[str], total: int | None = None) -> dict[str, float]:
-    """Bits of the sparse part in each profile that can hold it; `total` changes, if words are a sample of them.
+    """Bits of the sparse part in each profile that can write it; of `total` changes, if the words are a sample.
 
-    For `ctx` this is a bound, that of `ulp`: its real size is known only when its bucket is full.
+    For `ctx` this is the estimate of `ulp`, an upper bound: its own is computed when the bucket is full.
     """
     total = changes.total if total is None else total
     gaps = float(index_bits(changes.numel, changes.count).sum())
@@ -80,5 +80,5 @@ def estimate(changes: Changes, names: Sequence[str], total: int | None = None) -
 
 
 def candidates(name: str) -> tuple[str, ...]:
-    """The profiles that a request allows."""
-    return _AUTO if name == "auto" else (codec.profile_by_name(name).name,)
+    """The profiles to choose from: all for "auto", else the one of that name."""
+    return _AUTO_PROFILES if name == "auto" else (codec.profile_by_name(name).name,)

@@ -1,4 +1,4 @@
-"""Routing: which entries are sent dense, and which must be cut to fit a bucket."""
+"""Which entries are sent dense, and which are cut to fit a bucket."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from .estimates import estimate, index_bits, plane_bits, word_bits
 
 BUCKET_PAYLOAD_BYTES = 4 << 20
 BUCKET_CHANGES = 1 << 22
-_NONE = slice(0)
-_DENSE_GATE = 0.25  # dense bits are seldom compressed below this share, so sparser regions need no estimate
+_NO_CHANGES = slice(0)
+_DENSE_SHARE = 0.25  # dense bits rarely compress to less than this share, so sparser entries need no estimate
 
 
 def route(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterator[Changes]:
-    """Send dense what is smaller dense, cut what would overflow a bucket, and estimate the rest."""
+    """Make entries dense that are smaller dense, cut those that are too large for a bucket, and estimate the others."""
     if changes.dense:
         yield replace(_columns(changes, [], sum(d.bits.size for d in changes.dense)), dense=changes.dense)
-    keep = np.ones(changes.count.size, bool)
+    is_sparse = np.ones(changes.count.size, bool)
     if changes.bits is not None:
-        heavy = may_be_dense(changes.dtype, changes.numel, changes.count)
+        candidates = may_be_dense(changes.dtype, changes.numel, changes.count)
         cuts = np.cumsum(changes.count) - changes.count
-        for e in np.flatnonzero(heavy).tolist():
+        for e in np.flatnonzero(candidates).tolist():
             part = slice(int(cuts[e]), int(cuts[e] + changes.count[e]))
             sparse, dense = _compare(changes, changes.bits(e), e, part, names)
             if dense <= sparse:
-                keep[e] = False
+                is_sparse[e] = False
                 yield from _as_dense(changes, e, part, table)
-    yield from _fit(_select(changes, keep), names, table)
+    yield from _fit(_select(changes, is_sparse), names, table)
 
 
 def may_be_dense(dtype: DType, numel: Counts, count: Counts) -> npt.NDArray[np.bool_]:
     """Which entries have so many changes that their dense bits may be smaller."""
     width = 8 * dtype.width
-    return count * (width + 2) > _DENSE_GATE * width * numel
+    return count * (width + 2) > _DENSE_SHARE * width * numel
 
 
-def _compare(changes: Changes, whole_bits: UIntArray, e: int, part: slice, names: Sequence[str]) -> tuple[float, float]:
+def _compare(changes: Changes, all_bits: UIntArray, e: int, part: slice, names: Sequence[str]) -> tuple[float, float]:
     """Estimated bits of one entry, sparse (in its best profile) and dense."""
     count = int(changes.count[e])
     numel = int(changes.numel[e])
@@ -58,12 +58,12 @@ def _compare(changes: Changes, whole_bits: UIntArray, e: int, part: slice, names
             sparse = min(sparse, (32.0 * count if name == "raw" else gaps) + bits * count)
     dense = 8.0 * changes.dtype.width * numel
     if tuple(names) != ("raw",):
-        dense = min(dense, plane_bits(whole_bits) * numel)
+        dense = min(dense, plane_bits(all_bits) * numel)
     return sparse, dense
 
 
 def _fit(changes: Changes, names: Sequence[str], table: TensorTable) -> Iterator[Changes]:
-    """Sparse changes in parts that fit a bucket each, with their estimates: fewer entries, or parts of one."""
+    """Sparse changes in parts that fit a bucket each, with their estimates. An entry may be cut into several."""
     changes.cost = estimate(changes, names)
     entries = changes.count.size
     count = changes.total
@@ -83,15 +83,15 @@ def _as_dense(changes: Changes, e: int, part: slice, table: TensorTable) -> Iter
     """One dense entry, or several where it is larger than a bucket should be."""
     assert changes.bits is not None
     bits = changes.bits(e).copy()
-    at = 0
+    begin = 0
     for region in _regions(changes, e, BUCKET_PAYLOAD_BYTES // changes.dtype.width, table):
         numel = bits.size if region is None else region.numel
-        inside = changes.positions[part]
-        count = int(np.diff(np.searchsorted(inside, np.array([at, at + numel], np.uint32)))[0])
+        positions = changes.positions[part]
+        count = int(np.diff(np.searchsorted(positions, np.array([begin, begin + numel], np.uint32)))[0])
         if count:
-            dense = Dense((int(changes.tensor[e]), region), count, bits[at : at + numel])
+            dense = Dense((int(changes.tensor[e]), region), count, bits[begin : begin + numel])
             yield replace(_columns(changes, [], numel), dense=[dense])
-        at += numel
+        begin += numel
 
 
 def _split(changes: Changes, table: TensorTable, bits: float) -> Iterator[Changes]:
@@ -99,28 +99,28 @@ def _split(changes: Changes, table: TensorTable, bits: float) -> Iterator[Change
     count = int(changes.count[0])
     numel = int(changes.numel[0])
     parts = max(math.ceil(bits / (8 * BUCKET_PAYLOAD_BYTES)), math.ceil(count / BUCKET_CHANGES))
-    at = 0
+    begin = 0
     for region in _regions(changes, 0, max(1, numel // parts), table):
         size = numel if region is None else region.numel
-        a, b = np.searchsorted(changes.positions, np.array([at, at + size], np.uint32))
-        if b > a:
-            piece = _columns(changes, [(int(changes.tensor[0]), region, size, int(b - a))], size, slice(a, b))
-            piece.positions = piece.positions - np.uint32(at)
+        low, high = np.searchsorted(changes.positions, np.array([begin, begin + size], np.uint32))
+        if high > low:
+            piece = _columns(changes, [(int(changes.tensor[0]), region, size, int(high - low))], size, slice(low, high))
+            piece.positions = piece.positions - np.uint32(begin)
             yield piece
-        at += size
+        begin += size
 
 
-def _regions(changes: Changes, e: int, most: int, table: TensorTable) -> Iterator[Region | None]:
-    """An entry's region in boxes of at most `most` elements, each a run of its positions."""
+def _regions(changes: Changes, e: int, limit: int, table: TensorTable) -> Iterator[Region | None]:
+    """An entry's region in boxes of at most `limit` elements, each a run of its positions."""
     region = changes.region[e]
-    if changes.numel[e] <= most:
+    if changes.numel[e] <= limit:
         yield region
         return
-    yield from (region or whole(table[int(changes.tensor[e])].shape)).split(most)
+    yield from (region or whole(table[int(changes.tensor[e])].shape)).split(limit)
 
 
 def _columns(
-    changes: Changes, entries: list[tuple[int, Region | None, int, int]], covered: int, which: slice = _NONE
+    changes: Changes, entries: list[tuple[int, Region | None, int, int]], covered: int, which: slice = _NO_CHANGES
 ) -> Changes:
     """Changes with other entries (tensor, region, elements, changes) and some of the positions and words."""
     tensor, region, numel, count = zip(*entries, strict=True) if entries else ((), (), (), ())
@@ -132,7 +132,7 @@ def _columns(
         np.array(count, np.int64),
         covered=covered,
         base=changes.base,
-        **changes.some(which),
+        **changes.select_changes(which),
     )
 
 
@@ -150,7 +150,7 @@ def _run(changes: Changes, entries: slice) -> Changes:
         count,
         covered=covered,
         base=changes.base,
-        **changes.some(slice(begin, begin + int(count.sum()))),
+        **changes.select_changes(slice(begin, begin + int(count.sum()))),
     )
 
 
@@ -166,5 +166,5 @@ def _select(changes: Changes, keep: npt.NDArray[np.bool_]) -> Changes:
         changes.count[keep],
         covered=int(changes.covered - changes.numel[~keep].sum()),
         base=changes.base,
-        **changes.some(np.repeat(keep, changes.count)),
+        **changes.select_changes(np.repeat(keep, changes.count)),
     )

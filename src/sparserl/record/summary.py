@@ -80,7 +80,7 @@ def projection(syncs: list[Sync]) -> list[dict[str, Any]]:
     last = syncs[-1]
     changes = sum(sync.total for sync in syncs)
     elements = sum(sync.elements for sync in syncs)
-    speeds = Speeds.known(default_threads())
+    speeds = Speeds.load_or_built_in(default_threads())
     bits_per_change = {name: sum(bits(syncs, name).values()) for name in speeds.profiles}
     out = []
     for size in (last.elements, *SIZES):

@@ -159,7 +159,9 @@ class Effort:
     def spend(self, steps: int, regions: int) -> None:
         self._left -= steps
         if self._left < 0:
-            raise LimitExceeded(f"{regions} regions of a tensor are too entangled to tell whether they overlap")
+            raise LimitExceeded(
+                f"{regions} regions of a tensor are interleaved so closely that it takes too long to check for overlap"
+            )
 
 
 def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
@@ -168,92 +170,105 @@ def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
         return None
     start = np.array([r.start for r in regions], np.int64).T
     stop = start + np.array([r.size for r in regions], np.int64).T
-    return first_shared(np.zeros(len(regions), np.int64), start, stop, Effort())
+    return first_overlapping_boxes(np.zeros(len(regions), np.int64), start, stop, Effort())
 
 
-def first_shared(owner: Numbers, start: Numbers, stop: Numbers, effort: Effort) -> tuple[int, int] | None:
-    """Two indices of boxes of one owner that share an element, or None; a row for each dimension.
+def first_overlapping_boxes(owner: Numbers, start: Numbers, stop: Numbers, effort: Effort) -> tuple[int, int] | None:
+    """Two indices of boxes of one owner that share an element, or None.
 
-    Cuts that go through no box part them, dimension by dimension: what sharding and splitting make falls apart into
-    single boxes. Only those that no cut parts are compared with one another.
+    `start` and `stop` have a row for each dimension. Dimension by dimension, each group of boxes is cut where no box
+    lies. Such cuts separate all boxes that sharding and splitting make. Only boxes that no cut separates are compared
+    with one another.
     """
-    left = np.arange(owner.size)
-    group = owner
-    unparted = 0
-    d = 0
+    boxes = np.arange(owner.size)
+    groups = owner
+    rounds_without_cut = 0
+    axis = 0
     if not len(start):
-        left, group, _ = parted(left, group, np.zeros_like(owner), np.ones_like(owner), effort)
-    while left.size and unparted < len(start):
-        effort.spend(left.size, owner.size)
-        left, group, cut = parted(left, group, start[d], stop[d], effort)
-        unparted = 0 if cut else unparted + 1
-        d = (d + 1) % len(start)
-    return _first_pair(left, group, start, stop, effort) if left.size else None
+        boxes, groups, _ = cut_groups(boxes, groups, np.zeros_like(owner), np.ones_like(owner), effort)
+    while boxes.size and rounds_without_cut < len(start):
+        effort.spend(boxes.size, owner.size)
+        boxes, groups, was_cut = cut_groups(boxes, groups, start[axis], stop[axis], effort)
+        rounds_without_cut = 0 if was_cut else rounds_without_cut + 1
+        axis = (axis + 1) % len(start)
+    return _first_pair(boxes, groups, start, stop, effort) if boxes.size else None
 
 
-def parted(
-    left: Numbers, group: Numbers, start: Numbers, stop: Numbers, effort: Effort | None = None
+def cut_groups(
+    boxes: Numbers, groups: Numbers, start: Numbers, stop: Numbers, effort: Effort | None = None
 ) -> tuple[Numbers, Numbers, bool]:
-    """Groups of intervals, cut wherever no interval of a group lies: those with others in their group, and whether
-    any group was cut. `left` says which intervals are looked at, `group` is a number for each of them.
+    """Cut groups of boxes, in one dimension, wherever no box of the group lies.
+
+    Args:
+        boxes: The indices of the boxes to look at.
+        groups: The number of the group of each of them.
+        start: The first index of every box in this dimension.
+        stop: The index after its last.
+        effort: The steps that sorting may take; None for any number.
+
+    Returns:
+        The boxes that still share a group with others, the numbers of their groups, and whether any group was cut.
     """
-    if not left.size:
-        return left, group, False
-    low = start[left]
-    high = stop[left]
-    if not bool(((group[1:] > group[:-1]) | ((group[1:] == group[:-1]) & (low[1:] >= low[:-1]))).all()):
+    if not boxes.size:
+        return boxes, groups, False
+    low = start[boxes]
+    high = stop[boxes]
+    if not bool(((groups[1:] > groups[:-1]) | ((groups[1:] == groups[:-1]) & (low[1:] >= low[:-1]))).all()):
         if effort is not None:
-            effort.spend(4 * left.size, left.size)
-        order = np.lexsort((low, group))
-        left = left[order]
-        group = group[order]
+            effort.spend(4 * boxes.size, boxes.size)
+        order = np.lexsort((low, groups))
+        boxes = boxes[order]
+        groups = groups[order]
         low = low[order]
         high = high[order]
-    old = _begins(group[1:] != group[:-1])
-    begins = old.copy()
-    number = np.cumsum(old)
+    old_begins = _begins(groups[1:] != groups[:-1])
+    begins = old_begins.copy()
+    number = np.cumsum(old_begins)
     span = max(1, int(high.max()))
-    together = max(1, (1 << 62) // span)  # groups one behind the other on one line, as many as fit 63 bits
-    for first in range(1, int(number[-1]) + 1, together):
-        a, b = np.searchsorted(number, [first, first + together])
+    groups_at_once = max(1, (1 << 62) // span)  # their indices, one group after another, must fit in 63 bits
+    for first in range(1, int(number[-1]) + 1, groups_at_once):
+        a, b = np.searchsorted(number, [first, first + groups_at_once])
         shift = (number[a:b] - first) * span
         reach = np.maximum.accumulate(high[a:b] + shift)
         begins[a + 1 : b] |= low[a + 1 : b] + shift[1:] >= reach[:-1]
     ids: Numbers = np.cumsum(begins, dtype=np.int64)
-    several = np.bincount(ids)[ids] > 1
-    return left[several], ids[several], bool((begins != old).any())
+    has_others = np.bincount(ids)[ids] > 1
+    return boxes[has_others], ids[has_others], bool((begins != old_begins).any())
 
 
 def _begins(differs: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return np.concatenate((np.ones(1, bool), differs))
 
 
-def _first_pair(left: Numbers, group: Numbers, start: Numbers, stop: Numbers, effort: Effort) -> tuple[int, int] | None:
-    """Compare the boxes of each group with one another, along the dimension in which they are shortest."""
+def _first_pair(
+    boxes: Numbers, groups: Numbers, start: Numbers, stop: Numbers, effort: Effort
+) -> tuple[int, int] | None:
+    """Compare the boxes of each group with one another, in the order of the dimension in which they are shortest."""
     if not len(start):
-        return int(left[0]), int(left[1])
-    shares = [(stop[d][left] - start[d][left]).sum() / max(1, int(stop[d][left].max())) for d in range(len(start))]
-    along = int(np.argmin(shares))
-    order = np.lexsort((start[along][left], group))
-    left = left[order]
-    group = group[order]
-    low = start[along][left]
-    high = stop[along][left]
-    at = np.arange(left.size)
+        return int(boxes[0]), int(boxes[1])
+    shares = [(stop[d][boxes] - start[d][boxes]).sum() / max(1, int(stop[d][boxes].max())) for d in range(len(start))]
+    axis = int(np.argmin(shares))
+    order = np.lexsort((start[axis][boxes], groups))
+    boxes = boxes[order]
+    groups = groups[order]
+    low = start[axis][boxes]
+    high = stop[axis][boxes]
+    index = np.arange(boxes.size)
     step = 0
-    while at.size:
+    while index.size:
         step += 1
-        at = at[at < left.size - step]
-        rival = at + step
-        at = at[(group[rival] == group[at]) & (low[rival] < high[at])]  # they rise: who is past one is past the rest
-        effort.spend((at.size + 256) * len(start) // 2, left.size)
-        a = left[at]
-        b = left[at + step]
-        hit = np.ones(at.size, bool)
+        index = index[index < boxes.size - step]
+        other = index + step
+        # boxes are sorted by `low`: if one starts behind the end of another, so do all after it
+        index = index[(groups[other] == groups[index]) & (low[other] < high[index])]
+        effort.spend((index.size + 256) * len(start) // 2, boxes.size)
+        a = boxes[index]
+        b = boxes[index + step]
+        overlaps = np.ones(index.size, bool)
         for d in range(len(start)):
-            hit &= (start[d][a] < stop[d][b]) & (start[d][b] < stop[d][a])
-        if hit.any():
-            return int(a[hit.argmax()]), int(b[hit.argmax()])
+            overlaps &= (start[d][a] < stop[d][b]) & (start[d][b] < stop[d][a])
+        if overlaps.any():
+            return int(a[overlaps.argmax()]), int(b[overlaps.argmax()])
     return None
 
 

@@ -10,29 +10,30 @@ from .bucket import (
     Estimates,
     Head,
     begin_bucket,
+    bucket_body,
     decode_bucket,
     encode_bucket,
     read_bucket,
-    unsealed,
 )
 from .check import gather_heads
-from .patchfile import Bytes, Footer, InMemory, OnDisk, PatchReader, PatchWriter, encode_footer, encode_header
+from .patchfile import Bytes, BytesInMemory, BytesOnDisk, Footer, PatchReader, PatchWriter, encode_footer, encode_header
 from .table import EncodedTable, decode_table, decompress_table, encode_table, encoded_table, table_hash
 
 __all__ = [
     "LINK",
     "Bytes",
+    "BytesInMemory",
+    "BytesOnDisk",
     "EncodedStreams",
     "EncodedTable",
     "Entries",
     "Estimates",
     "Footer",
     "Head",
-    "InMemory",
-    "OnDisk",
     "PatchReader",
     "PatchWriter",
     "begin_bucket",
+    "bucket_body",
     "decode_bucket",
     "decode_table",
     "decompress_table",
@@ -45,5 +46,4 @@ __all__ = [
     "limits",
     "read_bucket",
     "table_hash",
-    "unsealed",
 ]

@@ -32,13 +32,13 @@ from ..weights.dtypes import BY_CODE, DType
 from ..weights.region import Region
 from ..weights.table import TensorSpec, TensorTable
 from . import limits
-from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
+from .cursor import CHECKSUM_BYTES, Cursor, checksum, strip_checksum, varint, varints
 
 MAGIC = b"SRLB"
 Column = npt.NDArray[np.int64]
-_FEW = 32  # boxes, which are faster read one by one
-_NUMBERS = 1 << 18  # of boxes, read at a time
-LINK = 255  # is not a profile: its estimate is the speed of the link that the writer chose for, in bits per second
+_FEW = 32  # up to so many boxes or numbers are read faster one by one
+_NUMBERS_AT_ONCE = 1 << 18  # numbers of boxes that are read at a time
+LINK = 255  # in place of a profile id: the estimate is the speed of the writer's link, in bits per second
 Estimates = tuple[tuple[int, int], ...]  # (profile id, bytes) that the planner compared; empty if a profile was named
 
 
@@ -146,8 +146,8 @@ def begin_bucket(
     out += varint(len(streams) + (0 if more_streams is None else more_streams.streams))
     numbers: list[int] = []
     parts: list[Buffer | bytearray] = [out]
-    for stream, (its_coder, chunks) in sorted(streams.items()):
-        numbers += (stream, its_coder.id, len(chunks), *map(len, chunks))  # the first two are below 128: a byte each
+    for stream, (stream_coder, chunks) in sorted(streams.items()):
+        numbers += (stream, stream_coder.id, len(chunks), *map(len, chunks))  # the first two are below 128: a byte each
         parts += chunks
     directory = np.array(numbers, np.int64)
     if more_streams is None:
@@ -185,14 +185,14 @@ def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, wha
     Raises:
         FormatError: The bytes are not a valid bucket of this table.
     """
-    return read_bucket(unsealed(data, what), table, hash, what)
+    return read_bucket(bucket_body(data, what), table, hash, what)
 
 
-def unsealed(data: bytes | memoryview, what: str) -> memoryview:
+def bucket_body(data: bytes | memoryview, what: str) -> memoryview:
     """The bytes of a bucket before its checksum, which must match."""
     if len(data) > limits.BUCKET_BYTES:
         raise LimitExceeded(f"{what}: {len(data)} bytes, the limit is {limits.BUCKET_BYTES}")
-    return sealed(data, what)
+    return strip_checksum(data, what)
 
 
 def read_bucket(data: memoryview, table: TensorTable, hash: bytes, what: str) -> tuple[Head, Reader]:
@@ -258,7 +258,7 @@ def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, AdjacentChunks]], m
 def _read_directory(cursor: Cursor, count: int) -> list[DirectoryRow]:
     """The directory, read by one kernel; empty if anything in it is wrong."""
     rows = np.empty((count, 4), np.uint64)
-    lengths = np.empty(min(limits.CHUNKS, cursor.left), np.uint64)
+    lengths = np.empty(min(limits.CHUNKS, cursor.bytes_left), np.uint64)
     end = cpu.directory.read_directory(np.frombuffer(cursor.data, np.uint8), cursor.at, rows, lengths)
     if end < 0 or not count:
         return []
@@ -285,12 +285,12 @@ def _explain_directory(cursor: Cursor, count: int) -> list[DirectoryRow]:
             raise UnsupportedFormat(f"{cursor.what}: unknown stream {id}")
         if directory and id <= directory[-1].id:
             raise InvalidField(f"{cursor.what}: stream {id} is out of order")
-        its_coder = coder(cursor.byte(f"coder of stream {id}"))
+        stream_coder = coder(cursor.byte(f"coder of stream {id}"))
         chunks = cursor.varint(f"chunk count of stream {id}", chunks_left)
         lengths = cursor.numbers(chunks, f"chunk lengths of stream {id}", len(cursor.data))
         if not any(lengths):
             raise InvalidField(f"{cursor.what}: stream {id} is empty; empty streams are left out")
-        directory.append(DirectoryRow(id, its_coder, np.array(lengths, np.int64), sum(lengths)))
+        directory.append(DirectoryRow(id, stream_coder, np.array(lengths, np.int64), sum(lengths)))
         chunks_left -= chunks
     return directory
 
@@ -307,17 +307,15 @@ def encode_places(tensor: Column, values: Column, regions: Sequence[Region | Non
 
 
 def decode_places(
-    cursor: Cursor, count: int, most: int, table: TensorTable
+    cursor: Cursor, count: int, limit: int, table: TensorTable
 ) -> tuple[Column, Column, Sequence[Region | None], Column]:
-    """Tensors, values up to `most`, regions (a proper part of the tensor, or None for all of it) and their sizes."""
+    """Tensors, values up to `limit`, regions (a proper part of the tensor, or None for all of it) and their sizes."""
     tensor = np.cumsum(_column(cursor, count, "tensor steps", len(table)))
     if count and tensor[-1] >= len(table):
         raise LimitExceeded(f"{cursor.what}: tensor {tensor[-1]}, the table has {len(table)}")
-    if count > limits.REGIONS_PER_TENSOR and (most_often := int(np.bincount(tensor).max())) > limits.REGIONS_PER_TENSOR:
-        raise LimitExceeded(
-            f"{cursor.what}: {most_often} regions of one tensor, the limit is {limits.REGIONS_PER_TENSOR}"
-        )
-    values = _column(cursor, count, "values", most << 1 | 1)
+    if count > limits.REGIONS_PER_TENSOR:
+        _check_region_counts(tensor, cursor.what)
+    values = _column(cursor, count, "values", limit << 1 | 1)
     boxed = np.flatnonzero(values & 1)
     numel = table.numel[tensor] if count else np.empty(0, np.int64)
     regions: Sequence[Region | None]
@@ -327,24 +325,30 @@ def decode_places(
         first[boxed], span[boxed], numel[boxed] = _boxes(cursor, table, tensor[boxed])
         regions = Boxes(table, tensor, first, span)
     else:
-        listed: list[Region | None] = [None] * count
-        regions = listed
+        region_list: list[Region | None] = [None] * count
+        regions = region_list
         for e in boxed.tolist():
             region = _box(cursor, table[int(tensor[e])])
-            listed[e] = region
+            region_list[e] = region
             numel[e] = region.numel
     return tensor, values >> 1, regions, numel
 
 
-def _column(cursor: Cursor, count: int, field: str, most: int) -> Column:
+def _check_region_counts(tensor: Column, what: str) -> None:
+    most = int(np.bincount(tensor).max())
+    if most > limits.REGIONS_PER_TENSOR:
+        raise LimitExceeded(f"{what}: {most} regions of one tensor, the limit is {limits.REGIONS_PER_TENSOR}")
+
+
+def _column(cursor: Cursor, count: int, field: str, limit: int) -> Column:
     """A column of numbers, read in the way that is faster for so many."""
     if count <= _FEW:
-        return np.array(cursor.numbers(count, field, most), np.int64)
-    return cursor.varints(count, field, most)
+        return np.array(cursor.numbers(count, field, limit), np.int64)
+    return cursor.varints(count, field, limit)
 
 
 def _box(cursor: Cursor, spec: TensorSpec) -> Region:
-    """Where a box of a tensor starts and how far it goes, checked to be a proper part."""
+    """A box of a tensor, checked to be a proper part of it."""
     rank = len(spec.shape)
     numbers = cursor.numbers(2 * rank, "boxes", limits.TENSOR_ELEMENTS)
     region = Region(tuple(numbers[:rank]), tuple(numbers[rank:]))
@@ -354,31 +358,31 @@ def _box(cursor: Cursor, spec: TensorSpec) -> Region:
 
 
 def _boxes(cursor: Cursor, table: TensorTable, tensor: Column) -> tuple[Column, Column, Column]:
-    """A box for each tensor: the position of its first element, how far the last is from it, and how many it has."""
+    """A box of each tensor: the position of its first element, the distance to its last, and its number of elements."""
     rank = table.dimensions.rank
     first, span, numel = np.zeros((3, tensor.size), np.int64)
-    upto = np.cumsum(2 * rank[tensor])
+    number_ends = np.cumsum(2 * rank[tensor])
     low = 0
     while low < tensor.size:
-        begin = int(upto[low - 1]) if low else 0
-        high = max(low + 1, int(np.searchsorted(upto, begin + _NUMBERS, side="right")))
-        numbers = cursor.varints(int(upto[high - 1]) - begin, "boxes", limits.TENSOR_ELEMENTS)
+        begin = int(number_ends[low - 1]) if low else 0
+        high = max(low + 1, int(np.searchsorted(number_ends, begin + _NUMBERS_AT_ONCE, side="right")))
+        numbers = cursor.varints(int(number_ends[high - 1]) - begin, "boxes", limits.TENSOR_ELEMENTS)
         ranks = rank[tensor[low:high]]
-        ends = upto[low:high] - begin
+        ends = number_ends[low:high] - begin
         for r in np.unique(ranks).tolist():
-            mine = np.flatnonzero(ranks == r)
-            rows = numbers[(ends[mine] - 2 * r)[:, None] + np.arange(2 * r)]
-            first[low + mine], span[low + mine], numel[low + mine] = _flat(
-                cursor, table, tensor[low + mine], rows[:, :r], rows[:, r:]
+            rows = np.flatnonzero(ranks == r)
+            boxes = numbers[(ends[rows] - 2 * r)[:, None] + np.arange(2 * r)]
+            first[low + rows], span[low + rows], numel[low + rows] = _flatten_boxes(
+                cursor, table, tensor[low + rows], boxes[:, :r], boxes[:, r:]
             )
         low = high
     return first, span, numel
 
 
-def _flat(
+def _flatten_boxes(
     cursor: Cursor, table: TensorTable, tensor: Column, start: Column, size: Column
 ) -> tuple[Column, Column, Column]:
-    """`_boxes` of tensors of one rank, each checked to be a proper part."""
+    """`_boxes` of tensors of one rank, from start and size. Each is checked to be a proper part of its tensor."""
     shape = table.dimensions.sizes[table.dimensions.at[tensor][:, None] + np.arange(size.shape[1])]
     proper = ((size >= 1) & (start + size <= shape)).all(axis=1) & (size != shape).any(axis=1)
     if not proper.all():
@@ -402,8 +406,8 @@ def _decode_entries(raw: Buffer, count: int, table: TensorTable, dtype: DType, w
 
 
 def _check_entries(entries: Entries, table: TensorTable, dtype: DType, what: str) -> None:
-    if (others := table.codes[entries.tensor] != dtype.code).any():
-        raise InvalidField(f"{what}: an entry is for {table[entries.tensor[others].min()]}, the bucket holds {dtype}")
+    if (is_other := table.codes[entries.tensor] != dtype.code).any():
+        raise InvalidField(f"{what}: an entry is for {table[entries.tensor[is_other].min()]}, the bucket holds {dtype}")
     wrong = (entries.count < 1) | (entries.count > entries.numel) | (entries.numel > limits.REGION_ELEMENTS)
     if wrong.any():
         e = int(wrong.argmax())

@@ -9,27 +9,27 @@ import numpy as np
 
 from ..errors import InvalidField, LimitExceeded
 from ..weights.boxes import Boxes, columns, corners, ends
-from ..weights.region import Effort, Numbers, Region, first_shared, parted, refuse_overlap, whole
+from ..weights.region import Effort, Numbers, Region, cut_groups, first_overlapping_boxes, refuse_overlap, whole
 from ..weights.shards import Place
 from ..weights.table import TensorTable
 from . import limits
 from .bucket import Head
 
-_AT_ONCE = 1 << 10  # buckets whose places are put together
-_TOGETHER = 1 << 16  # boxes whose corners are held at a time
-# steps to find out whether boxes overlap
+_BUCKETS_AT_ONCE = 1 << 10  # buckets whose places are joined at a time
+_BOXES_AT_ONCE = 1 << 16  # boxes whose corners are in memory at a time
+# the steps that looking for overlaps may take
 _EFFORT = 1 << 22
 _EFFORT_PER_BYTE = 8
-# those of more buckets, or with more entries, are read again
-_KEPT_HEADS = 1 << 14
-_KEPT_ENTRIES = 1 << 20
+# heads of more buckets than this, or with more entries in all, are read again when they are needed
+_CACHED_HEADS = 1 << 14
+_CACHED_ENTRIES = 1 << 20
 
 
 class Heads(Sequence[Head]):
-    """The heads of all buckets of a patch. So many are kept as memory should be spent on; others are read again."""
+    """The heads of all buckets of a patch: the first ones from memory, the others read again when needed."""
 
-    def __init__(self, kept: list[Head], count: int, read: Callable[[int], Head]) -> None:
-        self._kept = kept
+    def __init__(self, cached: list[Head], count: int, read: Callable[[int], Head]) -> None:
+        self._cached = cached
         self._count = count
         self._read = read
 
@@ -46,11 +46,11 @@ class Heads(Sequence[Head]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._count))]
         index = range(self._count)[index]
-        return self._kept[index] if index < len(self._kept) else self._read(index)
+        return self._cached[index] if index < len(self._cached) else self._read(index)
 
 
 class _Columns:
-    """Places of many buckets, in few arrays."""
+    """The places of many buckets, joined into few arrays."""
 
     def __init__(self, table: TensorTable) -> None:
         self._table = table
@@ -64,15 +64,16 @@ class _Columns:
             return
         self._tensors.append(tensor)
         self._regions += regions
-        if len(self._tensors) > _AT_ONCE:
-            self._rows.append(self._few())
+        if len(self._tensors) > _BUCKETS_AT_ONCE:
+            self._rows.append(self._row_of_lists())
 
-    def joined(self) -> tuple[Numbers, Numbers, Numbers]:
+    def join(self) -> tuple[Numbers, Numbers, Numbers]:
         """Tensors, and the positions of the first and the last element of their regions."""
-        tensor, first, last = zip(*self._rows, self._few(), strict=True)
+        tensor, first, last = zip(*self._rows, self._row_of_lists(), strict=True)
         return np.concatenate(tensor), np.concatenate(first), np.concatenate(last)
 
-    def _few(self) -> tuple[Numbers, Numbers, Numbers]:
+    def _row_of_lists(self) -> tuple[Numbers, Numbers, Numbers]:
+        """One row for the regions that came in lists since the last such row."""
         tensor = np.concatenate([np.empty(0, np.int64), *self._tensors])
         row = tensor, *ends(self._table, tensor, self._regions)
         self._tensors = []
@@ -88,30 +89,38 @@ def gather_heads(
     size: Callable[[], int],
     read: Callable[[int], Head],
 ) -> Sequence[Head]:
-    """All heads of a patch, once they agree with one another and with what the footer says.
+    """All heads of a patch, checked against one another and against the footer.
 
-    The heads come one by one and are counted as they come, so that many small buckets cannot claim more entries
-    than a patch may have. `size` gives the bytes of the patch, once all have come; `read` reads a head again.
+    Args:
+        heads: The heads in order. They are counted while they are read, so that many small buckets cannot claim more
+            entries than a patch may have.
+        table: The tensor table of the patch.
+        changed: The number of changes in the footer.
+        covers: The places that the patch covers; None for the whole table.
+        size: Gives the bytes of the patch, once all heads are read.
+        read: Reads a head again, by its number.
     """
-    kept: list[Head] = []
+    cached: list[Head] = []
     rows = _Columns(table)
-    count = entries = counted = 0
+    count = entries = changes = 0
     for head in heads:
         entries += len(head.entries)
-        counted += int(head.entries.count.sum())
+        changes += int(head.entries.count.sum())
         if entries > limits.PATCH_ENTRIES:
-            raise LimitExceeded(f"bucket {count}: entry {entries} of the patch, the limit is {limits.PATCH_ENTRIES}")
+            raise LimitExceeded(
+                f"bucket {count}: {entries} entries in the patch so far, the limit is {limits.PATCH_ENTRIES}"
+            )
         rows.add(head.entries.tensor, head.entries.region)
-        if len(kept) == count < _KEPT_HEADS and (entries <= _KEPT_ENTRIES or not count):
-            kept.append(head)
+        if len(cached) == count < _CACHED_HEADS and (entries <= _CACHED_ENTRIES or not count):
+            cached.append(head)
         count += 1
-    if counted != changed:
-        raise InvalidField(f"the footer promises {changed} changes, the buckets hold {counted}")
-    places = rows.joined()
+    if changes != changed:
+        raise InvalidField(f"the footer says {changed} changes, the buckets have {changes}")
+    places = rows.join()
     if covers is not None:
         _require_covered(table, places, place_columns(table, covers))
-    refuse_shared(table, *places, size())
-    return tuple(kept) if len(kept) == count else Heads(kept, count, read)
+    refuse_overlapping_places(table, *places, size())
+    return tuple(cached) if len(cached) == count else Heads(cached, count, read)
 
 
 def place_columns(table: TensorTable, places: Sequence[Place]) -> tuple[Numbers, Numbers, Numbers]:
@@ -123,27 +132,27 @@ def place_columns(table: TensorTable, places: Sequence[Place]) -> tuple[Numbers,
 def _require_covered(
     table: TensorTable, places: tuple[Numbers, Numbers, Numbers], covers: tuple[Numbers, Numbers, Numbers]
 ) -> None:
-    """Every entry lies in one of the regions that the patch speaks for; the digests are over those alone."""
+    """Every entry lies in one of the regions that the patch covers; the digests are over those alone."""
     # covers are in the order of their tensors
     (tensor, first, last) = places
     (owner, low, high) = covers
-    rivals = np.bincount(owner, minlength=len(table))
-    if int(rivals[tensor].sum()) > limits.COMPARISONS:
-        raise LimitExceeded("the patch has too many regions and entries to tell whether they fit together")
-    many = rivals[tensor]
-    entry = np.repeat(np.arange(tensor.size), many)
-    begin = (np.cumsum(rivals) - rivals)[tensor] - (np.cumsum(many) - many)
-    cover = np.arange(entry.size) + np.repeat(begin, many)
-    near = (low[cover] <= first[entry]) & (last[entry] <= high[cover])
-    entry = entry[near]
-    cover = cover[near]
+    covers_per_tensor = np.bincount(owner, minlength=len(table))
+    pairs = covers_per_tensor[tensor]  # each entry is compared with all covers of its tensor
+    if int(pairs.sum()) > limits.COMPARISONS:
+        raise LimitExceeded("the patch has too many covered regions and entries to check that it covers its entries")
+    entry = np.repeat(np.arange(tensor.size), pairs)
+    begin = (np.cumsum(covers_per_tensor) - covers_per_tensor)[tensor] - (np.cumsum(pairs) - pairs)
+    cover = np.arange(entry.size) + np.repeat(begin, pairs)
+    between = (low[cover] <= first[entry]) & (last[entry] <= high[cover])
+    entry = entry[between]
+    cover = cover[between]
     covered = np.zeros(tensor.size, bool)
     same = (low[cover] == first[entry]) & (high[cover] == last[entry])
     covered[entry[same | (high[cover] - low[cover] + 1 == table.numel[owner[cover]])]] = True
-    rest = np.flatnonzero(~covered[entry])
-    for some in _of_one_rank(table, tensor[entry[rest]], None):
-        e = entry[rest[some]]
-        c = cover[rest[some]]
+    unsure = np.flatnonzero(~covered[entry])
+    for batch in _batches_of_one_rank(table, tensor[entry[unsure]], None):
+        e = entry[unsure[batch]]
+        c = cover[unsure[batch]]
         start, stop = corners(table, tensor[e], first[e], last[e])
         outer_start, outer_stop = corners(table, owner[c], low[c], high[c])
         covered[e[((start >= outer_start) & (stop <= outer_stop)).all(axis=0)]] = True
@@ -152,50 +161,59 @@ def _require_covered(
         raise InvalidField(f"tensor {table[t].name!r}: the patch has an entry for {region}, but does not cover it")
 
 
-def refuse_shared(table: TensorTable, tensor: Numbers, first: Numbers, last: Numbers, size: int) -> None:
-    """Places never overlap: entries would be applied twice, covered regions would count twice in the digest.
+def refuse_overlapping_places(table: TensorTable, tensor: Numbers, first: Numbers, last: Numbers, size: int) -> None:
+    """Raise `RegionOverlap` if places overlap: shared elements would be applied, or count in the digest, twice.
 
-    tensor, first, last: of the regions, with the positions of their first and last elements in their tensors.
-    size: bytes that they were read from; what is done to tell them apart is bounded by that.
+    Args:
+        table: The tensor table.
+        tensor: The tensor of each place.
+        first: The position of its first element in the tensor.
+        last: The position of its last element.
+        size: The bytes that the places were read from; they bound the time that the search takes.
     """
     counts = np.bincount(tensor, minlength=len(table))
     if counts.max(initial=0) < 2:
         return
-    if (many := counts > limits.REGIONS_PER_TENSOR).any():
-        t = int(many.argmax())
+    if (too_many := counts > limits.REGIONS_PER_TENSOR).any():
+        t = int(too_many.argmax())
         raise LimitExceeded(
             f"tensor {table[t].name!r} has {counts[t]} regions, the limit is {limits.REGIONS_PER_TENSOR}"
         )
     effort = Effort(_EFFORT + _EFFORT_PER_BYTE * size)
-    mine = np.flatnonzero((counts[tensor] > 1) & (last >= first))
-    left, group, _ = parted(mine, tensor[mine], first, last + 1)  # one behind the other, as a large tensor is cut
-    for some in _of_one_rank(table, tensor[left], group):
-        e = left[some]
-        pair = first_shared(group[some], *corners(table, tensor[e], first[e], last[e]), effort)
+    places = np.flatnonzero((counts[tensor] > 1) & (last >= first))
+    # the parts of a large tensor often lie one behind the other, which positions alone show
+    places, groups, _ = cut_groups(places, tensor[places], first, last + 1)
+    for batch in _batches_of_one_rank(table, tensor[places], groups):
+        p = places[batch]
+        pair = first_overlapping_boxes(groups[batch], *corners(table, tensor[p], first[p], last[p]), effort)
         if pair is not None:
-            t, a = _place(table, int(e[pair[0]]), tensor, first, last)
-            refuse_overlap(table[t].name, [a, _place(table, int(e[pair[1]]), tensor, first, last)[1]])
+            t, a = _place(table, int(p[pair[0]]), tensor, first, last)
+            _, b = _place(table, int(p[pair[1]]), tensor, first, last)
+            refuse_overlap(table[t].name, [a, b])
 
 
-def _of_one_rank(table: TensorTable, tensor: Numbers, group: Numbers | None) -> Iterator[Numbers]:
-    """Indices of some places at a time, of tensors that have as many dimensions; groups, which rise, stay together."""
+def _batches_of_one_rank(table: TensorTable, tensor: Numbers, groups: Numbers | None) -> Iterator[Numbers]:
+    """Indices of places whose tensors have equally many dimensions, some at a time; a group is never divided.
+
+    The numbers of the groups rise.
+    """
     rank = table.wide.rank[tensor] if tensor.size else tensor
     for r in np.unique(rank).tolist():
-        every = np.flatnonzero(rank == r)
+        indices = np.flatnonzero(rank == r)
         low = 0
-        while low < every.size:
-            high = min(every.size, low + _TOGETHER)
-            if group is not None and high < every.size:
-                its = group[every]
-                begin = int(np.searchsorted(its, its[high]))
-                high = begin if begin > low else int(np.searchsorted(its, its[high], side="right"))
-            yield every[low:high]
+        while low < indices.size:
+            high = min(indices.size, low + _BOXES_AT_ONCE)
+            if groups is not None and high < indices.size:
+                rank_groups = groups[indices]
+                begin = int(np.searchsorted(rank_groups, rank_groups[high]))
+                high = begin if begin > low else int(np.searchsorted(rank_groups, rank_groups[high], side="right"))
+            yield indices[low:high]
             low = high
 
 
 def _place(table: TensorTable, index: int, tensor: Numbers, first: Numbers, last: Numbers) -> tuple[int, Region]:
-    """One of the places, as a region."""
-    some = slice(index, index + 1)
+    """The tensor of a place, and its region."""
+    row = slice(index, index + 1)
     t = int(tensor[index])
-    region = Boxes(table, tensor[some], first[some], (last - first)[some])[0]
+    region = Boxes(table, tensor[row], first[row], (last - first)[row])[0]
     return t, region or whole(table[t].shape)

@@ -12,11 +12,11 @@ from ..errors import ChecksumMismatch, InvalidField, LimitExceeded, Truncated
 from ..kernels import cpu
 
 CHECKSUM_BYTES = 16
-_FEW = 32  # numbers
+_FEW_NUMBERS = 32  # up to so many, Python is faster than a kernel
 
 
 class Cursor:
-    """Reads forward through a buffer; every read says what it is reading and how large it may be."""
+    """Reads a buffer from front to back. Every read names the field for errors, and gives the limit of its value."""
 
     def __init__(self, data: bytes | memoryview, what: str) -> None:
         self.data = memoryview(data)
@@ -24,22 +24,22 @@ class Cursor:
         self.what = what
 
     @property
-    def left(self) -> int:
+    def bytes_left(self) -> int:
         return len(self.data) - self.at
 
     def take(self, size: int, field: str) -> memoryview:
-        if size > self.left:
-            raise Truncated(f"{self.what}: {field} needs {size} bytes, {self.left} are left")
+        if size > self.bytes_left:
+            raise Truncated(f"{self.what}: {field} needs {size} bytes, {self.bytes_left} are left")
         self.at += size
         return self.data[self.at - size : self.at]
 
     def byte(self, field: str) -> int:
         if self.at == len(self.data):
-            raise Truncated(f"{self.what}: {field} needs 1 bytes, 0 are left")
+            raise Truncated(f"{self.what}: {field} needs 1 byte, 0 are left")
         self.at += 1
         return self.data[self.at - 1]
 
-    def varint(self, field: str, most: int) -> int:
+    def varint(self, field: str, limit: int) -> int:
         value = shift = 0
         while True:
             byte = self.byte(field)
@@ -51,26 +51,26 @@ class Cursor:
                 raise InvalidField(f"{self.what}: {field} is not a canonical number")
         if byte == 0 and shift > 7:
             raise InvalidField(f"{self.what}: {field} is not a canonical number")
-        if value > most:
-            raise LimitExceeded(f"{self.what}: {field} is {value}, the limit is {most}")
+        if value > limit:
+            raise LimitExceeded(f"{self.what}: {field} is {value}, the limit is {limit}")
         return value
 
-    def varints(self, count: int, field: str, most: int) -> npt.NDArray[np.int64]:
-        """A column of numbers. Each takes at least a byte, which bounds the count before memory is taken."""
-        if count > self.left:
-            raise Truncated(f"{self.what}: {count} numbers of {field} cannot stand in {self.left} bytes")
+    def varints(self, count: int, field: str, limit: int) -> npt.NDArray[np.int64]:
+        """A column of numbers. Each takes at least a byte, which bounds the count before memory is allocated."""
+        if count > self.bytes_left:
+            raise Truncated(f"{self.what}: {count} numbers of {field} do not fit in {self.bytes_left} bytes")
         out = np.empty(count, np.uint64)
-        end = cpu.changes.read_varints(np.frombuffer(self.data, np.uint8), self.at, np.uint64(most), out)
+        end = cpu.changes.read_varints(np.frombuffer(self.data, np.uint8), self.at, np.uint64(limit), out)
         if end < 0:
-            raise InvalidField(f"{self.what}: {field} ends too early, is not canonical, or is above {most}")
+            raise InvalidField(f"{self.what}: {field} ends too early, is not canonical, or is above {limit}")
         self.at = end
         return out.astype(np.int64)
 
-    def numbers(self, count: int, field: str, most: int) -> list[int]:
-        """`varints` as a list: if there are few, kernels would take longer to begin than to read them."""
-        if count > _FEW or count > self.left:
-            found: list[int] = self.varints(count, field, most).tolist()
-            return found
+    def numbers(self, count: int, field: str, limit: int) -> list[int]:
+        """`varints` as a list. Few numbers are read in Python, since calling a kernel would take longer."""
+        if count > _FEW_NUMBERS or count > self.bytes_left:
+            column: list[int] = self.varints(count, field, limit).tolist()
+            return column
         out = []
         data = self.data
         at = self.at
@@ -82,17 +82,17 @@ class Cursor:
             while byte >= 128 and at < end and shift <= 63:
                 byte = data[at]
                 value |= (byte & 127) << shift
-                at = at + 1
-                shift = shift + 7
-            if byte >= 128 or value > most or (byte == 0 and shift > 7):
-                raise InvalidField(f"{self.what}: {field} ends too early, is not canonical, or is above {most}")
+                at += 1
+                shift += 7
+            if byte >= 128 or value > limit or (byte == 0 and shift > 7):
+                raise InvalidField(f"{self.what}: {field} ends too early, is not canonical, or is above {limit}")
             out.append(value)
         self.at = at
         return out
 
     def finish(self) -> None:
-        if self.left:
-            raise InvalidField(f"{self.what}: {self.left} bytes too many")
+        if self.bytes_left:
+            raise InvalidField(f"{self.what}: {self.bytes_left} bytes too many")
 
 
 def varint(value: int) -> bytes:
@@ -119,11 +119,11 @@ def checksum(*parts: bytes | bytearray | memoryview) -> bytes:
     return state.digest()
 
 
-def sealed(data: bytes | memoryview, what: str) -> memoryview:
-    """What stands before the checksum at the end of `data`, once that checksum holds."""
+def strip_checksum(data: bytes | memoryview, what: str) -> memoryview:
+    """The bytes before the checksum at the end of `data`, which must match."""
     view = memoryview(data)
     if len(view) < CHECKSUM_BYTES:
-        raise Truncated(f"{what}: {len(view)} bytes cannot hold a checksum")
+        raise Truncated(f"{what}: {len(view)} bytes are too few for a checksum")
     body = view[:-CHECKSUM_BYTES]
     if checksum(body) != bytes(view[-CHECKSUM_BYTES:]):
         raise ChecksumMismatch(f"{what}: checksum does not match; the bytes were altered")

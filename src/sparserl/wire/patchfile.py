@@ -19,8 +19,8 @@ from ..weights.shards import Place
 from ..weights.table import TensorTable
 from . import limits
 from .bucket import decode_places, encode_places
-from .check import place_columns, refuse_shared
-from .cursor import CHECKSUM_BYTES, Cursor, checksum, sealed, varint, varints
+from .check import place_columns, refuse_overlapping_places
+from .cursor import CHECKSUM_BYTES, Cursor, checksum, strip_checksum, varint, varints
 from .table import EncodedTable, decode_table, decompress_table, encoded_table, table_hash
 
 MAGIC = b"SRLPATCH"
@@ -31,27 +31,27 @@ _COMPLETE = 1
 
 @dataclass(frozen=True)
 class Footer:
-    """What is known only once every bucket was written. `covers` is None where the whole table is covered."""
+    """The fields that follow the buckets. `covers` is None if the patch covers the whole table."""
 
     base: Digest
     result: Digest
     changed: int
     covers: Sequence[Place] | None
     sizes: Sequence[int] = ()
-    checksums: bytes = b""  # one behind the other
+    checksums: bytes = b""  # of all buckets, joined
 
 
 def encode_header(table: EncodedTable) -> bytes:
-    """Magic, version, features, and the tensor table, compressed and sealed."""
+    """Magic, version, features, and the tensor table, compressed, with a checksum."""
     sizes = varint(len(table.raw)) + varint(len(table.compressed))
     head = MAGIC + bytes((limits.FORMAT_VERSION, 0)) + sizes + table.compressed
     return head + checksum(head)
 
 
-def encode_footer(footer: Footer, seal: bytes) -> bytes:
-    """The footer, which names the header (by its checksum) and every bucket (by length and checksum)."""
+def encode_footer(footer: Footer, header_checksum: bytes) -> bytes:
+    """The footer, with the checksum of the header, and the length and checksum of every bucket."""
     complete = footer.covers is None
-    out = seal + footer.base.to_bytes() + footer.result.to_bytes()
+    out = header_checksum + footer.base.to_bytes() + footer.result.to_bytes()
     out += varint(_COMPLETE if complete else 0) + varint(footer.changed) + varint(len(footer.sizes))
     out += varints(np.array(footer.sizes, np.int64)) + footer.checksums
     if footer.covers is not None:
@@ -70,27 +70,27 @@ class Bytes(Protocol):
     def read(self, at: int, size: int) -> bytes | memoryview: ...
 
 
-class InMemory:
-    """A patch held as bytes."""
+class BytesInMemory:
+    """A patch in memory."""
 
     def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data).toreadonly()  # one kind of array for the kernels, wherever the bytes come from
+        self._data = memoryview(data).toreadonly()  # so that kernels are compiled for one kind of array
         self.size = len(self._data)
 
     def read(self, at: int, size: int) -> memoryview:
         return self._data[at : at + size]
 
 
-class OnDisk:
-    """A patch in a file, read piece by piece; the file may be unlinked meanwhile, or be a descriptor to be closed."""
+class BytesOnDisk:
+    """A patch in a file, which stays open and may be unlinked. Takes a path, or a descriptor and closes it."""
 
     def __init__(self, path: str | os.PathLike[str] | int) -> None:
-        waits = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not make us wait
-        self._file = path if isinstance(path, int) else os.open(path, waits)
-        weakref.finalize(self, os.close, self._file)  # it stays open as long as the patch is in use
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
+        self._file = path if isinstance(path, int) else os.open(path, flags)
+        weakref.finalize(self, os.close, self._file)  # when the patch is no longer in use
         status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidField(f"{path} is not a regular file, and a patch is one")
+            raise InvalidField(f"{path} is not a regular file; give the path of a patch file")
         self.size = status.st_size
 
     def read(self, at: int, size: int) -> bytes:
@@ -98,14 +98,14 @@ class OnDisk:
 
 
 class PatchWriter:
-    """Writes a patch front to back into any file object; nothing but the footer's few fields is kept."""
+    """Writes a patch from front to back to a file object. Only the fields of the footer stay in memory."""
 
     def __init__(self, file: BinaryIO, table: TensorTable) -> None:
         encoded = encoded_table(table)
         self.hash = encoded.hash
         self._file = file
         header = encode_header(encoded)
-        self._seal = header[-CHECKSUM_BYTES:]
+        self._header_checksum = header[-CHECKSUM_BYTES:]
         self._sizes: list[int] = []
         self._checksums: list[bytes] = []
         self._file.write(header)
@@ -118,19 +118,19 @@ class PatchWriter:
     def finish(self, base: Digest, result: Digest, changed: int, covers: Sequence[Place] | None) -> None:
         places = covers if covers is None or isinstance(covers, Places) else tuple(covers)
         footer = Footer(base, result, changed, places, tuple(self._sizes), b"".join(self._checksums))
-        self._file.write(encode_footer(footer, self._seal))
+        self._file.write(encode_footer(footer, self._header_checksum))
 
 
 class PatchReader:
-    """Reads header and footer at once, and buckets when asked. Everything is checked before it is believed."""
+    """Reads header and footer at once, and each bucket on request. All bytes are checked before they are used."""
 
-    def __init__(self, source: Bytes, known: TensorTable | None = None) -> None:
-        """`known` is the table the patch was written with a moment ago, which then is not parsed again."""
+    def __init__(self, source: Bytes, table: TensorTable | None = None) -> None:
+        """`table` is the table of the patch, if the caller has it; then it is not parsed again."""
         self._source = source
-        self._known = known
+        self._caller_table = table
         self.size = source.size
-        self.table, self.hash, seal, self.header_bytes = self._header()
-        self.footer = self._footer(seal)
+        self.table, self.hash, header_checksum, self.header_bytes = self._header()
+        self.footer = self._footer(header_checksum)
         self._starts = [self.header_bytes, *(self.header_bytes + np.cumsum(self.footer.sizes, dtype=np.int64)).tolist()]
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class PatchReader:
 
     @property
     def in_memory(self) -> bool:
-        return not isinstance(self._source, OnDisk)
+        return not isinstance(self._source, BytesOnDisk)
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -146,15 +146,15 @@ class PatchReader:
         return self.footer.sizes
 
     def arrivals(self) -> Iterable[int]:
-        """The buckets by their numbers: all of them are here."""
+        """The numbers of the buckets in the order of arrival: all have arrived."""
         return range(len(self))
 
     def bucket(self, index: int) -> bytes | memoryview:
-        """The bytes of a bucket: those that the footer names."""
+        """The bytes of a bucket, whose checksum must be the one in the footer."""
         data = self._read(self._starts[index], self.footer.sizes[index], f"bucket {index}")
-        named = self.footer.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
-        if bytes(data[-CHECKSUM_BYTES:]) != named:
-            raise InvalidField(f"bucket {index} is not the one that the footer names")
+        expected = self.footer.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
+        if bytes(data[-CHECKSUM_BYTES:]) != expected:
+            raise InvalidField(f"bucket {index} is not the bucket that the footer lists; the bytes were altered")
         return data
 
     def parts(self) -> Iterator[bytes | memoryview]:
@@ -165,15 +165,15 @@ class PatchReader:
         yield self._read(self._starts[-1], self.size - self._starts[-1], "patch footer")
 
     def _read(self, at: int, size: int, what: str) -> bytes | memoryview:
-        """Bytes that were there a moment ago; a file may have been cut meanwhile."""
+        """Bytes of the patch. A file may have become shorter since it was opened."""
         data = self._source.read(at, size)
         if len(data) != size:
-            raise Truncated(f"{what}: {len(data)} of {size} bytes")
+            raise Truncated(f"{what}: {size} bytes are expected, only {len(data)} could be read")
         return data
 
     def _header(self) -> tuple[TensorTable, bytes, bytes, int]:
-        most = len(MAGIC) + 2 + 20
-        cursor = Cursor(self._read(0, min(most, self.size), "patch header"), "patch header")
+        limit = len(MAGIC) + 2 + 20
+        cursor = Cursor(self._read(0, min(limit, self.size), "patch header"), "patch header")
         if bytes(cursor.take(len(MAGIC), "magic")) != MAGIC:
             raise InvalidField("patch header: not a sparserl patch")
         if (version := cursor.byte("version")) != limits.FORMAT_VERSION:
@@ -185,27 +185,27 @@ class PatchReader:
         end = cursor.at + coded_size + CHECKSUM_BYTES
         if end > self.size:
             raise Truncated(f"patch header: needs {end} bytes, the patch has {self.size}")
-        whole = self._read(0, end, "patch header")
-        body = sealed(whole, "patch header")
+        header = self._read(0, end, "patch header")
+        body = strip_checksum(header, "patch header")
         raw = decompress_table(body[cursor.at :], raw_size)
-        table = decode_table(raw) if self._known is None else self._known
-        return table, table_hash(raw), bytes(whole[-CHECKSUM_BYTES:]), end
+        table = decode_table(raw) if self._caller_table is None else self._caller_table
+        return table, table_hash(raw), bytes(header[-CHECKSUM_BYTES:]), end
 
-    def _footer(self, seal: bytes) -> Footer:
-        room = self.size - self.header_bytes - _TRAILER.size
-        if room < 0:
-            raise Truncated(f"patch: {self.size} bytes cannot hold a footer")
+    def _footer(self, header_checksum: bytes) -> Footer:
+        space = self.size - self.header_bytes - _TRAILER.size
+        if space < 0:
+            raise Truncated(f"patch: {self.size} bytes are too few for a footer")
         length, end = _TRAILER.unpack(self._read(self.size - _TRAILER.size, _TRAILER.size, "patch trailer"))
         if end != END:
             raise Truncated("patch: the end mark is missing; the patch is cut short or was altered")
-        if length > min(limits.FOOTER_BYTES, room):
-            raise LimitExceeded(f"patch: a footer of {length} bytes cannot stand in {self.size}")
-        body = sealed(self._read(self.header_bytes + room - length, length, "patch footer"), "patch footer")
-        return self._decode_footer(body, seal, room - length)
+        if length > min(limits.FOOTER_BYTES, space):
+            raise LimitExceeded(f"patch: a footer of {length} bytes does not fit in a patch of {self.size}")
+        body = strip_checksum(self._read(self.header_bytes + space - length, length, "patch footer"), "patch footer")
+        return self._decode_footer(body, header_checksum, space - length)
 
-    def _decode_footer(self, body: memoryview, seal: bytes, room: int) -> Footer:
+    def _decode_footer(self, body: memoryview, header_checksum: bytes, space: int) -> Footer:
         cursor = Cursor(body, "patch footer")
-        if bytes(cursor.take(CHECKSUM_BYTES, "header seal")) != seal:
+        if bytes(cursor.take(CHECKSUM_BYTES, "header checksum")) != header_checksum:
             raise InvalidField("patch footer: belongs to another header")
         base = Digest.from_bytes(cursor.take(16, "base digest"))
         result = Digest.from_bytes(cursor.take(16, "result digest"))
@@ -213,8 +213,8 @@ class PatchReader:
         changed = cursor.varint("changed", self.table.elements)
         count = cursor.varint("bucket count", limits.BUCKETS)
         sizes = tuple(cursor.varints(count, "bucket lengths", limits.BUCKET_BYTES).tolist())
-        if sum(sizes) != room:
-            raise InvalidField(f"patch footer: {count} buckets of {sum(sizes)} bytes in all, {room} are there")
+        if sum(sizes) != space:
+            raise InvalidField(f"patch footer: {count} buckets of {sum(sizes)} bytes in all, the patch has {space}")
         checksums = bytes(cursor.take(CHECKSUM_BYTES * count, "bucket checksums"))
         covers: Sequence[Place] | None = None
         if not flags & _COMPLETE:
@@ -224,6 +224,6 @@ class PatchReader:
                 covers = Places(regions)
             else:
                 covers = tuple(zip(tensor.tolist(), regions, strict=True))
-            refuse_shared(self.table, *place_columns(self.table, covers), len(body))
+            refuse_overlapping_places(self.table, *place_columns(self.table, covers), len(body))
         cursor.finish()
         return Footer(base, result, changed, covers, sizes, checksums)

@@ -1,4 +1,4 @@
-"""The tensor table as bytes: canonical, so that its hash names it."""
+"""The tensor table as bytes, which are canonical: equal tables have equal hashes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EncodedTable:
 
 @lru_cache(maxsize=8)
 def encoded_table(table: TensorTable) -> EncodedTable:
-    """The bytes of a table, remembered for all patches, runs and sessions that have the same one."""
+    """The bytes of a table, cached for all patches, runs and sessions that use it."""
     return EncodedTable(table)
 
 
@@ -56,7 +56,7 @@ def encode_table(table: TensorTable) -> bytes:
         or len(table) > limits.TENSORS
         or max(map(len, names), default=0) > limits.NAME_BYTES
     ):
-        raise LimitExceeded(f"a table of {len(table)} tensors in {len(raw)} bytes is past the limits of the format")
+        raise LimitExceeded(f"a table of {len(table)} tensors in {len(raw)} bytes exceeds the limits of the format")
     if (
         table.elements > limits.TENSOR_ELEMENTS
         or max(ranks, default=0) > limits.RANK
@@ -67,16 +67,16 @@ def encode_table(table: TensorTable) -> bytes:
 
 
 def decode_table(raw: bytes | memoryview) -> TensorTable:
-    """The table of `encode_table`, refusing anything that `encode_table` would not have written."""
+    """The table that `encode_table` wrote. Raises for bytes that it would not have written."""
     cursor = Cursor(raw, "tensor table")
     count = cursor.varint("tensor count", min(limits.TENSORS, len(raw)))
     lengths = cursor.varints(count, "name lengths", limits.NAME_BYTES)
-    names = _texts(bytes(cursor.take(int(lengths.sum()), "names")), lengths)
+    names = _decode_names(bytes(cursor.take(int(lengths.sum()), "names")), lengths)
     if any(map(operator.ge, names, islice(names, 1, None))):
-        raise InvalidField("tensor table: names do not rise strictly")
+        raise InvalidField("tensor table: names are not in strictly rising order")
     codes = bytes(cursor.take(count, "dtypes"))
-    if strangers := set(codes) - BY_CODE.keys():
-        raise UnsupportedFormat(f"tensor table: unknown dtype {min(strangers)}")
+    if unknown_codes := set(codes) - BY_CODE.keys():
+        raise UnsupportedFormat(f"tensor table: unknown dtype {min(unknown_codes)}")
     dtypes = [BY_CODE[code] for code in codes]
     ranks = bytes(cursor.take(count, "ranks"))
     if max(ranks, default=0) > limits.RANK:
@@ -85,20 +85,20 @@ def decode_table(raw: bytes | memoryview) -> TensorTable:
         raise LimitExceeded(f"tensor table: {sum(ranks)} dimensions in all, the limit is {limits.TABLE_DIMENSIONS}")
     sizes = cursor.varints(sum(ranks), "sizes", limits.TENSOR_ELEMENTS)
     cursor.finish()
-    every = sizes.tolist()
-    at = 0
+    size_list = sizes.tolist()
+    begin = 0
     shapes = []
     for rank in ranks:
-        shapes.append(tuple(every[at : at + rank]))
-        at += rank
+        shapes.append(tuple(size_list[begin : begin + rank]))
+        begin += rank
     table = TensorTable(map(TensorSpec, names, dtypes, shapes))
-    if not _surely_small(ranks, sizes):
+    if not _clearly_within_limits(ranks, sizes):
         _require_limits(table)
     return table
 
 
-def _surely_small(ranks: bytes, sizes: npt.NDArray[np.int64]) -> bool:
-    """Whether tensors are within the limits as far as floats can tell: products that are not exact are above them."""
+def _clearly_within_limits(ranks: bytes, sizes: npt.NDArray[np.int64]) -> bool:
+    """Whether all tensors are within the limits, computed fast in floats; products that floats round are above them."""
     rank = np.frombuffer(ranks, np.uint8).astype(np.int64)
     begin = (np.cumsum(rank) - rank)[rank > 0]
     if not begin.size:
@@ -114,7 +114,7 @@ def _require_limits(table: TensorTable) -> None:
     for spec in table.specs:
         numel = math.prod(spec.shape)
         if len(spec.shape) > limits.RANK or numel > limits.TENSOR_ELEMENTS:
-            raise LimitExceeded(f"tensor table: {spec} is past the limits of the format")
+            raise LimitExceeded(f"tensor table: {spec} exceeds the limits of the format")
         dimensions += len(spec.shape)
         elements += numel
     if dimensions > limits.TABLE_DIMENSIONS or elements > limits.TABLE_ELEMENTS:
@@ -124,7 +124,7 @@ def _require_limits(table: TensorTable) -> None:
         )
 
 
-def _texts(names: bytes, lengths: npt.NDArray[np.int64]) -> list[str]:
+def _decode_names(names: bytes, lengths: npt.NDArray[np.int64]) -> list[str]:
     ends = np.cumsum(lengths)
     try:
         return [names[a:b].decode() for a, b in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
@@ -133,7 +133,7 @@ def _texts(names: bytes, lengths: npt.NDArray[np.int64]) -> list[str]:
 
 
 def table_hash(raw: bytes) -> bytes:
-    """The name of a table: xxh3-128 of its canonical bytes."""
+    """The hash that identifies a table: xxh3-128 of its canonical bytes."""
     return checksum(raw)
 
 

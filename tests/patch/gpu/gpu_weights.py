@@ -43,7 +43,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(gpu_compare, "FEW_CHANGES", 0)
     monkeypatch.setattr(device_apply, "FEW_BYTES", 0)
     monkeypatch.setattr(device_apply, "FEW_CHANGES", 0)
-    monkeypatch.setattr(gpu_encode, "decide", always)
+    monkeypatch.setattr(gpu_encode, "classes_from_histogram", always)
     monkeypatch.setattr(buckets, "choose", always)
 
 

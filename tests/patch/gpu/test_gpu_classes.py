@@ -79,7 +79,7 @@ def test_tables_are_kept():
 @needs_gpu
 def test_classes_that_do_not_pay(monkeypatch):
     """Where telling elements apart saves nothing, `ctx` becomes `ulp`."""
-    monkeypatch.setattr(gpu_encode, "decide", lambda *_: (None, 0.0))
+    monkeypatch.setattr(gpu_encode, "classes_from_histogram", lambda *_: (None, 0.0))
     old, new = two_versions("bfloat16", {"w": (9000,)})
     patch, weights = sparserl.diff(on_gpu(old), on_gpu(new), profile="ctx"), on_gpu(old)
     assert profiles_of(patch) == {"ulp"}

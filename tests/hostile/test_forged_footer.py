@@ -96,7 +96,7 @@ def footer_sizes_huge(p, size):
     p.footer.sizes = [size] * 4
 
 
-@cases.forged(InvalidField, "bucket 2 is not the one", "gap")
+@cases.forged(InvalidField, "bucket 2 is not the bucket that the footer lists", "gap")
 def footer_checksums(p):
     sums = [b.encode()[-16:] for b in p.buckets]
     p.footer.checksums = [*sums[:2], bytes(16), sums[3]]

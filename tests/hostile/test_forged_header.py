@@ -90,12 +90,12 @@ def header_frame_wants_a_large_window(p, window):
     p.header.coded = bytes(coded)
 
 
-@cases.forged(InvalidField, "rise", "gap")
+@cases.forged(InvalidField, "not in strictly rising order", "gap")
 def table_names_out_of_order(p):
     p.header.table.names[0] = b"zzzz"
 
 
-@cases.forged(InvalidField, "rise", "gap")
+@cases.forged(InvalidField, "not in strictly rising order", "gap")
 def table_names_twice(p):
     p.header.table.names[1] = b"attn"
 

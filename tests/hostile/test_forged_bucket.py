@@ -238,12 +238,12 @@ def chunk_cut_in_two(p):
     p.buckets[1].streams[0].chunks = [chunk[:1], chunk[1:]]
 
 
-@cases.forged(InvalidField, "due")
+@cases.forged(InvalidField, "instead of")
 def chunk_short(p):
     p.buckets[1].streams[-1].chunks[0] = p.buckets[1].streams[-1].chunks[0][:-1]
 
 
-@cases.forged(InvalidField, "due")
+@cases.forged(InvalidField, "instead of")
 def chunk_long(p):
     p.buckets[1].streams[-1].chunks[0] += b"\0"
 

@@ -163,8 +163,8 @@ class Dissected:
         (count,), _ = self._numbers(1)
         (_, *pairs), size = self._numbers(1 + 2 * count)
         names = {p.id: p.name for p in PROFILES.values()}
-        said = ", ".join(f"{names[i]} {b}" for i, b in zip(pairs[::2], pairs[1::2], strict=True))
-        self._take(size, f"{count} estimates, in bytes: {said}" if count else "no estimates: nothing to choose")
+        estimates = ", ".join(f"{names[i]} {b}" for i, b in zip(pairs[::2], pairs[1::2], strict=True))
+        self._take(size, f"{count} estimates, in bytes: {estimates}" if count else "no estimates: nothing to choose")
 
     def _directory(self) -> None:
         (count,), size = self._numbers(1)
@@ -177,8 +177,8 @@ class Dissected:
                 length, end = self._number(end)
                 lengths.append(length)
             self.streams.append((stream, coder, lengths))
-            said = f"{many(chunks, 'chunk')} of {many(sum(lengths), 'byte')}{' together' * (chunks > 1)}"
-            self._take(end - self.at, f"stream {stream}, {name_of(stream)}: {CODERS[coder].name}, {said}")
+            extent = f"{many(chunks, 'chunk')} of {many(sum(lengths), 'byte')}{' together' * (chunks > 1)}"
+            self._take(end - self.at, f"stream {stream}, {name_of(stream)}: {CODERS[coder].name}, {extent}")
 
     def _values(self, stream: int, coder: int) -> str:
         """What a stream says, where it is stored as it is and short enough to be read."""
@@ -203,12 +203,12 @@ class Dissected:
 
     def _entries(self) -> str:
         entries = self.head.entries
-        said = []
+        lines = []
         for e, tensor in enumerate(entries.tensor.tolist()):
             region = entries.region[e]
             place = f"{self.table[tensor].name}{'' if region is None else ' ' + box(region)}"
-            said.append(f"{place}, {many(entries.count[e], 'change')}{', dense' if entries.dense[e] else ''}")
-        return "; ".join(said)
+            lines.append(f"{place}, {many(entries.count[e], 'change')}{', dense' if entries.dense[e] else ''}")
+        return "; ".join(lines)
 
 
 def name_of(stream: int) -> str:
@@ -271,11 +271,12 @@ def _tensors(patch: sparserl.Patch) -> Iterator[str]:
     entries = list(patch)
 
     def row(i: int, name: str) -> tuple[Any, ...]:
-        spec, mine = patch.table[i], [e for e in entries if e.tensor == name]
-        changed = sum(e.changed for e in mine)
+        spec = patch.table[i]
+        changes = [e for e in entries if e.tensor == name]
+        changed = sum(e.changed for e in changes)
         nbytes = spec.numel * spec.dtype.width
         share = f"{changed:,} ({changed / spec.numel:.2%})" if changed else "none"
-        where = ", ".join(sorted({str(e.bucket) for e in mine})) or "none"
+        where = ", ".join(sorted({str(e.bucket) for e in changes})) or "none"
         return i, f"`{name}`", f"{spec.dtype} {list(spec.shape)}", size(nbytes), share, where, TENSORS[name].what
 
     yield from listed(
@@ -302,8 +303,8 @@ def _pieces(table: sparserl.TensorTable) -> Iterator[str]:
         ]
         return i, batch.dtype, size(batch.elements * batch.dtype.width), ", ".join(parts)
 
-    found = batches(table, [(i, None) for i in range(len(table))])
-    yield from listed("batch, dtype, size, what", (row(i, batch) for i, batch in enumerate(found)))
+    table_batches = batches(table, [(i, None) for i in range(len(table))])
+    yield from listed("batch, dtype, size, what", (row(i, batch) for i, batch in enumerate(table_batches)))
 
 
 def _buckets(patch: sparserl.Patch) -> Iterator[str]:
@@ -380,10 +381,10 @@ def _summary(i: int, taken: Dissected) -> Iterator[str]:
     first = next(f.offset for f in taken.fields if f.note.startswith("stream "))
     lines = [(f.offset, len(f.data), f.note) for f in head]
     lines.append((first, taken.payload - first, "of each stream its id, coder, number of chunks, and their lengths"))
-    told = iter(taken.streams)
+    streams = iter(taken.streams)
     for field in taken.fields:
         if field.offset >= taken.payload:
-            _, coder, lengths = next(told, (0, None, []))
+            _, coder, lengths = next(streams, (0, None, []))
             how = "" if coder is None else f" ({CODERS[coder].name}, {many(len(lengths), 'chunk')})"
             lines.append((field.offset, len(field.data), f"{field.note}{how}"))
     yield from listed("offset, bytes, what", ((f"{at:,}", f"{n:,}", note) for at, n, note in lines))

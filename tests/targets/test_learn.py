@@ -55,7 +55,7 @@ def test_layers_in_groups(monkeypatch):
     """Where there is no room for all layers at once, they are learnt one after the other, to the same end."""
     engine, weights = Engine(1, 2), checkpoint()
     expected = find_pieces(named(weights), engine.live, engine.load)
-    monkeypatch.setattr(room, "AT_ONCE", 300)
+    monkeypatch.setattr(room, "GROUP_ELEMENTS", 300)
     assert len([*room._groups(named(weights))]) == 3
     assert sorted(map(repr, find_pieces(named(weights), engine.live, engine.load))) == sorted(map(repr, expected))
 
@@ -98,10 +98,10 @@ def test_a_value_made_of_weights_is_refused():
 
 def test_what_is_scattered_is_refused(monkeypatch):
     """A permutation that does not fold is not worth following; the message says which tensor lies in how many."""
-    monkeypatch.setattr(room, "MOST_PIECES", 40)
+    monkeypatch.setattr(room, "MAX_PIECES", 40)
     live = {"w": torch.zeros(100)}
     order = torch.randperm(100, generator=torch.Generator().manual_seed(1))
-    with pytest.raises(UnsupportedTensor, match=r"'w' lies in \d+ pieces in 'w'"):
+    with pytest.raises(UnsupportedTensor, match=r"'w' is in \d+ pieces in 'w'"):
         find_pieces(
             [CheckpointTensor("w", (100,), torch.float32)],
             live,

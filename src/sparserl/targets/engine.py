@@ -3,8 +3,8 @@
     pieces (see `find_pieces`) ──► parts: views of the engine's memory in checkpoint coordinates ──► stage ──► commit
 
 An engine of one rank has all of every tensor, and any patch can be applied to it. A rank of several has parts, and
-applies the changes in these; parts that several ranks have are written by each. The ranks must add up how their parts
-change the digest (`moved`) before any of them commits.
+applies the changes in these; parts that several ranks have are written by each of them. The ranks must
+add up how their parts change the digest (`moved`) before any of them commits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EngineTarget:
         threads: how many threads decode and write; by default as many as there are cores, up to 16.
     """
 
-    profiles: frozenset[str] | None = PROFILES  # all, once it is known that this rank has all of every tensor
+    profiles: frozenset[str] | None = PROFILES  # None, for all, once it is known that this rank has all of every tensor
     keeps_files = False
 
     def __init__(
@@ -57,23 +57,23 @@ class EngineTarget:
         self._live = live
         self._tied = tied or {}
         self._threads = threads
-        self._held: LocalWeights | None = None
+        self._local: LocalWeights | None = None
         self._tensors: Mapping[str, Any] = {}
         self._owned: frozenset[Place] = frozenset()
 
     @property
-    def held_parts(self) -> LocalWeights:
-        if self._held is None:
-            raise SessionError("the engine's tensors were not compared with those of a run yet")
-        return self._held
+    def local_weights(self) -> LocalWeights:
+        if self._local is None:
+            raise SessionError("the engine's tensors were not attached to a run yet")
+        return self._local
 
     def attach(self, table: TensorTable) -> Any:
         """The parts that this rank has of the tensors of a run."""
         self._tensors = dict(self._live())
         shards = Shards(table, [part for spec in table.specs for part in self._parts(spec.name)])
-        self._held = LocalWeights.of(shards)
-        self.profiles = None if self._held.complete else PROFILES
-        require_writable(self._held.memory_by_name().items())
+        self._local = LocalWeights.of(shards)
+        self.profiles = None if self._local.complete else PROFILES
+        require_writable(self._local.memory_by_name().items())
         return shards
 
     def _parts(self, name: str) -> Iterable[Part]:
@@ -82,16 +82,16 @@ class EngineTarget:
 
     def require_in_place(self) -> None:
         """Raise if the engine's tensors have moved."""
-        now = self._live()
+        tensors = self._live()
         for name, tensor in self._tensors.items():
-            if name not in now or now[name].data_ptr() != tensor.data_ptr():
+            if name not in tensors or tensors[name].data_ptr() != tensor.data_ptr():
                 raise WrongBase(f"{name!r} has moved since the engine's tensors were attached")
 
     def sums(self) -> dict[Place, Digest]:
         """The element sums of every part, from its bits as they are now."""
-        held = self.held_parts
-        found = ordered(lambda place: element_sums(held, [place], 1), held.places, self._threads)
-        return dict(zip(held.places, found, strict=True))
+        local = self.local_weights
+        sums = ordered(lambda place: element_sums(local, [place], 1), local.places, self._threads)
+        return dict(zip(local.places, sums, strict=True))
 
     def own(self, places: Collection[Place]) -> None:
         """Set which parts this rank counts in `moved`, of those that several ranks have."""
@@ -105,54 +105,55 @@ class EngineTarget:
 
     def prepare(self, change: Change) -> PreparedEngine:
         """Decode everything; nothing is written."""
-        held = self.held_parts
-        if held.complete:
-            weights = {held.table[tensor].name: memory.owner for (tensor, _), memory in held.parts}
+        local = self.local_weights
+        if local.complete:
+            weights = {local.table[tensor].name: memory.owner for (tensor, _), memory in local.parts}
             prepared = ModuleTarget(weights, self._threads).prepare(change)
             return PreparedEngine(self, [prepared.commit], None, prepared.changed)
-        mine = [part for part in held.parts if part[0] in self._owned]
-        others = [part for part in held.parts if part[0] not in self._owned]
-        both = [LocalWeights(held.table, parts) for parts in (mine, others)]
+        owned = [part for part in local.parts if part[0] in self._owned]
+        shared = [part for part in local.parts if part[0] not in self._owned]
+        halves = [LocalWeights(local.table, parts) for parts in (owned, shared)]
         if change.fresh is None and len(change.patches) == 1:
-            applications = self._slice(change.patches[0], both)
+            applications = self._slice(change.patches[0], halves)
         else:
-            applications = [self._beside(change, parts) for parts in both]
+            applications = [self._rebuild(change, half) for half in halves]
         moved = applications[0].result - applications[0].base
         commits = [application.commit for application in applications]
         return PreparedEngine(self, commits, moved, sum(application.changed for application in applications))
 
-    def _slice(self, patch: Patch, several: Sequence[LocalWeights]) -> list[Application]:
-        """What a patch of the whole does to some parts and to others, staged on them. Digests count from zero."""
+    def _slice(self, patch: Patch, weights: Sequence[LocalWeights]) -> list[Application]:
+        """Stage a patch of all weights on several sets of parts. Digests count from zero."""
         buckets = [*ordered(patch.contents.decode, range(patch.buckets), self._threads)]
-        out = []
-        for held in several:
-            slicer = PatchSlicer(held)
+        applications = []
+        for local in weights:
+            slicer = PatchSlicer(local)
 
-            def one(bucket: Decoded, held: LocalWeights = held, slicer: PatchSlicer = slicer) -> Staged:
-                return stage(held, slicer.slice(bucket))
+            def stage_bucket(bucket: Decoded, local: LocalWeights = local, slicer: PatchSlicer = slicer) -> Staged:
+                return stage(local, slicer.slice(bucket))
 
-            staged = [*ordered(one, buckets, self._threads)]
-            tied = shared_memory(held)
-            refuse_conflicts(held, tied, staged)
+            staged = [*ordered(stage_bucket, buckets, self._threads)]
+            tied = shared_memory(local)
+            refuse_conflicts(local, tied, staged)
             moved = sum((part.moved for part in staged), Digest())
             changed = sum(int(part.decoded.head.entries.count.sum()) for part in staged)
-            out.append(Application(held, Digest(), moved, tuple(staged), bool(tied), changed))
-        return out
+            applications.append(Application(local, Digest(), moved, tuple(staged), bool(tied), changed))
+        return applications
 
-    def _beside(self, change: Change, held: LocalWeights) -> Application:
-        """What several patches, or all weights anew, do to some parts: built in host memory, then compared."""
-        now = Shards(held.table, [Part(held.table[t].name, _box(held, t, r), m.owner) for (t, r), m in held.parts])
+    def _rebuild(self, change: Change, local: LocalWeights) -> Application:
+        """Stage several patches, or fresh weights: build the new parts in host memory, then compare."""
+        table = local.table
+        old = Shards(table, [Part(table[t].name, _box(local, t, r), m.owner) for (t, r), m in local.parts])
         if change.fresh is not None:
-            whole_ones = {name: memory.view() for name, memory in memories(change.fresh).items()}
-            dtypes = {spec.name: spec.dtype for spec in held.table.specs}
-            new = now.map(lambda part: Bits(_inside(whole_ones[part.tensor], part.region), dtypes[part.tensor]))
+            arrays = {name: memory.view() for name, memory in memories(change.fresh).items()}
+            dtypes = {spec.name: spec.dtype for spec in table.specs}
+            new = old.map(lambda part: Bits(_slice_region(arrays[part.tensor], part.region), dtypes[part.tensor]))
         else:
-            new = copied(now)
+            new = copy_shards(old)
             for patch in change.patches:
                 for application in self._slice(patch, [LocalWeights.of(new)]):
                     application.commit(self._threads)
-        patch = diff(now, new, profile="raw", threads=self._threads)
-        return stage_all(patch.contents, now, digest=patch.base)
+        patch = diff(old, new, profile="raw", threads=self._threads)
+        return stage_all(patch.contents, old, digest=patch.base)
 
 
 class PreparedEngine:
@@ -161,7 +162,7 @@ class PreparedEngine:
     def __init__(
         self, target: EngineTarget, applications: Sequence[Callable[[], Undo]], moved: Digest | None, changed: int
     ) -> None:
-        """moved: how the parts that this rank speaks for move the digest; None if it has all of every tensor."""
+        """moved: how the parts that this rank owns change the digest; None if it has all of every tensor."""
         self._target = target
         self._applications = applications
         self.moved = moved
@@ -169,15 +170,15 @@ class PreparedEngine:
 
     def commit(self) -> Undo:
         self._target.require_in_place()
-        done: list[Undo] = []
+        undo_steps: list[Undo] = []
 
         def undo() -> None:
-            while done:
-                done.pop()()
+            while undo_steps:
+                undo_steps.pop()()
 
         try:
             for commit in self._applications:
-                done.append(commit())  # noqa: PERF401  # what was done must be known when the next one fails
+                undo_steps.append(commit())  # noqa: PERF401  # if the next commit fails, these must be undone
         except BaseException:
             undo()
             raise
@@ -190,16 +191,16 @@ class PreparedEngine:
         """Nothing was written."""
 
 
-def _box(held: LocalWeights, tensor: int, region: Region | None) -> Region:
-    return region or whole(held.table[tensor].shape)
+def _box(local: LocalWeights, tensor: int, region: Region | None) -> Region:
+    return region or whole(local.table[tensor].shape)
 
 
-def _inside(bits: UIntArray, region: Region) -> UIntArray:
-    return bits[region.slices] if region.size else bits  # of no dimensions, what is inside would be a copy
+def _slice_region(bits: UIntArray, region: Region) -> UIntArray:
+    return bits[region.slices] if region.size else bits  # indexing an array of no dimensions would copy it
 
 
-def copied(shards: Shards) -> Shards:
-    """The same parts in host memory of their own."""
+def copy_shards(shards: Shards) -> Shards:
+    """Copy parts to new host memory."""
 
     def copy(part: Part) -> Bits:
         memory = memory_of(part.tensor, part.data)

@@ -19,16 +19,16 @@ from ..weights.region import Region, Shape, whole
 from ..weights.shards import Place
 from ..wire import Entries
 
-PROFILES = frozenset(("raw", "gap", "ulp"))  # that can be sliced
+PROFILES = frozenset(("raw", "gap", "ulp"))  # profiles whose patches can be sliced
 
 
 class PatchSlicer:
     """Cuts patches along the parts of one rank."""
 
-    def __init__(self, held: LocalWeights) -> None:
-        self._table = held.table
+    def __init__(self, weights: LocalWeights) -> None:
+        self._table = weights.table
         self._parts: dict[int, list[Region | None]] = {}
-        for tensor, region in held.places:
+        for tensor, region in weights.places:
             self._parts.setdefault(tensor, []).append(region)
 
     def slice(self, decoded: Decoded) -> Decoded:
@@ -40,14 +40,14 @@ class PatchSlicer:
         at = 0
         for place, count in zip(decoded.sparse_places, decoded.sparse_count.tolist(), strict=True):
             flat = flatten(self._table, place, decoded.positions[at : at + count])
-            mine = decoded.words[at : at + count]
+            entry_words = decoded.words[at : at + count]
             at += count
             for region in self._parts.get(place[0], ()):
-                inside, where = _within(flat, self._shape(place[0]), region)
-                if where.size:
-                    rows.append(((place[0], region), where.size, self._numel(place[0], region), False))
-                    positions.append(where)
-                    words.append(mine[inside])
+                inside, local = _within(flat, self._shape(place[0]), region)
+                if local.size:
+                    rows.append(((place[0], region), local.size, self._numel(place[0], region), False))
+                    positions.append(local)
+                    words.append(entry_words[inside])
         for (tensor, region), bits in decoded.dense_bits:
             for common, part in self._common(tensor, region, bits):
                 rows.append(((tensor, common), part.size, part.size, True))
@@ -67,14 +67,14 @@ class PatchSlicer:
         return self._table[tensor].numel if region is None else region.numel
 
     def _common(self, tensor: int, region: Region | None, bits: UIntArray) -> Iterator[tuple[Region | None, UIntArray]]:
-        """What a region of a tensor has in common with each part, with its share of the region's bits."""
-        every = whole(self._shape(tensor))
-        outer = region or every
+        """The intersection of a region with each part of its tensor, and the bits of the region in it."""
+        whole_tensor = whole(self._shape(tensor))
+        outer = region or whole_tensor
         for part in self._parts.get(tensor, ()):
-            if (common := _intersection(outer, part or every)) is not None:
+            if (common := _intersection(outer, part or whole_tensor)) is not None:
                 start = tuple(a - b for a, b in zip(common.start, outer.start, strict=True))
                 share = bits.reshape(outer.size)[Region(start, common.size).slices].reshape(-1)
-                yield (None if common == every else common), share
+                yield (None if common == whole_tensor else common), share
 
 
 def _entries(rows: list[tuple[Place, int, int, bool]]) -> Entries:
@@ -87,7 +87,7 @@ def _entries(rows: list[tuple[Place, int, int, bool]]) -> Entries:
 def _within(
     flat: np.ndarray[tuple[int], np.dtype[np.int64]], shape: Shape, region: Region | None
 ) -> tuple[slice | np.ndarray, Positions]:
-    """Which positions in a tensor are in a region of it, and their positions there."""
+    """Which positions in a tensor are in a region of it, and their positions in the region."""
     if region is None:
         return slice(None), flat.astype(np.uint32)
     coordinates = np.unravel_index(flat, shape)

@@ -170,7 +170,7 @@ def test_values_computed_of_weights(seen):
     """Nor does one that keeps something that it has computed of its weights, and it says what."""
     said = seen["derived"].result()["start"]
     assert "UnsupportedTensor" in said
-    assert "doubled' is computed of the weights" in said
+    assert "doubled' is computed from the weights" in said
 
 
 def test_a_server(seen):

@@ -179,5 +179,6 @@ MUTANTS = (
         "keep_alive(shares)",
         "",
         Tests("test_threads.py", "nobody_wrote"),
+        feature="avx512_vbmi2",
     ),
 )

@@ -23,7 +23,8 @@ class Tests:
 class Mutant:
     """In `file` (under src/sparserl), the code `old` becomes `new`, and the tests must notice.
 
-    `old` stands exactly once in the file, whatever its white space, line breaks and comments are.
+    `old` stands exactly once in the file, whatever its white space, line breaks and comments are. A mutant of code that
+    only some processors run names the feature they have, as /proc/cpuinfo does; elsewhere it is left out.
     """
 
     name: str
@@ -31,6 +32,12 @@ class Mutant:
     old: str
     new: str
     tests: Tests
+    feature: str = ""
+
+    @property
+    def runs_here(self) -> bool:
+        info = Path("/proc/cpuinfo")
+        return not self.feature or (info.exists() and self.feature in info.read_text().split())
 
     @property
     def compiled(self) -> bool:

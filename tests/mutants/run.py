@@ -138,8 +138,11 @@ def shared(mutants: Iterable[Mutant]) -> list[list[Mutant]]:
 
 def run(names: list[str], green: bool) -> int:
     """0 if every mutant that was asked for was noticed."""
-    mutants = [m for m in MUTANTS if not names or any(name in m.name for name in names)]
-    if faults := lost(mutants):
+    chosen = [m for m in MUTANTS if not names or any(name in m.name for name in names)]
+    mutants = [m for m in chosen if m.runs_here]
+    for mutant in set(chosen) - set(mutants):
+        print(f"left out: {mutant.name}: this processor has no {mutant.feature}", flush=True)
+    if faults := lost(chosen):
         raise SystemExit("\n".join(f"{mutant.name}: {fault}" for mutant, fault in faults.items()))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sparserl-mutants-") as home, ThreadPoolExecutor(WORKERS) as pool:

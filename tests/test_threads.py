@@ -47,7 +47,7 @@ def small(monkeypatch):
     """Pieces so small that there is work for every thread."""
     monkeypatch.setattr("sparserl.weights.batches.PIECE_BYTES", 4096)
     monkeypatch.setattr("sparserl.plan.buckets.BUCKET_COVER_BYTES", 40_000)
-    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
+    monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -22,7 +22,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 @pytest.fixture
 def classes(monkeypatch):
     """Small data, too, is told apart by magnitude where `ctx` is asked for."""
-    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
+    monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
 
 
 def normal(rng, *shape):
@@ -117,7 +117,7 @@ def test_a_vouched_wrong_base(at, bit, seed):
     old = normal(rng, 5000)
     new = trained(rng, old)
     with pytest.MonkeyPatch.context() as patcher:
-        patcher.setattr("sparserl.plan.buckets.choose", always)
+        patcher.setattr("sparserl.plan.buckets.choose_classes", always)
         patch = sparserl.diff(held(old), held(new), profile="ctx")
     assert {e.profile for e in patch} == {"ctx"}
     wrong = old.copy()
@@ -251,7 +251,7 @@ def test_large_tiles_and_many_buckets(chain, monkeypatch):
     """Cut into pieces and buckets, on several threads, kept or decoded twice: the same weights."""
     versions, _ = chain
     monkeypatch.setattr("sparserl.weights.batches.PIECE_BYTES", 30_000)
-    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
+    monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
     monkeypatch.setattr("sparserl.plan.buckets.BUCKET_COVER_BYTES", 60_000)
     monkeypatch.setattr("sparserl.patch.apply.KEEP_BYTES", 10_000)
     patch = sparserl.diff(held(*versions[0]), held(*versions[1]), profile="ctx", threads=3)

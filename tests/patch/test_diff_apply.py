@@ -31,7 +31,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 @pytest.fixture(autouse=True)
 def classes(monkeypatch):
     """Small data, too, is told apart by magnitude where `ctx` is asked for."""
-    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
+    monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
 
 
 @each_profile

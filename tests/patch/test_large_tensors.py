@@ -20,7 +20,7 @@ from tests.class_choice import always
 @pytest.fixture(autouse=True)
 def classes(monkeypatch):
     """Small data, too, is told apart by magnitude where `ctx` is asked for."""
-    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
+    monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
 
 
 # Tensors past 2^31 elements, of which only the touched pages exist.

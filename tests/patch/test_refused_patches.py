@@ -24,7 +24,7 @@ from tests.patch.changed_weights import PROFILES, assert_same, each_profile, fam
 @pytest.fixture(autouse=True)
 def classes(monkeypatch):
     """Small data, too, is told apart by magnitude where `ctx` is asked for."""
-    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
+    monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
 
 
 @given(weights_pairs().filter(lambda p: any(b.size for b in p[0].values())), st.sampled_from(PROFILES), st.data())

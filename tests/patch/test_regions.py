@@ -25,7 +25,7 @@ each_profile = pytest.mark.parametrize("profile", PROFILES)
 @pytest.fixture(autouse=True)
 def classes(monkeypatch):
     """Small data, too, is told apart by magnitude where `ctx` is asked for."""
-    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
+    monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
 
 
 def cut(shape, *counts):

@@ -17,7 +17,7 @@ from tests.patch.changed_weights import assert_same, each_profile, strided
 @pytest.fixture(autouse=True)
 def classes(monkeypatch):
     """Small data, too, is told apart by magnitude where `ctx` is asked for."""
-    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
+    monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
 
 
 # Tied weights.

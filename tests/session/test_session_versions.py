@@ -137,7 +137,7 @@ def test_a_joining_target_that_holds_a_version_is_recognized(url):
 )
 def test_profiles_that_a_target_cannot_take(url, monkeypatch, takes, kind):
     """It gets what it can take of what the store has: an anchor at worst."""
-    monkeypatch.setattr("sparserl.plan.buckets.choose", always)
+    monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
     policy = Policy()
     publisher = Publisher(url, policy.weights)
     publisher.publish()

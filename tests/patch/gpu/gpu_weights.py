@@ -44,7 +44,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(device_apply, "FEW_BYTES", 0)
     monkeypatch.setattr(device_apply, "FEW_CHANGES", 0)
     monkeypatch.setattr(gpu_encode, "classes_from_histogram", always)
-    monkeypatch.setattr(buckets, "choose", always)
+    monkeypatch.setattr(buckets, "choose_classes", always)
 
 
 def gpu_tensor(bits):

@@ -27,6 +27,7 @@ HOME = Path(__file__).resolve().parents[2]
 SHORT = ("--model", "tiny", "--syncs", "2", "--warm-up", "2", "--lr", "5e-6", "--rate", "200Mbit", "--latency", "1ms")
 
 
+@pytest.mark.long
 def test_every_format_gives_the_same_run(tmp_path: Path) -> None:
     """Tokens, rewards and weights are compared inside; patches are the smallest, and all bytes crossed the link."""
     ways = "dense bf16,PULSE,sparserl over TCP,sparserl over HTTP"

@@ -373,7 +373,7 @@ def _sparse(path: Path, size: int, changes: int) -> None:
             file.write(b"\x01\x3f")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
     """Comparing two checkpoints of 5 GB takes less than 1 GB of memory of our own."""
     _sparse(tmp_path / "a.safetensors", 5_000_000_000, 0)

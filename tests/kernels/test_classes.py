@@ -17,7 +17,18 @@ STRETCH = 8192
 
 each_width = pytest.mark.parametrize("width", WIDTHS)
 each_magnitude = pytest.mark.parametrize("magnitude", MAGNITUDES)
-each_number = pytest.mark.parametrize("number", [1, 3, 4, 5, 7])
+COMMON = {(1, "float"), (2, "float"), (2, "signed"), (2, "plain"), (4, "float")}  # each other kind is compiled anew
+each_kind = pytest.mark.parametrize(
+    ("width", "magnitude"),
+    [
+        pytest.param(width, magnitude, marks=[] if (width, magnitude) in COMMON else [pytest.mark.long])
+        for width in WIDTHS
+        for magnitude in MAGNITUDES
+    ],
+)
+each_number = pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[] if number in (3, 7) else [pytest.mark.long]) for number in (1, 3, 4, 5, 7)]
+)
 
 
 def int64(*values):
@@ -174,8 +185,7 @@ HOW = ("none", "few", "half", "all", "first", "last")
 
 
 @each_number
-@each_magnitude
-@each_width
+@each_kind
 def test_regions_of_every_size_in_one_call(width, magnitude, number):
     """All sizes up to 300, with few, many, all, no, the first or the last element changed."""
     rng = np.random.default_rng(number)
@@ -199,8 +209,7 @@ def test_thresholds_that_a_byte_tells(magnitude, thresholds):
     assert_classes(rng, 2, magnitude, thresholds, entries, 12)
 
 
-@each_magnitude
-@each_width
+@each_kind
 def test_regions_around_stretches_and_tiles(width, magnitude):
     """Sizes next to 8192 and its multiples, next to tiles, in tiles from a stretch's eighth to all of it."""
     rng = np.random.default_rng(width)
@@ -353,8 +362,7 @@ def keys_of(bits, magnitude, shift):
     return np.minimum(reference.magnitude(bits, magnitude).astype(np.uint64) >> np.uint64(shift), np.uint64(511))
 
 
-@each_magnitude
-@each_width
+@each_kind
 def test_histograms(width, magnitude):
     """Keys are magnitudes without their low bits, at most 511; every block of 64, or one in so many, is counted."""
     rng = np.random.default_rng(5)
@@ -381,8 +389,7 @@ def test_the_histogram_of_magnitudes_past_63_bits():
     assert {int(k): int(keys[k]) for k in np.flatnonzero(keys)} == {0: 1, 510: 1, 511: 5}
 
 
-@each_magnitude
-@each_width
+@each_kind
 def test_the_histogram_of_changes(width, magnitude):
     """Keys of changed elements, told apart by step: one up, one down, one or two more, any other."""
     rng = np.random.default_rng(8)
@@ -398,8 +405,7 @@ def test_the_histogram_of_changes(width, magnitude):
             assert (keys == expected).all()
 
 
-@each_magnitude
-@each_width
+@each_kind
 def test_the_largest_magnitude(width, magnitude):
     """Of any elements; of none it is zero."""
     rng = np.random.default_rng(6)

@@ -106,7 +106,10 @@ def test_a_subscriber_is_killed_at_any_moment(case: str, tmp_path: Path) -> None
     assert seen["leftovers"] > 2
 
 
-@pytest.mark.parametrize(("store", "kills", "seed"), [("file", 20, 11), ("seaweedfs", 20, 12), ("moto", 20, 13)])
+@pytest.mark.parametrize(
+    ("store", "kills", "seed"),
+    [("file", 20, 11), ("seaweedfs", 20, 12), pytest.param("moto", 20, 13, marks=pytest.mark.long)],
+)
 def test_all_are_killed_over_and_over(store: str, kills: int, seed: int) -> None:
     """A publisher and two subscribers that live at the same time, and die at drawn moments."""
     seen = _driver("-m", "tests.session.soak", "--kills", kills, "--store", store, "--seed", seed)
@@ -218,7 +221,7 @@ def test_the_reply_to_a_swap_is_lost(server: Server, place: str, kind: str) -> N
     settled(server.store(place))
 
 
-@pytest.mark.parametrize("when", ["before the swap", "after the swap"])
+@pytest.mark.parametrize("when", [pytest.param("before the swap", marks=pytest.mark.long), "after the swap"])
 def test_an_outage(server: Server, place: str, when: str) -> None:
     """A publish that an outage stops is told; the next one is right, whether or not the head had moved."""
     down = False

@@ -104,8 +104,8 @@ def die_in_commit(worker):
     from sparserl.targets import engine as target
 
     def commit(self):
-        for landing in self._landings[:1]:
-            landing()
+        for apply in self._applications[:1]:
+            apply()
         os.kill(os.getpid(), signal.SIGKILL)
 
     target.PreparedEngine.commit = commit

@@ -81,7 +81,7 @@ class Run:
 
     def holds(self, version: int) -> None:
         """The version is held, the engine sees it and nothing else is left in the folder."""
-        held = self.target.held()
+        held = self.target.remembered_version()
         assert held is not None
         assert (self.subscriber.version, held[2]) == (version, version)
         assert f"-{version:012d}" in self.target.current.readlink().name
@@ -127,7 +127,7 @@ def test_an_anchor_that_does_not_fit(run: Run, disk: Disk, tmp_path: Path) -> No
         with pytest.raises(CheckpointError, match="No space left"):
             subscriber.sync()
         assert list(target.building.iterdir()) == []
-        assert target.held() is None
+        assert target.remembered_version() is None
         disk.clear()
         subscriber.sync()
         assert open_checkpoint(target.current)["w"].array.tolist() == run.weights["w"].tolist()
@@ -173,7 +173,7 @@ class FillsTheDisk:
     def attach(self, table: object) -> None:
         return None
 
-    def held(self) -> None:
+    def remembered_version(self) -> None:
         return None
 
     def prepare(self, change: object) -> FillsTheDisk:

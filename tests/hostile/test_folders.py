@@ -312,7 +312,7 @@ def test_a_note_that_nobody_can_read_is_none(kind: str, url: str, tmp_path: Path
     with Subscriber(url, target) as subscriber:
         subscriber.sync()
     (tmp_path / "out" / "held.json").write_bytes(HELD[kind].encode("utf-8", "surrogatepass"))
-    assert target.held() is None
+    assert target.remembered_version() is None
     with Subscriber(url, target) as subscriber:
         assert subscriber.sync() is None
         assert subscriber.version == 0
@@ -334,7 +334,7 @@ def test_pipes_in_a_target_and_a_store(url: str, tmp_path: Path) -> None:
     """Nor is one waited for where held.json, the head or the lock should be."""
     (tmp_path / "out").mkdir()
     os.mkfifo(tmp_path / "out" / "held.json")
-    assert targets.folder(tmp_path / "out").held() is None
+    assert targets.folder(tmp_path / "out").remembered_version() is None
     store = FolderStore(url.removeprefix("file://"))
     (store.root / "head.json").unlink()
     os.mkfifo(store.root / "head.json")

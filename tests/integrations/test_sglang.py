@@ -152,7 +152,7 @@ def test_the_folder_route(sglang, tmp_path):
 
 def control(url, **said):
     """The tensor that a client sends."""
-    said = {"url": url, "key": None, "run": None, "token": None, "version": None, "ahead": False} | said
+    said = {"url": url, "trusted_keys": None, "run": None, "token": None, "version": None, "ahead": False} | said
     return [("sparserl", torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8))]
 
 

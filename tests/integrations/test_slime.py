@@ -85,8 +85,8 @@ def test_state_and_keys(tmp_path, monkeypatch):
     secret, public = keygen()
     (tmp_path / "key").write_text(secret + "\n")
     monkeypatch.setenv("SPARSERL_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("SPARSERL_KEY_FILE", str(tmp_path / "key"))
-    monkeypatch.setenv("SPARSERL_PUBLIC_KEY", public)
+    monkeypatch.setenv("SPARSERL_SIGNING_KEY_FILE", str(tmp_path / "key"))
+    monkeypatch.setenv("SPARSERL_TRUSTED_KEYS", f"{keygen()[1]},{public}")
     for version in (1, 2):
         slime._publishers.clear()
         out = written(tmp_path / "trainer", version)
@@ -94,7 +94,7 @@ def test_state_and_keys(tmp_path, monkeypatch):
         slime.fetch(str(tmp_path / "host"), version)
         assert read(out) == read(tmp_path / "host" / f"weight_v{version:06d}")
     assert read_head(open_store(f"file://{tmp_path}/store"))[0].version == 1
-    monkeypatch.setenv("SPARSERL_PUBLIC_KEY", keygen()[1])
+    monkeypatch.setenv("SPARSERL_TRUSTED_KEYS", keygen()[1])
     with pytest.raises(SessionError, match="signed by another key"):
         slime.fetch(str(tmp_path / "host"), 3)
 

@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         "a head without a signature is believed",
         "session/store/signing.py",
-        'raise Untrusted(f"{what} is not signed, and only what a trusted key has signed is accepted")',
+        'raise Untrusted(f"{label} is not signed, and only what a trusted key has signed is accepted")',
         "return body.encode()",
         Tests("session/test_signing.py", "unsigned or belongs"),
     ),

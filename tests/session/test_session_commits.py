@@ -35,8 +35,8 @@ class Breaks:
     def close(self):
         self.inner.close()
 
-    def held(self):
-        return self.inner.held()
+    def remembered_version(self):
+        return self.inner.remembered_version()
 
     def prepare(self, change):
         if self.where == "prepare":

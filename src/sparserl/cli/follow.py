@@ -153,7 +153,7 @@ class _Follower:
 
         head, _ = read_head(self._subscriber.store, self._keys)
         steps = read_index(self._subscriber.store, head).steps
-        run, _, version = self._target.held() or ("", 0.0, -1)
+        run, _, version = self._target.remembered_version() or ("", 0.0, -1)
         digest = routes.versions(steps).get(version) if run == head.run else None
         start = None if digest is None else (version, digest)
         route = routes.route(steps, start, head.version)

@@ -81,12 +81,12 @@ class Ctx:
 
     def decode(self, layout: BucketLayout, reader: Reader) -> DecodedChanges:
         if layout.old_addresses is None:
-            raise NeedsBase(f"{reader.what} is in profile ctx, which cannot be read without the base weights")
+            raise NeedsBase(f"{reader.label} is in profile ctx, which cannot be read without the base weights")
         classes = read_classes(layout.dtype, reader)
         counts = _read_counts(layout, reader, len(classes.thresholds) + 1)
         totals = counts.sum(0, np.int64)
         if int(totals.sum()) != layout.changes:
-            raise InvalidField(f"{reader.what}: the changes of all tiles do not add up to those of the entries")
+            raise InvalidField(f"{reader.label}: the changes of all tiles do not add up to those of the entries")
         gaps, words = _read_classes_streams(layout, reader, totals)
         reader.finish()  # no error may come after the old bits were overwritten below
         kind, mask = magnitude(layout.dtype)
@@ -108,7 +108,7 @@ class Ctx:
         )
         if bad >= 0:
             raise InvalidField(
-                f"{reader.what}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile "
+                f"{reader.label}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile "
                 "(the old bits may not be those of the base)"
             )
         return changes
@@ -157,10 +157,10 @@ def read_classes(dtype: DType, reader: Reader) -> Classes:
     """Shift and thresholds, which rise strictly and stay where a magnitude of the dtype can reach them."""
     data = reader.take_stored(Stream.CLASSES, 1 + 2 * (MOST_CLASSES - 1))
     if len(data) < 3 or len(data) % 2 == 0:
-        raise InvalidField(f"{reader.what}: {len(data)} bytes do not tell classes apart")
+        raise InvalidField(f"{reader.label}: {len(data)} bytes do not tell classes apart")
     classes = Classes(data[0], tuple(np.frombuffer(data[1:], "<u2").tolist()))
     thresholds = classes.thresholds
     rising = all(a < b for a, b in zip((0, *thresholds), thresholds, strict=False))
     if not rising or thresholds[-1] >= KEYS or thresholds[-1] << classes.shift >= 1 << (8 * dtype.width):
-        raise InvalidField(f"{reader.what}: classes by {list(thresholds)} << {classes.shift} do not fit {dtype}")
+        raise InvalidField(f"{reader.label}: classes by {list(thresholds)} << {classes.shift} do not fit {dtype}")
     return classes

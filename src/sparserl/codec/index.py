@@ -22,7 +22,7 @@ def read_positions(layout: BucketLayout, reader: Reader) -> Positions:
     """Positions, checked to rise strictly and to stay inside each region."""
     positions = reader.take_items(Stream.POSITIONS, np.dtype("<u4"), layout.chunk_sizes(layout.changes), layout.lend)
     if (bad := cpu.changes.ascending(layout.count, layout.numel, positions.ctypes.data)) >= 0:
-        raise InvalidField(f"{reader.what}: sparse entry {bad}: positions are out of range or do not rise")
+        raise InvalidField(f"{reader.label}: sparse entry {bad}: positions are out of range or do not rise")
     return positions
 
 
@@ -55,5 +55,5 @@ def read_gaps(layout: BucketLayout, reader: Reader) -> Positions:
     positions = gaps  # in the same memory
     bad = cpu.changes.tile_positions(layout.count, layout.numel, layout.tile_log, counts, gaps, positions)
     if bad >= 0:
-        raise InvalidField(f"{reader.what}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile")
+        raise InvalidField(f"{reader.label}: sparse entry {bad}: tile counts do not add up, or a gap leaves its tile")
     return positions

@@ -53,5 +53,5 @@ def read_into(
     )
     if bad >= 0:
         raise InvalidField(
-            f"{reader.what}: stream {tokens}: number {bad} is past its limit or its low bits do not match"
+            f"{reader.label}: stream {tokens}: number {bad} is past its limit or its low bits do not match"
         )

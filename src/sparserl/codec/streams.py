@@ -87,10 +87,10 @@ class Reader:
     """Decodes the chunks of a bucket in order, and checks at the end that every chunk was read."""
 
     def __init__(
-        self, coded: Mapping[int, tuple[Coder, Sequence[Buffer]]], what: str = "bucket", body: Buffer = b""
+        self, coded: Mapping[int, tuple[Coder, Sequence[Buffer]]], label: str = "bucket", body: Buffer = b""
     ) -> None:
         """`body` has all chunks, one behind the other, if they lie so in memory. `what` names the bucket in errors."""
-        self.what = what
+        self.label = label
         self.body = body
         self._coded = coded
         self._taken = dict.fromkeys(coded, 0)
@@ -98,7 +98,7 @@ class Reader:
 
     def copy(self) -> Reader:
         """A reader that continues where this one is."""
-        other = Reader(self._coded, self.what, self.body)
+        other = Reader(self._coded, self.label, self.body)
         other._taken |= self._taken
         return other
 
@@ -133,7 +133,7 @@ class Reader:
         try:
             return coder.decode(chunk, size)
         except FormatError as error:
-            raise type(error)(f"{self.what}: stream {stream}: {error}") from error
+            raise type(error)(f"{self.label}: stream {stream}: {error}") from error
 
     def take_all(self, stream: int, sizes: list[int]) -> npt.NDArray[np.uint8]:
         """The next chunks of a stream, one behind the other; they must decode to exactly these sizes in bytes."""
@@ -175,7 +175,7 @@ class Reader:
         coder, chunk = self._next(stream)
         if coder.id != Stored.id or len(chunk) > most:
             raise InvalidField(
-                f"{self.what}: stream {stream}: a chunk of low bits is coded or longer than {most} bytes"
+                f"{self.label}: stream {stream}: a chunk of low bits is coded or longer than {most} bytes"
             )
         return chunk
 
@@ -210,11 +210,11 @@ class Reader:
         for stream, (_, chunks) in self._coded.items():
             if self._taken[stream] != len(chunks):
                 left = len(chunks) - self._taken[stream]
-                raise InvalidField(f"{self.what}: stream {stream} holds {left} chunk(s) too many")
+                raise InvalidField(f"{self.label}: stream {stream} holds {left} chunk(s) too many")
 
     def _next(self, stream: int) -> tuple[Coder, Buffer]:
         if stream not in self._coded or self._taken[stream] >= len(self._coded[stream][1]):
-            raise Truncated(f"{self.what}: stream {stream} ends before its last chunk")
+            raise Truncated(f"{self.label}: stream {stream} ends before its last chunk")
         coder, chunks = self._coded[stream]
         self._taken[stream] += 1
         return coder, chunks[self._taken[stream] - 1]

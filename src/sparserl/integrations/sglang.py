@@ -29,6 +29,7 @@ import torch
 
 from ..errors import SessionError, UnsupportedTensor
 from ..session.store.retention import read_head, read_run
+from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
 from ..targets.engine_layout import CheckpointTensor, Piece, find_pieces, parts_of
 from ..transport.stores.opening import open_store
@@ -114,21 +115,21 @@ class _RankFollower:
         if subscriber is not None:
             subscriber.wait(_WAIT_SECONDS)
 
-    def _follow(self, url: str, key: str | None, **options: Any) -> EngineSubscriber:
+    def _follow(self, url: str, trusted_keys: PublicKeys | None, **options: Any) -> EngineSubscriber:
         if self._subscriber is not None:
             self._subscriber.close()
             self._subscriber = None
         if not self._pieces:
-            self._pieces = self._on_all_ranks(lambda: self._learn(url, key, options["token"]))
+            self._pieces = self._on_all_ranks(lambda: self._learn(url, trusted_keys, options["token"]))
             self._layout = _layout(self._model)
         target = EngineTarget(self._pieces, lambda: tensors_of(self._model), tied_names(self._model))
         return self._on_all_ranks(
-            lambda: EngineSubscriber(url, target, self._rank, self._gather, trusted_keys=key, **options)
+            lambda: EngineSubscriber(url, target, self._rank, self._gather, trusted_keys=trusted_keys, **options)
         )
 
-    def _learn(self, url: str, key: str | None, token: str | None) -> list[Piece]:
+    def _learn(self, url: str, trusted_keys: PublicKeys | None, token: str | None) -> list[Piece]:
         with closing(open_store(url, token=token)) as store:
-            table = read_run(store, read_head(store, key)[0]).table
+            table = read_run(store, read_head(store, trusted_keys)[0]).table
         tensors = [CheckpointTensor(spec.name, spec.shape, getattr(torch, spec.dtype.name)) for spec in table.specs]
         return learn_pieces(self._model, tensors)
 
@@ -234,7 +235,7 @@ def request(
     version: int | None = None,
     *,
     ranks: int = 1,
-    key: str | None = None,
+    trusted_keys: PublicKeys | None = None,
     run: str | None = None,
     token: str | None = None,
     ahead: bool = True,
@@ -244,7 +245,8 @@ def request(
 
     ranks: the tensor-parallel size of the engine. The other options are those of `Client.update`.
     """
-    command = {"url": store, "key": key, "run": run, "token": token, "version": version, "ahead": ahead}
+    keys = trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else list(trusted_keys)
+    command = {"url": store, "trusted_keys": keys, "run": run, "token": token, "version": version, "ahead": ahead}
     control = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
     payload = base64.b64encode(pickle.dumps([("sparserl", control)])).decode()
     return {
@@ -281,19 +283,21 @@ class Client:
         store: str,
         version: int | None = None,
         *,
-        key: str | None = None,
+        trusted_keys: PublicKeys | None = None,
         run: str | None = None,
         token: str | None = None,
         ahead: bool = True,
     ) -> tuple[str, int]:
         """Pause the engine and let it commit a version, by default the newest; returns run and version.
 
-        store, key, run, token: as for a `Subscriber`; the engine's ranks fetch from the store themselves.
+        store, trusted_keys, run, token: as for a `Subscriber`; the engine's ranks fetch from the store themselves.
         ahead: whether they stage new versions as they are published, so that the next pause is shorter.
         """
         ranks = int(self._ask("server_info")["tp_size"])
         flush = self._mode != "in_place"
-        body = request(store, version, ranks=ranks, key=key, run=run, token=token, ahead=ahead, flush_cache=flush)
+        body = request(
+            store, version, ranks=ranks, trusted_keys=trusted_keys, run=run, token=token, ahead=ahead, flush_cache=flush
+        )
         self._ask("pause_generation", mode=self._mode)
         try:
             self._ask("begin_weight_update", selector="target")

@@ -11,7 +11,8 @@ second one on every rank of an engine before it reads that version (see docs/how
     --sglang-custom-pull-weights-pre-read-hook sparserl.integrations.slime.fetch
 
 Both take the store from the environment: SPARSERL_URL. Also SPARSERL_STATE, a folder in which the trainer keeps what it
-needs to continue its run, SPARSERL_KEY_FILE, its secret key, and SPARSERL_PUBLIC_KEY, the only key that rollouts trust.
+needs to continue its run, SPARSERL_SIGNING_KEY_FILE, a file with its secret key, and
+SPARSERL_TRUSTED_KEYS, the public keys that rollouts trust, separated by commas.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def publish(args: Any, version_dir: str, rollout_engines: Any) -> None:  # noqa:
     _latest.path = Path(version_dir)
     url = _url()
     if url not in _publishers:
-        secret = os.environ.get("SPARSERL_KEY_FILE")
-        key = None if secret is None else Path(secret).read_text().strip()
+        key_file = os.environ.get("SPARSERL_SIGNING_KEY_FILE")
+        signing_key = None if key_file is None else Path(key_file).read_text().strip()
         state = os.environ.get("SPARSERL_STATE")
-        _publishers[url] = Publisher(url, _latest, signing_key=key, files=_latest.path, state=state)
+        _publishers[url] = Publisher(url, _latest, signing_key=signing_key, files=_latest.path, state=state)
     _publishers[url].publish()
 
 
@@ -71,11 +72,11 @@ def fetch(source_dir: str, target_version: int) -> None:
     if name.is_dir() and not name.is_symlink():
         return
     root.mkdir(parents=True, exist_ok=True)
-    key = os.environ.get("SPARSERL_PUBLIC_KEY")
+    trusted_keys = _trusted_keys()
     with _host_lock(root), closing(open_store(_url())) as store, closing(folder(root / "sparserl", keep=2)) as target:
-        head, _ = read_head(store, key)
-        if target.held() != (head.run, head.created, head.version):
-            Subscriber(store, target, trusted_keys=key).sync()
+        head, _ = read_head(store, trusted_keys)
+        if target.remembered_version() != (head.run, head.created, head.version):
+            Subscriber(store, target, trusted_keys=trusted_keys).sync()
         draft = root / f".{name.name}"
         draft.unlink(missing_ok=True)
         draft.symlink_to(target.current.resolve())
@@ -92,6 +93,11 @@ def _url() -> str:
         raise SessionError(
             "SPARSERL_URL is not set: set it to the store between the trainer and its rollouts"
         ) from None
+
+
+def _trusted_keys() -> list[str] | None:
+    keys = os.environ.get("SPARSERL_TRUSTED_KEYS")
+    return None if keys is None else keys.split(",")
 
 
 def _rank() -> int:

@@ -24,6 +24,7 @@ from ..errors import NotFound, PeerLost, SessionError
 from ..session import Publisher, Subscriber, SyncReport
 from ..session.anchors import zeros
 from ..session.store.retention import read_head
+from ..session.store.signing import PublicKeys
 from ..sources import open_checkpoint
 from ..targets import FolderTarget, ModuleTarget, folder
 from ..transport.stores.opening import open_store
@@ -57,8 +58,8 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         it every worker has a copy of the weights in host memory.
     device: where rollouts get the weights; by default the GPU of the worker, if there is one.
     timeout: seconds to wait for the other side.
-    key: the secret key with which the trainer signs.
-    public_key: the only key that rollouts trust.
+    signing_key: the secret key with which the trainer signs.
+    trusted_keys: the public keys that rollouts trust, one or several.
     options: further options of the `Publisher`.
     """
 
@@ -73,8 +74,8 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         folder: str | None = None,
         device: str | None = None,
         timeout: float = 600.0,
-        key: str | None = None,
-        public_key: str | None = None,
+        signing_key: str | None = None,
+        trusted_keys: PublicKeys | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.bucket_size = bucket_size
@@ -86,8 +87,8 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         self._folder = folder
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._timeout = timeout
-        self._key = key
-        self._public = public_key
+        self._signing_key = signing_key
+        self._trusted_keys = trusted_keys
         self._options = dict(options or {})
         self._host: dict[str, torch.Tensor] = {}
         self._source = _CapturedSource()
@@ -142,7 +143,12 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         if self._publisher is None:
             group = torch.distributed.group.WORLD if self._spread else None
             self._publisher = Publisher(
-                self._store, self._source, signing_key=self._key, writers=group, timeout=self._timeout, **self._options
+                self._store,
+                self._source,
+                signing_key=self._signing_key,
+                writers=group,
+                timeout=self._timeout,
+                **self._options,
             )
         report = await asyncio.to_thread(self._publisher.publish, step=global_steps if self._spread else None)
         return {} if report is None or not self.is_master else _metrics(report)
@@ -184,7 +190,7 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
             return self._read_folder(Path(self._folder))
         if self._subscriber is None:
             self._target = _HostTarget() if self._folder is None else folder(self._folder, keep=1)
-            self._subscriber = Subscriber(self._url, self._target, trusted_keys=self._public)
+            self._subscriber = Subscriber(self._url, self._target, trusted_keys=self._trusted_keys)
         subscriber = self._subscriber
 
         def has_next() -> bool:
@@ -201,7 +207,7 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         end = time.monotonic() + self._timeout
         target = folder(path)
         while time.monotonic() < end:
-            if (record := target.held()) is not None and self._is_next((record[0], record[2])):
+            if (record := target.remembered_version()) is not None and self._is_next((record[0], record[2])):
                 return open_checkpoint(target.current.resolve())
             time.sleep(_POLL_SECONDS)
         raise self._timeout_error()
@@ -213,7 +219,7 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
     def _head_version(self) -> RunAndVersion | None:
         """Run and version at the store's head; None if there is no head yet."""
         try:
-            head, _ = read_head(self._store, self._public)
+            head, _ = read_head(self._store, self._trusted_keys)
         except NotFound:
             return None
         return head.run, head.version

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from ..errors import SessionError, TensorMismatch, UnsupportedTensor
+from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
 from ..targets.engine_layout import CheckpointTensor, Piece, find_pieces, parts_of
 from ..weights.digest import Digest, digest
@@ -41,13 +42,13 @@ _WAIT_SECONDS = 1.0  # that the staging thread waits for a new version before it
 
 @dataclass
 class SparserlInitInfo(WeightTransferInitInfo):
-    """The store of the run; `key`, `run` and `token` as for a `Subscriber`.
+    """The store of the run; `trusted_keys`, `run` and `token` as for a `Subscriber`.
 
     ahead: whether new versions are staged as they are published, instead of when they are to be committed.
     """
 
     url: str
-    key: str | None = None
+    trusted_keys: PublicKeys | None = None
     run: str | None = None
     token: str | None = None
     audit_every: int | None = None
@@ -100,7 +101,7 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         if init_info is None:
             return
         target = EngineTarget(self._pieces, lambda: parts_of(self.model), tied_names(self.model_config, self._pieces))
-        options = {"trusted_keys": init_info.key, "run": init_info.run, "token": init_info.token}
+        options = {"trusted_keys": init_info.trusted_keys, "run": init_info.run, "token": init_info.token}
         rank = self._world.rank_in_group
         gather = gather_over(self._world)
         with self._raise_on_last_rank():

@@ -332,9 +332,9 @@ class Contents:
     def require_limits(self) -> None:
         """Refuse more changes or buckets than a patch of these weights may have."""
         bounds = [("changes", self.changed, self.table.elements), ("buckets", len(self), limits.BUCKETS)]
-        for what, count, most in bounds:
+        for label, count, most in bounds:
             if count > most:
-                raise LimitExceeded(f"the patch has {count} {what}, the limit is {most}")
+                raise LimitExceeded(f"the patch has {count} {label}, the limit is {most}")
 
     def _read_heads(self, threads: int | None) -> Sequence[Head]:
         self.require_limits()

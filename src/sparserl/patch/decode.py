@@ -72,10 +72,10 @@ class Decoded:
         """Place, count and bits of every dense entry."""
         counts = self.head.entries.count[self.head.entries.dense].tolist()
         sizes = self.head.entries.numel[self.head.entries.dense].tolist()
-        at = 0
+        offset = 0
         for place, count, size in zip(self._places(dense=True), counts, sizes, strict=True):
-            yield place, count, self.dense[at : at + size]
-            at += size
+            yield place, count, self.dense[offset : offset + size]
+            offset += size
 
     @property
     def dense_bits(self) -> list[tuple[Place, UIntArray]]:

@@ -186,14 +186,14 @@ def _changes_of(weights: LocalWeights, tensor: int, staged: list[Staged]) -> tup
     positions = [np.empty(0, np.int64)]
     bits = [np.empty(0, weights.table[tensor].dtype.uint)]
     for part in staged:
-        at = 0
+        offset = 0
         for place, count in zip(part.decoded.sparse_places, part.new.count.tolist(), strict=True):
             if place[0] == tensor:
-                inside = slice(at, at + count)
+                inside = slice(offset, offset + count)
                 real = part.old_bits[inside] != part.new.bits[inside]
                 positions.append(flatten(weights.table, place, part.new.positions[inside][real]))
                 bits.append(part.new.bits[inside][real])
-            at += count
+            offset += count
         for place, dense in part.new.dense:
             if place[0] == tensor:
                 real = weights.bits(*place) != dense

@@ -57,8 +57,8 @@ def share(value: float) -> str:
     return f"{value:.0%}" if value in (0.0, 1.0) else f"{100 * value:.3g}%"
 
 
-def _card(id: str, value: float, shown: str, what: str) -> str:
-    return f'<div class="card" id="{escape(id)}" data-value="{value!r}"><b>{escape(shown)}</b>{escape(what)}</div>'
+def _card(id: str, value: float, shown: str, caption: str) -> str:
+    return f'<div class="card" id="{escape(id)}" data-value="{value!r}"><b>{escape(shown)}</b>{escape(caption)}</div>'
 
 
 def _cards(name: str, figures: Mapping[str, Any]) -> str:

@@ -169,14 +169,14 @@ class Model:
         if not self.tied:
             yield HEAD, (self.vocab, self.hidden)
         for layer in range(self.layers):
-            at = f"model.layers.{layer}"
-            yield f"{at}.input_layernorm.weight", (self.hidden,)
-            yield f"{at}.post_attention_layernorm.weight", (self.hidden,)
-            yield from self._attention(f"{at}.self_attn")
+            prefix = f"model.layers.{layer}"
+            yield f"{prefix}.input_layernorm.weight", (self.hidden,)
+            yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
+            yield from self._attention(f"{prefix}.self_attn")
             if not self.has_experts(layer):
-                yield from self._gated(f"{at}.mlp", self.width, _GATED, self.mlp_bias)
+                yield from self._gated(f"{prefix}.mlp", self.width, _GATED, self.mlp_bias)
                 continue
-            moe = f"{at}.{self.moe}"
+            moe = f"{prefix}.{self.moe}"
             yield f"{moe}.gate.weight", (self.experts, self.hidden)
             for expert in range(self.experts):
                 yield from self._gated(f"{moe}.experts.{expert}", self.expert_width, self.expert_names)
@@ -184,28 +184,28 @@ class Model:
                 yield from self._gated(f"{moe}.shared_expert", self.shared_width, _GATED)
                 yield f"{moe}.shared_expert_gate.weight", (1, self.hidden)
 
-    def _attention(self, at: str) -> Iterator[tuple[str, Shape]]:
+    def _attention(self, prefix: str) -> Iterator[tuple[str, Shape]]:
         queries = self.heads * self.head_dim
         keys = self.groups * self.head_dim
         for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-            yield f"{at}.{name}_proj.weight", (rows, self.hidden)
+            yield f"{prefix}.{name}_proj.weight", (rows, self.hidden)
             if self.qkv_bias:
-                yield f"{at}.{name}_proj.bias", (rows,)
-        yield f"{at}.o_proj.weight", (self.hidden, queries)
+                yield f"{prefix}.{name}_proj.bias", (rows,)
+        yield f"{prefix}.o_proj.weight", (self.hidden, queries)
         if self.out_bias:
-            yield f"{at}.o_proj.bias", (self.hidden,)
+            yield f"{prefix}.o_proj.bias", (self.hidden,)
         if self.qk_norm:
-            yield f"{at}.q_norm.weight", (self.head_dim,)
-            yield f"{at}.k_norm.weight", (self.head_dim,)
+            yield f"{prefix}.q_norm.weight", (self.head_dim,)
+            yield f"{prefix}.k_norm.weight", (self.head_dim,)
 
     def _gated(
-        self, at: str, width: int, names: tuple[str, str, str], bias: bool = False
+        self, prefix: str, width: int, names: tuple[str, str, str], bias: bool = False
     ) -> Iterator[tuple[str, Shape]]:
         gate, up, down = names
         for name, shape in ((gate, (width, self.hidden)), (up, (width, self.hidden)), (down, (self.hidden, width))):
-            yield f"{at}.{name}.weight", shape
+            yield f"{prefix}.{name}.weight", shape
             if bias:
-                yield f"{at}.{name}.bias", shape[:1]
+                yield f"{prefix}.{name}.bias", shape[:1]
 
 
 def _expert_options(kind: str, layers: int, read: Callable[[str], Any]) -> dict[str, Any]:
@@ -249,68 +249,71 @@ class _Stage:
 
     def layer(self, layer: int) -> Iterator[tuple[str, Local]]:
         """The parameters of a layer, which the checkpoint counts from 0."""
-        at = f"model.layers.{layer}"
-        yield "input_layernorm.weight", self.replicated(f"{at}.input_layernorm.weight")
-        yield "pre_mlp_layernorm.weight", self.replicated(f"{at}.post_attention_layernorm.weight")
-        yield from self._attention(f"{at}.self_attn")
+        prefix = f"model.layers.{layer}"
+        yield "input_layernorm.weight", self.replicated(f"{prefix}.input_layernorm.weight")
+        yield "pre_mlp_layernorm.weight", self.replicated(f"{prefix}.post_attention_layernorm.weight")
+        yield from self._attention(f"{prefix}.self_attn")
         if self.model.has_experts(layer):
-            yield from self._experts(f"{at}.{self.model.moe}")
+            yield from self._experts(f"{prefix}.{self.model.moe}")
         else:
             kinds = ("weight", "bias") if self.model.mlp_bias else ("weight",)
-            own = self.ranks.dp == 0
-            yield from self._gated("mlp.linear_fc{}.{}", f"{at}.mlp", _GATED, self.tp, own, kinds)
+            owned = self.ranks.dp == 0
+            yield from self._gated("mlp.linear_fc{}.{}", f"{prefix}.mlp", _GATED, self.tp, owned, kinds)
 
     def replicated(self, tensor: str) -> Local:
         """A tensor that every tensor-parallel rank has all of."""
         return split(self.table, tensor, 0, 0, 1).owned(self.ranks.tp == 0 and self.ranks.dp == 0)
 
-    def _attention(self, at: str) -> Iterator[tuple[str, Local]]:
+    def _attention(self, prefix: str) -> Iterator[tuple[str, Local]]:
         model = self.model
-        own = self.ranks.dp == 0
+        owned = self.ranks.dp == 0
         for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
-            spans = query_groups(f"{at}.{{}}_proj.{kind}", model.heads, model.groups, model.head_dim)
-            yield f"self_attention.linear_qkv.{kind}", stack(self.table, spans, *self.tp).owned(own)
-        yield "self_attention.linear_proj.weight", split(self.table, f"{at}.o_proj.weight", 1, *self.tp).owned(own)
+            spans = query_groups(f"{prefix}.{{}}_proj.{kind}", model.heads, model.groups, model.head_dim)
+            yield f"self_attention.linear_qkv.{kind}", stack(self.table, spans, *self.tp).owned(owned)
+        yield (
+            "self_attention.linear_proj.weight",
+            split(self.table, f"{prefix}.o_proj.weight", 1, *self.tp).owned(owned),
+        )
         if model.out_bias:
-            yield "self_attention.linear_proj.bias", self.replicated(f"{at}.o_proj.bias")
+            yield "self_attention.linear_proj.bias", self.replicated(f"{prefix}.o_proj.bias")
         if model.qk_norm:
-            yield "self_attention.q_layernorm.weight", self.replicated(f"{at}.q_norm.weight")
-            yield "self_attention.k_layernorm.weight", self.replicated(f"{at}.k_norm.weight")
+            yield "self_attention.q_layernorm.weight", self.replicated(f"{prefix}.q_norm.weight")
+            yield "self_attention.k_layernorm.weight", self.replicated(f"{prefix}.k_norm.weight")
 
-    def _experts(self, at: str) -> Iterator[tuple[str, Local]]:
+    def _experts(self, prefix: str) -> Iterator[tuple[str, Local]]:
         model = self.model
         ranks = self.ranks
-        yield "mlp.router.weight", self.replicated(f"{at}.gate.weight")
+        yield "mlp.router.weight", self.replicated(f"{prefix}.gate.weight")
         local_experts, remainder = divmod(model.experts, ranks.ep_size)
         if remainder:
             raise TensorMismatch(f"{model.experts} experts cannot be spread evenly over {ranks.ep_size} ranks")
         for i in range(local_experts):
             name = f"mlp.experts.linear_fc{{}}.{{}}{i}"
-            expert = f"{at}.experts.{ranks.ep * local_experts + i}"
+            expert = f"{prefix}.experts.{ranks.ep * local_experts + i}"
             yield from self._gated(name, expert, model.expert_names, ranks.expert, ranks.edp == 0)
         if model.shared_width:
-            shared = f"{at}.shared_expert"
+            shared = f"{prefix}.shared_expert"
             yield from self._gated("mlp.shared_experts.linear_fc{}.{}", shared, _GATED, self.tp, ranks.dp == 0)
-            yield "mlp.shared_experts.gate_weight", self.replicated(f"{at}.shared_expert_gate.weight")
+            yield "mlp.shared_experts.gate_weight", self.replicated(f"{prefix}.shared_expert_gate.weight")
 
     def _gated(
         self,
         name: str,
-        at: str,
+        prefix: str,
         names: tuple[str, str, str],
         cut: tuple[int, int],
-        own: bool,
+        owned: bool,
         kinds: Sequence[str] = ("weight",),
     ) -> Iterator[tuple[str, Local]]:
         """A gated MLP: a rank's rows of gate and up in one parameter, its columns of down in another."""
         gate, up, down = names
         for kind in kinds:
-            slices = [split(self.table, f"{at}.{tensor}.{kind}", 0, *cut).slices[0] for tensor in (gate, up)]
+            slices = [split(self.table, f"{prefix}.{tensor}.{kind}", 0, *cut).slices[0] for tensor in (gate, up)]
             spans = [Span(slice_.tensor, slice_.region.start[0], slice_.region.size[0]) for slice_ in slices]
-            yield name.format(1, kind), stack(self.table, spans).owned(own)
-        yield name.format(2, "weight"), split(self.table, f"{at}.{down}.weight", 1, *cut).owned(own)
+            yield name.format(1, kind), stack(self.table, spans).owned(owned)
+        yield name.format(2, "weight"), split(self.table, f"{prefix}.{down}.weight", 1, *cut).owned(owned)
         if "bias" in kinds:
-            yield name.format(2, "bias"), self.replicated(f"{at}.{down}.bias")
+            yield name.format(2, "bias"), self.replicated(f"{prefix}.{down}.bias")
 
 
 def query_groups(tensor: str, heads: int, groups: int, head_dim: int) -> Iterator[Span]:

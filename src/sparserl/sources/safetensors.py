@@ -96,14 +96,14 @@ def _written_format(name: str, dtype: DType, shape: Shape) -> tuple[str, Shape]:
     return dtype.safetensors, shape
 
 
-def parse_json(raw: bytes, what: str) -> dict[str, Any]:
+def parse_json(raw: bytes, label: str) -> dict[str, Any]:
     """Parse a JSON object in which no name occurs twice."""
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_unique, parse_int=_number, parse_constant=_number)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not valid JSON: {str(error) or type(error).__name__}") from error
+        raise CheckpointError(f"{label} is not valid JSON: {str(error) or type(error).__name__}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{what} is a JSON {type(value).__name__}, not an object")
+        raise CheckpointError(f"{label} is a JSON {type(value).__name__}, not an object")
     return value
 
 
@@ -127,52 +127,52 @@ def _check_metadata(metadata: Any, where: str) -> None:
         raise CheckpointError(f"{where}: {_METADATA} is not a map from text to text")
 
 
-def _slot(name: str, entry: Any, origin: int, size: int, what: str) -> Slot:
+def _slot(name: str, entry: Any, origin: int, size: int, label: str) -> Slot:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise CheckpointError(f"{what}: needs dtype, shape and data_offsets")
+        raise CheckpointError(f"{label}: needs dtype, shape and data_offsets")
     try:
         too_long = len(name.encode()) > limits.NAME_BYTES
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"{what}: the name is not valid Unicode") from error
+        raise CheckpointError(f"{label}: the name is not valid Unicode") from error
     if too_long:
-        raise CheckpointError(f"{what}: the name is longer than {limits.NAME_BYTES} bytes")
-    dtype, shape = _format(entry["dtype"], _numbers(entry["shape"], f"{what}: shape"), what)
-    offsets = _numbers(entry["data_offsets"], f"{what}: data_offsets")
+        raise CheckpointError(f"{label}: the name is longer than {limits.NAME_BYTES} bytes")
+    dtype, shape = _format(entry["dtype"], _numbers(entry["shape"], f"{label}: shape"), label)
+    offsets = _numbers(entry["data_offsets"], f"{label}: data_offsets")
     if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - origin:
         raise CheckpointError(
-            f"{what}: data_offsets {list(offsets)} do not lie in the {size - origin} bytes behind the header; "
+            f"{label}: data_offsets {list(offsets)} do not lie in the {size - origin} bytes behind the header; "
             "the file is cut short or damaged"
         )
     start, stop = offsets
     needed = math.prod(shape) * dtype.width
     if stop - start != needed:
         raise CheckpointError(
-            f"{what}: {stop - start} bytes of data, but {dtype.name}{list(shape)} takes {needed} bytes"
+            f"{label}: {stop - start} bytes of data, but {dtype.name}{list(shape)} takes {needed} bytes"
         )
     return Slot(name, dtype, shape, origin + start, origin + stop)
 
 
-def _numbers(value: Any, what: str) -> Shape:
+def _numbers(value: Any, label: str) -> Shape:
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
-        raise CheckpointError(f"{what} is not a list of whole numbers")
+        raise CheckpointError(f"{label} is not a list of whole numbers")
     return tuple(value)
 
 
-def _format(name: Any, shape: Shape, what: str) -> tuple[DType, Shape]:
+def _format(name: Any, shape: Shape, label: str) -> tuple[DType, Shape]:
     dtype = BY_SAFETENSORS.get(name) if isinstance(name, str) else None
     if name == _PAIRS:
         if not shape or shape[-1] % 2:
-            raise CheckpointError(f"{what}: F4 of shape {list(shape)} does not fill whole bytes")
+            raise CheckpointError(f"{label}: F4 of shape {list(shape)} does not fill whole bytes")
         dtype = _PAIR
         shape = (*shape[:-1], shape[-1] // 2)
     if dtype is None:
         raise CheckpointError(
-            f"{what}: dtype {name!r} is not supported; supported are {', '.join(BY_SAFETENSORS)}, {_PAIRS}"
+            f"{label}: dtype {name!r} is not supported; supported are {', '.join(BY_SAFETENSORS)}, {_PAIRS}"
         )
     if len(shape) > limits.RANK:
-        raise CheckpointError(f"{what}: {len(shape)} dimensions, the limit is {limits.RANK}")
+        raise CheckpointError(f"{label}: {len(shape)} dimensions, the limit is {limits.RANK}")
     if max((math.prod(shape), *shape)) > limits.TENSOR_ELEMENTS:
-        raise CheckpointError(f"{what}: shape {list(shape)} is past the limit of {limits.TENSOR_ELEMENTS} elements")
+        raise CheckpointError(f"{label}: shape {list(shape)} is past the limit of {limits.TENSOR_ELEMENTS} elements")
     return dtype, shape
 
 

@@ -135,7 +135,7 @@ class FolderTarget:
             with folders.versions.folder(name) as base:
                 copy_patched(base, folder, change.patches, self._threads)
 
-    def held(self) -> tuple[str, float, int] | None:
+    def remembered_version(self) -> tuple[str, float, int] | None:
         """The run, when it began, and the version that was committed last; None if that is not known."""
         try:
             with Folder.open(self.root) as root, os.fdopen(root.file(_HELD), "rb") as file:

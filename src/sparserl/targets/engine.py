@@ -97,7 +97,7 @@ class EngineTarget:
         """Set which parts this rank counts in `moved`, of those that several ranks have."""
         self._owned = frozenset(places)
 
-    def held(self) -> None:
+    def remembered_version(self) -> None:
         """Memory does not outlive its process."""
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class ModuleTarget:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def held(self) -> None:
+    def remembered_version(self) -> None:
         """Memory does not outlive its process."""
 
     def written(self) -> None:

@@ -37,11 +37,11 @@ class PatchSlicer:
         positions = list[Positions]()
         words = list[UIntArray]()
         dense = list[UIntArray]()
-        at = 0
+        offset = 0
         for place, count in zip(decoded.sparse_places, decoded.sparse_count.tolist(), strict=True):
-            flat = flatten(self._table, place, decoded.positions[at : at + count])
-            entry_words = decoded.words[at : at + count]
-            at += count
+            flat = flatten(self._table, place, decoded.positions[offset : offset + count])
+            entry_words = decoded.words[offset : offset + count]
+            offset += count
             for region in self._parts.get(place[0], ()):
                 inside, local = _within(flat, self._shape(place[0]), region)
                 if local.size:

@@ -73,7 +73,7 @@ class Target(Protocol):
         """
         ...
 
-    def held(self) -> tuple[str, float, int] | None:
+    def remembered_version(self) -> tuple[str, float, int] | None:
         """The run, when it began, and the version that it remembers across restarts; None if it remembers none."""
         ...
 

@@ -77,7 +77,7 @@ class TargetConformance:
         again.commit()
         again.finish()
         self._sees(holding, versions[end])
-        version = holding.held()
+        version = holding.remembered_version()
         assert version is None or version == (change.run, change.created, end)
 
     def test_what_is_discarded_leaves_no_trace(self, holding: Target, versions: list[Weights]) -> None:
@@ -163,7 +163,7 @@ class _BreakableTarget:
     def attach(self, table: Any) -> None:
         """It takes anything."""
 
-    def held(self) -> None:
+    def remembered_version(self) -> None:
         """It remembers nothing."""
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class Boxes(Sequence["Region | None"]):
     def numbers(self) -> Numbers:
         """Start and size of every box in every dimension, one box behind the other; whole tensors are left out."""
         boxed = np.flatnonzero(self.first >= 0)
-        rank, at, sizes = self.table.dimensions
+        rank, offset, sizes = self.table.dimensions
         ranks = rank[self.tensor[boxed]]
         end = np.cumsum(2 * ranks)
         out = np.empty(int(end[-1]) if end.size else 0, np.int64)
@@ -65,7 +65,7 @@ class Boxes(Sequence["Region | None"]):
             first = self.first[boxed[rows]]
             span = self.span[boxed[rows]]
             for d in reversed(range(r)):
-                size = sizes[at[self.tensor[boxed[rows]]] + d]
+                size = sizes[offset[self.tensor[boxed[rows]]] + d]
                 first, out[end[rows] - 2 * r + d] = np.divmod(first, size)
                 span, last = np.divmod(span, size)
                 out[end[rows] - r + d] = last + 1
@@ -152,13 +152,13 @@ def ends(table: TensorTable, tensor: Numbers, regions: Sequence[Region | None]) 
 
 def corners(table: TensorTable, tensor: Numbers, first: Numbers, last: Numbers) -> tuple[Numbers, Numbers]:
     """Start and stop of boxes, a row for each dimension of more than one index; all tensors must have as many."""
-    rank, at, sizes = table.wide
+    rank, offset, sizes = table.wide
     dims = int(rank[tensor[0]]) if tensor.size else 0
     start, stop = np.empty((2, dims, tensor.size), np.int64)
     rest = first.copy()
     span = last - first
     for d in reversed(range(dims)):
-        size = sizes[at[tensor] + d]
+        size = sizes[offset[tensor] + d]
         np.divmod(rest, size, out=(rest, start[d]))
         np.divmod(span, size, out=(span, stop[d]))
         stop[d] += start[d] + 1

@@ -100,7 +100,7 @@ def _wide_strides(table: TensorTable, tensor: Numbers, rank: int) -> Numbers:
     """Strides of the dimensions that have more than one element; all tensors have `rank` of them."""
     strides = np.ones((tensor.size, rank), np.int64)
     for d in reversed(range(rank - 1)):
-        strides[:, d] = strides[:, d + 1] * table.wide.sizes[table.wide.at[tensor] + d + 1]
+        strides[:, d] = strides[:, d + 1] * table.wide.sizes[table.wide.offset[tensor] + d + 1]
     return strides
 
 

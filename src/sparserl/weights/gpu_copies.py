@@ -29,11 +29,11 @@ def upload_parts(parts: Sequence[bytes | memoryview], device: Any) -> torch.Tens
     Parts in page-locked memory are copied from there, others through the driver's own buffers.
     """
     out = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=device)
-    at = 0
+    offset = 0
     for part in parts:
         if len(part):
-            out[at : at + len(part)].copy_(_as_tensor(part), non_blocking=True)
-        at += len(part)
+            out[offset : offset + len(part)].copy_(_as_tensor(part), non_blocking=True)
+        offset += len(part)
     return out
 
 
@@ -74,14 +74,14 @@ def fetch_with_margins(
 
     def copy() -> None:
         view = host.numpy().data
-        at = 0
+        offset = 0
         for margin, body, end in zip(before, bodies, ends.tolist(), strict=True):
-            body_end = at + margin
+            body_end = offset + margin
             for tensor in body:
                 host[body_end : body_end + tensor.nbytes].copy_(tensor.view(torch.uint8), non_blocking=True)
                 body_end += tensor.nbytes
-            spans.append((view[at:end], margin, body_end - at))
-            at = end
+            spans.append((view[offset:end], margin, body_end - offset))
+            offset = end
 
     wait = _begin_copy(device, tensors, copy)
 

@@ -47,7 +47,7 @@ class Dimensions(NamedTuple):
     """Dimensions of all tensors: how many each has, where they begin in `sizes`, and all sizes."""
 
     rank: npt.NDArray[np.int64]
-    at: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
 
 

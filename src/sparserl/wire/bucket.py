@@ -173,35 +173,35 @@ def _add_around(front: bytes, streams: EncodedStreams) -> Callable[[], bytes | m
     return seal
 
 
-def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, what: str) -> tuple[Head, Reader]:
+def decode_bucket(data: bytes | memoryview, table: TensorTable, hash: bytes, label: str) -> tuple[Head, Reader]:
     """The head of a bucket, checked against the tensor table, and a reader of its streams.
 
     Args:
         data: The bytes of the bucket.
         table: The tensor table of the patch.
         hash: The hash of that table.
-        what: The name of the bucket in errors.
+        label: The name of the bucket in errors.
 
     Raises:
         FormatError: The bytes are not a valid bucket of this table.
     """
-    return read_bucket(bucket_body(data, what), table, hash, what)
+    return read_bucket(bucket_body(data, label), table, hash, label)
 
 
-def bucket_body(data: bytes | memoryview, what: str) -> memoryview:
+def bucket_body(data: bytes | memoryview, label: str) -> memoryview:
     """The bytes of a bucket before its checksum, which must match."""
     if len(data) > limits.BUCKET_BYTES:
-        raise LimitExceeded(f"{what}: {len(data)} bytes, the limit is {limits.BUCKET_BYTES}")
-    return strip_checksum(data, what)
+        raise LimitExceeded(f"{label}: {len(data)} bytes, the limit is {limits.BUCKET_BYTES}")
+    return strip_checksum(data, label)
 
 
-def read_bucket(data: memoryview, table: TensorTable, hash: bytes, what: str) -> tuple[Head, Reader]:
+def read_bucket(data: memoryview, table: TensorTable, hash: bytes, label: str) -> tuple[Head, Reader]:
     """`decode_bucket` of bytes whose checksum was checked and removed."""
-    cursor = Cursor(data, what)
+    cursor = Cursor(data, label)
     profile, dtype = _identify(cursor, hash)
     entry_count = cursor.varint("entry count", limits.ENTRIES)
     if not entry_count:
-        raise InvalidField(f"{what}: no entries; a bucket holds at least one")
+        raise InvalidField(f"{label}: no entries; a bucket holds at least one")
     entry_bytes = cursor.varint("entry table length", limits.ENTRY_BYTES)
     tile_log = _between(cursor, "tile size", limits.MIN_TILE_LOG, limits.MAX_TILE_LOG)
     chunk_log = _between(cursor, "chunk size", limits.MIN_CHUNK_LOG, limits.MAX_CHUNK_LOG)
@@ -210,35 +210,35 @@ def read_bucket(data: memoryview, table: TensorTable, hash: bytes, what: str) ->
         for _ in range(cursor.varint("estimate count", 16))
     )
     streams, body = _streams(cursor)
-    reader = Reader(streams, what, body)
+    reader = Reader(streams, label, body)
     raw_entries = reader.take(Stream.ENTRIES, entry_bytes)
-    entries = _decode_entries(raw_entries, entry_count, table, dtype, what)
+    entries = _decode_entries(raw_entries, entry_count, table, dtype, label)
     dense_bytes = sum(len(chunks.data) for id, (_, chunks) in streams.items() if Stream.is_dense(id))
     head = Head(profile, dtype, tile_log, chunk_log, estimates, entries, dense_bytes)
-    _check_limits(head, what)
+    _check_limits(head, label)
     return head, reader
 
 
 def _identify(cursor: Cursor, hash: bytes) -> tuple[Profile, DType]:
     if bytes(cursor.take(4, "magic")) != MAGIC:
-        raise InvalidField(f"{cursor.what}: not a bucket")
+        raise InvalidField(f"{cursor.label}: not a bucket")
     if (version := cursor.byte("version")) != limits.FORMAT_VERSION:
-        raise UnsupportedFormat(f"{cursor.what}: format version {version}; this release reads {limits.FORMAT_VERSION}")
+        raise UnsupportedFormat(f"{cursor.label}: format version {version}; this release reads {limits.FORMAT_VERSION}")
     profile = profile_by_id(cursor.byte("profile"))
     code = cursor.byte("dtype")
     if (dtype := BY_CODE.get(code)) is None:
-        raise UnsupportedFormat(f"{cursor.what}: unknown dtype {code}")
+        raise UnsupportedFormat(f"{cursor.label}: unknown dtype {code}")
     if features := cursor.byte("required features"):
-        raise UnsupportedFormat(f"{cursor.what}: unknown required features {features:#010b}")
+        raise UnsupportedFormat(f"{cursor.label}: unknown required features {features:#010b}")
     if bytes(cursor.take(CHECKSUM_BYTES, "table hash")) != hash:
-        raise InvalidField(f"{cursor.what}: belongs to another tensor table")
+        raise InvalidField(f"{cursor.label}: belongs to another tensor table")
     return profile, dtype
 
 
 def _between(cursor: Cursor, field: str, low: int, high: int) -> int:
     value = cursor.byte(field)
     if not low <= value <= high:
-        raise LimitExceeded(f"{cursor.what}: {field} 2^{value} is not between 2^{low} and 2^{high}")
+        raise LimitExceeded(f"{cursor.label}: {field} 2^{value} is not between 2^{low} and 2^{high}")
     return value
 
 
@@ -246,7 +246,7 @@ def _streams(cursor: Cursor) -> tuple[dict[int, tuple[Coder, AdjacentChunks]], m
     """The chunks of every stream, and the bytes of all streams together."""
     count = cursor.varint("stream count", limits.STREAMS)
     directory = _read_directory(cursor, count) or _explain_directory(cursor, count)
-    body = cursor.data[cursor.at :]
+    body = cursor.data[cursor.offset :]
     streams = {}
     for row in directory:
         chunks = AdjacentChunks(cursor.take(row.nbytes, f"a chunk of stream {row.id}"), row.sizes)
@@ -259,14 +259,14 @@ def _read_directory(cursor: Cursor, count: int) -> list[DirectoryRow]:
     """The directory, read by one kernel; empty if anything in it is wrong."""
     rows = np.empty((count, 4), np.uint64)
     lengths = np.empty(min(limits.CHUNKS, cursor.bytes_left), np.uint64)
-    end = cpu.directory.read_directory(np.frombuffer(cursor.data, np.uint8), cursor.at, rows, lengths)
+    end = cpu.directory.read_directory(np.frombuffer(cursor.data, np.uint8), cursor.offset, rows, lengths)
     if end < 0 or not count:
         return []
     ids, coders, chunk_counts, totals = rows.T.tolist()
     rising = all(a < b for a, b in zip(ids, ids[1:], strict=False))
     if not rising or 0 in totals or not CODERS.keys() >= set(coders) or not all(map(Stream.is_known, ids)):
         return []
-    cursor.at = end
+    cursor.offset = end
     ends = [*accumulate(chunk_counts)]
     sizes = lengths[: ends[-1]].astype(np.int64)
     return [
@@ -282,14 +282,14 @@ def _explain_directory(cursor: Cursor, count: int) -> list[DirectoryRow]:
     for _ in range(count):
         id = cursor.byte("stream id")
         if not Stream.is_known(id):
-            raise UnsupportedFormat(f"{cursor.what}: unknown stream {id}")
+            raise UnsupportedFormat(f"{cursor.label}: unknown stream {id}")
         if directory and id <= directory[-1].id:
-            raise InvalidField(f"{cursor.what}: stream {id} is out of order")
+            raise InvalidField(f"{cursor.label}: stream {id} is out of order")
         stream_coder = coder(cursor.byte(f"coder of stream {id}"))
         chunks = cursor.varint(f"chunk count of stream {id}", chunks_left)
         lengths = cursor.numbers(chunks, f"chunk lengths of stream {id}", len(cursor.data))
         if not any(lengths):
-            raise InvalidField(f"{cursor.what}: stream {id} is empty; empty streams are left out")
+            raise InvalidField(f"{cursor.label}: stream {id} is empty; empty streams are left out")
         directory.append(DirectoryRow(id, stream_coder, np.array(lengths, np.int64), sum(lengths)))
         chunks_left -= chunks
     return directory
@@ -312,9 +312,9 @@ def decode_places(
     """Tensors, values up to `limit`, regions (a proper part of the tensor, or None for all of it) and their sizes."""
     tensor = np.cumsum(_column(cursor, count, "tensor steps", len(table)))
     if count and tensor[-1] >= len(table):
-        raise LimitExceeded(f"{cursor.what}: tensor {tensor[-1]}, the table has {len(table)}")
+        raise LimitExceeded(f"{cursor.label}: tensor {tensor[-1]}, the table has {len(table)}")
     if count > limits.REGIONS_PER_TENSOR:
-        _check_region_counts(tensor, cursor.what)
+        _check_region_counts(tensor, cursor.label)
     values = _column(cursor, count, "values", limit << 1 | 1)
     boxed = np.flatnonzero(values & 1)
     numel = table.numel[tensor] if count else np.empty(0, np.int64)
@@ -334,10 +334,10 @@ def decode_places(
     return tensor, values >> 1, regions, numel
 
 
-def _check_region_counts(tensor: Column, what: str) -> None:
+def _check_region_counts(tensor: Column, label: str) -> None:
     most = int(np.bincount(tensor).max())
     if most > limits.REGIONS_PER_TENSOR:
-        raise LimitExceeded(f"{what}: {most} regions of one tensor, the limit is {limits.REGIONS_PER_TENSOR}")
+        raise LimitExceeded(f"{label}: {most} regions of one tensor, the limit is {limits.REGIONS_PER_TENSOR}")
 
 
 def _column(cursor: Cursor, count: int, field: str, limit: int) -> Column:
@@ -353,7 +353,7 @@ def _box(cursor: Cursor, spec: TensorSpec) -> Region:
     numbers = cursor.numbers(2 * rank, "boxes", limits.TENSOR_ELEMENTS)
     region = Region(tuple(numbers[:rank]), tuple(numbers[rank:]))
     if not region.fits(spec.shape) or region.size == spec.shape:
-        raise InvalidField(f"{cursor.what}: region {region} is not a proper part of {spec}")
+        raise InvalidField(f"{cursor.label}: region {region} is not a proper part of {spec}")
     return region
 
 
@@ -383,12 +383,12 @@ def _flatten_boxes(
     cursor: Cursor, table: TensorTable, tensor: Column, start: Column, size: Column
 ) -> tuple[Column, Column, Column]:
     """`_boxes` of tensors of one rank, from start and size. Each is checked to be a proper part of its tensor."""
-    shape = table.dimensions.sizes[table.dimensions.at[tensor][:, None] + np.arange(size.shape[1])]
+    shape = table.dimensions.sizes[table.dimensions.offset[tensor][:, None] + np.arange(size.shape[1])]
     proper = ((size >= 1) & (start + size <= shape)).all(axis=1) & (size != shape).any(axis=1)
     if not proper.all():
         e = int(proper.argmin())
         region = Region(tuple(start[e].tolist()), tuple(size[e].tolist()))
-        raise InvalidField(f"{cursor.what}: region {region} is not a proper part of {table[int(tensor[e])]}")
+        raise InvalidField(f"{cursor.label}: region {region} is not a proper part of {table[int(tensor[e])]}")
     first, span = np.zeros((2, tensor.size), np.int64)
     for d in range(size.shape[1]):
         first = first * shape[:, d] + start[:, d]
@@ -396,30 +396,32 @@ def _flatten_boxes(
     return first, span, size.prod(axis=1)
 
 
-def _decode_entries(raw: Buffer, count: int, table: TensorTable, dtype: DType, what: str) -> Entries:
-    cursor = Cursor(raw, f"{what}: entry table")
+def _decode_entries(raw: Buffer, count: int, table: TensorTable, dtype: DType, label: str) -> Entries:
+    cursor = Cursor(raw, f"{label}: entry table")
     tensor, values, regions, numel = decode_places(cursor, count, limits.REGION_ELEMENTS << 1 | 1, table)
     cursor.finish()
     entries = Entries(tensor, values >> 1, (values & 1).astype(bool), regions, numel)
-    _check_entries(entries, table, dtype, what)
+    _check_entries(entries, table, dtype, label)
     return entries
 
 
-def _check_entries(entries: Entries, table: TensorTable, dtype: DType, what: str) -> None:
+def _check_entries(entries: Entries, table: TensorTable, dtype: DType, label: str) -> None:
     if (is_other := table.codes[entries.tensor] != dtype.code).any():
-        raise InvalidField(f"{what}: an entry is for {table[entries.tensor[is_other].min()]}, the bucket holds {dtype}")
+        raise InvalidField(
+            f"{label}: an entry is for {table[entries.tensor[is_other].min()]}, the bucket holds {dtype}"
+        )
     wrong = (entries.count < 1) | (entries.count > entries.numel) | (entries.numel > limits.REGION_ELEMENTS)
     if wrong.any():
         e = int(wrong.argmax())
-        raise LimitExceeded(f"{what}: entry {e} claims {entries.count[e]} changes in {entries.numel[e]} elements")
+        raise LimitExceeded(f"{label}: entry {e} claims {entries.count[e]} changes in {entries.numel[e]} elements")
 
 
-def _check_limits(head: Head, what: str) -> None:
+def _check_limits(head: Head, label: str) -> None:
     layout = head.layout
     tiles = ctx.tiles(layout) if head.profile.conditional else index.tiles(layout) if head.profile.tiled else 0
     if tiles > limits.TILES:
-        raise LimitExceeded(f"{what}: {tiles} tiles, the limit is {limits.TILES}")
+        raise LimitExceeded(f"{label}: {tiles} tiles, the limit is {limits.TILES}")
     if (changes := layout.changes) > limits.BUCKET_CHANGES:
-        raise LimitExceeded(f"{what}: {changes} changes, the limit is {limits.BUCKET_CHANGES}")
+        raise LimitExceeded(f"{label}: {changes} changes, the limit is {limits.BUCKET_CHANGES}")
     if (dense := head.dense_elements * head.dtype.width) > limits.BUCKET_DENSE_BYTES:
-        raise LimitExceeded(f"{what}: {dense} dense bytes, the limit is {limits.BUCKET_DENSE_BYTES}")
+        raise LimitExceeded(f"{label}: {dense} dense bytes, the limit is {limits.BUCKET_DENSE_BYTES}")

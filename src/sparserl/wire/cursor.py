@@ -18,26 +18,26 @@ _FEW_NUMBERS = 32  # up to so many, Python is faster than a kernel
 class Cursor:
     """Reads a buffer from front to back. Every read names the field for errors, and gives the limit of its value."""
 
-    def __init__(self, data: bytes | memoryview, what: str) -> None:
+    def __init__(self, data: bytes | memoryview, label: str) -> None:
         self.data = memoryview(data)
-        self.at = 0
-        self.what = what
+        self.offset = 0
+        self.label = label
 
     @property
     def bytes_left(self) -> int:
-        return len(self.data) - self.at
+        return len(self.data) - self.offset
 
     def take(self, size: int, field: str) -> memoryview:
         if size > self.bytes_left:
-            raise Truncated(f"{self.what}: {field} needs {size} bytes, {self.bytes_left} are left")
-        self.at += size
-        return self.data[self.at - size : self.at]
+            raise Truncated(f"{self.label}: {field} needs {size} bytes, {self.bytes_left} are left")
+        self.offset += size
+        return self.data[self.offset - size : self.offset]
 
     def byte(self, field: str) -> int:
-        if self.at == len(self.data):
-            raise Truncated(f"{self.what}: {field} needs 1 byte, 0 are left")
-        self.at += 1
-        return self.data[self.at - 1]
+        if self.offset == len(self.data):
+            raise Truncated(f"{self.label}: {field} needs 1 byte, 0 are left")
+        self.offset += 1
+        return self.data[self.offset - 1]
 
     def varint(self, field: str, limit: int) -> int:
         value = shift = 0
@@ -48,22 +48,22 @@ class Cursor:
             if byte < 128:
                 break
             if shift > 63:
-                raise InvalidField(f"{self.what}: {field} is not a canonical number")
+                raise InvalidField(f"{self.label}: {field} is not a canonical number")
         if byte == 0 and shift > 7:
-            raise InvalidField(f"{self.what}: {field} is not a canonical number")
+            raise InvalidField(f"{self.label}: {field} is not a canonical number")
         if value > limit:
-            raise LimitExceeded(f"{self.what}: {field} is {value}, the limit is {limit}")
+            raise LimitExceeded(f"{self.label}: {field} is {value}, the limit is {limit}")
         return value
 
     def varints(self, count: int, field: str, limit: int) -> npt.NDArray[np.int64]:
         """A column of numbers. Each takes at least a byte, which bounds the count before memory is allocated."""
         if count > self.bytes_left:
-            raise Truncated(f"{self.what}: {count} numbers of {field} do not fit in {self.bytes_left} bytes")
+            raise Truncated(f"{self.label}: {count} numbers of {field} do not fit in {self.bytes_left} bytes")
         out = np.empty(count, np.uint64)
-        end = cpu.changes.read_varints(np.frombuffer(self.data, np.uint8), self.at, np.uint64(limit), out)
+        end = cpu.changes.read_varints(np.frombuffer(self.data, np.uint8), self.offset, np.uint64(limit), out)
         if end < 0:
-            raise InvalidField(f"{self.what}: {field} ends too early, is not canonical, or is above {limit}")
-        self.at = end
+            raise InvalidField(f"{self.label}: {field} ends too early, is not canonical, or is above {limit}")
+        self.offset = end
         return out.astype(np.int64)
 
     def numbers(self, count: int, field: str, limit: int) -> list[int]:
@@ -73,26 +73,26 @@ class Cursor:
             return column
         out = []
         data = self.data
-        at = self.at
+        offset = self.offset
         end = len(self.data)
         for _ in range(count):
             value = 0
             shift = 0
             byte = 128
-            while byte >= 128 and at < end and shift <= 63:
-                byte = data[at]
+            while byte >= 128 and offset < end and shift <= 63:
+                byte = data[offset]
                 value |= (byte & 127) << shift
-                at += 1
+                offset += 1
                 shift += 7
             if byte >= 128 or value > limit or (byte == 0 and shift > 7):
-                raise InvalidField(f"{self.what}: {field} ends too early, is not canonical, or is above {limit}")
+                raise InvalidField(f"{self.label}: {field} ends too early, is not canonical, or is above {limit}")
             out.append(value)
-        self.at = at
+        self.offset = offset
         return out
 
     def finish(self) -> None:
         if self.bytes_left:
-            raise InvalidField(f"{self.what}: {self.bytes_left} bytes too many")
+            raise InvalidField(f"{self.label}: {self.bytes_left} bytes too many")
 
 
 def varint(value: int) -> bytes:
@@ -119,12 +119,12 @@ def checksum(*parts: bytes | bytearray | memoryview) -> bytes:
     return state.digest()
 
 
-def strip_checksum(data: bytes | memoryview, what: str) -> memoryview:
+def strip_checksum(data: bytes | memoryview, label: str) -> memoryview:
     """The bytes before the checksum at the end of `data`, which must match."""
     view = memoryview(data)
     if len(view) < CHECKSUM_BYTES:
-        raise Truncated(f"{what}: {len(view)} bytes are too few for a checksum")
+        raise Truncated(f"{label}: {len(view)} bytes are too few for a checksum")
     body = view[:-CHECKSUM_BYTES]
     if checksum(body) != bytes(view[-CHECKSUM_BYTES:]):
-        raise ChecksumMismatch(f"{what}: checksum does not match; the bytes were altered")
+        raise ChecksumMismatch(f"{label}: checksum does not match; the bytes were altered")
     return body

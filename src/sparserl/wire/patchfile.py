@@ -67,7 +67,7 @@ class Bytes(Protocol):
     @property
     def size(self) -> int: ...
 
-    def read(self, at: int, size: int) -> bytes | memoryview: ...
+    def read(self, offset: int, size: int) -> bytes | memoryview: ...
 
 
 class BytesInMemory:
@@ -77,8 +77,8 @@ class BytesInMemory:
         self._data = memoryview(data).toreadonly()  # so that kernels are compiled for one kind of array
         self.size = len(self._data)
 
-    def read(self, at: int, size: int) -> memoryview:
-        return self._data[at : at + size]
+    def read(self, offset: int, size: int) -> memoryview:
+        return self._data[offset : offset + size]
 
 
 class BytesOnDisk:
@@ -93,8 +93,8 @@ class BytesOnDisk:
             raise InvalidField(f"{path} is not a regular file; give the path of a patch file")
         self.size = status.st_size
 
-    def read(self, at: int, size: int) -> bytes:
-        return os.pread(self._file, size, at)
+    def read(self, offset: int, size: int) -> bytes:
+        return os.pread(self._file, size, offset)
 
 
 class PatchWriter:
@@ -164,11 +164,11 @@ class PatchReader:
             yield self.bucket(index)
         yield self._read(self._starts[-1], self.size - self._starts[-1], "patch footer")
 
-    def _read(self, at: int, size: int, what: str) -> bytes | memoryview:
+    def _read(self, offset: int, size: int, label: str) -> bytes | memoryview:
         """Bytes of the patch. A file may have become shorter since it was opened."""
-        data = self._source.read(at, size)
+        data = self._source.read(offset, size)
         if len(data) != size:
-            raise Truncated(f"{what}: {size} bytes are expected, only {len(data)} could be read")
+            raise Truncated(f"{label}: {size} bytes are expected, only {len(data)} could be read")
         return data
 
     def _header(self) -> tuple[TensorTable, bytes, bytes, int]:
@@ -182,12 +182,12 @@ class PatchReader:
             raise UnsupportedFormat(f"patch: unknown required features {features:#010b}")
         raw_size = cursor.varint("table length", limits.TABLE_BYTES)
         coded_size = cursor.varint("coded table length", limits.TABLE_BYTES)
-        end = cursor.at + coded_size + CHECKSUM_BYTES
+        end = cursor.offset + coded_size + CHECKSUM_BYTES
         if end > self.size:
             raise Truncated(f"patch header: needs {end} bytes, the patch has {self.size}")
         header = self._read(0, end, "patch header")
         body = strip_checksum(header, "patch header")
-        raw = decompress_table(body[cursor.at :], raw_size)
+        raw = decompress_table(body[cursor.offset :], raw_size)
         table = decode_table(raw) if self._caller_table is None else self._caller_table
         return table, table_hash(raw), bytes(header[-CHECKSUM_BYTES:]), end
 

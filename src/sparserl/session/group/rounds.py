@@ -55,10 +55,10 @@ class Round:
         """Write a note: one that there is once, or one of this rank."""
         self.line.write_note(self._name(kind, self.line.rank), canonical(note))
 
-    def read(self, kind: str, ranks: Iterable[int], what: str, patience: float = 1.0) -> dict[int, Note]:
+    def read(self, kind: str, ranks: Iterable[int], label: str, patience: float = 1.0) -> dict[int, Note]:
         """The notes of some ranks, waited for as long as the line allows, times `patience`."""
         names = {rank: self._name(kind, rank) for rank in ranks}
-        notes = self.line.await_notes(names, what, patience * self.line.timeout)
+        notes = self.line.await_notes(names, label, patience * self.line.timeout)
         return {rank: json.loads(note) for rank, note in notes.items()}
 
     def has(self, kind: str) -> bool:

@@ -37,13 +37,13 @@ class Ladder:
         if not due:
             return
         old = copy_weights(weights)
-        at = version
+        reached = version
         for span in due:
-            while at > version - span:
-                back = self._back.get(at)
+            while reached > version - span:
+                back = self._back.get(reached)
                 if back is None:
                     return
                 back.apply(old, digest=back.base, threads=threads)
-                at -= 1
-            start = self._back[at + 1].result
-            yield at, diff(old, weights, base_digest=start, threads=threads)
+                reached -= 1
+            start = self._back[reached + 1].result
+            yield reached, diff(old, weights, base_digest=start, threads=threads)

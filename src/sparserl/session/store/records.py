@@ -72,25 +72,25 @@ def canonical(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def written(record: Mapping[str, Any], what: str, bound: Bound) -> bytes:
+def written(record: Mapping[str, Any], label: str, bound: Bound) -> bytes:
     """A record as bytes, refused where nobody would read them."""
     data = canonical({"format": FORMAT, **record})
-    _require_bound(data, what, bound)
+    _require_bound(data, label, bound)
     return data
 
 
-def _require_bound(data: bytes, what: str, bound: Bound) -> None:
+def _require_bound(data: bytes, label: str, bound: Bound) -> None:
     if len(data) > bound.size:
-        raise LimitExceeded(f"{what}: {len(data)} bytes, the limit is {bound.size}")
+        raise LimitExceeded(f"{label}: {len(data)} bytes, the limit is {bound.size}")
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     names = data.count(b":")
     if values > bound.values or names > bound.names:
         raise LimitExceeded(
-            f"{what}: {values} values and {names} names, the limits are {bound.values} and {bound.names}"
+            f"{label}: {values} values and {names} names, the limits are {bound.values} and {bound.names}"
         )
 
 
-def parse(data: bytes, what: str, bound: Bound = SMALL) -> dict[str, Any]:
+def parse(data: bytes, label: str, bound: Bound = SMALL) -> dict[str, Any]:
     """A JSON object in which no name stands twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -99,16 +99,16 @@ def parse(data: bytes, what: str, bound: Bound = SMALL) -> dict[str, Any]:
             raise ValueError("a name stands twice")
         return out
 
-    _require_bound(data, what, bound)
+    _require_bound(data, label, bound)
     options: dict[str, Any] = {"object_pairs_hook": once, "parse_int": _number, "parse_constant": _number}
     try:
         record = json.loads(data.decode("ascii"), parse_float=_fraction, **options)
     except (ValueError, RecursionError) as error:
-        raise InvalidField(f"{what} is not valid JSON: {str(error)[:200]}") from error
+        raise InvalidField(f"{label} is not valid JSON: {str(error)[:200]}") from error
     if not isinstance(record, dict):
-        raise InvalidField(f"{what} is not a JSON object")
+        raise InvalidField(f"{label} is not a JSON object")
     if record.get("format") != FORMAT:
-        raise UnsupportedFormat(f"{what}: format {record.get('format')!r}; this release reads {FORMAT}")
+        raise UnsupportedFormat(f"{label}: format {record.get('format')!r}; this release reads {FORMAT}")
     return record
 
 
@@ -127,19 +127,19 @@ def _fraction(text: str) -> float:
 class _Fields:
     """Takes the fields of a record one by one; what is missing, of the wrong kind or too large is an error."""
 
-    def __init__(self, record: dict[str, Any], what: str) -> None:
+    def __init__(self, record: dict[str, Any], label: str) -> None:
         self.left = dict(record)
-        self.what = what
+        self.label = label
         self.left.pop("format", None)
 
     def take(self, name: str, read: Callable[[Any], T]) -> T:
         if name not in self.left:
-            raise InvalidField(f"{self.what}: {name} is missing")
+            raise InvalidField(f"{self.label}: {name} is missing")
         value = self.left.pop(name)
         try:
             return read(value)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidField(f"{self.what}: {name} is {str(value)[:80]!r}") from error
+            raise InvalidField(f"{self.label}: {name} is {str(value)[:80]!r}") from error
 
     def text(self, name: str, pattern: re.Pattern[str]) -> str:
         return self.take(name, lambda v: _match(pattern, v))
@@ -149,7 +149,7 @@ class _Fields:
 
     def finish(self) -> None:
         if self.left:
-            raise InvalidField(f"{self.what}: unknown fields {sorted(self.left)[:5]}")
+            raise InvalidField(f"{self.label}: unknown fields {sorted(self.left)[:5]}")
 
 
 def _match(pattern: re.Pattern[str], value: Any) -> str:
@@ -259,15 +259,15 @@ class RunRecord:
         return written(record, f"run {self.run}", RUN)
 
     @classmethod
-    def parse(cls, data: bytes, what: str) -> RunRecord:
-        fields = _Fields(parse(data, what, RUN), what)
+    def parse(cls, data: bytes, label: str) -> RunRecord:
+        fields = _Fields(parse(data, label, RUN), label)
         run = fields.text("run", _RUN)
         created = fields.take("created", _seconds)
         size = fields.count("table_bytes", limits.TABLE_BYTES)
         coded = fields.take("table", lambda v: base64.b64decode(v, validate=True))
         files = fields.take("files", lambda v: {_file(n): _blob(b, MOST_FILE) for n, b in v.items()})
         fields.finish()
-        require_files({name: blob.size for name, blob in files.items()}, what)
+        require_files({name: blob.size for name, blob in files.items()}, label)
         return cls(run, created, decode_table(decompress_table(coded, size)), files)
 
 
@@ -280,22 +280,22 @@ def _file(name: Any) -> str:
     return str(name)
 
 
-def require_files(sizes: Mapping[str, int], what: str) -> None:
+def require_files(sizes: Mapping[str, int], label: str) -> None:
     """Refuse files that are too many or too large, or of which one would lie inside another."""
     if len(sizes) > MOST_FILES or sum(sizes.values()) > MOST_FILE:
         raise LimitExceeded(
-            f"{what}: {len(sizes)} files of {sum(sizes.values())} bytes in all, the limits are {MOST_FILES} files and "
+            f"{label}: {len(sizes)} files of {sum(sizes.values())} bytes in all, the limits are {MOST_FILES} files and "
             f"{MOST_FILE} bytes; the largest is {max(sizes, key=sizes.__getitem__)!r}"
         )
     for name in sizes:
         for at, letter in enumerate(name):
             if letter == "/" and name[:at] in sizes:
-                raise InvalidField(f"{what}: file {name!r} would lie inside the file {name[:at]!r}")
+                raise InvalidField(f"{label}: file {name!r} would lie inside the file {name[:at]!r}")
 
 
-def _require_few(count: int, most: int, things: str, what: str) -> None:
+def _require_few(count: int, most: int, things: str, label: str) -> None:
     if count > most:
-        raise LimitExceeded(f"{what}: {count} {things}, the limit is {most}")
+        raise LimitExceeded(f"{label}: {count} {things}, the limit is {most}")
 
 
 def _blob(value: Any, most: int) -> Blob:
@@ -357,16 +357,16 @@ class Index:
         return written({"run": self.run, "steps": [step.record() for step in self.steps]}, "the index", INDEX)
 
     @classmethod
-    def parse(cls, data: bytes, what: str) -> Index:
-        fields = _Fields(parse(data, what, INDEX), what)
+    def parse(cls, data: bytes, label: str) -> Index:
+        fields = _Fields(parse(data, label, INDEX), label)
         index = cls(fields.text("run", _RUN), fields.take("steps", _list(RouteStep.read)))
         fields.finish()
-        _require_few(len(index.steps), MOST_STEPS, "steps", what)
+        _require_few(len(index.steps), MOST_STEPS, "steps", label)
         digests = {step.version: step.digest for step in index.steps}
         for step in index.steps:
             ends = [(step.version, step.digest)] + ([] if step.base is None else [(step.base, step.base_digest)])
             if any(digests.get(version, digest) != digest for version, digest in ends):
-                raise InvalidField(f"{what}: {step.name} and others do not agree on what a version is")
+                raise InvalidField(f"{label}: {step.name} and others do not agree on what a version is")
         return index
 
 
@@ -389,13 +389,13 @@ class Manifest:
             "changed": self.changed,
             "buckets": [list(b) for b in self.buckets],
         }
-        what = f"the manifest of a patch in run {self.run}"
-        self._require_distinct(what)
-        return written({**ends, **rest}, what, MANIFEST)
+        label = f"the manifest of a patch in run {self.run}"
+        self._require_distinct(label)
+        return written({**ends, **rest}, label, MANIFEST)
 
     @classmethod
-    def parse(cls, data: bytes, what: str) -> Manifest:
-        fields = _Fields(parse(data, what, MANIFEST), what)
+    def parse(cls, data: bytes, label: str) -> Manifest:
+        fields = _Fields(parse(data, label, MANIFEST), label)
         manifest = cls(
             fields.text("run", _RUN),
             fields.text("place", _RUN),
@@ -405,7 +405,7 @@ class Manifest:
             fields.take("buckets", _list(lambda v: _blob(v, limits.BUCKET_BYTES))),
         )
         fields.finish()
-        manifest._require_distinct(what)
+        manifest._require_distinct(label)
         return manifest
 
     @property
@@ -413,11 +413,11 @@ class Manifest:
         """Bytes of all buckets."""
         return sum(blob.size for blob in self.buckets)
 
-    def _require_distinct(self, what: str) -> None:
+    def _require_distinct(self, label: str) -> None:
         """Refuse a bucket that is named twice: its entries would overlap themselves."""
-        _require_few(len(self.buckets), limits.BUCKETS, "buckets", what)
+        _require_few(len(self.buckets), limits.BUCKETS, "buckets", label)
         if len({blob.hash for blob in self.buckets}) != len(self.buckets):
-            raise InvalidField(f"{what}: a bucket stands in it twice")
+            raise InvalidField(f"{label}: a bucket stands in it twice")
 
     def bucket(self, blob: Blob) -> str:
         """The name of a bucket."""
@@ -436,8 +436,8 @@ class Lease:
         return written(vars(self), f"the lease of {self.name}", SMALL)
 
     @classmethod
-    def parse(cls, data: bytes, what: str) -> Lease:
-        fields = _Fields(parse(data, what), what)
+    def parse(cls, data: bytes, label: str) -> Lease:
+        fields = _Fields(parse(data, label), label)
         lease = cls(fields.text("name", _LEASE), fields.count("version"), fields.take("time", _seconds))
         fields.finish()
         return lease

@@ -160,7 +160,7 @@ def _goes_on(store: Store, name: str, size: int) -> bool:
     return True
 
 
-def _blob_fault(store: Store, name: str, hash: str, size: int, what: str) -> Iterator[str]:
+def _blob_fault(store: Store, name: str, hash: str, size: int, label: str) -> Iterator[str]:
     """Whether an object is there and has the hash that names it; large ones are read piece by piece."""
     hasher = hashlib.sha256()
     try:
@@ -170,9 +170,9 @@ def _blob_fault(store: Store, name: str, hash: str, size: int, what: str) -> Ite
             for start in range(0, size, RANGE_BYTES):
                 hasher.update(store.read(name, start, min(RANGE_BYTES, size - start)))
             if _goes_on(store, name, size):
-                yield f"{what}: {name} is longer than the {size} bytes that it should have"
+                yield f"{label}: {name} is longer than the {size} bytes that it should have"
     except (StoreError, FormatError) as error:
-        yield f"{what}: {error}"
+        yield f"{label}: {error}"
         return
     if hasher.hexdigest() != hash:
-        yield f"{what}: {name} holds other bytes than its name promises"
+        yield f"{label}: {name} holds other bytes than its name promises"

@@ -96,26 +96,26 @@ def seal(body: bytes, secret: str | None) -> bytes:
     return canonical({"format": FORMAT, "body": body.decode(), "key": public, "signature": signature})
 
 
-def unseal(data: bytes, trusted_keys: PublicKeys | None, what: str) -> bytes:
+def unseal(data: bytes, trusted_keys: PublicKeys | None, label: str) -> bytes:
     """The body; where keys are trusted, only if one of them has signed it."""
-    record = parse(data, what)
+    record = parse(data, label)
     body = record.get("body")
     if not isinstance(body, str) or not body.isascii():
-        raise InvalidField(f"{what} has no body, or one that is not plain text")
+        raise InvalidField(f"{label} has no body, or one that is not plain text")
     trusted = public_keys(trusted_keys)
     if trusted is None:
         return body.encode()
     key = record.get("key")
     signature = record.get("signature")
     if not isinstance(key, str) or not isinstance(signature, str):
-        raise Untrusted(f"{what} is not signed, and only what a trusted key has signed is accepted")
+        raise Untrusted(f"{label} is not signed, and only what a trusted key has signed is accepted")
     if key not in trusted:
-        raise Untrusted(f"{what} is signed by another key, which is not among the trusted keys")
-    _require_signature(body.encode(), key, signature, what)
+        raise Untrusted(f"{label} is signed by another key, which is not among the trusted keys")
+    _require_signature(body.encode(), key, signature, label)
     return body.encode()
 
 
-def _require_signature(body: bytes, key: str, signature: str, what: str) -> None:
+def _require_signature(body: bytes, key: str, signature: str, label: str) -> None:
     """Refuse a body that the key has not signed."""
     from cryptography.exceptions import InvalidSignature
 
@@ -123,4 +123,4 @@ def _require_signature(body: bytes, key: str, signature: str, what: str) -> None
         public = _library().Ed25519PublicKey.from_public_bytes(bytes.fromhex(key))
         public.verify(bytes.fromhex(signature), _CONTEXT + body)
     except (InvalidSignature, ValueError) as error:
-        raise Untrusted(f"{what}: the signature is not valid") from error
+        raise Untrusted(f"{label}: the signature is not valid") from error

@@ -284,7 +284,7 @@ class Subscriber(Receiver):
         """Refuse the head of another run than the pinned one, and heads older than what was seen."""
         if self._pinned_run is not None and head.run != self._pinned_run:
             raise Untrusted(f"the store has run {head.run}, this subscriber only follows run {self._pinned_run}")
-        seen = [place for target in self.targets if (place := target.held()) is not None]
+        seen = [place for target in self.targets if (place := target.remembered_version()) is not None]
         if (last := self._newest_head) is not None:
             seen.append((last.run, last.created, last.version))
         for run, created, version in seen:

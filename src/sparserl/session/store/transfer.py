@@ -137,11 +137,11 @@ def receive(
     progress: Progress | None = None,
 ) -> Patch:
     """The patch of a step: every byte is the one that manifest and index promise."""
-    what = path(run, "manifests", step.manifest)
-    manifest = Manifest.parse(get_named(store, run, "manifests", step.manifest), what)
+    label = path(run, "manifests", step.manifest)
+    manifest = Manifest.parse(get_named(store, run, "manifests", step.manifest), label)
     starts = manifest.base if step.base_digest is None else step.base_digest
     if manifest.run != run or manifest.base != starts or manifest.result != step.digest:
-        raise InvalidField(f"{what} is not the manifest of {step.name} in run {run}")
+        raise InvalidField(f"{label} is not the manifest of {step.name} in run {run}")
 
     def get(blob: Blob) -> bytes:
         name = manifest.bucket(blob)
@@ -153,8 +153,8 @@ def receive(
 
     size = manifest.size
     if size != step.bytes:
-        raise InvalidField(f"{what}: buckets of {size} bytes, the index promises {step.bytes}")
-    require_size(manifest, table, what)
+        raise InvalidField(f"{label}: buckets of {size} bytes, the index promises {step.bytes}")
+    require_size(manifest, table, label)
     buckets = bucket_list(size, len(manifest.buckets))
     with (
         ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges,
@@ -167,7 +167,7 @@ def receive(
     return Patch(contents)
 
 
-def require_size(manifest: Manifest, table: TensorTable, what: str) -> None:
+def require_size(manifest: Manifest, table: TensorTable, label: str) -> None:
     """Refuse buckets that are more, or larger, than any patch of these weights can be.
 
     A bucket has an entry, and an entry a change. A change takes its bits, or a step of as many, and a position of four
@@ -182,6 +182,6 @@ def require_size(manifest: Manifest, table: TensorTable, what: str) -> None:
     most = 2 * (changes + _ENTRY_BYTES * min(elements, limits.PATCH_ENTRIES) + _BUCKET_BYTES * count)
     if count > elements or size > most:
         raise LimitExceeded(
-            f"{what}: {count} buckets of {size} bytes; weights of {elements} elements in {table.dense_bytes} bytes can "
-            f"take {min(elements, limits.BUCKETS)} of {most} bytes at most"
+            f"{label}: {count} buckets of {size} bytes; weights of {elements} elements in {table.dense_bytes} bytes "
+            f"can take {min(elements, limits.BUCKETS)} of {most} bytes at most"
         )

@@ -34,7 +34,7 @@ class Exchange(Protocol):
         """Leave the call in the middle."""
         ...
 
-    def all_gather(self, what: str, data: bytes) -> list[bytes]:
+    def all_gather(self, label: str, data: bytes) -> list[bytes]:
         """What every rank has to say, by rank, at a stage of the call."""
         ...
 
@@ -63,7 +63,7 @@ class Writers:
             self._exchange.leave(f"{type(error).__name__}: {error}")
             raise
 
-    def together(self, what: str, work: Callable[[], bytes]) -> list[bytes]:
+    def together(self, label: str, work: Callable[[], bytes]) -> list[bytes]:
         """What `work` gave on every rank; raises on all of them where it failed on one."""
         if self._exchange is None:
             return [work()]
@@ -74,7 +74,7 @@ class Writers:
             failure = error
             message = _FAILED + _dump_error(error)
         try:
-            messages = self._exchange.all_gather(what, message)
+            messages = self._exchange.all_gather(label, message)
         except SessionError as lost:
             if failure is not None:
                 raise failure from lost
@@ -87,26 +87,26 @@ class Writers:
         return [data[1:] for data in messages]
 
     def gather(
-        self, what: str, work: Callable[[], T], dump: Callable[[T], bytes], load: Callable[[bytes], T]
+        self, label: str, work: Callable[[], T], dump: Callable[[T], bytes], load: Callable[[bytes], T]
     ) -> list[T]:
         """What `work` gave on every rank, by rank; a process alone hands it over as it is."""
         if self._exchange is None:
             return [work()]
-        return [load(data) for data in self.together(what, lambda: dump(work()))]
+        return [load(data) for data in self.together(label, lambda: dump(work()))]
 
-    def lead(self, what: str, work: Callable[[], T], dump: Callable[[T], bytes], load: Callable[[bytes], T]) -> T:
+    def lead(self, label: str, work: Callable[[], T], dump: Callable[[T], bytes], load: Callable[[bytes], T]) -> T:
         """What `work` gave on rank 0, where alone it is done; its error is raised on all ranks."""
         if self._exchange is None:
             return work()
         if self.rank != 0:
-            return load(self.together(what, bytes)[0])
+            return load(self.together(label, bytes)[0])
         results: list[T] = []
 
         def once() -> bytes:
             results.append(work())
             return dump(results[0])
 
-        self.together(what, once)
+        self.together(label, once)
         return results[0]
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class RankGather:
         if self._line.broken is None:
             self._line.write_note(f"{self._name}/left/{self.rank}", json.dumps([self._call, why[:500]]).encode())
 
-    def all_gather(self, what: str, data: bytes) -> list[bytes]:
+    def all_gather(self, label: str, data: bytes) -> list[bytes]:
         """The bytes of every rank, by rank, at one stage of the call. `what` names the stage."""
         self._line.require()
         self._stage += 1
@@ -58,16 +58,16 @@ class RankGather:
         names = {rank: f"{stage}/{rank}" for rank in range(self.size)}
         self._written.append(names[self.rank])
         try:
-            self._line.write_note(names[self.rank], what.encode() + b"\n" + data)
-            notes = self._line.await_notes(names, f"{what} with the others", look=lambda: self._require_present(names))
+            self._line.write_note(names[self.rank], label.encode() + b"\n" + data)
+            notes = self._line.await_notes(names, f"{label} with the others", look=lambda: self._require_present(names))
         except PeerLost as error:
             raise self._line.mark_broken(error) from None
         self._line.delete_notes(self._written[:-1])  # a rank at this stage has read the notes of the one before
         self._written = self._written[-1:]
         messages = [notes[rank].partition(b"\n") for rank in range(self.size)]
         for rank, (rank_stage, _, _) in enumerate(messages):
-            if rank_stage != what.encode():
-                raise SessionError(f"rank {rank} is at {rank_stage.decode()!r}, rank {self.rank} at {what!r}")
+            if rank_stage != label.encode():
+                raise SessionError(f"rank {rank} is at {rank_stage.decode()!r}, rank {self.rank} at {label!r}")
         return [message for _, _, message in messages]
 
     def _require_present(self, names: dict[int, str]) -> None:

@@ -150,13 +150,13 @@ class Line:
         self._heartbeat.submit(lambda store: store is not None and [store.delete_key(name) for name in names])
 
     def await_notes(
-        self, names: Mapping[int, str], what: str, wait: float | None = None, look: Callable[[], None] | None = None
+        self, names: Mapping[int, str], label: str, wait: float | None = None, look: Callable[[], None] | None = None
     ) -> dict[int, bytes]:
         """Wait for a note of each of some ranks.
 
         Args:
             names: the name of each rank's note.
-            what: what the ranks have done when they have written it, for errors: "come to the sync".
+            label: what the ranks have done when they have written it, for errors: "come to the sync".
             wait: seconds; else the timeout of the line.
             look: called now and then; it may raise to end the wait.
 
@@ -168,7 +168,7 @@ class Line:
         keys = list(names.values())
         pause = 0.0005
         while keys and not self._with_store(lambda store: store is not None and store.check(keys)):
-            self.require_no_alarm(f"waiting for {_list_ranks(names)} to {what}")
+            self.require_no_alarm(f"waiting for {_list_ranks(names)} to {label}")
             if look is not None:
                 look()
             silent = self.silent(names)
@@ -176,7 +176,7 @@ class Line:
             if late or silent:
                 missing = [rank for rank, name in names.items() if self.read_note(name) is None]
                 if missing and (late or set(silent) & set(missing)):
-                    raise self._missing(missing, silent, what, wait)
+                    raise self._missing(missing, silent, label, wait)
             time.sleep(pause)
             pause = min(1.3 * pause, 0.02)
         return {rank: self._written_note(name) for rank, name in names.items()}
@@ -196,16 +196,16 @@ class Line:
         """Count silence from now on: time in which this rank waited for nobody does not count."""
         self._beats.clear()
 
-    def _missing(self, missing: list[int], silent: list[int], what: str, wait: float | None) -> PeerLost:
+    def _missing(self, missing: list[int], silent: list[int], label: str, wait: float | None) -> PeerLost:
         limit = f"{self.timeout if wait is None else wait:g} s"
         reasons = []
         for rank in missing:
             if rank in silent:
                 reasons.append(f"rank {rank} did not answer for {self.silence:g} s: it hangs or is gone")
             elif self._beats.get(rank, (0, 0.0))[0] > 0:
-                reasons.append(f"rank {rank} did not {what} within {limit}, but its process is alive")
+                reasons.append(f"rank {rank} did not {label} within {limit}, but its process is alive")
             else:
-                reasons.append(f"rank {rank} did not {what} within {limit}: it has never answered")
+                reasons.append(f"rank {rank} did not {label} within {limit}: it has never answered")
         return PeerLost("; ".join(reasons))
 
     def _written_note(self, name: str) -> bytes:
@@ -315,25 +315,25 @@ class Line:
             return
         end = time.monotonic() + self.timeout
         pause = 0.00002
-        what = f"a frame of rank {source}"
+        label = f"a frame of rank {source}"
         while not work.is_completed():
             if self._heartbeat.alarm.is_set():
-                self._fail(source, f"waiting for {what}")
+                self._fail(source, f"waiting for {label}")
             if time.monotonic() > end:
-                self._fail(source, f"{what} took longer than {self.timeout:g} s")
+                self._fail(source, f"{label} took longer than {self.timeout:g} s")
             time.sleep(pause)
             pause = min(1.5 * pause, 0.001)
         try:
             work.wait()
         except RuntimeError as error:
-            self._fail(source, f"{what} did not get through: {error}", error)
+            self._fail(source, f"{label} did not get through: {error}", error)
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def require_no_alarm(self, what: str) -> None:
+    def require_no_alarm(self, label: str) -> None:
         """Raise if another rank has found the group broken. `what` is what this rank was doing."""
         if self._heartbeat.alarm.is_set():
-            self._fail(None, what)
+            self._fail(None, label)
 
     def abandon(self, why: str) -> None:
         """Leave in the middle of a transfer, and tell all ranks, so that they do not wait for the timeout."""

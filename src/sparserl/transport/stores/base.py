@@ -120,7 +120,7 @@ class Retry:
     longest: float = 5.0
     sleep: Callable[[float], None] = _sleep
 
-    def run(self, what: str, work: Callable[[], R]) -> R:
+    def run(self, label: str, work: Callable[[], R]) -> R:
         """Call `work` until it succeeds, fails for good, was tried often enough, or there is no time left."""
         for attempt in range(self.attempts):
             try:
@@ -130,7 +130,7 @@ class Retry:
                     raise
                 if attempt + 1 == self.attempts:
                     raise Unavailable(
-                        f"{what}: gave up after {self.attempts} attempts; the last error was: {error}"
+                        f"{label}: gave up after {self.attempts} attempts; the last error was: {error}"
                     ) from error
                 bound = min(self.longest, self.first * 2**attempt)
                 self.sleep(random.uniform(0, bound))  # noqa: S311  # jitter, not a secret

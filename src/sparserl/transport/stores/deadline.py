@@ -63,10 +63,10 @@ class Deadline:
         """End it now; from any thread."""
         self._cancelled.set()
 
-    def require(self, what: str) -> None:
+    def require(self, label: str) -> None:
         """Raise `Unavailable` when it is over."""
         if self.over:
-            raise Unavailable(f"{what}: not done in time")
+            raise Unavailable(f"{label}: not done in time")
 
     def sleep(self, seconds: float) -> None:
         """Sleep for some seconds, or until it is over."""
@@ -74,10 +74,10 @@ class Deadline:
         while (pause := min(SLICE, end - time.monotonic(), self.left)) > 0:
             self._cancelled.wait(pause)
 
-    def result(self, future: Future[R], what: str) -> R:
+    def result(self, future: Future[R], label: str) -> R:
         """Wait for the result of work on another thread. Raises `Unavailable` if it is not there in time."""
         while not future.done():
-            self.require(what)
+            self.require(label)
             futures.wait([future], timeout=min(SLICE, self.left))
         return future.result()
 
@@ -112,8 +112,8 @@ def within(seconds: float | None = None, stop: Callable[[], bool] | None = None)
 class Transfers:
     """Threads that call stores. Their calls end with the deadline of the thread that started them or when it leaves."""
 
-    def __init__(self, threads: int, what: str) -> None:
-        self._what = what
+    def __init__(self, threads: int, label: str) -> None:
+        self._label = label
         self._deadline = Deadline(around=current())
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sparserl-transfer")
@@ -145,7 +145,7 @@ class Transfers:
             return self._pool.submit(self._deadline.run, work, item)
 
         for future in ReadAhead[R](2 * self._threads, max_bytes).run(submit, items, size):
-            yield current().result(future, self._what)
+            yield current().result(future, self._label)
             del future  # and the bytes with it
 
 

@@ -52,7 +52,7 @@ class HttpClient:
         self._process = os.getpid()
         weakref.finalize(self, _close, self._idle)
 
-    def get(self, path: str, headers: dict[str, str], expected: Expected, what: str) -> Answer:
+    def get(self, path: str, headers: dict[str, str], expected: Expected, label: str) -> Answer:
         """One request: on a connection that was kept open, or on a new one if none of those is still alive."""
         request = self._request(path, headers)
         if self._process != os.getpid():  # this process was forked, and its parent uses those connections
@@ -60,10 +60,10 @@ class HttpClient:
             self._process = os.getpid()
         while (connection := _pop_alive(self._idle)) is not None:
             try:
-                return self._exchange(connection, request, expected, what)
+                return self._exchange(connection, request, expected, label)
             except (http.client.RemoteDisconnected, ConnectionError):
                 continue  # the server closed it while it was idle
-        return self._exchange(self._connect(expected.deadline, what), request, expected, what)
+        return self._exchange(self._connect(expected.deadline, label), request, expected, label)
 
     def close(self) -> None:
         """Close the connections that are kept open."""
@@ -76,18 +76,18 @@ class HttpClient:
             target = f"http://{settings.headers['Host']}{path}"
         return _head("GET", target, {**settings.headers, **headers})
 
-    def _exchange(self, connection: socket.socket, request: bytes, expected: Expected, what: str) -> Answer:
+    def _exchange(self, connection: socket.socket, request: bytes, expected: Expected, label: str) -> Answer:
         """Send a request, read its answer, and keep the connection if it can be used again."""
         reusable = False
         body = b""
         try:
-            _send(connection, request, expected.deadline, what)
-            with _receive(connection, expected, what) as response:
+            _send(connection, request, expected.deadline, label)
+            with _receive(connection, expected, label) as response:
                 if response.status == expected.status:
                     coding = response.headers.get("Content-Encoding", "identity")
                     if coding != "identity":
-                        raise StoreError(f"{what}: the server sent it as {coding[:40]!r}, which was not requested")
-                    body = _body(response, expected.max_bytes, what)
+                        raise StoreError(f"{label}: the server sent it as {coding[:40]!r}, which was not requested")
+                    body = _body(response, expected.max_bytes, label)
                 reusable = not response.will_close and (response.isclosed() or response.length == 0)
         finally:
             if reusable and len(self._idle) < _MAX_IDLE:
@@ -96,7 +96,7 @@ class HttpClient:
                 connection.close()
         return Answer(response.status, response.reason, response.headers, body)
 
-    def _connect(self, deadline: Deadline, what: str) -> socket.socket:
+    def _connect(self, deadline: Deadline, label: str) -> socket.socket:
         """A new connection. Names are resolved on a detached thread: the system has no timeout for that."""
         settings = self._settings
         server = settings.origin if settings.proxy is None else read_origin(settings.proxy, "the proxy")
@@ -105,7 +105,7 @@ class HttpClient:
             lambda: socket.create_connection(address, settings.connect_timeout), socket.socket.close
         )
         try:
-            plain = deadline.result(future, what)
+            plain = deadline.result(future, label)
         except BaseException:
             abandon()
             raise
@@ -113,24 +113,24 @@ class HttpClient:
             plain.settimeout(SLICE)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            return plain if settings.tls is None else self._secure(plain, settings.tls, deadline, what)
+            return plain if settings.tls is None else self._secure(plain, settings.tls, deadline, label)
         except BaseException:
             plain.close()
             raise
 
-    def _secure(self, plain: socket.socket, tls: ssl.SSLContext, deadline: Deadline, what: str) -> socket.socket:
+    def _secure(self, plain: socket.socket, tls: ssl.SSLContext, deadline: Deadline, label: str) -> socket.socket:
         """TLS on a connection to the server, or to a proxy, which is asked to connect to the server first."""
         settings = self._settings
         if settings.proxy is not None:
             address = settings.origin.address
-            _send(plain, _head("CONNECT", address, {"Host": address, **proxy_headers(settings.proxy)}), deadline, what)
+            _send(plain, _head("CONNECT", address, {"Host": address, **proxy_headers(settings.proxy)}), deadline, label)
             expected = Expected(200, 0, deadline, settings.request_timeout)
-            with _receive(plain, expected, what, "CONNECT") as response:
+            with _receive(plain, expected, label, "CONNECT") as response:
                 if response.status != 200:
-                    raise Unavailable(f"{what}: the proxy answered {response.status} {response.reason[:80]!r}")
+                    raise Unavailable(f"{label}: the proxy answered {response.status} {response.reason[:80]!r}")
         secure = tls.wrap_socket(plain, server_hostname=settings.origin.host, do_handshake_on_connect=False)
         try:
-            _until(secure.do_handshake, deadline, what)
+            _until(secure.do_handshake, deadline, label)
         except BaseException:
             secure.close()
             raise
@@ -140,21 +140,21 @@ class HttpClient:
 class _Stream(io.RawIOBase):
     """What a server sends, as a file, until the deadline and up to a number of bytes."""
 
-    def __init__(self, connection: socket.socket, expected: Expected, what: str) -> None:
+    def __init__(self, connection: socket.socket, expected: Expected, label: str) -> None:
         self._connection = connection
         self._deadline = expected.deadline
         self._quiet_seconds = expected.quiet_seconds
         self._bytes_left = 2 * expected.max_bytes + _FRAMING_BYTES
-        self._what = what
+        self._label = label
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         if self._bytes_left <= 0:
-            raise LimitExceeded(f"{self._what}: the server sends more than an answer can have")
+            raise LimitExceeded(f"{self._label}: the server sends more than an answer can have")
         deadline = Deadline(self._quiet_seconds, around=self._deadline)
-        size = _until(lambda: self._connection.recv_into(buffer), deadline, self._what)
+        size = _until(lambda: self._connection.recv_into(buffer), deadline, self._label)
         self._bytes_left -= size
         return size
 
@@ -163,10 +163,10 @@ class _Stream(io.RawIOBase):
         return io.BufferedReader(self, 1 << 16)
 
 
-def _until(step: Callable[[], R], deadline: Deadline, what: str) -> R:
+def _until(step: Callable[[], R], deadline: Deadline, label: str) -> R:
     """Repeat an operation on a socket, whose timeout is a slice of time, until it succeeds or the deadline passes."""
     while True:
-        deadline.require(what)
+        deadline.require(label)
         try:
             return step()
         except TimeoutError as error:
@@ -179,15 +179,17 @@ def _head(method: str, target: str, headers: dict[str, str]) -> bytes:
     return "\r\n".join([f"{method} {target} HTTP/1.1", *lines, "", ""]).encode("ascii")
 
 
-def _send(connection: socket.socket, data: bytes, deadline: Deadline, what: str) -> None:
+def _send(connection: socket.socket, data: bytes, deadline: Deadline, label: str) -> None:
     rest = memoryview(data)
     while rest:
-        rest = rest[_until(lambda part=rest: connection.send(part), deadline, what) :]  # type: ignore[misc]
+        rest = rest[_until(lambda part=rest: connection.send(part), deadline, label) :]  # type: ignore[misc]
 
 
-def _receive(connection: socket.socket, expected: Expected, what: str, method: str = "GET") -> http.client.HTTPResponse:
+def _receive(
+    connection: socket.socket, expected: Expected, label: str, method: str = "GET"
+) -> http.client.HTTPResponse:
     """An answer whose headers have been read."""
-    stream: Any = _Stream(connection, expected, what)
+    stream: Any = _Stream(connection, expected, label)
     response = http.client.HTTPResponse(stream, method=method)
     try:
         response.begin()
@@ -197,11 +199,11 @@ def _receive(connection: socket.socket, expected: Expected, what: str, method: s
     return response
 
 
-def _body(response: http.client.HTTPResponse, max_bytes: int, what: str) -> bytes:
+def _body(response: http.client.HTTPResponse, max_bytes: int, label: str) -> bytes:
     """The whole body, if it is not longer than it may be. Memory is allocated as the bytes arrive."""
     announced = response.length
     if announced is not None and announced > max_bytes:
-        raise LimitExceeded(f"{what} has {announced} bytes; at most {max_bytes} were expected")
+        raise LimitExceeded(f"{label} has {announced} bytes; at most {max_bytes} were expected")
     expected = max_bytes + 1 if announced is None else announced
     chunks = []
     size = 0
@@ -213,9 +215,9 @@ def _body(response: http.client.HTTPResponse, max_bytes: int, what: str) -> byte
         chunks.append(chunk[:count])
         size += count
     if size > max_bytes:
-        raise LimitExceeded(f"{what} has more than the {max_bytes} bytes that were expected")
+        raise LimitExceeded(f"{label} has more than the {max_bytes} bytes that were expected")
     if announced is not None and size != announced:
-        raise Unavailable(f"{what}: {size} of {announced} announced bytes arrived")
+        raise Unavailable(f"{label}: {size} of {announced} announced bytes arrived")
     return b"".join(chunks)
 
 

@@ -163,36 +163,36 @@ class ObjectStore:
 
     def _call(self, name: str, request: Callable[[], Awaitable[R]]) -> R:
         """The result of a request, or an error of ours. A caller that stops waiting for the request ends it."""
-        what = f"{self.url}: {name}"
+        label = f"{self.url}: {name}"
         deadline = current()
-        deadline.require(what)
+        deadline.require(label)
 
         async def run() -> R:
             return await request()
 
         future = asyncio.run_coroutine_threadsafe(run(), _loop())
         try:
-            return deadline.result(future, what)
+            return deadline.result(future, label)
         except SparserlError:
             raise
         except Exception as error:
-            raise self._translated(error, what) from error
+            raise self._translated(error, label) from error
         finally:
             future.cancel()
 
-    def _translated(self, error: Exception, what: str) -> StoreError | Truncated:
+    def _translated(self, error: Exception, label: str) -> StoreError | Truncated:
         """An error of obstore as one of ours. What is not known to be final may be transient."""
         errors = self._errors
         if isinstance(error, (errors.NotFoundError, FileNotFoundError)):
-            return NotFound(f"{what} does not exist")
+            return NotFound(f"{label} does not exist")
         if isinstance(error, (errors.AlreadyExistsError, errors.PreconditionError)):
-            return Refused(f"{what} was changed by another writer")
+            return Refused(f"{label} was changed by another writer")
         final = (errors.PermissionDeniedError, errors.UnauthenticatedError, errors.InvalidPathError)
         if isinstance(error, (*final, errors.NotSupportedError, errors.UnknownConfigurationKeyError, TypeError)):
-            return StoreError(f"{what}: {_short(error)}")
+            return StoreError(f"{label}: {_short(error)}")
         if "416 Range Not Satisfiable" in str(error):
-            return Truncated(f"{what} ends before the requested range")
-        return Unavailable(f"{what}: {_short(error)}")
+            return Truncated(f"{label} ends before the requested range")
+        return Unavailable(f"{label}: {_short(error)}")
 
 
 async def _body(result: Any, max_bytes: int, name: str) -> bytes:

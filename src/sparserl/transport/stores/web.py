@@ -48,7 +48,7 @@ class WebStore:
         return stored
 
     def read(self, name: str, start: int, size: int) -> bytes:
-        return self.retry.run(self._what(name), functools.partial(self._read_once, name, start, size))
+        return self.retry.run(self._label(name), functools.partial(self._read_once, name, start, size))
 
     def changed(self, name: str, tag: str | None, timeout: float) -> StoredObject | None:
         hold = 0
@@ -84,7 +84,7 @@ class WebStore:
 
     def _get(self, name: str, max_bytes: int, tag: str | None, hold: int) -> StoredObject | None:
         """An object; None if it still has this tag after the server has held the request for `hold` seconds."""
-        return self.retry.run(self._what(name), functools.partial(self._get_once, name, max_bytes, tag, hold))
+        return self.retry.run(self._label(name), functools.partial(self._get_once, name, max_bytes, tag, hold))
 
     def _get_once(self, name: str, max_bytes: int, tag: str | None, hold: int) -> StoredObject | None:
         headers = {"If-None-Match": tag} if tag is not None and HEADER_VALUE.fullmatch(tag) else {}
@@ -97,28 +97,28 @@ class WebStore:
         answer = self._request(name, expected, headers)
         if answer.status == 304 and tag is not None:
             return None
-        self._require(answer, 200, self._what(name))
+        self._require(answer, 200, self._label(name))
         new_tag = answer.headers.get("ETag", "")
         return StoredObject(answer.body, new_tag if VISIBLE.fullmatch(new_tag) else _hash(answer.body))
 
     def _read_once(self, name: str, start: int, size: int) -> bytes:
         headers = {"Range": f"bytes={start}-{start + size - 1}"}
         answer = self._request(name, self._expected(206, size), headers)
-        what = self._what(name)
+        label = self._label(name)
         if answer.status == 416:
-            raise Truncated(f"{what} ends before the requested range")
+            raise Truncated(f"{label} ends before the requested range")
         if answer.status == 200:
-            raise StoreError(f"{what}: the server ignores ranges; it must answer them with status 206")
-        self._require(answer, 206, what)
+            raise StoreError(f"{label}: the server ignores ranges; it must answer them with status 206")
+        self._require(answer, 206, label)
         content_range = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
         if (
             content_range is None
             or int(content_range[1]) != start
             or int(content_range[2]) - start + 1 != len(answer.body)
         ):
-            raise Unavailable(f"{what}: the server sent another range than the requested one")
+            raise Unavailable(f"{label}: the server sent another range than the requested one")
         if len(answer.body) != size:
-            raise Truncated(f"{what} ends {size - len(answer.body)} bytes too early")
+            raise Truncated(f"{label} ends {size - len(answer.body)} bytes too early")
         return answer.body
 
     def _expected(self, status: int, max_bytes: int) -> Expected:
@@ -127,21 +127,21 @@ class WebStore:
 
     def _request(self, name: str, expected: Expected, headers: dict[str, str]) -> Answer:
         """The answer to a GET, after redirects on the same server."""
-        what = self._what(name)
+        label = self._label(name)
         path = self._settings.path + require_name(name)
         try:
             for _ in range(_MAX_REDIRECTS + 1):
-                answer = self._client.get(path, headers, expected, what)
+                answer = self._client.get(path, headers, expected, label)
                 if answer.status not in _REDIRECTS:
                     return answer
-                path = self._redirected(path, answer, what)
+                path = self._redirected(path, answer, label)
         except SparserlError:
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Unavailable(f"{what}: {describe(error)}") from error
-        raise StoreError(f"{what} is redirected more than {_MAX_REDIRECTS} times")
+            raise Unavailable(f"{label}: {describe(error)}") from error
+        raise StoreError(f"{label} is redirected more than {_MAX_REDIRECTS} times")
 
-    def _redirected(self, path: str, answer: Answer, what: str) -> str:
+    def _redirected(self, path: str, answer: Answer, label: str) -> str:
         """The path that a redirect leads to, which must be on this server."""
         location = answer.headers.get("Location", "")
         origin = self._settings.origin
@@ -152,23 +152,23 @@ class WebStore:
             same = False
         if not same:
             raise StoreError(
-                f"{what} is redirected to {location[:200]!r}; a store is read only from "
+                f"{label} is redirected to {location[:200]!r}; a store is read only from "
                 f"{origin.scheme}://{origin.host}:{origin.port}. If the store has moved, give its new URL"
             )
         new_path = quote(place.path, safe="/%~:@!$&'()*+,;=") or "/"
         return f"{new_path}?{quote(place.query, safe='/%~:@!$&()*+,;=?')}" if place.query else new_path
 
-    def _require(self, answer: Answer, status: int, what: str) -> None:
+    def _require(self, answer: Answer, status: int, label: str) -> None:
         if answer.status == status:
             return
         if answer.status in (404, 410):
-            raise NotFound(f"{what} does not exist")
-        message = f"{what}: the server answered {answer.status} {answer.reason[:80]!r}"
+            raise NotFound(f"{label} does not exist")
+        message = f"{label}: the server answered {answer.status} {answer.reason[:80]!r}"
         if answer.status in (401, 403):
             raise StoreError(f"{message}; is the token right?")
         raise Unavailable(message)
 
-    def _what(self, name: str) -> str:
+    def _label(self, name: str) -> str:
         return f"{self.url}: {name}"
 
     def _read_only(self) -> StoreError:

@@ -65,8 +65,8 @@ class Rollouts:
         longest = max(part.tokens.shape[1] for part in parts)
 
         def rows(name: str, width: int) -> Tensor:
-            found = [getattr(part, name) for part in parts]
-            return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in found])
+            tensors = [getattr(part, name) for part in parts]
+            return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
 
         return cls(
             rows("tokens", longest),

@@ -101,24 +101,25 @@ class Trainer:
 
     def run(self) -> Iterator[Sync]:
         """All syncs, each as it is published."""
-        options, asked = self.options, 0
+        options = self.options
+        next_batch = 0
         yield self._publish(0, None, 0)
         for batch in range(options.syncs):
-            while asked < min(options.syncs, batch + options.staleness + 1):
-                for job in self._jobs(asked):
+            while next_batch < min(options.syncs, batch + options.staleness + 1):
+                for job in self._jobs(next_batch):
                     self.fleet.ask(job)
-                asked += 1
+                next_batch += 1
             self._doing(f"sync {batch + 1} of {options.syncs}: waiting for rollouts")
-            found = Rollouts.joined([self.fleet.take(job) for job in self._jobs(batch)])
+            rollouts = Rollouts.joined([self.fleet.take(job) for job in self._jobs(batch)])
             self._doing(f"sync {batch + 1} of {options.syncs}: learning")
-            self._learn(found)
-            yield self._publish(batch + 1, found, batch - found.version)
+            self._learn(rollouts)
+            yield self._publish(batch + 1, rollouts, batch - rollouts.version)
         self._doing("waiting for the workers")
         self.fleet.finish(options.syncs)
         self._hear()
 
     def close(self) -> None:
-        """Leave nobody behind."""
+        """Stop the workers and close the publisher."""
         self.fleet.stop()
         if self._publisher is not None:
             self._publisher.close()

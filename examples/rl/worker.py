@@ -40,48 +40,50 @@ class Answers:
 
         The reward is the mean of the first round: DAPO's further rounds look for groups that teach something.
         """
-        wanted, rounds = self._options.prompts // PARTS, [self._sample(job, 0, version)]
-        while self._options.algorithm == "dapo" and len(rounds) < ROUNDS and _useful(rounds) < wanted:
+        count = self._options.prompts // PARTS
+        rounds = [self._sample(job, 0, version)]
+        while self._options.algorithm == "dapo" and len(rounds) < ROUNDS and _useful(rounds) < count:
             rounds.append(self._sample(job, len(rounds), version))
-        found = Rollouts.joined(rounds)
-        best = informative(found.rewards).int().argsort(descending=True, stable=True)[:wanted].sort().values
+        rollouts = Rollouts.joined(rounds)
+        best = informative(rollouts.rewards).int().argsort(descending=True, stable=True)[:count].sort().values
         rows = (best[:, None] * self._options.group + torch.arange(self._options.group)).flatten()
         return replace(
-            found,
-            tokens=found.tokens[rows],
-            mask=found.mask[rows],
-            old=found.old[rows],
-            rewards=found.rewards[best],
+            rollouts,
+            tokens=rollouts.tokens[rows],
+            mask=rollouts.mask[rows],
+            old=rollouts.old[rows],
+            rewards=rollouts.rewards[best],
             reward=rounds[0].reward,
         )
 
     def _sample(self, job: Job, turn: int, version: int) -> Rollouts:
         """A group of answers to each of some new questions."""
-        options, tokenizer = self._options, self._tokenizer
+        options = self._options
+        tokenizer = self._tokenizer
         rng = random.Random(f"{options.seed}/{job.name}/{turn}")
         generator = torch.Generator().manual_seed(rng.getrandbits(63))
-        asked = task.questions(options.prompts // PARTS, rng)
-        prompts = [tokenizer.encode(self._before + question) for question in asked]
+        questions = task.questions(options.prompts // PARTS, rng)
+        prompts = [tokenizer.encode(self._before + question) for question in questions]
         width = max(map(len, prompts)) + task.LONGEST
-        tokens = torch.zeros((len(asked), options.group, width), dtype=torch.long)
-        mask, old = (torch.zeros((len(asked), options.group, width - 1)) for _ in range(2))
-        rewards = torch.zeros((len(asked), options.group))
+        tokens = torch.zeros((len(questions), options.group, width), dtype=torch.long)
+        mask, old = (torch.zeros((len(questions), options.group, width - 1)) for _ in range(2))
+        rewards = torch.zeros((len(questions), options.group))
         for length in sorted(set(map(len, prompts))):
-            alike = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
-            given = torch.tensor([prompts[i] for i in alike for _ in range(options.group)], device=options.device)
-            said, chances = (
-                t.cpu().view(len(alike), options.group, -1)
-                for t in policy.answer(self._model, given, tokenizer.end, generator)
+            same_length = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+            batch = torch.tensor([prompts[i] for i in same_length for _ in range(options.group)], device=options.device)
+            answers, chances = (
+                t.cpu().view(len(same_length), options.group, -1)
+                for t in policy.answer(self._model, batch, tokenizer.end, generator)
             )
-            tokens[alike, :, :length] = given.cpu().view(len(alike), options.group, -1)
-            tokens[alike, :, length : length + task.LONGEST] = said.clamp(min=0)
-            mask[alike, :, length - 1 : length - 1 + task.LONGEST] = (said >= 0).float()
-            old[alike, :, length - 1 : length - 1 + task.LONGEST] = chances
-            for i, answers in zip(alike, said.tolist(), strict=True):
-                texts = (tokenizer.decode([t for t in answer if t >= 0]) for answer in answers)
-                rewards[i] = torch.tensor([task.reward(asked[i], text) for text in texts])
+            tokens[same_length, :, :length] = batch.cpu().view(len(same_length), options.group, -1)
+            tokens[same_length, :, length : length + task.LONGEST] = answers.clamp(min=0)
+            mask[same_length, :, length - 1 : length - 1 + task.LONGEST] = (answers >= 0).float()
+            old[same_length, :, length - 1 : length - 1 + task.LONGEST] = chances
+            for i, group in zip(same_length, answers.tolist(), strict=True):
+                texts = (tokenizer.decode([t for t in answer if t >= 0]) for answer in group)
+                rewards[i] = torch.tensor([task.reward(questions[i], text) for text in texts])
         flat = (tensor.flatten(0, 1) for tensor in (tokens, mask, old))
-        return Rollouts(*flat, rewards, float(rewards.mean()), len(asked), version)
+        return Rollouts(*flat, rewards, float(rewards.mean()), len(questions), version)
 
 
 class Worker:
@@ -100,7 +102,7 @@ class Worker:
 
 
 def _useful(rounds: list[Rollouts]) -> int:
-    return sum(int(informative(found.rewards).sum()) for found in rounds)
+    return sum(int(informative(rollouts.rewards).sum()) for rollouts in rounds)
 
 
 def main(folder: Path, number: int, way: Way) -> int:

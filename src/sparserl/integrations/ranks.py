@@ -38,8 +38,9 @@ class _UnknownVersion(SessionError):
 class EngineSubscriber(Subscriber):
     """Follows a run on one rank of an engine.
 
-    rank: the number of this rank.
-    gather: sends an object to all ranks and returns the objects of all, in order of rank.
+    Args:
+        rank: The number of this rank.
+        gather: Sends an object to all ranks and returns the objects of all, in order of rank.
     """
 
     def __init__(self, url: str, target: EngineTarget, rank: int, gather: Gather, **options: Any) -> None:

@@ -243,7 +243,15 @@ def request(
 ) -> dict[str, Any]:
     """The body to post to `/update_weights_from_tensor`, between begin and end, for users with a client of their own.
 
-    ranks: the tensor-parallel size of the engine. The other options are those of `Client.update`.
+    Args:
+        store: The URL of the store, which the ranks of the engine open themselves.
+        version: The version to commit; None for the newest.
+        ranks: The tensor-parallel size of the engine.
+        trusted_keys: The public keys to trust, as for a `Subscriber`.
+        run: The only run to follow, as for a `Subscriber`.
+        token: The token for the store, as for a `Subscriber`.
+        ahead: Whether the engine stages new versions as they are published, so that the next pause is shorter.
+        flush_cache: Whether SGLang drops the cache of the old weights.
     """
     keys = trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else list(trusted_keys)
     command = {"url": store, "trusted_keys": keys, "run": run, "token": token, "version": version, "ahead": ahead}
@@ -264,10 +272,11 @@ class Client:
     >>> client.update("s3://bucket/run")                                                           # doctest: +SKIP
     ('12e9e740decf9cd4', 42)
 
-    url: the address of the server.
-    api_key: its admin key, if it requires one.
-    mode: what happens to running requests: they are computed again (`retract`), ended (`abort`), or continue with the
-        cache of the old weights (`in_place`), which is then not flushed.
+    Args:
+        url: The address of the server.
+        api_key: Its admin key, if it requires one.
+        mode: What happens to running requests: they are computed again (`retract`), ended (`abort`), or continue with
+            the cache of the old weights (`in_place`), which is then not flushed.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, mode: str = "retract", timeout: float = 600.0) -> None:
@@ -290,8 +299,13 @@ class Client:
     ) -> tuple[str, int]:
         """Pause the engine and let it commit a version, by default the newest; returns run and version.
 
-        store, trusted_keys, run, token: as for a `Subscriber`; the engine's ranks fetch from the store themselves.
-        ahead: whether they stage new versions as they are published, so that the next pause is shorter.
+        Args:
+            store: The URL of the store, which the ranks of the engine open themselves.
+            version: The version to commit; None for the newest.
+            trusted_keys: The public keys to trust, as for a `Subscriber`.
+            run: The only run to follow, as for a `Subscriber`.
+            token: The token for the store, as for a `Subscriber`.
+            ahead: Whether the engine stages new versions as they are published, so that the next pause is shorter.
         """
         ranks = int(self._ask("server_info")["tp_size"])
         flush = self._mode != "in_place"

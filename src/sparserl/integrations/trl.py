@@ -33,13 +33,14 @@ class PublishCallback(TrainerCallback):
 
     >>> trainer = GRPOTrainer(model, ..., callbacks=[PublishCallback("s3://bucket/run")])          # doctest: +SKIP
 
-    url: the store, as for a `Publisher`, which also gets all other options.
-    every: optimizer steps between versions.
-    in_background: True to continue training while a version is encoded and sent; `settle` waits for it.
-    cast: the dtype to publish in, if the trainer's weights are wider, such as `torch.bfloat16`. The changes of the
-        optimizer are then tracked (`sparserl.sources.track`).
-    source: a function that makes the source from the model and the optimizer. By default all weights of the model are
-        published; of a peft model, the base weights with the active adapters merged in.
+    Args:
+        url: The store, as for a `Publisher`, which also gets all other options.
+        every: Optimizer steps between versions.
+        in_background: True to continue training while a version is encoded and sent; `settle` waits for it.
+        cast: The dtype to publish in, if the trainer's weights are wider, such as `torch.bfloat16`. The changes of the
+            optimizer are then tracked (`sparserl.sources.track`).
+        source: A function that makes the source from the model and the optimizer. By default all weights of the model
+            are published; of a peft model, the base weights with the active adapters merged in.
 
     If the store is not available, training continues: it is logged, and the next version includes the changes.
     Config and tokenizer are published as files, so that a folder that follows the run can be loaded.

@@ -48,19 +48,21 @@ RunAndVersion = tuple[str, int]
 class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
     """Sends weights on verl's trainer and receives them on its rollouts; verl makes one object in every worker.
 
-    bucket_size, is_master: what verl passes to every backend. Rank 0 of the trainer is the master.
-    url: the store; all workers must be able to read it, and the trainer to write to it.
-    rollout_dtype: floating-point weights are rounded to it before they are compared; None to send them as they are.
-        An RL step changes nearly all float32 elements, and few of the rounded ones.
-    spread: True if every rank of the trainer is to publish a share of the tensors; otherwise rank 0 publishes all. The
-        trainer's backend must then yield whole tensors on every rank, as FSDP's does.
-    folder: a folder of the rollout's node in which one worker keeps a checkpoint for all workers of the node. Without
-        it every worker has a copy of the weights in host memory.
-    device: where rollouts get the weights; by default the GPU of the worker, if there is one.
-    timeout: seconds to wait for the other side.
-    signing_key: the secret key with which the trainer signs.
-    trusted_keys: the public keys that rollouts trust, one or several.
-    options: further options of the `Publisher`.
+    Args:
+        bucket_size: Passed by verl to every backend; not used here.
+        is_master: Passed by verl to every backend: whether this is rank 0 of the trainer.
+        url: The store; all workers must be able to read it, and the trainer to write to it.
+        rollout_dtype: Floating-point weights are rounded to it before they are compared; None to send them as they are.
+            An RL step changes nearly all float32 elements, and few of the rounded ones.
+        spread: True if every rank of the trainer is to publish a share of the tensors; otherwise rank 0 publishes all.
+            The trainer's backend must then yield whole tensors on every rank, as FSDP's does.
+        folder: A folder of the rollout's node in which one worker keeps a checkpoint for all workers of the node.
+            Without it every worker has a copy of the weights in host memory.
+        device: Where rollouts get the weights; by default the GPU of the worker, if there is one.
+        timeout: Seconds to wait for the other side.
+        signing_key: The secret key with which the trainer signs.
+        trusted_keys: The public keys that rollouts trust, one or several.
+        options: Further options of the `Publisher`.
     """
 
     def __init__(

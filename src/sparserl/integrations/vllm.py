@@ -44,7 +44,8 @@ _WAIT_SECONDS = 1.0  # that the staging thread waits for a new version before it
 class SparserlInitInfo(WeightTransferInitInfo):
     """The store of the run; `trusted_keys`, `run` and `token` as for a `Subscriber`.
 
-    ahead: whether new versions are staged as they are published, instead of when they are to be committed.
+    Args:
+        ahead: Whether new versions are staged as they are published, instead of when they are to be committed.
     """
 
     url: str

@@ -23,9 +23,10 @@ from ..weights.shards import Shards
 class SparserlTrainerInitInfo(TrainerInitInfo):
     """Where to publish, and how.
 
-    profile: `ctx`, the smallest, and `auto`, which may choose it, only work with engines of one rank.
-    publisher: further options of the `Publisher`, `writers` and `signing_key` among them.
-    worker: further options of the workers; see `SparserlInitInfo`.
+    Args:
+        profile: `ctx`, the smallest, and `auto`, which may choose it, only work with engines of one rank.
+        publisher: Further options of the `Publisher`, `writers` and `signing_key` among them.
+        worker: Further options of the workers; see `SparserlInitInfo`.
     """
 
     backend: ClassVar[str] = "sparserl"
@@ -39,10 +40,12 @@ class SparserlTrainerInitInfo(TrainerInitInfo):
 class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
     """Publishes weights, and drives vLLM through a client.
 
-    source: a `WeightSource` of vLLM, which is iterated on every rank and published by the first; or a source of
-        sparserl, of which each rank publishes its own parts if `writers` are given.
-    client: an object with the four methods of `VLLMWeightSyncClient`. If it also has `pause`, `resume` and
-        `reset_caches`, as the clients below have, these are called around a commit; otherwise the caller must do that.
+    Args:
+        source: A `WeightSource` of vLLM, which is iterated on every rank and published by the first; or a source of
+            sparserl, of which each rank publishes its own parts if `writers` are given.
+        client: An object with the four methods of `VLLMWeightSyncClient`. If it also has `pause`, `resume` and
+            `reset_caches`, as the clients below have, these are called around a commit; otherwise the caller must do
+            that.
     """
 
     init_info_cls = SparserlTrainerInitInfo

@@ -25,8 +25,11 @@ _STYLE = Path(__file__).with_name("page.css")
 def page(recording: Recording, *, title: str = "", lines: Sequence[str] = (), good: bool | None = None) -> str:
     """The whole page. It is well-formed XML, too.
 
-    title: the heading; by default the model that `meta` names.
-    lines: to be listed below it. good: whether the heading says something good, or bad.
+    Args:
+        recording: What to show.
+        title: The heading; by default the model that `meta` names.
+        lines: Sentences below the heading.
+        good: Whether the heading says something good, or bad; None for neither.
     """
     figures = summary(recording)
     heading = title or f"sparserl: {recording.meta.get('model', 'a recording')}"

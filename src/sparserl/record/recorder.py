@@ -49,8 +49,9 @@ class Recorder(Callback):
     >>> recorder.observe(old, new, version=1)["changed"]
     [1000]
 
-    path: the file. One that is a recording already is gone on with; elements count as seen from here on.
-    meta: what to say about the run: the model, the algorithm, anything that is JSON.
+    Args:
+        path: The file. An existing recording is continued; which elements changed before is counted anew.
+        meta: Facts about the run for the report: the model, the algorithm, anything that is JSON.
     """
 
     def __init__(self, path: str | Path, meta: Mapping[str, Any] | None = None) -> None:
@@ -75,10 +76,17 @@ class Recorder(Callback):
 
         Both have the same names, dtypes and shapes. Tensors on a GPU are copied to host memory first.
 
-        version: the one that `new` is.
-        precision: what to call it, where weights are recorded in several; the most common dtype if it is not given.
-        seconds: by stage: `find`, `encode`, `upload`, `transfer`, `fetch`, `stage`, `pause`, or any other name.
-        reward: of the rollouts that `new` was learnt from.
+        Args:
+            old: The weights of the version before.
+            new: The weights of this version.
+            version: The number of this version.
+            precision: A name for this precision, where weights are recorded in several; by default the most common
+                dtype.
+            seconds: The seconds of each stage: `find`, `encode`, `upload`, `transfer`, `fetch`, `stage`, `pause`, or
+                any other name.
+            reward: The reward of the rollouts that this version was learnt from.
+            threads: How many threads compare; by default all cores, at most 16.
+            progress: Called with the dense bytes that were just compared.
         """
         before = _on_host(old)
         after = _on_host(new)

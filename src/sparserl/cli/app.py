@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import doctor, follow, fsck, keys, log, patches, plan, publish, report, serve, squash
+from . import doctor, follow, fsck, keys, log, patches, plan, publish, report, serve, show, squash
 
 app = typer.Typer(
     name="sparserl",
@@ -31,8 +31,12 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001  # its callback does the work
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also log what sessions do, on stderr; give it before the command.")
     ] = False,
 ) -> None:
     """Move weights by sending only the bits that changed: exact patches between checkpoints."""
+    show.log_to_stderr(verbose)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -121,14 +121,16 @@ class _Follower:
                 self._first(deadline, wait=not once or timeout is not None)
                 if once:
                     return
-                self._subscriber.follow(on_commit=self._report, on_trouble=_note_waiting(), timeout=deadline.left)
+                self._subscriber.follow(on_commit=self._report, timeout=deadline.left)
                 show.note(self._position())
         except KeyboardInterrupt:
             show.note(self._position())
 
     def _first(self, deadline: Deadline, wait: bool) -> None:
         """Fetch a first version; with `wait`, until there is one or the deadline has passed."""
-        note = _note_waiting()
+        from ..session.logs import TroubleLog
+
+        trouble = TroubleLog(self._subscriber.store.url)
         while True:
             try:
                 report = self._sync_with_progress()
@@ -137,14 +139,20 @@ class _Follower:
                 if not wait:
                     raise
                 if not deadline.over:
-                    note(error)
+                    trouble.waiting(error)
                     deadline.sleep(_RETRY_SECONDS)
                 if deadline.over:
                     raise
+        trouble.over()
         if report is None:
             show.note(f"already at version {self._subscriber.version}")
         else:
             self._report(report)
+        if not (self._target.current / "config.json").exists():
+            show.note(
+                f"warning: {self._target.current} has no config.json, so that engines cannot load it; give the "
+                "publisher the files of the checkpoint: Publisher(url, model, files=...)"
+            )
 
     def _sync_with_progress(self) -> SyncReport | None:
         """The first sync, which may have to fetch everything."""
@@ -174,19 +182,6 @@ class _Follower:
     def _position(self) -> str:
         version = self._subscriber.version
         return "stopped before the first version" if version is None else f"stopped at version {version}"
-
-
-def _note_waiting() -> Callable[[Exception], None]:
-    """Notes why we are waiting, once for each reason."""
-    reason = ""
-
-    def note(error: Exception) -> None:
-        nonlocal reason
-        if str(error) != reason:
-            reason = str(error)
-            show.note(f"waiting: {reason}")
-
-    return note
 
 
 @contextlib.contextmanager

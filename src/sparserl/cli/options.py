@@ -85,7 +85,7 @@ Url = Annotated[
     str,
     typer.Argument(
         metavar="URL",
-        help="The store: file:///path, s3://bucket/path, gs://… or az://…; to read from it, also http(s)://…",
+        help="The store: a folder, s3://bucket/path, gs://… or az://…; to read from it, also http(s)://…",
     ),
 ]
 Endpoint = Annotated[

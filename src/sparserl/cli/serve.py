@@ -61,7 +61,8 @@ def serve(
     tokens = () if token_file is None else server.read_tokens(token_file)
 
     def started(url: str) -> None:
-        show.note(f"serving {folder} at {url}")
+        waiting = "" if folder.is_dir() else ", which a publisher still has to make,"
+        show.note(f"serving {folder}{waiting} at {url}")
         if not tokens and not ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback:
             show.note("note: anyone who can reach this address can read the weights; see --token-file")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,23 @@ def result(as_json: bool, values: dict[str, Any], *lines: str) -> None:
 def note(text: str) -> None:
     """Print one line on stderr."""
     typer.echo(visible("sparserl: " + " ".join(text.splitlines())), err=True)
+
+
+class _Notes(logging.Handler):
+    """Prints what the library logs as notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        note(level + record.getMessage())
+
+
+def log_to_stderr(verbose: bool) -> None:
+    """Print warnings of the library on stderr; with `verbose`, also what it does."""
+    logger = logging.getLogger("sparserl")
+    logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _Notes)]
+    logger.addHandler(_Notes())
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    logger.propagate = False
 
 
 @contextmanager

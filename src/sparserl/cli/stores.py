@@ -24,7 +24,7 @@ def open_store(
     """The store at a URL, with the options that were given for it; it is closed at the end."""
     from ..transport.stores import opening
 
-    scheme = url.partition("://")[0]
+    scheme = opening.scheme_of(url)
     token = None
     if token_file is not None:
         if scheme not in ("http", "https"):

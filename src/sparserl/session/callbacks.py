@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ..errors import SessionError
 from ..transport.stores.base import Store
+from .logs import log_version
 from .report import SyncReport
 
 _log = logging.getLogger("sparserl.callbacks")
@@ -42,18 +43,24 @@ class Callback:
 
 
 class Callbacks(Callback):
-    """Several callbacks as one that never raises."""
+    """The log, and several callbacks, as one callback that never raises.
 
-    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+    place: where versions go to or come from, for the log.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback] = (), place: str = "") -> None:
         if not isinstance(callbacks, Sequence):
             raise SessionError(f"callbacks is {callbacks!r}; it must be a sequence of callbacks, such as a list")
         self._callbacks = tuple(callbacks)
+        self.place = place
         self._logged: set[int] = set()  # those that have raised once
 
     def published(self, report: SyncReport) -> None:
+        log_version("published", self.place, report)
         self._call("published", report)
 
     def committed(self, report: SyncReport) -> None:
+        log_version("committed", self.place, report)
         self._call("committed", report)
 
     def failed(self, stage: str, error: BaseException) -> None:

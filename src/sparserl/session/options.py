@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..codec import PROFILES
-from ..errors import SessionError, WeightsError
+from ..errors import SessionError
 from ..parallel import Progress, require_threads
 from ..plan import Link
-from ..weights.shards import Shards
 
 BASELINES = ("auto", "host", "device", "none")
 
@@ -47,23 +46,6 @@ def require_callable(name: str, value: Any) -> None:
     """Refuse what cannot be called; None is fine."""
     if value is not None and not callable(value):
         raise SessionError(f"{name} is {value!r}; it must be a function, or None")
-
-
-def require_source(source: Any) -> None:
-    """Refuse what cannot be published: neither weights nor anything that has some."""
-    if isinstance(source, Mapping):
-        if not source:
-            raise WeightsError("source is an empty mapping; it must hold at least one tensor")
-        return
-    if isinstance(source, Shards):
-        if not source.table.specs:
-            raise WeightsError("source has an empty tensor table; it must name at least one tensor")
-        return
-    if not callable(getattr(source, "weights", None)):
-        raise WeightsError(
-            f"source is of type {type(source).__name__}; it must be a mapping of tensors, Shards, or an object with a "
-            "weights() method, such as sparserl.sources.module(model)"
-        )
 
 
 def require_writers(writers: Sequence[int], size: int) -> None:

@@ -54,6 +54,7 @@ class Receiver(ABC):
         hooks: CommitHooks,
         threads: int | None,
         callbacks: Sequence[Callback] = (),
+        place: str = "process group",
     ) -> None:
         require_threads(threads)
         several = targets if isinstance(targets, Sequence) else [targets]
@@ -61,7 +62,7 @@ class Receiver(ABC):
         self.threads = threads
         self._hooks = hooks
         self._commits = 0
-        self._callbacks = Callbacks(callbacks)
+        self._callbacks = Callbacks(callbacks, place)
         self._table: TensorTable | None = None
         self._current: RunVersion | None = None  # what the targets hold
         self._staged: StagedVersion | None = None

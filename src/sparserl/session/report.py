@@ -51,10 +51,15 @@ class SyncReport:
         """The share of the elements that changed."""
         return self.changed / max(1, self.elements)
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """The version, how much changed, its bytes, and the seconds of each stage, in a line."""
         stages = ", ".join(f"{stage} {seconds * 1e3:.1f} ms" for stage, seconds in self.seconds.items())
         share = f"{self.changed:,} changed ({self.density:.3%})"
         return f"version {self.version}: {self.kind}, {share}, {self.bytes:,} bytes of {self.dense_bytes:,}; {stages}"
+
+    def __str__(self) -> str:
+        return "\n".join((self.summary, *(f"note: {note}" for note in self.notes)))
 
 
 class Watch:

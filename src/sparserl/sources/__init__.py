@@ -10,7 +10,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .dtensors import ShardedSource, fsdp
 from .layout import Layout, LayoutSource, Local, Slice, Span, joined, mapped, require_cover
 from .megatron_core import Ranks, megatron
-from .modules import ModuleSource, Source, module
+from .modules import ModuleSource, PublishedSource, Source, module
 from .quantize import Blockwise, QuantizedSource, fp8_blockwise, int8, linear_weights, quantized
 from .tracker import Tracker, track
 
@@ -23,6 +23,7 @@ __all__ = [
     "Local",
     "MergedSource",
     "ModuleSource",
+    "PublishedSource",
     "QuantizedSource",
     "Ranks",
     "ShardedSource",

@@ -1,21 +1,38 @@
-"""The protocol of a source, and torch modules as sources."""
+"""The protocol of a source; torch modules, and functions that return weights, as sources."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ..errors import UnsupportedTensor
+from ..errors import UnsupportedTensor, WeightsError
 from ..weights.memory import Weights
 from ..weights.shards import Shards
+from ..weights.staging import lazy_bits
+from .casting import Cast, cast_of
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Anything that has weights. It is asked for them at every publish, since they may have moved meanwhile."""
+    """Anything that has weights. It is asked for them at every publish, since they may have moved meanwhile.
+
+    A source may also have a method `files`, which returns the small files that a checkpoint needs beside its weights,
+    by name: `config.json`, say.
+    """
 
     def weights(self) -> Weights | Shards:
         """All weights under their checkpoint names; of a sharded trainer, the parts that this process has."""
         ...
+
+
+if TYPE_CHECKING:
+    import torch
+
+    PublishedSource = torch.nn.Module | Source | Weights | Shards | Callable[[], Weights | Shards]
+else:
+    PublishedSource = Source | Weights | Shards | Callable[[], Weights | Shards]
 
 
 def weights_of(source: Source | Weights | Shards) -> Weights | Shards:
@@ -23,37 +40,111 @@ def weights_of(source: Source | Weights | Shards) -> Weights | Shards:
     return source.weights() if isinstance(source, Source) else source
 
 
+def files_of(source: Any) -> dict[str, bytes]:
+    """The files that a source brings along; none for most."""
+    files: Callable[[], dict[str, bytes]] | None = getattr(source, "files", None)
+    return {} if files is None or not isinstance(source, Source) else files()
+
+
+def as_source(source: Any) -> Source | Weights | Shards:
+    """A source of what a user gives: a torch module, a mapping, a function that returns one, or a source as it is.
+
+    Raises:
+        WeightsError: It is none of these, or has no tensors.
+    """
+    if isinstance(source, Mapping):
+        if not source:
+            raise WeightsError("source is an empty mapping; it must hold at least one tensor")
+        return source
+    if isinstance(source, Shards):
+        if not source.table.specs:
+            raise WeightsError("source has an empty tensor table; it must name at least one tensor")
+        return source
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(source, torch.nn.Module):
+        return ModuleSource(source, None)
+    if isinstance(source, Source) and callable(source.weights):
+        return source
+    if callable(source):
+        return FunctionSource(source)
+    raise WeightsError(
+        f"source is of type {type(source).__name__}; it must be a torch module, a mapping of tensors, a function that "
+        "returns one, or an object with a weights() method, such as sparserl.sources.module(model)"
+    )
+
+
+class FunctionSource:
+    """A function that returns weights, as a source: it is called at every publish."""
+
+    def __init__(self, function: Callable[[], Weights | Shards]) -> None:
+        self._function = function
+
+    def weights(self) -> Weights | Shards:
+        """What the function returns."""
+        weights = self._function()
+        if not isinstance(weights, Mapping | Shards):
+            raise WeightsError(f"source returned a {type(weights).__name__}; it must return a mapping of tensors")
+        return weights
+
+
 class ModuleSource:
     """The parameters and persistent buffers of a torch module, without a copy. Made by `module`."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, cast: Cast | None) -> None:
         self._module = module
+        self._cast = cast
 
     def weights(self) -> Weights:
         """All tensors of the module's `state_dict`."""
-        items = self._module.state_dict(keep_vars=True).items()
-        return {name: tensor.detach() if hasattr(tensor, "detach") else tensor for name, tensor in items}
+        return {name: self._published(name, value) for name, value in self._module.state_dict(keep_vars=True).items()}
+
+    def files(self) -> dict[str, bytes]:
+        """For a transformers model, its config and its generation config; for other modules nothing."""
+        config: Any = getattr(self._module, "config", None)
+        if not callable(getattr(config, "to_json_string", None)):
+            return {}
+        config = copy.deepcopy(config)
+        config.architectures = [type(self._module).__name__]
+        dtype = getattr(self._module, "dtype", None)
+        if dtype is not None:
+            config.dtype = (None if self._cast is None else self._cast("", dtype)) or dtype
+        files = {"config.json": config.to_json_string().encode()}
+        generation: Any = getattr(self._module, "generation_config", None)
+        if callable(getattr(generation, "to_json_string", None)):
+            files["generation_config.json"] = generation.to_json_string().encode()
+        return files
+
+    def _published(self, name: str, value: Any) -> Any:
+        if not hasattr(value, "detach"):
+            return value
+        tensor = value.detach()
+        dtype = None if self._cast is None else self._cast(name, tensor.dtype)
+        return tensor if dtype is None else lazy_bits(tensor, dtype)
 
 
-def module(module: Any) -> ModuleSource:
+def module(module: Any, *, cast: Any = None) -> ModuleSource:
     """The weights of a torch module: everything in its `state_dict`, buffers included.
 
-    Tied weights appear under every name that they have there.
+    Tied weights appear under every name that they have there. A transformers model brings its config and its generation
+    config along.
 
     Args:
-        module: a `torch.nn.Module`.
+        module: A `torch.nn.Module`.
+        cast: The dtype to publish in, if the trainer keeps wider weights than its engines: `torch.bfloat16` for all
+            floating-point tensors that are wider, or a function from a name to a dtype, or to None for a tensor that is
+            published as it is. A tensor is cast piece by piece while it is compared, not copied as a whole.
 
     Returns:
         A source that reads the module at every publish.
 
     Raises:
-        UnsupportedTensor: the object has no `state_dict`.
+        UnsupportedTensor: The object has no `state_dict`, or `cast` is no dtype.
 
     >>> import torch, sparserl
-    >>> source = sparserl.sources.module(torch.nn.Linear(2, 3))
-    >>> {name: tuple(tensor.shape) for name, tensor in source.weights().items()}
-    {'weight': (3, 2), 'bias': (3,)}
+    >>> source = sparserl.sources.module(torch.nn.Linear(2, 3), cast=torch.bfloat16)
+    >>> {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in source.weights().items()}
+    {'weight': ((3, 2), 'bfloat16'), 'bias': ((3,), 'bfloat16')}
     """
     if not callable(getattr(module, "state_dict", None)):
         raise UnsupportedTensor(f"expected a torch module, got {type(module).__name__}")
-    return ModuleSource(module)
+    return ModuleSource(module, cast_of(cast))

@@ -19,7 +19,7 @@ addresses is kept in a plan while nothing moves; kernels take many parts at a ti
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,8 +32,9 @@ from ..weights.dtypes import BY_NAME
 from ..weights.memory import Weights
 from ..weights.shards import Shards
 from ..weights.staging import lazy_bits
-from ..weights.table import TensorSpec, TensorTable
+from ..weights.table import TensorTable
 from ..weights.tensors import memories, table_of
+from .casting import Cast, cast_of
 from .modules import Source, module
 from .tracked_rows import (
     Copy,
@@ -54,8 +55,6 @@ from .tracked_rows import (
     local,
     signature,
 )
-
-Cast = Callable[[TensorSpec], Any]
 
 
 def track(
@@ -101,7 +100,7 @@ def track(
         raise TensorMismatch("without an optimizer, give the tensors that are written as `params`")
     optimizers = [] if optimizer is None else [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
     base = source if isinstance(source, Source) else module(source)
-    return Tracker(optimizers, base, tuple(params or ()), masters or {}, _cast_by_spec(cast), threads)
+    return Tracker(optimizers, base, tuple(params or ()), masters or {}, cast_of(cast), threads)
 
 
 class Tracker:
@@ -327,7 +326,10 @@ class Tracker:
         if self._cast is None:
             return shards, {}
         specs = {spec.name: spec for spec in shards.table.specs}
-        casts = {name: dtype for name, spec in specs.items() if (dtype := self._cast(spec)) is not None}
+        import torch
+
+        dtypes = {name: self._cast(name, getattr(torch, spec.dtype.name)) for name, spec in specs.items()}
+        casts = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
         for name, dtype in casts.items():
             specs[name] = specs[name]._replace(dtype=BY_NAME[str(dtype).removeprefix("torch.")])
         return Shards(self._same_table(TensorTable(specs.values())), shards.parts), casts
@@ -371,13 +373,6 @@ def _parts_of(weights: Weights | Shards) -> tuple[TensorTable | None, list[Any],
         keys = [(part.tensor, part.region) for part in weights.parts]
         return weights.table, keys, [part.data for part in weights.parts]
     return None, [*weights], [*weights.values()]
-
-
-def _cast_by_spec(cast: Any) -> Cast | None:
-    """A function from a tensor's spec to the dtype that it is cast to, or to None."""
-    if cast is None or not hasattr(cast, "itemsize"):
-        return None if cast is None else lambda spec: cast(spec.name)
-    return lambda spec: cast if spec.dtype.sign_magnitude and spec.dtype.width > cast.itemsize else None
 
 
 def _params_of(optimizer: Any) -> list[Any]:

@@ -153,7 +153,21 @@ class TensorTable:
                 notes.append(f"{name!r} is in {label} but not in {other_label}")
             elif spec != other_spec:
                 notes.append(f"{name!r} is {_kind(spec)} in {label} but {_kind(other_spec)} in {other_label}")
-        raise TensorMismatch(_summary(notes))
+        raise TensorMismatch(_summary(notes) + self._cast_hint(other))
+
+    def _cast_hint(self, other: TensorTable) -> str:
+        """What to do where two tables differ by dtypes alone."""
+        pairs = [*zip(self.specs, other.specs, strict=False)]
+        if len(self) != len(other) or any((a.name, a.shape) != (b.name, b.shape) for a, b in pairs):
+            return ""
+        width, other_width = (max(spec.dtype.width for spec in table.specs) for table in (self, other))
+        if width == other_width:
+            return ""
+        narrow = self.specs[0] if width < other_width else other.specs[0]
+        return (
+            ". Only dtypes differ: publish in those of the receiver, as with "
+            f"sparserl.sources.module(model, cast=torch.{narrow.dtype.name})"
+        )
 
     def get(self, name: str) -> TensorSpec | None:
         """The tensor of a name; None if the table does not have it."""

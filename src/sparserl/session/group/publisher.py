@@ -22,17 +22,16 @@ from typing import Any
 from ...errors import PeerLost, SessionError, SparserlError
 from ...parallel import Progress
 from ...patch import Patch
-from ...sources import Source
-from ...sources.modules import weights_of
+from ...sources import PublishedSource
+from ...sources.modules import as_source, weights_of
 from ...transport.groups.line import TIMEOUT, CalledOff, Line
 from ...weights.digest import Digest, table_digest
-from ...weights.memory import Weights
-from ...weights.shards import Shards, dump_places, load_places, require_whole
+from ...weights.shards import dump_places, load_places, require_whole
 from ..anchors import anchor_of
 from ..background import BackgroundPublish, BackgroundSlot
 from ..baseline import HostBaseline
 from ..callbacks import Callback, Callbacks
-from ..options import EncodingOptions, require_source, require_timeout, require_writers
+from ..options import EncodingOptions, require_timeout, require_writers
 from ..report import SyncReport, Watch
 from . import rounds
 from .outgoing import CapturedPublish, EncodeRequest, GroupBaseline, OutgoingPatch
@@ -57,8 +56,9 @@ class GroupPublisher:
     Args:
         process_group: A `torch.distributed` group that nothing else uses; None for the group of all ranks. Ranks are
             counted inside it.
-        source: The weights, which may change between calls: a mapping from names to tensors or arrays, the `Shards` of
-            one rank, or a source such as `sparserl.sources.module(model)`.
+        source: The weights, which may change between calls: a torch module, a mapping from names to tensors or arrays,
+            a function that returns one, the `Shards` of one rank, or a source such as
+            `sparserl.sources.module(model, cast=torch.bfloat16)`.
         writers: The ranks that publish, the first of which leads; all others receive. Every writer calls `publish`.
         previous: The publisher on a group that this one replaces: its run, version and baseline are taken over.
         files: Files that travel with an anchor (config, tokenizer), by name.
@@ -80,7 +80,7 @@ class GroupPublisher:
     def __init__(
         self,
         process_group: Any,
-        source: Source | Weights | Shards,
+        source: PublishedSource,
         *,
         writers: Sequence[int] = (0,),
         previous: GroupPublisher | None = None,
@@ -93,12 +93,11 @@ class GroupPublisher:
         callbacks: Sequence[Callback] = (),
         device: str = "cpu",
     ) -> None:
-        require_source(source)
         require_timeout("timeout", timeout)
-        self._source = source
+        self._source = as_source(source)
         self._files = dict(files or {})
         self._encoding = EncodingOptions(profile, link, threads, progress)
-        self._callbacks = Callbacks(callbacks)
+        self._callbacks = Callbacks(callbacks, "process group")
         self._background = BackgroundSlot()
         self._line = Line(process_group, timeout, device)
         self.writers = tuple(writers)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ...errors import Fenced, FormatError, NotFound, Refused, Unavailable, UnsupportedFormat, Untrusted
 from ...transport.stores.base import Store
+from ..logs import log
 from . import signing
 from .records import HEAD, MOST_HEAD, HeadRecord, Index, RouteStep, RunRecord, path, sha256
 from .retention import read_index
@@ -29,11 +30,12 @@ class _LateSwap(Unavailable):
 
 
 class _HeadRead(NamedTuple):
-    """What is in the place of the head: a head (None for none, or another's), its tag, or garbage and its tag."""
+    """What is in the place of the head: a head, None for none or one that we do not accept, and its tag."""
 
     head: HeadRecord | None
     tag: str | None
     is_garbage: bool = False
+    obstacle: str | None = None  # what is there instead of a head that we accept, in words
 
 
 class _OpenSwap(NamedTuple):
@@ -62,6 +64,7 @@ class HeadWriter:
     """The head of a store, which this publisher (or rank 0 of several) may move.
 
     first_head: the head that was there in the beginning; None where there was none, or none that our keys have signed.
+    obstacle: what was there instead of a head that our keys have signed, in words; None where there was nothing.
     next_run_time: a new run must say that it began at this time or later, so that it is the later run, whatever the
         clock.
     """
@@ -74,6 +77,9 @@ class HeadWriter:
         self._open_swap: _OpenSwap | None = None
         head_read = self._read(0) if writers.rank == 0 else _HeadRead(None, None)
         self.first_head = head_read.head
+        self.obstacle = head_read.obstacle
+        if head_read.is_garbage:
+            log.warning("%s has a damaged head, which no publisher has written: a new run begins", store.url)
         self._tag = head_read.tag
         self.next_run_time = 0.0 if self.first_head is None else _later(self.first_head.created)
 
@@ -160,7 +166,7 @@ class HeadWriter:
             try:
                 self._tag = self._store.swap(HEAD, data, self._tag)
             except (Refused, Unavailable) as error:
-                stored, tag, is_garbage = self._read(attempt)
+                stored, tag, is_garbage, _ = self._read(attempt)
                 if tag == self._tag:
                     last_error = error
                     continue  # it did not get through
@@ -197,14 +203,23 @@ class HeadWriter:
             return _HeadRead(None, tag, is_garbage=True)
         try:
             return _HeadRead(HeadRecord.parse(signing.unseal(data, self._keys.accepted, HEAD)), tag)
-        except Untrusted:
-            return _HeadRead(None, tag)
+        except Untrusted as error:
+            return _HeadRead(None, tag, obstacle=_foreign(data, error))
         except UnsupportedFormat:
             raise
         except FormatError:
             if not is_signed:
                 raise
             return _HeadRead(None, tag, is_garbage=True)
+
+
+def _foreign(data: bytes, error: Untrusted) -> str:
+    """What a head says that none of our keys has signed."""
+    try:
+        head = HeadRecord.parse(signing.unseal(data, None, HEAD))
+    except FormatError:
+        return f"has a head that cannot be used: {error}"
+    return f"has run {head.run} at version {head.version}, which cannot be continued: {error}"
 
 
 def _later(time: float) -> float:

@@ -21,8 +21,8 @@ from typing import Any
 from ...errors import SessionError
 from ...parallel import Progress
 from ...patch import Patch
-from ...sources import Source
-from ...sources.modules import weights_of
+from ...sources import PublishedSource
+from ...sources.modules import as_source, files_of, weights_of
 from ...transport.groups.gather import RankGather
 from ...transport.stores.base import Store
 from ...transport.stores.opening import open_store
@@ -34,16 +34,21 @@ from ..anchors import anchor_of
 from ..background import BackgroundPublish, BackgroundSlot
 from ..baseline import Baseline, CapturedChanges, HostBaseline, choose_baseline
 from ..callbacks import Callback, Callbacks
-from ..options import BaselineOptions, EncodingOptions, require_count, require_number, require_source, require_timeout
+from ..options import BaselineOptions, EncodingOptions, require_count, require_number, require_timeout
 from ..report import SyncReport, Watch
+from ..stale_source import StaleSourceCheck
 from . import side_files, transfer
 from .head import HeadWriter
 from .maintenance import Maintenance, RetentionOptions
-from .records import HeadRecord, checked_clock
-from .resume import SavedAnchor
+from .records import checked_clock
+from .resume import SavedAnchor, resume_from_store
 from .run_writer import CommittedVersion, RunWriter
 from .signing import PublicKeys, PublisherKeys
 from .writers import Writers
+
+_HOW_TO_REPLACE = (
+    "To begin a new run, pass new_run=True (on the command line, --new-run); subscribers then fetch all weights again"
+)
 
 
 class Publisher:
@@ -63,17 +68,21 @@ class Publisher:
     (1, 1)
 
     Args:
-        url: Where to publish: a `file://`, `s3://`, `gs://` or `az://` URL, or an open store.
-        source: The weights, which may change between calls: a mapping from names to tensors or arrays, the `Shards` of
-            one rank, or a source such as `sparserl.sources.module(model)`.
+        url: Where to publish: a folder, an `s3://`, `gs://` or `az://` URL, or an open store.
+        source: The weights, which may change between calls: a torch module, a mapping from names to tensors or arrays,
+            a function that returns one, the `Shards` of one rank, or a source such as
+            `sparserl.sources.module(model, cast=torch.bfloat16)`.
         signing_key: The secret Ed25519 key to sign heads with (see `sparserl keygen`); None to sign nothing.
         trusted_keys: Further public keys whose runs this publisher may go on with. When a key is replaced, give the
-            old one here: with `state`, the publisher then goes on with the run that the old key has signed. Without
-            it, a run signed by another key is left, and a new one begins.
-        files: Files that travel with the weights (config, tokenizer): names and contents, or a folder.
+            old one here: the publisher then goes on with the run that the old key has signed.
+        files: Files that travel with the weights (config, tokenizer): names and contents, or a folder. They are added
+            to those that the source brings along, as a transformers model brings its config.
         state: A folder on this machine that survives a restart. With it, a publisher that was killed goes on with its
-            run: from the anchor it saves there and the patches since. Without it, or when it does not fit what the
-            store has, a new run begins. One publisher at a time has the folder; a second one is refused.
+            run from the anchor that it saved there, and fetches only the patches since then. Without it, or when it
+            does not fit the run in the store, the publisher fetches the anchor too. One publisher at a time has the
+            folder; a second one is refused.
+        new_run: Whether to leave the run that the store has, and begin another: subscribers then fetch all weights
+            again. Without it, a publisher goes on with that run, or is refused where it cannot.
         profile: How patches are encoded: `raw`, `gap`, `ulp`, `ctx`, or `auto`, which takes the smallest or, with
             `link`, the quickest.
         link: The bandwidth between the publisher and its subscribers, such as `25Gbit`, by which `auto` chooses.
@@ -109,13 +118,14 @@ class Publisher:
 
     def __init__(
         self,
-        url: str | Store,
-        source: Source | Weights | Shards,
+        url: str | Path | Store,
+        source: PublishedSource,
         *,
         signing_key: str | None = None,
         trusted_keys: PublicKeys | None = None,
         files: Mapping[str, bytes] | str | Path | None = None,
         state: str | Path | None = None,
+        new_run: bool = False,
         profile: str = "auto",
         link: str | None = None,
         anchor_after: float = 1.0,
@@ -132,23 +142,23 @@ class Publisher:
         callbacks: Sequence[Callback] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        require_source(source)
         require_timeout("timeout", timeout)
-        self._source = source
+        self._source = as_source(source)
         self._encoding = EncodingOptions(profile, link, threads, progress)
         self._baseline_options = BaselineOptions(baseline, memory)
         retention = RetentionOptions(anchor_after, keep_anchors, ladder, grace, lease)
         keys = PublisherKeys.of(signing_key, trusted_keys)
         clock = checked_clock(clock)
         clock()
-        self._files = side_files.contents_of(files)
-        self._callbacks = Callbacks(callbacks)
+        self._files = side_files.contents_of(files, files_of(self._source))
         self._turn = threading.RLock()  # of the thread whose call is at work
         self._background = BackgroundSlot()
         self.baseline = ""
 
         self.store = _open_writable(url)
+        self._callbacks = Callbacks(callbacks, self.store.url)
         self._callbacks.watch_retries(self.store)
+        self._stale_source = StaleSourceCheck(self._source, self.store.url)
         self._writers = Writers(None if writers is None else RankGather(writers, timeout))
         if state is not None and self._writers.size > 1:
             raise SessionError("several writers keep no state: after a restart they begin a new run")
@@ -156,8 +166,9 @@ class Publisher:
         head = HeadWriter(self.store, keys, self._writers, clock)
         self._run_writer = RunWriter(self.store, head, self._writers, clock, progress)
         self._maintenance = Maintenance(self._run_writer, retention, saved_anchor, threads)
-        if saved_anchor is not None and head.first_head is not None:
-            self._resume(saved_anchor, head.first_head)
+        self._refusal: str | None = None  # why no new run may begin: that of the store would be lost
+        if not new_run:
+            self._continue_run(head, saved_anchor)
 
     @property
     def run(self) -> str | None:
@@ -265,18 +276,33 @@ class Publisher:
     def _tracks_changes(self) -> bool:
         return hasattr(self._source, "committed")
 
-    def _resume(self, saved_anchor: SavedAnchor, head: HeadRecord) -> None:
-        """Go on with the run of a head, if its weights can be built from the saved anchor."""
-        resumed = saved_anchor.resume(self.store, head, self._encoding.threads)
-        if resumed is not None:
-            baseline, self.baseline = choose_baseline(
-                resumed.weights,
-                self._baseline_options,
-                tracked=self._tracks_changes,
-                threads=self._encoding.threads,
-                own_digest=head.digest,
-            )
-            self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baseline)
+    def _continue_run(self, writer: HeadWriter, saved_anchor: SavedAnchor | None) -> None:
+        """Go on with the run that the store has; where that cannot be done, it is not replaced without a word."""
+        head = writer.first_head
+        obstacle = writer.obstacle
+        if self._writers.size > 1:  # rank 0 alone knows it, and the first publish tells all
+            if head is not None:
+                obstacle = f"has run {head.run} at version {head.version}, which several writers cannot continue"
+            self._refusal = None if obstacle is None else f"{self.store.url} {obstacle}. {_HOW_TO_REPLACE}"
+            return
+        if obstacle is not None:
+            raise SessionError(f"{self.store.url} {obstacle}. {_HOW_TO_REPLACE}")
+        if head is None:
+            return
+        resumed = None if saved_anchor is None else saved_anchor.resume(self.store, head, self._encoding.threads)
+        if resumed is None:
+            try:
+                resumed = resume_from_store(self.store, head, self._encoding.threads, self._encoding.progress)
+            except SessionError as error:
+                raise SessionError(f"{error}. {_HOW_TO_REPLACE}") from error
+        baseline, self.baseline = choose_baseline(
+            resumed.weights,
+            self._baseline_options,
+            tracked=self._tracks_changes,
+            threads=self._encoding.threads,
+            own_digest=head.digest,
+        )
+        self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baseline)
 
     def _capture(self, step: int | None) -> Callable[[], SyncReport]:
         """Take all that a publish needs of the weights, which may change from now on; returns what is left to do."""
@@ -344,7 +370,8 @@ class Publisher:
 
     def _publish_first(self, local: LocalWeights, baseline: Baseline, anchor: Patch | None, watch: Watch) -> SyncReport:
         """The first version of a new run: an anchor."""
-        run = self._run_writer.begin_run(local.table, self._files)
+        run = self._run_writer.begin_run(local.table, self._files, self._refusal)
+        self._refusal = None
         self._require_whole(local, run.table)
 
         def encode() -> Patch:
@@ -413,11 +440,12 @@ class Publisher:
 
     def _report(self, report: SyncReport) -> SyncReport:
         self._callbacks.published(report)
+        self._stale_source.published(report)
         return report
 
 
-def _open_writable(url: str | Store) -> Store:
-    store = open_store(url) if isinstance(url, str) else url
+def _open_writable(url: str | Path | Store) -> Store:
+    store = open_store(url) if isinstance(url, str | Path) else url
     if not store.writable:
         raise SessionError(f"{store.url} can only be read; publish to a folder or an object store")
     return store

@@ -1,4 +1,4 @@
-"""An anchor that a publisher saves on its own machine, so that a restart goes on with the run.
+"""Going on with a run after a restart: from an anchor that the publisher saved on its own machine, or from the store.
 
     STATE/anchor-STORE-RUN-VERSION.srl
 
@@ -15,10 +15,13 @@ from pathlib import Path
 
 from ...errors import FormatError, NotFound, NotRetained, SessionError, WeightsError, WrongBase
 from ...files import Folder
+from ...humanize import size
+from ...parallel import Progress
 from ...patch import Patch
 from ...transport.stores.base import Store
 from ...weights.dtypes import Bits
 from ..anchors import build_weights
+from ..logs import log
 from . import routes, transfer
 from .records import HeadRecord, Index, RunRecord, sha256
 from .retention import read_index, read_run
@@ -34,6 +37,29 @@ class ResumedRun:
     run: RunRecord
     index: Index
     weights: dict[str, Bits]
+
+
+def resume_from_store(
+    store: Store, head: HeadRecord, threads: int | None = None, progress: Progress | None = None
+) -> ResumedRun:
+    """The run of the store's head, whose weights are built from its last anchor and the patches since then.
+
+    Raises:
+        SessionError: What the store has does not lead to the weights of the head.
+    """
+    try:
+        run = read_run(store, head)
+        index = read_index(store, head)
+        steps = routes.route(index.steps, None, head.version)
+        fetched = size(sum(step.bytes for step in steps))
+        log.info("%s: fetching %s to continue run %s at version %d", store.url, fetched, head.run, head.version)
+        patches = (transfer.receive(store, head.run, run.table, step, progress) for step in steps)
+        weights = build_weights(run.table, patches, head.digest, threads)
+    except (FormatError, NotFound, NotRetained, WeightsError, WrongBase) as error:
+        raise SessionError(
+            f"{store.url} has run {head.run} at version {head.version}, whose weights cannot be rebuilt: {error}"
+        ) from error
+    return ResumedRun(run, index, weights)
 
 
 class SavedAnchor:
@@ -63,7 +89,7 @@ class SavedAnchor:
                 path.unlink(missing_ok=True)
 
     def resume(self, store: Store, head: HeadRecord, threads: int | None = None) -> ResumedRun | None:
-        """The run of the store's head, if an anchor of it is saved here; else a new run begins."""
+        """The run of the store's head, if an anchor of it is saved here."""
         for version, name in sorted(self._anchors(head.run), reverse=True):
             resumed = self._resume_from(name, version, store, head, threads)
             if resumed is not None:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...errors import FormatError, NotFound
+from ...errors import FormatError, NotFound, SessionError
 from ...parallel import Progress
 from ...patch import Patch
 from ...transport.stores.base import Store
@@ -47,10 +47,15 @@ class RunWriter:
         self._head = head
         self._progress = progress
 
-    def begin_run(self, table: TensorTable, files: side_files.Contents) -> RunRecord:
-        """A new run, with all that its versions have in common in the store."""
+    def begin_run(self, table: TensorTable, files: side_files.Contents, refusal: str | None = None) -> RunRecord:
+        """A new run, with all that its versions have in common in the store.
+
+        refusal: why no run may begin, if so.
+        """
 
         def begin() -> RunRecord:
+            if refusal is not None:
+                raise SessionError(refusal)
             run = RunRecord(secrets.token_hex(8), max(self.clock(), self._head.next_run_time), table)
             run = replace(run, files=side_files.upload(self.store, run.run, files))
             self.store.put(run_path(run.run), run.to_bytes())

@@ -16,13 +16,24 @@ Contents = Mapping[str, bytes | Path]
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
-def contents_of(files: Mapping[str, bytes] | str | Path | None) -> Contents:
-    """Names, and contents or where those are: of a folder, all but hidden files and the weights."""
-    contents: dict[str, bytes | Path] = {}
+def contents_of(files: Mapping[str, bytes] | str | Path | None, source_files: Mapping[str, bytes]) -> Contents:
+    """Names, and contents or where those are: of a folder, all but hidden files and the weights.
+
+    source_files: those that the source of the weights brings along, unless `files` has others of these names.
+
+    Raises:
+        SessionError: It is neither a folder nor contents by name, or there is too much of it.
+    """
+    contents: dict[str, bytes | Path] = dict(source_files)
     if isinstance(files, Mapping):
-        contents.update(files)
+        for name, content in files.items():
+            if not isinstance(content, bytes | bytearray | memoryview):
+                raise SessionError(f"files[{name!r}] is a {type(content).__name__}; the contents of a file are bytes")
+            contents[name] = bytes(content)
     elif files is not None:
         root = Path(files)
+        if not root.is_dir():
+            raise SessionError(f"files is {str(files)!r}, which is no folder; give a folder, or contents by name")
         for file in sorted(root.rglob("*")):
             parts = file.relative_to(root).parts
             if file.is_file() and not file.name.endswith(_WEIGHTS) and not any(p.startswith(".") for p in parts):

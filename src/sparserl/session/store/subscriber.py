@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...errors import InvalidField, NotFound, NotRetained, SessionError, StoreError, Unavailable, Untrusted, WrongBase
 from ...parallel import Progress
@@ -23,6 +24,7 @@ from ...transport.stores.opening import open_store
 from ...weights.digest import Digest
 from ..anchors import build_weights
 from ..callbacks import Callback
+from ..logs import TroubleLog, log
 from ..options import CommitHooks, require_callable
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
@@ -63,7 +65,7 @@ class Subscriber(Receiver):
     [0.0, 1.0, 2.0, 3.0, 4.0]
 
     Args:
-        url: The store of the run: a `file://`, `s3://`, `gs://`, `az://` or `http(s)://` URL, or an open store.
+        url: The store of the run: a folder, an `s3://`, `gs://`, `az://` or `http(s)://` URL, or an open store.
         targets: Where the weights are written: a mapping from names to tensors or a torch module, which are written in
             place; a target such as `sparserl.targets.folder(path)`; or a sequence of them, which change together or
             not at all.
@@ -92,7 +94,7 @@ class Subscriber(Receiver):
 
     def __init__(
         self,
-        url: str | Store,
+        url: str | Path | Store,
         targets: Targets,
         *,
         trusted_keys: PublicKeys | None = None,
@@ -107,7 +109,8 @@ class Subscriber(Receiver):
         callbacks: Sequence[Callback] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(targets, CommitHooks(before, after, audit_every), threads, callbacks)
+        hooks = CommitHooks(before, after, audit_every)
+        super().__init__(targets, hooks, threads, callbacks, str(getattr(url, "url", url)))
         signing.public_keys(trusted_keys)
         require_callable("progress", progress)
         own_name = f"{_host()}-{os.getpid()}-{id(self):x}" if name is True else name
@@ -116,7 +119,7 @@ class Subscriber(Receiver):
         self._pinned_run = None if run is None else run_id(run)
         self._progress = progress
         self._clock = checked_clock(clock)
-        self.store = open_store(url, token=token) if isinstance(url, str) else url
+        self.store = open_store(url, token=token) if isinstance(url, str | Path) else url
         self._callbacks.watch_retries(self.store)
         self._name = lease if self.store.writable else None
         self._snapshot: StoreSnapshot | None = None
@@ -205,16 +208,22 @@ class Subscriber(Receiver):
     ) -> None:
         """Commit every version as it comes.
 
-        A store that cannot be reached, or has no run yet, is waited for; anything else is raised. A version that is
-        still being fetched when time is up is given up: the weights stay what they are.
+        A store that cannot be reached, or has no run yet, is waited for, which is logged; anything else is raised. A
+        version that is still being fetched when time is up is given up: the weights stay what they are.
 
         Args:
             once: Whether to stop at the newest version; a store that cannot be reached is then an error.
-            timeout: How many seconds to follow; None for no limit.
+            timeout: How many seconds to follow; None for no limit. If the targets hold no version by then, that is an
+                error.
             stop: Called now and then; following ends when it returns true.
             on_commit: Called with the report of every commit.
             on_trouble: Called with the error whenever the store could not be reached.
+
+        Raises:
+            Unavailable: Time is up, and no version could be fetched.
+            SparserlError: A version cannot be used, or with `once`, the store cannot be reached.
         """
+        trouble = TroubleLog(self.store.url)
         with within(timeout) as deadline:
             while stop is None or not stop():
                 try:
@@ -226,10 +235,17 @@ class Subscriber(Receiver):
                     if once:
                         raise
                     report = None
-                    if on_trouble is not None and not staging.over:
-                        on_trouble(error)
+                    if not staging.over:
+                        trouble.waiting(error)
+                        if on_trouble is not None:
+                            on_trouble(error)
+                else:
+                    trouble.over()
                 if report is not None and on_commit is not None:
                     on_commit(report)
+                if deadline.over and self._current is None:
+                    reason = trouble.reason or "the first version was still being fetched"
+                    raise Unavailable(f"{self.store.url}: no version within {timeout:g} s: {reason}")
                 if once or deadline.over:
                     return
                 with within(stop=stop):
@@ -274,7 +290,10 @@ class Subscriber(Receiver):
         snapshot = StoreSnapshot(head, tag, run, read_index(self.store, head))
         if routes.versions(snapshot.index.steps).get(head.version) != head.digest:
             raise InvalidField(f"the head says version {head.version}, {head.digest}; no step of its index leads there")
-        if self._newest_head is None or self._newest_head.run != head.run or self._is_uncertain:
+        newest = self._newest_head
+        if newest is not None and newest.run != head.run:
+            log.warning("%s: run %s has replaced run %s", self.store.url, head.run, newest.run)
+        if newest is None or newest.run != head.run or self._is_uncertain:
             self._identify(snapshot)
         self._snapshot = snapshot
         self._newest_head = head

@@ -41,7 +41,7 @@ def serve(
     """Serve a folder until a signal ends the server.
 
     Args:
-        folder: the folder of a store.
+        folder: the folder of a store; a publisher may still have to make it.
         address: `HOST:PORT`; port 0 is any free port.
         tokens: a request must have one of them; without tokens everyone may read.
         tls: the files of a certificate and of its key; without them the server speaks plain HTTP.
@@ -51,7 +51,7 @@ def serve(
     Raises:
         StoreError: the folder, the address or the certificate cannot be used.
     """
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise StoreError(f"{folder} is not a folder")
     with contextlib.ExitStack() as stack:
         log = None if access_log is None else stack.enter_context(access_log.open("a", buffering=1))

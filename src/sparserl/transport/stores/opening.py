@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from ...errors import StoreError
 from .base import Retry, Store
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+OBJECT_STORAGE = ("s3", "gs", "az")
 
-def open_store(url: str, *, token: str | None = None, retry: Retry | None = None, **options: Any) -> Store:
+
+def scheme_of(url: str | Path) -> str:
+    """The scheme of a store's URL; `file` for a path.
+
+    Raises:
+        StoreError: It is no URL of a store, but too much like one to be a path.
+    """
+    text = str(url)
+    scheme, separator, rest = text.partition("://")
+    if isinstance(url, Path) or not (separator or _SCHEME.match(text)):
+        if not text:
+            raise StoreError("the URL of a store is empty")
+        return "file"
+    if not rest or scheme not in ("file", "http", "https", *OBJECT_STORAGE):
+        raise StoreError(
+            f"{text!r} is not the URL of a store; write a path, file:///path, s3://bucket/path, gs://bucket/path, "
+            "az://container/path or https://host/path"
+        )
+    return scheme
+
+
+def open_store(url: str | Path, *, token: str | None = None, retry: Retry | None = None, **options: Any) -> Store:
     """Open the store at a URL.
 
     Args:
-        url: `file:///path`, `s3://bucket/path`, `gs://bucket/path` or `az://container/path`, to read and to write;
-            `http(s)://host/path`, as `sparserl serve` offers it, to read.
+        url: The path of a folder, `file:///path`, `s3://bucket/path`, `gs://bucket/path` or `az://container/path`, to
+            read and to write; `http(s)://host/path`, as `sparserl serve` offers it, to read.
         token: sent as `Authorization: Bearer …` to an http(s) store.
         retry: how often transient failures of a network are retried.
         options: those of obstore's stores: `endpoint`, `region`, `client_options` and so on. An http(s) store knows
@@ -28,17 +53,15 @@ def open_store(url: str, *, token: str | None = None, retry: Retry | None = None
     >>> open_store("file:///tmp/run").url
     'file:///tmp/run'
     """
-    scheme, _, rest = url.partition("://")
-    if not rest:
-        raise StoreError(f"{url!r} is not a URL; write file:///path, s3://bucket/path or https://host/path")
+    scheme = scheme_of(url)
     if scheme == "file":
         from .folder import FolderStore
 
-        return FolderStore(rest)
+        return FolderStore(Path(str(url).removeprefix("file://")).expanduser())
     if scheme in ("http", "https"):
         from .web import WebStore
 
-        return WebStore(url, token=token, retry=retry or Retry(), options=options)
+        return WebStore(str(url), token=token, retry=retry or Retry(), options=options)
     from .objects import ObjectStore
 
-    return ObjectStore(url, retry=retry or Retry(), options=options)
+    return ObjectStore(str(url), retry=retry or Retry(), options=options)

@@ -1,0 +1,53 @@
+"""What sessions log, as `sparserl.session`: each version in a line (INFO), and trouble, once (WARNING)."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ..humanize import age
+from .report import SyncReport
+
+log = logging.getLogger("sparserl.session")
+
+_FIRST_REMINDER = 60.0  # seconds of the same trouble after which it is logged again; the next time after twice as many
+
+
+def log_version(event: str, place: str, report: SyncReport) -> None:
+    """Log a version that was published or committed, and what went wrong beside it."""
+    log.info("%s: %s %s", place, event, report.summary)
+    for note in report.notes:
+        log.warning("%s: version %d: %s", place, report.version, note)
+
+
+class TroubleLog:
+    """Logs why a session waits: when it begins, when the reason changes, again after a long time, and when it ends.
+
+    reason: why it waits; empty if it does not.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self.reason = ""
+        self._since = 0.0
+        self._reminder = _FIRST_REMINDER
+
+    def waiting(self, error: Exception) -> None:
+        """The session waits because of an error."""
+        reason = str(error)
+        now = time.monotonic()
+        if not self.reason:
+            self._since = now
+            self._reminder = _FIRST_REMINDER
+        if reason != self.reason:
+            self.reason = reason
+            log.warning("%s: waiting: %s", self._place, reason)
+        elif now - self._since >= self._reminder:
+            self._reminder *= 2
+            log.warning("%s: still waiting after %s: %s", self._place, age(now - self._since), reason)
+
+    def over(self) -> None:
+        """The session waits no more."""
+        if self.reason:
+            log.warning("%s: reached again after %s", self._place, age(time.monotonic() - self._since))
+            self.reason = ""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from .errors import SparserlError
 from .session.callbacks import Callback
@@ -29,8 +30,11 @@ __all__ = ["Callback", "Prometheus", "TensorBoard", "WandB"]
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
+_METRICS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # of each registry, by name
+
+
 class Prometheus(Callback):
-    """Counters, gauges and histograms of prometheus-client; one object serves all sessions of a process.
+    """Counters, gauges and histograms of prometheus-client; objects of one registry share them.
 
     >>> publisher = sparserl.Publisher(url, weights, callbacks=[metrics.Prometheus()])             # doctest: +SKIP
 
@@ -48,8 +52,12 @@ class Prometheus(Callback):
             raise SparserlError("this needs prometheus-client: pip install 'sparserl[metrics]'") from error
         registry = client.REGISTRY if registry is None else registry
 
+        metrics = _METRICS.setdefault(registry, {})  # a registry takes each name once
+
         def metric(kind: Any, name: str, help: str, labels: tuple[str, ...] = (), **more: Any) -> Any:
-            return kind(f"sparserl_{name}", help, labels, registry=registry, **more)
+            if name not in metrics:
+                metrics[name] = kind(f"sparserl_{name}", help, labels, registry=registry, **more)
+            return metrics[name]
 
         timed: dict[str, Any] = {"buckets": _SECONDS}
         side = ("side",)
@@ -67,9 +75,11 @@ class Prometheus(Callback):
         self._behind = metric(client.Gauge, "staleness_versions", "Versions that the targets were behind.")
         self._faults = metric(client.Counter, "faults", "Errors of a publish, a stage or a commit.", ("stage", "error"))
         self._retries = metric(client.Counter, "retries", "Requests to a store that were made again.")
+        self._upkeep = metric(client.Counter, "upkeep_failures", "Upkeep after a publish that failed.")
 
     def published(self, report: SyncReport) -> None:
         self._observe("publish", report)
+        self._upkeep.inc(len(report.notes))
 
     def committed(self, report: SyncReport) -> None:
         self._observe("commit", report)
@@ -102,7 +112,7 @@ class _Scalars(Callback):
         self._version = 0
 
     def published(self, report: SyncReport) -> None:
-        self._observe("publish", report, {})
+        self._observe("publish", report, {"upkeep_failures": len(report.notes)} if report.notes else {})
 
     def committed(self, report: SyncReport) -> None:
         more: dict[str, float] = {"pause_seconds": report.seconds["commit"]}

@@ -124,7 +124,7 @@ def test_restarts_do_not_pile_up(tmp_path: Path) -> None:
     store, trainer = FolderStore(tmp_path / "store"), Trainer()
     for n in range(4):
         bits = trainer.step(n)
-        Publisher(store, trainer.weights, grace=0.0, threads=1).publish()
+        Publisher(store, trainer.weights, grace=0.0, threads=1, new_run=True).publish()
         time.sleep(0.01)
     assert len({item.name.split("/")[1] for item in store.list("runs/")}) == 1
     assert Rollout(store, name=False).sync() == bits
@@ -149,7 +149,7 @@ journal = Journal(root / "journal")
 
 def publisher(round, me):
     weights = weights_at(me)
-    publisher = sparserl.Publisher(f"file://{root / 'store'}", weights, threads=1)
+    publisher = sparserl.Publisher(f"file://{root / 'store'}", weights, threads=1, new_run=True)
     journal.add("ready", round=round)
     while sum(line == {"what": "ready", "round": round} for line in journal.read()) < 3:
         time.sleep(0.001)
@@ -350,7 +350,8 @@ def test_clocks_that_jump(tmp_path: Path) -> None:
     runs = set()
     for life in range(3):
         state = tmp_path / "state" if life < 2 else None
-        publisher = Publisher(store, trainer.weights, state=state, clock=lambda: now["publisher"], **options)
+        clock = {"clock": lambda: now["publisher"]}
+        publisher = Publisher(store, trainer.weights, state=state, new_run=life == 2, **clock, **options)
         for n, jump in enumerate(jumps):
             who = list(now)[(n + life) % 3]
             now[who] += jump

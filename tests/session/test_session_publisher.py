@@ -11,6 +11,7 @@ from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import (
     CheckpointError,
     Fenced,
+    SessionError,
     Unavailable,
 )
 from sparserl.session.store.retention import read_head
@@ -45,13 +46,13 @@ def test_a_publisher_that_lost_its_baseline_begins_anew(url, monkeypatch):
 
 
 def test_a_new_run_is_not_taken_for_the_old_one(url):
-    """A publisher that starts fresh has a new run; equal version numbers are not equal weights."""
+    """A publisher that is told to begins a new run; equal version numbers are not equal weights."""
     first, second = Policy(1), Policy(2)
     Publisher(url, first.weights).publish()
     mine = first.empty()
     subscriber = Subscriber(url, mine)
     assert subscriber.sync().version == 0
-    other = Publisher(url, second.weights)
+    other = Publisher(url, second.weights, new_run=True)
     assert other.publish().version == 0
     report = subscriber.sync()
     assert (report.version, report.kind, report.run) == (0, "anchor", other.run)
@@ -63,7 +64,7 @@ def test_a_clock_that_was_set_back(url):
     first, second = Policy(1), Policy(2)
     Publisher(url, first.weights, clock=lambda: 2e9).publish()
     old = read_head(open_store(url))[0]
-    Publisher(url, second.weights, clock=lambda: 1e9).publish()
+    Publisher(url, second.weights, clock=lambda: 1e9, new_run=True).publish()
     assert read_head(open_store(url))[0].created > old.created
 
 
@@ -229,7 +230,7 @@ def test_publishers_racing_for_an_empty_store(url):
 
 
 def test_a_restarted_publisher_goes_on(url, tmp_path):
-    """With its state it goes on with the run, from the committed version; without it begins anew."""
+    """It goes on with the run, from the committed version: by its state, or without one by what the store has."""
     policy = Policy()
     publisher = Publisher(url, policy.weights, state=tmp_path / "state")
     publisher.publish()
@@ -248,7 +249,12 @@ def test_a_restarted_publisher_goes_on(url, tmp_path):
     assert subscriber.sync().kind == "patch"
     assert bits(mine) == bits(policy.weights)
     again.close()
-    assert Publisher(url, policy.weights).run is None
+    policy.step()
+    with Publisher(url, policy.weights) as without_state:
+        report = without_state.publish()
+    assert (report.run, report.version, report.kind) == (publisher.run, 5, "patch")
+    assert subscriber.sync().kind == "patch"
+    assert bits(mine) == bits(policy.weights)
     assert Publisher(f"{url}-other", policy.weights, state=tmp_path / "state").run is None
 
 
@@ -268,8 +274,8 @@ def test_a_folder_that_something_else_is_in(url, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["kept anchor", "run", "bucket"])
-def test_what_cannot_be_resumed_is_begun_anew(tmp_path, url, where):
-    """A kept anchor that was damaged, or a store that has lost something: a new run, and no error at the start."""
+def test_what_cannot_be_resumed_is_not_replaced(tmp_path, url, where):
+    """A kept anchor that was damaged is fetched; where the store has lost something, a new run must be asked for."""
     policy = Policy()
     state = tmp_path / "state"
     with Publisher(url, policy.weights, state=state) as first:
@@ -286,10 +292,17 @@ def test_what_cannot_be_resumed_is_begun_anew(tmp_path, url, where):
         lost = {"run": "runs/*/run.json", "bucket": "runs/*/buckets/*/*"}[where]
         for path in (tmp_path / "store").glob(lost):
             path.unlink()
-    with Publisher(url, policy.weights, state=state) as second:
-        report = second.publish()
-    assert (report.kind, report.version) == ("anchor", 0)
-    assert report.run != run
+    if where == "kept anchor":
+        with Publisher(url, policy.weights, state=state) as second:
+            report = second.publish()
+        assert (report.run, report.kind, report.version) == (run, "patch", 2)
+    else:
+        with pytest.raises(SessionError, match=f"has run {run} at version 1, whose weights cannot be rebuilt.*new_run"):
+            Publisher(url, policy.weights, state=state)
+        with Publisher(url, policy.weights, state=state, new_run=True) as second:
+            report = second.publish()
+        assert (report.kind, report.version) == ("anchor", 0)
+        assert report.run != run
     mine = policy.empty()
     Subscriber(url, mine).sync()
     assert bits(mine) == bits(policy.weights)

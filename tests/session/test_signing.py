@@ -114,7 +114,7 @@ def test_an_older_run_is_not_newer(url):
     older = scene.store.get(HEAD, 1 << 16).data
     scene.subscriber.sync()
     second = Policy(5)
-    newer = Publisher(url, second.weights, signing_key=SECRET)
+    newer = Publisher(url, second.weights, signing_key=SECRET, new_run=True)
     newer.publish()
     assert scene.subscriber.sync().run == newer.run
     assert bits(scene.mine) == bits(second.weights)
@@ -128,7 +128,7 @@ def test_only_the_run_that_was_asked_for(url):
     mine = scene.policy.empty()
     pinned = Subscriber(url, mine, trusted_keys=PUBLIC, run=scene.publisher.run)
     pinned.sync()
-    Publisher(url, Policy(5).weights, signing_key=SECRET).publish()
+    Publisher(url, Policy(5).weights, signing_key=SECRET, new_run=True).publish()
     with pytest.raises(Untrusted, match="only follows run"):
         pinned.sync()
 
@@ -272,8 +272,11 @@ def test_a_key_is_replaced_while_a_run_goes_on(url, tmp_path):
     assert behind.version == 0
 
 
-def test_a_new_key_alone_begins_a_new_run(url, tmp_path):
-    """A publisher goes on with no run that it has no reason to trust; who trusts both keys follows the new run."""
+def test_a_new_key_alone_replaces_no_run(url, tmp_path):
+    """A publisher neither goes on with a run that it has no reason to trust, nor replaces it unless it is told to.
+
+    Who trusts both keys follows the new run.
+    """
     policy = Policy()
     rollout = policy.empty()
     state = tmp_path / "state"
@@ -282,7 +285,9 @@ def test_a_new_key_alone_begins_a_new_run(url, tmp_path):
     old.publish()
     subscriber.sync()
     policy.step()
-    with Publisher(url, policy.weights, signing_key=OTHER) as publisher:
+    with pytest.raises(SessionError, match=f"has run {old.run} at version 0.*another key.*new_run=True"):
+        Publisher(url, policy.weights, signing_key=OTHER)
+    with Publisher(url, policy.weights, signing_key=OTHER, new_run=True) as publisher:
         assert publisher.run is None
         assert publisher.publish().kind == "anchor"
         assert publisher.run != old.run

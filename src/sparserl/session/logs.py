@@ -49,5 +49,5 @@ class TroubleLog:
     def over(self) -> None:
         """The session waits no more."""
         if self.reason:
-            log.warning("%s: reached again after %s", self._place, age(time.monotonic() - self._since))
+            log.warning("%s: goes on after %s", self._place, age(time.monotonic() - self._since))
             self.reason = ""

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from ...errors import FormatError, SessionError, StoreError, Truncated
+from ...errors import FormatError, NotFound, SessionError, StoreError, Truncated
 from ...transport.stores.base import RANGE_BYTES, ObjectInfo, Store
 from . import routes, signing
 from .records import (
@@ -32,7 +32,10 @@ _LEASE = 86_400.0  # seconds that a lease stays which nobody renews
 
 def read_head(store: Store, trusted_keys: PublicKeys | None = None) -> tuple[HeadRecord, str]:
     """The head and its tag; where keys are trusted, one of them must have signed it."""
-    data, tag = store.get(HEAD, MOST_HEAD)
+    try:
+        data, tag = store.get(HEAD, MOST_HEAD)
+    except NotFound as error:
+        raise NotFound(f"{store.url}: nothing is published here yet: there is no {HEAD}") from error
     return HeadRecord.parse(signing.unseal(data, trusted_keys, HEAD)), tag
 
 

@@ -39,7 +39,8 @@ unit: $(STAMP)  ## more processes than cores: much of it is waiting
 	$(BIN)/python -m pytest -m 'alone and not long'
 
 long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
-	$(BIN)/python -m pytest -n 2 -m long
+	$(BIN)/python -m pytest -n 2 -m 'long and not alone'
+	$(BIN)/python -m pytest -m 'long and alone'
 	$(BIN)/python -m tests.mutants run --green
 
 coverage: $(STAMP)  ## which lines no test reaches; takes a third longer

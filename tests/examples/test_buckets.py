@@ -12,7 +12,7 @@ import pytest
 
 import sparserl
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 HOME = Path(__file__).resolve().parents[2]
 

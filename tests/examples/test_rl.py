@@ -92,13 +92,17 @@ def test_patches_and_full_weights_are_the_same_run(
     assert f"identical ({algorithm}, 4 syncs, staleness {staleness}" in out
 
 
-@pytest.mark.parametrize(("version", "found"), [(1, "sync 2: weights"), (3, "version 3: weights")])
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [(1, "sync 2: weights"), pytest.param(3, "version 3: weights", marks=pytest.mark.long)],
+)
 def test_one_ulp_is_found_out(version: int, found: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One element off by one ulp is found in the sync that is learnt from it; in the last version, too."""
     assert fidelity.main([*SHORT, "--inject", str(version), "--staleness", "0"]) == 1
     assert found in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_nothing_learnt_is_no_proof(capsys: pytest.CaptureFixture[str]) -> None:
     """Runs whose weights never change are the same for no reason."""
     assert fidelity.main([*SHORT, "--lr", "0"]) == 1
@@ -110,7 +114,7 @@ def test_nothing_learnt_is_no_proof(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--dtype", "fp8"),
         pytest.param(("--lora", "4", "--lr", "1e-3"), marks=pytest.mark.long),
-        ("--modes", "validate"),
+        pytest.param(("--modes", "validate"), marks=pytest.mark.long),
     ],
 )
 def test_every_kind_of_weights_lands(kind: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +153,7 @@ def test_senseless_options_are_refused(wrong: tuple[str, str]) -> None:
     assert error.value.code == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_and_a_killed_worker(tmp_path: Path) -> None:
     """As a user runs it, in processes: every version is verified, and a worker killed with -9 comes back."""
     options = ("--syncs", "8", "--warm-up", "2", "--prompts", "4", "--staleness", "2", "--kill", "3", "--json")

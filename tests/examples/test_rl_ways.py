@@ -60,6 +60,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, int,
         return learnt(syncs(out.read()))
 
 
+@pytest.mark.long
 def test_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str], expected: list[tuple[float, int, str]]) -> None:
     """The trainer writes a folder, workers read it from `sparserl serve`."""
     store, log = tmp_path / "store", tmp_path / "log"
@@ -70,6 +71,7 @@ def test_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str], expected:
     assert log.read_text().count("GET") >= 4 * 3  # of each version the head, its index and a bucket
 
 
+@pytest.mark.long
 def test_through_an_object_store(
     server: Server,
     monkeypatch: pytest.MonkeyPatch,

@@ -226,17 +226,18 @@ def warm(folder: Path) -> None:
         read(BOMBS[name](), folder)
 
 
-def main(names: list[str]) -> None:
+def main(names: list[str], reads: bool) -> None:
+    """Watch what is done with bombs, by default with all of them; or only what reads them."""
     with tempfile.TemporaryDirectory(prefix="bomb-") as folder:
         warm(Path(folder))
     print(json.dumps({"slowness": slowness()}), flush=True)
     for name in names or list(BOMBS):
         data = BOMBS[name]()
         its_patch = opened(data)
-        for its in ways(name):
+        for its in ["read"] if reads else ways(name):
             inputs = 2 if its in ("merge", "squash") else 1
             apart(name, partial(WAYS[its], data), way=its, size=inputs * len(data), **taken(its_patch, its))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([name for name in sys.argv[1:] if name != "--reads"], "--reads" in sys.argv)

@@ -25,6 +25,8 @@ from research.study.plots import Axis, plot  # noqa: E402
 from research.study.summary import summary  # noqa: E402
 from sparserl import sources  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 POINT = study_run.Point("tiny-grpo-5e-06", "tiny", "grpo", 5e-6, 4, prompts=4, group=4, warm_up=2)
 DATA = Path(__file__).resolve().parents[1] / "data" / "trace"
 

@@ -221,7 +221,8 @@ def test_the_reply_to_a_swap_is_lost(server: Server, place: str, kind: str) -> N
     settled(server.store(place))
 
 
-@pytest.mark.parametrize("when", [pytest.param("before the swap", marks=pytest.mark.long), "after the swap"])
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["before the swap", "after the swap"])
 def test_an_outage(server: Server, place: str, when: str) -> None:
     """A publish that an outage stops is told; the next one is right, whether or not the head had moved."""
     down = False

@@ -67,7 +67,7 @@ def struck(rank, group, pipe, writer, victim, blow):
     ("writer", "victim", "blow"),
     [
         (0, 2, signal.SIGKILL),
-        (0, 0, signal.SIGSTOP),
+        pytest.param(0, 0, signal.SIGSTOP, marks=pytest.mark.long),
         pytest.param(0, 2, signal.SIGSTOP, marks=pytest.mark.long),
         pytest.param(1, 1, signal.SIGKILL, marks=pytest.mark.long),
     ],

@@ -25,7 +25,7 @@ EXPLORED = {
         30_000,
     ),
 }
-LONG = ("garbage, with lost and late replies", "garbage, with three versions")
+LONG = ("killed twice", "garbage, with lost and late replies", "garbage, with three versions")
 
 
 @pytest.mark.parametrize(

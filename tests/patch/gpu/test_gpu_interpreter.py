@@ -40,7 +40,8 @@ def run_all(which):
 
 @outside
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["not long", "long"])
 def test_interpreted(which):
     """The tests of this folder pass in Triton's interpreter."""
     assert "passed" in run_all(which)

@@ -225,7 +225,7 @@ def test_modules_and_functions_are_sources(url):
         publisher.publish()
 
 
-@pytest.mark.parametrize("source", [3, "weights", object(), None], ids=repr)
+@pytest.mark.parametrize("source", [3, "weights", object(), None], ids=["number", "text", "object", "none"])
 def test_what_is_no_source_is_refused(url, source):
     """At once, with what would be one."""
     with pytest.raises(WeightsError, match="it must be a torch module, a mapping of tensors, a function"):

@@ -16,13 +16,13 @@ from .reporting import reporting
 from .stores import open_store
 
 if TYPE_CHECKING:
-    from ..session.store.records import HeadRecord, RouteStep, RunRecord
+    from ..session.store.records import HeadRecord, Index, RouteStep, RunRecord, VersionFiles
 
 commands = typer.Typer()
 
 _KINDS = ("anchor", "patch", "squashed")
-_HEADER = ("version", "from", "kind", "changed", "density", "bytes", "bits/change", "profiles", "age")
-_TEXT_COLUMNS = {2, 7}  # of the header: kind and profiles
+_HEADER = ("version", "from", "kind", "changed", "density", "bytes", "bits/change", "profiles", "age", "step", "note")
+_TEXT_COLUMNS = {2, 7, 10}  # of the header: kind, profiles and note
 
 
 @commands.command(rich_help_panel=SESSIONS, epilog="Example:  sparserl log s3://bucket/run")
@@ -49,12 +49,12 @@ def log(
         index = read_index(store, head)
     steps = sorted(index.steps, key=lambda step: (step.version, step.base is not None, -(step.base or 0)))
     if json:
-        show.result(True, {"url": url, **_values(head, run, steps)})
+        show.result(True, {"url": url, **_values(head, run, index, steps)})
     else:
-        show.result(False, {}, *_lines(head, run, steps))
+        show.result(False, {}, *_lines(head, run, index, steps))
 
 
-def _values(head: HeadRecord, run: RunRecord, steps: Sequence[RouteStep]) -> dict[str, Any]:
+def _values(head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[RouteStep]) -> dict[str, Any]:
     """A run for scripts."""
     elements = run.table.elements
     return {
@@ -66,24 +66,36 @@ def _values(head: HeadRecord, run: RunRecord, steps: Sequence[RouteStep]) -> dic
         "tensors": len(run.table.specs),
         "elements": elements,
         "dense_bytes": run.table.dense_bytes,
-        "files": {name: blob.size for name, blob in run.files.items()},
+        "files": {name: blob.size for name, blob in index.files_of(head.version, run).items()},
+        "changed_files": [{"version": changed.version, "files": names} for changed, names in _file_changes(run, index)],
         "steps": [_step_values(step, elements) for step in steps],
         "totals": {kind: {"count": len(group), "bytes": _bytes(group)} for kind, group in _by_kind(steps).items()},
     }
 
 
-def _lines(head: HeadRecord, run: RunRecord, steps: Sequence[RouteStep]) -> Iterator[str]:
+def _lines(head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[RouteStep]) -> Iterator[str]:
     """A run for people: what it is, a table of its steps, and their total."""
     now = time.time()
     elements = run.table.elements
     yield (
         f"run {head.run}, begun {age(now - head.created)} ago: {len(run.table.specs):,} tensor(s), "
-        f"{elements:,} elements, {show.size(run.table.dense_bytes)}, {len(run.files)} file(s)"
+        f"{elements:,} elements, {show.size(run.table.dense_bytes)}, {len(index.files_of(head.version, run))} file(s)"
     )
+    for changed, names in _file_changes(run, index):
+        yield f"version {changed.version}: other files: {', '.join(names)}"
     yield from _columns([_HEADER, *(_row(step, elements, now) for step in steps)])
     totals = [f"{kind} {len(group)} of {show.size(_bytes(group))}" for kind, group in _by_kind(steps).items() if group]
     versions = len({step.version for step in steps})
     yield (f"{versions} version(s), newest {head.version}: {', '.join(totals)}; {show.size(_bytes(steps))} in all")
+
+
+def _file_changes(run: RunRecord, index: Index) -> Iterator[tuple[VersionFiles, list[str]]]:
+    """The versions at which files changed, and the names of those that were added, removed or written."""
+    before = run.files
+    for changed in index.files:
+        names = before.keys() | changed.files.keys()
+        yield changed, sorted(name for name in names if before.get(name) != changed.files.get(name))
+        before = changed.files
 
 
 def _by_kind(steps: Sequence[RouteStep]) -> dict[str, list[RouteStep]]:
@@ -117,6 +129,8 @@ def _step_values(step: RouteStep, elements: int) -> dict[str, Any]:
         "bits_per_changed": _bits_per_change(step),
         "profiles": list(step.profiles),
         "time": step.time,
+        "step": step.step,
+        "note": step.note,
     }
 
 
@@ -132,6 +146,8 @@ def _row(step: RouteStep, elements: int, now: float) -> tuple[str, ...]:
         "-" if bits is None else f"{bits:.2f}",
         "+".join(step.profiles) or "-",
         age(now - step.time),
+        "-" if step.step is None else str(step.step),
+        step.note or "",
     )
 
 

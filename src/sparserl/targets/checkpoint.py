@@ -56,6 +56,9 @@ class PatchedCheckpoint:
     unreached: tuple[str, ...]
 
 
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
 def apply_to_checkpoint(
     base: str | os.PathLike[str],
     patches: Sequence[Patch],
@@ -111,10 +114,15 @@ def apply_to_checkpoint(
     return result
 
 
-def copy_patched(base: Folder, draft: Folder, patches: Sequence[Patch], threads: int | None = None) -> None:
-    """Write a checkpoint with patches applied to an empty folder. All of it is on disk when this returns."""
+def copy_patched(
+    base: Folder, draft: Folder, patches: Sequence[Patch], threads: int | None = None, *, weights_only: bool = False
+) -> None:
+    """Write a checkpoint with patches applied to an empty folder. All of it is on disk when this returns.
+
+    weights_only: whether to leave out the other files of the base.
+    """
     _require_sound(patches)
-    copy = _Copy(base, draft)
+    copy = _Copy(base, draft, weights_only=weights_only)
     copy.make(_no_progress)
     copy.patch(patches, _no_progress, threads)
     copy.finish(_no_progress)
@@ -181,11 +189,16 @@ class _Copy:
     Links in the folder that is copied are followed. Nothing else writes to the draft.
     """
 
-    def __init__(self, source: Folder, draft: Folder, single: tuple[str, str] | None = None) -> None:
+    def __init__(
+        self, source: Folder, draft: Folder, single: tuple[str, str] | None = None, *, weights_only: bool = False
+    ) -> None:
         self._source = source
         self._draft = draft
         self._single = single
-        self._names = {name: name for name in _walk(source)} if single is None else dict([single])
+        names = (
+            [name for name in _walk(source) if not weights_only or name.endswith(_WEIGHTS)] if single is None else []
+        )
+        self._names = {name: name for name in names} if single is None else dict([single])
         self._folders = sorted({str(above) for name in self._names for above in Path(name).parents} - {"."})
 
     @property

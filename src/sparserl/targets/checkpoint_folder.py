@@ -133,7 +133,10 @@ class FolderTarget:
             if name is None:
                 raise CheckpointError(f"{self.current} was removed; the next sync starts from an anchor")
             with folders.versions.folder(name) as base:
-                copy_patched(base, folder, change.patches, self._threads)
+                copy_patched(base, folder, change.patches, self._threads, weights_only=change.files is not None)
+            if change.files is not None:
+                _write_files(folder, change.files)
+                folder.sync()
 
     def remembered_version(self) -> tuple[str, float, int] | None:
         """The run, when it began, and the version that was committed last; None if that is not known."""
@@ -295,13 +298,7 @@ def write_checkpoint(out: Path, weights: Weights, files: Mapping[str, bytes]) ->
 def _write(out: Folder, weights: Weights, files: Mapping[str, bytes]) -> None:
     """Write weights as a checkpoint to an empty folder."""
     require_savable(table_of(memories(weights)))
-    for name, data in files.items():
-        above, _, last = name.rpartition("/")
-        with out.below(above, make=True) as folder, folder.creating(last) as file:
-            file.write(data)
-    for above in {name.rpartition("/")[0] for name in files}:
-        with out.below(above) as folder:
-            folder.sync()
+    _write_files(out, files)
     shards = _shards(weights)
     stem = "adapter_model" if "adapter_config.json" in files else "model"  # as peft and transformers name them
     names = [
@@ -316,6 +313,17 @@ def _write(out: Folder, weights: Weights, files: Mapping[str, bytes]) -> None:
     if len(shards) > 1:
         _write_index(out, f"{stem}.safetensors.index.json", dict(zip(names, shards, strict=True)))
     out.sync()
+
+
+def _write_files(out: Folder, files: Mapping[str, bytes]) -> None:
+    """Write the files that lie beside the weights."""
+    for name, data in files.items():
+        above, _, last = name.rpartition("/")
+        with out.below(above, make=True) as folder, folder.creating(last) as file:
+            file.write(data)
+    for above in {name.rpartition("/")[0] for name in files}:
+        with out.below(above) as folder:
+            folder.sync()
 
 
 def _write_index(out: Folder, name: str, shards: dict[str, dict[str, Bits]]) -> None:

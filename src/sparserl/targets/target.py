@@ -18,7 +18,8 @@ Undo = Callable[[], None]
 class Change:
     """A new version for a target: patches from the version that it has, or all weights (`fresh`).
 
-    `files` are config, tokenizer and the like, for targets that keep them; they come with fresh weights.
+    `files` are config, tokenizer and the like, for targets that keep them; None if they are those of the version that
+    the target has.
     """
 
     run: str

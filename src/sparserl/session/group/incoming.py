@@ -104,8 +104,9 @@ class Arrival:
         if plan.legs[self._start].anchor:
             self.kind = "anchor"
             fresh = anchors.build_weights(self._table, patches, plan.digest, receiver.threads)
-            files = self._files.result()
             patches = []
+        if fresh is not None or plan.files:
+            files = self._files.result()
         change = Change(plan.run, plan.created, plan.version, plan.digest, patches, fresh, files)
         return receiver.prepare(change)
 
@@ -114,5 +115,5 @@ class Arrival:
         if len(names) != len(self._received) or any(
             sha256(data) != hash for (_, hash), data in zip(names, self._received, strict=True)
         ):
-            raise ChecksumMismatch("the files that came with the anchor are not those that were announced")
+            raise ChecksumMismatch("the files that came with the version are not those that were announced")
         return {name: data for (name, _), data in zip(names, self._received, strict=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import PeerLost, SessionError
@@ -186,12 +186,20 @@ class Relay(Subscriber):
                 steps = self._route_everywhere(snapshot, goal, hellos)
             with watch.stage("fetch"):
                 patches = [transfer.receive(self.store, run.run, run.table, step, self._progress) for step in steps]
-                starts_anew = bool(steps) and steps[0].base is None
-                return _Fetched(steps, patches, dict(StoredFiles(self.store, run)) if starts_anew else {})
+                return _Fetched(steps, patches, dict(self._files(snapshot, steps, goal)))
         except BaseException as error:
             self._snapshot = None  # what was planned with may have gone meanwhile
             rounds.call_off(round, error)
             raise
+
+    def _files(self, snapshot: StoreSnapshot, steps: list[RouteStep], goal: RunVersion) -> Mapping[str, bytes]:
+        """The files of a version, where they must be sent: with an anchor, or because they changed."""
+        index = snapshot.index
+        run = snapshot.run
+        files = index.files_of(goal.version, run)
+        if not steps or (steps[0].base is not None and index.files_of(steps[0].base, run) == files):
+            return {}
+        return StoredFiles(self.store, run.run, files)
 
     def _send(self, plan: TransferPlan, fetched: _Fetched, arrival: Arrival, watch: Watch) -> None:
         """Send buckets and files to all ranks, and hand them to the targets here."""

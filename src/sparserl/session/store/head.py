@@ -14,7 +14,7 @@ from ...errors import Fenced, FormatError, NotFound, Refused, Unavailable, Unsup
 from ...transport.stores.base import Store
 from ..logs import log
 from . import signing
-from .records import HEAD, MOST_HEAD, HeadRecord, Index, RouteStep, RunRecord, path, sha256
+from .records import HEAD, MOST_HEAD, HeadRecord, Index, RouteStep, RunRecord, VersionFiles, path, sha256
 from .retention import read_index
 from .signing import PublisherKeys
 from .writers import Writers
@@ -51,12 +51,14 @@ class HeadMove:
 
     step: the step that leads to the version.
     add_steps: makes the new index of the old one's steps; may be called again with others, which tools have added to.
+    files: uploads files that changed, and returns those of the new index.
     finish: called when the head has moved.
     """
 
     run: RunRecord
     step: RouteStep
     add_steps: Callable[[Steps], Steps]
+    files: Callable[[], tuple[VersionFiles, ...]]
     finish: Callable[[HeadRecord, Index], None]
 
 
@@ -132,7 +134,8 @@ class HeadWriter:
     def _propose(self, move: HeadMove, steps: Steps) -> tuple[HeadRecord, Index]:
         """The next head, and the index that it names, which is written."""
         run = move.run
-        index = Index(run.run, move.add_steps(steps))
+        new_steps = move.add_steps(steps)
+        index = Index(run.run, new_steps, _needed_files(move.files(), new_steps))
         data = index.to_bytes()
         index_hash = sha256(data)
         self._store.put(path(run.run, "index", index_hash), data)
@@ -220,6 +223,13 @@ def _foreign(data: bytes, error: Untrusted) -> str:
     except FormatError:
         return f"has a head that cannot be used: {error}"
     return f"has run {head.run} at version {head.version}, which cannot be continued: {error}"
+
+
+def _needed_files(files: tuple[VersionFiles, ...], steps: Steps) -> tuple[VersionFiles, ...]:
+    """The changes of files that the versions of an index still need: the last one before its oldest version, and on."""
+    oldest = min((step.version if step.base is None else min(step.base, step.version) for step in steps), default=0)
+    last = max((changed.version for changed in files if changed.version <= oldest), default=0)
+    return tuple(changed for changed in files if changed.version >= last)
 
 
 def _later(time: float) -> float:

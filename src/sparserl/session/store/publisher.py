@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import SessionError
 from ...parallel import Progress
 from ...patch import Patch
 from ...sources import PublishedSource
-from ...sources.modules import as_source, files_of, weights_of
+from ...sources.modules import as_source, weights_of
 from ...transport.groups.gather import RankGather
 from ...transport.stores.base import Store
 from ...transport.stores.opening import open_store
@@ -40,7 +40,7 @@ from ..stale_source import StaleSourceCheck
 from . import side_files, transfer
 from .head import HeadWriter
 from .maintenance import Maintenance, RetentionOptions
-from .records import checked_clock
+from .records import MOST_NOTE, RouteStep, checked_clock
 from .resume import SavedAnchor, resume_from_store
 from .run_writer import CommittedVersion, RunWriter
 from .signing import PublicKeys, PublisherKeys
@@ -150,7 +150,7 @@ class Publisher:
         keys = PublisherKeys.of(signing_key, trusted_keys)
         clock = checked_clock(clock)
         clock()
-        self._files = side_files.contents_of(files, files_of(self._source))
+        self._side_files = side_files.SideFiles(files, self._source)
         self._turn = threading.RLock()  # of the thread whose call is at work
         self._background = BackgroundSlot()
         self.baseline = ""
@@ -180,12 +180,13 @@ class Publisher:
         """The newest committed version; None before the first."""
         return None if self._committed is None else self._committed.head.version
 
-    def publish(self, *, step: int | None = None) -> SyncReport:
+    def publish(self, *, step: int | None = None, note: str | None = None) -> SyncReport:
         """Publish the weights as they are now, as the next version.
 
         Args:
-            step: For several writers, which must publish the weights of one training step: which one that is. Ranks
-                that name different ones are refused.
+            step: The training step of these weights, which `sparserl log` shows. Several writers must publish the
+                weights of one step: ranks that name different ones are refused.
+            note: A few words about the version, which `sparserl log` shows: up to 200 characters in one line.
 
         Returns:
             What was published, how large it is, and how long each stage took.
@@ -198,9 +199,9 @@ class Publisher:
         with self._turn:
             self._background.finish()
             with self._callbacks.failures("publish"), self._writers.call():
-                return self._report(self._capture(step)())
+                return self._report(self._capture(Label.of(step, note))())
 
-    def publish_in_background(self, *, step: int | None = None) -> BackgroundPublish:
+    def publish_in_background(self, *, step: int | None = None, note: str | None = None) -> BackgroundPublish:
         """Publish the weights as they are now, and return as soon as the changes are captured.
 
         The trainer may go on while the changes are encoded and sent. The next call of the publisher waits for that,
@@ -208,6 +209,7 @@ class Publisher:
 
         Args:
             step: As for `publish`.
+            note: As for `publish`.
 
         Returns:
             The publish that is running; its `result()` waits for the report.
@@ -218,7 +220,7 @@ class Publisher:
         with self._turn:
             self._background.finish()
             with self._callbacks.failures("publish"), self._writers.call():
-                complete = self._capture(step)
+                complete = self._capture(Label.of(step, note))
 
             def work() -> SyncReport:
                 with self._callbacks.failures("publish"), self._writers.call(begin=False):
@@ -304,15 +306,15 @@ class Publisher:
         )
         self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baseline)
 
-    def _capture(self, step: int | None) -> Callable[[], SyncReport]:
+    def _capture(self, label: Label) -> Callable[[], SyncReport]:
         """Take all that a publish needs of the weights, which may change from now on; returns what is left to do."""
         watch = Watch()
         self._run_writer.resolve()
-        self._require_one_step(step)
+        self._require_one_step(label.step)
         committed = self._committed
         if committed is None:
-            return self._capture_first(watch)
-        return self._capture_changes(committed, watch)
+            return self._capture_first(label, watch)
+        return self._capture_changes(committed, label, watch)
 
     def _require_one_step(self, step: int | None) -> None:
         """All ranks must be at one step, and start from one version; if one has lost its baseline, a new run begins."""
@@ -324,7 +326,7 @@ class Publisher:
         if len(set(nonces)) > 1:
             self._run_writer.committed = None
 
-    def _capture_first(self, watch: Watch) -> Callable[[], SyncReport]:
+    def _capture_first(self, label: Label, watch: Watch) -> Callable[[], SyncReport]:
         """Capture the first version of a new run."""
         work: list[Callable[[], SyncReport]] = []
 
@@ -335,7 +337,8 @@ class Publisher:
                     weights, options, tracked=self._tracks_changes, threads=self._encoding.threads
                 )
             anchor = self._anchor(weights, watch) if baseline.weights is None else None
-            work[:] = [functools.partial(self._publish_first, LocalWeights.of(weights), baseline, anchor, watch)]
+            named = label._replace(files=self._capture_files())
+            work[:] = [functools.partial(self._publish_first, LocalWeights.of(weights), baseline, anchor, named, watch)]
             return b"none" if baseline.weights is None else b"host"
 
         kinds = self._writers.together("capture", lambda: capture(self._baseline_options))
@@ -343,7 +346,7 @@ class Publisher:
             self._writers.together("capture", lambda: capture(replace(self._baseline_options, kind="none")))
         return work[0]
 
-    def _capture_changes(self, committed: CommittedVersion, watch: Watch) -> Callable[[], SyncReport]:
+    def _capture_changes(self, committed: CommittedVersion, label: Label, watch: Watch) -> Callable[[], SyncReport]:
         """Capture the changes since a version."""
         work: list[Callable[[], SyncReport]] = []
         encoding = self._encoding
@@ -356,11 +359,16 @@ class Publisher:
                 )
             needs_anchor = committed.baseline.weights is None and self._maintenance.anchor_is_due(committed)
             anchor = self._anchor(weights, watch) if needs_anchor else None
-            work[:] = [functools.partial(self._publish_next, committed, changes, anchor, watch)]
+            named = label._replace(files=self._capture_files())
+            work[:] = [functools.partial(self._publish_next, committed, changes, anchor, named, watch)]
             return b""
 
         self._writers.together("capture", capture)
         return work[0]
+
+    def _capture_files(self) -> side_files.Captured | None:
+        """The files of this version, which one rank sends."""
+        return self._side_files.capture() if self._writers.rank == 0 else None
 
     def _anchor(self, weights: Weights | Shards, watch: Watch) -> Patch:
         with watch.stage("encode"):
@@ -368,9 +376,11 @@ class Publisher:
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
-    def _publish_first(self, local: LocalWeights, baseline: Baseline, anchor: Patch | None, watch: Watch) -> SyncReport:
+    def _publish_first(
+        self, local: LocalWeights, baseline: Baseline, anchor: Patch | None, label: Label, watch: Watch
+    ) -> SyncReport:
         """The first version of a new run: an anchor."""
-        run = self._run_writer.begin_run(local.table, self._files, self._refusal)
+        run = self._run_writer.begin_run(local.table, label.files, self._refusal)
         self._refusal = None
         self._require_whole(local, run.table)
 
@@ -382,7 +392,7 @@ class Publisher:
             return anchor
 
         sent = self._run_writer.send(run, encode, watch)
-        step = sent.step(None, 0, self._run_writer.clock())
+        step = label.on(sent.step(None, 0, self._run_writer.clock()))
         self._maintenance.begin_run(encode, run.run)
         with watch.stage("commit"):
             version = self._run_writer.commit(
@@ -393,7 +403,7 @@ class Publisher:
         return _report_of(version, "anchor", sent, watch, notes)
 
     def _publish_next(
-        self, committed: CommittedVersion, changes: CapturedChanges, anchor: Patch | None, watch: Watch
+        self, committed: CommittedVersion, changes: CapturedChanges, anchor: Patch | None, label: Label, watch: Watch
     ) -> SyncReport:
         """A version after the first: a patch."""
         encoding = self._encoding
@@ -409,7 +419,7 @@ class Publisher:
         if sent.manifest.base != head.digest:
             self._run_writer.committed = None
             raise SessionError("the baseline is not the last version any more; the next publish begins a new run")
-        step = sent.step(head.version, head.version + 1, self._run_writer.clock())
+        step = label.on(sent.step(head.version, head.version + 1, self._run_writer.clock()))
 
         def advance() -> None:
             with watch.stage("baseline"):
@@ -418,7 +428,12 @@ class Publisher:
 
         with watch.stage("commit"):
             version = self._run_writer.commit(
-                committed.run, step, committed.baseline, advance=advance, notify=self._notify_source
+                committed.run,
+                step,
+                committed.baseline,
+                files=label.files,
+                advance=advance,
+                notify=self._notify_source,
             )
         notes = self._maintenance.run(version, anchor, watch)
         return _report_of(version, "patch", sent, watch, notes)
@@ -442,6 +457,27 @@ class Publisher:
         self._callbacks.published(report)
         self._stale_source.published(report)
         return report
+
+
+class Label(NamedTuple):
+    """What a publisher says of a version, and the files that travel with it."""
+
+    step: int | None
+    note: str | None
+    files: side_files.Captured | None = None
+
+    @classmethod
+    def of(cls, step: int | None, note: str | None) -> Label:
+        """What the caller of `publish` says, checked."""
+        if step is not None:
+            require_count("step", step, 0)
+        if note is not None and (not isinstance(note, str) or not 0 < len(note) <= MOST_NOTE or not note.isprintable()):
+            raise SessionError(f"note is {note!r}; it must be one line of text, up to {MOST_NOTE} characters")
+        return cls(step, note)
+
+    def on(self, step: RouteStep) -> RouteStep:
+        """A step of the index with what is said of it."""
+        return replace(step, step=self.step, note=self.note)
 
 
 def _open_writable(url: str | Path | Store) -> Store:

@@ -2,7 +2,7 @@
 
     head.json                    the one object that changes: which run, which version, which index
     runs/RUN/run.json            the tensor table, and the files that travel with the weights
-    runs/RUN/index/HASH          every patch and anchor that can be had, with what it costs
+    runs/RUN/index/HASH          every patch and anchor that can be had, with what it costs, and files that changed
     runs/RUN/manifests/HASH      the buckets of one patch or anchor
     runs/RUN/buckets/PLACE/HASH  a bucket, byte for byte as in a patch file
     runs/RUN/files/HASH          config, tokenizer and the like
@@ -37,6 +37,8 @@ MOST_HEAD = MOST_LEASE = 1 << 16  # bytes
 MOST_FILE = 1 << 30  # bytes of all files together
 MOST_FILES = 1 << 12
 MOST_STEPS = 1 << 17
+MOST_CHANGED_FILES = 1 << 16  # that an index names for all its versions together
+MOST_NOTE = 200  # characters
 _RUN = re.compile(r"[0-9a-f]{16}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"[^/\0]+(/[^/\0]+)*")
@@ -59,7 +61,7 @@ class Bound(NamedTuple):
 
 SMALL = Bound(MOST_HEAD, MOST_HEAD, MOST_HEAD)
 RUN = Bound(limits.TABLE_BYTES * 4 // 3 + MOST_FILES * 6200 + 4096, 1 << 21, 1 << 20)
-INDEX = Bound(MOST_STEPS * 512, MOST_STEPS * 16, MOST_STEPS * 9 + 16)
+INDEX = Bound(MOST_STEPS * 512, MOST_STEPS * 18 + MOST_CHANGED_FILES * 4, MOST_STEPS * 11 + MOST_CHANGED_FILES * 2)
 MANIFEST = Bound(limits.BUCKETS * 96, limits.BUCKETS * 3 + 64, 16)
 
 
@@ -140,6 +142,9 @@ class _Fields:
             return read(value)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidField(f"{self.label}: {name} is {str(value)[:80]!r}") from error
+
+    def optional(self, name: str, read: Callable[[Any], T], default: T) -> T:
+        return self.take(name, read) if name in self.left else default
 
     def text(self, name: str, pattern: re.Pattern[str]) -> str:
         return self.take(name, lambda v: _match(pattern, v))
@@ -265,10 +270,14 @@ class RunRecord:
         created = fields.take("created", _seconds)
         size = fields.count("table_bytes", limits.TABLE_BYTES)
         coded = fields.take("table", lambda v: base64.b64decode(v, validate=True))
-        files = fields.take("files", lambda v: {_file(n): _blob(b, MOST_FILE) for n, b in v.items()})
+        files = fields.take("files", _files)
         fields.finish()
         require_files({name: blob.size for name, blob in files.items()}, label)
         return cls(run, created, decode_table(decompress_table(coded, size)), files)
+
+
+def _files(value: Any) -> dict[str, Blob]:
+    return {_file(name): _blob(blob, MOST_FILE) for name, blob in value.items()}
 
 
 def _file(name: Any) -> str:
@@ -298,6 +307,12 @@ def _require_few(count: int, most: int, things: str, label: str) -> None:
         raise LimitExceeded(f"{label}: {count} {things}, the limit is {most}")
 
 
+def _note(value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MOST_NOTE or not value.isprintable():
+        raise ValueError(value)
+    return value
+
+
 def _blob(value: Any, most: int) -> Blob:
     hash, size = value
     return Blob(_match(_HASH, hash), _count(size, most))
@@ -316,6 +331,8 @@ class RouteStep:
     profiles: tuple[str, ...]
     manifest: str  # hash
     time: float
+    step: int | None = None  # of the training, as the publisher has named it
+    note: str | None = None  # of the publisher, for people
 
     @property
     def name(self) -> str:
@@ -323,6 +340,9 @@ class RouteStep:
 
     def record(self) -> dict[str, Any]:
         out = vars(self) | {"digest": self.digest.hex, "profiles": list(self.profiles)}
+        for name in ("step", "note"):
+            if out[name] is None:
+                del out[name]
         return out | {"base_digest": None if self.base_digest is None else self.base_digest.hex}
 
     @classmethod
@@ -338,6 +358,8 @@ class RouteStep:
             fields.take("profiles", _list(lambda v: _match(re.compile(r"[a-z]{1,16}"), v))),
             fields.text("manifest", _HASH),
             fields.take("time", _seconds),
+            fields.optional("step", lambda v: _count(v, MOST_VERSION), None),
+            fields.optional("note", _note, None),
         )
         fields.finish()
         if (step.base is None) != (step.base_digest is None) or (step.base is not None and step.base == step.version):
@@ -345,22 +367,60 @@ class RouteStep:
         return step
 
 
+class VersionFiles(NamedTuple):
+    """The files of the version at which they changed, and of those after it."""
+
+    version: int
+    files: dict[str, Blob]
+
+    def record(self) -> dict[str, Any]:
+        return {"version": self.version, "files": {name: list(blob) for name, blob in self.files.items()}}
+
+    @classmethod
+    def read(cls, record: Any) -> VersionFiles:
+        fields = _Fields(dict(record), "index: files")
+        changed = cls(fields.count("version"), fields.take("files", _files))
+        fields.finish()
+        require_files({name: blob.size for name, blob in changed.files.items()}, "index: files")
+        return changed
+
+
 @dataclass(frozen=True)
 class Index:
-    """All steps that can be had in a run, as of a version."""
+    """All steps that can be had in a run, as of a version, and the files of its versions where they changed."""
 
     run: str
     steps: tuple[RouteStep, ...]
+    files: tuple[VersionFiles, ...] = ()
+
+    def files_of(self, version: int, run: RunRecord) -> dict[str, Blob]:
+        """The files of a version: as they changed last, or as the run began with them."""
+        return next((changed.files for changed in reversed(self.files) if changed.version <= version), run.files)
 
     def to_bytes(self) -> bytes:
-        _require_few(len(self.steps), MOST_STEPS, "steps", f"the index of run {self.run}")
-        return written({"run": self.run, "steps": [step.record() for step in self.steps]}, "the index", INDEX)
+        label = f"the index of run {self.run}"
+        _require_few(len(self.steps), MOST_STEPS, "steps", label)
+        self._require_files(label)
+        record: dict[str, Any] = {"run": self.run, "steps": [step.record() for step in self.steps]}
+        if self.files:
+            record["files"] = [changed.record() for changed in self.files]
+        return written(record, label, INDEX)
+
+    def _require_files(self, label: str) -> None:
+        _require_few(sum(len(changed.files) for changed in self.files), MOST_CHANGED_FILES, "changed files", label)
+        if any(a.version >= b.version for a, b in zip(self.files, self.files[1:], strict=False)):
+            raise InvalidField(f"{label}: the versions at which files changed do not rise")
 
     @classmethod
     def parse(cls, data: bytes, label: str) -> Index:
         fields = _Fields(parse(data, label, INDEX), label)
-        index = cls(fields.text("run", _RUN), fields.take("steps", _list(RouteStep.read)))
+        index = cls(
+            fields.text("run", _RUN),
+            fields.take("steps", _list(RouteStep.read)),
+            fields.optional("files", _list(VersionFiles.read), ()),
+        )
         fields.finish()
+        index._require_files(label)
         _require_few(len(index.steps), MOST_STEPS, "steps", label)
         digests = {step.version: step.digest for step in index.steps}
         for step in index.steps:

@@ -60,8 +60,10 @@ def needed(store: Store, head: HeadRecord, indices: Iterable[str] = ()) -> set[s
     manifests: set[str] = set()
     for hash in {head.index, *indices}:
         names.add(path(head.run, "index", hash))
-        steps = Index.parse(get_named(store, head.run, "index", hash), path(head.run, "index", hash)).steps
-        manifests |= {step.manifest for step in steps}
+        index = Index.parse(get_named(store, head.run, "index", hash), path(head.run, "index", hash))
+        manifests |= {step.manifest for step in index.steps}
+        for changed in index.files:
+            names |= {path(head.run, "files", blob.hash) for blob in changed.files.values()}
     for hash in manifests:
         name = path(head.run, "manifests", hash)
         manifest = Manifest.parse(get_named(store, head.run, "manifests", hash), name)
@@ -110,7 +112,8 @@ def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str
     except (StoreError, FormatError, SessionError) as error:
         yield str(error)
         return
-    files = {blob: name for name, blob in run.files.items()}
+    all_files = [run.files, *(changed.files for changed in index.files)]
+    files = {blob: name for some in all_files for name, blob in some.items()}
     for blob, name in files.items():
         yield from _blob_fault(store, path(head.run, "files", blob.hash), blob.hash, blob.size, f"file {name}")
     steps: dict[str, list[RouteStep]] = {}

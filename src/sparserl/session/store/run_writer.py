@@ -15,7 +15,7 @@ from ..baseline import Baseline
 from ..report import Watch
 from . import side_files, transfer
 from .head import HeadMove, HeadWriter, Steps
-from .records import MOST_HEAD, HeadRecord, Index, Lease, RouteStep, RunRecord, path, run_path
+from .records import MOST_HEAD, HeadRecord, Index, Lease, RouteStep, RunRecord, VersionFiles, path, run_path
 from .writers import Writers
 
 
@@ -47,9 +47,10 @@ class RunWriter:
         self._head = head
         self._progress = progress
 
-    def begin_run(self, table: TensorTable, files: side_files.Contents, refusal: str | None = None) -> RunRecord:
+    def begin_run(self, table: TensorTable, files: side_files.Captured | None, refusal: str | None = None) -> RunRecord:
         """A new run, with all that its versions have in common in the store.
 
+        files: those of its first version.
         refusal: why no run may begin, if so.
         """
 
@@ -57,7 +58,7 @@ class RunWriter:
             if refusal is not None:
                 raise SessionError(refusal)
             run = RunRecord(secrets.token_hex(8), max(self.clock(), self._head.next_run_time), table)
-            run = replace(run, files=side_files.upload(self.store, run.run, files))
+            run = replace(run, files=side_files.upload(self.store, run.run, files or {}))
             self.store.put(run_path(run.run), run.to_bytes())
             return run
 
@@ -90,12 +91,14 @@ class RunWriter:
         step: RouteStep,
         baseline: Baseline,
         *,
+        files: side_files.Captured | None = None,
         add_steps: Callable[[Steps], Steps] | None = None,
         advance: Callable[[], None] | None = None,
         notify: Callable[[], None] | None = None,
     ) -> CommittedVersion:
         """Move the head to the version that a step leads to.
 
+        files: the files of the version; None if they are those of the version before.
         add_steps: makes the new index of the old one's steps; without it, the step is added.
         advance: called when the head has moved, to move the baseline too; if it fails, a new run will begin.
         notify: called after that, when the next patch can start from the version.
@@ -113,9 +116,27 @@ class RunWriter:
                 notify()
 
         last = self.committed
-        move = HeadMove(run, step, add_steps or (lambda steps: (*steps, step)), moved)
+
+        def changed_files() -> tuple[VersionFiles, ...]:
+            if last is None or last.run is not run:
+                return ()
+            return self._changed_files(last, step.version, files)
+
+        move = HeadMove(run, step, add_steps or (lambda steps: (*steps, step)), changed_files, moved)
         self._head.move(move, () if last is None else last.index.steps, None if last is None else last.head)
         return versions[0]
+
+    def _changed_files(
+        self, last: CommittedVersion, version: int, files: side_files.Captured | None
+    ) -> tuple[VersionFiles, ...]:
+        """The files of the next index: those of the last one, and what has changed since, which is uploaded."""
+        known = last.index.files
+        current = last.index.files_of(last.head.version, last.run)
+        if files is None or side_files.blobs(files) == current:
+            return known
+        hashes = {blob.hash for blob in current.values()}
+        side_files.upload(self.store, last.run.run, files, hashes)
+        return (*known, VersionFiles(version, side_files.blobs(files)))
 
     def resolve(self) -> None:
         """Find out what became of a commit that was not answered, or interrupted."""

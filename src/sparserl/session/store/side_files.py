@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ...errors import SessionError
+from ...sources.modules import files_of
 from ...transport.stores.base import Store, fetch
 from ...transport.stores.deadline import Transfers
-from .records import MOST_FILE, Blob, RunRecord, file_name, path, require_files, require_hash, sha256
+from ..logs import log
+from .records import MOST_FILE, Blob, file_name, path, require_files, require_hash, sha256
 from .transfer import AT_ONCE, FLIGHT_BYTES
 
 Contents = Mapping[str, bytes | Path]
 
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+_PUBLISHED = (".safetensors", ".safetensors.index.json")
+_WEIGHTS = (*_PUBLISHED, ".bin", ".bin.index.json", ".pt", ".pth")
 
 
 def contents_of(files: Mapping[str, bytes] | str | Path | None, source_files: Mapping[str, bytes]) -> Contents:
@@ -35,32 +39,96 @@ def contents_of(files: Mapping[str, bytes] | str | Path | None, source_files: Ma
         if not root.is_dir():
             raise SessionError(f"files is {str(files)!r}, which is no folder; give a folder, or contents by name")
         for file in sorted(root.rglob("*")):
-            parts = file.relative_to(root).parts
-            if file.is_file() and not file.name.endswith(_WEIGHTS) and not any(p.startswith(".") for p in parts):
-                contents["/".join(parts)] = file
+            name = "/".join(file.relative_to(root).parts)
+            if file.is_file() and _travels(name):
+                contents[name] = file
     sizes = {file_name(name): _size(content) for name, content in contents.items()}
     require_files(sizes, "the files that travel with the weights")
     return contents
+
+
+def _travels(name: str) -> bool:
+    return not name.endswith(_WEIGHTS) and not any(part.startswith(".") for part in name.split("/"))
+
+
+def left_behind(files: Mapping[str, bytes] | str | Path | None) -> list[str]:
+    """The files of a folder that do not travel: hidden ones, and weights other than those that are published."""
+    if files is None or isinstance(files, Mapping):
+        return []
+    root = Path(files)
+    names = ["/".join(file.relative_to(root).parts) for file in sorted(root.rglob("*")) if file.is_file()]
+    return [name for name in names if not _travels(name) and not name.endswith(_PUBLISHED)]
 
 
 def _size(content: bytes | Path) -> int:
     return content.stat().st_size if isinstance(content, Path) else len(content)
 
 
-def upload(store: Store, run: str, contents: Contents) -> dict[str, Blob]:
-    """Write the files of a run, a few at a time."""
+class CapturedFile(NamedTuple):
+    """A file as it was when it was looked at, and where its bytes are."""
 
-    def put(content: bytes | Path) -> Blob:
-        data = _read(content) if isinstance(content, Path) else content
-        blob = Blob(sha256(data), len(data))
-        store.put(path(run, "files", blob.hash), data)
-        return blob
+    blob: Blob
+    content: bytes | Path
 
+
+Captured = Mapping[str, CapturedFile]
+
+
+def blobs(files: Captured) -> dict[str, Blob]:
+    """Names, hashes and sizes."""
+    return {name: file.blob for name, file in files.items()}
+
+
+class SideFiles:
+    """The files of a publisher, which are looked at again for every version.
+
+    files: a folder, or contents by name; None for those that the source brings along, if any.
+    """
+
+    def __init__(self, files: Mapping[str, bytes] | str | Path | None, source: Any) -> None:
+        self._files = files
+        self._source = source
+        self._hashed: dict[Path, tuple[tuple[int, int, int], Blob]] = {}  # by size, time and inode when it was read
+        contents_of(files, files_of(source))
+        if names := left_behind(files):
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            log.warning("%s: not sent with the weights: %s%s", files, ", ".join(names[:5]), more)
+
+    def capture(self) -> Captured | None:
+        """The files as they are now; None where there are none, so that those of the last version stay."""
+        contents = contents_of(self._files, files_of(self._source))
+        if self._files is None and not contents:
+            return None
+        return {name: CapturedFile(self._blob(content), content) for name, content in contents.items()}
+
+    def _blob(self, content: bytes | Path) -> Blob:
+        if isinstance(content, bytes):
+            return Blob(sha256(content), len(content))
+        status = content.stat()
+        signature = (status.st_size, status.st_mtime_ns, status.st_ino)
+        known = self._hashed.get(content)
+        if known is None or known[0] != signature:
+            data = _read(content)
+            known = (signature, Blob(sha256(data), len(data)))
+            self._hashed[content] = known
+        return known[1]
+
+
+def upload(store: Store, run: str, files: Captured, known: Collection[str] = ()) -> dict[str, Blob]:
+    """Write the files of a version, a few at a time; those whose hashes are known are in the store already."""
+
+    def put(file: CapturedFile) -> None:
+        data = _read(file.content) if isinstance(file.content, Path) else file.content
+        if sha256(data) != file.blob.hash:
+            raise SessionError(f"{str(file.content)!r} was written to while it was published")
+        store.put(path(run, "files", file.blob.hash), data)
+
+    missing = [file for file in files.values() if file.blob.hash not in known]
+    require_files({name: file.blob.size for name, file in files.items()}, "the files that travel with the weights")
     with Transfers(AT_ONCE, f"{store.url}: the files of run {run}") as transfers:
-        sent = transfers.ahead(put, contents.values(), _size, FLIGHT_BYTES)
-        blobs = dict(zip(contents, sent, strict=True))
-    require_files({name: blob.size for name, blob in blobs.items()}, "the files that travel with the weights")
-    return blobs
+        for _ in transfers.ahead(put, missing, lambda file: file.blob.size, FLIGHT_BYTES):
+            pass
+    return blobs(files)
 
 
 def _read(file: Path) -> bytes:
@@ -73,21 +141,22 @@ def _read(file: Path) -> bytes:
 
 
 class StoredFiles(Mapping[str, bytes]):
-    """The files of a run, each fetched when it is asked for."""
+    """The files of a version, each fetched when it is asked for."""
 
-    def __init__(self, store: Store, run: RunRecord) -> None:
+    def __init__(self, store: Store, run: str, files: Mapping[str, Blob]) -> None:
         self._store = store
         self._run = run
+        self._files = files
 
     def __getitem__(self, name: str) -> bytes:
-        blob = self._run.files[name]
-        place = path(self._run.run, "files", blob.hash)
+        blob = self._files[name]
+        place = path(self._run, "files", blob.hash)
         data = fetch(self._store, place, blob.size)
         require_hash(data, blob.hash, place)
         return data
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._run.files)
+        return iter(self._files)
 
     def __len__(self) -> int:
-        return len(self._run.files)
+        return len(self._files)

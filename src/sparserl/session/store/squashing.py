@@ -12,7 +12,7 @@ from ...patch import Patch, diff
 from ...transport.stores.base import Store
 from ..anchors import build_weights, copy_weights
 from . import routes, signing, transfer
-from .records import HEAD, MOST_HEAD, HeadRecord, Index, RouteStep, RunRecord, parse, path, sha256
+from .records import HEAD, MOST_HEAD, HeadRecord, RouteStep, RunRecord, parse, path, sha256
 from .retention import read_index, read_run
 
 _SWAPS = 8  # attempts at a head that others move meanwhile
@@ -51,7 +51,8 @@ def squash_versions(
         head, tag = _head(store, signing_key)
         if head.run != run.run:
             raise SessionError(f"run {run.run} has ended meanwhile; the store has run {head.run}")
-        data = Index(run.run, (*read_index(store, head).steps, step)).to_bytes()
+        index = read_index(store, head)
+        data = replace(index, steps=(*index.steps, step)).to_bytes()
         store.put(path(run.run, "index", sha256(data)), data)
         moved = replace(head, index=sha256(data), time=clock(), nonce=secrets.token_hex(8))
         try:

@@ -342,9 +342,11 @@ class Subscriber(Receiver):
         if steps and steps[0].base is None:
             with watch.stage("build"):
                 fresh = build_weights(run.table, patches, goal.digest, self.threads)
-            if any(target.keeps_files for target in self.targets):
-                files = StoredFiles(self.store, run)
             patches = []
+        if any(target.keeps_files for target in self.targets) and (
+            fresh is not None or self._files_change(snapshot, goal)
+        ):
+            files = StoredFiles(self.store, run.run, snapshot.index.files_of(goal.version, run))
         change = Change(run.run, run.created, goal.version, goal.digest, patches, fresh, files)
         with watch.stage("stage"):
             prepared = self.prepare(change)
@@ -362,6 +364,15 @@ class Subscriber(Receiver):
         )
         self._staged = StagedVersion(goal, prepared, report)
         return report
+
+    def _files_change(self, snapshot: StoreSnapshot, goal: RunVersion) -> bool:
+        """Whether a version has other files than the one that is held, as far as the store can tell."""
+        current = self._current
+        oldest = min(routes.versions(snapshot.index.steps))
+        if current is None or current.run != goal.run or min(current.version, goal.version) < oldest:
+            return True
+        index = snapshot.index
+        return index.files_of(current.version, snapshot.run) != index.files_of(goal.version, snapshot.run)
 
     def _versions_behind(self, snapshot: StoreSnapshot) -> int | None:
         """How many versions the targets are behind the newest one; None if they hold none of the run."""

@@ -1,0 +1,164 @@
+"""Files that travel with the weights: with the first version, and again whenever they change."""
+
+import logging
+
+import pytest
+
+from sparserl import Publisher, Subscriber, targets
+from sparserl.errors import SessionError
+from sparserl.session.store.retention import faults, read_head, read_index
+from sparserl.session.store.squashing import squash_versions
+from sparserl.transport import open_store
+from tests.session.policy import Policy, bits
+
+
+class Trainer:
+    """A policy, and a publisher of it with a folder of files."""
+
+    def __init__(self, url, folder, **options):
+        self.policy = Policy()
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text('{"version": 0}')
+        (folder / "tokenizer.json").write_text("a tokenizer")
+        self.publisher = Publisher(url, self.policy.weights, files=folder, **options)
+
+    def publish(self, **files):
+        for name, text in files.items():
+            path = self.folder / f"{name}.json"
+            if text is None:
+                path.unlink()
+            else:
+                path.write_text(text)
+        self.policy.step()
+        return self.publisher.publish()
+
+
+def read(folder):
+    """The files beside the weights of a checkpoint."""
+    names = [path for path in folder.iterdir() if ".safetensors" not in path.name]
+    return {path.name.removesuffix(".json"): path.read_text() for path in names}
+
+
+def test_files_that_change_travel(url, tmp_path):
+    """Changed, added and removed files are those of the version, for who follows, comes late or goes back."""
+    trainer = Trainer(url, tmp_path / "files")
+    follower = Subscriber(url, targets.folder(tmp_path / "out"))
+    expected = []
+    for files in ({}, {"config": "other"}, {}, {"chat_template": "new"}, {"tokenizer": None}, {"config": "last"}):
+        trainer.publish(**files)
+        follower.sync()
+        expected.append(read(trainer.folder))
+        assert read(tmp_path / "out" / "current") == expected[-1]
+    late = Subscriber(url, targets.folder(tmp_path / "late"))
+    for version in (5, 2, 0, 3, 1, 4):
+        for subscriber, folder in ((follower, "out"), (late, "late")):
+            subscriber.sync(version)
+            assert read(tmp_path / folder / "current") == expected[version]
+    assert list(faults(open_store(url))) == []
+
+
+def test_files_that_stay_are_not_sent_again(url, tmp_path):
+    """Of a change, only what is new is uploaded, and versions between changes name no files."""
+    trainer = Trainer(url, tmp_path / "files")
+    trainer.publish()
+    trainer.publish()
+    store = open_store(url)
+    head, _ = read_head(store)
+    assert read_index(store, head).files == ()
+    trainer.publish(config="other")
+    trainer.publish()
+    head, _ = read_head(store)
+    [changed] = read_index(store, head).files
+    assert changed.version == 2
+    assert len([item for item in store.list("runs/") if "/files/" in item.name]) == 3
+
+
+def test_a_publisher_without_files_keeps_those_of_the_run(url, tmp_path):
+    """Going on with a run without `files=` removes nothing."""
+    trainer = Trainer(url, tmp_path / "files")
+    trainer.publish()
+    trainer.publish(config="other")
+    trainer.publisher.close()
+    trainer.policy.step()
+    with Publisher(url, trainer.policy.weights) as again:
+        again.publish()
+    Subscriber(url, targets.folder(tmp_path / "out")).sync()
+    assert read(tmp_path / "out" / "current") == read(trainer.folder)
+
+
+def test_retention_keeps_the_files_that_versions_need(url, tmp_path):
+    """Old changes go with old versions, but for the last one before the oldest version."""
+    trainer = Trainer(url, tmp_path / "files", anchor_after=0.0, keep_anchors=2, ladder=None, grace=0.0, lease=0.0)
+    for n in range(6):
+        trainer.publish(config=f"version {n}")
+    store = open_store(url)
+    head, _ = read_head(store)
+    index = read_index(store, head)
+    oldest = min(step.version for step in index.steps if step.base is None)
+    assert [changed.version for changed in index.files] == list(range(oldest, 6))
+    assert list(faults(store)) == []
+    late = Subscriber(url, targets.folder(tmp_path / "late"))
+    for version in (oldest, 5):
+        late.sync(version)
+        assert read(tmp_path / "late" / "current")["config"] == f"version {version}"
+
+
+def test_squashing_keeps_files(url, tmp_path):
+    """A tool that adds a step to the index leaves the files alone, and so does the publisher after it."""
+    trainer = Trainer(url, tmp_path / "files", ladder=None)
+    for n in range(3):
+        trainer.publish(config=f"version {n}")
+    squash_versions(open_store(url), 0, 2)
+    trainer.publish()
+    Subscriber(url, targets.folder(tmp_path / "out")).sync()
+    assert read(tmp_path / "out" / "current")["config"] == "version 2"
+    assert bits(targets.folder(tmp_path / "out").attach(read_table(url))) == bits(trainer.policy.weights)
+
+
+def read_table(url):
+    from sparserl.session.store.retention import read_run
+
+    store = open_store(url)
+    return read_run(store, read_head(store)[0]).table
+
+
+def test_a_lost_file_is_a_fault(url, tmp_path):
+    """`fsck` looks at files that changed as well as at the first ones."""
+    trainer = Trainer(url, tmp_path / "files")
+    trainer.publish()
+    trainer.publish(config="other")
+    store = open_store(url)
+    head, _ = read_head(store)
+    [changed] = read_index(store, head).files
+    store.delete([f"runs/{head.run}/files/{changed.files['config.json'].hash}"])
+    [fault] = faults(store)
+    assert "config.json" in fault
+
+
+def test_what_does_not_travel_is_named(url, tmp_path, caplog):
+    """Hidden files, and weights in another format."""
+    (tmp_path / "files").mkdir()
+    for name in (".hidden", "optimizer.pt", "model.safetensors"):
+        (tmp_path / "files" / name).write_bytes(b"")
+    with caplog.at_level(logging.WARNING, logger="sparserl.session"):
+        Trainer(url, tmp_path / "files")
+    [record] = caplog.records
+    assert record.getMessage() == f"{tmp_path / 'files'}: not sent with the weights: .hidden, optimizer.pt"
+
+
+def test_steps_and_notes_are_kept(url):
+    """What a publisher says of a version is in the index; what cannot be kept is refused."""
+    policy = Policy()
+    with Publisher(url, policy.weights) as publisher:
+        publisher.publish(step=100, note="after the first epoch")
+        policy.step()
+        publisher.publish()
+        policy.step()
+        publisher.publish_in_background(step=102).result()
+        for wrong in ({"step": -1}, {"step": 1.5}, {"note": ""}, {"note": "two\nlines"}, {"note": "x" * 201}):
+            with pytest.raises(SessionError, match=next(iter(wrong))):
+                publisher.publish(**wrong)
+    store = open_store(url)
+    steps = read_index(store, read_head(store)[0]).steps
+    assert [(step.step, step.note) for step in steps] == [(100, "after the first epoch"), (None, None), (102, None)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from ..patch import Patch
     from ..sources import Checkpoint
     from ..weights.digest import Digest
+    from ..wire import FileSection
 
 commands = typer.Typer()
 
@@ -34,17 +38,25 @@ def diff(
 ) -> None:
     """Write the patch that turns OLD into NEW, bit for bit.
 
-    Both must have the same tensors, dtypes and shapes. They need not be split into the same files.
+    Both must have the same tensors, dtypes and shapes. They need not be split into the same files. Of two folders,
+    other files that differ travel in the patch too: config, tokenizer, chat template.
     """
     from ..patch import diff as make_patch
     from ..sources import open_checkpoint
+    from ..sources.checkpoint_files import changed_files, files_left_behind
 
     require_patch_name(output)
     before = open_checkpoint(old)
     after = open_checkpoint(new)
-    with show.progress() as stage:
+    written, removed = changed_files(old, new) if old.is_dir() and new.is_dir() else ({}, [])
+    with show.progress() as stage, _draft(output, bool(written or removed)) as draft:
         advance = stage("compare", before.nbytes)
-        patch = make_patch(before, after, profile=profile, link=link, to=output, threads=threads, progress=advance)
+        patch = make_patch(before, after, profile=profile, link=link, to=draft, threads=threads, progress=advance)
+        if draft != output:
+            patch = patch.with_files(written, removed)
+            patch.save(output)
+    if new.is_dir() and (names := files_left_behind(new)):
+        show.note(f"note: not in the patch: {', '.join(names)}")
     show.written(json, output, patch)
 
 
@@ -85,8 +97,11 @@ def apply(
         "applied": outcome.applied,
         "already": outcome.already,
         "unreached": list(outcome.unreached),
+        "files": list(outcome.files),
     }
     summary = f"{outcome.changed:,} changes by {outcome.applied} of {len(chain)} patch(es)"
+    if outcome.files:
+        summary += f", other files: {', '.join(outcome.files)}"
     if outcome.already:
         summary = "already the result, no changes"
     show.result(json, values, f"{output}: {summary}, digest {outcome.digest}")
@@ -100,11 +115,13 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show what a patch holds: its digests and sizes, and how each bucket is encoded and why."""
-    stats = open_patch(patch).stats()
+    opened = open_patch(patch)
+    stats = opened.stats()
     if json:
-        show.result(True, stats.as_dict())
+        show.result(True, stats.as_dict() | show.file_values(opened))
     else:
         show.patch_tables(patch, stats, tensors)
+        show.file_table(opened)
 
 
 @commands.command(rich_help_panel=PATCH_FILES, epilog="Example:  sparserl verify model/ 101.patch && echo known")
@@ -156,7 +173,23 @@ def invert(
     require_patch_name(output)
     opened = open_patch(patch)
     weights, digest = open_base(opened, base, threads)
-    show.written(json, output, opened.invert(weights, digest=digest, to=output, threads=threads))
+    inverse = opened.invert(weights, digest=digest, to=output, threads=threads)
+    if opened.files is not None:
+        if base is not None and base.is_dir():
+            inverse = inverse.with_files(*_inverse_files(opened.files, base))
+            inverse.save(output)
+        else:
+            show.note(
+                "note: the files of the patch are not undone; that takes --base with the folder that it applies to"
+            )
+    show.written(json, output, inverse)
+
+
+def _inverse_files(files: FileSection, base: Path) -> tuple[dict[str, bytes], list[str]]:
+    """What undoes the changes of files: their contents in the folder that the patch applies to."""
+    names = [*files, *files.removed]
+    written = {name: (base / name).read_bytes() for name in names if (base / name).is_file()}
+    return written, [name for name in names if name not in written]
 
 
 @commands.command(rich_help_panel=PATCH_FILES, epilog="Example:  sparserl digest model/")
@@ -183,6 +216,16 @@ def digest(
         "bytes": checkpoint.nbytes,
     }
     show.result(json, values, value.hex)
+
+
+@contextlib.contextmanager
+def _draft(output: Path, needed: bool) -> Iterator[Path]:
+    """Where to write a patch that more is added to, or its own place."""
+    if not needed:
+        yield output
+        return
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+        yield Path(folder) / "patch"
 
 
 def open_patch(path: Path) -> Patch:

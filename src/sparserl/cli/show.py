@@ -96,7 +96,31 @@ def written(as_json: bool, path: Path, patch: Patch) -> None:
     stats = patch.stats()
     values = {"path": str(path), **stats.as_dict()}
     del values["tensors"], values["buckets"]
-    result(as_json, values, f"{path}: {summary(stats)}")
+    files = file_values(patch)
+    names = [*files["files"], *files["removed_files"]]
+    with_files = f", with other files: {', '.join(names)}" if names else ""
+    result(as_json, values | files, f"{path}: {summary(stats)}{with_files}")
+
+
+def file_values(patch: Patch) -> dict[str, Any]:
+    """The files that a patch changes beside the weights, for scripts."""
+    files = patch.files
+    return {
+        "files": {} if files is None else files.sizes,
+        "removed_files": [] if files is None else list(files.removed),
+    }
+
+
+def file_table(patch: Patch) -> None:
+    """Print the files that a patch changes beside the weights."""
+    if patch.files is None:
+        return
+    table = _table("file", ">bytes")
+    for name, nbytes in patch.files.sizes.items():
+        _add(table, name, f"{nbytes:,}")
+    for name in patch.files.removed:
+        _add(table, name, "removed")
+    _console().print(table)
 
 
 def summary(stats: Stats) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ..files import replacing
 from ..parallel import Progress
@@ -15,7 +16,16 @@ from ..weights.memory import Weights
 from ..weights.region import Region, whole
 from ..weights.shards import Place, Shards
 from ..weights.table import TensorTable
-from ..wire import BytesInMemory, BytesOnDisk, PatchReader
+from ..wire import (
+    Bytes,
+    BytesInMemory,
+    BytesOnDisk,
+    FileSection,
+    PatchReader,
+    SourceSlice,
+    encode_files,
+    section_bytes,
+)
 from . import compose
 from .apply import Applied, apply
 from .assemble import PatchPath
@@ -60,6 +70,7 @@ class Patch:
 
     Args:
         contents: The tensor table, ends and buckets of the patch.
+        files: The files beside the weights that change with them; None for none. `apply_to_checkpoint` writes them.
 
     Example:
         >>> old = {"w": np.zeros(4, np.float32)}
@@ -69,8 +80,9 @@ class Patch:
         True
     """
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, files: FileSection | None = None) -> None:
         self.contents = contents
+        self.files = files
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Patch:
@@ -85,7 +97,7 @@ class Patch:
             FormatError: If it is not a patch, is damaged, or was written by a later release.
             OSError: If it cannot be read.
         """
-        return cls(Contents.from_image(PatchReader(BytesOnDisk(path))))
+        return cls._read(BytesOnDisk(path))
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Patch:
@@ -97,18 +109,52 @@ class Patch:
         Raises:
             FormatError: If they are not a patch, are damaged, or were written by a later release.
         """
-        return cls(Contents.from_image(PatchReader(BytesInMemory(data))))
+        return cls._read(BytesInMemory(data))
+
+    @classmethod
+    def _read(cls, source: Bytes) -> Patch:
+        size = section_bytes(source)
+        if not size:
+            return cls(Contents.from_image(PatchReader(source)))
+        end = source.size - size
+        files = FileSection(SourceSlice(source, end, size))
+        return cls(Contents.from_image(PatchReader(SourceSlice(source, 0, end))), files)
+
+    def with_files(self, written: Mapping[str, bytes], removed: Sequence[str] = ()) -> Patch:
+        """The same patch with files that change beside the weights.
+
+        Args:
+            written: The names and contents of files that are new or differ, such as `config.json`.
+            removed: The names of files that go.
+
+        Raises:
+            FormatError: A name leads out of a checkpoint, or there are too many files or bytes.
+
+        Example:
+            >>> weights = {"w": np.zeros(4, np.float32)}
+            >>> patch = sparserl.diff(weights, weights).with_files({"config.json": b"{}"})
+            >>> sparserl.Patch.from_bytes(patch.to_bytes()).files["config.json"]
+            b'{}'
+        """
+        if not written and not removed:
+            return Patch(self.contents)
+        return Patch(self.contents, FileSection(BytesInMemory(encode_files(written, removed))))
 
     def to_bytes(self) -> bytes:
         """The whole patch, as it would be in a file."""
         file = io.BytesIO()
-        self.contents.write(file)
+        self._write(file)
         return file.getvalue()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the patch to a file, which takes its name when it is whole."""
         with replacing(Path(path)) as file:
-            self.contents.write(file)
+            self._write(file)
+
+    def _write(self, file: BinaryIO) -> None:
+        self.contents.write(file)
+        if self.files is not None:
+            file.write(self.files.image())
 
     @property
     def table(self) -> TensorTable:
@@ -132,8 +178,8 @@ class Patch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the patch as a file, tensor table included."""
-        return self.contents.nbytes
+        """Bytes of the patch as a file, tensor table and files included."""
+        return self.contents.nbytes + (0 if self.files is None else self.files.nbytes)
 
     @property
     def table_nbytes(self) -> int:
@@ -279,8 +325,10 @@ def squash(
         >>> sparserl.squash(*patches).result == sparserl.digest(steps[2])
         True
     """
-    patches = [patch.contents for patch in (first, *others)]
-    return Patch(compose.squash(patches, base=base, digest=digest, profile=profile, to=to, threads=threads))
+    patches = (first, *others)
+    contents = [patch.contents for patch in patches]
+    squashed = Patch(compose.squash(contents, base=base, digest=digest, profile=profile, to=to, threads=threads))
+    return _with_files_of(squashed, patches, to)
 
 
 def merge(first: Patch, *others: Patch, to: PatchPath | None = None) -> Patch:
@@ -308,4 +356,27 @@ def merge(first: Patch, *others: Patch, to: PatchPath | None = None) -> Patch:
         >>> sparserl.merge(*patches).result == sparserl.digest(new)
         True
     """
-    return Patch(compose.merge([patch.contents for patch in (first, *others)], to=to))
+    patches = (first, *others)
+    return _with_files_of(Patch(compose.merge([patch.contents for patch in patches], to=to)), patches, to)
+
+
+def file_changes(patches: Sequence[Patch]) -> dict[str, bytes | None]:
+    """What patches do, one after the other, to the files beside the weights: new contents, or None for those gone."""
+    changes: dict[str, bytes | None] = {}
+    for patch in patches:
+        if patch.files is not None:
+            changes.update(dict.fromkeys(patch.files.removed))
+            changes.update(patch.files)
+    return changes
+
+
+def _with_files_of(patch: Patch, patches: Sequence[Patch], to: PatchPath | None) -> Patch:
+    """A patch made of others, with what they do to files."""
+    changes = file_changes(patches)
+    if not changes:
+        return patch
+    written = {name: data for name, data in changes.items() if data is not None}
+    patch = patch.with_files(written, [name for name, data in changes.items() if data is None])
+    if to is not None:
+        patch.save(to)
+    return patch

@@ -16,7 +16,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from ..parallel import Progress
 from ..patch import Patch
 from ..patch.compose import require_chain
 from ..patch.matching import digest_of
+from ..patch.patch import file_changes
 from ..sources.checkpoint import Checkpoint, checkpoint_file, checkpoint_in, open_checkpoint
 from ..weights.digest import Digest
 from ..weights.local import LocalWeights
@@ -46,6 +47,7 @@ class PatchedCheckpoint:
     """The result of `apply_to_checkpoint`. `already` says that the base had all patches, so that none was applied.
 
     `unreached` are safetensors files of the folder that do not belong to the checkpoint; they were copied unchanged.
+    `files` are the names of other files that the patches have written or removed.
     """
 
     path: Path
@@ -54,6 +56,7 @@ class PatchedCheckpoint:
     applied: int
     already: bool
     unreached: tuple[str, ...]
+    files: tuple[str, ...] = ()
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -69,8 +72,8 @@ def apply_to_checkpoint(
 ) -> PatchedCheckpoint:
     """Apply patches, one after the other, to the checkpoint `base`, and write the result to `out`.
 
-    A file gives a file, a folder gives a folder with all its files (links are followed). If `base` has some of the
-    patches already, the rest is applied.
+    A file gives a file, a folder gives a folder with all its files (links are followed), of which those that the
+    patches carry are replaced. If `base` has some of the patches already, the rest is applied.
 
     Args:
         base: a safetensors file or a checkpoint folder.
@@ -103,10 +106,17 @@ def apply_to_checkpoint(
         with _copying(base, swap.draft) as copy:
             copy.make(stages)
             rest = copy.patch(patches, stages, threads)
+            files = copy.change_files(file_changes(patches))
             result = PatchedCheckpoint(
-                out, patches[-1].result, sum(p.changed for p in rest), len(rest), not rest, copy.unreached(checkpoint)
+                out,
+                patches[-1].result,
+                sum(p.changed for p in rest),
+                len(rest),
+                not rest and not files,
+                copy.unreached(checkpoint),
+                files,
             )
-            if not rest and out.exists() and out.samefile(base):
+            if result.already and out.exists() and out.samefile(base):
                 swap.clear()
                 return result
             copy.finish(stages)
@@ -240,6 +250,29 @@ class _Copy:
         for patch in rest:
             patch.apply(weights, digest=patch.base, threads=threads)
         return rest
+
+    def change_files(self, changes: Mapping[str, bytes | None]) -> tuple[str, ...]:
+        """Write and remove files beside the weights of a folder. Returns the names of those that differ now."""
+        changed = []
+        for name, data in changes.items() if self._single is None else ():
+            above, _, last = name.rpartition("/")
+            before = self._content(name) if name in self._names else None
+            if data == before:
+                continue
+            changed.append(name)
+            with self._draft.below(above, make=True) as folder:
+                if before is not None:
+                    folder.unlink(last)
+                if data is not None:
+                    with folder.creating(last) as file:
+                        file.write(data)
+                folder.sync()
+            self._names.pop(name, None)
+        return tuple(sorted(changed))
+
+    def _content(self, name: str) -> bytes:
+        with _opened(self._draft, name) as file, os.fdopen(os.dup(file), "rb") as stream:
+            return stream.read()
 
     def finish(self, stages: Stages) -> None:
         """Give the copy the modes of the original, and write everything to disk."""

@@ -16,6 +16,7 @@ from .bucket import (
     read_bucket,
 )
 from .check import gather_heads
+from .file_section import FileSection, SourceSlice, encode_files, section_bytes
 from .patchfile import Bytes, BytesInMemory, BytesOnDisk, Footer, PatchReader, PatchWriter, encode_footer, encode_header
 from .table import EncodedTable, decode_table, decompress_table, encode_table, encoded_table, table_hash
 
@@ -28,16 +29,19 @@ __all__ = [
     "EncodedTable",
     "Entries",
     "Estimates",
+    "FileSection",
     "Footer",
     "Head",
     "PatchReader",
     "PatchWriter",
+    "SourceSlice",
     "begin_bucket",
     "bucket_body",
     "decode_bucket",
     "decode_table",
     "decompress_table",
     "encode_bucket",
+    "encode_files",
     "encode_footer",
     "encode_header",
     "encode_table",
@@ -45,5 +49,6 @@ __all__ = [
     "gather_heads",
     "limits",
     "read_bucket",
+    "section_bytes",
     "table_hash",
 ]

@@ -31,4 +31,7 @@ MAX_CHUNK_LOG = 24
 FOOTER_BYTES = 1 << 26
 BUCKETS = 1 << 20
 PATCH_ENTRIES = 1 << 21  # of all buckets
+PATCH_FILES = 1 << 12  # behind a patch, and as many that it removes
+PATCH_FILE_BYTES = 1 << 28  # of all of them
+FILE_DIRECTORY_BYTES = 1 << 24
 COMPARISONS = 1 << 21  # of entries with the covered regions of their tensor

@@ -67,11 +67,16 @@ class Bytes(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def in_memory(self) -> bool: ...
+
     def read(self, offset: int, size: int) -> bytes | memoryview: ...
 
 
 class BytesInMemory:
     """A patch in memory."""
+
+    in_memory = True
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data).toreadonly()  # so that kernels are compiled for one kind of array
@@ -83,6 +88,8 @@ class BytesInMemory:
 
 class BytesOnDisk:
     """A patch in a file, which stays open and may be unlinked. Takes a path, or a descriptor and closes it."""
+
+    in_memory = False
 
     def __init__(self, path: str | os.PathLike[str] | int) -> None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
@@ -138,7 +145,7 @@ class PatchReader:
 
     @property
     def in_memory(self) -> bool:
-        return not isinstance(self._source, BytesOnDisk)
+        return self._source.in_memory
 
     @property
     def sizes(self) -> Sequence[int]:

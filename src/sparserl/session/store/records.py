@@ -28,7 +28,8 @@ from ...errors import ChecksumMismatch, InvalidField, LimitExceeded, SessionErro
 from ...transport.stores.base import Store
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
-from ...wire import limits
+from ...wire import file_names, limits
+from ...wire.file_names import checked_file_name
 from ...wire.table import decode_table, decompress_table, encoded_table
 
 FORMAT = 1
@@ -41,7 +42,6 @@ MOST_CHANGED_FILES = 1 << 16  # that an index names for all its versions togethe
 MOST_NOTE = 200  # characters
 _RUN = re.compile(r"[0-9a-f]{16}")
 _HASH = re.compile(r"[0-9a-f]{64}")
-_FILE = re.compile(r"[^/\0]+(/[^/\0]+)*")
 _LEASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _OBJECT = re.compile(
     rf"runs/{_RUN.pattern}/(run\.json|(index|manifests|files|buckets/{_RUN.pattern})/{_HASH.pattern}|leases/{_LEASE.pattern})"
@@ -277,29 +277,12 @@ class RunRecord:
 
 
 def _files(value: Any) -> dict[str, Blob]:
-    return {_file(name): _blob(blob, MOST_FILE) for name, blob in value.items()}
-
-
-def _file(name: Any) -> str:
-    parts = _match(_FILE, name).split("/")
-    if any(part in (".", "..") or len(part.encode()) > 255 for part in parts) or len(name.encode()) > 1000:
-        raise ValueError(name)
-    if parts[0].endswith((".safetensors", ".safetensors.index.json")):  # where the weights go
-        raise ValueError(name)
-    return str(name)
+    return {checked_file_name(name): _blob(blob, MOST_FILE) for name, blob in value.items()}
 
 
 def require_files(sizes: Mapping[str, int], label: str) -> None:
     """Refuse files that are too many or too large, or of which one would lie inside another."""
-    if len(sizes) > MOST_FILES or sum(sizes.values()) > MOST_FILE:
-        raise LimitExceeded(
-            f"{label}: {len(sizes)} files of {sum(sizes.values())} bytes in all, the limits are {MOST_FILES} files and "
-            f"{MOST_FILE} bytes; the largest is {max(sizes, key=sizes.__getitem__)!r}"
-        )
-    for name in sizes:
-        for at, letter in enumerate(name):
-            if letter == "/" and name[:at] in sizes:
-                raise InvalidField(f"{label}: file {name!r} would lie inside the file {name[:at]!r}")
+    file_names.require_files(sizes, label, MOST_FILES, MOST_FILE)
 
 
 def _require_few(count: int, most: int, things: str, label: str) -> None:
@@ -506,7 +489,7 @@ class Lease:
 def file_name(name: str) -> str:
     """A name under which a file can travel: a path below the checkpoint, and nowhere else."""
     try:
-        return _file(name)
+        return checked_file_name(name)
     except (ValueError, TypeError) as error:
         raise InvalidField(f"{name!r} is not the name of a file below a checkpoint") from error
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import SessionError
+from ...sources.checkpoint_files import files_left_behind, travelling_files
 from ...sources.modules import files_of
 from ...transport.stores.base import Store, fetch
 from ...transport.stores.deadline import Transfers
@@ -15,9 +16,6 @@ from .records import MOST_FILE, Blob, file_name, path, require_files, require_ha
 from .transfer import AT_ONCE, FLIGHT_BYTES
 
 Contents = Mapping[str, bytes | Path]
-
-_PUBLISHED = (".safetensors", ".safetensors.index.json")
-_WEIGHTS = (*_PUBLISHED, ".bin", ".bin.index.json", ".pt", ".pth")
 
 
 def contents_of(files: Mapping[str, bytes] | str | Path | None, source_files: Mapping[str, bytes]) -> Contents:
@@ -38,26 +36,10 @@ def contents_of(files: Mapping[str, bytes] | str | Path | None, source_files: Ma
         root = Path(files)
         if not root.is_dir():
             raise SessionError(f"files is {str(files)!r}, which is no folder; give a folder, or contents by name")
-        for file in sorted(root.rglob("*")):
-            name = "/".join(file.relative_to(root).parts)
-            if file.is_file() and _travels(name):
-                contents[name] = file
+        contents.update(travelling_files(root))
     sizes = {file_name(name): _size(content) for name, content in contents.items()}
     require_files(sizes, "the files that travel with the weights")
     return contents
-
-
-def _travels(name: str) -> bool:
-    return not name.endswith(_WEIGHTS) and not any(part.startswith(".") for part in name.split("/"))
-
-
-def left_behind(files: Mapping[str, bytes] | str | Path | None) -> list[str]:
-    """The files of a folder that do not travel: hidden ones, and weights other than those that are published."""
-    if files is None or isinstance(files, Mapping):
-        return []
-    root = Path(files)
-    names = ["/".join(file.relative_to(root).parts) for file in sorted(root.rglob("*")) if file.is_file()]
-    return [name for name in names if not _travels(name) and not name.endswith(_PUBLISHED)]
 
 
 def _size(content: bytes | Path) -> int:
@@ -90,7 +72,8 @@ class SideFiles:
         self._source = source
         self._hashed: dict[Path, tuple[tuple[int, int, int], Blob]] = {}  # by size, time and inode when it was read
         contents_of(files, files_of(source))
-        if names := left_behind(files):
+        names = [] if files is None or isinstance(files, Mapping) else files_left_behind(Path(files))
+        if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             log.warning("%s: not sent with the weights: %s%s", files, ", ".join(names[:5]), more)
 

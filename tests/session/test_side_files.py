@@ -162,3 +162,20 @@ def test_steps_and_notes_are_kept(url):
     store = open_store(url)
     steps = read_index(store, read_head(store)[0]).steps
     assert [(step.step, step.note) for step in steps] == [(100, "after the first epoch"), (None, None), (102, None)]
+
+
+def test_a_folder_that_is_removed(url, tmp_path, caplog):
+    """The files of the last version stay, and that is said once."""
+    import shutil
+
+    trainer = Trainer(url, tmp_path / "files")
+    trainer.publish()
+    expected = read(trainer.folder)
+    shutil.rmtree(trainer.folder)
+    for _ in range(2):
+        trainer.publish()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{trainer.folder} is gone: the files of the last version stay those of the next ones"
+    ]
+    Subscriber(url, targets.folder(tmp_path / "out")).sync()
+    assert read(tmp_path / "out" / "current") == expected

@@ -57,7 +57,7 @@ def squash(
     In a store the squashed patch is added to the run, and subscribers use it where it saves bytes. Publishers write
     such patches on their own, over 8 to 64 versions.
     """
-    if "://" in patches[0]:
+    if "://" in patches[0] or Path(patches[0]).is_dir():
         if len(patches) != 1 or first is None or last is None:
             raise typer.BadParameter("in a store: squash URL --from VERSION --to VERSION")
         _squash_store(patches[0], (first, last), signing_key, threads, json)

@@ -29,6 +29,7 @@ from ..files import lock
 from ..session import Publisher, Subscriber
 from ..session.store.retention import read_head
 from ..sources import open_checkpoint
+from ..sources.checkpoint_files import travelling_files
 from ..targets import folder
 from ..transport.stores.opening import open_store
 from ..weights.memory import Weights
@@ -41,6 +42,10 @@ class _LatestCheckpoint:
 
     def weights(self) -> Weights:
         return open_checkpoint(self.path)
+
+    def files(self) -> dict[str, bytes]:
+        """Its config and tokenizer, which may change from version to version."""
+        return {name: file.read_bytes() for name, file in travelling_files(self.path).items()}
 
 
 _latest = _LatestCheckpoint()
@@ -57,7 +62,7 @@ def publish(args: Any, version_dir: str, rollout_engines: Any) -> None:  # noqa:
         key_file = os.environ.get("SPARSERL_SIGNING_KEY_FILE")
         signing_key = None if key_file is None else Path(key_file).read_text().strip()
         state = os.environ.get("SPARSERL_STATE")
-        _publishers[url] = Publisher(url, _latest, signing_key=signing_key, files=_latest.path, state=state)
+        _publishers[url] = Publisher(url, _latest, signing_key=signing_key, state=state)
     _publishers[url].publish()
 
 

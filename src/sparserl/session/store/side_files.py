@@ -71,6 +71,7 @@ class SideFiles:
         self._files = files
         self._source = source
         self._hashed: dict[Path, tuple[tuple[int, int, int], Blob]] = {}  # by size, time and inode when it was read
+        self._is_gone = False  # whether the folder was removed
         contents_of(files, files_of(source))
         names = [] if files is None or isinstance(files, Mapping) else files_left_behind(Path(files))
         if names:
@@ -79,6 +80,12 @@ class SideFiles:
 
     def capture(self) -> Captured | None:
         """The files as they are now; None where there are none, so that those of the last version stay."""
+        if isinstance(self._files, str | Path) and not Path(self._files).is_dir():
+            if not self._is_gone:
+                log.warning("%s is gone: the files of the last version stay those of the next ones", self._files)
+            self._is_gone = True
+            return None
+        self._is_gone = False
         contents = contents_of(self._files, files_of(self._source))
         if self._files is None and not contents:
             return None

@@ -111,7 +111,7 @@ def test_a_real_object_store(server: Server) -> None:
 def test_what_can_only_be_read_or_not_at_all(tmp_path: Path) -> None:
     """What is no store is broken, with a reason; a store that can only be read must have a head."""
     (tmp_path / "file").write_bytes(b"")
-    for url, reason in (("nowhere", "is not a URL"), (f"file://{tmp_path}/file", "cannot be written")):
+    for url, reason in (("s3:nowhere", "is not the URL of a store"), (f"file://{tmp_path}/file", "cannot be written")):
         found = store(url)
         assert (found.state, found.ok) == ("broken", False)
         assert reason in found.detail

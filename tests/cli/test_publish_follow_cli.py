@@ -134,17 +134,19 @@ def test_publish_leaves_no_run_by_accident(here: Path) -> None:
     """Where the store has a run that cannot go on, a new one must be meant; nothing was written before."""
     before = tree(here / "store" / "runs")
     old = values("log", URL)["run"]
-    line = failed("publish", "0", URL)
-    assert f"has run {old} at version 2; to continue it needs --state" in line
-    assert "--new-run" in line
-    assert "needs the state of its publisher, which other is not" in failed("publish", "0", URL, "--state", "other")
-    assert f"--state state continues run {old}" in failed("publish", "0", URL, "--state", "state", "--new-run")
+    said("keygen", "another")
+    for args in ((), ("--signing-key", "another")):
+        line = failed("publish", "0", URL, *args)
+        assert f"has run {old} at version 2, which cannot be continued" in line
+        assert "--new-run" in line
     assert tree(here / "store" / "runs") == before
-    new = values("publish", "0", URL, "--state", "other", "--new-run")
+    key = ("--signing-key", "key")
+    assert values("publish", "0", URL, *key, "--state", "other")["version"] == 3  # a folder that knows nothing
+    new = values("publish", "0", URL, *key, "--state", "other", "--new-run")
     assert (new["version"], new["new_run"]) == (0, True)
     assert new["run"] != old
-    assert "needs the state of its publisher, which state is not" in failed("publish", "1", URL, "--state", "state")
-    assert values("publish", "1", URL, "--state", "other")["version"] == 1
+    for state in ("state", "other"):
+        assert values("publish", "1", URL, *key, "--state", state)["run"] == new["run"]
 
 
 def test_followers_go_over_to_a_new_run(here: Path) -> None:
@@ -170,8 +172,8 @@ def test_what_cannot_be_published_is_one_line(here: Path) -> None:
     for args, says in (
         (("nowhere", "file://new"), "nowhere: no such file or folder"),
         (("assets", "file://new"), "assets: no such file or folder"),
-        (("0", "new"), "'new' is not a URL"),
-        (("0", "ftp://host/path"), "ftp://host/path: "),
+        (("0", "s3:new"), "'s3:new' is not the URL of a store"),
+        (("0", "ftp://host/path"), "'ftp://host/path' is not the URL of a store"),
         (("0", "http://127.0.0.1:9/run"), "can only be read"),
         (("0", "file://file/below"), "file/below"),
         (("0", "file://new", "--signing-key", "nowhere"), "nowhere: No such file or directory"),
@@ -180,7 +182,7 @@ def test_what_cannot_be_published_is_one_line(here: Path) -> None:
         (("0", "file://new", "--signing-key", "binary"), "binary does not hold one line of text"),
         (("0", "file://new", "--signing-key", "long"), "long does not hold one line of text"),
         (("0", "file://new", "--signing-key", secret), "can be seen by others; give the file"),
-        (("other.safetensors", URL, "--state", "state"), "tensor(s) differ"),
+        (("other.safetensors", URL, "--state", "state", "--signing-key", "key"), "tensor(s) differ"),
     ):
         line = failed("publish", *args)
         assert says in line, args
@@ -226,7 +228,7 @@ def test_what_cannot_be_followed_is_one_line(here: Path) -> None:
             "is not signed, and only what a trusted key has signed is accepted",
         ),
         (("file://nowhere",), "there is no head.json"),
-        (("store",), "'store' is not a URL"),
+        (("s3:store",), "'s3:store' is not the URL of a store"),
         ((URL, "--run", "0" * 16), "only follows run 0000000000000000"),
         ((URL, "-o", "taken"), "current is not a link; choose an empty folder"),
     ):
@@ -278,7 +280,8 @@ def test_a_timeout(here: Path) -> None:
         result = invoke("follow", "file://nowhere", "-o", "none", "--timeout", "1s", *more)
         assert (result.exit_code, result.stdout) == (1, "")
         waiting, error = result.stderr.splitlines()
-        assert waiting.startswith("sparserl: waiting: ")
+        assert waiting.startswith("sparserl: warning: file://")
+        assert ": waiting: " in waiting
         assert waiting.endswith("there is no head.json")
         assert error.startswith("sparserl: error: ")
     assert not (here / "none" / "current").exists()
@@ -294,6 +297,7 @@ def test_follow_until_told_to_stop(number: signal.Signals, here: Path) -> None:
             assert json.loads(running.out.get(timeout=120))["version"] == version
             assert same(here / "out", W[version])
         assert running.end(number) == 0
+        assert ": goes on after " in running.err.get(timeout=120)
         assert running.err.get(timeout=120) == "sparserl: stopped at version 2\n"
         assert running.out.empty()
     assert same(here / "out", W[2])
@@ -321,11 +325,19 @@ def test_a_kill_leaves_a_whole_checkpoint(here: Path) -> None:
             timer = threading.Timer(0.3 * attempt, lambda r=running, s=stop: (r.process.kill(), s.set()))
             timer.start()
             while not stop.is_set():
-                said("publish", versions[int(time.monotonic() * 1000) % 3], URL, "--state", "state")
+                said(
+                    "publish",
+                    versions[int(time.monotonic() * 1000) % 3],
+                    URL,
+                    "--state",
+                    "state",
+                    "--signing-key",
+                    "key",
+                )
             timer.join()
             assert running.process.wait(120) == -signal.SIGKILL, running.err.queue
         assert any(same(here / "out", weights) for weights in W)
-    said("publish", "1.safetensors", URL, "--state", "state")
+    said("publish", "1.safetensors", URL, "--state", "state", "--signing-key", "key")
     said("follow", URL, "-o", "out", "--once")
     assert same(here / "out", W[1])
     assert list((here / "out" / ".sparserl").iterdir()) == []

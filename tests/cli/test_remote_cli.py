@@ -89,4 +89,4 @@ def test_over_s3(here: Path) -> None:
         assert ": no fault(s); nothing refers to 1 object(s)" in said("fsck", *where, **env)
         assert said("gc", *where, "--grace", "0s", **env).startswith("1 object(s), ")
         assert "nothing refers to 0 object(s)" in said("fsck", *where, **env)
-        assert "does not exist" in failed("log", f"s3://{BUCKET}/other", *where[1:], **env)
+        assert "nothing is published here yet" in failed("log", f"s3://{BUCKET}/other", *where[1:], **env)

@@ -240,7 +240,9 @@ def test_help_teaches() -> None:
     for command in COMMANDS:
         assert command in top
         assert f"sparserl {command} " in said(command, "--help").split("Example", 1)[1]
-    assert "If the store already has a run, that needs --new-run" in " ".join(said("publish", "--help").split())
+    assert "With --new-run a new run begins, and subscribers fetch all weights again" in " ".join(
+        said("publish", "--help").split()
+    )
 
 
 def test_squash_in_a_store(here: Path) -> None:

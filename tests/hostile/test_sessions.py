@@ -422,7 +422,7 @@ def test_a_clock_that_was_far_ahead_once(url, now):
     subscriber = Subscriber(url, mine, trusted_keys=public)
     subscriber.sync()
     trainer["w"][5] += 1
-    Publisher(url, trainer, signing_key=secret).publish()
+    Publisher(url, trainer, signing_key=secret, new_run=True).publish()
     assert subscriber.sync().kind == "anchor"
     assert np.array_equal(mine["w"], trainer["w"])
 

@@ -165,7 +165,10 @@ def test_ranks_publish_and_a_node_follows(engine, tmp_path):
     common = {"url": f"file://{tmp_path}/store", "timeout": 120.0, "device": "cpu"}
     base = wheel("verl", VERSION).text(BASE)
     receiving = ranks(2, worker, base, common | {"is_master": False, "folder": str(tmp_path / "node")})
-    with ranks(2, worker, base, common | {"spread": True}) as trainers, receiving as followers:
+    with (
+        ranks(2, worker, base, common | {"spread": True, "options": {"new_run": True}}) as trainers,
+        receiving as followers,
+    ):
         told(followers, *[("begin", None)] * 2)
         for life in (range(2), range(2, 4)):
             told(trainers, *[("begin", None)] * 2)
@@ -190,7 +193,10 @@ def test_rank_0_publishes_and_workers_follow(engine, tmp_path):
         return await asyncio.gather(*sends, *map(receive, workers))
 
     for steps, dtype in (((0, 1, 2), "bfloat16"), ((3, 4), None)):
-        trainers = [engine(1 << 20, is_master=rank == 0, rollout_dtype=dtype, **options) for rank in range(2)]
+        trainers = [
+            engine(1 << 20, is_master=rank == 0, rollout_dtype=dtype, options={"new_run": True}, **options)
+            for rank in range(2)
+        ]
         for version, step in enumerate(steps):
             workers = rollouts[: 1 if step == 1 else 2]
             sides = engine.build_topology(2, len(workers), [one.prepare() for one in (*trainers, *workers)])

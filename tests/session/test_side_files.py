@@ -6,7 +6,7 @@ import pytest
 
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import SessionError
-from sparserl.session.store.retention import faults, read_head, read_index
+from sparserl.session.store.retention import faults, read_head, read_index, read_run
 from sparserl.session.store.squashing import squash_versions
 from sparserl.transport import open_store
 from tests.session.policy import Policy, bits
@@ -71,7 +71,8 @@ def test_files_that_stay_are_not_sent_again(url, tmp_path):
     head, _ = read_head(store)
     [changed] = read_index(store, head).files
     assert changed.version == 2
-    assert len([item for item in store.list("runs/") if "/files/" in item.name]) == 3
+    assert changed.files.keys() == {"config.json"}
+    assert len([item for item in store.list("runs/") if "/files/" in item.name]) == 2
 
 
 def test_a_publisher_without_files_keeps_those_of_the_run(url, tmp_path):
@@ -117,8 +118,6 @@ def test_squashing_keeps_files(url, tmp_path):
 
 
 def read_table(url):
-    from sparserl.session.store.retention import read_run
-
     store = open_store(url)
     return read_run(store, read_head(store)[0]).table
 
@@ -131,7 +130,7 @@ def test_a_lost_file_is_a_fault(url, tmp_path):
     store = open_store(url)
     head, _ = read_head(store)
     [changed] = read_index(store, head).files
-    store.delete([f"runs/{head.run}/files/{changed.files['config.json'].hash}"])
+    store.delete([changed.files["config.json"].name(head.run)])
     [fault] = faults(store)
     assert "config.json" in fault
 
@@ -144,7 +143,7 @@ def test_what_does_not_travel_is_named(url, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="sparserl.session"):
         Trainer(url, tmp_path / "files")
     [record] = caplog.records
-    assert record.getMessage() == f"{tmp_path / 'files'}: not sent with the weights: .hidden, optimizer.pt"
+    assert record.getMessage() == f"{tmp_path / 'files'}: not sent with the weights: '.hidden', 'optimizer.pt'"
 
 
 def test_steps_and_notes_are_kept(url):
@@ -179,3 +178,77 @@ def test_a_folder_that_is_removed(url, tmp_path, caplog):
     ]
     Subscriber(url, targets.folder(tmp_path / "out")).sync()
     assert read(tmp_path / "out" / "current") == expected
+
+
+def test_files_alone_may_change(url, tmp_path):
+    """A version whose weights are those of the one before brings its files, also to who has restarted."""
+    trainer = Trainer(url, tmp_path / "files")
+    trainer.publish()
+    with Subscriber(url, targets.folder(tmp_path / "out")) as subscriber:
+        subscriber.sync()
+    (trainer.folder / "config.json").write_text("other")
+    trainer.publisher.publish()
+    with Subscriber(url, targets.folder(tmp_path / "out")) as subscriber:
+        assert subscriber.sync().version == 1
+    assert read(tmp_path / "out" / "current")["config"] == "other"
+    with Subscriber(url, targets.folder(tmp_path / "out")) as subscriber:
+        assert subscriber.sync() is None
+
+
+def test_a_file_that_comes_back_is_another_object(url, tmp_path):
+    """What nothing refers to any more is never referred to again, so that it can be deleted at any moment."""
+    trainer = Trainer(url, tmp_path / "files", anchor_after=0.0, keep_anchors=1, ladder=None, lease=0.0)
+    store = open_store(url)
+    names = []
+    for text in ("a", "b", "a", "b"):
+        trainer.publish(config=text)
+        head, _ = read_head(store)
+        names.append(read_index(store, head).files_of(head.version, read_run(store, head))["config.json"].name)
+    assert len(set(names)) == 4
+
+
+def test_many_files_of_which_one_changes(url, tmp_path):
+    """The index names what changed, not all files of every version."""
+    trainer = Trainer(url, tmp_path / "files", ladder=None)
+    for n in range(300):
+        (trainer.folder / f"{n}.txt").write_text(str(n))
+    for n in range(10):
+        trainer.publish(config=f"version {n}")
+    store = open_store(url)
+    files = read_index(store, read_head(store)[0]).files
+    assert [len(changes.files) for changes in files] == [1] * 9
+
+
+def test_files_are_captured_with_the_weights(url, tmp_path):
+    """What is written to a file while a publish runs in the background belongs to the next version."""
+    trainer = Trainer(url, tmp_path / "files")
+    trainer.publish()
+    (trainer.folder / "config.json").write_text("captured")
+    background = trainer.publisher.publish_in_background()
+    (trainer.folder / "config.json").write_text("later")
+    background.result()
+    subscriber = Subscriber(url, targets.folder(tmp_path / "out"))
+    subscriber.sync()
+    assert read(tmp_path / "out" / "current")["config"] == "captured"
+    trainer.publish()
+    subscriber.sync()
+    assert read(tmp_path / "out" / "current")["config"] == "later"
+
+
+def test_weights_below_a_folder_are_files(url, tmp_path):
+    """Only those at the top are the weights that are patched."""
+    files = {"config.json": b"a", "sub/x.safetensors": b"not ours"}
+    policy = Policy()
+    subscriber = Subscriber(url, targets.folder(tmp_path / "out"))
+    with Publisher(url, policy.weights, files=files) as publisher:
+        for text in (b"a", b"b", b"c"):
+            files["config.json"] = text
+            policy.step()
+            publisher.publish()
+            subscriber.sync()
+        assert (tmp_path / "out" / "current" / "sub" / "x.safetensors").read_bytes() == b"not ours"
+        del files["sub/x.safetensors"]
+        policy.step()
+        publisher.publish()
+        subscriber.sync()
+    assert not (tmp_path / "out" / "current" / "sub").exists()

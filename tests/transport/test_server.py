@@ -183,7 +183,7 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for args, says in (
-            (("nowhere",), "nowhere is not a folder"),
+            (("none",), "none is not a folder"),
             ((".", "--listen", "here"), "'here' is not an address to listen on; write HOST:PORT"),
             ((".", "--listen", "127.0.0.1:99999"), "is not an address"),
             ((".", "--listen", f"127.0.0.1:{port}"), f"cannot listen on 127.0.0.1:{port}: "),

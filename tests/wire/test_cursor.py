@@ -83,10 +83,10 @@ def test_one_reader_and_the_other_agree(data, most):
         for cursor, read in ((column, column.varints), (listed, listed.numbers)):
             with pytest.raises(FormatError):
                 read(1, "n", most)
-            assert cursor.at == 0
+            assert cursor.offset == 0
         return
     assert column.varints(1, "n", most).tolist() == listed.numbers(1, "n", most) == [expected]
-    assert column.at == listed.at == alone.at
+    assert column.offset == listed.offset == alone.offset
 
 
 def test_bounds_are_inclusive():

@@ -16,13 +16,14 @@ from .reporting import reporting
 from .stores import open_store
 
 if TYPE_CHECKING:
-    from ..session.store.records import HeadRecord, Index, RouteStep, RunRecord, VersionFiles
+    from ..session.store.records import HeadRecord, Index, RouteStep, RunRecord
 
 commands = typer.Typer()
 
 _KINDS = ("anchor", "patch", "squashed")
-_HEADER = ("version", "from", "kind", "changed", "density", "bytes", "bits/change", "profiles", "age", "step", "note")
-_TEXT_COLUMNS = {2, 7, 10}  # of the header: kind, profiles and note
+_HEADER = ("version", "from", "kind", "changed", "density", "bytes", "bits/change", "profiles", "age")
+_LABELS = ("step", "note")  # columns of runs whose publisher has named steps or written notes
+_TEXT_COLUMNS = {2, 7, 10}  # kind, profiles and note
 
 
 @commands.command(rich_help_panel=SESSIONS, epilog="Example:  sparserl log s3://bucket/run")
@@ -66,8 +67,8 @@ def _values(head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[Rout
         "tensors": len(run.table.specs),
         "elements": elements,
         "dense_bytes": run.table.dense_bytes,
-        "files": {name: blob.size for name, blob in index.files_of(head.version, run).items()},
-        "changed_files": [{"version": changed.version, "files": names} for changed, names in _file_changes(run, index)],
+        "files": {name: file.blob.size for name, file in index.files_of(head.version, run).items()},
+        "changed_files": [{"version": changes.version, "files": sorted(changes.files)} for changes in index.files],
         "steps": [_step_values(step, elements) for step in steps],
         "totals": {kind: {"count": len(group), "bytes": _bytes(group)} for kind, group in _by_kind(steps).items()},
     }
@@ -81,21 +82,14 @@ def _lines(head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[Route
         f"run {head.run}, begun {age(now - head.created)} ago: {len(run.table.specs):,} tensor(s), "
         f"{elements:,} elements, {show.size(run.table.dense_bytes)}, {len(index.files_of(head.version, run))} file(s)"
     )
-    for changed, names in _file_changes(run, index):
-        yield f"version {changed.version}: other files: {', '.join(names)}"
-    yield from _columns([_HEADER, *(_row(step, elements, now) for step in steps)])
+    for changes in index.files:
+        yield f"version {changes.version}: other files: {', '.join(sorted(changes.files))}"
+    rows = [(*_HEADER, *_LABELS), *(_row(step, elements, now) for step in steps)]
+    has_labels = any(step.step is not None or step.note is not None for step in steps)
+    yield from _columns(rows if has_labels else [row[: len(_HEADER)] for row in rows])
     totals = [f"{kind} {len(group)} of {show.size(_bytes(group))}" for kind, group in _by_kind(steps).items() if group]
     versions = len({step.version for step in steps})
     yield (f"{versions} version(s), newest {head.version}: {', '.join(totals)}; {show.size(_bytes(steps))} in all")
-
-
-def _file_changes(run: RunRecord, index: Index) -> Iterator[tuple[VersionFiles, list[str]]]:
-    """The versions at which files changed, and the names of those that were added, removed or written."""
-    before = run.files
-    for changed in index.files:
-        names = before.keys() | changed.files.keys()
-        yield changed, sorted(name for name in names if before.get(name) != changed.files.get(name))
-        before = changed.files
 
 
 def _by_kind(steps: Sequence[RouteStep]) -> dict[str, list[RouteStep]]:

@@ -60,7 +60,7 @@ def publish(
     """Publish CHECKPOINT as the next version of the run at URL.
 
     The first version of a run holds all weights; later versions hold only what changed. The config and tokenizer files
-    of a folder are sent with the first version.
+    of a folder are sent with the first version, and again when they change.
 
     If the store has a run, CHECKPOINT becomes its next version. The publisher then needs the weights of the last
     version: from the --state folder of its earlier calls and the patches since then, or else all of them from the
@@ -71,8 +71,10 @@ def publish(
 
     secret = read_signing_key(signing_key)
     weights = open_checkpoint(checkpoint)
-    with open_store(url, endpoint, region) as store, show.progress() as stage:
-        publisher = Publisher(
+    with (
+        open_store(url, endpoint, region) as store,
+        show.progress() as stage,
+        Publisher(
             store,
             weights,
             signing_key=secret,
@@ -84,7 +86,8 @@ def publish(
             link=link,
             threads=threads,
             progress=stage("publish", weights.nbytes),
-        )
+        ) as publisher,
+    ):
         begins = publisher.run is None
         report = publisher.publish()
     values = show.report_values(report) | {"url": url, "new_run": begins}

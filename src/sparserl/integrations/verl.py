@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..errors import NotFound, PeerLost, SessionError
+from ..errors import NotFound, PeerLost, SessionError, Unavailable
 from ..session import Publisher, Subscriber, SyncReport
 from ..session.anchors import zeros
 from ..session.store.retention import read_head
@@ -198,7 +198,10 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         def has_next() -> bool:
             return subscriber.version is not None and self._is_next((subscriber.run or "", subscriber.version))
 
-        subscriber.follow(timeout=self._timeout, stop=has_next)
+        try:
+            subscriber.follow(timeout=self._timeout, stop=has_next)
+        except Unavailable as error:
+            raise self._timeout_error() from error
         if not has_next():
             raise self._timeout_error()
         target = self._target

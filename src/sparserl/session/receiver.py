@@ -181,11 +181,11 @@ class Receiver(ABC):
         self._is_uncertain = False
         return digests.pop() if len(digests) == 1 else None
 
-    def prepare(self, change: Change) -> list[Prepared]:
-        """Get every target ready, or none."""
+    def prepare(self, change: Change, *, only_files: bool = False) -> list[Prepared]:
+        """Get every target ready, or none; where only files change, those that keep files."""
         every: list[Prepared] = []
         try:
-            every.extend(target.prepare(change) for target in self.targets)
+            every.extend(target.prepare(change) for target in self.targets if target.keeps_files or not only_files)
         except BaseException:
             for prepared in every:
                 prepared.discard()

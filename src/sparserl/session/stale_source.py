@@ -29,15 +29,23 @@ class StaleSourceCheck:
         """One more version was published."""
         if not isinstance(self._source, Mapping) or self._empty == _EMPTY_PUBLISHES:
             return
-        writes = [_writes(tensor) for tensor in self._source.values()]
-        is_empty = report.kind == "patch" and not report.changed and writes == self._last
+        if report.kind != "patch" or report.changed:
+            self._empty = 0
+            return
+        writes = _writes(self._source)
+        is_same = writes is not None and writes == self._last
         self._last = writes
-        self._empty = self._empty + 1 if is_empty else 0
+        self._empty = self._empty + 1 if is_same else 1
         if self._empty == _EMPTY_PUBLISHES:
             log.warning("%s: " + _ADVICE, self._place, self._empty)
 
 
-def _writes(tensor: Any) -> tuple[int, int]:
-    """Where a tensor is in memory, and how often torch has counted a write to it."""
-    address = tensor.data_ptr() if hasattr(tensor, "data_ptr") else id(tensor)
-    return address, getattr(tensor, "_version", 0)
+def _writes(tensors: Mapping[str, Any]) -> list[tuple[int, int]] | None:
+    """Where tensors are in memory, and how often torch has counted a write to each; None if that cannot be told."""
+    try:
+        return [
+            (tensor.data_ptr() if hasattr(tensor, "data_ptr") else id(tensor), getattr(tensor, "_version", 0))
+            for tensor in tensors.values()
+        ]
+    except Exception:  # noqa: BLE001  # a version that is published does not depend on it
+        return None

@@ -32,6 +32,7 @@ class AdapterSource:
         self._model = model
         self._adapter = adapter
         self._embeddings: dict[str, bool] = {}
+        self._files: dict[str, bytes] = {}  # the config of each adapter
 
     @property
     def adapter(self) -> str:
@@ -52,11 +53,17 @@ class AdapterSource:
         return {name: tensor.detach() for name, tensor in self._tensors(adapter, self._embeddings[adapter]).items()}
 
     def files(self) -> dict[str, bytes]:
-        """The `adapter_config.json` that peft writes, for the option `files` of a `Publisher`."""
+        """The `adapter_config.json` that peft writes; a `Publisher` sends it along. Written once for each adapter."""
+        adapter = self.adapter
+        if adapter not in self._files:
+            self._files[adapter] = self._written_config(adapter)
+        return {_CONFIG: self._files[adapter]}
+
+    def _written_config(self, adapter: str) -> bytes:
         with tempfile.TemporaryDirectory(prefix="sparserl-") as folder:
-            self._model.save_pretrained(folder, selected_adapters=[self.adapter])
+            self._model.save_pretrained(folder, selected_adapters=[adapter])
             (path,) = Path(folder).rglob(_CONFIG)
-            return {_CONFIG: path.read_bytes()}
+            return path.read_bytes()
 
     def _tensors(self, adapter: str, embeddings: bool | Literal["auto"]) -> dict[str, Any]:
         from peft import get_peft_model_state_dict

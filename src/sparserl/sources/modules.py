@@ -36,14 +36,21 @@ else:
 
 
 def weights_of(source: Source | Weights | Shards) -> Weights | Shards:
-    """The weights of a source as they are now; weights are returned as they are."""
-    return source.weights() if isinstance(source, Source) else source
+    """The weights of a source as they are now; weights are returned as they are.
+
+    Raises:
+        WeightsError: There are none.
+    """
+    weights = source.weights() if isinstance(source, Source) else source
+    if isinstance(weights, Mapping) and not weights:
+        raise WeightsError("the source has no tensors")
+    return weights
 
 
 def files_of(source: Any) -> dict[str, bytes]:
     """The files that a source brings along; none for most."""
-    files: Callable[[], dict[str, bytes]] | None = getattr(source, "files", None)
-    return {} if files is None or not isinstance(source, Source) else files()
+    files = getattr(source, "files", None)
+    return dict(files()) if isinstance(source, Source) and callable(files) else {}
 
 
 def as_source(source: Any) -> Source | Weights | Shards:
@@ -105,14 +112,19 @@ class ModuleSource:
             return {}
         config = copy.deepcopy(config)
         config.architectures = [type(self._module).__name__]
-        dtype = getattr(self._module, "dtype", None)
-        if dtype is not None:
-            config.dtype = (None if self._cast is None else self._cast("", dtype)) or dtype
+        config.dtype = self._published_dtype() or getattr(config, "dtype", None)
         files = {"config.json": config.to_json_string().encode()}
         generation: Any = getattr(self._module, "generation_config", None)
         if callable(getattr(generation, "to_json_string", None)):
             files["generation_config.json"] = generation.to_json_string().encode()
         return files
+
+    def _published_dtype(self) -> Any:
+        """The dtype in which the first floating-point parameter is published."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.dtype.is_floating_point:
+                return (None if self._cast is None else self._cast(name, parameter.dtype)) or parameter.dtype
+        return None
 
     def _published(self, name: str, value: Any) -> Any:
         if not hasattr(value, "detach"):

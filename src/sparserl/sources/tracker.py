@@ -35,7 +35,7 @@ from ..weights.staging import lazy_bits
 from ..weights.table import TensorTable
 from ..weights.tensors import memories, table_of
 from .casting import Cast, cast_of
-from .modules import Source, module
+from .modules import Source, files_of, module
 from .tracked_rows import (
     Copy,
     Extents,
@@ -130,6 +130,10 @@ class Tracker:
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.after()))
+
+    def files(self) -> dict[str, bytes]:
+        """The files that the source brings along."""
+        return files_of(self._source)
 
     def weights(self) -> Shards:
         """All weights. Their marks contain every change since the last committed version."""

@@ -62,6 +62,10 @@ class PatchedCheckpoint:
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
+def _is_weights(name: str) -> bool:
+    return "/" not in name and name.endswith(_WEIGHTS)
+
+
 def apply_to_checkpoint(
     base: str | os.PathLike[str],
     patches: Sequence[Patch],
@@ -131,10 +135,12 @@ def copy_patched(
 
     weights_only: whether to leave out the other files of the base.
     """
-    _require_sound(patches)
     copy = _Copy(base, draft, weights_only=weights_only)
+    if patches:
+        _require_sound(patches)
     copy.make(_no_progress)
-    copy.patch(patches, _no_progress, threads)
+    if patches:
+        copy.patch(patches, _no_progress, threads)
     copy.finish(_no_progress)
 
 
@@ -205,9 +211,7 @@ class _Copy:
         self._source = source
         self._draft = draft
         self._single = single
-        names = (
-            [name for name in _walk(source) if not weights_only or name.endswith(_WEIGHTS)] if single is None else []
-        )
+        names = [name for name in _walk(source) if not weights_only or _is_weights(name)] if single is None else []
         self._names = {name: name for name in names} if single is None else dict([single])
         self._folders = sorted({str(above) for name in self._names for above in Path(name).parents} - {"."})
 

@@ -29,6 +29,7 @@ from ..errors import CheckpointError, WeightsError
 from ..files import Folder
 from ..sources.checkpoint import checkpoint_in
 from ..sources.safetensors import HEADER_BYTES, encode_header, parse_json, require_savable
+from ..weights.digest import digest
 from ..weights.dtypes import Bits
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
@@ -137,6 +138,8 @@ class FolderTarget:
             if change.files is not None:
                 _write_files(folder, change.files)
                 folder.sync()
+            if not change.patches and digest(checkpoint_in(folder), threads=self._threads) != change.digest:
+                raise CheckpointError(f"{self.current} does not hold the bits of version {change.version} any more")
 
     def remembered_version(self) -> tuple[str, float, int] | None:
         """The run, when it began, and the version that was committed last; None if that is not known."""

@@ -91,6 +91,8 @@ class Arrival:
         try:
             if self._patches:
                 self.prepared = self._staged()
+            elif self._plan.files is not None and self.failure is None:
+                self.prepared = self._staged_files()
         except BaseException as error:  # noqa: BLE001  # the publisher is told, and it is raised again
             self.failure = self.failure or error
 
@@ -105,13 +107,19 @@ class Arrival:
             self.kind = "anchor"
             fresh = anchors.build_weights(self._table, patches, plan.digest, receiver.threads)
             patches = []
-        if fresh is not None or plan.files:
+        if fresh is not None or plan.files is not None:
             files = self._files.result()
         change = Change(plan.run, plan.created, plan.version, plan.digest, patches, fresh, files)
         return receiver.prepare(change)
 
+    def _staged_files(self) -> list[Prepared]:
+        """A version with the bits that are held already, and perhaps other files."""
+        plan = self._plan
+        change = Change(plan.run, plan.created, plan.version, plan.digest, [], None, self._files.result())
+        return self._receiver.prepare(change, only_files=True)
+
     def _checked_files(self) -> dict[str, bytes]:
-        names = self._plan.files
+        names = self._plan.files or ()
         if len(names) != len(self._received) or any(
             sha256(data) != hash for (_, hash), data in zip(names, self._received, strict=True)
         ):

@@ -162,9 +162,10 @@ class Relay(Subscriber):
         line = self._line
         run = snapshot.run
         traffic_before = line.traffic
+        last = self._committed_everywhere
         self._committed_everywhere = None
         round = rounds.open_round(line, (line.rank,), run.run, run.created, run.table)
-        fetched = self._fetch(round, snapshot, goal, watch)
+        fetched = self._fetch(round, snapshot, goal, last, watch)
         plan = fetched.plan(goal, line.rank)
         round.write("transfer", plan.to_note())
         arrival = self._arrival(plan, run.table)
@@ -176,8 +177,10 @@ class Relay(Subscriber):
         round.write("verdict", {})
         return report
 
-    def _fetch(self, round: Round, snapshot: StoreSnapshot, goal: RunVersion, watch: Watch) -> _Fetched:
-        """Wait for all ranks, and fetch what brings them to a version."""
+    def _fetch(
+        self, round: Round, snapshot: StoreSnapshot, goal: RunVersion, last: RunVersion | None, watch: Watch
+    ) -> _Fetched:
+        """Wait for all ranks, and fetch what brings them to a version, from the last one if that is known."""
         run = snapshot.run
         try:
             with watch.stage("gather"):
@@ -186,20 +189,28 @@ class Relay(Subscriber):
                 steps = self._route_everywhere(snapshot, goal, hellos)
             with watch.stage("fetch"):
                 patches = [transfer.receive(self.store, run.run, run.table, step, self._progress) for step in steps]
-                return _Fetched(steps, patches, dict(self._files(snapshot, steps, goal)))
+                files = self._files(snapshot, steps, goal, last)
+                return _Fetched(steps, patches, None if files is None else dict(files))
         except BaseException as error:
             self._snapshot = None  # what was planned with may have gone meanwhile
             rounds.call_off(round, error)
             raise
 
-    def _files(self, snapshot: StoreSnapshot, steps: list[RouteStep], goal: RunVersion) -> Mapping[str, bytes]:
-        """The files of a version, where they must be sent: with an anchor, or because they changed."""
+    def _files(
+        self, snapshot: StoreSnapshot, steps: list[RouteStep], goal: RunVersion, last: RunVersion | None
+    ) -> Mapping[str, bytes] | None:
+        """The files of a version, where they must be sent: with an anchor, or because they may have changed.
+
+        last: the version that all ranks hold, if that is known.
+        """
         index = snapshot.index
-        run = snapshot.run
-        files = index.files_of(goal.version, run)
-        if not steps or (steps[0].base is not None and index.files_of(steps[0].base, run) == files):
-            return {}
-        return StoredFiles(self.store, run.run, files)
+        if not steps or steps[0].base is not None:
+            if last is not None and last.run == goal.run:
+                if not index.has_other_files(last.version, goal.version, snapshot.run):
+                    return None
+            elif not index.files:
+                return None
+        return StoredFiles(self.store, index.files_of(goal.version, snapshot.run))
 
     def _send(self, plan: TransferPlan, fetched: _Fetched, arrival: Arrival, watch: Watch) -> None:
         """Send buckets and files to all ranks, and hand them to the targets here."""
@@ -214,13 +225,13 @@ class Relay(Subscriber):
         try:
             with watch.stage("send"):
                 own_buckets = [buckets(leg, patch) for leg, patch in enumerate(fetched.patches)]
-                rounds.transfer(self._line, plan, own_buckets, list(fetched.files.values()), _ignore)
+                rounds.transfer(self._line, plan, own_buckets, list((fetched.files or {}).values()), _ignore)
         except BaseException as error:
             arrival.stop()
             if not isinstance(error, PeerLost):
                 self._line.abandon(f"{type(error).__name__} while sending")
             raise
-        for data in fetched.files.values():
+        for data in (fetched.files or {}).values():
             arrival.add(len(plan.legs), data)
 
     def _await_staged(self, round: Round, arrival: Arrival, watch: Watch) -> None:
@@ -274,7 +285,7 @@ class _Fetched(NamedTuple):
 
     steps: Sequence[RouteStep]
     patches: Sequence[Patch]
-    files: dict[str, bytes]
+    files: dict[str, bytes] | None
 
     def plan(self, goal: RunVersion, rank: int) -> TransferPlan:
         """How one rank sends it to the others."""
@@ -284,7 +295,7 @@ class _Fetched(NamedTuple):
             share = RankShare(rank, patch.buckets, patch.changed, first)
             legs.append(PatchLeg(step.base is None, patch.base, patch.result, (share,)))
         plan = TransferPlan(goal.run, goal.created, goal.version, goal.digest, tuple(legs))
-        return plan.with_files(self.files, rank)
+        return plan if self.files is None else plan.with_files(self.files, rank)
 
 
 def _ignore(_leg: int, _bucket: bytes) -> None:

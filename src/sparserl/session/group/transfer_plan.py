@@ -76,14 +76,14 @@ class PatchLeg:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Patches that lead to a version, and the files, by name and hash, that come with an anchor."""
+    """Patches that lead to a version, and its files, by name and hash; None if ranks have them already."""
 
     run: str
     created: float
     version: int
     digest: Digest
     legs: tuple[PatchLeg, ...]
-    files: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, str], ...] | None = None
     file_share: RankShare = _NO_FILES
 
     @property
@@ -129,6 +129,6 @@ class TransferPlan:
             version=note["version"],
             digest=Digest.from_hex(note["digest"]),
             legs=tuple(PatchLeg.of_row(row) for row in note["legs"]),
-            files=tuple((name, hash) for name, hash in note["files"]),
+            files=None if note["files"] is None else tuple((name, hash) for name, hash in note["files"]),
             file_share=RankShare(*note["file_share"]),
         )

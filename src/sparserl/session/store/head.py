@@ -14,13 +14,16 @@ from ...errors import Fenced, FormatError, NotFound, Refused, Unavailable, Unsup
 from ...transport.stores.base import Store
 from ..logs import log
 from . import signing
-from .records import HEAD, MOST_HEAD, HeadRecord, Index, RouteStep, RunRecord, VersionFiles, path, sha256
+from .records import HEAD, MOST_HEAD, FileChanges, HeadRecord, Index, PlacedFile, RouteStep, RunRecord, path, sha256
 from .retention import read_index
 from .signing import PublisherKeys
 from .writers import Writers
 
 Steps = tuple[RouteStep, ...]
 
+HOW_TO_REPLACE = (
+    "To begin a new run, pass new_run=True (on the command line, --new-run); subscribers then fetch all weights again"
+)
 _SWAPS = 8  # attempts at a head whose replies are lost
 _MOST_GARBAGE = 1 << 26  # bytes in the place of a head that a publisher with a key takes for garbage, and replaces
 
@@ -58,7 +61,7 @@ class HeadMove:
     run: RunRecord
     step: RouteStep
     add_steps: Callable[[Steps], Steps]
-    files: Callable[[], tuple[VersionFiles, ...]]
+    files: Callable[[], tuple[FileChanges, ...]]
     finish: Callable[[HeadRecord, Index], None]
 
 
@@ -71,8 +74,11 @@ class HeadWriter:
         clock.
     """
 
-    def __init__(self, store: Store, keys: PublisherKeys, writers: Writers, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, store: Store, keys: PublisherKeys, writers: Writers, clock: Callable[[], float], new_run: bool = False
+    ) -> None:
         self._store = store
+        self._replaces_garbage = new_run or keys.signing_key is not None
         self._keys = keys
         self._writers = writers
         self._clock = clock
@@ -81,7 +87,7 @@ class HeadWriter:
         self.first_head = head_read.head
         self.obstacle = head_read.obstacle
         if head_read.is_garbage:
-            log.warning("%s has a damaged head, which no publisher has written: a new run begins", store.url)
+            log.warning("%s has a damaged head: a new run begins", store.url)
         self._tag = head_read.tag
         self.next_run_time = 0.0 if self.first_head is None else _later(self.first_head.created)
 
@@ -197,22 +203,23 @@ class HeadWriter:
         """
         if attempt:
             time.sleep(min(2.0, 0.1 * 2**attempt))
-        is_signed = self._keys.signing_key is not None
         try:
-            data, tag = self._store.get(HEAD, _MOST_GARBAGE if is_signed else MOST_HEAD)
+            data, tag = self._store.get(HEAD, _MOST_GARBAGE if self._replaces_garbage else MOST_HEAD)
         except NotFound:
             return _HeadRead(None, None)
         if len(data) > MOST_HEAD:
             return _HeadRead(None, tag, is_garbage=True)
         try:
+            if self._keys.signing_key is None:
+                signing.require_unsigned(data, HEAD)
             return _HeadRead(HeadRecord.parse(signing.unseal(data, self._keys.accepted, HEAD)), tag)
         except Untrusted as error:
             return _HeadRead(None, tag, obstacle=_foreign(data, error))
         except UnsupportedFormat:
             raise
-        except FormatError:
-            if not is_signed:
-                raise
+        except FormatError as error:
+            if not self._replaces_garbage:
+                raise type(error)(f"{self._store.url} has a damaged head: {error}. {HOW_TO_REPLACE}") from error
             return _HeadRead(None, tag, is_garbage=True)
 
 
@@ -225,11 +232,16 @@ def _foreign(data: bytes, error: Untrusted) -> str:
     return f"has run {head.run} at version {head.version}, which cannot be continued: {error}"
 
 
-def _needed_files(files: tuple[VersionFiles, ...], steps: Steps) -> tuple[VersionFiles, ...]:
-    """The changes of files that the versions of an index still need: the last one before its oldest version, and on."""
+def _needed_files(files: tuple[FileChanges, ...], steps: Steps) -> tuple[FileChanges, ...]:
+    """Changes of files, those up to the oldest version of an index as one."""
     oldest = min((step.version if step.base is None else min(step.base, step.version) for step in steps), default=0)
-    last = max((changed.version for changed in files if changed.version <= oldest), default=0)
-    return tuple(changed for changed in files if changed.version >= last)
+    old = [changes for changes in files if changes.version <= oldest]
+    if len(old) < 2:
+        return files
+    merged: dict[str, PlacedFile | None] = {}
+    for changes in old:
+        merged |= changes.files
+    return (FileChanges(old[-1].version, merged), *files[len(old) :])
 
 
 def _later(time: float) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import SessionError
+from ...errors import SessionError, TensorMismatch
 from ...parallel import Progress
 from ...patch import Patch
 from ...sources import PublishedSource
@@ -34,21 +35,18 @@ from ..anchors import anchor_of
 from ..background import BackgroundPublish, BackgroundSlot
 from ..baseline import Baseline, CapturedChanges, HostBaseline, choose_baseline
 from ..callbacks import Callback, Callbacks
+from ..logs import log
 from ..options import BaselineOptions, EncodingOptions, require_count, require_number, require_timeout
 from ..report import SyncReport, Watch
 from ..stale_source import StaleSourceCheck
 from . import side_files, transfer
-from .head import HeadWriter
+from .head import HOW_TO_REPLACE, HeadWriter
 from .maintenance import Maintenance, RetentionOptions
-from .records import MOST_NOTE, RouteStep, checked_clock
+from .records import MOST_NOTE, MOST_VERSION, RouteStep, checked_clock
 from .resume import SavedAnchor, resume_from_store
 from .run_writer import CommittedVersion, RunWriter
 from .signing import PublicKeys, PublisherKeys
 from .writers import Writers
-
-_HOW_TO_REPLACE = (
-    "To begin a new run, pass new_run=True (on the command line, --new-run); subscribers then fetch all weights again"
-)
 
 
 class Publisher:
@@ -163,12 +161,17 @@ class Publisher:
         if state is not None and self._writers.size > 1:
             raise SessionError("several writers keep no state: after a restart they begin a new run")
         saved_anchor = None if state is None else SavedAnchor(Path(state), self.store.url)
-        head = HeadWriter(self.store, keys, self._writers, clock)
+        head = HeadWriter(self.store, keys, self._writers, clock, new_run)
         self._run_writer = RunWriter(self.store, head, self._writers, clock, progress)
         self._maintenance = Maintenance(self._run_writer, retention, saved_anchor, threads)
+        self._had_run = False  # whether a version of this publisher was committed
         self._refusal: str | None = None  # why no new run may begin: that of the store would be lost
         if not new_run:
-            self._continue_run(head, saved_anchor)
+            try:
+                self._continue_run(head, saved_anchor)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def run(self) -> str | None:
@@ -285,10 +288,10 @@ class Publisher:
         if self._writers.size > 1:  # rank 0 alone knows it, and the first publish tells all
             if head is not None:
                 obstacle = f"has run {head.run} at version {head.version}, which several writers cannot continue"
-            self._refusal = None if obstacle is None else f"{self.store.url} {obstacle}. {_HOW_TO_REPLACE}"
+            self._refusal = None if obstacle is None else f"{self.store.url} {obstacle}. {HOW_TO_REPLACE}"
             return
         if obstacle is not None:
-            raise SessionError(f"{self.store.url} {obstacle}. {_HOW_TO_REPLACE}")
+            raise SessionError(f"{self.store.url} {obstacle}. {HOW_TO_REPLACE}")
         if head is None:
             return
         resumed = None if saved_anchor is None else saved_anchor.resume(self.store, head, self._encoding.threads)
@@ -296,7 +299,7 @@ class Publisher:
             try:
                 resumed = resume_from_store(self.store, head, self._encoding.threads, self._encoding.progress)
             except SessionError as error:
-                raise SessionError(f"{error}. {_HOW_TO_REPLACE}") from error
+                raise SessionError(f"{error}. {HOW_TO_REPLACE}") from error
         baseline, self.baseline = choose_baseline(
             resumed.weights,
             self._baseline_options,
@@ -329,6 +332,8 @@ class Publisher:
     def _capture_first(self, label: Label, watch: Watch) -> Callable[[], SyncReport]:
         """Capture the first version of a new run."""
         work: list[Callable[[], SyncReport]] = []
+        if self._had_run:
+            log.warning("%s: the baseline was lost, so a new run begins: subscribers fetch all weights", self.store.url)
 
         def capture(options: BaselineOptions) -> bytes:
             weights = weights_of(self._source)
@@ -353,10 +358,15 @@ class Publisher:
 
         def capture() -> bytes:
             weights = weights_of(self._source)
-            with watch.stage("find"):
-                changes = committed.baseline.capture(
-                    weights, profile=encoding.profile, threads=encoding.threads, progress=encoding.progress
-                )
+            try:
+                with watch.stage("find"):
+                    changes = committed.baseline.capture(
+                        weights, profile=encoding.profile, threads=encoding.threads, progress=encoding.progress
+                    )
+            except TensorMismatch as error:
+                raise TensorMismatch(
+                    f"{self.store.url}: run {committed.run.run} has other tensors: {error}. {HOW_TO_REPLACE}"
+                ) from error
             needs_anchor = committed.baseline.weights is None and self._maintenance.anchor_is_due(committed)
             anchor = self._anchor(weights, watch) if needs_anchor else None
             named = label._replace(files=self._capture_files())
@@ -399,6 +409,7 @@ class Publisher:
                 run, step, baseline, add_steps=lambda _steps: (step,), notify=self._notify_source
             )
         self._maintenance.run_begun(run.run)
+        self._had_run = True
         notes = self._maintenance.run(version, anchor, watch)
         return _report_of(version, "anchor", sent, watch, notes)
 
@@ -427,6 +438,7 @@ class Publisher:
                 committed.baseline.advance(patches[0], changes, encoding.threads)
 
         with watch.stage("commit"):
+            self._had_run = True
             version = self._run_writer.commit(
                 committed.run,
                 step,
@@ -470,7 +482,11 @@ class Label(NamedTuple):
     def of(cls, step: int | None, note: str | None) -> Label:
         """What the caller of `publish` says, checked."""
         if step is not None:
-            require_count("step", step, 0)
+            try:
+                step = operator.index(step)
+            except TypeError as error:
+                raise SessionError(f"step is {step!r}; it must be an integer") from error
+            require_number("step", step, 0, MOST_VERSION)
         if note is not None and (not isinstance(note, str) or not 0 < len(note) <= MOST_NOTE or not note.isprintable()):
             raise SessionError(f"note is {note!r}; it must be one line of text, up to {MOST_NOTE} characters")
         return cls(step, note)

@@ -61,7 +61,7 @@ class Bound(NamedTuple):
 
 SMALL = Bound(MOST_HEAD, MOST_HEAD, MOST_HEAD)
 RUN = Bound(limits.TABLE_BYTES * 4 // 3 + MOST_FILES * 6200 + 4096, 1 << 21, 1 << 20)
-INDEX = Bound(MOST_STEPS * 512, MOST_STEPS * 18 + MOST_CHANGED_FILES * 4, MOST_STEPS * 11 + MOST_CHANGED_FILES * 2)
+INDEX = Bound(MOST_STEPS * 512, MOST_STEPS * 18 + MOST_CHANGED_FILES * 6, MOST_STEPS * 11 + MOST_CHANGED_FILES * 4)
 MANIFEST = Bound(limits.BUCKETS * 96, limits.BUCKETS * 3 + 64, 16)
 
 
@@ -350,22 +350,53 @@ class RouteStep:
         return step
 
 
-class VersionFiles(NamedTuple):
-    """The files of the version at which they changed, and of those after it."""
+class StoredFile(NamedTuple):
+    """A file, and the name of the object that it is."""
 
-    version: int
-    files: dict[str, Blob]
+    blob: Blob
+    name: str
 
-    def record(self) -> dict[str, Any]:
-        return {"version": self.version, "files": {name: list(blob) for name, blob in self.files.items()}}
+
+class PlacedFile(NamedTuple):
+    """A file that was sent after the first version. Its place is drawn anew, as that of a patch is."""
+
+    hash: str
+    size: int
+    place: str
+
+    @property
+    def blob(self) -> Blob:
+        return Blob(self.hash, self.size)
+
+    def name(self, run: str) -> str:
+        """The name of the object."""
+        return path(run, "buckets", f"{self.place}/{self.hash}")
 
     @classmethod
-    def read(cls, record: Any) -> VersionFiles:
+    def read(cls, value: Any) -> PlacedFile | None:
+        if value is None:
+            return None
+        hash, size, place = value
+        return cls(*_blob((hash, size), MOST_FILE), _match(_RUN, place))
+
+
+class FileChanges(NamedTuple):
+    """The files that a version has changed: new ones, or None for those that it has removed."""
+
+    version: int
+    files: dict[str, PlacedFile | None]
+
+    def record(self) -> dict[str, Any]:
+        files = {name: None if file is None else list(file) for name, file in self.files.items()}
+        return {"version": self.version, "files": files}
+
+    @classmethod
+    def read(cls, record: Any) -> FileChanges:
         fields = _Fields(dict(record), "index: files")
-        changed = cls(fields.count("version"), fields.take("files", _files))
+        version = fields.count("version")
+        files = fields.take("files", lambda v: {checked_file_name(n): PlacedFile.read(f) for n, f in v.items()})
         fields.finish()
-        require_files({name: blob.size for name, blob in changed.files.items()}, "index: files")
-        return changed
+        return cls(version, files)
 
 
 @dataclass(frozen=True)
@@ -374,11 +405,25 @@ class Index:
 
     run: str
     steps: tuple[RouteStep, ...]
-    files: tuple[VersionFiles, ...] = ()
+    files: tuple[FileChanges, ...] = ()
 
-    def files_of(self, version: int, run: RunRecord) -> dict[str, Blob]:
-        """The files of a version: as they changed last, or as the run began with them."""
-        return next((changed.files for changed in reversed(self.files) if changed.version <= version), run.files)
+    def files_of(self, version: int, run: RunRecord) -> dict[str, StoredFile]:
+        """The files of a version: those that the run began with, and what has changed up to it."""
+        files = {name: StoredFile(blob, path(run.run, "files", blob.hash)) for name, blob in run.files.items()}
+        for changes in self.files:
+            for name, file in changes.files.items() if changes.version <= version else ():
+                if file is None:
+                    files.pop(name, None)
+                else:
+                    files[name] = StoredFile(file.blob, file.name(run.run))
+        return files
+
+    def has_other_files(self, first: int, second: int, run: RunRecord) -> bool:
+        """Whether the files of two versions differ."""
+        if not self.files:
+            return False
+        files, others = (self.files_of(version, run) for version in (first, second))
+        return {name: file.blob for name, file in files.items()} != {name: file.blob for name, file in others.items()}
 
     def to_bytes(self) -> bytes:
         label = f"the index of run {self.run}"
@@ -386,11 +431,11 @@ class Index:
         self._require_files(label)
         record: dict[str, Any] = {"run": self.run, "steps": [step.record() for step in self.steps]}
         if self.files:
-            record["files"] = [changed.record() for changed in self.files]
+            record["files"] = [changes.record() for changes in self.files]
         return written(record, label, INDEX)
 
     def _require_files(self, label: str) -> None:
-        _require_few(sum(len(changed.files) for changed in self.files), MOST_CHANGED_FILES, "changed files", label)
+        _require_few(sum(len(changes.files) for changes in self.files), MOST_CHANGED_FILES, "changed files", label)
         if any(a.version >= b.version for a, b in zip(self.files, self.files[1:], strict=False)):
             raise InvalidField(f"{label}: the versions at which files changed do not rise")
 
@@ -400,7 +445,7 @@ class Index:
         index = cls(
             fields.text("run", _RUN),
             fields.take("steps", _list(RouteStep.read)),
-            fields.optional("files", _list(VersionFiles.read), ()),
+            fields.optional("files", _list(FileChanges.read), ()),
         )
         fields.finish()
         index._require_files(label)

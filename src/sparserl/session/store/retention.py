@@ -62,8 +62,8 @@ def needed(store: Store, head: HeadRecord, indices: Iterable[str] = ()) -> set[s
         names.add(path(head.run, "index", hash))
         index = Index.parse(get_named(store, head.run, "index", hash), path(head.run, "index", hash))
         manifests |= {step.manifest for step in index.steps}
-        for changed in index.files:
-            names |= {path(head.run, "files", blob.hash) for blob in changed.files.values()}
+        for changes in index.files:
+            names |= {file.name(head.run) for file in changes.files.values() if file is not None}
     for hash in manifests:
         name = path(head.run, "manifests", hash)
         manifest = Manifest.parse(get_named(store, head.run, "manifests", hash), name)
@@ -112,10 +112,10 @@ def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str
     except (StoreError, FormatError, SessionError) as error:
         yield str(error)
         return
-    all_files = [run.files, *(changed.files for changed in index.files)]
-    files = {blob: name for some in all_files for name, blob in some.items()}
-    for blob, name in files.items():
-        yield from _blob_fault(store, path(head.run, "files", blob.hash), blob.hash, blob.size, f"file {name}")
+    first = {path(head.run, "files", blob.hash): (name, blob) for name, blob in run.files.items()}
+    later = [(name, file) for changes in index.files for name, file in changes.files.items() if file is not None]
+    for place, (name, blob) in (first | {file.name(head.run): (name, file.blob) for name, file in later}).items():
+        yield from _blob_fault(store, place, blob.hash, blob.size, f"file {name}")
     steps: dict[str, list[RouteStep]] = {}
     for step in index.steps:
         steps.setdefault(step.manifest, []).append(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from ..baseline import Baseline
 from ..report import Watch
 from . import side_files, transfer
 from .head import HeadMove, HeadWriter, Steps
-from .records import MOST_HEAD, HeadRecord, Index, Lease, RouteStep, RunRecord, VersionFiles, path, run_path
+from .records import MOST_HEAD, FileChanges, HeadRecord, Index, Lease, PlacedFile, RouteStep, RunRecord, path, run_path
 from .writers import Writers
 
 
@@ -58,7 +59,9 @@ class RunWriter:
             if refusal is not None:
                 raise SessionError(refusal)
             run = RunRecord(secrets.token_hex(8), max(self.clock(), self._head.next_run_time), table)
-            run = replace(run, files=side_files.upload(self.store, run.run, files or {}))
+            first_files = files or {}
+            side_files.upload(self.store, first_files, lambda file: path(run.run, "files", file.blob.hash))
+            run = replace(run, files={name: file.blob for name, file in first_files.items()})
             self.store.put(run_path(run.run), run.to_bytes())
             return run
 
@@ -117,7 +120,8 @@ class RunWriter:
 
         last = self.committed
 
-        def changed_files() -> tuple[VersionFiles, ...]:
+        @functools.cache  # the head may have to be moved several times
+        def changed_files() -> tuple[FileChanges, ...]:
             if last is None or last.run is not run:
                 return ()
             return self._changed_files(last, step.version, files)
@@ -128,15 +132,20 @@ class RunWriter:
 
     def _changed_files(
         self, last: CommittedVersion, version: int, files: side_files.Captured | None
-    ) -> tuple[VersionFiles, ...]:
+    ) -> tuple[FileChanges, ...]:
         """The files of the next index: those of the last one, and what has changed since, which is uploaded."""
-        known = last.index.files
-        current = last.index.files_of(last.head.version, last.run)
-        if files is None or side_files.blobs(files) == current:
-            return known
-        hashes = {blob.hash for blob in current.values()}
-        side_files.upload(self.store, last.run.run, files, hashes)
-        return (*known, VersionFiles(version, side_files.blobs(files)))
+        index = last.index
+        if files is None:
+            return index.files
+        current = index.files_of(last.head.version, last.run)
+        changed = {name: file for name, file in files.items() if name not in current or current[name].blob != file.blob}
+        removed = current.keys() - files.keys()
+        if not changed and not removed:
+            return index.files
+        place = secrets.token_hex(8)
+        placed = {name: PlacedFile(*file.blob, place) for name, file in changed.items()}
+        side_files.upload(self.store, changed, lambda file: PlacedFile(*file.blob, place).name(last.run.run))
+        return (*index.files, FileChanges(version, {**placed, **dict.fromkeys(removed)}))
 
     def resolve(self) -> None:
         """Find out what became of a commit that was not answered, or interrupted."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from ...sources.modules import files_of
 from ...transport.stores.base import Store, fetch
 from ...transport.stores.deadline import Transfers
 from ..logs import log
-from .records import MOST_FILE, Blob, file_name, path, require_files, require_hash, sha256
+from .records import MOST_FILE, Blob, StoredFile, file_name, require_files, require_hash, sha256
 from .transfer import AT_ONCE, FLIGHT_BYTES
 
 Contents = Mapping[str, bytes | Path]
@@ -33,6 +34,8 @@ def contents_of(files: Mapping[str, bytes] | str | Path | None, source_files: Ma
                 raise SessionError(f"files[{name!r}] is a {type(content).__name__}; the contents of a file are bytes")
             contents[name] = bytes(content)
     elif files is not None:
+        if not isinstance(files, str | os.PathLike):
+            raise SessionError(f"files is a {type(files).__name__}; give a folder, or contents by name")
         root = Path(files)
         if not root.is_dir():
             raise SessionError(f"files is {str(files)!r}, which is no folder; give a folder, or contents by name")
@@ -56,11 +59,6 @@ class CapturedFile(NamedTuple):
 Captured = Mapping[str, CapturedFile]
 
 
-def blobs(files: Captured) -> dict[str, Blob]:
-    """Names, hashes and sizes."""
-    return {name: file.blob for name, file in files.items()}
-
-
 class SideFiles:
     """The files of a publisher, which are looked at again for every version.
 
@@ -70,13 +68,13 @@ class SideFiles:
     def __init__(self, files: Mapping[str, bytes] | str | Path | None, source: Any) -> None:
         self._files = files
         self._source = source
-        self._hashed: dict[Path, tuple[tuple[int, int, int], Blob]] = {}  # by size, time and inode when it was read
+        self._hashed: dict[Path, tuple[tuple[int, ...], Blob]] = {}  # with size, times and inode when it was read
         self._is_gone = False  # whether the folder was removed
         contents_of(files, files_of(source))
         names = [] if files is None or isinstance(files, Mapping) else files_left_behind(Path(files))
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            log.warning("%s: not sent with the weights: %s%s", files, ", ".join(names[:5]), more)
+            log.warning("%s: not sent with the weights: %s%s", files, ", ".join(map(repr, names[:5])), more)
 
     def capture(self) -> Captured | None:
         """The files as they are now; None where there are none, so that those of the last version stay."""
@@ -89,36 +87,37 @@ class SideFiles:
         contents = contents_of(self._files, files_of(self._source))
         if self._files is None and not contents:
             return None
-        return {name: CapturedFile(self._blob(content), content) for name, content in contents.items()}
+        files = {name: self._captured(content) for name, content in contents.items()}
+        require_files({name: file.blob.size for name, file in files.items()}, "the files that travel with the weights")
+        return files
 
-    def _blob(self, content: bytes | Path) -> Blob:
+    def _captured(self, content: bytes | Path) -> CapturedFile:
+        """A file with its hash; the bytes of one that has changed, which may be written to again from now on."""
         if isinstance(content, bytes):
-            return Blob(sha256(content), len(content))
+            return CapturedFile(Blob(sha256(content), len(content)), content)
         status = content.stat()
-        signature = (status.st_size, status.st_mtime_ns, status.st_ino)
+        signature = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         known = self._hashed.get(content)
-        if known is None or known[0] != signature:
-            data = _read(content)
-            known = (signature, Blob(sha256(data), len(data)))
-            self._hashed[content] = known
-        return known[1]
+        if known is not None and known[0] == signature:
+            return CapturedFile(known[1], content)
+        data = _read(content)
+        blob = Blob(sha256(data), len(data))
+        self._hashed[content] = (signature, blob)
+        return CapturedFile(blob, data)
 
 
-def upload(store: Store, run: str, files: Captured, known: Collection[str] = ()) -> dict[str, Blob]:
-    """Write the files of a version, a few at a time; those whose hashes are known are in the store already."""
+def upload(store: Store, files: Captured, place: Callable[[CapturedFile], str]) -> None:
+    """Write files, a few at a time, each as the object that `place` names."""
 
     def put(file: CapturedFile) -> None:
         data = _read(file.content) if isinstance(file.content, Path) else file.content
         if sha256(data) != file.blob.hash:
             raise SessionError(f"{str(file.content)!r} was written to while it was published")
-        store.put(path(run, "files", file.blob.hash), data)
+        store.put(place(file), data)
 
-    missing = [file for file in files.values() if file.blob.hash not in known]
-    require_files({name: file.blob.size for name, file in files.items()}, "the files that travel with the weights")
-    with Transfers(AT_ONCE, f"{store.url}: the files of run {run}") as transfers:
-        for _ in transfers.ahead(put, missing, lambda file: file.blob.size, FLIGHT_BYTES):
+    with Transfers(AT_ONCE, f"{store.url}: the files that travel with the weights") as transfers:
+        for _ in transfers.ahead(put, files.values(), lambda file: file.blob.size, FLIGHT_BYTES):
             pass
-    return blobs(files)
 
 
 def _read(file: Path) -> bytes:
@@ -133,14 +132,12 @@ def _read(file: Path) -> bytes:
 class StoredFiles(Mapping[str, bytes]):
     """The files of a version, each fetched when it is asked for."""
 
-    def __init__(self, store: Store, run: str, files: Mapping[str, Blob]) -> None:
+    def __init__(self, store: Store, files: Mapping[str, StoredFile]) -> None:
         self._store = store
-        self._run = run
         self._files = files
 
     def __getitem__(self, name: str) -> bytes:
-        blob = self._files[name]
-        place = path(self._run, "files", blob.hash)
+        blob, place = self._files[name]
         data = fetch(self._store, place, blob.size)
         require_hash(data, blob.hash, place)
         return data

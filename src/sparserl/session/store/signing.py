@@ -115,6 +115,16 @@ def unseal(data: bytes, trusted_keys: PublicKeys | None, label: str) -> bytes:
     return body.encode()
 
 
+def require_unsigned(data: bytes, label: str) -> None:
+    """Refuse what is signed, for who has no key to sign what follows it.
+
+    Raises:
+        Untrusted: It is signed.
+    """
+    if parse(data, label).get("key") is not None:
+        raise Untrusted(f"{label} is signed, and this publisher has no signing_key")
+
+
 def _require_signature(body: bytes, key: str, signature: str, label: str) -> None:
     """Refuse a body that the key has not signed."""
     from cryptography.exceptions import InvalidSignature

@@ -110,7 +110,7 @@ class Subscriber(Receiver):
         clock: Callable[[], float] = time.time,
     ) -> None:
         hooks = CommitHooks(before, after, audit_every)
-        super().__init__(targets, hooks, threads, callbacks, str(getattr(url, "url", url)))
+        super().__init__(targets, hooks, threads, callbacks, "")
         signing.public_keys(trusted_keys)
         require_callable("progress", progress)
         own_name = f"{_host()}-{os.getpid()}-{id(self):x}" if name is True else name
@@ -120,6 +120,7 @@ class Subscriber(Receiver):
         self._progress = progress
         self._clock = checked_clock(clock)
         self.store = open_store(url, token=token) if isinstance(url, str | Path) else url
+        self._callbacks.place = self.store.url
         self._callbacks.watch_retries(self.store)
         self._name = lease if self.store.writable else None
         self._snapshot: StoreSnapshot | None = None
@@ -243,13 +244,17 @@ class Subscriber(Receiver):
                     trouble.over()
                 if report is not None and on_commit is not None:
                     on_commit(report)
-                if deadline.over and self._current is None:
+                if deadline.over and not self._has_held_a_version():
                     reason = trouble.reason or "the first version was still being fetched"
                     raise Unavailable(f"{self.store.url}: no version within {timeout:g} s: {reason}")
                 if once or deadline.over:
                     return
                 with within(stop=stop):
                     self._wait_for_change(min(30.0 if stop is None else 1.0, deadline.left))
+
+    def _has_held_a_version(self) -> bool:
+        """Whether the targets hold a version, or have held one before this process or a new run began."""
+        return bool(self._commits) or self._current is not None or any(t.remembered_version() for t in self.targets)
 
     def close(self) -> None:
         """Forget what is staged, and let go of targets and store."""
@@ -321,7 +326,14 @@ class Subscriber(Receiver):
             return
         versions = [version for version, digest in routes.versions(snapshot.index.steps).items() if digest == bits]
         if versions:
-            self._current = RunVersion(run.run, run.created, max(versions), bits)
+            self._current = RunVersion(run.run, run.created, self._likely_version(run.run, versions), bits)
+
+    def _likely_version(self, run: str, versions: list[int]) -> int:
+        """Of versions with the same bits the one that is held: files may differ, which bits do not tell."""
+        remembered = [target.remembered_version() or ("", 0.0, -1) for target in self.targets if target.keeps_files]
+        known = {(run, version) for version in versions}
+        held = [version if (name, version) in known else min(versions) for name, _, version in remembered]
+        return min(held, default=max(versions))
 
     def _route(self, snapshot: StoreSnapshot, goal: RunVersion) -> list[RouteStep]:
         """The steps that lead from the current version to another."""
@@ -346,7 +358,7 @@ class Subscriber(Receiver):
         if any(target.keeps_files for target in self.targets) and (
             fresh is not None or self._files_change(snapshot, goal)
         ):
-            files = StoredFiles(self.store, run.run, snapshot.index.files_of(goal.version, run))
+            files = StoredFiles(self.store, snapshot.index.files_of(goal.version, run))
         change = Change(run.run, run.created, goal.version, goal.digest, patches, fresh, files)
         with watch.stage("stage"):
             prepared = self.prepare(change)
@@ -371,8 +383,7 @@ class Subscriber(Receiver):
         oldest = min(routes.versions(snapshot.index.steps))
         if current is None or current.run != goal.run or min(current.version, goal.version) < oldest:
             return True
-        index = snapshot.index
-        return index.files_of(current.version, snapshot.run) != index.files_of(goal.version, snapshot.run)
+        return snapshot.index.has_other_files(current.version, goal.version, snapshot.run)
 
     def _versions_behind(self, snapshot: StoreSnapshot) -> int | None:
         """How many versions the targets are behind the newest one; None if they hold none of the run."""

@@ -81,6 +81,13 @@ def read_settings(url: str, token: str | None, options: dict[str, Any]) -> Setti
     )
 
 
+def without_password(url: str) -> str:
+    """A URL as it may be printed and logged."""
+    scheme, separator, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
+
+
 def read_origin(place: SplitResult, url: str) -> Origin:
     """The server that a URL names."""
     try:

@@ -21,7 +21,7 @@ def scheme_of(url: str | Path) -> str:
     """
     text = str(url)
     scheme, separator, rest = text.partition("://")
-    if isinstance(url, Path) or not (separator or _SCHEME.match(text)):
+    if not separator and not _SCHEME.match(text):
         if not text:
             raise StoreError("the URL of a store is empty")
         return "file"
@@ -57,7 +57,8 @@ def open_store(url: str | Path, *, token: str | None = None, retry: Retry | None
     if scheme == "file":
         from .folder import FolderStore
 
-        return FolderStore(Path(str(url).removeprefix("file://")).expanduser())
+        path = str(url).removeprefix("file://")
+        return FolderStore(path if path != str(url) else _expanded(path))
     if scheme in ("http", "https"):
         from .web import WebStore
 
@@ -65,3 +66,10 @@ def open_store(url: str | Path, *, token: str | None = None, retry: Retry | None
     from .objects import ObjectStore
 
     return ObjectStore(str(url), retry=retry or Retry(), options=options)
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise StoreError(f"{path!r}: {error}") from error

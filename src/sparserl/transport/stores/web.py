@@ -20,7 +20,7 @@ from ...errors import NotFound, SparserlError, StoreError, Truncated, Unavailabl
 from .base import MAX_WATCHED_BYTES, ObjectInfo, Retry, StoredObject, poll, require_name
 from .deadline import Deadline, current
 from .http_client import Answer, Expected, HttpClient
-from .http_settings import HEADER_VALUE, PORTS, VISIBLE, describe, read_origin, read_settings
+from .http_settings import HEADER_VALUE, PORTS, VISIBLE, describe, read_origin, read_settings, without_password
 
 _POLL = 0.2  # seconds between looks at a head where the server does not hold requests
 _MAX_HOLD = 20.0  # seconds that a server is asked to hold a request for the head
@@ -37,7 +37,7 @@ class WebStore:
     writable = False
 
     def __init__(self, url: str, *, token: str | None, retry: Retry, options: dict[str, Any]) -> None:
-        self.url = url
+        self.url = without_password(url)
         self.retry = retry
         self._settings = read_settings(url, token, options)
         self._client = HttpClient(self._settings)

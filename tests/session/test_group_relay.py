@@ -75,6 +75,50 @@ def test_a_relay_hands_on_what_the_store_has(tmp_path):
         results(started)
 
 
+def into_folders(rank, group, pipe, url, root):
+    target = sparserl.targets.folder(f"{root}/{rank}")
+    session = (
+        sparserl.Relay(url, group, target, timeout=LIMIT)
+        if rank == 0
+        else GroupSubscriber(group, target, timeout=LIMIT)
+    )
+    while pipe.recv() != "end":
+        version = session.sync().version
+        files = {path.name: path.read_text() for path in target.current.iterdir() if path.suffix == ".json"}
+        pipe.send((version, files))
+    session.close()
+
+
+def test_a_relay_hands_on_files_that_change(tmp_path):
+    """With weights, alone, added, removed, all gone, and back: every rank has those of the version."""
+    url = f"file://{tmp_path}/store"
+    rng, bits, files = np.random.default_rng(1), policy(1), {"config.json": b"a", "tokenizer.json": b"t"}
+    with (
+        ranks(2, into_folders, url, str(tmp_path)) as started,
+        sparserl.Publisher(url, tensors(bits), files=files) as publisher,
+    ):
+        changes = [{}, {"config.json": b"b"}, {"new.json": b"n"}, {"tokenizer.json": None}]
+        changes += [dict.fromkeys(("config.json", "new.json")), {}, {"config.json": b"a"}]
+        for number, change in enumerate(changes):
+            for name, data in change.items():
+                if data is None:
+                    del files[name]
+                else:
+                    files[name] = data
+            if number != 1:  # then files alone change
+                step(bits, rng)
+            publisher.publish()
+            for _, pipe in started:
+                pipe.send("go")
+            expected = {name: data.decode() for name, data in files.items()}
+            for rank, (_, pipe) in enumerate(started):
+                assert pipe.poll(240)
+                assert pipe.recv() == (number, expected), f"rank {rank}"
+        for _, pipe in started:
+            pipe.send("end")
+        results(started)
+
+
 def relay_trips(rank, group, pipe, url):
     hand, bits = Hand(pipe), policy(10 + rank)
     if rank == 1:

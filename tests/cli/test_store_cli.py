@@ -11,7 +11,8 @@ import pytest
 
 import sparserl
 from sparserl.session.store import signing, transfer
-from sparserl.session.store.records import HEAD, HeadRecord, Index, path, sha256
+from sparserl.session.store.fields import sha256
+from sparserl.session.store.records import HEAD, HeadRecord, Index, path
 from sparserl.session.store.retention import read_head, read_index, read_run
 from sparserl.transport.stores.folder import FolderStore
 from sparserl.weights.dtypes import Bits

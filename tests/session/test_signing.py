@@ -10,7 +10,8 @@ import pytest
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import Fenced, FormatError, SessionError, SparserlError, Untrusted
 from sparserl.session.store import signing
-from sparserl.session.store.records import HEAD, HeadRecord, Index, canonical, path, sha256
+from sparserl.session.store.fields import canonical, sha256
+from sparserl.session.store.records import HEAD, HeadRecord, Index, path
 from sparserl.session.store.retention import faults, read_head
 from sparserl.transport import open_store
 from tests.session.policy import Policy, bits

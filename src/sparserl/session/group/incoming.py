@@ -13,7 +13,7 @@ from ...weights.digest import Digest
 from ...weights.table import TensorTable
 from .. import anchors
 from ..receiver import Receiver
-from ..store.records import sha256
+from ..store.fields import sha256
 from .transfer_plan import TransferPlan
 
 

@@ -20,7 +20,7 @@ from ...transport.groups.line import Line, Traffic
 from ...weights.table import TensorTable
 from ...wire import decode_table, decompress_table, encoded_table, limits, table_hash
 from ..report import SyncReport
-from ..store.records import canonical
+from ..store.fields import canonical
 from .transfer_plan import Note, TransferPlan
 
 _ERROR_CHARACTERS = 2000  # of an error that travel

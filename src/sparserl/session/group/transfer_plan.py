@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...errors import SessionError
 from ...weights.digest import Digest
-from ..store.records import sha256
+from ..store.fields import sha256
 
 Note = dict[str, Any]
 

@@ -14,7 +14,8 @@ from ...errors import Fenced, FormatError, NotFound, Refused, Unavailable, Unsup
 from ...transport.stores.base import Store
 from ..logs import log
 from . import signing
-from .records import HEAD, MOST_HEAD, FileChanges, HeadRecord, Index, PlacedFile, RouteStep, RunRecord, path, sha256
+from .fields import sha256
+from .records import HEAD, MOST_HEAD, FileChanges, HeadRecord, Index, PlacedFile, RouteStep, RunRecord, path
 from .retention import read_index
 from .signing import PublisherKeys
 from .writers import Writers

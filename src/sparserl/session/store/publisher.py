@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import functools
 import json
-import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import SessionError, TensorMismatch
 from ...parallel import Progress
@@ -40,9 +39,10 @@ from ..options import BaselineOptions, EncodingOptions, require_count, require_n
 from ..report import SyncReport, Watch
 from ..stale_source import StaleSourceCheck
 from . import side_files, transfer
+from .fields import checked_clock
 from .head import HOW_TO_REPLACE, HeadWriter
+from .label import Label
 from .maintenance import Maintenance, RetentionOptions
-from .records import MOST_NOTE, MOST_VERSION, RouteStep, checked_clock
 from .resume import SavedAnchor, resume_from_store
 from .run_writer import CommittedVersion, RunWriter
 from .signing import PublicKeys, PublisherKeys
@@ -469,31 +469,6 @@ class Publisher:
         self._callbacks.published(report)
         self._stale_source.published(report)
         return report
-
-
-class Label(NamedTuple):
-    """What a publisher says of a version, and the files that travel with it."""
-
-    step: int | None
-    note: str | None
-    files: side_files.Captured | None = None
-
-    @classmethod
-    def of(cls, step: int | None, note: str | None) -> Label:
-        """What the caller of `publish` says, checked."""
-        if step is not None:
-            try:
-                step = operator.index(step)
-            except TypeError as error:
-                raise SessionError(f"step is {step!r}; it must be an integer") from error
-            require_number("step", step, 0, MOST_VERSION)
-        if note is not None and (not isinstance(note, str) or not 0 < len(note) <= MOST_NOTE or not note.isprintable()):
-            raise SessionError(f"note is {note!r}; it must be one line of text, up to {MOST_NOTE} characters")
-        return cls(step, note)
-
-    def on(self, step: RouteStep) -> RouteStep:
-        """A step of the index with what is said of it."""
-        return replace(step, step=self.step, note=self.note)
 
 
 def _open_writable(url: str | Path | Store) -> Store:

@@ -17,22 +17,36 @@ be deleted without asking who might be about to.
 from __future__ import annotations
 
 import base64
-import hashlib
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from ...errors import ChecksumMismatch, InvalidField, LimitExceeded, SessionError, UnsupportedFormat
+from ...errors import ChecksumMismatch, InvalidField, SessionError
 from ...transport.stores.base import Store
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
 from ...wire import file_names, limits
 from ...wire.file_names import checked_file_name
 from ...wire.table import decode_table, decompress_table, encoded_table
+from .fields import (
+    FORMAT,
+    MOST_VERSION,
+    SMALL,
+    Bound,
+    Fields,
+    canonical,
+    checked_seconds,
+    counted,
+    matched,
+    parse,
+    read_digest,
+    read_list,
+    require_few,
+    sha256,
+    written,
+)
 
-FORMAT = 1
 HEAD = "head.json"
 MOST_HEAD = MOST_LEASE = 1 << 16  # bytes
 MOST_FILE = 1 << 30  # bytes of all files together
@@ -46,160 +60,11 @@ _LEASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _OBJECT = re.compile(
     rf"runs/{_RUN.pattern}/(run\.json|(index|manifests|files|buckets/{_RUN.pattern})/{_HASH.pattern}|leases/{_LEASE.pattern})"
 )
-MOST_VERSION = 1 << 53
-_MOST_SECONDS = 1e300  # since 1970: there are later times, whatever a clock has said
-T = TypeVar("T")
 
 
-class Bound(NamedTuple):
-    """What a record may hold. Text becomes objects many times its size, so that these are counted before it does."""
-
-    size: int  # bytes
-    values: int  # in lists and objects: commas, and brackets that open
-    names: int  # of fields: colons
-
-
-SMALL = Bound(MOST_HEAD, MOST_HEAD, MOST_HEAD)
 RUN = Bound(limits.TABLE_BYTES * 4 // 3 + MOST_FILES * 6200 + 4096, 1 << 21, 1 << 20)
 INDEX = Bound(MOST_STEPS * 512, MOST_STEPS * 18 + MOST_CHANGED_FILES * 6, MOST_STEPS * 11 + MOST_CHANGED_FILES * 4)
 MANIFEST = Bound(limits.BUCKETS * 96, limits.BUCKETS * 3 + 64, 16)
-
-
-def sha256(data: bytes | memoryview) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def canonical(record: Mapping[str, Any]) -> bytes:
-    """The one way a record is written."""
-    return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def written(record: Mapping[str, Any], label: str, bound: Bound) -> bytes:
-    """A record as bytes, refused where nobody would read them."""
-    data = canonical({"format": FORMAT, **record})
-    _require_bound(data, label, bound)
-    return data
-
-
-def _require_bound(data: bytes, label: str, bound: Bound) -> None:
-    if len(data) > bound.size:
-        raise LimitExceeded(f"{label}: {len(data)} bytes, the limit is {bound.size}")
-    values = data.count(b",") + data.count(b"[") + data.count(b"{")
-    names = data.count(b":")
-    if values > bound.values or names > bound.names:
-        raise LimitExceeded(
-            f"{label}: {values} values and {names} names, the limits are {bound.values} and {bound.names}"
-        )
-
-
-def parse(data: bytes, label: str, bound: Bound = SMALL) -> dict[str, Any]:
-    """A JSON object in which no name stands twice."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) != len(pairs):
-            raise ValueError("a name stands twice")
-        return out
-
-    _require_bound(data, label, bound)
-    options: dict[str, Any] = {"object_pairs_hook": once, "parse_int": _number, "parse_constant": _number}
-    try:
-        record = json.loads(data.decode("ascii"), parse_float=_fraction, **options)
-    except (ValueError, RecursionError) as error:
-        raise InvalidField(f"{label} is not valid JSON: {str(error)[:200]}") from error
-    if not isinstance(record, dict):
-        raise InvalidField(f"{label} is not a JSON object")
-    if record.get("format") != FORMAT:
-        raise UnsupportedFormat(f"{label}: format {record.get('format')!r}; this release reads {FORMAT}")
-    return record
-
-
-def _number(text: str) -> int:
-    if len(text) > 20:
-        raise ValueError(f"a number of {len(text)} digits")
-    return int(text)
-
-
-def _fraction(text: str) -> float:
-    if len(text) > 40:
-        raise ValueError(f"a number of {len(text)} digits")
-    return float(text)
-
-
-class _Fields:
-    """Takes the fields of a record one by one; what is missing, of the wrong kind or too large is an error."""
-
-    def __init__(self, record: dict[str, Any], label: str) -> None:
-        self.left = dict(record)
-        self.label = label
-        self.left.pop("format", None)
-
-    def take(self, name: str, read: Callable[[Any], T]) -> T:
-        if name not in self.left:
-            raise InvalidField(f"{self.label}: {name} is missing")
-        value = self.left.pop(name)
-        try:
-            return read(value)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidField(f"{self.label}: {name} is {str(value)[:80]!r}") from error
-
-    def optional(self, name: str, read: Callable[[Any], T], default: T) -> T:
-        return self.take(name, read) if name in self.left else default
-
-    def text(self, name: str, pattern: re.Pattern[str]) -> str:
-        return self.take(name, lambda v: _match(pattern, v))
-
-    def count(self, name: str, most: int = MOST_VERSION) -> int:
-        return self.take(name, lambda v: _count(v, most))
-
-    def finish(self) -> None:
-        if self.left:
-            raise InvalidField(f"{self.label}: unknown fields {sorted(self.left)[:5]}")
-
-
-def _match(pattern: re.Pattern[str], value: Any) -> str:
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise ValueError(value)
-    return value
-
-
-def _count(value: Any, most: int) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(value)
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) <= _MOST_SECONDS:
-        raise ValueError(value)
-    return float(value)
-
-
-def checked_clock(clock: Callable[[], float]) -> Callable[[], float]:
-    """A clock whose times can be written down."""
-    if not callable(clock):
-        raise SessionError(f"clock is {clock!r}; it must be a function that returns seconds since 1970")
-
-    def seconds() -> float:
-        now = clock()
-        if not abs(now) <= _MOST_SECONDS:
-            raise SessionError(f"the clock of this machine says {now}; set it first")
-        return now
-
-    return seconds
-
-
-def _digest(value: Any) -> Digest:
-    return Digest.from_hex(_match(re.compile(r"[0-9a-f]{32}"), value))
-
-
-def _list(read: Callable[[Any], T]) -> Callable[[Any], tuple[T, ...]]:
-    def all_of(value: Any) -> tuple[T, ...]:
-        if not isinstance(value, list):
-            raise TypeError(value)
-        return tuple(read(v) for v in value)
-
-    return all_of
 
 
 @dataclass(frozen=True)
@@ -221,15 +86,15 @@ class HeadRecord:
 
     @classmethod
     def parse(cls, data: bytes) -> HeadRecord:
-        fields = _Fields(parse(data, HEAD), HEAD)
+        fields = Fields(parse(data, HEAD), HEAD)
         head = cls(
             fields.text("run", _RUN),
             fields.count("version"),
-            fields.take("digest", _digest),
+            fields.take("digest", read_digest),
             fields.text("index", _HASH),
             fields.text("run_hash", _HASH),
-            fields.take("created", _seconds),
-            fields.take("time", _seconds),
+            fields.take("created", checked_seconds),
+            fields.take("time", checked_seconds),
             fields.text("nonce", _RUN),
         )
         fields.finish()
@@ -265,9 +130,9 @@ class RunRecord:
 
     @classmethod
     def parse(cls, data: bytes, label: str) -> RunRecord:
-        fields = _Fields(parse(data, label, RUN), label)
+        fields = Fields(parse(data, label, RUN), label)
         run = fields.text("run", _RUN)
-        created = fields.take("created", _seconds)
+        created = fields.take("created", checked_seconds)
         size = fields.count("table_bytes", limits.TABLE_BYTES)
         coded = fields.take("table", lambda v: base64.b64decode(v, validate=True))
         files = fields.take("files", _files)
@@ -285,11 +150,6 @@ def require_files(sizes: Mapping[str, int], label: str) -> None:
     file_names.require_files(sizes, label, MOST_FILES, MOST_FILE)
 
 
-def _require_few(count: int, most: int, things: str, label: str) -> None:
-    if count > most:
-        raise LimitExceeded(f"{label}: {count} {things}, the limit is {most}")
-
-
 def _note(value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MOST_NOTE or not value.isprintable():
         raise ValueError(value)
@@ -298,7 +158,7 @@ def _note(value: Any) -> str:
 
 def _blob(value: Any, most: int) -> Blob:
     hash, size = value
-    return Blob(_match(_HASH, hash), _count(size, most))
+    return Blob(matched(_HASH, hash), counted(size, most))
 
 
 @dataclass(frozen=True)
@@ -330,18 +190,18 @@ class RouteStep:
 
     @classmethod
     def read(cls, record: Any) -> RouteStep:
-        fields = _Fields(dict(record), "index: a step")
+        fields = Fields(dict(record), "index: a step")
         step = cls(
-            fields.take("base", lambda v: None if v is None else _count(v, MOST_VERSION)),
+            fields.take("base", lambda v: None if v is None else counted(v, MOST_VERSION)),
             fields.count("version"),
-            fields.take("base_digest", lambda v: None if v is None else _digest(v)),
-            fields.take("digest", _digest),
+            fields.take("base_digest", lambda v: None if v is None else read_digest(v)),
+            fields.take("digest", read_digest),
             fields.count("bytes"),
             fields.count("changed"),
-            fields.take("profiles", _list(lambda v: _match(re.compile(r"[a-z]{1,16}"), v))),
+            fields.take("profiles", read_list(lambda v: matched(re.compile(r"[a-z]{1,16}"), v))),
             fields.text("manifest", _HASH),
-            fields.take("time", _seconds),
-            fields.optional("step", lambda v: _count(v, MOST_VERSION), None),
+            fields.take("time", checked_seconds),
+            fields.optional("step", lambda v: counted(v, MOST_VERSION), None),
             fields.optional("note", _note, None),
         )
         fields.finish()
@@ -377,7 +237,7 @@ class PlacedFile(NamedTuple):
         if value is None:
             return None
         hash, size, place = value
-        return cls(*_blob((hash, size), MOST_FILE), _match(_RUN, place))
+        return cls(*_blob((hash, size), MOST_FILE), matched(_RUN, place))
 
 
 class FileChanges(NamedTuple):
@@ -392,7 +252,7 @@ class FileChanges(NamedTuple):
 
     @classmethod
     def read(cls, record: Any) -> FileChanges:
-        fields = _Fields(dict(record), "index: files")
+        fields = Fields(dict(record), "index: files")
         version = fields.count("version")
         files = fields.take("files", lambda v: {checked_file_name(n): PlacedFile.read(f) for n, f in v.items()})
         fields.finish()
@@ -427,7 +287,7 @@ class Index:
 
     def to_bytes(self) -> bytes:
         label = f"the index of run {self.run}"
-        _require_few(len(self.steps), MOST_STEPS, "steps", label)
+        require_few(len(self.steps), MOST_STEPS, "steps", label)
         self._require_files(label)
         record: dict[str, Any] = {"run": self.run, "steps": [step.record() for step in self.steps]}
         if self.files:
@@ -435,21 +295,21 @@ class Index:
         return written(record, label, INDEX)
 
     def _require_files(self, label: str) -> None:
-        _require_few(sum(len(changes.files) for changes in self.files), MOST_CHANGED_FILES, "changed files", label)
+        require_few(sum(len(changes.files) for changes in self.files), MOST_CHANGED_FILES, "changed files", label)
         if any(a.version >= b.version for a, b in zip(self.files, self.files[1:], strict=False)):
             raise InvalidField(f"{label}: the versions at which files changed do not rise")
 
     @classmethod
     def parse(cls, data: bytes, label: str) -> Index:
-        fields = _Fields(parse(data, label, INDEX), label)
+        fields = Fields(parse(data, label, INDEX), label)
         index = cls(
             fields.text("run", _RUN),
-            fields.take("steps", _list(RouteStep.read)),
-            fields.optional("files", _list(FileChanges.read), ()),
+            fields.take("steps", read_list(RouteStep.read)),
+            fields.optional("files", read_list(FileChanges.read), ()),
         )
         fields.finish()
         index._require_files(label)
-        _require_few(len(index.steps), MOST_STEPS, "steps", label)
+        require_few(len(index.steps), MOST_STEPS, "steps", label)
         digests = {step.version: step.digest for step in index.steps}
         for step in index.steps:
             ends = [(step.version, step.digest)] + ([] if step.base is None else [(step.base, step.base_digest)])
@@ -483,14 +343,14 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, label: str) -> Manifest:
-        fields = _Fields(parse(data, label, MANIFEST), label)
+        fields = Fields(parse(data, label, MANIFEST), label)
         manifest = cls(
             fields.text("run", _RUN),
             fields.text("place", _RUN),
-            fields.take("base", _digest),
-            fields.take("result", _digest),
+            fields.take("base", read_digest),
+            fields.take("result", read_digest),
             fields.count("changed"),
-            fields.take("buckets", _list(lambda v: _blob(v, limits.BUCKET_BYTES))),
+            fields.take("buckets", read_list(lambda v: _blob(v, limits.BUCKET_BYTES))),
         )
         fields.finish()
         manifest._require_distinct(label)
@@ -503,7 +363,7 @@ class Manifest:
 
     def _require_distinct(self, label: str) -> None:
         """Refuse a bucket that is named twice: its entries would overlap themselves."""
-        _require_few(len(self.buckets), limits.BUCKETS, "buckets", label)
+        require_few(len(self.buckets), limits.BUCKETS, "buckets", label)
         if len({blob.hash for blob in self.buckets}) != len(self.buckets):
             raise InvalidField(f"{label}: a bucket stands in it twice")
 
@@ -525,8 +385,8 @@ class Lease:
 
     @classmethod
     def parse(cls, data: bytes, label: str) -> Lease:
-        fields = _Fields(parse(data, label), label)
-        lease = cls(fields.text("name", _LEASE), fields.count("version"), fields.take("time", _seconds))
+        fields = Fields(parse(data, label), label)
+        lease = cls(fields.text("name", _LEASE), fields.count("version"), fields.take("time", checked_seconds))
         fields.finish()
         return lease
 
@@ -542,7 +402,7 @@ def file_name(name: str) -> str:
 def lease_name(name: str) -> str:
     """A name under which a subscriber can be known."""
     try:
-        return _match(_LEASE, name)
+        return matched(_LEASE, name)
     except ValueError as error:
         raise SessionError(f"{name!r} cannot be a subscriber's name: letters, digits, '.', '_' and '-' can") from error
 
@@ -550,7 +410,7 @@ def lease_name(name: str) -> str:
 def run_id(run: str) -> str:
     """The id of a run, checked."""
     try:
-        return _match(_RUN, run)
+        return matched(_RUN, run)
     except ValueError as error:
         raise SessionError(f"run is {run!r}; the id of a run has 16 hexadecimal digits") from error
 

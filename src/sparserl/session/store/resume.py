@@ -23,7 +23,8 @@ from ...weights.dtypes import Bits
 from ..anchors import build_weights
 from ..logs import log
 from . import routes, transfer
-from .records import HeadRecord, Index, RunRecord, sha256
+from .fields import sha256
+from .records import HeadRecord, Index, RunRecord
 from .retention import read_index, read_run
 
 _ANCHOR = re.compile(r"anchor-(?P<store>[0-9a-f]{8})-(?P<run>[0-9a-f]{16})-(?P<version>\d{1,16})\.srl")

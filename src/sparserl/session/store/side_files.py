@@ -13,7 +13,8 @@ from ...sources.modules import files_of
 from ...transport.stores.base import Store, fetch
 from ...transport.stores.deadline import Transfers
 from ..logs import log
-from .records import MOST_FILE, Blob, StoredFile, file_name, require_files, require_hash, sha256
+from .fields import sha256
+from .records import MOST_FILE, Blob, StoredFile, file_name, require_files, require_hash
 from .transfer import AT_ONCE, FLIGHT_BYTES
 
 Contents = Mapping[str, bytes | Path]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InvalidField, SessionError, Untrusted
-from .records import FORMAT, canonical, parse
+from .fields import FORMAT, canonical, parse
 
 _SECRET = re.compile(r"sparserl-secret-([0-9a-f]{64})")
 _PUBLIC = re.compile(r"sparserl-public-([0-9a-f]{64})")

@@ -12,7 +12,8 @@ from ...patch import Patch, diff
 from ...transport.stores.base import Store
 from ..anchors import build_weights, copy_weights
 from . import routes, signing, transfer
-from .records import HEAD, MOST_HEAD, HeadRecord, RouteStep, RunRecord, parse, path, sha256
+from .fields import parse, sha256
+from .records import HEAD, MOST_HEAD, HeadRecord, RouteStep, RunRecord, path
 from .retention import read_index, read_run
 
 _SWAPS = 8  # attempts at a head that others move meanwhile

@@ -29,7 +29,8 @@ from ..options import CommitHooks, require_callable
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
-from .records import HEAD, HeadRecord, Index, Lease, RouteStep, RunRecord, checked_clock, lease_name, path, run_id
+from .fields import checked_clock
+from .records import HEAD, HeadRecord, Index, Lease, RouteStep, RunRecord, lease_name, path, run_id
 from .retention import read_head, read_index, read_run
 from .side_files import StoredFiles
 from .signing import PublicKeys

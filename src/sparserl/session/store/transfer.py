@@ -19,7 +19,8 @@ from ...weights.digest import Digest, table_digest
 from ...weights.table import TensorTable
 from ...wire import limits
 from ..anchors import bucket_list
-from .records import Blob, Manifest, RouteStep, canonical, get_named, path, require_hash, sha256
+from .fields import canonical, sha256
+from .records import Blob, Manifest, RouteStep, get_named, path, require_hash
 
 AT_ONCE = 8  # transfers
 FLIGHT_BYTES = 128 << 20  # of buckets that are fetched ahead; one that is larger comes alone

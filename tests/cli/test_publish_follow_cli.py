@@ -176,6 +176,8 @@ def test_what_cannot_be_published_is_one_line(here: Path) -> None:
         (("0", "ftp://host/path"), "'ftp://host/path' is not the URL of a store"),
         (("0", "http://127.0.0.1:9/run"), "can only be read"),
         (("0", "file://file/below"), "file/below"),
+        (("0", "0"), "would lie inside the checkpoint 0"),
+        (("0", "file://0/store"), "would lie inside the checkpoint 0"),
         (("0", "file://new", "--signing-key", "nowhere"), "nowhere: No such file or directory"),
         (("0", "file://new", "--signing-key", "nokey"), "nokey: a secret key reads sparserl-secret-"),
         (("0", "file://new", "--signing-key", "key.pub"), "key.pub: a secret key reads"),
@@ -297,7 +299,7 @@ def test_follow_until_told_to_stop(number: signal.Signals, here: Path) -> None:
             assert json.loads(running.out.get(timeout=120))["version"] == version
             assert same(here / "out", W[version])
         assert running.end(number) == 0
-        assert ": goes on after " in running.err.get(timeout=120)
+        assert ": waits no more, after " in running.err.get(timeout=120)
         assert running.err.get(timeout=120) == "sparserl: stopped at version 2\n"
         assert running.out.empty()
     assert same(here / "out", W[2])

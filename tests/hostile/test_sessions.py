@@ -382,7 +382,7 @@ def test_heads_of_others_still_fence_a_publisher(url, tmp_path):
     secret, _ = signing.keygen()
     publisher = Publisher(url, weights(), signing_key=secret)
     publisher.publish()
-    Publisher(url, weights()).publish()
+    Publisher(url, weights(), new_run=True).publish()
     with pytest.raises(Fenced):
         publisher.publish()
     (tmp_path / "store" / "head.json").write_text('{"format":2}')

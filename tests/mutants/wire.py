@@ -19,4 +19,11 @@ MUTANTS = (
         "footer.result.to_bytes() + footer.base.to_bytes()",
         Tests("patch/test_diff_apply.py", "on_disk_and_in_memory and (gap or ctx)"),
     ),
+    Mutant(
+        "files of a patch are not compared with their hash",
+        "wire/file_section.py",
+        "if hashlib.sha256(data).digest() != hash:",
+        'if hashlib.sha256(data).digest() == b"":',
+        Tests("cli/test_patch_files.py", "checked_by_their_hash"),
+    ),
 )

@@ -147,7 +147,7 @@ def test_trouble_is_logged_once_and_again_after_a_while(log, monkeypatch):
         "s3://bucket/run: still waiting after 60 s: the host is down",
         "s3://bucket/run: still waiting after 2 m: the host is down",
         "s3://bucket/run: waiting: the host refuses",
-        "s3://bucket/run: goes on after 3 m",
+        "s3://bucket/run: waits no more, after 3 m",
     ]
 
 
@@ -425,7 +425,7 @@ def test_a_cast_by_name_is_asked_for_names_of_the_model(url):
     source = sparserl.sources.module(model, cast=dtypes.__getitem__)
     assert b'"float16"' in source.files()["config.json"]
     tracked = sparserl.sources.track(torch.optim.SGD(model.parameters()), model, cast=torch.bfloat16)
-    assert "config.json" in tracked.files()
+    assert b'"bfloat16"' in tracked.files()["config.json"]
     with Publisher(url, source) as publisher:
         publisher.publish()
 
@@ -445,3 +445,47 @@ def test_paths_that_cannot_be(url):
     place = Path("s3://bucket/run") if url == "path:s3" else url
     with pytest.raises(sparserl.SparserlError):
         Publisher(place, Policy().weights)
+
+
+def test_a_closed_publisher_says_so(url):
+    """It is not taken for one that works."""
+    with Publisher(url, Policy().weights) as publisher:
+        publisher.publish()
+    for publish in (publisher.publish, publisher.publish_in_background):
+        with pytest.raises(SessionError, match="the publisher is closed"):
+            publish()
+
+
+def test_another_model_of_the_same_shapes(url, log):
+    """Most of the elements that change at a restart are a sign of other weights."""
+    with Publisher(url, Policy(1).weights) as publisher:
+        publisher.publish()
+    with Publisher(url, Policy(2).weights) as again:
+        again.publish()
+        again.publish()
+    [line] = log("WARNING")
+    assert "have changed since version 0, the last one before the restart" in line
+
+
+def test_a_store_that_was_emptied(url, tmp_path):
+    """It is not said that another publisher was there."""
+    import shutil
+
+    from sparserl.errors import Fenced
+
+    policy = Policy()
+    with Publisher(url, policy.weights) as publisher:
+        publisher.publish()
+        shutil.rmtree(tmp_path / "store")
+        policy.step()
+        with pytest.raises(Fenced, match="the store was emptied or moved"):
+            publisher.publish()
+
+
+def test_a_folder_with_other_files_is_refused(url, tmp_path):
+    """A checkpoint, say: what is followed goes to a folder of its own."""
+    Publisher(url, Policy().weights).publish()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(sparserl.SparserlError, match=r"holds other files, such as 'model\.safetensors'"):
+        Subscriber(url, targets.folder(tmp_path / "out")).sync()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import SessionError
 from . import show
 from .keys import read_signing_key, read_trusted_keys
 from .options import SESSIONS, Endpoint, Json, LinkSpeed, Profile, Region, Threads, Url
@@ -71,6 +72,7 @@ def publish(
 
     secret = read_signing_key(signing_key)
     weights = open_checkpoint(checkpoint)
+    _require_apart(checkpoint, url)
     with (
         open_store(url, endpoint, region) as store,
         show.progress() as stage,
@@ -92,3 +94,15 @@ def publish(
         report = publisher.publish()
     values = show.report_values(report) | {"url": url, "new_run": begins}
     show.result(json, values, f"{'new run' if begins else 'run'} {report.run}, {report.summary}")
+
+
+def _require_apart(checkpoint: Path, url: str) -> None:
+    """Raise `SessionError` where the store would lie inside the checkpoint."""
+    from ..transport.stores.opening import scheme_of
+
+    if scheme_of(url) != "file":
+        return
+    store = Path(url.removeprefix("file://")).absolute().resolve()
+    folder = checkpoint.resolve()
+    if checkpoint.is_dir() and (store == folder or folder in store.parents):
+        raise SessionError(f"the store {url} would lie inside the checkpoint {checkpoint}; choose a folder beside it")

@@ -98,7 +98,9 @@ def written(as_json: bool, path: Path, patch: Patch) -> None:
     del values["tensors"], values["buckets"]
     files = file_values(patch)
     names = [*files["files"], *files["removed_files"]]
-    with_files = f", with other files: {', '.join(names)}" if names else ""
+    with_files = (
+        f", and {size(patch.files.nbytes)} of other files: {', '.join(names)}" if patch.files is not None else ""
+    )
     result(as_json, values | files, f"{path}: {summary(stats)}{with_files}")
 
 

@@ -34,7 +34,7 @@ class TroubleLog:
 
     def waiting(self, error: Exception) -> None:
         """The session waits because of an error."""
-        reason = str(error)
+        reason = str(error).removeprefix(f"{self._place}: ")
         now = time.monotonic()
         if not self.reason:
             self._since = now
@@ -49,5 +49,5 @@ class TroubleLog:
     def over(self) -> None:
         """The session waits no more."""
         if self.reason:
-            log.warning("%s: goes on after %s", self._place, age(time.monotonic() - self._since))
+            log.warning("%s: waits no more, after %s", self._place, age(time.monotonic() - self._since))
             self.reason = ""

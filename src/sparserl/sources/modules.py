@@ -105,6 +105,10 @@ class ModuleSource:
         """All tensors of the module's `state_dict`."""
         return {name: self._published(name, value) for name, value in self._module.state_dict(keep_vars=True).items()}
 
+    def published_as(self, cast: Cast | None) -> ModuleSource:
+        """The same module, published in other dtypes."""
+        return ModuleSource(self._module, cast)
+
     def files(self) -> dict[str, bytes]:
         """For a transformers model, its config and its generation config; for other modules nothing."""
         config: Any = getattr(self._module, "config", None)

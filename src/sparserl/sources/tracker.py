@@ -35,7 +35,7 @@ from ..weights.staging import lazy_bits
 from ..weights.table import TensorTable
 from ..weights.tensors import memories, table_of
 from .casting import Cast, cast_of
-from .modules import Source, files_of, module
+from .modules import ModuleSource, Source, files_of, module
 from .tracked_rows import (
     Copy,
     Extents,
@@ -132,8 +132,11 @@ class Tracker:
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.after()))
 
     def files(self) -> dict[str, bytes]:
-        """The files that the source brings along."""
-        return files_of(self._source)
+        """The files that the source brings along; a config names the dtype that is published."""
+        source = self._source
+        if isinstance(source, ModuleSource) and self._cast is not None:
+            source = source.published_as(self._cast)
+        return files_of(source)
 
     def weights(self) -> Shards:
         """All weights. Their marks contain every change since the last committed version."""

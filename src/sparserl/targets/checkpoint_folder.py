@@ -42,6 +42,7 @@ _DRAFT = re.compile(  # what is being built, by this release or an earlier one
     r"((link-|old-|held-)?[0-9a-f]{32}|held\.json|\.[0-9a-f]{32}\.sparserl-(new|old|lock))"
 )
 _CURRENT = "current"
+_OWN_NAMES = (_CURRENT, "versions", ".sparserl", "held.json")
 _HELD = "held.json"
 _BUILDING = ".sparserl"
 _HELD_BYTES = 4096
@@ -184,6 +185,9 @@ class FolderTarget:
             status = root.status(_CURRENT)
             if status is not None and not stat.S_ISLNK(status.st_mode):
                 raise CheckpointError(f"{self.current} is not a link; choose an empty folder")
+            others = [name for name in root.names() if name not in _OWN_NAMES]
+            if others and root.status("versions") is None:
+                raise CheckpointError(f"{self.root} holds other files, such as {others[0]!r}; choose an empty folder")
             versions = stack.enter_context(root.folder("versions", make=True))
             building = stack.enter_context(root.folder(_BUILDING, make=True))
             if not building.lock():

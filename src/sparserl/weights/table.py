@@ -165,8 +165,8 @@ class TensorTable:
             return ""
         narrow = self.specs[0] if width < other_width else other.specs[0]
         return (
-            ". Only dtypes differ: publish in those of the receiver, as with "
-            f"sparserl.sources.module(model, cast=torch.{narrow.dtype.name})"
+            ". Only dtypes differ: a trainer that keeps wider weights than its receivers publishes "
+            f"sparserl.sources.module(model, cast=torch.{narrow.dtype.name}), and a receiver has the dtypes of the run"
         )
 
     def get(self, name: str) -> TensorSpec | None:

@@ -190,6 +190,8 @@ class HeadWriter:
                     raise _LateSwap(
                         f"{self._store.url}: a publish that seemed to fail got through; publish again"
                     ) from error
+                if tag is None:
+                    raise Fenced(f"{self._store.url}: {HEAD} is gone, the store was emptied or moved") from error
                 raise Fenced(f"{self._store.url}: another publisher has moved the head; this one must stop") from error
             return None
         raise Unavailable(

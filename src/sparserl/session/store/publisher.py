@@ -37,14 +37,14 @@ from ..callbacks import Callback, Callbacks
 from ..logs import log
 from ..options import BaselineOptions, EncodingOptions, require_count, require_number, require_timeout
 from ..report import SyncReport, Watch
-from ..stale_source import StaleSourceCheck
-from . import side_files, transfer
+from ..source_check import SourceCheck
+from . import side_files
 from .fields import checked_clock
 from .head import HOW_TO_REPLACE, HeadWriter
 from .label import Label
 from .maintenance import Maintenance, RetentionOptions
 from .resume import SavedAnchor, resume_from_store
-from .run_writer import CommittedVersion, RunWriter
+from .run_writer import CommittedVersion, RunWriter, published_report
 from .signing import PublicKeys, PublisherKeys
 from .writers import Writers
 
@@ -156,7 +156,7 @@ class Publisher:
         self.store = _open_writable(url)
         self._callbacks = Callbacks(callbacks, self.store.url)
         self._callbacks.watch_retries(self.store)
-        self._stale_source = StaleSourceCheck(self._source, self.store.url)
+        self._source_check = SourceCheck(self._source, self.store.url)
         self._writers = Writers(None if writers is None else RankGather(writers, timeout))
         if state is not None and self._writers.size > 1:
             raise SessionError("several writers keep no state: after a restart they begin a new run")
@@ -164,6 +164,7 @@ class Publisher:
         head = HeadWriter(self.store, keys, self._writers, clock, new_run)
         self._run_writer = RunWriter(self.store, head, self._writers, clock, progress)
         self._maintenance = Maintenance(self._run_writer, retention, saved_anchor, threads)
+        self._is_closed = False
         self._had_run = False  # whether a version of this publisher was committed
         self._refusal: str | None = None  # why no new run may begin: that of the store would be lost
         if not new_run:
@@ -200,6 +201,7 @@ class Publisher:
             SparserlError: Something else went wrong, perhaps with an earlier publish in the background.
         """
         with self._turn:
+            self._require_open()
             self._background.finish()
             with self._callbacks.failures("publish"), self._writers.call():
                 return self._report(self._capture(Label.of(step, note))())
@@ -221,6 +223,7 @@ class Publisher:
             SparserlError: The changes could not be captured, or an earlier publish in the background failed.
         """
         with self._turn:
+            self._require_open()
             self._background.finish()
             with self._callbacks.failures("publish"), self._writers.call():
                 complete = self._capture(Label.of(step, note))
@@ -261,6 +264,7 @@ class Publisher:
             with self._turn:
                 self._background.finish()
         finally:
+            self._is_closed = True
             self._writers.close()
             self.store.close()
             self._maintenance.close()
@@ -270,6 +274,10 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise SessionError("the publisher is closed; make another one, which continues the run")
 
     # -- capturing -----------------------------------------------------------------------------------------------------
 
@@ -308,6 +316,8 @@ class Publisher:
             own_digest=head.digest,
         )
         self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baseline)
+        self._source_check.resume()
+        log.info("%s: continuing run %s at version %d", self.store.url, head.run, head.version)
 
     def _capture(self, label: Label) -> Callable[[], SyncReport]:
         """Take all that a publish needs of the weights, which may change from now on; returns what is left to do."""
@@ -411,7 +421,7 @@ class Publisher:
         self._maintenance.run_begun(run.run)
         self._had_run = True
         notes = self._maintenance.run(version, anchor, watch)
-        return _report_of(version, "anchor", sent, watch, notes)
+        return published_report(version, "anchor", sent, watch, notes)
 
     def _publish_next(
         self, committed: CommittedVersion, changes: CapturedChanges, anchor: Patch | None, label: Label, watch: Watch
@@ -448,7 +458,7 @@ class Publisher:
                 notify=self._notify_source,
             )
         notes = self._maintenance.run(version, anchor, watch)
-        return _report_of(version, "patch", sent, watch, notes)
+        return published_report(version, "patch", sent, watch, notes)
 
     def _notify_source(self) -> None:
         """A version is committed: a source that tracks changes counts them from here."""
@@ -467,7 +477,7 @@ class Publisher:
 
     def _report(self, report: SyncReport) -> SyncReport:
         self._callbacks.published(report)
-        self._stale_source.published(report)
+        self._source_check.published(report)
         return report
 
 
@@ -476,21 +486,3 @@ def _open_writable(url: str | Path | Store) -> Store:
     if not store.writable:
         raise SessionError(f"{store.url} can only be read; publish to a folder or an object store")
     return store
-
-
-def _report_of(
-    version: CommittedVersion, kind: str, sent: transfer.UploadedPatch, watch: Watch, notes: tuple[str, ...]
-) -> SyncReport:
-    table = version.run.table
-    return SyncReport(
-        run=version.run.run,
-        version=version.head.version,
-        digest=version.head.digest.hex,
-        kind=kind,
-        changed=sent.manifest.changed,
-        elements=table.elements,
-        bytes=sent.written,
-        dense_bytes=table.dense_bytes,
-        seconds=watch.seconds,
-        notes=notes,
-    )

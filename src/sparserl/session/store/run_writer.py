@@ -13,7 +13,7 @@ from ...patch import Patch
 from ...transport.stores.base import Store
 from ...weights.table import TensorTable
 from ..baseline import Baseline
-from ..report import Watch
+from ..report import SyncReport, Watch
 from . import side_files, transfer
 from .head import HeadMove, HeadWriter, Steps
 from .records import MOST_HEAD, FileChanges, HeadRecord, Index, Lease, PlacedFile, RouteStep, RunRecord, path, run_path
@@ -162,6 +162,25 @@ class RunWriter:
             except (NotFound, FormatError):
                 continue
         return leases
+
+
+def published_report(
+    version: CommittedVersion, kind: str, sent: transfer.UploadedPatch, watch: Watch, notes: tuple[str, ...]
+) -> SyncReport:
+    """What a publisher reports of a version that it has committed."""
+    table = version.run.table
+    return SyncReport(
+        run=version.run.run,
+        version=version.head.version,
+        digest=version.head.digest.hex,
+        kind=kind,
+        changed=sent.manifest.changed,
+        elements=table.elements,
+        bytes=sent.written,
+        dense_bytes=table.dense_bytes,
+        seconds=watch.seconds,
+        notes=notes,
+    )
 
 
 def _no_bytes(_: object) -> bytes:

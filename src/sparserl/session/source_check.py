@@ -1,4 +1,4 @@
-"""Notices a mapping of tensors that was made once, and does not follow the model that it was made of."""
+"""Notices sources that cannot be meant: copies that do not follow the model, and other weights after a restart."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from .logs import log
 from .report import SyncReport
 
 _EMPTY_PUBLISHES = 2  # after which it is said
+_UNLIKELY_DENSITY = 0.5  # of changes between two versions of one run
+_OTHER_MODEL = (
+    "%.1f%% of the elements have changed since version %d, the last one before the restart: is this the same model, "
+    "and has the trainer loaded its last checkpoint?"
+)
 _ADVICE = (
     "nothing has changed in %d publishes, and nobody has written to the tensors of the mapping: a mapping of copies, "
     "such as {name: tensor.to(torch.bfloat16)}, does not follow the model. Pass the model itself, "
@@ -16,17 +21,28 @@ _ADVICE = (
 )
 
 
-class StaleSourceCheck:
-    """Warns once, after publishes without a change of a mapping that nobody has written to."""
+class SourceCheck:
+    """Warns of what was published, once: of copies that nobody writes to, and of weights that hardly continue a run."""
 
     def __init__(self, source: Any, place: str) -> None:
         self._source = source
         self._place = place
         self._last: list[tuple[int, int]] | None = None
         self._empty = 0
+        self._is_resumed = False
+
+    def resume(self) -> None:
+        """The next version will be the first one after a restart."""
+        self._is_resumed = True
 
     def published(self, report: SyncReport) -> None:
         """One more version was published."""
+        if self._is_resumed and report.density > _UNLIKELY_DENSITY:
+            log.warning("%s: " + _OTHER_MODEL, self._place, 100 * report.density, report.version - 1)
+        self._is_resumed = False
+        self._check_copies(report)
+
+    def _check_copies(self, report: SyncReport) -> None:
         if not isinstance(self._source, Mapping) or self._empty == _EMPTY_PUBLISHES:
             return
         if report.kind != "patch" or report.changed:

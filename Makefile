@@ -35,7 +35,7 @@ kernels: $(STAMP)  ## compile them once: processes of tests that begin together 
 	$(BIN)/python -m sparserl doctor
 
 unit: $(STAMP)  ## more processes than cores: much of it is waiting
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not alone and not long'
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not alone and not long'
 	$(BIN)/python -m pytest -m 'alone and not long'
 
 long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same

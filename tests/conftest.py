@@ -14,7 +14,7 @@ from tests import compile_lock
 from tests.servers import NoServer, Server, running
 
 _CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("short", max_examples=60, **_CALM)
+settings.register_profile("short", max_examples=40, **_CALM)
 settings.register_profile("long", max_examples=20_000, **_CALM)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 compile_lock.serialize_compiling()

@@ -57,6 +57,25 @@ def age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
+_NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*([kKMBT]|%)?\s*")
+_FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 0.01}
+
+
+def parse_number(text: str) -> float:
+    """A number such as "671e9", "7B", "135M" or "0.6%".
+
+    Raises:
+        ValueError: The text is not a number.
+
+    >>> parse_number("7B"), parse_number("1%"), parse_number("0.006")
+    (7000000000.0, 0.01, 0.006)
+    """
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number; write it as 671e9, 7B, 0.006 or 0.6%")
+    return float(match[1]) * _FACTORS[match[2] or ""]
+
+
 def parse_duration(text: str) -> float:
     """The seconds of a duration such as "150us", "20ms", "0.5s", "10m", "2h" or "1d"; a bare number is seconds.
 

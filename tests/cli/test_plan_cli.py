@@ -105,7 +105,7 @@ def test_plan_measures_once(measured: None, monkeypatch: pytest.MonkeyPatch) -> 
         (("--latency", "20 minutes"), "'20 minutes' is not a duration"),
         (("--density", "0"), "0 is not a share above 0 and up to 1"),
         (("--density", "1.5"), "1.5 is not a share"),
-        (("--density", "nan"), "nan is not a share"),
+        (("--density", "nan"), "'nan' is not a number"),
         (("--params", "0"), "--params"),
         (("--params", "inf"), "--params"),
         (("--dtype", "bf17"), "'bf17' is not among"),

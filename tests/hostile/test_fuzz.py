@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,6 +69,7 @@ def test_fuzz_bytes(data, name):
     feed(name, data.draw(edits(sample(name).data)))
 
 
+@pytest.mark.long
 @given(st.data(), names)
 @SETTINGS
 def test_fuzz_sealed_parts(data, name):
@@ -88,6 +90,7 @@ def test_fuzz_sealed_parts(data, name):
     feed(name, header + b"".join(buckets) + footer)
 
 
+@pytest.mark.long
 @given(st.data(), names)
 @SETTINGS
 def test_fuzz_fields(data, name):

@@ -34,7 +34,8 @@ if INTERPRETED:
 
 @outside
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["not long", "long"])
 def test_interpreted(which):
     """The tests below pass in Triton's interpreter."""
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", which)

@@ -11,7 +11,7 @@ from . import doctor, follow, fsck, keys, log, patches, plan, publish, report, s
 app = typer.Typer(
     name="sparserl",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -44,6 +44,8 @@ _EPILOG = """Examples:
 
     sparserl follow https://trainer:8000 -o model/ --once --timeout 10m --token-file token
 
+    sparserl follow s3://bucket/run -o old/ --version 100
+
 An inference engine loads model/current.
 """
 
@@ -59,6 +61,9 @@ def follow(
         ),
     ],
     once: Annotated[bool, typer.Option("--once", help="Stop once the newest version is there.")] = False,
+    version: Annotated[
+        int | None, typer.Option(min=0, help="Fetch this version, older or newer, instead of the newest, and stop.")
+    ] = None,
     trusted_key: TrustedKeys = None,
     token_file: TokenFile = None,
     run: Annotated[str | None, typer.Option(metavar="ID", help="Follow this run and no other.")] = None,
@@ -85,8 +90,8 @@ def follow(
         target = folder(output, keep=keep, threads=threads)
         keys = read_trusted_keys(trusted_key)
         with open_store(url, endpoint, region, token_file) as store, contextlib.closing(target):
-            follower = _Follower(store, target, keys, run=run, threads=threads, json=json)
-            follower.follow(once, None if timeout is None else parse_seconds(timeout))
+            follower = _Follower(store, target, keys, run=run, version=version, threads=threads, json=json)
+            follower.follow(once or version is not None, None if timeout is None else parse_seconds(timeout))
 
 
 class _Follower:
@@ -99,6 +104,7 @@ class _Follower:
         keys: list[str] | None,
         *,
         run: str | None,
+        version: int | None,
         threads: int | None,
         json: bool,
     ) -> None:
@@ -107,6 +113,7 @@ class _Follower:
         self._target = target
         self._keys = keys
         self._json = json
+        self._version = version
         self._advance: Progress | None = None
         self._subscriber: Subscriber = Subscriber(
             store, target, trusted_keys=keys, run=run, threads=threads, progress=self._progress
@@ -164,11 +171,12 @@ class _Follower:
         run, _, version = self._target.remembered_version() or ("", 0.0, -1)
         digest = routes.versions(steps).get(version) if run == head.run else None
         start = None if digest is None else (version, digest)
-        route = routes.route(steps, start, head.version)
+        goal = head.version if self._version is None else self._version
+        route = routes.route(steps, start, goal) if goal in routes.versions(steps) else []
         with show.progress() as stage:
             self._advance = stage("fetch", sum(step.bytes for step in route))
             try:
-                return self._subscriber.sync()
+                return self._subscriber.sync(self._version)
             finally:
                 self._advance = None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SparserlError
+from ..humanize import parse_number
 from . import show
 from .options import ADVICE, Json, Threads
 from .patches import open_patch
@@ -50,10 +51,11 @@ def plan(
         ),
     ],
     params: Annotated[
-        float | None, typer.Option(min=1, help="Elements (parameters) of the model, such as 671e9.")
+        str | None, typer.Option(metavar="COUNT", help="Elements (parameters) of the model: 7B, 135M, 671e9.")
     ] = None,
     density: Annotated[
-        float | None, typer.Option(help="Share of the elements that change between two syncs, such as 0.006.")
+        str | None,
+        typer.Option(metavar="SHARE", help="Share of the elements that change between two syncs: 0.6% or 0.006."),
     ] = None,
     patch: Annotated[
         Path | None,
@@ -87,7 +89,7 @@ def plan(
         speed = Link.parse(link, latency)
     except SparserlError as error:
         raise typer.BadParameter(str(error), param_hint="--link / --latency") from error
-    question = _question(params, density, dtype, patch, bits or [])
+    question = _question(_number(params, "--params", 1), _number(density, "--density", 0), dtype, patch, bits or [])
     count = thread_count(threads)
     speeds = (None if measure else Speeds.load(count)) or _measured(count)
     estimates = predict(question.elements, question.width, question.density, speed, speeds, question.bits)
@@ -95,6 +97,18 @@ def plan(
         show.result(True, _values(question, speed, speeds, estimates))
     else:
         show.plan_table(speed, estimates, _legend(question, speed, speeds, estimates))
+
+
+def _number(text: str | None, option: str, least: float) -> float | None:
+    if text is None:
+        return None
+    try:
+        number = parse_number(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+    if number < least:
+        raise typer.BadParameter(f"{text} is less than {least}", param_hint=option)
+    return number
 
 
 def _question(

@@ -64,8 +64,8 @@ class _Notes(logging.Handler):
 
 
 def log_to_stderr(verbose: bool) -> None:
-    """Print warnings of the library on stderr; with `verbose`, also what it does."""
-    logger = logging.getLogger("sparserl")
+    """Print warnings of sessions on stderr; with `verbose`, also what they do."""
+    logger = logging.getLogger("sparserl.session")
     logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _Notes)]
     logger.addHandler(_Notes())
     logger.setLevel(logging.INFO if verbose else logging.WARNING)

@@ -18,7 +18,7 @@ commands = typer.Typer()
 
 _EPILOG = """Examples:
 
-    sparserl squash 101.patch 102.patch 103.patch -o 101-103.patch
+    sparserl squash 101.patch 102.patch 103.patch -o 101-103.patch --base step-100/
 
     sparserl squash s3://bucket/run --from 100 --to 200
 """
@@ -51,8 +51,9 @@ def squash(
 ) -> None:
     """Join patches that follow one another into one.
 
-    Some profiles hold new bits and some hold steps. Patches of both kinds can be joined only with --base. With --base,
-    changes that end where they began are left out as well.
+    Give --base, the weights that the first patch applies to: patches that diff makes by default cannot be joined
+    without it. Patches of profile raw, gap or ulp can, if all hold new bits or all hold steps. With --base, changes
+    that end where they began are left out as well.
 
     In a store the squashed patch is added to the run, and subscribers use it where it saves bytes. Publishers write
     such patches on their own, over 8 to 64 versions.

@@ -22,6 +22,12 @@ from ..weights.dtypes import Bits
 from .safetensors import HEADER_BYTES, parse_json, read_header
 
 _SUFFIX = ".safetensors"
+_OTHER_FORMATS = {
+    ".bin": "a pickle of PyTorch",
+    ".pt": "a pickle of PyTorch",
+    ".pth": "a pickle of PyTorch",
+    ".gguf": "a GGUF file of llama.cpp",
+}
 _INDEX = ".safetensors.index.json"
 
 
@@ -72,6 +78,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, writable: bool = False) -> 
         if path.is_dir():
             with Folder.open(path, links=True) as folder:
                 return checkpoint_in(folder, writable=writable)
+        if path.suffix in _OTHER_FORMATS and path.is_file():
+            raise CheckpointError(f"{path}: {_describe(path.name)}")
         handle = open_regular(path, _flags(writable))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file or folder") from error
@@ -156,6 +164,11 @@ def _find_index(folder: Folder) -> str | None:
     return indices[0] if indices else None
 
 
+def _describe(name: str) -> str:
+    kind = _OTHER_FORMATS[Path(name).suffix]
+    return f"{name!r} is {kind}; save the weights as safetensors first (save_pretrained does)"
+
+
 def _find_file(folder: Folder) -> str:
     """The one safetensors file of a folder without an index."""
     files = [name for name in folder.names() if name.endswith(_SUFFIX)]
@@ -163,6 +176,11 @@ def _find_file(folder: Folder) -> str:
     if usual in files:
         return usual
     if not files:
+        others = [name for name in folder.names() if name.endswith(tuple(_OTHER_FORMATS))]
+        if others:
+            raise CheckpointError(f"{folder.path} has no {_SUFFIX} file; {_describe(others[0])}")
+        if folder.status("current") is not None:
+            raise CheckpointError(f"{folder.path} is not a checkpoint; {folder.path / 'current'} may be one")
         raise CheckpointError(f"{folder.path} is not a checkpoint: it has no {_SUFFIX} file")
     if len(files) > 1:
         raise CheckpointError(f"{folder.path} has several {_SUFFIX} files and no index says how they belong together")

@@ -30,6 +30,8 @@ _CONNECT_TIMEOUT = timedelta(seconds=5)
 _DELETED_AT_ONCE = 1000  # objects
 _CHUNK = 8 << 20
 _MAX_LISTED = 1 << 24  # objects: their names fit into memory
+_METADATA_HOST = "169.254.169.254"
+_NO_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the variables of your cloud"
 
 
 class ObjectStore:
@@ -183,6 +185,11 @@ class ObjectStore:
     def _translated(self, error: Exception, label: str) -> StoreError | Truncated:
         """An error of obstore as one of ours. What is not known to be final may be transient."""
         errors = self._errors
+        text = str(error)
+        if "NoSuchBucket" in text or "The specified bucket does not exist" in text or "ContainerNotFound" in text:
+            return StoreError(
+                f"{self.url}: the bucket does not exist; make it first, or check its name and the endpoint"
+            )
         if isinstance(error, (errors.NotFoundError, FileNotFoundError)):
             return NotFound(f"{label} does not exist")
         if isinstance(error, (errors.AlreadyExistsError, errors.PreconditionError)):
@@ -190,8 +197,10 @@ class ObjectStore:
         final = (errors.PermissionDeniedError, errors.UnauthenticatedError, errors.InvalidPathError)
         if isinstance(error, (*final, errors.NotSupportedError, errors.UnknownConfigurationKeyError, TypeError)):
             return StoreError(f"{label}: {_short(error)}")
-        if "416 Range Not Satisfiable" in str(error):
+        if "416 Range Not Satisfiable" in text:
             return Truncated(f"{label} ends before the requested range")
+        if _METADATA_HOST in text:  # of cloud machines, which obstore asks where the environment has no credentials
+            return Unavailable(f"{label}: no credentials: {_NO_CREDENTIALS} ({_short(error)})")
         return Unavailable(f"{label}: {_short(error)}")
 
 

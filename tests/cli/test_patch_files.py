@@ -62,6 +62,16 @@ def test_files_that_differ_travel(folders, tmp_path):
     assert (again["already"], again["files"]) == (True, [])
 
 
+def test_an_older_result_is_replaced(folders, tmp_path):
+    """A file that a patch has added is no reason to refuse the folder that it was added to."""
+    base, tuned, last = folders
+    run("diff", base, tuned, "-o", tmp_path / "1")
+    run("diff", tuned, last, "-o", tmp_path / "2")
+    run("apply", base, tmp_path / "1", "-o", tmp_path / "out")
+    run("apply", base, tmp_path / "1", tmp_path / "2", "-o", tmp_path / "out")
+    assert read(tmp_path / "out") == read(last)
+
+
 def test_files_alone_may_differ(folders, tmp_path):
     """Equal weights and other files: a patch of no changes, which is applied for its files."""
     _, tuned, last = folders

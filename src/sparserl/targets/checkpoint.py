@@ -16,7 +16,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,12 +105,13 @@ def apply_to_checkpoint(
     with swapping(out) as swap:
         checkpoint = open_checkpoint(base)
         table = patches[0].table
-        _refuse_unrelated(checkpoint, out, table)
+        changes = file_changes(patches)
+        _refuse_unrelated(checkpoint, out, table, changes.keys())
         table.require(tensor_table(checkpoint), "the patch", str(base))
         with _copying(base, swap.draft) as copy:
             copy.make(stages)
             rest = copy.patch(patches, stages, threads)
-            files = copy.change_files(file_changes(patches))
+            files = copy.change_files(changes)
             result = PatchedCheckpoint(
                 out,
                 patches[-1].result,
@@ -162,8 +163,11 @@ def _absolute(out: Path) -> Path:
     return out
 
 
-def _refuse_unrelated(base: Checkpoint, out: Path, table: TensorTable) -> None:
-    """Replace nothing but the base, an older version of it, or an empty folder."""
+def _refuse_unrelated(base: Checkpoint, out: Path, table: TensorTable, changed_files: Collection[str]) -> None:
+    """Replace nothing but the base, an older version of it, or an empty folder.
+
+    changed_files: names of files that the patches write or remove.
+    """
     is_folder = base.path.is_dir()
     real_base = base.path.resolve()
     real_out = out.resolve()
@@ -182,7 +186,7 @@ def _refuse_unrelated(base: Checkpoint, out: Path, table: TensorTable) -> None:
         raise CheckpointError(
             f"{out} exists and is not a version of the base; choose another output ({error})"
         ) from error
-    if is_folder and (lost := sorted(_all_files(out) - _all_files(base.path))):
+    if is_folder and (lost := sorted(_all_files(out) - _all_files(base.path) - set(changed_files))):
         raise CheckpointError(f"{out} exists and would lose {lost[0]!r}, which {base.path} does not have")
 
 

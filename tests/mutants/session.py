@@ -36,7 +36,7 @@ MUTANTS = (
         "session/store/resume.py",
         "patches += [transfer.receive(store, head.run, run.table, step) for step in steps]",
         "",
-        Tests("session/test_session_publisher.py", "restarted"),
+        Tests("session/test_refusals.py", "state_saves"),
     ),
     Mutant(
         "captured weights are the trainer's own",
@@ -92,7 +92,7 @@ MUTANTS = (
         "session/store/publisher.py",
         'if obstacle is not None:\n            raise SessionError(f"{self.store.url} {obstacle}. {HOW_TO_REPLACE}")',
         "",
-        Tests("session/test_silence.py", "unsigned_run or without_a_key"),
+        Tests("session/test_silence.py", "unsigned_run"),
     ),
     Mutant(
         "bits alone tell which files are held",

@@ -69,7 +69,6 @@ def log_to_stderr(verbose: bool) -> None:
     logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _Notes)]
     logger.addHandler(_Notes())
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
-    logger.propagate = False
 
 
 @contextmanager

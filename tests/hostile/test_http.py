@@ -376,9 +376,11 @@ def test_programs_end_when_they_are_told_to(published: Path, tmp_path: Path) -> 
             for program, (_, number, _, _) in zip(programs, cases, strict=True):
                 if number is not None:
                     program.send_signal(number)
-            for program, (args, _, code, says) in zip(programs, cases, strict=True):
+            for program, (args, number, code, says) in zip(programs, cases, strict=True):
                 _, said = program.communicate(timeout=60)  # one request alone would take twice as long
-                assert program.returncode == code, (args, said)
+                # CPython ends by the signal itself if an interrupt that was caught came inside an import.
+                ends = (code, -signal.SIGINT) if number == signal.SIGINT else (code,)
+                assert program.returncode in ends, (args, said)
                 assert says in said if code == 1 else said == says, args
                 assert said.count("\n") == (1 if says else 0)
         finally:

@@ -6,6 +6,7 @@ import pytest
 
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import SessionError
+from sparserl.session.store import side_files
 from sparserl.session.store.retention import faults, read_head, read_index, read_run
 from sparserl.session.store.squashing import squash_versions
 from sparserl.transport import open_store
@@ -252,3 +253,13 @@ def test_weights_below_a_folder_are_files(url, tmp_path):
         publisher.publish()
         subscriber.sync()
     assert not (tmp_path / "out" / "current" / "sub").exists()
+
+
+def test_few_bytes_of_files_are_kept_in_memory(tmp_path, monkeypatch):
+    """What does not fit is read again when it is sent, whatever there is of it."""
+    monkeypatch.setattr(side_files, "FLIGHT_BYTES", 10)
+    for name, size in (("a", 6), ("b", 6), ("c", 4), ("d", 100)):
+        (tmp_path / name).write_bytes(bytes(size))
+    captured = side_files.SideFiles(tmp_path, {"w": None}).capture()
+    assert {name for name, file in captured.items() if isinstance(file.content, bytes)} == {"a", "c"}
+    assert [file.blob.size for file in captured.values()] == [6, 6, 4, 100]

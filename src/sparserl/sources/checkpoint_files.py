@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_PUBLISHED = (".safetensors", ".safetensors.index.json")
-_WEIGHTS = (*_PUBLISHED, ".bin", ".bin.index.json", ".pt", ".pth")
+WEIGHT_FILES = (".safetensors", ".safetensors.index.json")
+_WEIGHTS = (*WEIGHT_FILES, ".bin", ".bin.index.json", ".pt", ".pth")
 
 
 def travelling_files(folder: Path) -> dict[str, Path]:
@@ -15,7 +15,7 @@ def travelling_files(folder: Path) -> dict[str, Path]:
 
 def files_left_behind(folder: Path) -> list[str]:
     """The files that do not travel: hidden ones, and weights other than those that are published."""
-    return [name for name in _files(folder) if not _travels(name) and not name.endswith(_PUBLISHED)]
+    return [name for name in _files(folder) if not _travels(name) and not name.endswith(WEIGHT_FILES)]
 
 
 def changed_files(old: Path, new: Path) -> tuple[dict[str, bytes], list[str]]:

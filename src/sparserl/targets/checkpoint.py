@@ -28,6 +28,7 @@ from ..patch.compose import require_chain
 from ..patch.matching import digest_of
 from ..patch.patch import file_changes
 from ..sources.checkpoint import Checkpoint, checkpoint_file, checkpoint_in, open_checkpoint
+from ..sources.checkpoint_files import WEIGHT_FILES
 from ..weights.digest import Digest
 from ..weights.local import LocalWeights
 from ..weights.table import TensorTable
@@ -59,11 +60,8 @@ class PatchedCheckpoint:
     files: tuple[str, ...] = ()
 
 
-_WEIGHTS = (".safetensors", ".safetensors.index.json")
-
-
 def _is_weights(name: str) -> bool:
-    return "/" not in name and name.endswith(_WEIGHTS)
+    return "/" not in name and name.endswith(WEIGHT_FILES)
 
 
 def apply_to_checkpoint(

@@ -88,7 +88,16 @@ class SideFiles:
         contents = contents_of(self._files, files_of(self._source))
         if self._files is None and not contents:
             return None
-        files = {name: self._captured(content) for name, content in contents.items()}
+        files: dict[str, CapturedFile] = {}
+        memory = FLIGHT_BYTES  # for bytes that are kept until they are sent; larger files are read again
+        for name, content in contents.items():
+            file = self._captured(content)
+            if isinstance(content, Path) and not isinstance(file.content, Path):
+                if file.blob.size > memory:
+                    file = file._replace(content=content)
+                else:
+                    memory -= file.blob.size
+            files[name] = file
         require_files({name: file.blob.size for name, file in files.items()}, "the files that travel with the weights")
         return files
 

@@ -30,11 +30,12 @@ from sparserl.codec import BucketLayout, numbers
 from sparserl.codec.coders import encode_by_entropy, encode_smallest
 from sparserl.codec.ctx import KEYS, magnitude, tiles
 from sparserl.kernels import MOST_CLASSES, cpu, reference
+from sparserl.kernels.cpu.arguments import ClassEnds, ClassStreams, Landing, Located, Tiled
+from sparserl.kernels.cpu.compiling import kernel
 from sparserl.kernels.cpu.llvm import (
     at_most8,
     at_most16,
     intrinsic,
-    kernel,
     load,
     popcount,
     prefetch,
@@ -51,7 +52,7 @@ from sparserl.wire import Head
 ENOUGH = 0.12  # of the bytes, which history must save to be worth it
 MOST_TIME = 2.0  # times that of ctx, which it may take
 _BF16 = BY_NAME["bfloat16"]
-_LOOK = False, _BF16.sign_magnitude  # what `class_positions` is told: nothing is to land
+_LOOK = Landing(False, _BF16.sign_magnitude)  # what `class_positions` is told: nothing is to land
 _SHIFT = 8 * _BF16.width - KEYS.bit_length()  # keys are the highest nine bits of the magnitude; ctx has eight
 _WARM = 1  # the stamp of a change in the warm-up: one event, older than any sync that follows
 _FIRST = 2 + _WARM  # the stamp of the first sync
@@ -688,9 +689,10 @@ class _Part:
 
     def encode_look(self) -> None:
         layout = self.layout
-        args = *magnitude(_BF16), self.address, layout.numel, layout.count, layout.tile_log, self.limits
+        regions = Tiled(self.address, layout.numel, layout.count, layout.tile_log)
         ends = (np.array([row.ctypes.data for row in rows], np.int64) for rows in (self.gaps[0], self.sorted[0]))
-        cpu.classes.class_gaps(*args, self.positions, self.words, self.tiles[0].reshape(-1), *ends)
+        places = ClassEnds(self.tiles[0].reshape(-1), *ends)
+        cpu.classes.class_gaps(magnitude(_BF16), regions, self.limits, self.positions, self.words, places)
 
     def encode_history(self) -> None:
         layout = self.layout
@@ -702,8 +704,10 @@ class _Part:
     def decode_look(self) -> None:
         layout, tag = self.layout, np.empty(0, np.uint16)
         gaps, words, at = self.ready[0]
-        args = *magnitude(_BF16), self.address, layout.numel, layout.count, layout.tile_log, self.limits
-        cpu.classes.class_positions(tag, *args, self.tiles[0].ravel(), at.copy(), gaps, words, *_LOOK, *self.found[0])
+        regions = Tiled(self.address, layout.numel, layout.count, layout.tile_log)
+        streams = ClassStreams(self.tiles[0].ravel(), at.copy(), gaps, words)
+        out = Located(*self.found[0])
+        cpu.classes.class_positions(tag, magnitude(_BF16), regions, self.limits, streams, _LOOK, out)
 
     def decode_history(self) -> None:
         layout, tag = self.layout, np.empty(0, np.uint16)

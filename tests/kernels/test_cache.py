@@ -11,7 +11,7 @@ from pathlib import Path
 import numba
 import pytest
 
-from sparserl.kernels.cpu.llvm import _without_garbage_collection, kernel
+from sparserl.kernels.cpu.compiling import kernel, without_garbage_collection
 
 
 def add(a, b):
@@ -85,7 +85,7 @@ def test_garbage_is_collected_as_before_once_a_kernel_is_compiled(cache, collect
 
 def test_garbage_is_collected_after_many_threads_have_compiled() -> None:
     """However they interleave, none leaves behind what it found while another was at work."""
-    work = _without_garbage_collection(lambda: sum(range(30)))
+    work = without_garbage_collection(lambda: sum(range(30)))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparserl.kernels import cpu, reference
+from sparserl.kernels.cpu.arguments import ClassEnds, ClassStreams, Landing, Located, Magnitudes, Tiled
 
 POISON = 0xA5
 WIDTHS = (1, 2, 4, 8)
@@ -111,16 +112,15 @@ def specified(entries, thresholds, magnitude, tile):
 
 def run_gaps(view, entries, addresses, limits, log, words):
     """Gaps and words class by class, and counts by tile and class; nothing behind them is written."""
-    kind, keep = view
     positions = np.concatenate([where for _, where in entries])
     numel, count = int64(*(b.size for b, _ in entries)), int64(*(w.size for _, w in entries))
     tiles, rows = sum(-(-b.size // (1 << log)) for b, _ in entries), len(limits) + 1
     counts = poisoned(tiles * rows, np.uint32)
     gaps, sorted_words = (poisoned(rows * positions.size, t) for t in (np.uint32, words.dtype))
     room = [column[: rows * positions.size].reshape(rows, -1) for column in (gaps, sorted_words)]
-    args = int64(*addresses), numel, count, log, limits, positions, words
-    places = (int64(*(row.ctypes.data for row in column)) for column in room)
-    cpu.classes.class_gaps(kind, keep, *args, counts[: tiles * rows], *places)
+    regions = Tiled(int64(*addresses), numel, count, log)
+    ends = ClassEnds(counts[: tiles * rows], *(int64(*(row.ctypes.data for row in column)) for column in room))
+    cpu.classes.class_gaps(Magnitudes(*view), regions, limits, positions, words, ends)
     assert untouched(counts, tiles * rows)
     counts = counts[: tiles * rows].reshape(-1, rows)
     for column, used in ((gaps, room[0]), (sorted_words, room[1])):
@@ -132,16 +132,17 @@ def run_gaps(view, entries, addresses, limits, log, words):
 
 def run_positions(view, entries, addresses, limits, log, counts, gaps, words, land=False, mirrored=False):
     """What the kernel finds, sorted in each entry, or the entry it finds at fault."""
-    kind, keep = view
-    uint = np.dtype(f"u{kind.itemsize}")
+    uint = np.dtype(f"u{view[0].itemsize}")
     numel, count = int64(*(b.size for b, _ in entries)), int64(*(w.size for _, w in entries))
     total = int(count.sum())
     found = poisoned(total, np.uint32), poisoned(total, uint), poisoned(total, uint)
     tallies = counts.sum(0, np.int64)
     at = np.cumsum(tallies) - tallies
-    args = kind, keep, int64(*addresses), numel, count, log, limits, counts.astype(np.uint32).ravel(), at
-    order = land, mirrored
-    bad = cpu.classes.class_positions(np.empty(0, uint), *args, np.append(gaps, np.uint32(0)), words, *order, *found)
+    regions = Tiled(int64(*addresses), numel, count, log)
+    streams = ClassStreams(counts.astype(np.uint32).ravel(), at, np.append(gaps, np.uint32(0)), words)
+    landing = Landing(land, mirrored)
+    magnitudes = Magnitudes(*view)
+    bad = cpu.classes.class_positions(np.empty(0, uint), magnitudes, regions, limits, streams, landing, Located(*found))
     assert all(untouched(column, total) for column in found)
     if bad >= 0:
         return int(bad)
@@ -288,15 +289,18 @@ def test_what_does_not_fit_its_tile_is_refused(lie):
     bits = np.tile(np.array([1, 9], np.uint16), 50)
     counts = np.pad(np.array(counts, np.uint32), ((0, 0), (3, 0)))
     at = np.array([0, 0, 0, 0, min(3, int(counts[0, 3]))], np.int64)
-    kind, keep = seen_as(2, "plain")
-    found = poisoned(3, np.uint32), poisoned(3, np.uint16), poisoned(3, np.uint16)
+    magnitudes = Magnitudes(*seen_as(2, "plain"))
+    found = Located(poisoned(3, np.uint32), poisoned(3, np.uint16), poisoned(3, np.uint16))
     room = np.zeros(5, np.uint32)
     room[: len(gaps)] = gaps
-    args = int64(bits.ctypes.data), int64(100), int64(3), 10, padded([5])[1], counts.ravel(), at, room
+    regions = Tiled(int64(bits.ctypes.data), int64(100), int64(3), 10)
+    limits = padded([5])[1]
     words = np.full(5, 2, np.uint16)
     for land in (False, True):
-        again = (a.copy() if a is at else a for a in args)
-        assert cpu.classes.class_positions(np.empty(0, np.uint16), kind, keep, *again, words, land, True, *found) == bad
+        streams = ClassStreams(counts.ravel(), at.copy(), room, words)
+        landing = Landing(land, True)
+        tag = np.empty(0, np.uint16)
+        assert cpu.classes.class_positions(tag, magnitudes, regions, limits, streams, landing, found) == bad
         assert all(untouched(column, 3) for column in found)
         assert (bits == np.tile(np.array([1, 9], np.uint16), 50)).all()
 

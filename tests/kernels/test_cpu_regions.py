@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sparserl.kernels import cpu, reference
+from sparserl.kernels.cpu.arguments import ChangeAddresses, InMemory, InTensor, WordKind
 from tests.kernels.guarded_buffers import (
     POISON,
     SIZES,
@@ -17,6 +18,8 @@ from tests.kernels.guarded_buffers import (
     unaligned,
     untouched,
 )
+
+NO_KEYS = np.empty((0, 2), np.uint64)  # for kernels that do not read them
 
 
 def sums(uint, runs):
@@ -112,7 +115,8 @@ def test_locate(far):
         positions += where.tolist()
         expected += [reference.locate(int(p), int(start[e]), tuple(box), tuple(strides)) for p in where]
     out = poisoned(len(positions), np.int64)
-    cpu.changes.locate(int64(*counts), start, dims, size, stride, np.array(positions, np.uint32), out)
+    regions = InTensor(start, dims, size, stride, NO_KEYS)
+    cpu.changes.locate(int64(*counts), regions, np.array(positions, np.uint32), out)
     assert out[: len(positions)].tolist() == expected
     assert untouched(out, len(positions))
 
@@ -123,7 +127,8 @@ def test_locate_positions_past_two_to_the_31():
     positions = [0, 1, 2**31 - 1, 2**31, 2**31 + 2**30 - 5, 3 * 2**30 - 1]
     out = poisoned(len(positions), np.int64)
     box, stride, where = np.array([size], np.int64), np.array([strides], np.int64), np.array(positions, np.uint32)
-    cpu.changes.locate(int64(len(positions)), int64(9), int64(3), box, stride, where, out)
+    region = InTensor(int64(9), int64(3), box, stride, NO_KEYS)
+    cpu.changes.locate(int64(len(positions)), region, where, out)
     expected = [9 + int(np.dot(np.unravel_index(p, size), strides)) for p in positions]
     assert out[: len(positions)].tolist() == expected
     assert expected[-1] > 2**42
@@ -157,12 +162,13 @@ def test_gather_and_scatter(uint, way):
     where = np.concatenate(positions).astype(np.uint32)
     out = poisoned(where.size, uint)
     tag, counts = np.empty(0, uint), int64(*counts)
-    cpu.changes.gather(tag, counts, first, dims, size, stride, where, out[: where.size])
+    in_memory = InMemory(first, dims, size, stride)
+    cpu.changes.gather(tag, counts, in_memory, where, out[: where.size])
     assert (out[: where.size] == np.concatenate(expected)).all()
     assert untouched(out, where.size)
     before, bits = np.concatenate(expected), np.concatenate([w[1] for w in wanted])
     if way == "scatter":
-        cpu.changes.scatter(tag, counts, first, dims, size, stride, where.ctypes.data, bits)
+        cpu.changes.scatter(tag, counts, in_memory, where.ctypes.data, bits)
     else:
         words = bits.copy() if way == "words" else reference.steps(before, bits, way.startswith("floats"))
         out = poisoned(where.size, uint)
@@ -170,12 +176,14 @@ def test_gather_and_scatter(uint, way):
             out[: where.size] = words
         same = words.copy()
         word_at = out.ctypes.data if way.endswith("in place") else words.ctypes.data
-        given = word_at, way == "words", way.startswith("floats"), out.ctypes.data
         odd, at = unaligned(where, 1)
+        changes = ChangeAddresses(at, word_at, out.ctypes.data)
+        kind = WordKind(way == "words", way.startswith("floats"))
         start, keys = rng.integers(0, 2**40, len(rows)), rng.integers(0, 2**64, (len(rows), 2), np.uint64)
         other = stride + rng.integers(0, 3, stride.shape)  # strides in the tensor, which need not be those in memory
-        moved = cpu.changes.exchange(tag, counts, first, start, dims, size, stride, other, keys, at, *given)
-        assert moved == cpu.changes.digest_delta(counts, start, dims, size, other, keys, where, before, bits)
+        in_tensor = InTensor(start, dims, size, other, keys)
+        moved = cpu.changes.exchange(tag, counts, in_memory, in_tensor, changes, kind)
+        assert moved == cpu.changes.digest_delta(counts, in_tensor, where, before, bits)
         assert (out[: where.size] == before).all()
         assert (words == same).all()
         assert untouched(out, where.size)
@@ -209,9 +217,8 @@ def test_digest_delta(uint):
         old.append(a)
         new.append(b)
     where = np.concatenate(positions).astype(np.uint32)
-    moved = cpu.changes.digest_delta(
-        int64(*counts), start, dims, size, stride, keys, where, np.concatenate(old), np.concatenate(new)
-    )
+    regions = InTensor(start, dims, size, stride, keys)
+    moved = cpu.changes.digest_delta(int64(*counts), regions, where, np.concatenate(old), np.concatenate(new))
     assert tuple(int(x) for x in moved) == add(expected)
 
 
@@ -234,10 +241,13 @@ def test_digest_of_boxes(uint):
         alive.append(buffer)
         addresses.append(address)
     tag, where = np.empty(0, uint), int64(*addresses)
-    assert tuple(map(int, cpu.changes.digest_boxes(tag, where, start, dims, size, stride, keys))) == add(expected)
+    assert tuple(map(int, cpu.changes.digest_boxes(tag, where, InTensor(start, dims, size, stride, keys)))) == add(
+        expected
+    )
     for e, one in enumerate(expected[-5:], len(rows) - 5):
         it = slice(e, e + 1)
-        alone = cpu.changes.digest_boxes(tag, where[it], start[it], dims[it], size[it], stride[it], keys[it])
+        box = InTensor(start[it], dims[it], size[it], stride[it], keys[it])
+        alone = cpu.changes.digest_boxes(tag, where[it], box)
         assert tuple(map(int, alone)) == one
 
 
@@ -260,5 +270,5 @@ def test_reads_stop_at_the_last_byte(last_page):
             assert sums(uint, [(address, size, 0, keys)]) == reference.digest(keys, 0, other)
             one, flat = np.ones(1, np.int64), np.ones((1, 1), np.int64)
             everywhere = np.arange(size, dtype=np.uint32)
-            cpu.changes.gather(tag, int64(size), int64(address), one, flat, flat, everywhere, after)
+            cpu.changes.gather(tag, int64(size), InMemory(int64(address), one, flat, flat), everywhere, after)
             assert (after == other).all()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sparserl.kernels import cpu, reference
+from sparserl.kernels.cpu.arguments import InTensor
 
 
 def test_mark_parts():
@@ -38,7 +39,7 @@ def test_digest_deltas(uint):
     ones, size = np.ones(counts.size, np.int64), np.full((counts.size, 1), 2**20)
     stride = rng.integers(1, 5, (counts.size, 1))
     out = np.full((counts.size, 2), 0xA5A5A5A5A5A5A5A5, np.uint64)
-    where = counts, start, ones, size, stride, keys, positions, old, new
+    where = counts, InTensor(start, ones, size, stride, keys), positions, old, new
     cpu.marks.digest_deltas(*where, out)
     ends = np.cumsum(counts)
     for e, (end, n) in enumerate(zip(ends, counts, strict=True)):

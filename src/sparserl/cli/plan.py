@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from .patches import open_patch
 from .reporting import reporting
 
 if TYPE_CHECKING:
-    from ..plan import Estimate, Link, Speeds
+    from ..plan import AnchorEstimate, Estimate, Link, Speeds
 
 commands = typer.Typer()
 
@@ -83,7 +83,7 @@ def plan(
     total, and the link speed above which sending all weights is faster.
     """
     from ..parallel import thread_count
-    from ..plan import Link, Speeds, predict
+    from ..plan import Link, Speeds, predict, predict_anchor
 
     try:
         speed = Link.parse(link, latency)
@@ -93,10 +93,11 @@ def plan(
     count = thread_count(threads)
     speeds = (None if measure else Speeds.load(count)) or _measured(count)
     estimates = predict(question.elements, question.width, question.density, speed, speeds, question.bits)
+    anchors = predict_anchor(question.elements * question.width, speed, speeds)
     if json:
-        show.result(True, _values(question, speed, speeds, estimates))
+        show.result(True, _values(question, speed, speeds, estimates, anchors))
     else:
-        show.plan_table(speed, estimates, _legend(question, speed, speeds, estimates))
+        show.plan_table(speed, estimates, anchors, _legend(question, speed, speeds, estimates))
 
 
 def _number(text: str | None, option: str, least: float) -> float | None:
@@ -164,7 +165,9 @@ def _measured(threads: int) -> Speeds:
     return speeds
 
 
-def _values(question: Question, link: Link, speeds: Speeds, estimates: list[Estimate]) -> dict[str, Any]:
+def _values(
+    question: Question, link: Link, speeds: Speeds, estimates: list[Estimate], anchors: list[AnchorEstimate]
+) -> dict[str, Any]:
     """The prediction for scripts. A break-even of null: dense is never faster, or the row is dense itself."""
     from ..plan import best
 
@@ -178,6 +181,8 @@ def _values(question: Question, link: Link, speeds: Speeds, estimates: list[Esti
         "threads": speeds.threads,
         "speeds": speeds.origin,
         "best": best(estimates).name,
+        "best_anchor": best(anchors).name,
+        "anchors": {anchor.name: {**asdict(anchor), "total_s": anchor.total_s} for anchor in anchors},
         "estimates": {
             e.name: {
                 "bytes": e.bytes,
@@ -204,5 +209,6 @@ def _legend(question: Question, link: Link, speeds: Speeds, estimates: list[Esti
         "      and checksums. Only the tensor table, which a run sends once, is left out.",
         "total: the stages one after the other, without overlap. speedup: total of dense divided by this total.",
         "break-even: the link speed above which sending S takes less time.",
+        "anchor: all weights, for receivers that have none of them; a publisher with this link takes the faster kind.",
         f"Link: {link}. Speeds: {speeds.origin}. Bits are those of bf16 weights unless given.",
     ]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..patch import Patch, Stats
-    from ..plan import Estimate, Link
+    from ..plan import AnchorEstimate, Estimate, Link
     from ..session import SyncReport
     from .checks import Finding
 
@@ -142,8 +142,8 @@ def patch_tables(path: Path, stats: Stats, with_tensors: bool) -> None:
         console.print(_tensors(stats))
 
 
-def plan_table(link: Link, estimates: list[Estimate], legend: list[str]) -> None:
-    """Print predicted syncs as a table, the fastest marked, and what its columns mean."""
+def plan_table(link: Link, estimates: list[Estimate], anchors: list[AnchorEstimate], legend: list[str]) -> None:
+    """Print predicted syncs and anchors as a table, the fastest marked, and what its columns mean."""
     from ..plan import best
 
     dense = estimates[0]
@@ -162,9 +162,23 @@ def plan_table(link: Link, estimates: list[Estimate], legend: list[str]) -> None
             f"{dense.total_s / estimate.total_s:,.1f}x",
             _break_even(estimate.break_even),
         )
+    fastest_anchor = best(anchors)
+    for anchor in anchors:
+        _add(
+            table,
+            f"anchor, {anchor.name}" + (" ◄" if anchor is fastest_anchor else ""),
+            "",
+            size(anchor.bytes),
+            duration(anchor.encode_s),
+            duration(anchor.send_s),
+            duration(anchor.decode_s),
+            duration(anchor.total_s),
+            "",
+            "",
+        )
     console = _console()
     console.print(table)
-    console.print(f"Fastest at {link}: {fastest.name}\n", soft_wrap=True)
+    console.print(f"Fastest at {link}: {fastest.name}; anchors: {fastest_anchor.name}\n", soft_wrap=True)
     for line in legend:
         console.print(line, soft_wrap=True)
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..errors import InvalidField, NeedsBase
 from ..kernels import MOST_CLASSES, cpu
+from ..kernels.cpu.arguments import ClassEnds, ClassStreams, Landing, Located, Magnitudes, Tiled
 from ..weights.dtypes import DType, UIntArray
 from . import numbers
 from .profile import BucketLayout, Classes, DecodedChanges, Positions, empty
@@ -23,12 +24,12 @@ from .streams import Chunks, Reader, Stream
 KEYS = 512  # thresholds are below this
 
 
-def magnitude(dtype: DType) -> tuple[Any, Any]:
-    """How kernels read the magnitudes of a dtype: an empty array of the integer type, and a mask of bits to keep."""
+def magnitude(dtype: DType) -> Magnitudes:
+    """How kernels read the magnitudes of a dtype."""
     width = 8 * dtype.width
     if dtype.signed:
-        return np.empty(0, f"<i{dtype.width}"), np.uint64((1 << width) - 1)
-    return np.empty(0, dtype.uint), np.uint64((1 << (width - dtype.sign_magnitude)) - 1)
+        return Magnitudes(np.empty(0, f"<i{dtype.width}"), np.uint64((1 << width) - 1))
+    return Magnitudes(np.empty(0, dtype.uint), np.uint64((1 << (width - dtype.sign_magnitude)) - 1))
 
 
 def _limits(classes: Classes) -> tuple[int, Any]:
@@ -54,7 +55,6 @@ class Ctx:
     def encode(self, layout: BucketLayout, positions: Sequence[Positions], words: Sequence[UIntArray]) -> Chunks:
         if layout.old_addresses is None or layout.classes is None:
             raise NeedsBase("profile ctx is written from the old bits: pass the base weights")
-        kind, mask = magnitude(layout.dtype)
         spare, limits = _limits(layout.classes)
         rows = len(limits) + 1
         counts = empty(tiles(layout) * rows, np.uint32)
@@ -65,10 +65,11 @@ class Ctx:
         word_ends = np.array([row.ctypes.data for row in class_words], np.int64)
         written = 0
         for part, steps, (entries, _) in zip(positions, words, layout.spans(positions), strict=True):
-            regions = (layout.old_addresses[entries], layout.numel[entries], layout.count[entries], layout.tile_log)
-            written += cpu.classes.class_gaps(
-                kind, mask, *regions, limits, part, steps, counts[written:], gap_ends, word_ends
+            regions = Tiled(
+                layout.old_addresses[entries], layout.numel[entries], layout.count[entries], layout.tile_log
             )
+            ends = ClassEnds(counts[written:], gap_ends, word_ends)
+            written += cpu.classes.class_gaps(magnitude(layout.dtype), regions, limits, part, steps, ends)
         counts = counts.reshape(-1, rows)[:, spare:]
         streams: Chunks = {Stream.CLASSES: [write_classes(layout.classes)]}
         streams |= numbers.write(layout, counts.ravel(), Stream.TILE_TOKENS, Stream.TILE_LOWS)
@@ -89,7 +90,6 @@ class Ctx:
             raise InvalidField(f"{reader.label}: the changes of all tiles do not add up to those of the entries")
         gaps, words = _read_classes_streams(layout, reader, totals)
         reader.finish()  # no error may come after the old bits were overwritten below
-        kind, mask = magnitude(layout.dtype)
         spare, limits = _limits(classes)
         changes = DecodedChanges(
             positions=layout.allocate(layout.changes, np.uint32),
@@ -98,13 +98,17 @@ class Ctx:
         )
         bad = cpu.classes.class_positions(
             np.empty(0, layout.dtype.uint),
-            *(kind, mask),
-            *(layout.old_addresses, layout.numel, layout.count, layout.tile_log, limits),
-            np.pad(counts, ((0, 0), (spare, 0))).ravel(),
-            np.pad(np.cumsum(totals) - totals, (spare, 0)),
-            *(gaps, words),
-            *(layout.overwrite, layout.dtype.sign_magnitude),
-            *changes,
+            magnitude(layout.dtype),
+            Tiled(layout.old_addresses, layout.numel, layout.count, layout.tile_log),
+            limits,
+            ClassStreams(
+                tiles=np.pad(counts, ((0, 0), (spare, 0))).ravel(),
+                begin=np.pad(np.cumsum(totals) - totals, (spare, 0)),
+                gaps=gaps,
+                words=words,
+            ),
+            Landing(layout.overwrite, layout.dtype.sign_magnitude),
+            Located(*changes),
         )
         if bad >= 0:
             raise InvalidField(

@@ -24,9 +24,11 @@ import numpy.typing as npt
 
 from ..codec.profile import Allocator, empty
 from ..kernels import cpu
+from ..kernels.cpu.arguments import WordKind
 from ..parallel import Progress, ordered, uninterrupted
 from ..weights.digest import Digest
 from ..weights.dtypes import DType
+from ..weights.geometry import runs_at
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.shards import Shards
@@ -162,9 +164,8 @@ def _exchange_or_undo(patch: Contents, weights: LocalWeights, base: Digest, thre
 def _load_undo(dtype: DType) -> None:
     """Have the kernel that undoes changes compiled and at hand before there are any."""
     none = np.empty(0, np.int64)
-    box = np.empty((0, 1), np.int64)
     bits = np.empty(0, dtype.uint)
-    cpu.changes.scatter(bits, none, none, none, box, box, 0, bits)
+    cpu.changes.scatter(bits, none, runs_at(none), 0, bits)
 
 
 def exchange(
@@ -183,7 +184,7 @@ def exchange(
             moved = None
         else:  # old bits take the place of steps
             old = overlay(geometry, part, allocate(new.size, new.dtype) if absolute else new)
-            moved = exchange_bits(old, new, (absolute, part.head.dtype.sign_magnitude))
+            moved = exchange_bits(old, new, WordKind(absolute, part.head.dtype.sign_magnitude))
         yield write_dense_entries(weights, old, new, moved, part)
 
 

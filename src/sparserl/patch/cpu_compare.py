@@ -16,6 +16,7 @@ from ..plan import Changes, Draft
 from ..weights.batches import Batch, batches
 from ..weights.digest import Digest, sums
 from ..weights.dtypes import UIntArray
+from ..weights.geometry import runs_at
 from ..weights.local import LocalWeights
 from ..weights.shards import Place
 from .candidates import Candidates
@@ -116,10 +117,8 @@ class Comparer:
         )
 
     def _moved(self, changes: Changes, before: UIntArray) -> Digest:
-        g = self.old.geometry(changes.tensor, changes.region)
-        first, second = cpu.changes.digest_delta(
-            changes.count, g.start, g.dims, g.size, g.tensor_strides, g.keys, changes.positions, before, changes.after
-        )
+        regions = self.old.geometry(changes.tensor, changes.region).in_tensor
+        first, second = cpu.changes.digest_delta(changes.count, regions, changes.positions, before, changes.after)
         return Digest(int(first), int(second))
 
 
@@ -136,10 +135,8 @@ def candidate_positions(
 
 def gather(tag: Any, addresses: Any, counts: Any, positions: Any) -> UIntArray:
     """The bits at positions of runs in memory, so many of each."""
-    shape = np.ones((counts.size, 1), np.int64)
-    ranks = np.ones(counts.size, np.int64)
     bits: UIntArray = np.empty(positions.size, tag.dtype)
-    cpu.changes.gather(tag, counts, addresses, ranks, shape, shape, positions, bits)
+    cpu.changes.gather(tag, counts, runs_at(addresses), positions, bits)
     return bits
 
 

@@ -178,5 +178,5 @@ def flatten_all(
     """Positions of regions, so many of each, as positions in their tensors."""
     g = tensor_geometry(table, tensor, regions)
     out = np.empty(positions.size, np.int64)
-    cpu.changes.locate(count, g.start, g.dims, g.size, g.tensor_strides, positions, out)
+    cpu.changes.locate(count, g.in_tensor, positions, out)
     return out

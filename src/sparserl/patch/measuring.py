@@ -19,11 +19,13 @@ import numpy.typing as npt
 
 from ..codec import PROFILES
 from ..parallel import Progress, ordered, thread_count
-from ..plan import Speed, Speeds, Work
+from ..plan import AnchorSpeed, Speed, Speeds, Work
 from ..weights.digest import Digest, digest
 from ..weights.dtypes import BY_NAME, Bits
 from .compare import diff
+from .contents import Contents
 from .patch import Patch
+from .snapshot import restore, snapshot
 
 # Densities: the range that reinforcement learning moves in.
 FEW = 0.002
@@ -55,20 +57,23 @@ def measure(
     nbytes = 2 * elements * threads
     copies: list[float] = []
 
+    shards: list[_Shard] = []
+
     def turns(density: float) -> dict[str, _Taken]:
-        shards = list(ordered(lambda seed: _Shard.draw(elements, density, seed), range(threads), threads))
+        shards[:] = list(ordered(lambda seed: _Shard.draw(elements, density, seed), range(threads), threads))
         return {name: _turns(name, shards, threads, repeats, copies, tick) for name in PROFILES}
 
     few = turns(FEW)
     many = turns(MANY)
+    anchors = {name: _anchor_speed(name == "coded", shards, threads, repeats, tick) for name in ("dense", "coded")}
     profiles = {name: _speed(nbytes, few[name], many[name]) for name in PROFILES}
     origin = f"measured on this machine {time.strftime('%Y-%m-%d')}, {megabytes} MB, {threads} thread(s)"
-    return Speeds(threads, median(copies) / nbytes, profiles, origin)
+    return Speeds(threads, median(copies) / nbytes, profiles, anchors, origin)
 
 
 def work_bytes(megabytes: int = 128, repeats: int = 3) -> int:
     """The dense bytes that `measure` works on."""
-    return 2 * len(PROFILES) * (repeats + 1) * megabytes * 10**6
+    return 2 * (len(PROFILES) + 1) * (repeats + 1) * megabytes * 10**6
 
 
 def synthetic(elements: int, density: float, seed: int) -> tuple[Words, Words]:
@@ -100,6 +105,7 @@ class _Shard:
     base: Digest
     changes: int
     patch: bytes = b""
+    anchor: Contents | None = None
 
     @classmethod
     def draw(cls, elements: int, density: float, seed: int) -> _Shard:
@@ -117,6 +123,13 @@ class _Shard:
     def restore(self) -> None:
         """Also what it takes to receive dense weights: a copy."""
         np.copyto(self.target, self.old["w"].array)
+
+    def encode_anchor(self, coded: bool) -> None:
+        self.anchor = snapshot(self.new, coded=coded, threads=1)
+
+    def decode_anchor(self) -> None:
+        assert self.anchor is not None
+        restore(self.anchor, {"w": Bits(np.zeros_like(self.target), _BF16)}, threads=1)
 
 
 class _Taken(NamedTuple):
@@ -145,6 +158,22 @@ def _turns(name: str, shards: list[_Shard], threads: int, repeats: int, copies: 
     patches = [Patch.from_bytes(s.patch) for s in shards]
     sent = sum(p.nbytes - p.table_nbytes for p in patches)
     return _Taken(sum(s.changes for s in shards), median(encodes), median(decodes), 8 * sent)
+
+
+def _anchor_speed(coded: bool, shards: list[_Shard], threads: int, repeats: int, tick: Progress) -> AnchorSpeed:
+    """Make and take anchors of all shards at once, several times, of which the first only warms up."""
+    encodes: list[float] = []
+    decodes: list[float] = []
+    nbytes = sum(shard.target.nbytes for shard in shards)
+    for turn in range(repeats + 1):
+        encode_s = _timed(lambda shard: shard.encode_anchor(coded), shards, threads)
+        decode_s = _timed(_Shard.decode_anchor, shards, threads)
+        if turn:
+            encodes.append(encode_s)
+            decodes.append(decode_s)
+        tick(nbytes)
+    sent = sum(shard.anchor.nbytes for shard in shards if shard.anchor is not None)
+    return AnchorSpeed(median(encodes) / nbytes, median(decodes) / nbytes, sent / nbytes)
 
 
 def _timed(work: Callable[[_Shard], None], shards: list[_Shard], threads: int) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
+from ..kernels.cpu.arguments import InMemory
 from ..weights.dtypes import UIntArray
 from ..weights.geometry import Geometry
 from ..weights.local import LocalWeights
@@ -49,16 +50,16 @@ class Overlay:
 
     def scatter(self) -> None:
         """Write these bits but for the dense ones. Nothing is copied: it also undoes what failed for lack of memory."""
-        args, in_host_memory = self._host_arguments()
-        cpu.changes.scatter(*args[:-1], args[-1].ctypes.data, self.bits[in_host_memory])
+        counts, regions, positions, in_host_memory = self._in_host_memory()
+        cpu.changes.scatter(self.tag, counts, regions, positions.ctypes.data, self.bits[in_host_memory])
         if self.on_gpu is not None:
             self.on_gpu.write(self.bits)
 
     def gather(self, out: UIntArray) -> None:
         """Read the bits that are at these positions."""
-        args, in_host_memory = self._host_arguments()
+        counts, regions, positions, in_host_memory = self._in_host_memory()
         host_bits = out[in_host_memory]
-        cpu.changes.gather(*args, host_bits)
+        cpu.changes.gather(self.tag, counts, regions, positions, host_bits)
         if self.on_gpu is not None:
             out[in_host_memory] = host_bits
             self.on_gpu.read(out)
@@ -72,15 +73,14 @@ class Overlay:
             replace(self, bits=out).scatter()
             raise
 
-    def _host_arguments(self) -> tuple[tuple[Any, Any, Any, Any, Any, Any, Any], Any]:
-        """What kernels need to know of the positions in host memory, and which ones these are."""
-        g = self.geometry
+    def _in_host_memory(self) -> tuple[Counts, InMemory, Positions, Any]:
+        """Counts, regions and positions in host memory, and which of all positions these are."""
+        regions = self.geometry.in_memory
         if self.on_gpu is None:
-            return (self.tag, self.count, g.address, g.dims, g.size, g.memory_strides, self.positions), slice(None)
+            return self.count, regions, self.positions, slice(None)
         entries = self.on_gpu.host_entries
         changes = self.on_gpu.host_changes
-        places = g.address[entries], g.dims[entries], g.size[entries], g.memory_strides[entries]
-        return (self.tag, self.count[entries], *places, self.positions[changes]), changes
+        return self.count[entries], InMemory(*(column[entries] for column in regions)), self.positions[changes], changes
 
     def write_dense(self, weights: LocalWeights) -> None:
         """Write the regions that are given as a whole."""

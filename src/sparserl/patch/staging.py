@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ..errors import TiedConflict, WrongBase
 from ..kernels import cpu
+from ..kernels.cpu.arguments import ChangeAddresses, WordKind
 from ..plan import advance
 from ..weights.batches import Batch
 from ..weights.digest import Digest, sums
@@ -82,21 +83,20 @@ def overlay(geometry: Geometry, decoded: Decoded, bits: UIntArray | None) -> Ove
     return Overlay(tag, geometry, decoded.sparse_count, decoded.positions, bits, [])
 
 
-def exchange_bits(old: Overlay, new: UIntArray, order: tuple[bool, bool]) -> Digest:
+def exchange_bits(old: Overlay, new: UIntArray, words: WordKind) -> Digest:
     """Write new bits, or steps, where `old` says, and fill `old` with the bits that were there.
 
     Args:
         old: Where changes go; its bits are overwritten.
         new: The new bits, or steps.
-        order: Whether `new` are bits, and whether the dtype is ordered by sign and magnitude.
+        words: Which of the two `new` are.
 
     Returns:
         How the digest moves.
     """
     g = old.geometry
-    places = g.address, g.start, g.dims, g.size, g.memory_strides, g.tensor_strides, g.keys
-    addresses = old.positions.ctypes.data, new.ctypes.data
-    first, second = cpu.changes.exchange(old.tag, old.count, *places, *addresses, *order, old.bits.ctypes.data)
+    addresses = ChangeAddresses(old.positions.ctypes.data, new.ctypes.data, old.bits.ctypes.data)
+    first, second = cpu.changes.exchange(old.tag, old.count, g.in_memory, g.in_tensor, addresses, words)
     return Digest(int(first), int(second))
 
 
@@ -129,10 +129,7 @@ def write_dense_entries(
 
 def _sparse_moved(old: Overlay, new: UIntArray) -> Digest:
     """How the digest moves when old bits become new ones."""
-    g = old.geometry
-    first, second = cpu.changes.digest_delta(
-        old.count, g.start, g.dims, g.size, g.tensor_strides, g.keys, old.positions, old.bits, new
-    )
+    first, second = cpu.changes.digest_delta(old.count, old.geometry.in_tensor, old.positions, old.bits, new)
     return Digest(int(first), int(second))
 
 

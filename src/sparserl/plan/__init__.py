@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from .buckets import Draft, EncodedBucket, begin, cut, write
 from .changes import Changes, Dense, advance, steps_between
-from .cost import Chooser, Estimate, Link, Speed, Speeds, Work, best, predict
+from .cost import (
+    AnchorEstimate,
+    AnchorSpeed,
+    Chooser,
+    Estimate,
+    Link,
+    Speed,
+    Speeds,
+    Work,
+    best,
+    predict,
+    predict_anchor,
+)
 from .estimates import candidates, estimate
 from .routing import route
 
 __all__ = [
+    "AnchorEstimate",
+    "AnchorSpeed",
     "Changes",
     "Chooser",
     "Dense",
@@ -26,6 +40,7 @@ __all__ = [
     "cut",
     "estimate",
     "predict",
+    "predict_anchor",
     "route",
     "steps_between",
     "write",

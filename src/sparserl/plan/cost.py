@@ -4,7 +4,8 @@
             S, changes        X        S, changes
 
 S is the dense bytes, X the bytes sent. Encoding and decoding take some seconds for each dense byte and for each change;
-sending takes the latency and X over the bandwidth. The stages add up: none is assumed to overlap another.
+sending takes the latency and X over the bandwidth. The stages add up: none is assumed to overlap another. An anchor
+has all weights: it takes some seconds for each dense byte, and is sent as it is or coded.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import SparserlError
 from ..files import replacing
@@ -25,7 +26,7 @@ from ..humanize import parse_duration
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _NUMBER = r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*"
 _BANDWIDTH = re.compile(_NUMBER + r"(?:([kKmMgGtT]i?)?(b|bits?|B|[bB]ytes?)(?:/s|ps)?)?\s*")
-_FILE_VERSION = 1  # of the file that holds speeds
+_FILE_VERSION = 2  # of the file that holds speeds
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,22 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class AnchorSpeed:
+    """One way to write an anchor: seconds for each dense byte on both sides, and the bytes that it takes for each."""
+
+    encode: float
+    decode: float
+    share: float
+
+
+@dataclass(frozen=True)
 class Speeds:
     """How fast one machine is with a number of threads. `patch.measure` measures it, `save` and `load` store it."""
 
     threads: int
     copy: float  # seconds per byte of copying dense weights to their memory
     profiles: Mapping[str, Speed]
+    anchors: Mapping[str, AnchorSpeed]  # "dense" and "coded"
     origin: str  # a text for people: how the figures were made
 
     def save(self) -> Path:
@@ -136,7 +147,8 @@ class Speeds:
             if values.pop("shape") != _FILE_VERSION:
                 return None
             profiles = {name: _speed(**speed) for name, speed in values.pop("profiles").items()}
-            return cls(profiles=profiles, **values)
+            anchors = {name: AnchorSpeed(**speed) for name, speed in values.pop("anchors").items()}
+            return cls(profiles=profiles, anchors=anchors, **values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -166,28 +178,38 @@ BUILT_IN = Speeds(
         "ulp": Speed(Work(0.5e-9, 70e-9), Work(0.1e-9, 60e-9), 10.5, 1.1),
         "ctx": Speed(Work(0.8e-9, 120e-9), Work(0.4e-9, 100e-9), 6.5, 0.5),
     },
+    anchors={
+        "dense": AnchorSpeed(1.6e-9, 1.2e-9, 1.0),
+        "coded": AnchorSpeed(4.0e-9, 3.2e-9, 0.68),
+    },
     origin="built in, not measured here",
 )
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The predicted times of one way to sync.
-
-    `break_even` is the speed of a link, in bits per second, above which dense weights are faster; None for dense.
-    """
+class AnchorEstimate:
+    """The bytes and predicted times of one way to send all weights."""
 
     name: str
-    bits_per_change: float
     bytes: float
     encode_s: float
     send_s: float
     decode_s: float
-    break_even: float | None = None
 
     @property
     def total_s(self) -> float:
         return self.encode_s + self.send_s + self.decode_s
+
+
+@dataclass(frozen=True)
+class Estimate(AnchorEstimate):
+    """The bytes and predicted times of one way to send what changed.
+
+    `break_even` is the speed of a link, in bits per second, above which dense weights are faster; None for dense.
+    """
+
+    bits_per_change: float
+    break_even: float | None = None
 
     @property
     def sparse(self) -> bool:
@@ -216,7 +238,12 @@ def predict(
     changes = elements * density
     out = [
         Estimate(
-            "dense", 8 * dense_bytes / changes, dense_bytes, 0.0, link.seconds(dense_bytes), speeds.copy * dense_bytes
+            name="dense",
+            bytes=dense_bytes,
+            encode_s=0.0,
+            send_s=link.seconds(dense_bytes),
+            decode_s=speeds.copy * dense_bytes,
+            bits_per_change=8 * dense_bytes / changes,
         )
     ]
     for name, speed in speeds.profiles.items():
@@ -228,13 +255,36 @@ def predict(
         break_even = 8 * (dense_bytes - sparse_bytes) / extra_seconds if extra_seconds > 0 else math.inf
         out.append(
             Estimate(
-                name, 8 * sparse_bytes / changes, sparse_bytes, encode, link.seconds(sparse_bytes), decode, break_even
+                name=name,
+                bytes=sparse_bytes,
+                encode_s=encode,
+                send_s=link.seconds(sparse_bytes),
+                decode_s=decode,
+                bits_per_change=8 * sparse_bytes / changes,
+                break_even=break_even,
             )
         )
     return out
 
 
-def best(estimates: list[Estimate]) -> Estimate:
+def predict_anchor(dense_bytes: float, link: Link, speeds: Speeds) -> list[AnchorEstimate]:
+    """The predicted times of sending all weights as an anchor: as they are, and coded."""
+    return [
+        AnchorEstimate(
+            name=name,
+            bytes=speed.share * dense_bytes,
+            encode_s=speed.encode * dense_bytes,
+            send_s=link.seconds(speed.share * dense_bytes),
+            decode_s=speed.decode * dense_bytes,
+        )
+        for name, speed in speeds.anchors.items()
+    ]
+
+
+_AnyEstimate = TypeVar("_AnyEstimate", bound=AnchorEstimate)
+
+
+def best(estimates: Sequence[_AnyEstimate]) -> _AnyEstimate:
     """The fastest estimate; the first if several are equally fast."""
     return min(estimates, key=lambda e: e.total_s)
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from ..errors import ChecksumMismatch, LimitExceeded
-from ..parallel import ordered
+from ..parallel import ordered, thread_count
 from ..patch import Patch
-from ..patch.compare import Comparison
 from ..patch.contents import BucketList
-from ..weights.digest import Digest, digest
+from ..patch.snapshot import restore, snapshot
+from ..plan import Link, Speeds, best, predict_anchor
+from ..weights.digest import Digest
 from ..weights.dtypes import Bits, DType
+from ..weights.local import LocalWeights
 from ..weights.memory import Memory, Weights
 from ..weights.region import Shape
 from ..weights.shards import Part, Shards
 from ..weights.staging import gpu_tensor
 from ..weights.table import TensorTable
-from ..weights.tensors import memories, memory_of, table_of
+from ..weights.tensors import memories, memory_of
 from .memory_limit import require_memory
+from .options import EncodingOptions
 
 SPOOL_BYTES = 256 << 20  # patches that may be larger than this lie on disk
 
@@ -66,15 +70,19 @@ def build_weights(
 ) -> dict[str, Bits]:
     """The weights that patches lead to: from a start, which is written to, or from nothing.
 
+    patches: those from the start on, or an anchor and those after it.
     result: the digest that they must have.
     """
+    remaining = iter(patches)
     if start is None:
         require_memory(table.dense_bytes)
         weights = zeros(table)
-        current = digest(weights, threads=threads)
+        anchor = next(remaining)
+        restore(anchor.contents, weights, threads)
+        current = anchor.result
     else:
         weights, current = start
-    for patch in patches:
+    for patch in remaining:
         patch.apply(weights, digest=current, threads=threads)
         current = patch.result
     if current != result:
@@ -82,19 +90,21 @@ def build_weights(
     return weights
 
 
-def anchor_of(weights: Weights | Shards, threads: int | None = None) -> Patch:
+def anchor_of(weights: Weights | Shards, encoding: EncodingOptions) -> Patch:
     """All weights (of shards: those at hand), as the patch that makes them of nothing."""
-    nothing: Weights | Shards
-    if isinstance(weights, Shards):
-        table = weights.table
-        weights = weights.map(lambda part: part.data)  # marks count from another version
-        nothing = weights.map(lambda part: _zeros(part.region.size, table[table.index[part.tensor]].dtype, table))
-    else:
-        table = table_of(memories(weights))
-        nothing = zeros(table)
-    comparison = Comparison(nothing, weights, profile="auto")
-    changes = comparison.compare(threads, None, keep=False)
-    return Patch(comparison.encode(changes, None, bucket_list(table.dense_bytes), threads))
+    local = LocalWeights.of(weights)
+    nbytes = sum(math.prod(memory.shape) * memory.dtype.width for _, memory in local.parts)
+    coded = anchor_is_coded(encoding, nbytes)
+    return Patch(snapshot(weights, coded=coded, to=bucket_list(nbytes), threads=encoding.threads))
+
+
+def anchor_is_coded(encoding: EncodingOptions, nbytes: int) -> bool:
+    """Whether an anchor of so many bytes is coded: as the profile says or, where there is a link, if that is faster."""
+    if encoding.profile != "auto" or encoding.link is None:
+        return encoding.profile != "raw"
+    link = Link.parse(encoding.link) if isinstance(encoding.link, str) else encoding.link
+    speeds = Speeds.load_or_built_in(thread_count(encoding.threads))
+    return best(predict_anchor(nbytes, link, speeds)).name == "coded"
 
 
 def bucket_list(size: int, count: int | None = None) -> BucketList:

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from ..errors import TensorMismatch
 from ..kernels import cpu
+from ..kernels.cpu.arguments import InTensor
 from ..patch.cpu_compare import scan
 from ..weights.batches import PIECE_BYTES, Batch, batches
 from ..weights.dtypes import UIntArray
-from ..weights.geometry import Geometry, tensor_geometry
+from ..weights.geometry import Geometry, runs_at, tensor_geometry
 from ..weights.marks import Bitmap
 from ..weights.memory import Memory, address_of
 from ..weights.region import Numbers, Region, run_start, whole
@@ -208,12 +209,11 @@ class Plan:
         in_place = address != 0
         selected = np.repeat(in_place, changes.counts)
         first = address[in_place] + batch.offset * batch.dtype.width
-        ones = np.ones((in_place.sum(), 1), np.int64)
         tag = np.empty(0, batch.dtype.uint)
         positions = changes.positions[selected]
         bits = changes.bits[selected]
         counts = changes.counts[in_place]
-        cpu.changes.scatter(tag, counts, first, ones[:, 0].copy(), ones, ones, positions.ctypes.data, bits)
+        cpu.changes.scatter(tag, counts, runs_at(first), positions.ctypes.data, bits)
 
 
 class RowMarks:
@@ -300,9 +300,8 @@ def compare(cut: Cut, some: Numbers, old: Bits, new: Bits) -> RowChanges:
     changed = some[counts > 0]
     counts = counts[counts > 0]
     moved = np.empty((changed.size, 2), np.uint64)
-    g = cut.geometry
-    geometry = (g.start[changed], g.dims[changed], g.size[changed], g.tensor_strides[changed], g.keys[changed])
-    cpu.marks.digest_deltas(counts, *geometry, positions, old_bits, new_bits, moved)
+    regions = InTensor(*(column[changed] for column in cut.geometry.in_tensor))
+    cpu.marks.digest_deltas(counts, regions, positions, old_bits, new_bits, moved)
     return RowChanges(cut, cut.rows[changed], counts, positions, new_bits, moved)
 
 

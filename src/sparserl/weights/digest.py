@@ -81,7 +81,7 @@ class Digest:
 
 def table_digest(table: TensorTable) -> Digest:
     """The terms of names, dtypes and shapes: for each tensor the mix of a zero at a position that no element has."""
-    zero = np.zeros(1, np.uint8)
+    zero = np.zeros(1, np.uint16)  # of any width: this kernel is compiled for bf16 anyway
     n = len(table)
     address = np.full(n, zero.ctypes.data, np.int64)
     size = np.ones(n, np.int64)
@@ -95,8 +95,8 @@ def sums(table: TensorTable, batch: Batch, addresses: Numbers) -> Digest:
     width_tag = np.empty(0, batch.dtype.uint)  # tells the kernel how wide elements are
     keys = table.keys[batch.tensor]
     if any(region is not None for region in batch.region):
-        g = tensor_geometry(table, batch.tensor, batch.region)
-        first, second = cpu.changes.digest_boxes(width_tag, addresses, g.start, g.dims, g.size, g.tensor_strides, keys)
+        boxes = tensor_geometry(table, batch.tensor, batch.region).in_tensor
+        first, second = cpu.changes.digest_boxes(width_tag, addresses, boxes)
     else:
         start = np.zeros(len(batch), np.int64)
         first, second = cpu.changes.digest(width_tag, addresses, batch.numel, start, keys)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..kernels.cpu.arguments import InMemory, InTensor
 from .boxes import Boxes, corners
 from .region import Numbers, Region, Shape, collapse, row_major, run_start
 from .table import TensorTable
@@ -24,6 +25,16 @@ class Geometry:
     size: Numbers
     memory_strides: Numbers  # in elements
     tensor_strides: Numbers  # in elements
+
+    @property
+    def in_memory(self) -> InMemory:
+        """What kernels need to find elements in memory."""
+        return InMemory(self.address, self.dims, self.size, self.memory_strides)
+
+    @property
+    def in_tensor(self) -> InTensor:
+        """What kernels need to find elements in their tensors."""
+        return InTensor(self.start, self.dims, self.size, self.tensor_strides, self.keys)
 
     @classmethod
     def contiguous(cls, table: TensorTable, tensor: Numbers) -> Geometry:
@@ -94,6 +105,12 @@ class Geometry:
         self.size[row, : max(1, len(size))] = size or (1,)
         self.memory_strides[row, : len(size)] = memory_strides
         self.tensor_strides[row, : len(size)] = tensor_strides
+
+
+def runs_at(address: Numbers) -> InMemory:
+    """Consecutive elements at each of these addresses, however many."""
+    ones = np.ones((address.size, 1), np.int64)
+    return InMemory(address, np.ones(address.size, np.int64), ones, ones)
 
 
 def _wide_strides(table: TensorTable, tensor: Numbers, rank: int) -> Numbers:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ..kernels import cpu, gpu
+from ..kernels.cpu.arguments import InTensor
 from .batches import PIECE_BYTES, Batch
 from .dtypes import DType, UIntArray
 from .geometry import Geometry
@@ -302,15 +303,14 @@ class GpuElements:
             which = np.flatnonzero(entries[entry])
             width = base.element_size()
             offsets = np.empty(which.size, np.int64)
-            cpu.changes.locate(
-                count[entries],
-                (geometry.address[entries] - base.data_ptr()) // width,
-                geometry.dims[entries],
-                geometry.size[entries],
-                geometry.memory_strides[entries],
-                positions[which],
-                offsets,
+            regions = InTensor(
+                start=(geometry.address[entries] - base.data_ptr()) // width,  # as if all GPU memory were a tensor
+                dims=geometry.dims[entries],
+                size=geometry.size[entries],
+                stride=geometry.memory_strides[entries],
+                keys=geometry.keys[entries],
             )
+            cpu.changes.locate(count[entries], regions, positions[which], offsets)
             with on_stream(weights, device):
                 self._parts.append((base.detach().view(gpu.changes.INTS[width]), upload(offsets, device), which))
         self.host_entries = np.array([tensor is None for tensor in tensors], bool)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import ChangeAddresses, InMemory, InTensor, WordKind
+from .compiling import inline, kernel
 from .llvm import (
     ARM,
     GOLDEN,
@@ -24,9 +26,7 @@ from .llvm import (
     digest_delta_blocks,
     falls16,
     highest,
-    inline,
     keep_alive,
-    kernel,
     load,
     load32,
     lowest,
@@ -180,32 +180,34 @@ def digest(tag: Any, address: Any, size: Any, start: Any, keys: Any) -> tuple[An
 
 
 @inline
-def _offset(p: Any, e: Any, dims: Any, size: Any, stride: Any) -> Any:
+def _offset(p: Any, e: Any, regions: Any) -> Any:
     """The distance of position `p` of region `e` from the region's first element, by the strides."""
-    if dims[e] == 1:
-        return p * stride[e, 0]
+    if regions.dims[e] == 1:
+        return p * regions.stride[e, 0]
     out = np.int64(0)
-    for d in range(dims[e] - 1, -1, -1):
-        out += (p % size[e, d]) * stride[e, d]
-        p //= size[e, d]
+    for d in range(regions.dims[e] - 1, -1, -1):
+        out += (p % regions.size[e, d]) * regions.stride[e, d]
+        p //= regions.size[e, d]
     return out
 
 
 @kernel
-def digest_boxes(tag: Any, address: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any) -> tuple[Any, Any]:
-    """Both sums over a batch of boxes whose bits lie in row-major order; `stride` is that of the tensor."""
+def digest_boxes(tag: Any, address: Any, boxes: InTensor) -> tuple[Any, Any]:
+    """Both sums over a batch of boxes, whose bits lie in row-major order at addresses."""
     width = width_of(tag)
+    keys = boxes.keys
     first = np.uint64(0)
     second = np.uint64(0)
-    for e in range(start.size):
-        inner = size[e, dims[e] - 1]
+    for e in range(boxes.start.size):
+        dims = boxes.dims[e]
+        inner = boxes.size[e, dims - 1]
         rows = np.int64(1)
-        for d in range(dims[e] - 1):
-            rows *= size[e, d]
-        whole = stride[e, dims[e] - 1] == 1
+        for d in range(dims - 1):
+            rows *= boxes.size[e, d]
+        whole = boxes.stride[e, dims - 1] == 1
         run = inner if whole else np.int64(1)
         for p in range(0, rows * inner, run):
-            at = start[e] + _offset(p, e, dims, size, stride)
+            at = boxes.start[e] + _offset(p, e, boxes)
             x, y = _digest_run(tag, address[e] + p * width, run, keys[e, 0] + np.uint64(at) * _GOLDEN, keys[e, 1])
             first += x
             second += y
@@ -213,12 +215,12 @@ def digest_boxes(tag: Any, address: Any, start: Any, dims: Any, size: Any, strid
 
 
 @kernel
-def locate(counts: Any, start: Any, dims: Any, size: Any, stride: Any, positions: Any, out: Any) -> None:
+def locate(counts: Any, regions: InTensor, positions: Any, out: Any) -> None:
     """The position of each change in its tensor: int64, since tensors may be larger than regions."""
     k = 0
     for e in range(counts.size):
         for _ in range(counts[e]):
-            out[k] = start[e] + _offset(np.int64(positions[k]), e, dims, size, stride)
+            out[k] = regions.start[e] + _offset(np.int64(positions[k]), e, regions)
             k += 1
 
 
@@ -229,12 +231,13 @@ def _element_address(tag: Any, base: Any, positions: Any, k: Any) -> Any:
 
 
 @kernel
-def gather(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any, positions: Any, out: Any) -> None:
-    """The bits at the changed positions. `first` is the address of each region's first element."""
+def gather(tag: Any, counts: Any, regions: InMemory, positions: Any, out: Any) -> None:
+    """The bits at the changed positions."""
+    first = regions.first
     k = np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
-        if dims[e] == 1 and stride[e, 0] == 1:
+        if regions.dims[e] == 1 and regions.stride[e, 0] == 1:
             for i in range(k, end - _AHEAD):
                 prefetch(_element_address(tag, first[e], positions, i + _AHEAD))
                 out[np.uint64(i)] = load(tag, _element_address(tag, first[e], positions, i))
@@ -242,19 +245,20 @@ def gather(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any,
                 out[i] = load(tag, _element_address(tag, first[e], positions, i))
         else:
             for i in range(k, end):
-                offset = _offset(np.int64(positions[i]), e, dims, size, stride)
+                offset = _offset(np.int64(positions[i]), e, regions)
                 out[i] = load(tag, first[e] + offset * width_of(tag))
         k = end
 
 
 @kernel
-def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any, position_at: Any, bits: Any) -> None:
+def scatter(tag: Any, counts: Any, regions: InMemory, position_at: Any, bits: Any) -> None:
     """Write bits to the changed positions, in place. The positions are consecutive uint32 at an address."""
+    first = regions.first
     k = np.int64(0)
     width = width_of(tag)
     for e in range(counts.size):
         end = k + counts[e]
-        if dims[e] == 1 and stride[e, 0] == 1:
+        if regions.dims[e] == 1 and regions.stride[e, 0] == 1:
             for i in range(k, end - _AHEAD):
                 prefetch(first[e] + width * load32(position_at + 4 * (i + _AHEAD)))
                 store(tag, first[e] + width * load32(position_at + 4 * i), bits[np.uint64(i)])
@@ -262,7 +266,7 @@ def scatter(tag: Any, counts: Any, first: Any, dims: Any, size: Any, stride: Any
                 store(tag, first[e] + width * load32(position_at + 4 * i), bits[i])
         else:
             for i in range(k, end):
-                offset = _offset(load32(position_at + 4 * i), e, dims, size, stride)
+                offset = _offset(load32(position_at + 4 * i), e, regions)
                 store(tag, first[e] + width * offset, bits[i])
         k = end
 
@@ -307,9 +311,7 @@ def _change_delta(weyl: Any, key: Any, old: Any, new: Any) -> Any:
 
 
 @inline
-def _changes_delta(
-    tag: Any, e: Any, k: Any, end: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, changes: Any
-) -> Any:
+def _changes_delta(tag: Any, e: Any, k: Any, end: Any, regions: Any, changes: Any) -> Any:
     """How the two digest sums change with the changes from `k` to `end`, which are of entry `e`.
 
     `changes` are the addresses of positions, old bits and new bits.
@@ -318,10 +320,10 @@ def _changes_delta(
     width = width_of(tag)
     first = np.uint64(0)
     second = np.uint64(0)
-    key = keys[e, 1]
-    line = dims[e] == 1
-    origin = keys[e, 0] + np.uint64(start[e]) * _GOLDEN
-    step = np.uint64(stride[e, 0]) * _GOLDEN
+    key = regions.keys[e, 1]
+    line = regions.dims[e] == 1
+    origin = regions.keys[e, 0] + np.uint64(regions.start[e]) * _GOLDEN
+    step = np.uint64(regions.stride[e, 0]) * _GOLDEN
     blocks = (end - k) // 16 if line else 0
     if blocks:
         offset = width * k
@@ -329,7 +331,7 @@ def _changes_delta(
             tag, position_at + 4 * k, old_at + offset, new_at + offset, blocks, origin, step, key
         )
     for i in range(k + 16 * blocks, end):
-        weyl = origin + np.uint64(_offset(load32(position_at + 4 * i), e, dims, size, stride)) * _GOLDEN
+        weyl = origin + np.uint64(_offset(load32(position_at + 4 * i), e, regions)) * _GOLDEN
         x, y = _change_delta(weyl, key, load(tag, old_at + width * i), load(tag, new_at + width * i))
         first += x
         second += y
@@ -337,7 +339,7 @@ def _changes_delta(
 
 
 @inline
-def _exchange_scalar(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, order: Any) -> Any:
+def _exchange_scalar(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, words: Any) -> Any:
     """Exchange the changes from `k` to `end`, with `_AHEAD` more behind them. Returns how the two sums change.
 
     An Arm processor has finished a change when the next cache line arrives. That line is prefetched twice: to the
@@ -345,7 +347,7 @@ def _exchange_scalar(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: 
     """
     origin, step, key = line
     position_at, word_at, old_at = changes
-    absolute, sign_magnitude = order
+    absolute, sign_magnitude = words
     width = width_of(tag)
     first = np.uint64(0)
     second = np.uint64(0)
@@ -362,10 +364,10 @@ def _exchange_scalar(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: 
 
 
 @inline
-def _exchange_vectors(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, order: Any, scratch: Any) -> None:
+def _exchange_vectors(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, words: Any, scratch: Any) -> None:
     """The same for a multiple of 16 changes, by vectors. The sums change lane by lane; `exchange` owns the scratch."""
     position_at, word_at, old_at = changes
-    absolute, sign_magnitude = order
+    absolute, sign_magnitude = words
     lane_at, read_at, new_at = scratch
     width = width_of(tag)
     if k < end:
@@ -388,58 +390,46 @@ def _exchange_vectors(tag: Any, base: Any, k: Any, end: Any, line: Any, changes:
 
 @kernel
 def exchange(
-    tag: Any,
-    counts: Any,
-    first: Any,
-    start: Any,
-    dims: Any,
-    size: Any,
-    inside: Any,
-    outside: Any,
-    keys: Any,
-    position_at: Any,
-    word_at: Any,
-    absolute: Any,
-    sign_magnitude: Any,
-    old_at: Any,
+    tag: Any, counts: Any, in_memory: InMemory, in_tensor: InTensor, changes: ChangeAddresses, words: WordKind
 ) -> tuple[Any, Any]:
-    """Write new bits to the changed positions, in place: `absolute` words, or steps from the old bits.
+    """Write new bits to the changed positions, in place, and the old bits to where the steps may lie.
 
-    Positions (uint32) and words are at addresses, which need not be aligned. The old bits go to `old_at`, where the
-    steps may lie. Returns how the digest's two sums change. Every cache line is fetched once, and while some are
-    fetched others are summed up. Once a bit is written, nothing can fail.
+    Returns how the digest's two sums change. Every cache line is fetched once, and while some are fetched others are
+    summed up. Once a bit is written, nothing can fail.
     """
     lanes = np.zeros((2, 16), np.uint64)
     old = np.empty((2, 16), tag.dtype)
     new = np.empty(16, tag.dtype)
     scratch = np.int64(lanes.ctypes.data), np.int64(old.ctypes.data), np.int64(new.ctypes.data)
-    changes = (position_at, word_at, old_at)
-    order = (absolute, sign_magnitude)
     width = width_of(tag)
+    first = in_memory.first
+    keys = in_tensor.keys
     first_sum = np.uint64(0)
     second_sum = np.uint64(0)
     k = np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
-        if dims[e] == 1 and inside[e, 0] == 1:
-            origin = keys[e, 0] + np.uint64(start[e]) * _GOLDEN
-            step = np.uint64(outside[e, 0]) * _GOLDEN
+        if in_memory.dims[e] == 1 and in_memory.stride[e, 0] == 1:
+            origin = keys[e, 0] + np.uint64(in_tensor.start[e]) * _GOLDEN
+            step = np.uint64(in_tensor.stride[e, 0]) * _GOLDEN
             line = (origin, step, keys[e, 1])
             stop = k + max(0, end - k - _AHEAD) // 16 * 16
             if ARM:
-                a, b = _exchange_scalar(tag, first[e], k, stop, line, changes, order)
+                a, b = _exchange_scalar(tag, first[e], k, stop, line, changes, words)
                 first_sum += a
                 second_sum += b
             else:
-                _exchange_vectors(tag, first[e], k, stop, line, changes, order, scratch)
+                _exchange_vectors(tag, first[e], k, stop, line, changes, words, scratch)
             k = stop
         while k < end:
             stop = min(k + 16, end)
             for i in range(k, stop):
-                at = first[e] + width * _offset(load32(position_at + 4 * i), e, dims, size, inside)
-                new[i - k] = _swap(tag, at, *order, word_at + width * i, old_at + width * i)[1]
-            written = position_at, old_at, scratch[2] - width * k
-            a, b = _changes_delta(tag, e, k, stop, start, dims, size, outside, keys, written)
+                at = first[e] + width * _offset(load32(changes.position + 4 * i), e, in_memory)
+                new[i - k] = _swap(
+                    tag, at, words.absolute, words.sign_magnitude, changes.word + width * i, changes.old + width * i
+                )[1]
+            written = changes.position, changes.old, scratch[2] - width * k
+            a, b = _changes_delta(tag, e, k, stop, in_tensor, written)
             first_sum += a
             second_sum += b
             k = stop
@@ -452,16 +442,14 @@ def exchange(
 
 
 @kernel
-def digest_delta(
-    counts: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, positions: Any, old: Any, new: Any
-) -> tuple[Any, Any]:
+def digest_delta(counts: Any, regions: InTensor, positions: Any, old: Any, new: Any) -> tuple[Any, Any]:
     """How the two sums change when the old bits at the changed positions become the new ones."""
     changes = np.int64(positions.ctypes.data), np.int64(old.ctypes.data), np.int64(new.ctypes.data)
     first = np.uint64(0)
     second = np.uint64(0)
     k = np.int64(0)
     for e in range(counts.size):
-        x, y = _changes_delta(old, e, k, k + counts[e], start, dims, size, stride, keys, changes)
+        x, y = _changes_delta(old, e, k, k + counts[e], regions, changes)
         first += x
         second += y
         k += counts[e]

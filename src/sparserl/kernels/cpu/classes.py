@@ -6,7 +6,7 @@ elements are then touched one by one. On Arm, where masks are slow, ranks are co
 for blocks with changes only.
 
 `kind` is an empty array whose dtype gives width and magnitude (see `llvm.classify`), `keep` the magnitude bits of an
-unsigned dtype. `address` has the address of each entry's old bits, which are contiguous.
+unsigned dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from .. import MOST_CLASSES
+from .arguments import ClassEnds, ClassStreams, Landing, Located, Magnitudes, Tiled
 from .changes import advance_bits
+from .compiling import inline, kernel
 from .llvm import (
     ARM,
     STRETCH,
@@ -28,9 +30,7 @@ from .llvm import (
     classify_short,
     copy_bytes,
     every8,
-    inline,
     keep_alive,
-    kernel,
     load,
     load32,
     popcount,
@@ -219,24 +219,14 @@ def _class_of(size: Any, limits: Any) -> Any:
 
 
 @kernel
-def class_gaps(
-    kind: Any,
-    keep: Any,
-    address: Any,
-    numel: Any,
-    counts: Any,
-    log: Any,
-    limits: Any,
-    positions: Any,
-    words: Any,
-    tiles: Any,
-    gap_at: Any,
-    word_at: Any,
-) -> Any:
+def class_gaps(magnitudes: Magnitudes, regions: Tiled, limits: Any, positions: Any, words: Any, ends: ClassEnds) -> Any:
     """Gaps and words of all changes, class by class, and the changes per tile and class. Returns how many these are.
 
-    `gap_at` and `word_at` are the addresses where the uint32 gaps and the words of each class go, and where they end.
+    The addresses of `ends` are where the uint32 gaps and the words of each class go, and then where they end.
     """
+    kind, keep = magnitudes
+    address, numel, counts, log = regions
+    tiles, gap_at, word_at = ends
     width = width_of(kind)
     classes = len(limits) + 1
     masks, ranks, edge = _allocate_stretch(kind, classes)
@@ -313,12 +303,13 @@ def _find_blocks(rank: Any, q: Any, end: Any, rank_at: Any, coarse_at: Any, gap_
 
 
 @inline
-def _read_and_write(tag: Any, address: Any, ahead: Any, k: Any, end: Any, out: Any) -> None:
+def _read_and_write(tag: Any, address: Any, ahead: Any, k: Any, end: Any, landing: Any, out: Any) -> None:
     """Read the old bits of the changes from `k` to `end`, and write the new ones if asked to.
 
     A short loop of its own, so that a processor works on several changes at once.
     """
-    positions, words, old, write, sign_magnitude = out
+    positions, words, old = out
+    write, sign_magnitude = landing
     width = width_of(tag)
     for i in range(k, end):
         at = address + np.int64(positions[np.uint64(i)]) * width
@@ -333,35 +324,19 @@ def _read_and_write(tag: Any, address: Any, ahead: Any, k: Any, end: Any, out: A
 
 @kernel
 def class_positions(
-    tag: Any,
-    kind: Any,
-    keep: Any,
-    address: Any,
-    numel: Any,
-    counts: Any,
-    log: Any,
-    limits: Any,
-    tiles: Any,
-    at: Any,
-    gaps: Any,
-    sorted_words: Any,
-    write: Any,
-    sign_magnitude: Any,
-    positions: Any,
-    words: Any,
-    old: Any,
+    tag: Any, magnitudes: Magnitudes, regions: Tiled, limits: Any, streams: ClassStreams, landing: Landing, out: Located
 ) -> Any:
-    """Positions with their words and old bits, from gaps (and one more behind the last) and words by class.
+    """Positions with their words and old bits, from gaps and words by class.
 
     Inside an entry they are ordered by stretches of 8192 elements, and in a stretch by class.
     Returns -1, or the first entry whose counts do not add up or whose gaps leave their tile.
 
-    write: replace the words by the new bits, and write these over the old ones; nothing if an entry is wrong.
+    landing: whether to replace the words by the new bits, and write these over the old ones; nothing if an entry is
+        wrong.
     """
-    out = positions, words, old, write, sign_magnitude
-    k, bad = _positions(tag, kind, keep, address, numel, counts, log, limits, tiles, at, gaps, sorted_words, out)
-    if write and bad >= 0:
-        _restore(tag, address, counts, positions, old, k)
+    k, bad = _positions(tag, magnitudes, regions, limits, streams, landing, out)
+    if landing.write and bad >= 0:
+        _restore(tag, regions.address, regions.counts, out.positions, out.old, k)
     return bad
 
 
@@ -388,22 +363,11 @@ def _resolve(
 
 
 @inline
-def _positions(
-    tag: Any,
-    kind: Any,
-    keep: Any,
-    address: Any,
-    numel: Any,
-    counts: Any,
-    log: Any,
-    limits: Any,
-    tiles: Any,
-    at: Any,
-    gaps: Any,
-    sorted_words: Any,
-    out: Any,
-) -> Any:
+def _positions(tag: Any, magnitudes: Any, regions: Any, limits: Any, streams: Any, landing: Any, out: Any) -> Any:
     """Returns how many changes were located, and the first wrong entry or -1."""
+    kind, keep = magnitudes
+    address, numel, counts, log = regions
+    tiles, at, gaps, sorted_words = streams
     width = width_of(kind)
     classes = len(limits) + 1
     masks, ranks, edge = _allocate_stretch(kind, classes)
@@ -415,8 +379,8 @@ def _positions(
     edge_at = np.int64(edge.ctypes.data)
     short = _is_short(kind, keep, limits)
     lowest, span = _bounds(short, limits)
-    position_at = np.int64(out[0].ctypes.data)
-    new_at = np.int64(out[1].ctypes.data)
+    position_at = np.int64(out.positions.ctypes.data)
+    new_at = np.int64(out.words.ctypes.data)
     word = width_of(sorted_words)
     word_at = np.int64(sorted_words.ctypes.data)
     rank = np.empty(MOST_CLASSES, np.int64)  # of the next change of each class, counted from the stretch
@@ -456,7 +420,7 @@ def _positions(
                     left[c] -= count
                     tile_left -= count
                 after_next = a + 128 * _BLOCKS * width  # a stretch to prefetch meanwhile
-                _read_and_write(tag, address[e], after_next, first, k, out)
+                _read_and_write(tag, address[e], after_next, first, k, landing, out)
                 low += n
             if tile_left:
                 return k, e

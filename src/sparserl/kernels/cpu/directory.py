@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .changes import read_varints
-from .llvm import kernel
+from .compiling import kernel
 
 
 @kernel

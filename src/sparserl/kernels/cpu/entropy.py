@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .changes import tokenize
-from .llvm import inline, kernel
+from .compiling import inline, kernel
 
 
 @inline

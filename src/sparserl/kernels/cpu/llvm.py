@@ -6,112 +6,22 @@ address. LLVM lowers the vectors to AVX-512, AVX2, SSE2 or NEON.
 
 from __future__ import annotations
 
-import gc
-import logging
-import math
 import platform
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 from functools import reduce
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from llvmlite import binding, ir
-from numba import carray, extending, njit, types
-from numba.core import cgutils, config, event
-from numba.core.compiler_lock import global_compiler_lock
+from numba import carray, extending, types
+from numba.core import cgutils, config
 
-from ...files import lock
+from .compiling import inline
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_LOG = logging.getLogger("sparserl")
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 ARM = platform.machine() in ("aarch64", "arm64")
 GOLDEN = 0x9E3779B97F4A7C15
 ROTATE = 41
 _ALL = (1 << 64) - 1
-
-
-def kernel(function: F) -> F:
-    """Compile for the CPU without the GIL, cached on disk where a folder for it can be written."""
-    try:
-        compiled = njit(nogil=True, cache=True)(function)
-    except RuntimeError:
-        compiled = njit(nogil=True)(function)
-    _lock_cache(getattr(getattr(compiled, "_cache", None), "_cache_file", None))
-    if hasattr(compiled, "compile"):  # it is plain Python where NUMBA_DISABLE_JIT is set
-        compiled.compile = _without_garbage_collection(compiled.compile)
-    return cast("F", compiled)
-
-
-def _without_garbage_collection(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Switch the garbage collector off while Numba compiles or loads a kernel: nearly all it allocates stays."""
-
-    def run(*args: Any) -> Any:
-        with global_compiler_lock:  # Numba's own: two threads must not switch the collector at the same time
-            collecting = gc.isenabled()
-            try:
-                gc.disable()
-                return work(*args)
-            finally:
-                if collecting:
-                    gc.enable()
-
-    return run
-
-
-def _lock_cache(cache: Any) -> None:
-    """Let only one process at a time write to Numba's cache.
-
-    Numba numbers the kernels there. Two processes that save at the same time may use the same number for different
-    kernels, and whoever loads one of them later gets the other.
-    """
-    if cache is None:
-        return
-    place = Path(cache._cache_path) / "sparserl.lock"  # noqa: SLF001  # there is no public name for the folder
-
-    def locked(work: Callable[..., Any], shared: bool) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with ExitStack() as stack:
-                with suppress(OSError):  # the folder may be missing or read-only, or have no locks
-                    lock(stack.enter_context(place.open("a")).fileno(), math.inf, shared=shared)
-                return work(*args)
-
-        return run
-
-    cache.save = locked(cache.save, shared=False)
-    cache.load = locked(cache.load, shared=True)
-
-
-class _Notice(event.Listener):  # type: ignore[misc]  # Numba has no types
-    """Announces once that kernels are being compiled, so that nobody thinks the first call hangs.
-
-    The message is for people: it goes to a terminal, or to the handlers of a program that logs, but not to a pipe.
-    """
-
-    announced = False
-
-    def on_start(self, event: Any) -> None:
-        ours = event.data["dispatcher"].py_func.__module__.startswith(__package__)
-        if ours and not self.announced and (_LOG.hasHandlers() or sys.stderr.isatty()):
-            self.announced = True
-            _LOG.warning(
-                "sparserl compiles its kernels for this processor: once for every dtype, up to half a minute for the "
-                "first; later runs find them in Numba's cache"
-            )
-
-    def on_end(self, event: Any) -> None:
-        """Nothing to announce."""
-
-
-event.register("numba:compile", _Notice())
-
-
-def inline(function: F) -> F:
-    """For small functions that kernels call: LLVM inlines them, so they are cached with the kernels."""
-    return cast("F", njit(nogil=True)(function))
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:

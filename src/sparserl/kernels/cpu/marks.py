@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import InTensor
 from .changes import digest_delta
-from .llvm import copy_bytes, inline, kernel, lowest, popcount
+from .compiling import inline, kernel
+from .llvm import copy_bytes, lowest, popcount
 
 _ONE = np.uint64(1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -36,17 +38,16 @@ def mark_parts(counts: Any, positions: Any, offset: Any, first: Any, words: Any)
 
 
 @kernel
-def digest_deltas(
-    counts: Any, start: Any, dims: Any, size: Any, stride: Any, keys: Any, positions: Any, old: Any, new: Any, out: Any
-) -> None:
+def digest_deltas(counts: Any, regions: InTensor, positions: Any, old: Any, new: Any, out: Any) -> None:
     """`digest_delta` of each entry of a batch by itself: one row of two sums per entry."""
     k = 0
     for e in range(counts.size):
         row = slice(e, e + 1)
         some = slice(k, k + counts[e])
-        out[e, 0], out[e, 1] = digest_delta(
-            counts[row], start[row], dims[row], size[row], stride[row], keys[row], positions[some], old[some], new[some]
+        region = InTensor(
+            regions.start[row], regions.dims[row], regions.size[row], regions.stride[row], regions.keys[row]
         )
+        out[e, 0], out[e, 1] = digest_delta(counts[row], region, positions[some], old[some], new[some])
         k += counts[e]
 
 

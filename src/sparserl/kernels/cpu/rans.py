@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from .compiling import inline, kernel
 from .llvm import (
     ARM,
     HAS_EXPAND,
     bytes_at,
     copy_bytes,
     highest,
-    inline,
     keep_alive,
-    kernel,
     load,
     rans16_encode,
     rans_rows,

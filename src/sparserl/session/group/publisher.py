@@ -230,7 +230,7 @@ class GroupPublisher:
         encoding = self._encoding
         captured.legs = []
         if request.anchor:
-            anchor = anchor_of(captured.baseline.bits.weights, encoding.threads)
+            anchor = anchor_of(captured.baseline.bits.weights, encoding)
             captured.legs.append(OutgoingPatch(anchor.contents))
         if captured.changes is not None and captured.patch is not None:
             if request.profiles is not None:

@@ -12,7 +12,7 @@ from ...errors import Fenced, FormatError, SessionError, SparserlError, StoreErr
 from ...patch import Captured, Patch
 from ..anchors import anchor_of
 from ..baseline import CapturedChanges
-from ..options import require_count, require_number
+from ..options import EncodingOptions, require_count, require_number
 from ..report import Watch
 from . import routes
 from .head import Steps
@@ -62,12 +62,12 @@ class Maintenance:
         writer: RunWriter,
         options: RetentionOptions,
         saved_anchor: SavedAnchor | None,
-        threads: int | None,
+        encoding: EncodingOptions,
     ) -> None:
         self._writer = writer
         self._options = options
         self._saved_anchor = saved_anchor
-        self._threads = threads
+        self._encoding = encoding
         is_alone = writer.writers.size == 1  # `sparserl squash` makes squashed patches of what several writers publish
         self._ladder = Ladder(*options.ladder) if options.ladder is not None and is_alone else None
         self._notes: list[str] = []
@@ -89,7 +89,7 @@ class Maintenance:
         if self._ladder is None or not isinstance(changes, Captured):  # without a baseline there is no way back
             return
         try:
-            self._ladder.add(version, changes, self._threads)
+            self._ladder.add(version, changes, self._encoding.threads)
         except (OSError, SparserlError) as error:
             self._notes.append(f"no squashed patches for a while: {error}")
 
@@ -136,7 +136,7 @@ class Maintenance:
         if self._ladder is None or weights is None:
             return
         newest = version.head.version
-        for base, patch in self._ladder.rungs(newest, weights, self._threads):
+        for base, patch in self._ladder.rungs(newest, weights, self._encoding.threads):
             size = sum(len(patch.contents.bucket(index)) for index in range(patch.buckets))
             steps = routes.route(version.index.steps, (base, patch.base), newest)
             step_bytes = sum(step.bytes for step in steps)
@@ -155,7 +155,7 @@ class Maintenance:
         anchors: list[Patch] = []
 
         def encode() -> Patch:
-            anchors.append(anchor or anchor_of(weights, self._threads))
+            anchors.append(anchor or anchor_of(weights, self._encoding))
             return anchors[0]
 
         clock = self._writer.clock
@@ -175,7 +175,7 @@ class Maintenance:
         if self._saved_anchor is None or self._saved_anchor.run == version.run.run:
             return
         if anchor is None and version.baseline.weights is not None:
-            anchor = anchor_of(version.baseline.weights, self._threads)
+            anchor = anchor_of(version.baseline.weights, self._encoding)
         if anchor is not None:
             self._save(anchor, version)
 

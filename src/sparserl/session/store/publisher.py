@@ -163,7 +163,7 @@ class Publisher:
         saved_anchor = None if state is None else SavedAnchor(Path(state), self.store.url)
         head = HeadWriter(self.store, keys, self._writers, clock, new_run)
         self._run_writer = RunWriter(self.store, head, self._writers, clock, progress)
-        self._maintenance = Maintenance(self._run_writer, retention, saved_anchor, threads)
+        self._maintenance = Maintenance(self._run_writer, retention, saved_anchor, self._encoding)
         self._is_closed = False
         self._had_run = False  # whether a version of this publisher was committed
         self._refusal: str | None = None  # why no new run may begin: that of the store would be lost
@@ -392,7 +392,7 @@ class Publisher:
 
     def _anchor(self, weights: Weights | Shards, watch: Watch) -> Patch:
         with watch.stage("encode"):
-            return anchor_of(weights, self._encoding.threads)
+            return anchor_of(weights, self._encoding)
 
     # -- versions ------------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ def test_plan(measured: None) -> None:
     said = run_command(*PLAN)
     for name in ("dense", "raw", "gap", "ulp", "ctx"):
         assert sum(line.split()[:1] == [name] for line in said.splitlines()) == 1
-    assert said.count("◄") == 1
+    assert said.count("◄") == 2
+    assert sum(line.strip().startswith("anchor, ") for line in said.splitlines()) == 2
     assert "S = 1.34 TB: dense bytes, 671,000,000,000 elements × 2." in said
     assert "ρ = 0.6000%: density" in said
     for words in ("X: bytes sent", "index bytes are counted", "break-even: the link speed above which", "long ago"):
@@ -53,7 +54,10 @@ def test_plan_for_scripts(measured: None) -> None:
     assert given["dense_bytes"] == 2.684e12
     assert given["latency_s"] == 0.02
     slow = json.loads(run_command(*PLAN, "--json", "--link", "10Mbit"))
-    assert slow["best"] == "ctx"
+    assert (slow["best"], slow["best_anchor"]) == ("ctx", "coded")
+    fast = json.loads(run_command(*PLAN, "--json", "--link", "400Gbit"))
+    assert fast["best_anchor"] == "dense"
+    assert fast["anchors"]["dense"]["bytes"] == fast["dense_bytes"] > fast["anchors"]["coded"]["bytes"]
 
 
 def test_plan_from_a_patch(measured: None, files: Path) -> None:

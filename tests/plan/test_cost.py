@@ -11,7 +11,7 @@ import pytest
 import sparserl
 from sparserl.errors import SparserlError
 from sparserl.patch.measuring import FEW, MANY, measure, synthetic, work_bytes
-from sparserl.plan import Chooser, Link, Speed, Speeds, Work, best, predict
+from sparserl.plan import AnchorSpeed, Chooser, Link, Speed, Speeds, Work, best, predict, predict_anchor
 from sparserl.plan.cost import BUILT_IN, bandwidth
 from sparserl.weights.dtypes import BY_NAME, Bits
 
@@ -99,7 +99,8 @@ def speeds(**per_change):
             per_change.items(), [(48.0, 0.0), (20.0, 1.0), (10.0, 1.0), (6.0, 0.5)], strict=True
         )
     }
-    return Speeds(1, 0.5e-9, profiles, "made up")
+    anchors = {"dense": AnchorSpeed(1e-9, 1e-9, 1.0), "coded": AnchorSpeed(4e-9, 3e-9, 0.7)}
+    return Speeds(1, 0.5e-9, profiles, anchors, "made up")
 
 
 MACHINE = speeds(raw=0, gap=30, ulp=30, ctx=100)
@@ -160,7 +161,7 @@ def test_speeds_are_kept():
     assert Speeds.load(1) == Speeds.load_or_built_in(1) == MACHINE
     assert Speeds.load(2) is None
     whole = path.read_text()
-    for text in ("", "[]", "{}", whole.replace('"shape": 1', '"shape": 0'), whole.replace("per_byte", "per_bit")):
+    for text in ("", "[]", "{}", whole.replace('"shape": 2', '"shape": 1'), whole.replace("per_byte", "per_bit")):
         path.write_text(text)
         assert Speeds.load(1) is None
 
@@ -192,6 +193,9 @@ def test_measuring(threads):
     assert bits[0] == pytest.approx(48, rel=0.02)
     assert 4 < bits[3] < 10
     assert found.copy > 0
+    assert found.anchors["dense"].share == pytest.approx(1, rel=0.01)
+    assert 0.6 < found.anchors["coded"].share < 0.75
+    assert all(speed.encode > 0 and speed.decode > 0 for speed in found.anchors.values())
     assert all(0 < e.encode_s < 1 for e in predict(1e6, 2, 0.006, Link(1e9), found)[1:])
 
 
@@ -222,6 +226,17 @@ def test_a_link_leaves_a_profile_alone():
     old, new = weights()
     stats = sparserl.diff(old, new, profile="gap", link="1Tbit").stats()
     assert (stats.profile, stats.buckets[0].reason) == ("gap", "as asked")
+
+
+def test_anchors_are_dense_where_the_link_is_fast():
+    """Every figure by hand: coding saves 0.3 of the bytes and costs 5 ns a byte, which is even at 480 Mbit/s."""
+    dense, coded = predict_anchor(1e9, Link(8e9, 0.01), MACHINE)
+    assert (dense.bytes, dense.encode_s, dense.decode_s) == (1e9, 1.0, 1.0)
+    assert dense.send_s == pytest.approx(1.01)
+    assert (coded.bytes, coded.encode_s, coded.decode_s) == pytest.approx((7e8, 4.0, 3.0))
+    assert coded.total_s == pytest.approx(7.71)
+    for bits_per_second, name in ((470e6, "coded"), (490e6, "dense")):
+        assert best(predict_anchor(1e9, Link(bits_per_second), MACHINE)).name == name
 
 
 def test_measured_speeds_decide():

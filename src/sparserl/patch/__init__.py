@@ -15,6 +15,7 @@ from .apply import Applied
 from .compare import Captured, capture, diff
 from .measuring import measure
 from .patch import Entry, Patch, merge, squash
+from .replacement import Replacement
 from .stats import BucketStats, Stats, TensorStats
 from .tracked import TrackedChanges, capture_tracked
 
@@ -25,6 +26,7 @@ __all__ = [
     "Captured",
     "Entry",
     "Patch",
+    "Replacement",
     "Stats",
     "TensorStats",
     "TrackedChanges",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +85,16 @@ class Overlay:
 
     def write_dense(self, weights: LocalWeights) -> None:
         """Write the regions that are given as a whole."""
-        for place, bits in self.dense:
-            if weights.gpu_streams:
-                from ..weights import on_gpu
+        write_regions(weights, self.dense)
 
-                if on_gpu.write(weights, place, bits):
-                    continue
-            view = weights.view(*place)
-            view[...] = bits.reshape(view.shape)
+
+def write_regions(weights: LocalWeights, regions: Iterable[tuple[Place, UIntArray]]) -> None:
+    """Write the bits of regions as a whole."""
+    for place, bits in regions:
+        if weights.gpu_streams:
+            from ..weights import on_gpu
+
+            if on_gpu.write(weights, place, bits):
+                continue
+        view = weights.view(*place)
+        view[...] = bits.reshape(view.shape)

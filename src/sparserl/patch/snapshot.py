@@ -22,9 +22,13 @@ from .apply import apply
 from .assemble import collect
 from .contents import Bucket, BucketList, Contents, Ends
 from .matching import require_result
+from .overlay import write_regions
 
 _AS_THEY_ARE = "raw"
 _CODED = "gap"  # whose dense entries are coded, and which every receiver takes
+
+
+_digests_of_zeros: dict[bytes, Digest] = {}  # by the hash of the table: they take as long as those of weights
 
 
 class _Part(NamedTuple):
@@ -59,16 +63,20 @@ def snapshot(
     table_hash = encoded_table(table).hash
     nothing = np.zeros(BUCKET_PAYLOAD_BYTES, np.uint8)
 
+    known_base = _digests_of_zeros.get(table_hash) if local.complete else None
+
     def encode(batch: Batch) -> _Part:
         addresses, owners = local.read(batch)
         bucket = plan.write(_draft(batch, addresses.tolist()), names, table_hash)
-        base = sums(table, batch, np.full(len(batch), nothing.ctypes.data, np.int64))
+        base = Digest()
+        if known_base is None:
+            base = sums(table, batch, np.full(len(batch), nothing.ctypes.data, np.int64))
         result = sums(table, batch, addresses)
         del owners  # copies may go only now
         return _Part(bucket, base, result, batch.elements * batch.dtype.width)
 
     terms = table_digest(table) if local.complete else Digest()
-    totals = Ends(terms, terms, 0, None if local.complete else local.places)
+    totals = Ends(known_base or terms, terms, 0, None if local.complete else local.places)
 
     def buckets() -> Iterator[tuple[Bucket, int]]:
         nonlocal totals
@@ -79,7 +87,10 @@ def snapshot(
             if progress is not None:
                 progress(part.nbytes)
 
-    return collect(table, buckets(), lambda changed: totals._replace(changed=changed), to)
+    contents = collect(table, buckets(), lambda changed: totals._replace(changed=changed), to)
+    if local.complete:
+        _digests_of_zeros[table_hash] = contents.base
+    return contents
 
 
 def _draft(batch: Batch, addresses: list[int]) -> Draft:
@@ -92,7 +103,9 @@ def _draft(batch: Batch, addresses: list[int]) -> Draft:
             dense.append(Dense((tensor, region), count, bits))
     none = np.empty(0, np.int64)
     draft = Draft()
-    draft.add(Changes(batch.dtype, none, [], none, none, none, None, None, batch.elements, dense=dense))
+    draft.add(
+        Changes(batch.dtype, none, [], none, none, np.empty(0, np.uint32), None, None, batch.elements, dense=dense)
+    )
     return draft
 
 
@@ -106,9 +119,7 @@ def restore(patch: Contents, weights: dict[str, Bits], threads: int | None = Non
     def write(index: int) -> bool:
         if patch.open_bucket(index)[0].layout.changes:
             return False
-        for place, bits in patch.decode(index, overwrite=True).dense_bits:
-            view = local.view(*place)
-            view[...] = bits.reshape(view.shape)
+        write_regions(local, patch.decode(index, overwrite=True).dense_bits)
         return True
 
     if not all(ordered(write, patch.arrivals(), threads)):  # an earlier release compared weights with zeros

@@ -150,7 +150,7 @@ def swap(weights: LocalWeights, part: Staged) -> tuple[Overlay, Digest]:
     old = replace(new, bits=np.empty_like(new.bits), dense=[])
     moved = None
     if new.on_gpu is None:
-        moved = exchange_bits(old, new.bits, (True, part.decoded.head.dtype.sign_magnitude))
+        moved = exchange_bits(old, new.bits, WordKind(True, part.decoded.head.dtype.sign_magnitude))
     else:
         new.swap(old.bits)
     return write_dense_entries(weights, old, new.bits, moved, part.decoded)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import SessionError, WrongBase
 from ..parallel import ordered
-from ..patch import Application, Patch, diff, stage_all
+from ..patch import Application, Patch, Replacement, diff, stage_all
 from ..patch.decode import Decoded
 from ..patch.matching import shared_memory
 from ..patch.staging import Staged, refuse_conflicts, stage
@@ -114,10 +114,11 @@ class EngineTarget:
         shared = [part for part in local.parts if part[0] not in self._owned]
         halves = [LocalWeights(local.table, parts) for parts in (owned, shared)]
         if change.fresh is None and len(change.patches) == 1:
-            applications = self._slice(change.patches[0], halves)
+            applications: Sequence[Application | Replacement] = self._slice(change.patches[0], halves)
         else:
             applications = [self._rebuild(change, half) for half in halves]
-        moved = applications[0].result - applications[0].base
+        first = applications[0]
+        moved = first.moved(self._threads) if isinstance(first, Replacement) else first.result - first.base
         commits = [application.commit for application in applications]
         return PreparedEngine(self, commits, moved, sum(application.changed for application in applications))
 
@@ -139,7 +140,7 @@ class EngineTarget:
             applications.append(Application(local, Digest(), moved, tuple(staged), bool(tied), changed))
         return applications
 
-    def _rebuild(self, change: Change, local: LocalWeights) -> Application:
+    def _rebuild(self, change: Change, local: LocalWeights) -> Application | Replacement:
         """Stage several patches, or fresh weights: build the new parts in host memory, then compare."""
         table = local.table
         old = Shards(table, [Part(table[t].name, _box(local, t, r), m.owner) for (t, r), m in local.parts])
@@ -147,6 +148,9 @@ class EngineTarget:
             arrays = {name: memory.view() for name, memory in memories(change.fresh).items()}
             dtypes = {spec.name: spec.dtype for spec in table.specs}
             new = old.map(lambda part: Bits(_slice_region(arrays[part.tensor], part.region), dtypes[part.tensor]))
+            replacement = Replacement.of(local, LocalWeights.of(new))
+            if replacement is not None:
+                return replacement
         else:
             new = copy_shards(old)
             for patch in change.patches:

@@ -8,7 +8,8 @@ from typing import Any
 
 from .. import sources
 from ..errors import ChecksumMismatch, UnsupportedTensor, WrongBase
-from ..patch import Application, diff, squash, stage_all
+from ..patch import Application, Replacement, diff, squash, stage_all
+from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
 from ..weights.tensors import memories, require_like, require_writable
@@ -62,6 +63,8 @@ class ModuleTarget:
     def prepare(self, change: Change) -> PreparedModule:
         """Decode everything, and check that it leads to the digest of the version. Nothing is written."""
         weights = self.weights()
+        if (replacement := _replacement(weights, change)) is not None:
+            return PreparedModule(self, replacement, _addresses(weights))
         if change.fresh is not None:
             patch = diff(weights, change.fresh, profile="raw", threads=self._threads)
         elif len(change.patches) == 1:
@@ -78,7 +81,7 @@ class ModuleTarget:
 class PreparedModule:
     """A change that is staged on weights in memory."""
 
-    def __init__(self, target: ModuleTarget, application: Application, addresses: dict[str, int]) -> None:
+    def __init__(self, target: ModuleTarget, application: Application | Replacement, addresses: dict[str, int]) -> None:
         self._target = target
         self._application = application
         self._addresses = addresses
@@ -112,6 +115,14 @@ class PreparedModule:
 
     def discard(self) -> None:
         """Nothing was written."""
+
+
+def _replacement(weights: Weights, change: Change) -> Replacement | None:
+    """All weights of a change, which are known to have its digest, where most of them differ from those in memory."""
+    if change.fresh is None:
+        return None
+    local = LocalWeights.of(weights)
+    return Replacement.of(local, LocalWeights.of(change.fresh, local.table, "the target", "the version"))
 
 
 def _addresses(weights: Weights) -> dict[str, int]:

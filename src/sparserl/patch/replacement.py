@@ -1,0 +1,90 @@
+"""All weights replaced by others: what an anchor brings to a receiver whose weights have little in common with it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from ..parallel import ordered, uninterrupted
+from ..weights.digest import Digest, element_sums
+from ..weights.dtypes import UIntArray
+from ..weights.local import LocalWeights
+from ..weights.region import whole
+from ..weights.shards import Place
+from .matching import shared_memory
+from .overlay import write_regions
+
+_SAMPLE_ELEMENTS = 4096  # of each part that is looked at
+_SAMPLED_PARTS = 64  # the largest ones
+_SHARE = 0.25  # of the sample; where more differs, it takes longer to find the differences than to write everything
+
+
+class Replacement:
+    """All bits of some weights, staged: nothing is decoded or compared, and nothing written before the commit.
+
+    Args:
+        weights: The weights to write to.
+        fresh: The same parts, with the new bits. They must not change before the commit.
+    """
+
+    def __init__(self, weights: LocalWeights, fresh: LocalWeights) -> None:
+        self._weights = weights
+        self._fresh = fresh
+        self.changed = sum(math.prod(memory.shape) for _, memory in weights.parts)
+
+    @classmethod
+    def of(cls, weights: LocalWeights, fresh: LocalWeights) -> Replacement | None:
+        """A replacement, if most bits differ; None if it is better to find those that do, or if names share memory."""
+        if shared_memory(weights) or not _mostly_differ(weights, fresh):
+            return None
+        return cls(weights, fresh)
+
+    def moved(self, threads: int | None = None) -> Digest:
+        """By how much the digest of the parts will change."""
+        before = element_sums(self._weights, self._weights.places, threads)
+        return element_sums(self._fresh, self._weights.places, threads) - before
+
+    def commit(self, threads: int | None = None) -> Callable[[], None]:
+        """Write the new bits, and return a function that takes them back. If anything fails, they are taken back."""
+        old: list[tuple[Place, UIntArray]] = []
+
+        def write(place: Place) -> None:
+            bits = self._weights.bits(*place).copy()
+            old.append((place, bits))
+            write_regions(self._weights, [(place, self._fresh.bits(*place))])
+
+        def undo() -> None:
+            write_regions(self._weights, old)
+            old.clear()
+
+        def write_all() -> None:
+            try:
+                deque(ordered(write, self._weights.places, threads), maxlen=0)
+            except BaseException:
+                undo()
+                raise
+
+        self._weights.follow_current_streams()
+        try:
+            uninterrupted(write_all)
+        except BaseException:
+            uninterrupted(undo)  # where an interrupt came while all was written; else there is nothing to undo
+            raise
+        return lambda: uninterrupted(undo)
+
+
+def _mostly_differ(weights: LocalWeights, fresh: LocalWeights) -> bool:
+    """Whether more than some of a sample of the bits differ."""
+    parts = sorted(weights.parts, key=lambda part: -math.prod(part[1].shape))
+    elements = 0
+    differing = 0
+    for (tensor, region), _ in parts[:_SAMPLED_PARTS]:
+        box = region or whole(weights.table[tensor].shape)
+        sample = next(iter(box.split(_SAMPLE_ELEMENTS)), None) if box.numel else None
+        if sample is not None:
+            elements += sample.numel
+            differing += int(np.count_nonzero(weights.bits(tensor, sample) != fresh.bits(tensor, sample)))
+    return differing > _SHARE * elements

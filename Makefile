@@ -32,7 +32,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 kernels: $(STAMP)  ## compile them once: processes of tests that begin together would each do it
-	$(BIN)/python -m sparserl doctor
+	$(BIN)/python -m sparserl warmup --dtype bfloat16 --dtype float32
 
 unit: $(STAMP)  ## more processes than cores: much of it is waiting
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not alone and not long'
@@ -79,7 +79,7 @@ $(VLLM)/.installed: pyproject.toml $(VLLM_TESTS)/requirements.txt
 
 vllm: $(VLLM)/.installed  ## and what the processes of its tests would each compile
 	$(VLLM)/bin/python -m $(subst /,.,$(VLLM_TESTS)).preload
-	$(VLLM_NUMBA) $(VLLM)/bin/python -m sparserl doctor
+	$(VLLM_NUMBA) $(VLLM)/bin/python -m sparserl warmup --dtype bfloat16 --dtype float32
 
 test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own, which has another Numba
 	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest $(VLLM_TESTS)

@@ -2,29 +2,128 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import sparserl
+from sparserl.kernels.cpu.compiling import _private_folder
+
 COMPILES_ONE = """
-import sys
-{log}
-import numpy as np
-from sparserl.kernels import cpu
-where = np.array([3], np.uint32)
-cpu.changes.ascending(np.array([1]), np.array([9]), where.ctypes.data)
+from numba.core import event
+with event.install_recorder("numba:compile") as recorder:
+    import numpy as np
+    from sparserl.kernels import cpu
+    where = np.array([3], np.uint32)
+    cpu.changes.ascending(np.array([1]), np.array([9]), where.ctypes.data)
+print(sum(row.is_start and row.data["dispatcher"].py_func.__name__ == "ascending" for _, row in recorder.buffer))
 """
 
 
-@pytest.mark.parametrize(("log", "says"), [("import logging; logging.basicConfig()", "compiles its kernels"), ("", "")])
-def test_compiling_is_announced_to_people_and_stays_out_of_pipes(log, says, tmp_path):
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = COMPILES_ONE.format(log=log)
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert says in done.stderr
-    assert bool(says) == bool(done.stderr)
+def start(code: str, **environment: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a process printed, and what it said on stderr."""
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return out, err
+
+
+@pytest.mark.parametrize("log", ["import logging; logging.basicConfig()", ""])
+def test_compiling_is_announced(log, tmp_path):
+    """Once, to whoever reads stderr, be it a terminal or not; and not where nothing is compiled."""
+    for says in (1, 0):
+        out, err = finish(start(f"{log}\n{COMPILES_ONE}", NUMBA_CACHE_DIR=str(tmp_path)))
+        assert int(out) == says
+        assert err.count("compiles its kernels") == says
+
+
+def test_ranks_that_start_together_compile_once(tmp_path):
+    """One of them compiles a kernel; the others wait, and load what it has saved."""
+    ranks = [start(COMPILES_ONE, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(4)]
+    assert sorted(int(finish(rank)[0]) for rank in ranks) == [0, 0, 0, 1]
+
+
+def test_a_read_only_environment_has_a_folder_for_kernels(tmp_path):
+    """Where neither the package nor the home directory can be written, a folder of our own is used, and named."""
+    package = tmp_path / "site" / "sparserl"
+    shutil.copytree(Path(sparserl.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "kernels/cpu/__pycache__").write_text("in the way")
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": "/dev/null",
+        "XDG_CACHE_HOME": "/dev/null",
+        "TMPDIR": str(tmp_path),
+    }
+    for compiled in (1, 0):
+        out, err = finish(start(COMPILES_ONE, **environment))
+        assert int(out) == compiled
+        assert f"keeps its compiled kernels in {tmp_path}/sparserl-kernels-{os.getuid()}" in err
+    assert (tmp_path / f"sparserl-kernels-{os.getuid()}").stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_that_others_can_write_is_not_used(tmp_path):
+    """What lies in it is run: someone else could have put it there."""
+    ours = tmp_path / "kernels"
+    assert _private_folder(ours) == _private_folder(ours) == str(ours)
+    ours.chmod(0o777)
+    other = _private_folder(ours)
+    assert other != str(ours)
+    assert Path(other).stat().st_mode & 0o077 == 0
+    link = tmp_path / "link"
+    link.symlink_to(other)
+    assert _private_folder(link) not in (str(link), other)
+
+
+SESSIONS = """
+from numba.core import event
+with event.install_recorder("numba:compile") as recorder:
+    import tempfile
+    import numpy as np, sparserl
+    from sparserl.codec import PROFILES
+    from sparserl.patch.measuring import synthetic
+    from sparserl.weights.dtypes import BY_NAME
+    dtype = BY_NAME["bfloat16"]
+    old, new = synthetic(3_000_000, 0.02, 1)
+    for profile in ("auto", *PROFILES):
+        weights = {"a": sparserl.Bits(old.copy(), dtype), "b": sparserl.Bits(old[:999].copy(), dtype)}
+        mine = {name: sparserl.Bits(np.zeros_like(bits.array), dtype) for name, bits in weights.items()}
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            sparserl.Publisher(folder, weights, profile=profile, ladder=(2, 4), anchor_after=0.01) as publisher,
+            sparserl.Subscriber(folder, mine, audit_every=1) as subscriber,
+        ):
+            for bits in (old, new, old, new):
+                weights["a"].array[:] = bits
+                publisher.publish()
+                subscriber.sync()
+            assert (mine["a"].array == new).all()
+print([row.data["dispatcher"].py_func.__name__ for _, row in recorder.buffer if row.is_start])
+"""
+
+
+@pytest.mark.long
+def test_after_a_warmup_nothing_is_compiled(tmp_path):
+    """By sessions in any profile, whatever they do."""
+    kernels = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    warmup = "from sparserl.cli.app import app; app(['warmup', '--json', '--no-gpu'])"
+    first = json.loads(finish(start(warmup, **kernels))[0])
+    assert first["functions"] > 100
+    assert first["folder"].startswith(str(tmp_path))
+    again = json.loads(finish(start(warmup, **kernels))[0])
+    assert again["functions"] == 0
+    assert finish(start(SESSIONS, **kernels)) == ("[]\n", "")
 
 
 @pytest.mark.long

@@ -173,7 +173,7 @@ class _Notice(event.Listener):  # type: ignore[misc]  # Numba has no types
 
     def on_start(self, event: Any) -> None:
         if not self.announced and event.data["dispatcher"].py_func.__module__.startswith(__package__):
-            self.announced = True
+            announced()
             _LOG.warning(
                 "sparserl compiles its kernels for this processor: once for every dtype, up to half a minute for the "
                 "first. Later runs load them; `sparserl warmup` compiles them beforehand"
@@ -184,3 +184,8 @@ class _Notice(event.Listener):  # type: ignore[misc]  # Numba has no types
 
 
 event.register("numba:compile", _Notice())
+
+
+def announced() -> None:
+    """Say that someone knows already: nothing is announced in this process."""
+    _Notice.announced = True

@@ -202,7 +202,7 @@ def _encode(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
         streams = profile.encode(layout, *_sort_changes(sparse_parts, profile, order))
     del owners  # the copies of old bits were needed until here
     if dense:
-        bits = np.concatenate([dense[i].bits for i in _dense_order(dense)])
+        bits = dense[0].bits if len(dense) == 1 else np.concatenate([dense[i].bits for i in _dense_order(dense)])
         writer = value.write_planes if profile.planar else value.write_words
         streams |= writer(layout, bits, codec.Stream.DENSE_PLANE if profile.planar else codec.Stream.DENSE)
     return head, codec.encode_streams(streams)

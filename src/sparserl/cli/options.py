@@ -75,8 +75,10 @@ LinkSpeed = Annotated[
         "takes the least time to encode, send and apply, instead of the smallest.",
     ),
 ]
-PatchFile = Annotated[Path, typer.Argument(metavar="PATCH", help="A patch file.")]
-PatchOutput = Annotated[Path, typer.Option("--output", "-o", metavar="PATCH", help="The patch file to write.")]
+PatchFile = Annotated[Path, typer.Argument(metavar="PATCH", help="A patch file; - for stdin.")]
+PatchOutput = Annotated[
+    Path, typer.Option("--output", "-o", metavar="PATCH", help="The patch file to write; - for stdout.")
+]
 Base = Annotated[
     Path | None,
     typer.Option(metavar="WEIGHTS", help="The weights that the (first) patch applies to, if they are needed."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +10,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import SparserlError, TensorMismatch
+from ..errors import SparserlError, TensorMismatch, WrongBase
 from . import show
-from .options import PATCH_FILES, Base, Json, LinkSpeed, PatchFile, PatchOutput, Profile, Threads
+from .export import stored_run
+from .keys import read_trusted_keys
+from .options import (
+    PATCH_FILES,
+    Base,
+    Endpoint,
+    Json,
+    LinkSpeed,
+    PatchFile,
+    PatchOutput,
+    Profile,
+    Region,
+    Threads,
+    TokenFile,
+    TrustedKeys,
+)
+from .pipes import is_pipe, patch_path, read_stdin
 from .reporting import reporting
+from .stores import StoreOptions, is_store, split_version
 
 if TYPE_CHECKING:
     from ..patch import Patch
@@ -45,35 +61,47 @@ def diff(
     from ..sources import open_checkpoint
     from ..sources.checkpoint_files import changed_files, files_left_behind
 
-    require_patch_name(output)
     before = open_checkpoint(old)
     after = open_checkpoint(new)
     written, removed = changed_files(old, new) if old.is_dir() and new.is_dir() else ({}, [])
-    with show.progress() as stage, _draft(output, bool(written or removed)) as draft:
+    with (
+        patch_path(output) as path,
+        show.progress() as stage,
+        _draft(path, bool(written or removed)) as draft,
+    ):
         advance = stage("compare", before.nbytes)
         patch = make_patch(before, after, profile=profile, link=link, to=draft, threads=threads, progress=advance)
-        if draft != output:
+        if draft != path:
             patch = patch.with_files(written, removed)
-            patch.save(output)
+            patch.save(path)
+        show.written(json, output, patch)
     if new.is_dir() and (names := files_left_behind(new)):
         show.note(f"note: not in the patch: {', '.join(names)}")
-    show.written(json, output, patch)
 
 
 @commands.command(
     rich_help_panel=PATCH_FILES,
     epilog="Examples:  sparserl apply step-100/ 101.patch 102.patch -o step-102/  "
-    "and in place:  sparserl apply model/ 101.patch -o model/",
+    "in place:  sparserl apply model/ 101.patch -o model/  "
+    "from a store:  sparserl apply step-100/ s3://bucket/run@102 -o step-102/",
 )
 @reporting
 def apply(
     base: Annotated[Path, typer.Argument(metavar="BASE", help="The weights that the first patch applies to.")],
     patches: Annotated[
-        list[Path], typer.Argument(metavar="PATCH", help="One patch, or several that follow one another.")
+        list[str],
+        typer.Argument(
+            metavar="PATCH|URL@VERSION",
+            help="One patch, or several that follow one another; or a store, whose patches lead to a version.",
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="OUT", help="The checkpoint to write; it may be BASE itself.")
     ],
+    trusted_key: TrustedKeys = None,
+    token_file: TokenFile = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -82,10 +110,19 @@ def apply(
     Everything is verified before OUT is touched. OUT is replaced in one step, when the new weights are complete and on
     disk: whatever happens, it is either the old checkpoint or the new one. Patches that BASE already contains are
     skipped.
+
+    From a store, BASE must be a version of its run: the patches from there to the other version are fetched.
     """
     from ..targets import apply_to_checkpoint
 
-    chain = [open_patch(path) for path in patches]
+    if any(map(is_store, patches)):
+        if len(patches) > 1:
+            raise typer.BadParameter("give patch files, or one store with a version: URL@VERSION")
+        url, version = split_version(patches[0])
+        keys = read_trusted_keys(trusted_key)
+        chain = _stored_patches(base, StoreOptions(url, endpoint, region, token_file), version, keys, threads)
+    else:
+        chain = [open_patch(Path(path)) for path in patches]
     with show.progress() as stage:
         outcome = apply_to_checkpoint(base, chain, output, stage, threads=threads)
     for name in outcome.unreached:
@@ -170,19 +207,19 @@ def invert(
     Without --base this works only for patches of profile ulp. Patches of other profiles do not hold the bits that they
     overwrite.
     """
-    require_patch_name(output)
     opened = open_patch(patch)
     weights, digest = open_base(opened, base, threads)
-    inverse = opened.invert(weights, digest=digest, to=output, threads=threads)
-    if opened.files is not None:
-        if base is not None and base.is_dir():
-            inverse = inverse.with_files(*_inverse_files(opened.files, base))
-            inverse.save(output)
-        else:
-            show.note(
-                "note: the files of the patch are not undone; that takes --base with the folder that it applies to"
-            )
-    show.written(json, output, inverse)
+    with patch_path(output) as path:
+        inverse = opened.invert(weights, digest=digest, to=path, threads=threads)
+        if opened.files is not None:
+            if base is not None and base.is_dir():
+                inverse = inverse.with_files(*_inverse_files(opened.files, base))
+                inverse.save(path)
+            else:
+                show.note(
+                    "note: the files of the patch are not undone; that takes --base with the folder that it applies to"
+                )
+        show.written(json, output, inverse)
 
 
 def _inverse_files(files: FileSection, base: Path) -> tuple[dict[str, bytes], list[str]]:
@@ -233,11 +270,37 @@ def open_patch(path: Path) -> Patch:
     from ..patch import Patch
 
     try:
-        patch = Patch.open(path)
+        patch = Patch.from_bytes(read_stdin()) if is_pipe(path) else Patch.open(path)
         len(patch.contents.heads)
     except SparserlError as error:
         raise type(error)(f"{path}: {error}") from error
     return patch
+
+
+def _stored_patches(
+    base: Path, options: StoreOptions, version: int | None, keys: list[str] | None, threads: int | None
+) -> list[Patch]:
+    """The patches that lead from a checkpoint, which is a version of a store's run, to another version."""
+    from ..sources import open_checkpoint
+    from ..weights.digest import digest as compute
+
+    checkpoint = open_checkpoint(base)
+    with show.progress() as stage:
+        current = compute(checkpoint, threads=threads, progress=stage("read", checkpoint.nbytes))
+    with stored_run(options, keys) as run:
+        last = run.head.version if version is None else version
+        run.require(last)
+        first = run.version_of(current)
+        if first is None:
+            raise WrongBase(
+                f"{base} has digest {current}, which no version has that {options.url} keeps; "
+                f"`sparserl export {options.url}@{last} -o OUT` writes the whole version"
+            )
+        steps = run.steps(first, last)
+        has_way = bool(steps) and steps[0].base is not None  # not where only an anchor leads there
+        chain = list(run.patches(steps)) if has_way else [run.patch(first, last, threads)]
+        chain[-1] = run.with_files(chain[-1], first, last)
+        return chain
 
 
 def open_base(patch: Patch, path: Path | None, threads: int | None) -> tuple[Checkpoint | None, Digest | None]:
@@ -248,22 +311,6 @@ def open_base(patch: Patch, path: Path | None, threads: int | None) -> tuple[Che
         return None, None
     checkpoint = open_checkpoint(path)
     return checkpoint, _digest_of(patch, checkpoint, threads)
-
-
-def require_patch_name(output: Path) -> None:
-    """Raise `OSError` where writing a patch would replace anything but a patch: the name may be a mistake."""
-    from ..wire.patchfile import MAGIC
-
-    if output.parent.exists() and not output.parent.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(output.parent))
-    if output.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "is a folder; a patch is a file", str(output))
-    if output.exists():
-        if not output.is_file():
-            raise FileExistsError(errno.EEXIST, "exists and is not a regular file", str(output))
-        with output.open("rb") as file:
-            if file.read(len(MAGIC)) not in (b"", MAGIC):
-                raise FileExistsError(errno.EEXIST, "exists and is not a patch; choose another name", str(output))
 
 
 def _digest_of(patch: Patch, checkpoint: Checkpoint, threads: int | None) -> Digest:

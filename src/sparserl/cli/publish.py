@@ -10,7 +10,18 @@ import typer
 from ..errors import SessionError
 from . import show
 from .keys import read_signing_key, read_trusted_keys
-from .options import SESSIONS, Endpoint, Json, LinkSpeed, Profile, Region, Threads, Url
+from .options import (
+    SESSIONS,
+    Endpoint,
+    Json,
+    LinkSpeed,
+    Profile,
+    Region,
+    Threads,
+    Url,
+    duration_option,
+    parse_seconds,
+)
 from .reporting import reporting
 from .stores import open_store
 
@@ -51,8 +62,25 @@ def publish(
     new_run: Annotated[
         bool, typer.Option("--new-run", help="Leave the run that the store has, and begin a new one.")
     ] = False,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="The training step of these weights, which log shows.")
+    ] = None,
+    note: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A few words about this version, which log shows.")
+    ] = None,
     profile: Profile = "auto",
     link: LinkSpeed = None,
+    anchor_after: Annotated[
+        float,
+        typer.Option(min=0, metavar="TIMES", help="Write an anchor when the patches since the last add up to so many."),
+    ] = 1.0,
+    keep_anchors: Annotated[int, typer.Option(min=1, metavar="N", help="How many anchors stay in the store.")] = 2,
+    grace: Annotated[
+        str, duration_option("How long objects stay in the store after nothing refers to them: 30s, 10m, 2h.")
+    ] = "10m",
+    lease: Annotated[
+        str, duration_option("How long a silent subscriber keeps old versions from being removed: 30s, 10m.")
+    ] = "2m",
     endpoint: Endpoint = None,
     region: Region = None,
     threads: Threads = None,
@@ -86,12 +114,16 @@ def publish(
             new_run=new_run,
             profile=profile,
             link=link,
+            anchor_after=anchor_after,
+            keep_anchors=keep_anchors,
+            grace=parse_seconds(grace),
+            lease=parse_seconds(lease),
             threads=threads,
             progress=stage("publish", weights.nbytes),
         ) as publisher,
     ):
         begins = publisher.run is None
-        report = publisher.publish()
+        report = publisher.publish(step=step, note=note)
     values = show.report_values(report) | {"url": url, "new_run": begins}
     show.result(json, values, f"{'new run' if begins else 'run'} {report.run}, {report.summary}")
 

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import StoreError
 from . import show
-from .options import SESSIONS
+from .options import SESSIONS, Json
 from .reporting import reporting
 
 commands = typer.Typer()
@@ -44,6 +44,7 @@ def serve(
         Path | None,
         typer.Option(metavar="FILE", help="Log one line for each request: method, path, status, bytes."),
     ] = None,
+    json: Json = False,
 ) -> None:
     """Serve DIR over HTTP, read-only, until Ctrl-C or SIGTERM.
 
@@ -61,6 +62,8 @@ def serve(
     tokens = () if token_file is None else server.read_tokens(token_file)
 
     def started(url: str) -> None:
+        if json:
+            show.result(True, {"folder": str(folder), "url": url, "tokens": len(tokens)})
         waiting = "" if folder.is_dir() else ", which a publisher still has to make,"
         show.note(f"serving {folder}{waiting} at {url}")
         if not tokens and not ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback:

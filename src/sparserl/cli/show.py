@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .. import humanize
+from .pipes import is_pipe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,13 +42,13 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
-def result(as_json: bool, values: dict[str, Any], *lines: str) -> None:
-    """Print the outcome of a command: as JSON for scripts, or line by line for people."""
+def result(as_json: bool, values: dict[str, Any], *lines: str, err: bool = False) -> None:
+    """Print the outcome of a command: as JSON for scripts, or line by line for people; `err` where stdout is taken."""
     if as_json:
-        typer.echo(json.dumps(values).replace("\x7f", "\\u007f"))
+        typer.echo(json.dumps(values).replace("\x7f", "\\u007f"), err=err)
     else:
         for line in lines:
-            typer.echo(visible(line))
+            typer.echo(visible(line), err=err)
 
 
 def note(text: str) -> None:
@@ -100,7 +101,7 @@ def written(as_json: bool, path: Path, patch: Patch) -> None:
     with_files = (
         f", and {size(patch.files.nbytes)} of other files: {', '.join(names)}" if patch.files is not None else ""
     )
-    result(as_json, values | files, f"{path}: {summary(stats)}{with_files}")
+    result(as_json, values | files, f"{path}: {summary(stats)}{with_files}", err=is_pipe(path))
 
 
 def file_values(patch: Patch) -> dict[str, Any]:

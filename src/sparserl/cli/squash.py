@@ -10,9 +10,10 @@ import typer
 from . import show
 from .keys import read_signing_key
 from .options import PATCH_FILES, Base, Json, Profile, Threads
-from .patches import open_base, open_patch, require_patch_name
+from .patches import open_base, open_patch
+from .pipes import patch_path
 from .reporting import reporting
-from .stores import open_store
+from .stores import is_store, open_store
 
 commands = typer.Typer()
 
@@ -58,7 +59,7 @@ def squash(
     In a store the squashed patch is added to the run, and subscribers use it where it saves bytes. Publishers write
     such patches on their own, over 8 to 64 versions.
     """
-    if "://" in patches[0] or Path(patches[0]).is_dir():
+    if is_store(patches[0]):
         if len(patches) != 1 or first is None or last is None:
             raise typer.BadParameter("in a store: squash URL --from VERSION --to VERSION")
         _squash_store(patches[0], (first, last), signing_key, threads, json)
@@ -73,11 +74,11 @@ def _squash_files(
 ) -> None:
     from ..patch import squash as join
 
-    require_patch_name(output)
     chain = [open_patch(path) for path in paths]
     weights, digest = open_base(chain[0], base, threads)
-    patch = join(*chain, base=weights, digest=digest, profile=profile, to=output, threads=threads)
-    show.written(json, output, patch)
+    with patch_path(output) as path:
+        patch = join(*chain, base=weights, digest=digest, profile=profile, to=path, threads=threads)
+        show.written(json, output, patch)
 
 
 def _squash_store(

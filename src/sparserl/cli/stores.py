@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -15,6 +15,32 @@ if TYPE_CHECKING:
     from ..transport.stores.base import Store
 
 _MOST_SECRET = 4096  # bytes of a file with a key or a token
+
+
+class StoreOptions(NamedTuple):
+    """What says which store is meant, and how to reach it."""
+
+    url: str
+    endpoint: str | None = None
+    region: str | None = None
+    token_file: Path | None = None
+
+
+def split_version(text: str) -> tuple[str, int | None]:
+    """A store's URL, and the version behind it, as in s3://bucket/run@100; None where there is none.
+
+    A folder whose own name ends like that is taken as it is.
+    """
+    url, _, version = text.rpartition("@")
+    if not url or not version.isascii() or not version.isdigit() or Path(text).exists():
+        return text, None
+    return url, int(version)
+
+
+def is_store(text: str) -> bool:
+    """Whether a store is meant, not a file: a URL, a folder, or either with a version."""
+    url, _ = split_version(text)
+    return "://" in url or Path(url).is_dir()
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def warmup(
     for name in dtypes:
         if name not in BY_NAME:
             raise typer.BadParameter(f"{name!r} is not among {', '.join(BY_NAME)}", param_hint="--dtype")
-    from ..session import warmup as kernels
+    from . import kernel_tasks as kernels
 
     compiled = 0
     seconds = 0.0

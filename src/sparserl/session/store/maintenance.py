@@ -16,6 +16,7 @@ from ..options import EncodingOptions, require_count, require_number
 from ..report import Watch
 from . import routes
 from .head import Steps
+from .label import Label
 from .ladder import Ladder
 from .resume import SavedAnchor
 from .retention import collect
@@ -52,6 +53,12 @@ def _require_ladder(ladder: tuple[int, int]) -> None:
         raise SessionError(f"ladder is {ladder!r}; it must be a pair of numbers of versions, or None") from error
     require_count("the first number of ladder", first, 2)
     require_count("the second number of ladder", last, first)
+
+
+def _label_of(steps: Steps, version: int) -> Label:
+    """What was said of a version."""
+    labels = [Label(step.step, step.note) for step in steps if step.version == version]
+    return next((label for label in labels if label.step is not None or label.note is not None), Label(None, None))
 
 
 class Maintenance:
@@ -159,7 +166,9 @@ class Maintenance:
             return anchors[0]
 
         clock = self._writer.clock
-        step = self._writer.send(version.run, encode, Watch()).step(None, version.head.version, clock())
+        newest = version.head.version
+        step = self._writer.send(version.run, encode, Watch()).step(None, newest, clock())
+        step = _label_of(version.index.steps, newest).on(step)  # the patch with this label may go
 
         def add_steps(steps: Steps) -> Steps:
             leased = [lease.version for lease in self._writer.leases() if clock() - lease.time < self._options.lease]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from ...errors import NotRetained, Refused, SessionError, Unavailable
-from ...patch import Patch, diff
 from ...transport.stores.base import Store
-from ..anchors import build_weights, copy_weights
 from . import routes, signing, transfer
 from .fields import parse, sha256
-from .records import HEAD, MOST_HEAD, HeadRecord, RouteStep, RunRecord, path
+from .records import HEAD, MOST_HEAD, HeadRecord, RouteStep, path
 from .retention import read_index, read_run
+from .stored_run import StoredRun
 
 _SWAPS = 8  # attempts at a head that others move meanwhile
 
@@ -41,12 +40,7 @@ def squash_versions(
         raise NotRetained(f"there is no way from version {base} to {version}: the store has {sorted(digests)[:20]}")
     if any((step.base, step.version) == (base, version) for step in index.steps):
         raise SessionError(f"there is a patch from version {base} to {version} already")
-    to_base = routes.route(index.steps, None, base)
-    to_version = routes.route(index.steps, (base, digests[base]), version)
-    old = build_weights(run.table, _fetch(store, run, to_base), digests[base], threads)
-    start = None if to_version[0].base is None else (copy_weights(old), digests[base])
-    new = build_weights(run.table, _fetch(store, run, to_version), digests[version], threads, start)
-    patch = diff(old, new, base_digest=digests[base], threads=threads)
+    patch = StoredRun(store, head, run, index).patch(base, version, threads)
     step = transfer.send(store, run.run, patch).step(base, version, clock())
     for _ in range(_SWAPS):
         head, tag = _head(store, signing_key)
@@ -71,7 +65,3 @@ def _head(store: Store, signing_key: str | None) -> tuple[HeadRecord, str]:
         raise SessionError("the heads of this store are signed: the publisher's secret key is needed")
     trusted_keys = None if signing_key is None else signing.public_key(signing_key)
     return HeadRecord.parse(signing.unseal(data, trusted_keys, HEAD)), tag
-
-
-def _fetch(store: Store, run: RunRecord, steps: list[RouteStep]) -> Iterator[Patch]:
-    return (transfer.receive(store, run.run, run.table, step) for step in steps)

@@ -23,9 +23,8 @@ from ..codec.ctx import magnitude
 from ..kernels import cpu
 from ..kernels.cpu.arguments import ClassEnds, ClassStreams, Landing, Located, Tiled
 from ..patch import Patch, diff, squash
+from ..session import Publisher, Subscriber
 from ..weights.dtypes import BY_NAME, Bits, DType
-from .store.publisher import Publisher
-from .store.subscriber import Subscriber
 
 _ELEMENTS = (5 << 20) // 2  # in two buckets of an anchor, so that its tensor is cut
 _FEW = 1000  # changes

@@ -1,0 +1,114 @@
+"""The run in a store, read without following it: the weights and files of any version, and patches between two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ...errors import NotRetained
+from ...parallel import Progress
+from ...patch import Patch, diff
+from ...transport.stores.base import Store
+from ...weights.digest import Digest
+from ...weights.dtypes import Bits
+from ..anchors import build_weights, copy_weights
+from . import routes, transfer
+from .records import HeadRecord, Index, RouteStep, RunRecord
+from .retention import read_head, read_index, read_run
+from .side_files import StoredFiles
+from .signing import PublicKeys
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """What a store says of its run at one moment.
+
+    Attributes:
+        store: The store.
+        head: Its head.
+        run: What all versions have in common.
+        index: The steps between versions.
+        progress: Called with the number of bytes just fetched.
+    """
+
+    store: Store
+    head: HeadRecord
+    run: RunRecord
+    index: Index
+    progress: Progress | None = None
+
+    @classmethod
+    def read(cls, store: Store, trusted_keys: PublicKeys | None = None, progress: Progress | None = None) -> StoredRun:
+        """The run as it is now; where keys are given, one of them must have signed it."""
+        head, _ = read_head(store, trusted_keys)
+        return cls(store, head, read_run(store, head), read_index(store, head), progress)
+
+    @property
+    def digests(self) -> dict[int, Digest]:
+        """The digest of every version that the store has."""
+        return routes.versions(self.index.steps)
+
+    def require(self, version: int) -> None:
+        """Refuse a version that the store does not have."""
+        if version not in self.digests:
+            versions = sorted(self.digests)
+            raise NotRetained(
+                f"{self.store.url}: version {version} is not among those that are kept: {_ranges(versions)}"
+            )
+
+    def version_of(self, digest: Digest) -> int | None:
+        """The newest version with this digest; None if there is none."""
+        return max((version for version, other in self.digests.items() if other == digest), default=None)
+
+    def steps(self, base: int | None, version: int) -> list[RouteStep]:
+        """The steps with the fewest bytes from one version, or from nothing, to another."""
+        self.require(version)
+        start = None if base is None else (base, self.digests[base])
+        return routes.route(self.index.steps, start, version)
+
+    def patches(self, steps: list[RouteStep]) -> Iterator[Patch]:
+        """The patches of some steps, fetched one by one and checked."""
+        for step in steps:
+            yield transfer.receive(self.store, self.run.run, self.run.table, step, self.progress)
+
+    def weights(self, version: int, threads: int | None = None) -> dict[str, Bits]:
+        """The weights of a version, built from an anchor and patches."""
+        steps = self.steps(None, version)
+        return build_weights(self.run.table, self.patches(steps), self.digests[version], threads)
+
+    def files(self, version: int) -> Mapping[str, bytes]:
+        """The files of a version, each fetched when it is asked for."""
+        return StoredFiles(self.store, self.index.files_of(version, self.run))
+
+    def patch(self, base: int, version: int, threads: int | None = None) -> Patch:
+        """One patch between two versions, without files: that of the store, or else by comparing both."""
+        self.require(base)
+        steps = self.steps(base, version)
+        if len(steps) == 1 and steps[0].base == base:
+            return next(self.patches(steps))
+        old = self.weights(base, threads)
+        start = None if not steps or steps[0].base is None else (copy_weights(old), self.digests[base])
+        new = old
+        if steps:
+            new = build_weights(self.run.table, self.patches(steps), self.digests[version], threads, start)
+        return diff(old, new, base_digest=self.digests[base], threads=threads)
+
+    def with_files(self, patch: Patch, base: int, version: int) -> Patch:
+        """A patch that leads to a version, with the files that differ between both."""
+        old = self.index.files_of(base, self.run)
+        new = self.index.files_of(version, self.run)
+        files = self.files(version)
+        changed = {name: files[name] for name, file in new.items() if name not in old or old[name].blob != file.blob}
+        removed = sorted(old.keys() - new.keys())
+        return patch.with_files(changed, removed) if changed or removed else patch
+
+
+def _ranges(versions: list[int]) -> str:
+    """Numbers in words: 0, 5 to 9."""
+    spans: list[list[int]] = []
+    for version in versions:
+        if spans and version == spans[-1][-1] + 1:
+            spans[-1][1:] = [version]
+        else:
+            spans.append([version])
+    return ", ".join(" to ".join(map(str, span)) for span in spans)

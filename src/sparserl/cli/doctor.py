@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from . import show
-from .options import ADVICE, Endpoint, Json, Region, TokenFile
+from .options import ADVICE, CertificateFile, Endpoint, Json, Region, TokenFile
 from .reporting import reporting
 from .stores import open_store
 
@@ -42,6 +42,7 @@ def doctor(
     token_file: TokenFile = None,
     endpoint: Endpoint = None,
     region: Region = None,
+    ca: CertificateFile = None,
     json: Json = False,
 ) -> None:
     """Check what works on this machine: packages, kernels, GPUs, transports, memory speed, and a store.
@@ -51,7 +52,7 @@ def doctor(
     """
     from .checks import examine, unmet
 
-    connect = None if url is None else functools.partial(open_store, url, endpoint, region, token_file)
+    connect = None if url is None else functools.partial(open_store, url, endpoint, region, token_file, ca)
     findings = examine(url, connect)
     names = [finding.name for finding in findings]
     for name in need or ():

@@ -12,7 +12,7 @@ import typer
 from ..errors import CheckpointError
 from . import show
 from .keys import read_trusted_keys
-from .options import SESSIONS, Endpoint, Json, Region, Threads, TokenFile, TrustedKeys
+from .options import SESSIONS, CertificateFile, Endpoint, Json, Region, Threads, TokenFile, TrustedKeys
 from .pipes import patch_path
 from .reporting import reporting
 from .stores import StoreOptions, open_store, split_version
@@ -49,6 +49,7 @@ def export(
     token_file: TokenFile = None,
     endpoint: Endpoint = None,
     region: Region = None,
+    ca: CertificateFile = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -58,7 +59,7 @@ def export(
     """
     url, version = split_version(source)
     keys = read_trusted_keys(trusted_key)
-    with stored_run(StoreOptions(url, endpoint, region, token_file), keys) as run:
+    with stored_run(StoreOptions(url, endpoint, region, token_file, ca), keys) as run:
         last = run.head.version if version is None else version
         run.require(last)
         if first is not None:

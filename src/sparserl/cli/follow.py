@@ -15,6 +15,7 @@ from . import show
 from .keys import read_trusted_keys
 from .options import (
     SESSIONS,
+    CertificateFile,
     Endpoint,
     Json,
     Region,
@@ -74,6 +75,7 @@ def follow(
     ] = None,
     endpoint: Endpoint = None,
     region: Region = None,
+    ca: CertificateFile = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -89,7 +91,7 @@ def follow(
 
         target = folder(output, keep=keep, threads=threads)
         keys = read_trusted_keys(trusted_key)
-        with open_store(url, endpoint, region, token_file) as store, contextlib.closing(target):
+        with open_store(url, endpoint, region, token_file, ca) as store, contextlib.closing(target):
             follower = _Follower(store, target, keys, run=run, version=version, threads=threads, json=json)
             follower.follow(once or version is not None, None if timeout is None else parse_seconds(timeout))
 

@@ -12,6 +12,7 @@ from . import show
 from .keys import read_trusted_keys
 from .options import (
     SESSIONS,
+    CertificateFile,
     Endpoint,
     Json,
     Region,
@@ -39,6 +40,7 @@ def fsck(
     token_file: TokenFile = None,
     endpoint: Endpoint = None,
     region: Region = None,
+    ca: CertificateFile = None,
     json: Json = False,
 ) -> None:
     """Read every object that a store's head leads to, and check that it is intact.
@@ -49,7 +51,7 @@ def fsck(
     from ..session.store.retention import faults
 
     keys = read_trusted_keys(trusted_key)
-    with open_store(url, endpoint, region, token_file) as store, show.progress() as stage:
+    with open_store(url, endpoint, region, token_file, ca) as store, show.progress() as stage:
         counted = _CountedStore(store, stage("read", _stored_bytes(store, keys)))
         problems: list[str] = []
         try:
@@ -126,6 +128,7 @@ def gc(
     trusted_key: TrustedKeys = None,
     endpoint: Endpoint = None,
     region: Region = None,
+    ca: CertificateFile = None,
     json: Json = False,
 ) -> None:
     """Delete objects that nothing refers to: earlier runs, versions no longer kept, and remains of killed publishers.
@@ -135,7 +138,7 @@ def gc(
     from ..session.store.retention import collect, read_head
 
     keys = read_trusted_keys(trusted_key)
-    with open_store(url, endpoint, region) as store:
+    with open_store(url, endpoint, region, ca=ca) as store:
         if not store.writable:
             raise StoreError(f"{url} can only be read")
         read_head(store, keys)

@@ -11,7 +11,7 @@ import typer
 from ..humanize import age
 from . import show
 from .keys import read_trusted_keys
-from .options import SESSIONS, Endpoint, Json, Region, TokenFile, TrustedKeys, Url
+from .options import SESSIONS, CertificateFile, Endpoint, Json, Region, TokenFile, TrustedKeys, Url
 from .reporting import reporting
 from .stores import open_store
 
@@ -34,6 +34,7 @@ def log(
     token_file: TokenFile = None,
     endpoint: Endpoint = None,
     region: Region = None,
+    ca: CertificateFile = None,
     json: Json = False,
 ) -> None:
     """List the anchors and patches of a run, newest version last.
@@ -44,7 +45,7 @@ def log(
     from ..session.store.retention import read_head, read_index, read_run
 
     keys = read_trusted_keys(trusted_key)
-    with open_store(url, endpoint, region, token_file) as store:
+    with open_store(url, endpoint, region, token_file, ca) as store:
         head, _ = read_head(store, keys)
         run = read_run(store, head)
         index = read_index(store, head)

@@ -98,6 +98,14 @@ Region = Annotated[str | None, typer.Option(metavar="NAME", help="Region of the 
 TokenFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A file with the access token of an http(s) store.")
 ]
+CertificateFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca",
+        metavar="FILE",
+        help="Certificates, in PEM, of authorities that the store's server may be signed by; by default SSL_CERT_FILE.",
+    ),
+]
 TrustedKeys = Annotated[
     list[str] | None,
     typer.Option(

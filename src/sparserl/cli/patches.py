@@ -17,6 +17,7 @@ from .keys import read_trusted_keys
 from .options import (
     PATCH_FILES,
     Base,
+    CertificateFile,
     Endpoint,
     Json,
     LinkSpeed,
@@ -102,6 +103,7 @@ def apply(
     token_file: TokenFile = None,
     endpoint: Endpoint = None,
     region: Region = None,
+    ca: CertificateFile = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -120,7 +122,7 @@ def apply(
             raise typer.BadParameter("give patch files, or one store with a version: URL@VERSION")
         url, version = split_version(patches[0])
         keys = read_trusted_keys(trusted_key)
-        chain = _stored_patches(base, StoreOptions(url, endpoint, region, token_file), version, keys, threads)
+        chain = _stored_patches(base, StoreOptions(url, endpoint, region, token_file, ca), version, keys, threads)
     else:
         chain = [open_patch(Path(path)) for path in patches]
     with show.progress() as stage:

@@ -12,6 +12,7 @@ from . import show
 from .keys import read_signing_key, read_trusted_keys
 from .options import (
     SESSIONS,
+    CertificateFile,
     Endpoint,
     Json,
     LinkSpeed,
@@ -83,6 +84,7 @@ def publish(
     ] = "2m",
     endpoint: Endpoint = None,
     region: Region = None,
+    ca: CertificateFile = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -102,7 +104,7 @@ def publish(
     weights = open_checkpoint(checkpoint)
     _require_apart(checkpoint, url)
     with (
-        open_store(url, endpoint, region) as store,
+        open_store(url, endpoint, region, ca=ca) as store,
         show.progress() as stage,
         Publisher(
             store,

@@ -9,11 +9,11 @@ import typer
 
 from . import show
 from .keys import read_signing_key
-from .options import PATCH_FILES, Base, Json, Profile, Threads
+from .options import PATCH_FILES, Base, CertificateFile, Endpoint, Json, Profile, Region, Threads
 from .patches import open_base, open_patch
 from .pipes import patch_path
 from .reporting import reporting
-from .stores import is_store, open_store
+from .stores import StoreOptions, is_store, open_store
 
 commands = typer.Typer()
 
@@ -47,6 +47,9 @@ def squash(
         Path | None,
         typer.Option(metavar="FILE", help="In a store with signed heads: the file with the secret key to sign with."),
     ] = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    ca: CertificateFile = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -62,7 +65,8 @@ def squash(
     if is_store(patches[0]):
         if len(patches) != 1 or first is None or last is None:
             raise typer.BadParameter("in a store: squash URL --from VERSION --to VERSION")
-        _squash_store(patches[0], (first, last), signing_key, threads, json)
+        options = StoreOptions(patches[0], endpoint, region, ca=ca)
+        _squash_store(options, (first, last), signing_key, threads, json)
         return
     if output is None:
         raise typer.BadParameter("say where to write the patch: --output")
@@ -82,12 +86,12 @@ def _squash_files(
 
 
 def _squash_store(
-    url: str, versions: tuple[int, int], signing_key: Path | None, threads: int | None, json: bool
+    options: StoreOptions, versions: tuple[int, int], signing_key: Path | None, threads: int | None, json: bool
 ) -> None:
     from ..session.store.squashing import squash_versions
 
     first, last = versions
-    with open_store(url) as store:
+    with open_store(*options) as store:
         step = squash_versions(store, first, last, signing_key=read_signing_key(signing_key), threads=threads)
-    values = {"url": url, "from": first, "to": last, "bytes": step.bytes, "changed": step.changed}
+    values = {"url": options.url, "from": first, "to": last, "bytes": step.bytes, "changed": step.changed}
     show.result(json, values, f"{step.name}: {step.changed:,} changed, {show.size(step.bytes)}")

@@ -24,6 +24,7 @@ class StoreOptions(NamedTuple):
     endpoint: str | None = None
     region: str | None = None
     token_file: Path | None = None
+    ca: Path | None = None
 
 
 def split_version(text: str) -> tuple[str, int | None]:
@@ -45,7 +46,11 @@ def is_store(text: str) -> bool:
 
 @contextlib.contextmanager
 def open_store(
-    url: str, endpoint: str | None = None, region: str | None = None, token_file: Path | None = None
+    url: str,
+    endpoint: str | None = None,
+    region: str | None = None,
+    token_file: Path | None = None,
+    ca: Path | None = None,
 ) -> Iterator[Store]:
     """The store at a URL, with the options that were given for it; it is closed at the end."""
     from ..transport.stores import opening
@@ -56,7 +61,9 @@ def open_store(
         if scheme not in ("http", "https"):
             raise typer.BadParameter(f"is for http(s) stores, not for {scheme}://", param_hint="--token-file")
         token = read_secret(token_file)
-    store: Any = opening.open_store(url, token=token, **_object_storage_options(scheme, endpoint, region))
+    if ca is not None and scheme == "file":
+        raise typer.BadParameter("is for stores on a network, not for a folder", param_hint="--ca")
+    store: Any = opening.open_store(url, token=token, ca=ca, **_object_storage_options(scheme, endpoint, region))
     with contextlib.closing(store):
         yield store
 

@@ -36,7 +36,13 @@ def read_head(store: Store, trusted_keys: PublicKeys | None = None) -> tuple[Hea
         data, tag = store.get(HEAD, MOST_HEAD)
     except NotFound as error:
         raise NotFound(f"{store.url}: nothing is published here yet: there is no {HEAD}") from error
-    return HeadRecord.parse(signing.unseal(data, trusted_keys, HEAD)), tag
+    try:
+        return HeadRecord.parse(signing.unseal(data, trusted_keys, HEAD)), tag
+    except FormatError as error:
+        raise type(error)(
+            f"{store.url}: the head is damaged: {error}. A publisher that starts with new_run=True, or `sparserl "
+            "publish --new-run`, replaces it; a copy of the file from before it was damaged does too"
+        ) from error
 
 
 def read_run(store: Store, head: HeadRecord) -> RunRecord:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from ...errors import InvalidField, LimitExceeded, NotFound, Unavailable
+from ...errors import InvalidField, LimitExceeded, NotFound, StoreError, Unavailable
 from .deadline import current
 
 R = TypeVar("R")
@@ -109,6 +109,14 @@ def require_name(name: str) -> str:
 
 def _sleep(seconds: float) -> None:
     current().sleep(seconds)
+
+
+def untrusted_certificate(host: str, reason: str) -> StoreError:
+    """What is said of a server whose certificate cannot be trusted; no second attempt would change that."""
+    return StoreError(
+        f"the certificate of {host} is not trusted: {reason}. If an authority of your own has signed it, name the file "
+        "with that authority's certificate: --ca FILE, open_store(url, ca=FILE), or the variable SSL_CERT_FILE"
+    )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...errors import LimitExceeded, StoreError, Unavailable
+from .base import untrusted_certificate
 from .deadline import SLICE, Deadline, run_detached
 from .http_settings import Settings, proxy_headers, read_origin
 
@@ -131,6 +132,9 @@ class HttpClient:
         secure = tls.wrap_socket(plain, server_hostname=settings.origin.host, do_handshake_on_connect=False)
         try:
             _until(secure.do_handshake, deadline, label)
+        except ssl.SSLCertVerificationError as error:
+            secure.close()
+            raise untrusted_certificate(settings.origin.host, error.verify_message) from error
         except BaseException:
             secure.close()
             raise

@@ -12,6 +12,7 @@ import atexit
 import functools
 import hashlib
 import os
+import re
 import threading
 import time
 import weakref
@@ -20,7 +21,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from ...errors import LimitExceeded, NotFound, Refused, SparserlError, StoreError, Truncated, Unavailable
-from .base import MAX_WATCHED_BYTES, ObjectInfo, Retry, StoredObject, poll, require_name
+from .base import MAX_WATCHED_BYTES, ObjectInfo, Retry, StoredObject, poll, require_name, untrusted_certificate
 from .deadline import current
 
 R = TypeVar("R")
@@ -30,7 +31,7 @@ _CONNECT_TIMEOUT = timedelta(seconds=5)
 _DELETED_AT_ONCE = 1000  # objects
 _CHUNK = 8 << 20
 _MAX_LISTED = 1 << 24  # objects: their names fit into memory
-_METADATA_HOST = "169.254.169.254"
+_METADATA_HOST = "169.254.169.254"  # of cloud machines
 _NO_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the variables of your cloud"
 
 
@@ -51,6 +52,7 @@ class ObjectStore:
         self.retry = retry
         self._obstore = obstore
         self._errors = exceptions
+        self._has_answered = False
         client: Any = {
             "timeout": _TIMEOUT,
             "connect_timeout": _CONNECT_TIMEOUT,
@@ -174,13 +176,15 @@ class ObjectStore:
 
         future = asyncio.run_coroutine_threadsafe(run(), _loop())
         try:
-            return deadline.result(future, label)
+            answer = deadline.result(future, label)
         except SparserlError:
             raise
         except Exception as error:
             raise self._translated(error, label) from error
         finally:
             future.cancel()
+        self._has_answered = True
+        return answer
 
     def _translated(self, error: Exception, label: str) -> StoreError | Truncated:
         """An error of obstore as one of ours. What is not known to be final may be transient."""
@@ -199,8 +203,18 @@ class ObjectStore:
             return StoreError(f"{label}: {_short(error)}")
         if "416 Range Not Satisfiable" in text:
             return Truncated(f"{label} ends before the requested range")
-        if _METADATA_HOST in text:  # of cloud machines, which obstore asks where the environment has no credentials
-            return Unavailable(f"{label}: no credentials: {_NO_CREDENTIALS} ({_short(error)})")
+        if "InvalidCertificate(" in text:
+            reason = re.search(r"\b(UnknownIssuer|Expired|NotValidForName|[A-Z][A-Za-z]+EndEntity)", text)
+            return untrusted_certificate(self.url, reason[0] if reason else "it is invalid")
+        if "BadScheme" in text or "URL scheme is not allowed" in text:
+            return StoreError(
+                f"{self.url}: the endpoint is plain http, which sends keys and weights unencrypted. If that is meant: "
+                "set AWS_ALLOW_HTTP=true, or give client_options={'allow_http': True}; --endpoint http://… does it, too"
+            )
+        if (
+            _METADATA_HOST in text and not self._has_answered
+        ):  # obstore asks it where the environment has no credentials
+            return StoreError(f"{self.url}: there are no credentials: {_NO_CREDENTIALS}")
         return Unavailable(f"{label}: {_short(error)}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,22 @@ def scheme_of(url: str | Path) -> str:
     return scheme
 
 
-def open_store(url: str | Path, *, token: str | None = None, retry: Retry | None = None, **options: Any) -> Store:
+def open_store(
+    url: str | Path,
+    *,
+    token: str | None = None,
+    ca: str | Path | None = None,
+    retry: Retry | None = None,
+    **options: Any,
+) -> Store:
     """Open the store at a URL.
 
     Args:
         url: The path of a folder, `file:///path`, `s3://bucket/path`, `gs://bucket/path` or `az://container/path`, to
             read and to write; `http(s)://host/path`, as `sparserl serve` offers it, to read.
         token: sent as `Authorization: Bearer …` to an http(s) store.
+        ca: a file with certificates, in PEM, of authorities to trust besides those of the system; by default the one
+            that the environment variable SSL_CERT_FILE names.
         retry: how often transient failures of a network are retried.
         options: those of obstore's stores: `endpoint`, `region`, `client_options` and so on. An http(s) store knows
             some of the `client_options`; a folder has none.
@@ -54,6 +64,8 @@ def open_store(url: str | Path, *, token: str | None = None, retry: Retry | None
     'file:///tmp/run'
     """
     scheme = scheme_of(url)
+    if ca is not None:
+        options = _trusting(options, Path(ca))
     if scheme == "file":
         from .folder import FolderStore
 
@@ -65,7 +77,22 @@ def open_store(url: str | Path, *, token: str | None = None, retry: Retry | None
         return WebStore(str(url), token=token, retry=retry or Retry(), options=options)
     from .objects import ObjectStore
 
+    if ca is None and (bundle := os.environ.get("SSL_CERT_FILE")) and Path(bundle).is_file():
+        options = _trusting(options, Path(bundle))  # as Python does on its own for http(s) stores
+
     return ObjectStore(str(url), retry=retry or Retry(), options=options)
+
+
+def _trusting(options: dict[str, Any], ca: Path) -> dict[str, Any]:
+    """Options with the certificates of a file, unless they have others."""
+    try:
+        certificates = ca.read_bytes()
+    except OSError as error:
+        raise StoreError(f"the certificates in {ca} cannot be read: {error.strerror}") from error
+    if b"BEGIN CERTIFICATE" not in certificates:
+        raise StoreError(f"{ca} has no certificates in PEM")
+    client = {"root_certificate": certificates, **(options.get("client_options") or {})}
+    return {**options, "client_options": client}
 
 
 def _expanded(path: str) -> Path:

@@ -165,8 +165,13 @@ class WebStore:
             raise NotFound(f"{label} does not exist")
         message = f"{label}: the server answered {answer.status} {answer.reason[:80]!r}"
         if answer.status in (401, 403):
-            raise StoreError(f"{message}; is the token right?")
+            raise StoreError(f"{message}: {self._about_token()}")
         raise Unavailable(message)
+
+    def _about_token(self) -> str:
+        if "Authorization" in self._settings.headers:
+            return "it does not accept this token or password"
+        return "it wants an access token: --token-file FILE, or open_store(url, token=...)"
 
     def _label(self, name: str) -> str:
         return f"{self.url}: {name}"

@@ -96,7 +96,7 @@ def test_failures_are_told(tmp_path: Path) -> None:
     weights = {"w": np.zeros(100, np.float32)}
     publisher = sparserl.Publisher(url, weights, callbacks=[heard])
     publisher.publish()
-    weights["w"] = np.zeros(5, np.float32)
+    weights["w"] = np.zeros(100, np.float16)
     for publish in (publisher.publish, publisher.publish_in_background):
         with pytest.raises(sparserl.SparserlError):
             publish()

@@ -78,7 +78,9 @@ def stored_run(options: StoreOptions, keys: list[str] | None) -> Iterator[Stored
 
     with open_store(*options) as store, show.progress() as stage:
         run = StoredRun.read(store, keys)
-        yield StoredRun(store, run.head, run.run, run.index, stage("fetch", run.run.table.dense_bytes))
+        yield StoredRun(
+            store, run.head, run.run, run.index, stage("fetch", run.run_at(run.head.version).layout.dense_bytes)
+        )
 
 
 def _write_patch(run: StoredRun, first: int, last: int, output: Path, threads: int | None, json: bool) -> None:

@@ -42,13 +42,14 @@ def log(
     An anchor holds all weights. A patch leads from one version to the next, a squashed patch over several versions.
     Density is the share of elements that changed; bits/change is what was sent for each changed element.
     """
+    from ..session.store.layouts import run_at
     from ..session.store.retention import read_head, read_index, read_run
 
     keys = read_trusted_keys(trusted_key)
     with open_store(url, endpoint, region, token_file, ca) as store:
         head, _ = read_head(store, keys)
-        run = read_run(store, head)
         index = read_index(store, head)
+        run = run_at(store, read_run(store, head), index, head.version)
     steps = sorted(index.steps, key=lambda step: (step.version, step.base is not None, -(step.base or 0)))
     if json:
         show.result(True, {"url": url, **_values(head, run, index, steps)})
@@ -58,17 +59,18 @@ def log(
 
 def _values(head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[RouteStep]) -> dict[str, Any]:
     """A run for scripts."""
-    elements = run.table.elements
+    elements = run.layout.elements
     return {
         "run": head.run,
         "created": head.created,
         "version": head.version,
         "digest": head.digest.hex,
         "time": head.time,
-        "tensors": len(run.table.specs),
+        "tensors": len(run.layout.specs),
         "elements": elements,
-        "dense_bytes": run.table.dense_bytes,
+        "dense_bytes": run.layout.dense_bytes,
         "files": {name: file.blob.size for name, file in index.files_of(head.version, run).items()},
+        "layouts": [layout.version for layout in index.layouts],
         "changed_files": [{"version": changes.version, "files": sorted(changes.files)} for changes in index.files],
         "steps": [_step_values(step, elements) for step in steps],
         "totals": {kind: {"count": len(group), "bytes": _bytes(group)} for kind, group in _by_kind(steps).items()},
@@ -78,11 +80,13 @@ def _values(head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[Rout
 def _lines(head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[RouteStep]) -> Iterator[str]:
     """A run for people: what it is, a table of its steps, and their total."""
     now = time.time()
-    elements = run.table.elements
+    elements = run.layout.elements
     yield (
-        f"run {head.run}, begun {age(now - head.created)} ago: {len(run.table.specs):,} tensor(s), "
-        f"{elements:,} elements, {show.size(run.table.dense_bytes)}, {len(index.files_of(head.version, run))} file(s)"
+        f"run {head.run}, begun {age(now - head.created)} ago: {len(run.layout.specs):,} tensor(s), "
+        f"{elements:,} elements, {show.size(run.layout.dense_bytes)}, {len(index.files_of(head.version, run))} file(s)"
     )
+    for layout in index.layouts:
+        yield f"version {layout.version}: other tensors"
     for changes in index.files:
         yield f"version {changes.version}: other files: {', '.join(sorted(changes.files))}"
     rows = [(*_HEADER, *_LABELS), *(_row(step, elements, now) for step in steps)]

@@ -56,7 +56,7 @@ class EngineSubscriber(Subscriber):
 
         def read() -> tuple[bool, str]:
             try:
-                self._last_read = self._read_store()
+                self._last_read = self._read_store(None)
             except _UnknownVersion as error:
                 self._last_read = error.snapshot
                 return True, self._last_read.run.run
@@ -68,7 +68,7 @@ class EngineSubscriber(Subscriber):
         if len({run for _, run in answers}) != 1:
             raise SessionError("another run has just begun, and not all ranks have read it yet; try again")
         if any(is_unknown for is_unknown, _ in answers):
-            super()._identify(snapshot)
+            super()._identify(snapshot, snapshot.head.version)
             self._snapshot = snapshot
             self._newest_head = snapshot.head
 
@@ -94,7 +94,7 @@ class EngineSubscriber(Subscriber):
         if self._newest_head is None or self._is_uncertain:
             return
         try:
-            snapshot = self._read_store()
+            snapshot = self._read_store(None)
             if self._staged is None or self._staged.run_version.version != snapshot.head.version:
                 self.stage()
         except (_UnknownVersion, NotFound, Unavailable):
@@ -135,8 +135,13 @@ class EngineSubscriber(Subscriber):
     def _run_name(self) -> str | None:
         return None if self._snapshot is None else self._snapshot.run.run
 
-    def _identify(self, snapshot: StoreSnapshot) -> None:
+    def _identify(self, snapshot: StoreSnapshot, version: int) -> None:  # noqa: ARG002  # all ranks look at the newest
         raise _UnknownVersion(snapshot)
+
+    def _accept_layout(self, table: TensorTable) -> None:
+        """An engine keeps the tensors that it was built with."""
+        if self._table is not None:
+            self._table.require(table, "the engine", "the version")
 
     def _digest_targets(self, table: TensorTable) -> Digest | None:
         """The digest of the parts of all ranks, from their bits; None if copies of a part on two ranks differ."""

@@ -160,18 +160,18 @@ class Relay(Subscriber):
     def _stage_everywhere(self, snapshot: StoreSnapshot, goal: RunVersion, watch: Watch) -> SyncReport:
         """Fetch a version, send it to all ranks, and let them and the targets here stage it."""
         line = self._line
-        run = snapshot.run
+        run = self._run_at(snapshot, goal.version)
         traffic_before = line.traffic
         last = self._committed_everywhere
         self._committed_everywhere = None
-        round = rounds.open_round(line, (line.rank,), run.run, run.created, run.table)
+        round = rounds.open_round(line, (line.rank,), run.run, run.created, run.layout)
         fetched = self._fetch(round, snapshot, goal, last, watch)
         plan = fetched.plan(goal, line.rank)
         round.write("transfer", plan.to_note())
-        arrival = self._arrival(plan, run.table)
+        arrival = self._arrival(plan, run.layout)
         self._send(plan, fetched, arrival, watch)
         self._await_staged(round, arrival, watch)
-        report = rounds.report(plan, run.table, line.traffic - traffic_before, watch.seconds)
+        report = rounds.report(plan, run.layout, line.traffic - traffic_before, watch.seconds)
         self._staged = StagedVersion(goal, arrival.prepared, report)
         self._round = round
         round.write("verdict", {})
@@ -181,14 +181,14 @@ class Relay(Subscriber):
         self, round: Round, snapshot: StoreSnapshot, goal: RunVersion, last: RunVersion | None, watch: Watch
     ) -> _Fetched:
         """Wait for all ranks, and fetch what brings them to a version, from the last one if that is known."""
-        run = snapshot.run
+        run = self._run_at(snapshot, goal.version)
         try:
             with watch.stage("gather"):
                 hellos = round.read("hello", self._line.others, "come to the sync")
             with watch.stage("plan"):
                 steps = self._route_everywhere(snapshot, goal, hellos)
             with watch.stage("fetch"):
-                patches = [transfer.receive(self.store, run.run, run.table, step, self._progress) for step in steps]
+                patches = [transfer.receive(self.store, run.run, run.layout, step, self._progress) for step in steps]
                 files = self._files(snapshot, steps, goal, last)
                 return _Fetched(steps, patches, None if files is None else dict(files))
         except BaseException as error:

@@ -15,7 +15,18 @@ from ...transport.stores.base import Store
 from ..logs import log
 from . import signing
 from .fields import sha256
-from .records import HEAD, MOST_HEAD, FileChanges, HeadRecord, Index, PlacedFile, RouteStep, RunRecord, path
+from .records import (
+    HEAD,
+    MOST_HEAD,
+    FileChanges,
+    HeadRecord,
+    Index,
+    LayoutChange,
+    PlacedFile,
+    RouteStep,
+    RunRecord,
+    path,
+)
 from .retention import read_index
 from .signing import PublisherKeys
 from .writers import Writers
@@ -56,6 +67,7 @@ class HeadMove:
     step: the step that leads to the version.
     add_steps: makes the new index of the old one's steps; may be called again with others, which tools have added to.
     files: uploads files that changed, and returns those of the new index.
+    layouts: those of the new index.
     finish: called when the head has moved.
     """
 
@@ -63,6 +75,7 @@ class HeadMove:
     step: RouteStep
     add_steps: Callable[[Steps], Steps]
     files: Callable[[], tuple[FileChanges, ...]]
+    layouts: tuple[LayoutChange, ...]
     finish: Callable[[HeadRecord, Index], None]
 
 
@@ -142,7 +155,8 @@ class HeadWriter:
         """The next head, and the index that it names, which is written."""
         run = move.run
         new_steps = move.add_steps(steps)
-        index = Index(run.run, new_steps, _needed_files(move.files(), new_steps))
+        layouts = _needed_layouts(move.layouts, new_steps)
+        index = Index(run.run, new_steps, _needed_files(move.files(), new_steps), layouts)
         data = index.to_bytes()
         index_hash = sha256(data)
         self._store.put(path(run.run, "index", index_hash), data)
@@ -245,6 +259,13 @@ def _needed_files(files: tuple[FileChanges, ...], steps: Steps) -> tuple[FileCha
     for changes in old:
         merged |= changes.files
     return (FileChanges(old[-1].version, merged), *files[len(old) :])
+
+
+def _needed_layouts(layouts: tuple[LayoutChange, ...], steps: Steps) -> tuple[LayoutChange, ...]:
+    """The layouts that a version of an index has: those that ended before its oldest are forgotten."""
+    oldest = min((step.version if step.base is None else min(step.base, step.version) for step in steps), default=0)
+    ended = sum(layout.version <= oldest for layout in layouts) - 1
+    return layouts[max(0, ended) :]
 
 
 def _later(time: float) -> float:

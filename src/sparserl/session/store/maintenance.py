@@ -79,12 +79,12 @@ class Maintenance:
         self._ladder = Ladder(*options.ladder) if options.ladder is not None and is_alone else None
         self._notes: list[str] = []
 
-    def begin_run(self, encode: Callable[[], Patch], run: str) -> None:
-        """A new run is about to begin: save its anchor first, so that whoever is killed after that goes on from it."""
+    def begin_layout(self, encode: Callable[[], Patch], run: str, version: int) -> None:
+        """A new run, or other tensors, are about to begin: save the anchor first, for whoever is killed after that."""
         if self._ladder is not None:
             self._ladder.clear()
         if (saved_anchor := self._saved_anchor) is not None:
-            self._try(lambda: saved_anchor.save(encode(), run, 0))
+            self._try(lambda: saved_anchor.save(encode(), run, version))
 
     def run_begun(self, run: str) -> None:
         """The head names the run now: saved anchors of others can go."""

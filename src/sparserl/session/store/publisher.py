@@ -25,7 +25,7 @@ from ...sources import PublishedSource
 from ...sources.modules import as_source, weights_of
 from ...transport.groups.gather import RankGather
 from ...transport.stores.base import Store
-from ...transport.stores.opening import open_store
+from ...transport.stores.opening import open_writable
 from ...weights.local import LocalWeights
 from ...weights.memory import Weights
 from ...weights.shards import Shards, dump_places, load_places, require_whole
@@ -42,11 +42,14 @@ from . import side_files
 from .fields import checked_clock
 from .head import HOW_TO_REPLACE, HeadWriter
 from .label import Label
+from .layouts import has_new_layout, write_layout
 from .maintenance import Maintenance, RetentionOptions
 from .resume import SavedAnchor, resume_from_store
 from .run_writer import CommittedVersion, RunWriter, published_report
 from .signing import PublicKeys, PublisherKeys
 from .writers import Writers
+
+_Completion = Callable[[], SyncReport]  # what is left of a publish once the weights may change
 
 
 class Publisher:
@@ -153,7 +156,7 @@ class Publisher:
         self._background = BackgroundSlot()
         self.baseline = ""
 
-        self.store = _open_writable(url)
+        self.store = open_writable(url)
         self._callbacks = Callbacks(callbacks, self.store.url)
         self._callbacks.watch_retries(self.store)
         self._source_check = SourceCheck(self._source, self.store.url)
@@ -319,7 +322,7 @@ class Publisher:
         self._source_check.resume()
         log.info("%s: continuing run %s at version %d", self.store.url, head.run, head.version)
 
-    def _capture(self, label: Label) -> Callable[[], SyncReport]:
+    def _capture(self, label: Label) -> _Completion:
         """Take all that a publish needs of the weights, which may change from now on; returns what is left to do."""
         watch = Watch()
         self._run_writer.resolve()
@@ -339,10 +342,10 @@ class Publisher:
         if len(set(nonces)) > 1:
             self._run_writer.committed = None
 
-    def _capture_first(self, label: Label, watch: Watch) -> Callable[[], SyncReport]:
-        """Capture the first version of a new run."""
-        work: list[Callable[[], SyncReport]] = []
-        if self._had_run:
+    def _capture_first(self, label: Label, watch: Watch, last: CommittedVersion | None = None) -> _Completion:
+        """Capture all weights: the first version of a new run, or of other tensors than the last version has."""
+        work: list[_Completion] = []
+        if self._had_run and last is None:
             log.warning("%s: the baseline was lost, so a new run begins: subscribers fetch all weights", self.store.url)
 
         def capture(options: BaselineOptions) -> bytes:
@@ -353,7 +356,8 @@ class Publisher:
                 )
             anchor = self._anchor(weights, watch) if baseline.weights is None else None
             named = label._replace(files=self._capture_files())
-            work[:] = [functools.partial(self._publish_first, LocalWeights.of(weights), baseline, anchor, named, watch)]
+            local = LocalWeights.of(weights)
+            work[:] = [functools.partial(self._publish_first, local, baseline, anchor, named, watch, last)]
             return b"none" if baseline.weights is None else b"host"
 
         kinds = self._writers.together("capture", lambda: capture(self._baseline_options))
@@ -361,14 +365,17 @@ class Publisher:
             self._writers.together("capture", lambda: capture(replace(self._baseline_options, kind="none")))
         return work[0]
 
-    def _capture_changes(self, committed: CommittedVersion, label: Label, watch: Watch) -> Callable[[], SyncReport]:
+    def _capture_changes(self, committed: CommittedVersion, label: Label, watch: Watch) -> _Completion:
         """Capture the changes since a version."""
-        work: list[Callable[[], SyncReport]] = []
+        work: list[_Completion] = []
         encoding = self._encoding
 
         def capture() -> bytes:
             weights = weights_of(self._source)
             try:
+                if self._writers.size == 1 and has_new_layout(self.store, committed.run, weights):
+                    work[:] = [self._capture_first(label, watch, committed)]
+                    return b""
                 with watch.stage("find"):
                     changes = committed.baseline.capture(
                         weights, profile=encoding.profile, threads=encoding.threads, progress=encoding.progress
@@ -397,12 +404,22 @@ class Publisher:
     # -- versions ------------------------------------------------------------------------------------------------------
 
     def _publish_first(
-        self, local: LocalWeights, baseline: Baseline, anchor: Patch | None, label: Label, watch: Watch
+        self,
+        local: LocalWeights,
+        baseline: Baseline,
+        anchor: Patch | None,
+        label: Label,
+        watch: Watch,
+        last: CommittedVersion | None,
     ) -> SyncReport:
-        """The first version of a new run: an anchor."""
-        run = self._run_writer.begin_run(local.table, label.files, self._refusal)
-        self._refusal = None
-        self._require_whole(local, run.table)
+        """An anchor: the first version of a new run, or the first with other tensors than the last version has."""
+        if last is None:
+            run = self._run_writer.begin_run(local.table, label.files, self._refusal)
+            self._refusal = None
+            self._require_whole(local, run.layout)
+        else:
+            run = replace(last.run, later_table=local.table)
+        number = 0 if last is None else last.head.version + 1
 
         def encode() -> Patch:
             nonlocal anchor
@@ -412,11 +429,17 @@ class Publisher:
             return anchor
 
         sent = self._run_writer.send(run, encode, watch)
-        step = label.on(sent.step(None, 0, self._run_writer.clock()))
-        self._maintenance.begin_run(encode, run.run)
+        step = label.on(sent.step(None, number, self._run_writer.clock()))
+        self._maintenance.begin_layout(encode, run.run, number)
         with watch.stage("commit"):
             version = self._run_writer.commit(
-                run, step, baseline, add_steps=lambda _steps: (step,), notify=self._notify_source
+                run,
+                step,
+                baseline,
+                files=None if last is None else label.files,
+                layout=None if last is None else write_layout(self.store, run.run, number, local.table),
+                add_steps=(lambda _steps: (step,)) if last is None else None,
+                notify=self._notify_source,
             )
         self._maintenance.run_begun(run.run)
         self._had_run = True
@@ -450,12 +473,7 @@ class Publisher:
         with watch.stage("commit"):
             self._had_run = True
             version = self._run_writer.commit(
-                committed.run,
-                step,
-                committed.baseline,
-                files=label.files,
-                advance=advance,
-                notify=self._notify_source,
+                committed.run, step, committed.baseline, files=label.files, advance=advance, notify=self._notify_source
             )
         notes = self._maintenance.run(version, anchor, watch)
         return published_report(version, "patch", sent, watch, notes)
@@ -479,10 +497,3 @@ class Publisher:
         self._callbacks.published(report)
         self._source_check.published(report)
         return report
-
-
-def _open_writable(url: str | Path | Store) -> Store:
-    store = open_store(url) if isinstance(url, str | Path) else url
-    if not store.writable:
-        raise SessionError(f"{store.url} can only be read; publish to a folder or an object store")
-    return store

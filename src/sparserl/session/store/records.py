@@ -32,7 +32,6 @@ from ...wire.table import decode_table, decompress_table, encoded_table
 from .fields import (
     FORMAT,
     MOST_VERSION,
-    SMALL,
     Bound,
     Fields,
     canonical,
@@ -46,19 +45,20 @@ from .fields import (
     sha256,
     written,
 )
+from .leases import LEASE_NAME
 
 HEAD = "head.json"
 MOST_HEAD = MOST_LEASE = 1 << 16  # bytes
 MOST_FILE = 1 << 30  # bytes of all files together
 MOST_FILES = 1 << 12
 MOST_STEPS = 1 << 17
+MOST_LAYOUTS = 256  # that the versions of an index have, besides the first
 MOST_CHANGED_FILES = 1 << 16  # that an index names for all its versions together
 MOST_NOTE = 200  # characters
 _RUN = re.compile(r"[0-9a-f]{16}")
 _HASH = re.compile(r"[0-9a-f]{64}")
-_LEASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _OBJECT = re.compile(
-    rf"runs/{_RUN.pattern}/(run\.json|(index|manifests|files|buckets/{_RUN.pattern})/{_HASH.pattern}|leases/{_LEASE.pattern})"
+    rf"runs/{_RUN.pattern}/(run\.json|(index|manifests|files|buckets/{_RUN.pattern})/{_HASH.pattern}|leases/{LEASE_NAME.pattern})"
 )
 
 
@@ -114,16 +114,20 @@ class RunRecord:
 
     run: str
     created: float
-    table: TensorTable
+    table: TensorTable  # of the first version
     files: dict[str, Blob] = field(default_factory=dict)
+    later_table: TensorTable | None = None  # of the version that this is about; not part of the record
+
+    @property
+    def layout(self) -> TensorTable:
+        """The tensor table of the version that this is about."""
+        return self.later_table or self.table
 
     def to_bytes(self) -> bytes:
-        table = encoded_table(self.table)
         record = {
             "run": self.run,
             "created": self.created,
-            "table": base64.b64encode(table.compressed).decode(),
-            "table_bytes": len(table.raw),
+            **_table_record(self.table),
             "files": {name: list(blob) for name, blob in self.files.items()},
         }
         return written(record, f"run {self.run}", RUN)
@@ -133,12 +137,35 @@ class RunRecord:
         fields = Fields(parse(data, label, RUN), label)
         run = fields.text("run", _RUN)
         created = fields.take("created", checked_seconds)
-        size = fields.count("table_bytes", limits.TABLE_BYTES)
-        coded = fields.take("table", lambda v: base64.b64decode(v, validate=True))
+        table = _read_table(fields)
         files = fields.take("files", _files)
         fields.finish()
         require_files({name: blob.size for name, blob in files.items()}, label)
-        return cls(run, created, decode_table(decompress_table(coded, size)), files)
+        return cls(run, created, table, files)
+
+
+def _table_record(table: TensorTable) -> dict[str, Any]:
+    encoded = encoded_table(table)
+    return {"table": base64.b64encode(encoded.compressed).decode(), "table_bytes": len(encoded.raw)}
+
+
+def _read_table(fields: Fields) -> TensorTable:
+    size = fields.count("table_bytes", limits.TABLE_BYTES)
+    coded = fields.take("table", lambda v: base64.b64decode(v, validate=True))
+    return decode_table(decompress_table(coded, size))
+
+
+def layout_to_bytes(table: TensorTable) -> bytes:
+    """The tensor table of later versions, as an object of its own."""
+    return written(_table_record(table), "a layout", RUN)
+
+
+def parse_layout(data: bytes, label: str) -> TensorTable:
+    """The tensor table that `layout_to_bytes` wrote."""
+    fields = Fields(parse(data, label, RUN), label)
+    table = _read_table(fields)
+    fields.finish()
+    return table
 
 
 def _files(value: Any) -> dict[str, Blob]:
@@ -237,7 +264,7 @@ class PlacedFile(NamedTuple):
         if value is None:
             return None
         hash, size, place = value
-        return cls(*_blob((hash, size), MOST_FILE), matched(_RUN, place))
+        return cls(*_blob((hash, size), max(MOST_FILE, RUN.size)), matched(_RUN, place))
 
 
 class FileChanges(NamedTuple):
@@ -259,13 +286,38 @@ class FileChanges(NamedTuple):
         return cls(version, files)
 
 
+class LayoutChange(NamedTuple):
+    """A version from which on the tensors are others, and the object with their table."""
+
+    version: int
+    table: PlacedFile
+
+    def record(self) -> dict[str, Any]:
+        return {"version": self.version, "table": list(self.table)}
+
+    @classmethod
+    def read(cls, record: Any) -> LayoutChange:
+        fields = Fields(dict(record), "index: a layout")
+        version = fields.count("version")
+        table = fields.take("table", PlacedFile.read)
+        fields.finish()
+        if table is None:
+            raise InvalidField("index: a layout has no table")
+        return cls(version, table)
+
+
 @dataclass(frozen=True)
 class Index:
-    """All steps that can be had in a run, as of a version, and the files of its versions where they changed."""
+    """All steps that can be had in a run, as of a version, and where the files or tensors of its versions change."""
 
     run: str
     steps: tuple[RouteStep, ...]
     files: tuple[FileChanges, ...] = ()
+    layouts: tuple[LayoutChange, ...] = ()
+
+    def layout_of(self, version: int) -> LayoutChange | None:
+        """The layout of a version; None for that which the run began with."""
+        return next((layout for layout in reversed(self.layouts) if layout.version <= version), None)
 
     def files_of(self, version: int, run: RunRecord) -> dict[str, StoredFile]:
         """The files of a version: those that the run began with, and what has changed up to it."""
@@ -292,12 +344,20 @@ class Index:
         record: dict[str, Any] = {"run": self.run, "steps": [step.record() for step in self.steps]}
         if self.files:
             record["files"] = [changes.record() for changes in self.files]
+        if self.layouts:
+            record["layouts"] = [layout.record() for layout in self.layouts]
         return written(record, label, INDEX)
 
     def _require_files(self, label: str) -> None:
         require_few(sum(len(changes.files) for changes in self.files), MOST_CHANGED_FILES, "changed files", label)
         if any(a.version >= b.version for a, b in zip(self.files, self.files[1:], strict=False)):
             raise InvalidField(f"{label}: the versions at which files changed do not rise")
+        require_few(len(self.layouts), MOST_LAYOUTS, "layouts", label)
+        if any(a.version >= b.version for a, b in zip(self.layouts, self.layouts[1:], strict=False)):
+            raise InvalidField(f"{label}: the versions at which tensors changed do not rise")
+        for step in self.steps if self.layouts else ():
+            if step.base is not None and self.layout_of(step.base) != self.layout_of(step.version):
+                raise InvalidField(f"{label}: {step.name} leads to other tensors")
 
     @classmethod
     def parse(cls, data: bytes, label: str) -> Index:
@@ -306,6 +366,7 @@ class Index:
             fields.text("run", _RUN),
             fields.take("steps", read_list(RouteStep.read)),
             fields.optional("files", read_list(FileChanges.read), ()),
+            fields.optional("layouts", read_list(LayoutChange.read), ()),
         )
         fields.finish()
         index._require_files(label)
@@ -372,39 +433,12 @@ class Manifest:
         return path(self.run, "buckets", f"{self.place}/{blob.hash}")
 
 
-@dataclass(frozen=True)
-class Lease:
-    """What a subscriber holds; retention spares what it needs, and publishers wait for it."""
-
-    name: str
-    version: int
-    time: float
-
-    def to_bytes(self) -> bytes:
-        return written(vars(self), f"the lease of {self.name}", SMALL)
-
-    @classmethod
-    def parse(cls, data: bytes, label: str) -> Lease:
-        fields = Fields(parse(data, label), label)
-        lease = cls(fields.text("name", _LEASE), fields.count("version"), fields.take("time", checked_seconds))
-        fields.finish()
-        return lease
-
-
 def file_name(name: str) -> str:
     """A name under which a file can travel: a path below the checkpoint, and nowhere else."""
     try:
         return checked_file_name(name)
     except (ValueError, TypeError) as error:
         raise InvalidField(f"{name!r} is not the name of a file below a checkpoint") from error
-
-
-def lease_name(name: str) -> str:
-    """A name under which a subscriber can be known."""
-    try:
-        return matched(_LEASE, name)
-    except ValueError as error:
-        raise SessionError(f"{name!r} cannot be a subscriber's name: letters, digits, '.', '_' and '-' can") from error
 
 
 def run_id(run: str) -> str:

@@ -24,6 +24,7 @@ from ..anchors import build_weights
 from ..logs import log
 from . import routes, transfer
 from .fields import sha256
+from .layouts import run_at
 from .records import HeadRecord, Index, RunRecord
 from .retention import read_index, read_run
 
@@ -49,13 +50,13 @@ def resume_from_store(
         SessionError: What the store has does not lead to the weights of the head.
     """
     try:
-        run = read_run(store, head)
         index = read_index(store, head)
+        run = run_at(store, read_run(store, head), index, head.version)
         steps = routes.route(index.steps, None, head.version)
         fetched = size(sum(step.bytes for step in steps))
         log.info("%s: fetching %s to continue run %s at version %d", store.url, fetched, head.run, head.version)
-        patches = (transfer.receive(store, head.run, run.table, step, progress) for step in steps)
-        weights = build_weights(run.table, patches, head.digest, threads)
+        patches = (transfer.receive(store, head.run, run.layout, step, progress) for step in steps)
+        weights = build_weights(run.layout, patches, head.digest, threads)
     except (FormatError, NotFound, NotRetained, WeightsError, WrongBase) as error:
         raise SessionError(
             f"{store.url} has run {head.run} at version {head.version}, whose weights cannot be rebuilt: {error}"
@@ -116,13 +117,13 @@ class SavedAnchor:
     ) -> ResumedRun | None:
         try:
             anchor = Patch.open(self._path / name)
-            run = read_run(store, head)
             index = read_index(store, head)
-            anchor.table.require(run.table, "the saved anchor", "the run")
+            run = run_at(store, read_run(store, head), index, head.version)
+            anchor.table.require(run.layout, "the saved anchor", "the run")
             steps = routes.route(index.steps, (version, anchor.result), head.version)
             patches = [anchor] if not steps or steps[0].base is not None else []
-            patches += [transfer.receive(store, head.run, run.table, step) for step in steps]
-            weights = build_weights(run.table, patches, head.digest, threads)
+            patches += [transfer.receive(store, head.run, run.layout, step) for step in steps]
+            weights = build_weights(run.layout, patches, head.digest, threads)
         except (OSError, FormatError, NotFound, NotRetained, WeightsError, WrongBase):  # damaged here or there
             return None
         return ResumedRun(run, index, weights)

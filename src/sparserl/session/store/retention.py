@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ...errors import FormatError, NotFound, SessionError, StoreError, Truncated
 from ...transport.stores.base import RANGE_BYTES, ObjectInfo, Store
 from . import routes, signing
+from .layouts import run_at
 from .records import (
     HEAD,
     MOST_HEAD,
@@ -68,6 +69,7 @@ def needed(store: Store, head: HeadRecord, indices: Iterable[str] = ()) -> set[s
         names.add(path(head.run, "index", hash))
         index = Index.parse(get_named(store, head.run, "index", hash), path(head.run, "index", hash))
         manifests |= {step.manifest for step in index.steps}
+        names |= {layout.table.name(head.run) for layout in index.layouts}
         for changes in index.files:
             names |= {file.name(head.run) for file in changes.files.values() if file is not None}
     for hash in manifests:
@@ -127,7 +129,12 @@ def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str
         steps.setdefault(step.manifest, []).append(step)
     places: set[str] = set()
     for hash, named in steps.items():
-        yield from _manifest_faults(store, run, hash, named, places)
+        try:
+            run_of_step = run_at(store, run, index, named[0].version)
+        except (StoreError, FormatError) as error:
+            yield f"{named[0].name}: the table of its tensors: {error}"
+            continue
+        yield from _manifest_faults(store, run_of_step, hash, named, places)
     digests = routes.versions(index.steps)
     if digests.get(head.version) != head.digest:
         yield f"no step leads to version {head.version} with digest {head.digest}"
@@ -145,7 +152,7 @@ def _manifest_faults(
     first = steps[0].name
     try:
         manifest = Manifest.parse(get_named(store, run.run, "manifests", hash), first)
-        require_size(manifest, run.table, first)
+        require_size(manifest, run.layout, first)
     except (StoreError, FormatError) as error:
         for step in steps:
             yield f"{step.name}: {error}"

@@ -16,7 +16,19 @@ from ..baseline import Baseline
 from ..report import SyncReport, Watch
 from . import side_files, transfer
 from .head import HeadMove, HeadWriter, Steps
-from .records import MOST_HEAD, FileChanges, HeadRecord, Index, Lease, PlacedFile, RouteStep, RunRecord, path, run_path
+from .leases import Lease
+from .records import (
+    MOST_HEAD,
+    FileChanges,
+    HeadRecord,
+    Index,
+    LayoutChange,
+    PlacedFile,
+    RouteStep,
+    RunRecord,
+    path,
+    run_path,
+)
 from .writers import Writers
 
 
@@ -79,7 +91,7 @@ class RunWriter:
         sent_by_rank = self.writers.gather(
             "upload", upload, transfer.UploadedPatch.to_bytes, transfer.UploadedPatch.parse
         )
-        sent = transfer.joined(run.table, sent_by_rank)
+        sent = transfer.joined(run.layout, sent_by_rank)
         with watch.stage("upload"):
             self.writers.lead("write down", lambda: transfer.put_manifest(self.store, sent), _no_bytes, _no_bytes)
         return sent
@@ -95,6 +107,7 @@ class RunWriter:
         baseline: Baseline,
         *,
         files: side_files.Captured | None = None,
+        layout: LayoutChange | None = None,
         add_steps: Callable[[Steps], Steps] | None = None,
         advance: Callable[[], None] | None = None,
         notify: Callable[[], None] | None = None,
@@ -102,6 +115,7 @@ class RunWriter:
         """Move the head to the version that a step leads to.
 
         files: the files of the version; None if they are those of the version before.
+        layout: the tensors of the version, if they are others than those of the version before.
         add_steps: makes the new index of the old one's steps; without it, the step is added.
         advance: called when the head has moved, to move the baseline too; if it fails, a new run will begin.
         notify: called after that, when the next patch can start from the version.
@@ -122,11 +136,14 @@ class RunWriter:
 
         @functools.cache  # the head may have to be moved several times
         def changed_files() -> tuple[FileChanges, ...]:
-            if last is None or last.run is not run:
+            if last is None or last.run.run != run.run:
                 return ()
             return self._changed_files(last, step.version, files)
 
-        move = HeadMove(run, step, add_steps or (lambda steps: (*steps, step)), changed_files, moved)
+        layouts = last.index.layouts if last is not None and last.run.run == run.run else ()
+        if layout is not None:
+            layouts = (*layouts, layout)
+        move = HeadMove(run, step, add_steps or (lambda steps: (*steps, step)), changed_files, layouts, moved)
         self._head.move(move, () if last is None else last.index.steps, None if last is None else last.head)
         return versions[0]
 
@@ -168,7 +185,7 @@ def published_report(
     version: CommittedVersion, kind: str, sent: transfer.UploadedPatch, watch: Watch, notes: tuple[str, ...]
 ) -> SyncReport:
     """What a publisher reports of a version that it has committed."""
-    table = version.run.table
+    table = version.run.layout
     return SyncReport(
         run=version.run.run,
         version=version.head.version,

@@ -13,6 +13,7 @@ from ...weights.digest import Digest
 from ...weights.dtypes import Bits
 from ..anchors import build_weights, copy_weights
 from . import routes, transfer
+from .layouts import run_at
 from .records import HeadRecord, Index, RouteStep, RunRecord
 from .retention import read_head, read_index, read_run
 from .side_files import StoredFiles
@@ -56,6 +57,10 @@ class StoredRun:
                 f"{self.store.url}: version {version} is not among those that are kept: {_ranges(versions)}"
             )
 
+    def run_at(self, version: int) -> RunRecord:
+        """The run, with the tensor table of a version."""
+        return run_at(self.store, self.run, self.index, version)
+
     def version_of(self, digest: Digest) -> int | None:
         """The newest version with this digest; None if there is none."""
         return max((version for version, other in self.digests.items() if other == digest), default=None)
@@ -69,12 +74,13 @@ class StoredRun:
     def patches(self, steps: list[RouteStep]) -> Iterator[Patch]:
         """The patches of some steps, fetched one by one and checked."""
         for step in steps:
-            yield transfer.receive(self.store, self.run.run, self.run.table, step, self.progress)
+            table = self.run_at(step.version).layout
+            yield transfer.receive(self.store, self.run.run, table, step, self.progress)
 
     def weights(self, version: int, threads: int | None = None) -> dict[str, Bits]:
         """The weights of a version, built from an anchor and patches."""
         steps = self.steps(None, version)
-        return build_weights(self.run.table, self.patches(steps), self.digests[version], threads)
+        return build_weights(self.run_at(version).layout, self.patches(steps), self.digests[version], threads)
 
     def files(self, version: int) -> Mapping[str, bytes]:
         """The files of a version, each fetched when it is asked for."""
@@ -84,13 +90,15 @@ class StoredRun:
         """One patch between two versions, without files: that of the store, or else by comparing both."""
         self.require(base)
         steps = self.steps(base, version)
+        table = self.run_at(version).layout
+        self.run_at(base).layout.require(table, f"version {base}", f"version {version}")
         if len(steps) == 1 and steps[0].base == base:
             return next(self.patches(steps))
         old = self.weights(base, threads)
         start = None if not steps or steps[0].base is None else (copy_weights(old), self.digests[base])
         new = old
         if steps:
-            new = build_weights(self.run.table, self.patches(steps), self.digests[version], threads, start)
+            new = build_weights(table, self.patches(steps), self.digests[version], threads, start)
         return diff(old, new, base_digest=self.digests[base], threads=threads)
 
     def with_files(self, patch: Patch, base: int, version: int) -> Patch:

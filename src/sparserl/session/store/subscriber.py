@@ -22,6 +22,7 @@ from ...transport.stores.base import Store
 from ...transport.stores.deadline import current, within
 from ...transport.stores.opening import open_store
 from ...weights.digest import Digest
+from ...weights.table import TensorTable
 from ..anchors import build_weights
 from ..callbacks import Callback
 from ..logs import TroubleLog, log
@@ -30,7 +31,9 @@ from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
 from .fields import checked_clock
-from .records import HEAD, HeadRecord, Index, Lease, RouteStep, RunRecord, lease_name, path, run_id
+from .layouts import run_at
+from .leases import Lease, lease_name
+from .records import HEAD, HeadRecord, Index, RouteStep, RunRecord, path, run_id
 from .retention import read_head, read_index, read_run
 from .side_files import StoredFiles
 from .signing import PublicKeys
@@ -171,7 +174,7 @@ class Subscriber(Receiver):
 
     def _choose_version(self, version: int | None) -> tuple[StoreSnapshot, RunVersion]:
         """What the store has, and the version of it to go to: the newest, or a given one."""
-        snapshot = self._read_store()
+        snapshot = self._read_store(version)
         head = snapshot.head
         number = head.version if version is None else version
         digests = routes.versions(snapshot.index.steps)
@@ -281,13 +284,13 @@ class Subscriber(Receiver):
 
     # -- what the store has --------------------------------------------------------------------------------------------
 
-    def _read_store(self) -> StoreSnapshot:
-        """Read the head, and what it leads to if it moved."""
+    def _read_store(self, version: int | None) -> StoreSnapshot:
+        """Read the head, and what it leads to if it moved; `version` is the one to go to, None for the newest."""
         head, tag = read_head(self.store, self._trusted_keys)
         last = self._snapshot
         if last is not None and head == last.head:
             if self._is_uncertain:
-                self._identify(last)
+                self._identify(last, head.version if version is None else version)
             return last
         self._require_newer(head)
         run = last.run if last is not None and last.run.run == head.run else read_run(self.store, head)
@@ -300,7 +303,7 @@ class Subscriber(Receiver):
         if newest is not None and newest.run != head.run:
             log.warning("%s: run %s has replaced run %s", self.store.url, head.run, newest.run)
         if newest is None or newest.run != head.run or self._is_uncertain:
-            self._identify(snapshot)
+            self._identify(snapshot, head.version if version is None else version)
         self._snapshot = snapshot
         self._newest_head = head
         return snapshot
@@ -318,10 +321,18 @@ class Subscriber(Receiver):
             if self._trusted_keys is not None and head.run != run and head.created <= created:
                 raise Untrusted(f"the store was rolled back: run {head.run} is older than run {run}, which was seen")
 
-    def _identify(self, snapshot: StoreSnapshot) -> None:
-        """Find out which version of the run the targets hold, by their bits."""
-        run = snapshot.run
-        bits = self._digest_targets(run.table)
+    def _run_at(self, snapshot: StoreSnapshot, version: int) -> RunRecord:
+        """The run, with the tensor table of a version."""
+        return run_at(self.store, snapshot.run, snapshot.index, version)
+
+    def _accept_layout(self, table: TensorTable) -> None:
+        """Have the targets accept the tensors of a version; one that cannot take them refuses, and names them."""
+        self._digest_targets(table)
+
+    def _identify(self, snapshot: StoreSnapshot, version: int) -> None:
+        """Find out which version of the run the targets hold, by their bits, where they have the tensors of one."""
+        run = self._run_at(snapshot, version)
+        bits = self._digest_targets(run.layout)
         self._current = None
         if bits is None:
             return
@@ -347,14 +358,19 @@ class Subscriber(Receiver):
     # -- staging and committing ----------------------------------------------------------------------------------------
 
     def _stage(self, snapshot: StoreSnapshot, goal: RunVersion, steps: list[RouteStep], watch: Watch) -> SyncReport:
-        run = snapshot.run
+        run = self._run_at(snapshot, goal.version)
+        if self._table is None or (self._table is not run.layout and self._table.specs != run.layout.specs):
+            self._accept_layout(run.layout)
         with watch.stage("fetch"):
-            patches = [transfer.receive(self.store, run.run, run.table, step, self._progress) for step in steps]
+            patches = [
+                transfer.receive(self.store, run.run, self._run_at(snapshot, step.version).layout, step, self._progress)
+                for step in steps
+            ]
         fresh = None
         files: Mapping[str, bytes] | None = None
         if steps and steps[0].base is None:
             with watch.stage("build"):
-                fresh = build_weights(run.table, patches, goal.digest, self.threads)
+                fresh = build_weights(run.layout, patches, goal.digest, self.threads)
             patches = []
         if any(target.keeps_files for target in self.targets) and (
             fresh is not None or self._files_change(snapshot, goal)
@@ -369,9 +385,9 @@ class Subscriber(Receiver):
             digest=goal.digest.hex,
             kind="anchor" if fresh is not None else "patch" if steps else "none",
             changed=max((target.changed for target in prepared), default=0),
-            elements=run.table.elements,
+            elements=run.layout.elements,
             bytes=sum(step.bytes for step in steps),
-            dense_bytes=run.table.dense_bytes,
+            dense_bytes=run.layout.dense_bytes,
             seconds=watch.seconds,
             behind=self._versions_behind(snapshot),
         )

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ...errors import StoreError
+from ...errors import SessionError, StoreError
 from .base import Retry, Store
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -81,6 +81,14 @@ def open_store(
         options = _trusting(options, Path(bundle))  # as Python does on its own for http(s) stores
 
     return ObjectStore(str(url), retry=retry or Retry(), options=options)
+
+
+def open_writable(url: str | Path | Store) -> Store:
+    """The store at a URL, or one that is open, which must be one that can be written to."""
+    store = open_store(url) if isinstance(url, str | Path) else url
+    if not store.writable:
+        raise SessionError(f"{store.url} can only be read; publish to a folder or an object store")
+    return store
 
 
 def _trusting(options: dict[str, Any], ca: Path) -> dict[str, Any]:

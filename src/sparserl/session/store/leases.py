@@ -1,0 +1,38 @@
+"""Leases: which version each subscriber holds, so that retention spares what it needs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ...errors import SessionError
+from .fields import SMALL, Fields, checked_seconds, matched, parse, written
+
+LEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What a subscriber holds; retention spares what it needs, and publishers wait for it."""
+
+    name: str
+    version: int
+    time: float
+
+    def to_bytes(self) -> bytes:
+        return written(vars(self), f"the lease of {self.name}", SMALL)
+
+    @classmethod
+    def parse(cls, data: bytes, label: str) -> Lease:
+        fields = Fields(parse(data, label), label)
+        lease = cls(fields.text("name", LEASE_NAME), fields.count("version"), fields.take("time", checked_seconds))
+        fields.finish()
+        return lease
+
+
+def lease_name(name: str) -> str:
+    """A name under which a subscriber can be known."""
+    try:
+        return matched(LEASE_NAME, name)
+    except ValueError as error:
+        raise SessionError(f"{name!r} cannot be a subscriber's name: letters, digits, '.', '_' and '-' can") from error

@@ -16,6 +16,9 @@ RIGHT = 8
 TOP = 10
 BOTTOM = 36
 POINTS = 150  # at most so many of a series are drawn
+_MOST_TICKS = 7  # of a logarithmic axis
+_FAR = 5.0  # columns so many times as high as the middle one are cut off, if they are few
+_CLOSE = 1.5  # curves whose highest value is at most so many times the lowest need no zero
 Shown = Callable[[float], str]
 
 
@@ -42,7 +45,7 @@ def lines(
     curves = {name: _thinned(values) for name, values in series.items()}
     others = [_thinned(values) for values in beside]
     every = [*curves.values(), *others]
-    axis = _Axis([value for values in every for value in values.values()])
+    axis = _Axis([value for values in every for value in values.values()], from_zero=False)
     first = min(min(values) for values in every)
     last = max(max(values) for values in every)
 
@@ -73,23 +76,36 @@ def columns(
     below: str = "",
     note: str = "",
 ) -> str:
-    """Columns side by side, stacked where there are several series; a logarithmic axis is for one alone."""
+    """Columns side by side, stacked where there are several series; a logarithmic axis is for one alone.
+
+    Where few columns are far above all others, the axis is for the others: those few are cut off, and labelled.
+    """
     totals = [sum(column) for column in zip(*stacks.values(), strict=True)]
-    axis = _Axis(totals, log)
+    cap = math.inf if log else _cap(totals)
+    axis = _Axis([min(total, cap) for total in totals], log)
     step = (WIDTH - LEFT - RIGHT) / len(labels)
     parts = [axis.grid(shown)]
+    cut = 0
     for i, label in enumerate(labels):
         reached = 0.0
         for n, (name, values) in enumerate(stacks.items()):
             if values[i] <= 0:
                 continue
-            foot = axis.y(reached)
+            foot = axis.y(min(reached, cap))
             reached += values[i]
-            top = axis.y(reached)
+            top = axis.y(min(reached, cap))
+            if foot <= top:
+                continue  # beyond the axis
             text = hover[i] if hover is not None else f"{label}, {name}: {shown(values[i])}"
             box = f'x="{LEFT + i * step + step * 0.1:.1f}" width="{step * 0.8:.1f}" y="{top:.1f}"'
             parts.append(
                 f'<rect class="c{n % 8}" {box} height="{max(0.5, foot - top):.1f}"><title>{escape(text)}</title></rect>'
+            )
+        if totals[i] > cap:
+            cut += 1
+            text = f"{escape(label)}: {escape(shown(totals[i]))}"
+            parts.append(
+                f'<text class="cut" x="{LEFT + (i + 1) * step + 2:.1f}" y="{TOP + 11 * cut - 2}">{text}</text>'
             )
     every = max(1, math.ceil(len(labels) * 44 / (WIDTH - LEFT - RIGHT)))
     parts += _ticks_below(range(0, len(labels), every), lambda i: LEFT + (i + 0.5) * step, below, labels.__getitem__)
@@ -160,29 +176,51 @@ def heat(
     return figure(title, "".join(drawn), foot + 16, note=note)
 
 
-class _Axis:
-    """The vertical axis of some values: linear from zero, or logarithmic where they spread too far."""
+def _cap(totals: Sequence[float]) -> float:
+    """Where an axis ends that is made for most columns, if a few are many times as high."""
+    usual = _FAR * sorted(totals)[len(totals) // 2]
+    others = [total for total in totals if total <= usual]
+    is_few = usual > 0 and 0 < len(totals) - len(others) <= len(totals) // 4
+    return 1.4 * max(others) if is_few else math.inf  # with room for the labels
 
-    def __init__(self, values: Sequence[float], log: bool | None = None) -> None:
+
+class _Axis:
+    """The vertical axis of some values: linear, or logarithmic where they spread too far.
+
+    from_zero: whether a linear axis begins at zero even where all values are close together.
+    """
+
+    def __init__(self, values: Sequence[float], log: bool | None = None, *, from_zero: bool = True) -> None:
         live = [value for value in values if value > 0]
         wide = bool(live) and len(live) == len(values) and max(live) > 20 * min(live)
         self._log = bool(live) and (wide if log is None else log)
         if self._log:
-            first = math.floor(math.log10(min(live)) - 1e-9)
-            last = max(math.ceil(math.log10(max(live)) - 1e-9), first + 1)
-            every = max(1, math.ceil((last - first) / 5))
-            self.ticks = [10.0**power for power in range(first, last + 1, every)]
-            self._low = float(first)
-            self._high = float(last)
+            self._make_logarithmic(min(live), max(live))
             return
-        low = min(0.0, *values)
-        high = max(0.0, *values)
-        step = _nice((high - low) or 1.0)
+        low = min(values)
+        high = max(values)
+        if from_zero or low <= 0 or high <= 0 or high > _CLOSE * low:
+            low = min(0.0, low)
+            high = max(0.0, high)
+        step = _nice((high - low) or abs(high) or 1.0)
         self._low = math.floor(low / step) * step
         self._high = math.ceil(high / step - 1e-9) * step
         if self._high <= self._low:
             self._high = self._low + step
         self.ticks = [self._low + step * n for n in range(round((self._high - self._low) / step) + 1)]
+
+    def _make_logarithmic(self, low: float, high: float) -> None:
+        """From the round number at or below the lowest value to that at or above the highest."""
+        powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+        few = [10.0**power for power in powers]
+        many = [number * 10.0**power for power in powers for number in (1, 2, 5)]
+        rounds = many if high < 1000 * low else few
+        first = max(number for number in many if number <= low * (1 + 1e-9))
+        last = min(number for number in many if number >= high * (1 - 1e-9) and number > first)
+        ticks = [number for number in rounds if first * (1 - 1e-9) <= number <= last * (1 + 1e-9)]
+        self.ticks = ticks[:: max(1, math.ceil(len(ticks) / _MOST_TICKS))]
+        self._low = math.log10(first)
+        self._high = math.log10(last)
 
     def y(self, value: float) -> float:
         if self._log:

@@ -30,7 +30,7 @@ from sparserl.codec import BucketLayout, numbers
 from sparserl.codec.coders import encode_by_entropy, encode_smallest
 from sparserl.codec.ctx import KEYS, magnitude, tiles
 from sparserl.kernels import MOST_CLASSES, cpu, reference
-from sparserl.kernels.cpu.arguments import ClassEnds, ClassStreams, Landing, Located, Tiled
+from sparserl.kernels.cpu.arguments import ClassChanges, ClassEnds, ClassStreams, Landing, Tiled
 from sparserl.kernels.cpu.compiling import kernel
 from sparserl.kernels.cpu.llvm import (
     at_most8,
@@ -706,7 +706,7 @@ class _Part:
         gaps, words, at = self.ready[0]
         regions = Tiled(self.address, layout.numel, layout.count, layout.tile_log)
         streams = ClassStreams(self.tiles[0].ravel(), at.copy(), gaps, words)
-        out = Located(*self.found[0])
+        out = ClassChanges(*self.found[0])
         cpu.classes.class_positions(tag, magnitude(_BF16), regions, self.limits, streams, _LOOK, out)
 
     def decode_history(self) -> None:

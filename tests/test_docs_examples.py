@@ -149,7 +149,7 @@ def test_commands_have_the_options_that_pages_show(page: str) -> None:
     known: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, *words in commands(ROOT / page):
         options = {flag for parameter in known[name].params for flag in parameter.opts}
-        unknown = {word for word in words if word.startswith("-")} - options
+        unknown = {word for word in words if word.startswith("-") and word != "-"} - options
         assert not unknown, f"sparserl {name} has no {unknown}"
 
 

@@ -60,6 +60,27 @@ def test_a_cache_that_can_only_be_read_is_read(cache, monkeypatch: pytest.Monkey
     assert kernel(add)(1, 2) == 3
 
 
+class Renamed:
+    """A type that an index names, and that another release does not have."""
+
+
+@pytest.mark.parametrize("damage", ["renamed", "cut", "garbage"])
+def test_an_index_that_cannot_be_read_is_replaced(cache, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    """As an upgrade or a full disk leaves it behind: kernels are compiled and saved again."""
+    before = cache()
+    before.save(Renamed, "kernel")
+    path = Path(before._index_path)
+    if damage == "renamed":
+        monkeypatch.delattr(sys.modules[__name__], "Renamed")
+    else:
+        path.write_bytes(path.read_bytes()[:-9] if damage == "cut" else b"garbage")
+    compiled = kernel(add)
+    assert compiled(1, 2) == 3
+    assert kernel(add)(3, 4) == 7
+    cache().save("b", "kernel b")
+    assert cache().load("b") == "kernel b"
+
+
 @pytest.mark.parametrize("collecting", [True, False])
 def test_garbage_is_collected_as_before_once_a_kernel_is_compiled(cache, collecting: bool) -> None:
     """And meanwhile it is not."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparserl.kernels import cpu, reference
-from sparserl.kernels.cpu.arguments import ClassEnds, ClassStreams, Landing, Located, Magnitudes, Tiled
+from sparserl.kernels.cpu.arguments import ClassChanges, ClassEnds, ClassStreams, Landing, Magnitudes, Tiled
 
 POISON = 0xA5
 WIDTHS = (1, 2, 4, 8)
@@ -142,7 +142,9 @@ def run_positions(view, entries, addresses, limits, log, counts, gaps, words, la
     streams = ClassStreams(counts.astype(np.uint32).ravel(), at, np.append(gaps, np.uint32(0)), words)
     landing = Landing(land, mirrored)
     magnitudes = Magnitudes(*view)
-    bad = cpu.classes.class_positions(np.empty(0, uint), magnitudes, regions, limits, streams, landing, Located(*found))
+    bad = cpu.classes.class_positions(
+        np.empty(0, uint), magnitudes, regions, limits, streams, landing, ClassChanges(*found)
+    )
     assert all(untouched(column, total) for column in found)
     if bad >= 0:
         return int(bad)
@@ -290,7 +292,7 @@ def test_what_does_not_fit_its_tile_is_refused(lie):
     counts = np.pad(np.array(counts, np.uint32), ((0, 0), (3, 0)))
     at = np.array([0, 0, 0, 0, min(3, int(counts[0, 3]))], np.int64)
     magnitudes = Magnitudes(*seen_as(2, "plain"))
-    found = Located(poisoned(3, np.uint32), poisoned(3, np.uint16), poisoned(3, np.uint16))
+    found = ClassChanges(poisoned(3, np.uint32), poisoned(3, np.uint16), poisoned(3, np.uint16))
     room = np.zeros(5, np.uint32)
     room[: len(gaps)] = gaps
     regions = Tiled(int64(bits.ctypes.data), int64(100), int64(3), 10)

@@ -21,7 +21,7 @@ from ..codec import PROFILES
 from ..codec.coders import CODERS
 from ..codec.ctx import magnitude
 from ..kernels import cpu
-from ..kernels.cpu.arguments import ClassEnds, ClassStreams, Landing, Located, Tiled
+from ..kernels.cpu.arguments import ClassChanges, ClassEnds, ClassStreams, Landing, Tiled
 from ..patch import Patch, diff, squash
 from ..session import Publisher, Subscriber
 from ..weights.dtypes import BY_NAME, Bits, DType
@@ -118,7 +118,7 @@ def _classify_by(dtype: DType, thresholds: int) -> None:
     cpu.classes.class_gaps(magnitude(dtype), regions, limits, positions, np.full(_FEW, 2, dtype.uint), ends)
     last = np.append(gaps.ravel(), np.uint32(0))
     streams = ClassStreams(counts, np.arange(classes) * _FEW, last, words.ravel())
-    located = Located(positions, np.empty(_FEW, dtype.uint), np.empty(_FEW, dtype.uint))
+    located = ClassChanges(positions, np.empty(_FEW, dtype.uint), np.empty(_FEW, dtype.uint))
     landing = Landing(False, dtype.sign_magnitude)
     cpu.classes.class_positions(old[:0], magnitude(dtype), regions, limits, streams, landing, located)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..errors import InvalidField, NeedsBase
 from ..kernels import MOST_CLASSES, cpu
-from ..kernels.cpu.arguments import ClassEnds, ClassStreams, Landing, Located, Magnitudes, Tiled
+from ..kernels.cpu.arguments import ClassChanges, ClassEnds, ClassStreams, Landing, Magnitudes, Tiled
 from ..weights.dtypes import DType, UIntArray
 from . import numbers
 from .profile import BucketLayout, Classes, DecodedChanges, Positions, empty
@@ -108,7 +108,7 @@ class Ctx:
                 words=words,
             ),
             Landing(layout.overwrite, layout.dtype.sign_magnitude),
-            Located(*changes),
+            ClassChanges(*changes),
         )
         if bad >= 0:
             raise InvalidField(

@@ -75,7 +75,7 @@ class ClassStreams(NamedTuple):
     words: Any
 
 
-class Located(NamedTuple):
+class ClassChanges(NamedTuple):
     """Room for positions, with their words and old bits."""
 
     positions: Any

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import MOST_CLASSES
-from .arguments import ClassEnds, ClassStreams, Landing, Located, Magnitudes, Tiled
+from .arguments import ClassChanges, ClassEnds, ClassStreams, Landing, Magnitudes, Tiled
 from .changes import advance_bits
 from .compiling import inline, kernel
 from .llvm import (
@@ -324,7 +324,13 @@ def _read_and_write(tag: Any, address: Any, ahead: Any, k: Any, end: Any, landin
 
 @kernel
 def class_positions(
-    tag: Any, magnitudes: Magnitudes, regions: Tiled, limits: Any, streams: ClassStreams, landing: Landing, out: Located
+    tag: Any,
+    magnitudes: Magnitudes,
+    regions: Tiled,
+    limits: Any,
+    streams: ClassStreams,
+    landing: Landing,
+    out: ClassChanges,
 ) -> Any:
     """Positions with their words and old bits, from gaps and words by class.
 

@@ -112,6 +112,13 @@ def _compile_once(compiled: Any) -> None:
     compile = compiled.compile
     save = cache_file.save
     load = cache_file.load
+    load_index = cache_file._load_index
+
+    def load_readable_index() -> Any:
+        try:
+            return load_index()
+        except Exception:  # noqa: BLE001  # it is damaged, or names types of another release: what was saved is lost
+            return {}
 
     def is_cached(signature: Any) -> bool:
         return cache._index_key(signature, compiled.targetctx.codegen()) in cache_file._load_index()
@@ -132,6 +139,7 @@ def _compile_once(compiled: Any) -> None:
             return load(*args) if held else None
 
     compiled.compile = compile_once
+    cache_file._load_index = load_readable_index
     cache_file.save = save_locked
     cache_file.load = load_locked
 

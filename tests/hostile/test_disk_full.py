@@ -16,6 +16,7 @@ import pytest
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import CheckpointError, CommitFailed, SessionError
 from sparserl.session import anchors
+from sparserl.session.options import EncodingOptions
 from sparserl.sources import open_checkpoint
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="disks cannot be mounted")
@@ -210,5 +211,5 @@ def test_a_temporary_folder_without_room(disk: Disk, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(anchors, "SPOOL_BYTES", 0)
     weights = {"w": np.random.default_rng(0).integers(0, 1 << 32, 2 * SIZE, np.uint32)}
     with pytest.raises(SessionError, match=f"room in {disk.path}"):
-        anchors.anchor_of(weights)
+        anchors.anchor_of(weights, EncodingOptions("auto", None, None, None))
     assert list(disk.path.iterdir()) == []

@@ -107,14 +107,16 @@ import sys
 import numpy as np
 from sparserl.patch import capture
 from sparserl.session import anchors
+from sparserl.session.options import EncodingOptions
 from sparserl.session.store.ladder import Ladder
 
 anchors.SPOOL_BYTES = 0
+encoding = EncodingOptions("auto", None, None, None)
 old = {"w": np.zeros(1 << 20, np.uint32)}
 new = {"w": np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, np.uint32)}
 ladder = Ladder(2, 4)
 for version in range(10**6):
-    assert anchors.anchor_of(new).nbytes > 1 << 20
+    assert anchors.anchor_of(new, encoding).nbytes > 1 << 20
     ladder.add(version, capture(old, new))
     print(version, flush=True)
 """

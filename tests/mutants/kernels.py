@@ -6,6 +6,13 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "every rank compiles a kernel",
+        "kernels/cpu/compiling.py",
+        "with cache_lock.hold(shared=False):\n            return compile(signature)",
+        "return compile(signature)",
+        Tests("kernels/test_cpu_compiling.py", "start_together"),
+    ),
+    Mutant(
         "the tail of a block is seen twice",
         "kernels/cpu/changes.py",
         "return (differ64(tag, a + last, b + last) >> compared) << compared",
@@ -22,8 +29,8 @@ MUTANTS = (
     Mutant(
         "the digest forgets where a box lies",
         "kernels/cpu/changes.py",
-        "at = start[e] + _offset(p, e, dims, size, stride)",
-        "at = start[e] + p",
+        "at = boxes.start[e] + _offset(p, e, boxes)",
+        "at = boxes.start[e] +p",
         Tests("weights/test_digest.py", "shards"),
     ),
     Mutant(
@@ -57,8 +64,8 @@ MUTANTS = (
     Mutant(
         "positions past 2^31 wrap",
         "kernels/cpu/changes.py",
-        "out[k] = start[e] + _offset(np.int64(positions[k]), e, dims, size, stride)",
-        "out[k] = np.int32(start[e] + _offset(np.int64(positions[k]), e, dims, size, stride))",
+        "out[k] = regions.start[e] + _offset(np.int64(positions[k]), e, regions)",
+        "out[k] = np.int32(regions.start[e] + _offset(np.int64(positions[k]), e, regions))",
         Tests("kernels/test_cpu_regions.py", "locate"),
     ),
     Mutant(
@@ -134,8 +141,8 @@ MUTANTS = (
     Mutant(
         "what landed before a gap was at fault stays",
         "kernels/cpu/classes.py",
-        "if write and bad >= 0:",
-        "if write and bad >= 1 << 30:",
+        "if landing.write and bad >= 0:",
+        "if landing.write and bad >= 1 << 30:",
         Tests("kernels/test_classes.py", "does_not_fit"),
     ),
     Mutant(

@@ -179,8 +179,8 @@ BUILT_IN = Speeds(
         "ctx": Speed(Work(0.8e-9, 120e-9), Work(0.4e-9, 100e-9), 6.5, 0.5),
     },
     anchors={
-        "dense": AnchorSpeed(1.6e-9, 1.2e-9, 1.0),
-        "coded": AnchorSpeed(4.0e-9, 3.2e-9, 0.68),
+        "dense": AnchorSpeed(2.6e-9, 1.8e-9, 1.0),
+        "coded": AnchorSpeed(4.6e-9, 3.8e-9, 0.68),
     },
     origin="built in, not measured here",
 )

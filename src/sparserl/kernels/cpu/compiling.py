@@ -37,8 +37,12 @@ def kernel(function: F) -> F:
 
 
 def inline(function: F) -> F:
-    """For small functions that kernels call: LLVM inlines them, so they are cached with the kernels."""
-    return cast("F", njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
+    """For small functions that kernels call: LLVM inlines them, so they are cached with the kernels.
+
+    Python cannot call those with a private name: that would crash. They are compiled without what it takes.
+    """
+    private = function.__name__.startswith("_")
+    return cast("F", njit(nogil=True, no_cpython_wrapper=private, no_cfunc_wrapper=True)(function))
 
 
 def _with_cache(function: Callable[..., Any]) -> Any:

@@ -124,6 +124,11 @@ def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str
     later = [(name, file) for changes in index.files for name, file in changes.files.items() if file is not None]
     for place, (name, blob) in (first | {file.name(head.run): (name, file.blob) for name, file in later}).items():
         yield from _blob_fault(store, place, blob.hash, blob.size, f"file {name}")
+    for layout in index.layouts:
+        table = layout.table
+        yield from _blob_fault(
+            store, table.name(head.run), table.hash, table.size, f"tensors of version {layout.version}"
+        )
     steps: dict[str, list[RouteStep]] = {}
     for step in index.steps:
         steps.setdefault(step.manifest, []).append(step)

@@ -6,6 +6,7 @@ VLLM_TESTS := tests/integrations/real_vllm
 VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
 .PHONY: demo test lint types kernels unit long coverage mutants fuzz soak load collective integrations vllm test-vllm slow-link bench docs package clean
@@ -36,11 +37,11 @@ kernels: $(STAMP)  ## compile them once: processes of tests that begin together 
 
 unit: $(STAMP)  ## more processes than cores: much of it is waiting
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not alone and not long'
-	$(BIN)/python -m pytest -m 'alone and not long'
+	$(BIN)/python -m pytest -m 'alone and not long' $(ALONE)
 
 long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
 	$(BIN)/python -m pytest -n 2 -m 'long and not alone'
-	$(BIN)/python -m pytest -m 'long and alone'
+	$(BIN)/python -m pytest -m 'long and alone' $(ALONE)
 	$(BIN)/python -m tests.mutants run --green
 
 coverage: $(STAMP)  ## which lines no test reaches; takes a third longer

@@ -10,18 +10,16 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import compile_lock
 from tests.servers import NoServer, Server, running
 
 _CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("short", max_examples=40, **_CALM)
 settings.register_profile("long", max_examples=20_000, **_CALM)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
-compile_lock.serialize_compiling()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background may have it ignored
 
 
-@pytest.fixture(scope="module", params=["moto", "seaweedfs"])
+@pytest.fixture(scope="module", params=["moto", pytest.param("seaweedfs", marks=pytest.mark.long)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with contextlib.ExitStack() as stack:
         try:

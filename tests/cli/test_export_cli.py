@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import sparserl
+from sparserl.cli.app import app
 from sparserl.sources import open_checkpoint
 from tests.checkpoints import equal, tree
 from tests.cli.session_commands import FILES, URL, W, failed, said, usage, values
@@ -108,13 +110,23 @@ def test_patches_go_through_pipes(files: Path) -> None:
     assert b"-: " in done.stderr
     done = piped(["diff", "0", "1", "-o", "-", "--json"], ["apply", "0", "-", "-o", "out"])
     assert equal(open_checkpoint(files / "out"), W[1])
-    patch = (files / "01.patch").read_bytes()
-    assert piped(["verify", "0", "-"], stdin=patch).stdout == b"base\n"
-    undone = piped(["invert", "-", "--base", "0", "-o", "-"], stdin=patch).stdout
-    assert sparserl.Patch.from_bytes(undone).result == sparserl.digest(W[0])
-    squashed = piped(["squash", "-", "12.patch", "--base", "0", "-o", "-"], stdin=patch).stdout
-    assert sparserl.Patch.from_bytes(squashed).result == sparserl.digest(W[2])
     assert not (files / "-").exists()
+
+
+def test_every_command_takes_a_patch_from_stdin(files: Path) -> None:
+    patch = (files / "01.patch").read_bytes()
+
+    def given(*args: str) -> bytes:
+        done = CliRunner().invoke(app, args, input=patch)
+        assert done.exit_code == 0, done.output
+        return done.stdout_bytes
+
+    assert given("verify", "0", "-") == b"base\n"
+    assert b"digest" in given("inspect", "-", "--json")
+    undone = given("invert", "-", "--base", "0", "-o", "-")
+    assert sparserl.Patch.from_bytes(undone).result == sparserl.digest(W[0])
+    squashed = given("squash", "-", "12.patch", "--base", "0", "-o", "-")
+    assert sparserl.Patch.from_bytes(squashed).result == sparserl.digest(W[2])
 
 
 def test_an_empty_pipe_is_an_error(files: Path) -> None:

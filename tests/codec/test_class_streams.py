@@ -28,7 +28,14 @@ def poisoned(monkeypatch):
 
 
 @pytest.mark.parametrize("chunk_log", [8, 16])
-@pytest.mark.parametrize("name", ["float8_e5m2", "bfloat16", "int16", "uint32", "float64", "int64"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "float8_e5m2",
+        "bfloat16",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("int16", "uint32", "float64", "int64")),
+    ],
+)
 def test_class_streams_are_those_of_the_specification(name, chunk_log):
     """Tile counts by class, gaps by class and steps by class, cut into chunks class by class."""
     dtype = BY_NAME[name]
@@ -105,12 +112,12 @@ def test_classes_that_make_no_sense_are_refused(name, chunk):
     ("name", "classes"),
     [
         ("uint8", Classes(0, (255,))),
-        ("int8", Classes(0, (1, 127, 128))),
+        pytest.param("int8", Classes(0, (1, 127, 128)), marks=pytest.mark.long),
         ("bool", Classes(0, (1,))),
         ("bfloat16", Classes(7, (1, 2, 3, 4, 5, 6, 511))),
-        ("float64", Classes(55, (1, 511))),
-        ("int64", Classes(55, (255, 256, 257))),
-        ("uint64", Classes(63, (1,))),
+        pytest.param("float64", Classes(55, (1, 511)), marks=pytest.mark.long),
+        pytest.param("int64", Classes(55, (255, 256, 257)), marks=pytest.mark.long),
+        pytest.param("uint64", Classes(63, (1,)), marks=pytest.mark.long),
     ],
 )
 def test_classes_at_the_edge_are_fine(name, classes):

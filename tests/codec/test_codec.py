@@ -19,6 +19,20 @@ from tests.codec.placed_changes import full, made, there_and_back
 
 each_profile = pytest.mark.parametrize("profile", codec.PROFILES.values(), ids=lambda p: p.name)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+COMMON = ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8")  # of the others, `ctx` is compiled anew
+each_pair = pytest.mark.parametrize(
+    ("profile", "dtype"),
+    [
+        pytest.param(
+            profile,
+            dtype,
+            id=f"{dtype!r}-{profile.name}",
+            marks=[] if dtype.name in COMMON or not profile.conditional else [pytest.mark.long],
+        )
+        for profile in codec.PROFILES.values()
+        for dtype in DTYPES
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +47,7 @@ def read_all(profile, layout, reader):
     reader.finish()
 
 
-@each_profile
-@each_dtype
+@each_pair
 def test_profiles_give_back_what_they_were_given(profile, dtype):
     """Positions and words of many regions, over several tiles and chunks, from almost none to all of the elements."""
     sizes = (1, 5, 1023, 1024, 1025, 4000, 2, 2048)

@@ -39,19 +39,18 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out, err
 
 
-@pytest.mark.parametrize("log", ["import logging; logging.basicConfig()", ""])
-def test_compiling_is_announced(log, tmp_path):
+def test_compiling_is_announced(tmp_path):
     """Once, to whoever reads stderr, be it a terminal or not; and not where nothing is compiled."""
     for says in (1, 0):
-        out, err = finish(start(f"{log}\n{COMPILES_ONE}", NUMBA_CACHE_DIR=str(tmp_path)))
+        out, err = finish(start(COMPILES_ONE, NUMBA_CACHE_DIR=str(tmp_path)))
         assert int(out) == says
         assert err.count("compiles its kernels") == says
 
 
 def test_ranks_that_start_together_compile_once(tmp_path):
     """One of them compiles a kernel; the others wait, and load what it has saved."""
-    ranks = [start(COMPILES_ONE, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(4)]
-    assert sorted(int(finish(rank)[0]) for rank in ranks) == [0, 0, 0, 1]
+    ranks = [start(COMPILES_ONE, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(3)]
+    assert sorted(int(finish(rank)[0]) for rank in ranks) == [0, 0, 1]
 
 
 def test_a_read_only_environment_has_a_folder_for_kernels(tmp_path):

@@ -106,9 +106,12 @@ def test_a_subscriber_is_killed_at_any_moment(case: str, tmp_path: Path) -> None
     assert seen["leftovers"] > 2
 
 
+SERVERS = (("seaweedfs", 12), ("moto", 13))
+
+
 @pytest.mark.parametrize(
     ("store", "kills", "seed"),
-    [("file", 20, 11), ("seaweedfs", 20, 12), pytest.param("moto", 20, 13, marks=pytest.mark.long)],
+    [("file", 20, 11), *(pytest.param(name, 20, seed, marks=pytest.mark.long) for name, seed in SERVERS)],
 )
 def test_all_are_killed_over_and_over(store: str, kills: int, seed: int) -> None:
     """A publisher and two subscribers that live at the same time, and die at drawn moments."""

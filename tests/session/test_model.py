@@ -25,7 +25,13 @@ EXPLORED = {
         30_000,
     ),
 }
-LONG = ("killed twice", "garbage, with lost and late replies", "garbage, with three versions")
+LONG = (
+    "killed twice",
+    "garbage, with lost and late replies",
+    "garbage, with three versions",
+    "garbage, with two publishers",
+    "two publishers, lost and late replies",
+)
 
 
 @pytest.mark.parametrize(

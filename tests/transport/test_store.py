@@ -29,7 +29,10 @@ HERE = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE / 'src'}"}
 
 
-@pytest.fixture(scope="module", params=["folder", "moto", "seaweedfs", "azurite"])
+LONG = (pytest.param(name, marks=pytest.mark.long) for name in ("seaweedfs", "azurite"))
+
+
+@pytest.fixture(scope="module", params=["folder", "moto", *LONG])
 def every(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Store]]:
     """Opens the store at a path, as often as it is asked to."""
     if request.param == "folder":

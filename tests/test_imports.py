@@ -93,6 +93,7 @@ def test_all_public_names_load_without_kernels_or_torch():
     assert names.isdisjoint({"numba", "llvmlite", "triton", "torch", "transformers", "obstore", "typer", "rich"})
 
 
+@pytest.mark.long
 def test_no_module_is_hidden_behind_another_name():
     """`import sparserl.a.b as b` gives the module, in every package: no function or class there has its name."""
     code = """

@@ -45,6 +45,7 @@ def test_every_format_gives_the_same_run(tmp_path: Path) -> None:
     assert [line.split(" | ")[0] for line in table(found)[-4:]] == [f"| {way}" for way in ways.split(",")]
 
 
+@pytest.mark.long
 def test_one_bit_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A format that loses one bit of one version ends the comparison."""
 

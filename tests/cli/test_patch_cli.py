@@ -43,6 +43,7 @@ def program(*args: object, module: str = "sparserl.cli") -> subprocess.Completed
     return subprocess.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=900)
 
 
+@pytest.mark.long
 def test_a_round_trip_in_processes_of_their_own(files: Path) -> None:
     """diff, verify, apply and digest, each as a program, agree on a sharded folder; nothing is on stderr."""
     for args, says in (
@@ -338,6 +339,7 @@ def _on_a_terminal(*args: str) -> tuple[str, str]:
     return said, seen.decode()
 
 
+@pytest.mark.long
 def test_progress_is_for_terminals(files: Path) -> None:
     """On a terminal each stage has a bar with bytes and speed on stderr, and stdout is the same as ever."""
     said, seen = _on_a_terminal("apply", "0", "01.patch", "-o", "out")

@@ -266,6 +266,7 @@ def on_a_terminal(*args: str) -> str:
     return seen.decode()
 
 
+@pytest.mark.long
 def test_progress_is_for_terminals(here: Path) -> None:
     """There, long work has a bar on stderr."""
     assert "publish" in on_a_terminal("publish", "0", "file://new")
@@ -315,6 +316,7 @@ def test_stopping_before_the_first_version(here: Path) -> None:
         assert running.err.get(timeout=120) == "sparserl: stopped before the first version\n"
 
 
+@pytest.mark.long
 def test_a_kill_leaves_a_whole_checkpoint(here: Path) -> None:
     """Whenever it comes, `current` is one of the versions, and the next follower goes on from there."""
     versions = [f"{i}.safetensors" for i in range(3)]

@@ -112,7 +112,7 @@ def test_nothing_learnt_is_no_proof(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        ("--dtype", "fp8"),
+        pytest.param(("--dtype", "fp8"), marks=pytest.mark.long),
         pytest.param(("--lora", "4", "--lr", "1e-3"), marks=pytest.mark.long),
         pytest.param(("--modes", "validate"), marks=pytest.mark.long),
     ],
@@ -124,6 +124,7 @@ def test_every_kind_of_weights_lands(kind: tuple[str, ...], tmp_path: Path, caps
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
+@pytest.mark.long
 def test_validate_names_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first bit that differs is reported with version, tensor and position, and ends the run."""
     assert demo.main([*SHORT, "--inject", "1", "--folder", str(tmp_path)]) == 1
@@ -132,6 +133,7 @@ def test_validate_names_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
 
 
+@pytest.mark.long
 def test_observe_touches_nothing(tmp_path: Path) -> None:
     """Only statistics and patches are written: no store; every patch starts where the one before it ends."""
     assert demo.main([*SHORT, "--modes", "observe", "--patches", "--folder", str(tmp_path)]) == 0

@@ -118,6 +118,7 @@ def test_coding_equals_the_specification(how):
         assert_coded(drawn(rng, size, how))
 
 
+@pytest.mark.long
 def test_any_machine_reads_the_same(monkeypatch):
     """Where the vector instructions are missing, the plain loop gives the same bytes, and refuses the same."""
     monkeypatch.setattr(cpu.rans, "HAS_EXPAND", False)

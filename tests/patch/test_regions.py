@@ -111,6 +111,7 @@ def partitions(draw, region, depth=4):
     return draw(partitions(left, depth - 1)) + draw(partitions(right, depth - 1))
 
 
+@pytest.mark.long
 @given(
     st.data(),
     st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple),

@@ -97,6 +97,7 @@ def test_to_any_version_and_back(url, tmp_path):
         subscriber.goto(9)
 
 
+@pytest.mark.long
 def test_far_behind_is_cheaper_than_every_patch(url):
     """A subscriber a hundred versions behind takes squashed patches: fewer bytes than all the patches."""
     policy = Policy()

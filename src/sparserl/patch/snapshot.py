@@ -27,7 +27,6 @@ from .overlay import write_regions
 _AS_THEY_ARE = "raw"
 _CODED = "gap"  # whose dense entries are coded, and which every receiver takes
 
-
 _digests_of_zeros: dict[bytes, Digest] = {}  # by the hash of the table: they take as long as those of weights
 
 
@@ -62,7 +61,6 @@ def snapshot(
     names = (_CODED if coded else _AS_THEY_ARE,)
     table_hash = encoded_table(table).hash
     nothing = np.zeros(BUCKET_PAYLOAD_BYTES, np.uint8)
-
     known_base = _digests_of_zeros.get(table_hash) if local.complete else None
 
     def encode(batch: Batch) -> _Part:
@@ -122,7 +120,8 @@ def restore(patch: Contents, weights: dict[str, Bits], threads: int | None = Non
         write_regions(local, patch.decode(index, overwrite=True).dense_bits)
         return True
 
-    if not all(ordered(write, patch.arrivals(), threads)):  # an earlier release compared weights with zeros
+    written = list(ordered(write, patch.arrivals(), threads))  # all of them, so that no thread writes any more
+    if not all(written):  # an earlier release compared weights with zeros
         for bits in weights.values():
             bits.array.fill(0)
         apply(patch, weights, threads=threads)

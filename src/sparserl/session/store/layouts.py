@@ -47,8 +47,7 @@ def write_layout(store: Store, run: str, version: int, table: TensorTable) -> La
 def has_new_layout(store: Store, run: RunRecord, weights: Weights | Shards) -> bool:
     """Whether tensors of a model were added, removed or reshaped since its last version, which is then logged.
 
-    Raises:
-        TensorMismatch: Dtypes differ, or most names do: these are the weights of something else.
+    Where dtypes differ, or most names do, these are the weights of something else.
     """
     old = run.layout
     new = LocalWeights.of(weights).table
@@ -57,8 +56,8 @@ def has_new_layout(store: Store, run: RunRecord, weights: Weights | Shards) -> b
     except TensorMismatch as error:
         common = [name for name in old.index if name in new.index]
         same_dtypes = all(old[old.index[name]].dtype == new[new.index[name]].dtype for name in common)
-        if not same_dtypes or 2 * len(common) < max(len(old), len(new)):
-            raise
-        log.warning("%s: run %s goes on with other tensors: %s", store.url, run.run, error)
-        return True
+        is_same_model = same_dtypes and 2 * len(common) >= max(len(old), len(new))
+        if is_same_model:
+            log.warning("%s: run %s goes on with other tensors: %s", store.url, run.run, error)
+        return is_same_model
     return False

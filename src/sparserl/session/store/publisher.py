@@ -373,14 +373,14 @@ class Publisher:
         def capture() -> bytes:
             weights = weights_of(self._source)
             try:
-                if self._writers.size == 1 and has_new_layout(self.store, committed.run, weights):
-                    work[:] = [self._capture_first(label, watch, committed)]
-                    return b""
                 with watch.stage("find"):
                     changes = committed.baseline.capture(
                         weights, profile=encoding.profile, threads=encoding.threads, progress=encoding.progress
                     )
             except TensorMismatch as error:
+                if self._writers.size == 1 and has_new_layout(self.store, committed.run, weights):
+                    work[:] = [self._capture_first(label, watch, committed)]
+                    return b""
                 raise TensorMismatch(
                     f"{self.store.url}: run {committed.run.run} has other tensors: {error}. {HOW_TO_REPLACE}"
                 ) from error

@@ -247,4 +247,9 @@ def test_the_log_says_so(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with Publisher(url, weights) as publisher:
         publish_all(publisher, weights)
     assert "version 2: other tensors" in said("log", url)
-    assert values("log", url)["layouts"] == [2]
+    table = values("log", url)
+    assert table["layouts"] == [2]
+    elements = {1: 50 * 8 * 2 + 40 * 8 + 8, 3: 53 * 8 * 2 + 40 * 8 + 8}
+    for step in table["steps"]:
+        if step["version"] in elements and step["kind"] == "patch":
+            assert step["density"] == step["changed"] / elements[step["version"]]

@@ -25,6 +25,7 @@ from ..kernels.cpu.arguments import ClassChanges, ClassEnds, ClassStreams, Landi
 from ..patch import Patch, diff, squash
 from ..session import Publisher, Subscriber
 from ..weights.dtypes import BY_NAME, Bits, DType
+from ..weights.marks import Bitmap
 
 _ELEMENTS = (5 << 20) // 2  # in two buckets of an anchor, so that its tensor is cut
 _FEW = 1000  # changes
@@ -143,6 +144,13 @@ def _patch(dtype: DType, profiles: Sequence[str]) -> None:
             Patch.from_bytes(patch.to_bytes()).apply(weights)
 
 
+def _mark(_: DType) -> None:
+    """Mark changes, as sources do that track them."""
+    bitmap = Bitmap(1000)
+    bitmap.add(np.arange(3, dtype=np.uint32))
+    bitmap.between(0, bitmap.count)
+
+
 def _follow(dtype: DType) -> None:
     """Publish an anchor and patches, and take both."""
     weights = {"w": _random_bits(dtype, 1), "b": Bits(np.ones(3, dtype.uint), dtype)}
@@ -184,5 +192,6 @@ _PARTS: dict[str, Callable[[DType], None]] = {  # in an order that keeps two pro
     "gap patches": lambda dtype: _patch(dtype, ("gap",)),
     "ulp and ctx patches": lambda dtype: _patch(dtype, ("ulp", "ctx")),
     "sessions": _follow,
+    "marks": _mark,
     _GPU: _patch_on_gpu,
 }

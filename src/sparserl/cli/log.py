@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -50,16 +50,18 @@ def log(
         head, _ = read_head(store, keys)
         index = read_index(store, head)
         run = run_at(store, read_run(store, head), index, head.version)
+        elements = {step.version: run_at(store, run, index, step.version).layout.elements for step in index.steps}
     steps = sorted(index.steps, key=lambda step: (step.version, step.base is not None, -(step.base or 0)))
     if json:
-        show.result(True, {"url": url, **_values(head, run, index, steps)})
+        show.result(True, {"url": url, **_values(head, run, index, steps, elements)})
     else:
-        show.result(False, {}, *_lines(head, run, index, steps))
+        show.result(False, {}, *_lines(head, run, index, steps, elements))
 
 
-def _values(head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[RouteStep]) -> dict[str, Any]:
-    """A run for scripts."""
-    elements = run.layout.elements
+def _values(
+    head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[RouteStep], elements: Mapping[int, int]
+) -> dict[str, Any]:
+    """A run for scripts; `elements` are those of each version."""
     return {
         "run": head.run,
         "created": head.created,
@@ -67,29 +69,31 @@ def _values(head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[Rout
         "digest": head.digest.hex,
         "time": head.time,
         "tensors": len(run.layout.specs),
-        "elements": elements,
+        "elements": run.layout.elements,
         "dense_bytes": run.layout.dense_bytes,
         "files": {name: file.blob.size for name, file in index.files_of(head.version, run).items()},
         "layouts": [layout.version for layout in index.layouts],
         "changed_files": [{"version": changes.version, "files": sorted(changes.files)} for changes in index.files],
-        "steps": [_step_values(step, elements) for step in steps],
+        "steps": [_step_values(step, elements[step.version]) for step in steps],
         "totals": {kind: {"count": len(group), "bytes": _bytes(group)} for kind, group in _by_kind(steps).items()},
     }
 
 
-def _lines(head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[RouteStep]) -> Iterator[str]:
+def _lines(
+    head: HeadRecord, run: RunRecord, index: Index, steps: Sequence[RouteStep], elements: Mapping[int, int]
+) -> Iterator[str]:
     """A run for people: what it is, a table of its steps, and their total."""
     now = time.time()
-    elements = run.layout.elements
     yield (
         f"run {head.run}, begun {age(now - head.created)} ago: {len(run.layout.specs):,} tensor(s), "
-        f"{elements:,} elements, {show.size(run.layout.dense_bytes)}, {len(index.files_of(head.version, run))} file(s)"
+        f"{run.layout.elements:,} elements, {show.size(run.layout.dense_bytes)}, "
+        f"{len(index.files_of(head.version, run))} file(s)"
     )
     for layout in index.layouts:
         yield f"version {layout.version}: other tensors"
     for changes in index.files:
         yield f"version {changes.version}: other files: {', '.join(sorted(changes.files))}"
-    rows = [(*_HEADER, *_LABELS), *(_row(step, elements, now) for step in steps)]
+    rows = [(*_HEADER, *_LABELS), *(_row(step, elements[step.version], now) for step in steps)]
     has_labels = any(step.step is not None or step.note is not None for step in steps)
     yield from _columns(rows if has_labels else [row[: len(_HEADER)] for row in rows])
     totals = [f"{kind} {len(group)} of {show.size(_bytes(group))}" for kind, group in _by_kind(steps).items() if group]

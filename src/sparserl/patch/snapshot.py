@@ -23,6 +23,7 @@ from .assemble import collect
 from .contents import Bucket, BucketList, Contents, Ends
 from .matching import require_result
 from .overlay import write_regions
+from .staging import entry_geometry, overlay
 
 _AS_THEY_ARE = "raw"
 _CODED = "gap"  # whose dense entries are coded, and which every receiver takes
@@ -117,7 +118,10 @@ def restore(patch: Contents, weights: dict[str, Bits], threads: int | None = Non
     def write(index: int) -> bool:
         if patch.open_bucket(index)[0].layout.changes:
             return False
-        write_regions(local, patch.decode(index, overwrite=True).dense_bits)
+        for part in patch.decode(index, overwrite=True).parts():
+            if part.positions.size:  # very many small regions
+                overlay(entry_geometry(local, part.head), part, part.words).scatter()
+            write_regions(local, part.dense_bits)
         return True
 
     written = list(ordered(write, patch.arrivals(), threads))  # all of them, so that no thread writes any more

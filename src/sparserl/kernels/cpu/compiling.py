@@ -188,7 +188,7 @@ class _Notice(event.Listener):  # type: ignore[misc]  # Numba has no types
             announced()
             _LOG.warning(
                 "sparserl compiles its kernels for this processor: once for every dtype, up to half a minute for the "
-                "first. Later runs load them; `sparserl warmup` compiles them beforehand"
+                "first. Later runs load them; `sparserl warmup --dtype …` compiles them beforehand"
             )
 
     def on_end(self, event: Any) -> None:

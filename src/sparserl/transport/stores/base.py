@@ -115,7 +115,8 @@ def untrusted_certificate(host: str, reason: str) -> StoreError:
     """What is said of a server whose certificate cannot be trusted; no second attempt would change that."""
     return StoreError(
         f"the certificate of {host} is not trusted: {reason}. If an authority of your own has signed it, name the file "
-        "with that authority's certificate: --ca FILE, open_store(url, ca=FILE), or the variable SSL_CERT_FILE"
+        "with that authority's certificate: --ca FILE, sparserl.transport.open_store(url, ca=FILE), or the variable "
+        "SSL_CERT_FILE"
     )
 
 

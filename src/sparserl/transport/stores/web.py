@@ -171,7 +171,7 @@ class WebStore:
     def _about_token(self) -> str:
         if "Authorization" in self._settings.headers:
             return "it does not accept this token or password"
-        return "it wants an access token: --token-file FILE, or open_store(url, token=...)"
+        return "it wants an access token: --token-file FILE, or Subscriber(url, target, token=...)"
 
     def _label(self, name: str) -> str:
         return f"{self.url}: {name}"

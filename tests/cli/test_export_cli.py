@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 import sparserl
 from sparserl.cli.app import app
+from sparserl.cli.stores import is_store, split_version
 from sparserl.sources import open_checkpoint
 from tests.checkpoints import equal, tree
 from tests.cli.session_commands import FILES, URL, W, failed, said, usage, values
@@ -160,3 +162,28 @@ def test_files_that_change_come_along(here: Path) -> None:
         assert equal(open_checkpoint(here / out), W[0])
         assert (here / out / "config.json").read_text() == "{}"
         assert not (here / out / "assets" / "vocab.txt").exists()
+
+
+def test_a_version_with_other_files_alone(here: Path) -> None:
+    """Versions with the same weights differ in files: those of the version that is asked for are written."""
+    shutil.copytree(here / "0", here / "base")
+    (here / "0" / "config.json").write_text("{}")
+    said("publish", "0", "store", "--signing-key", "key")
+    said("publish", "0", "store", "--signing-key", "key")
+    out = values("apply", "base", "store@4", "-o", "out")
+    assert out["files"] == ["config.json"]
+    assert (here / "out" / "config.json").read_text() == "{}"
+
+
+def test_a_checkpoint_does_not_go_to_stdout(here: Path) -> None:
+    assert "--from" in usage("export", "store@1", "-o", "-")
+    (here / "-").mkdir()
+    assert split_version("-") == ("-", None)
+    assert not is_store("-")
+
+
+def test_names_that_look_like_versions(here: Path) -> None:
+    """A folder whose own name ends like that is meant as it is."""
+    shutil.copytree(here / "store", here / "run@1")
+    for source, version in (("run@1", 2), (f"file://{here}/run@1", 2), ("run@1@0", 0)):
+        assert values("export", source, "-o", f"out{version}{len(source)}")["version"] == version

@@ -70,6 +70,8 @@ def test_a_read_only_environment_has_a_folder_for_kernels(tmp_path):
         assert int(out) == compiled
         assert f"keeps its compiled kernels in {tmp_path}/sparserl-kernels-{os.getuid()}" in err
     assert (tmp_path / f"sparserl-kernels-{os.getuid()}").stat().st_mode & 0o077 == 0
+    nowhere = f"import tempfile; tempfile.tempdir = '/proc/nowhere'\n{COMPILES_ONE}"
+    assert int(finish(start(nowhere, **environment))[0]) == 1  # compiled, and not kept
 
 
 def test_a_folder_that_others_can_write_is_not_used(tmp_path):

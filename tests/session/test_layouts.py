@@ -200,6 +200,56 @@ def test_layouts_that_ended_are_forgotten(url: str) -> None:
     assert list(faults(store)) == []
 
 
+def test_anchors_of_layouts_are_retained_as_others(url: str) -> None:
+    """Where every version has other tensors, no more anchors stay than are to be kept."""
+    weights = small_model()
+    with Publisher(url, weights, grace=0, keep_anchors=2) as publisher:
+        for size in range(1, 8):
+            weights["value"] = np.zeros(size, np.float32)
+            publisher.publish()
+    store = open_store(url)
+    head, _ = read_head(store)
+    index = read_index(store, head)
+    assert sorted(step.version for step in index.steps) == [5, 6]
+    assert [layout.version for layout in index.layouts] == [5, 6]
+    assert list(faults(store)) == []
+
+
+def test_shards_of_other_tensors_must_be_whole(url: str) -> None:
+    """As those of a first version: what no rank has would be lost."""
+    whole = {"v": np.ones(4, np.float32), "w": np.ones(4, np.float32), "u": np.ones(4, np.float32)}
+
+    def shards(table: Weights, names: str) -> sparserl.Shards:
+        region = sparserl.Region((0,), (4,))
+        return sparserl.Shards(sparserl.tensor_table(table), [sparserl.Part(n, region, table[n]) for n in names])
+
+    given = shards(whole, "vwu")
+    with Publisher(url, lambda: given) as publisher:
+        publisher.publish()
+        more = {**whole, "x": np.ones(4, np.float32)}
+        given = shards(more, "vwu")
+        with pytest.raises(sparserl.SparserlError, match="x"):
+            publisher.publish()
+        given = shards(more, "vwux")
+        assert publisher.publish().version == 1
+
+
+def test_an_audit_of_what_is_held_while_other_tensors_are_staged(url: str, tmp_path: Path) -> None:
+    """The targets hold the version before until the commit."""
+    weights = small_model()
+    with Publisher(url, weights) as publisher, Subscriber(url, targets.folder(tmp_path / "model")) as subscriber:
+        publisher.publish()
+        subscriber.sync()
+        grow(weights)
+        publisher.publish()
+        subscriber.stage()
+        subscriber.audit()
+        assert subscriber.version == 0
+        subscriber.commit()
+        subscriber.audit()
+        assert subscriber.version == 1
+
+
 @pytest.mark.parametrize("change", ["dtype", "names"])
 def test_another_model_is_refused(url: str, change: str) -> None:
     """Other dtypes, or mostly other names: that takes a new run, and the publisher goes on as before."""

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from . import show
 from .keys import read_trusted_keys
 from .options import SESSIONS, CertificateFile, Endpoint, Json, Region, Threads, TokenFile, TrustedKeys
-from .pipes import patch_path
+from .pipes import is_pipe, patch_path
 from .reporting import reporting
 from .stores import StoreOptions, open_store, split_version
 
@@ -57,6 +57,8 @@ def export(
 
     Nothing is written to the store, and no secret key is needed. The config and tokenizer of the version come with it.
     """
+    if first is None and is_pipe(output):
+        raise typer.BadParameter("a checkpoint is a folder; a patch, with --from, can go to stdout", param_hint="-o")
     url, version = split_version(source)
     keys = read_trusted_keys(trusted_key)
     with stored_run(StoreOptions(url, endpoint, region, token_file, ca), keys) as run:

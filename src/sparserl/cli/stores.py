@@ -33,7 +33,7 @@ def split_version(text: str) -> tuple[str, int | None]:
     A folder whose own name ends like that is taken as it is.
     """
     url, _, version = text.rpartition("@")
-    if not url or not version.isascii() or not version.isdigit() or Path(text).exists():
+    if not url or not version.isascii() or not version.isdigit() or Path(text.removeprefix("file://")).exists():
         return text, None
     return url, int(version)
 
@@ -41,7 +41,7 @@ def split_version(text: str) -> tuple[str, int | None]:
 def is_store(text: str) -> bool:
     """Whether a store is meant, not a file: a URL, a folder, or either with a version."""
     url, _ = split_version(text)
-    return "://" in url or Path(url).is_dir()
+    return "://" in url or (url != "-" and Path(url).is_dir())
 
 
 @contextlib.contextmanager

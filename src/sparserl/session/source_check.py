@@ -37,7 +37,7 @@ class SourceCheck:
 
     def published(self, report: SyncReport) -> None:
         """One more version was published."""
-        if self._is_resumed and report.density > _UNLIKELY_DENSITY:
+        if self._is_resumed and report.kind == "patch" and report.density > _UNLIKELY_DENSITY:
             log.warning("%s: " + _OTHER_MODEL, self._place, 100 * report.density, report.version - 1)
         self._is_resumed = False
         self._check_copies(report)

@@ -50,10 +50,10 @@ def _with_cache(function: Callable[..., Any]) -> Any:
     with contextlib.suppress(RuntimeError):  # Numba has no folder that it can write to
         return njit(cache=True, **options)(function)
     configured = config.CACHE_DIR
-    config.CACHE_DIR = _fallback_folder()
     try:
+        config.CACHE_DIR = _fallback_folder()
         return njit(cache=True, **options)(function)
-    except RuntimeError:
+    except (RuntimeError, OSError):  # nothing can be written at all
         return njit(**options)(function)
     finally:
         config.CACHE_DIR = configured

@@ -161,6 +161,7 @@ class Relay(Subscriber):
         """Fetch a version, send it to all ranks, and let them and the targets here stage it."""
         line = self._line
         run = self._run_at(snapshot, goal.version)
+        self._accept_tensors(run.layout)
         traffic_before = line.traffic
         last = self._committed_everywhere
         self._committed_everywhere = None

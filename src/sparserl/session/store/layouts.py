@@ -26,14 +26,16 @@ def run_at(store: Store, run: RunRecord, index: Index, version: int) -> RunRecor
 
 
 def _read(store: Store, run: str, file: PlacedFile) -> TensorTable:
-    if file.hash not in _tables:
+    table = _tables.get(file.hash)
+    if table is None:
         name = file.name(run)
         data = store.get(name, RUN.size).data
         require_hash(data, file.hash, name)
+        table = parse_layout(data, name)
         if len(_tables) >= _MOST_CACHED:
             _tables.clear()
-        _tables[file.hash] = parse_layout(data, name)
-    return _tables[file.hash]
+        _tables[file.hash] = table
+    return table
 
 
 def write_layout(store: Store, run: str, version: int, table: TensorTable) -> LayoutChange:

@@ -18,6 +18,7 @@ from . import routes
 from .head import Steps
 from .label import Label
 from .ladder import Ladder
+from .records import RouteStep
 from .resume import SavedAnchor
 from .retention import collect
 from .run_writer import CommittedVersion, RunWriter
@@ -86,10 +87,21 @@ class Maintenance:
         if (saved_anchor := self._saved_anchor) is not None:
             self._try(lambda: saved_anchor.save(encode(), run, version))
 
-    def run_begun(self, run: str) -> None:
-        """The head names the run now: saved anchors of others can go."""
+    def layout_begun(self, run: str) -> None:
+        """The head names the run, or the tensors, now: saved anchors of others can go, and what is too old."""
         if self._saved_anchor is not None and self._saved_anchor.run == run:
             self._try(self._saved_anchor.remove_others)
+        self._try(self._collect)
+
+    def retaining(self, step: RouteStep) -> Callable[[Steps], Steps]:
+        """Adds an anchor to the steps of an index, without those that are too old then."""
+
+        def add(steps: Steps) -> Steps:
+            now = self._writer.clock()
+            leased = [lease.version for lease in self._writer.leases() if now - lease.time < self._options.lease]
+            return routes.retained((*steps, step), self._options.keep_anchors, leased, _MOST_STEPS)
+
+        return add
 
     def add_changes(self, version: int, changes: CapturedChanges) -> None:
         """One more version for the ladder; where that fails, late subscribers take longer, and nothing else."""
@@ -156,8 +168,6 @@ class Maintenance:
         """Write an anchor if one is due; what is too old then goes."""
         weights = version.baseline.weights
         if not self.anchor_is_due(version) or (weights is None and anchor is None):
-            if len(version.index.steps) == 1:
-                self._collect()  # what earlier runs left
             return
         anchors: list[Patch] = []
 
@@ -165,16 +175,10 @@ class Maintenance:
             anchors.append(anchor or anchor_of(weights, self._encoding))
             return anchors[0]
 
-        clock = self._writer.clock
         newest = version.head.version
-        step = self._writer.send(version.run, encode, Watch()).step(None, newest, clock())
+        step = self._writer.send(version.run, encode, Watch()).step(None, newest, self._writer.clock())
         step = _label_of(version.index.steps, newest).on(step)  # the patch with this label may go
-
-        def add_steps(steps: Steps) -> Steps:
-            leased = [lease.version for lease in self._writer.leases() if clock() - lease.time < self._options.lease]
-            return routes.retained((*steps, step), self._options.keep_anchors, leased, _MOST_STEPS)
-
-        version = self._writer.commit(version.run, step, version.baseline, add_steps=add_steps)
+        version = self._writer.commit(version.run, step, version.baseline, add_steps=self.retaining(step))
         if self._saved_anchor is not None:
             self._save(anchors[0], version)
         self._collect()

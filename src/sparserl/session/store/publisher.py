@@ -416,9 +416,9 @@ class Publisher:
         if last is None:
             run = self._run_writer.begin_run(local.table, label.files, self._refusal)
             self._refusal = None
-            self._require_whole(local, run.layout)
         else:
             run = replace(last.run, later_table=local.table)
+        self._require_whole(local, run.layout)
         number = 0 if last is None else last.head.version + 1
 
         def encode() -> Patch:
@@ -438,10 +438,10 @@ class Publisher:
                 baseline,
                 files=None if last is None else label.files,
                 layout=None if last is None else write_layout(self.store, run.run, number, local.table),
-                add_steps=(lambda _steps: (step,)) if last is None else None,
+                add_steps=(lambda _steps: (step,)) if last is None else self._maintenance.retaining(step),
                 notify=self._notify_source,
             )
-        self._maintenance.run_begun(run.run)
+        self._maintenance.layout_begun(run.run)
         self._had_run = True
         notes = self._maintenance.run(version, anchor, watch)
         return published_report(version, "anchor", sent, watch, notes)

@@ -40,6 +40,8 @@ def squash_versions(
         raise NotRetained(f"there is no way from version {base} to {version}: the store has {sorted(digests)[:20]}")
     if any((step.base, step.version) == (base, version) for step in index.steps):
         raise SessionError(f"there is a patch from version {base} to {version} already")
+    if index.layout_of(base) != index.layout_of(version):
+        raise SessionError(f"versions {base} and {version} have other tensors: no patch can stand between them")
     patch = StoredRun(store, head, run, index).patch(base, version, threads)
     step = transfer.send(store, run.run, patch).step(base, version, clock())
     for _ in range(_SWAPS):

@@ -325,6 +325,13 @@ class Subscriber(Receiver):
         """The run, with the tensor table of a version."""
         return run_at(self.store, snapshot.run, snapshot.index, version)
 
+    def _accept_tensors(self, table: TensorTable) -> None:
+        """Have the targets accept the tensors of a version that is about to be staged, if they are others."""
+        held = self._table
+        if held is None or (held is not table and held.specs != table.specs):
+            self._accept_layout(table)
+            self._table = held or table  # they hold the others until the commit
+
     def _accept_layout(self, table: TensorTable) -> None:
         """Have the targets accept the tensors of a version; one that cannot take them refuses, and names them."""
         self._digest_targets(table)
@@ -359,8 +366,7 @@ class Subscriber(Receiver):
 
     def _stage(self, snapshot: StoreSnapshot, goal: RunVersion, steps: list[RouteStep], watch: Watch) -> SyncReport:
         run = self._run_at(snapshot, goal.version)
-        if self._table is None or (self._table is not run.layout and self._table.specs != run.layout.specs):
-            self._accept_layout(run.layout)
+        self._accept_tensors(run.layout)
         with watch.stage("fetch"):
             patches = [
                 transfer.receive(self.store, run.run, self._run_at(snapshot, step.version).layout, step, self._progress)
@@ -410,6 +416,8 @@ class Subscriber(Receiver):
 
     def _finish(self, staged: StagedVersion) -> None:
         super()._finish(staged)
+        if self._snapshot is not None:
+            self._table = self._run_at(self._snapshot, staged.run_version.version).layout
         self._renew_lease()
 
     def _renew_lease(self) -> None:

@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         "a restarted publisher does not fetch the patches since its anchor",
         "session/store/resume.py",
-        "patches += [transfer.receive(store, head.run, run.layout, step) for step in steps]",
+        "patches += stored.patches(steps)",
         "",
         Tests("session/test_refusals.py", "state_saves"),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,15 +81,12 @@ def stored_run(options: StoreOptions, keys: list[str] | None) -> Iterator[Stored
 
     with open_store(*options) as store, show.progress() as stage:
         run = StoredRun.read(store, keys)
-        yield StoredRun(
-            store, run.head, run.run, run.index, stage("fetch", run.run_at(run.head.version).layout.dense_bytes)
-        )
+        yield replace(run, progress=stage("fetch", run.run_at(run.head.version).layout.dense_bytes))
 
 
 def _write_patch(run: StoredRun, first: int, last: int, output: Path, threads: int | None, json: bool) -> None:
-    run.require(first)
     with patch_path(output) as path:
-        patch = run.with_files(run.patch(first, last, threads), first, last)
+        patch = run.with_files(run.patch(first, last, threads), run.file_hashes(first), last)
         patch.save(path)
         show.written(json, output, patch)
 

@@ -6,7 +6,6 @@ that several need, one process compiles each, and the others load it.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from ..codec.coders import CODERS
 from ..codec.ctx import magnitude
 from ..kernels import cpu
 from ..kernels.cpu.arguments import ClassChanges, ClassEnds, ClassStreams, Landing, Tiled
+from ..parallel import default_threads
 from ..patch import Patch, diff, squash
 from ..session import Publisher, Subscriber
 from ..weights.dtypes import BY_NAME, Bits, DType
@@ -82,7 +82,7 @@ def compile_all(
         Each task when it is done, with the number of kernels that it compiled, and the seconds since the beginning.
     """
     started = time.monotonic()
-    count = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
+    count = processes or min(_MOST_PROCESSES, default_threads())
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
         running = {pool.submit(task.run): task for task in tasks(dtypes, gpu=gpu)}
         for done in as_completed(running):

@@ -35,7 +35,6 @@ from .stores import StoreOptions, is_store, split_version
 
 if TYPE_CHECKING:
     from ..patch import Patch
-    from ..session.store.stored_run import StoredRun
     from ..sources import Checkpoint
     from ..weights.digest import Digest
     from ..wire import FileSection
@@ -284,6 +283,7 @@ def _stored_patches(
     base: Path, options: StoreOptions, version: int | None, keys: list[str] | None, threads: int | None
 ) -> list[Patch]:
     """The patches that lead from a checkpoint, which is a version of a store's run, to another version."""
+    from ..session.store.fields import sha256
     from ..sources import open_checkpoint
     from ..weights.digest import digest as compute
 
@@ -302,24 +302,11 @@ def _stored_patches(
         steps = run.steps(first, last)
         has_way = bool(steps) and steps[0].base is not None  # not where only an anchor leads there
         chain = list(run.patches(steps)) if has_way else [run.patch(first, last, threads)]
-        if base.is_dir():
-            changed, removed = _other_files(base, run, first, last)
-            chain[-1] = chain[-1].with_files(changed, removed) if changed or removed else chain[-1]
+        if base.is_dir():  # versions with the same weights may differ in files: those of the checkpoint itself count
+            names = run.file_hashes(first).keys() | run.file_hashes(last).keys()
+            held = {name: sha256((base / name).read_bytes()) for name in names if (base / name).is_file()}
+            chain[-1] = run.with_files(chain[-1], held, last)
         return chain
-
-
-def _other_files(base: Path, run: StoredRun, first: int, last: int) -> tuple[dict[str, bytes], list[str]]:
-    """The files of a version that a checkpoint does not have as they are, and those that the version has removed.
-
-    Versions with the same weights may differ in files, so that those of the checkpoint itself are compared.
-    """
-    files = run.files(last)
-    changed = {}
-    for name, data in files.items():
-        path = base / name
-        if not path.is_file() or path.read_bytes() != data:
-            changed[name] = data
-    return changed, [name for name in run.files(first) if name not in files and (base / name).is_file()]
 
 
 def open_base(patch: Patch, path: Path | None, threads: int | None) -> tuple[Checkpoint | None, Digest | None]:

@@ -57,29 +57,19 @@ class Application:
         If it does not come out right, or anything else fails, everything is put back.
         """
         log = _UndoLog(self.weights)
-        self.weights.follow_current_streams()
-        try:
-            uninterrupted(lambda: self._write(log, threads))
-        except BaseException:
-            uninterrupted(log.undo)  # where an interrupt came while all was written; else there is nothing to undo
-            raise
-        return lambda: uninterrupted(log.undo)
+        return write_or_undo(self.weights, lambda: self._write(log, threads), log.undo)
 
     def _write(self, log: _UndoLog, threads: int | None) -> None:
-        """Write everything, or put back what was written."""
+        """Write everything."""
         staged = [part for part in self.parts if isinstance(part, Staged)]
         on_gpu = [part for part in self.parts if not isinstance(part, Staged)]
-        try:
-            if on_gpu:
-                self._write_on_gpu(log, on_gpu)
-            if self.tied:
-                self._write_tied(log, staged, threads)
-            else:
-                deque(ordered(lambda part: log.add(*swap(self.weights, part)), staged, threads), maxlen=0)
-            self._require_tracked(self.base + log.moved)
-        except BaseException:
-            log.undo()
-            raise
+        if on_gpu:
+            self._write_on_gpu(log, on_gpu)
+        if self.tied:
+            self._write_tied(log, staged, threads)
+        else:
+            deque(ordered(lambda part: log.add(*swap(self.weights, part)), staged, threads), maxlen=0)
+        self._require_tracked(self.base + log.moved)
 
     def _write_on_gpu(self, log: _UndoLog, parts: list[GpuStaged]) -> None:
         from .gpu_apply import swap_all
@@ -100,6 +90,28 @@ class Application:
                 f"the weights were changed after the patch was staged on them: they lead to {digest}, not to "
                 f"{self.result}. They are as they were before the commit"
             )
+
+
+def write_or_undo(weights: LocalWeights, write: Callable[[], None], undo: Callable[[], None]) -> Callable[[], None]:
+    """Write to weights without being interrupted, or put back what was written; returns what takes it back later.
+
+    undo: puts back what has been written so far; once it has, it does nothing.
+    """
+
+    def write_all() -> None:
+        try:
+            write()
+        except BaseException:
+            undo()
+            raise
+
+    weights.follow_current_streams()
+    try:
+        uninterrupted(write_all)
+    except BaseException:
+        uninterrupted(undo)  # where an interrupt came while all was written; else there is nothing to undo
+        raise
+    return lambda: uninterrupted(undo)
 
 
 class _UndoLog:

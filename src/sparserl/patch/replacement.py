@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..parallel import ordered, uninterrupted
+from ..parallel import ordered
 from ..weights.digest import Digest, element_sums
 from ..weights.dtypes import UIntArray
 from ..weights.local import LocalWeights
 from ..weights.region import whole
 from ..weights.shards import Place
+from .application import write_or_undo
 from .matching import shared_memory
 from .overlay import write_regions
 
@@ -33,7 +34,7 @@ class Replacement:
     def __init__(self, weights: LocalWeights, fresh: LocalWeights) -> None:
         self._weights = weights
         self._fresh = fresh
-        self.changed = sum(math.prod(memory.shape) for _, memory in weights.parts)
+        self.changed = weights.elements
 
     @classmethod
     def of(cls, weights: LocalWeights, fresh: LocalWeights) -> Replacement | None:
@@ -56,24 +57,14 @@ class Replacement:
             old.append((place, bits))
             write_regions(self._weights, [(place, self._fresh.bits(*place))])
 
+        def write_all() -> None:
+            deque(ordered(write, self._weights.places, threads), maxlen=0)
+
         def undo() -> None:
             write_regions(self._weights, old)
             old.clear()
 
-        def write_all() -> None:
-            try:
-                deque(ordered(write, self._weights.places, threads), maxlen=0)
-            except BaseException:
-                undo()
-                raise
-
-        self._weights.follow_current_streams()
-        try:
-            uninterrupted(write_all)
-        except BaseException:
-            uninterrupted(undo)  # where an interrupt came while all was written; else there is nothing to undo
-            raise
-        return lambda: uninterrupted(undo)
+        return write_or_undo(self._weights, write_all, undo)
 
 
 def _mostly_differ(weights: LocalWeights, fresh: LocalWeights) -> bool:

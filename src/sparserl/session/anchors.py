@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -92,8 +91,7 @@ def build_weights(
 
 def anchor_of(weights: Weights | Shards, encoding: EncodingOptions) -> Patch:
     """All weights (of shards: those at hand), as the patch that makes them of nothing."""
-    local = LocalWeights.of(weights)
-    nbytes = sum(math.prod(memory.shape) * memory.dtype.width for _, memory in local.parts)
+    nbytes = LocalWeights.of(weights).nbytes
     coded = anchor_is_coded(encoding, nbytes)
     return Patch(snapshot(weights, coded=coded, to=bucket_list(nbytes), threads=encoding.threads))
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import numpy as np
-
 from ..errors import SessionError
 from ..humanize import short_size
 from ..parallel import Progress
@@ -24,7 +22,7 @@ from ..patch.tracked import part_sums
 from ..plan import Link
 from ..weights.digest import Digest, digest, table_digest
 from ..weights.local import LocalWeights
-from ..weights.memory import Memory, Weights
+from ..weights.memory import Weights
 from ..weights.shards import Shards
 from .anchors import copy_weights
 from .options import BaselineOptions
@@ -167,8 +165,8 @@ def choose_baseline(
     """
     kind = options.kind
     local = LocalWeights.of(weights)
-    dense_bytes = sum(_nbytes(memory) for _, memory in local.parts)
-    mark_bytes = sum(_numel(memory) for _, memory in local.parts) // 4 if tracked else 0  # two bits an element
+    dense_bytes = local.nbytes
+    mark_bytes = local.elements // 4 if tracked else 0  # two bits an element
     fits = options.memory is None or dense_bytes + mark_bytes <= options.memory
     limit = short_size(options.memory or 0)
     marks = f", and up to {short_size(mark_bytes)} of marks" if tracked else ""
@@ -183,11 +181,3 @@ def choose_baseline(
     if not tracked:
         raise SessionError(f"baseline: none{reason}; that takes a source that tracks changes (sparserl.sources.track)")
     return NoBaseline(weights, threads), f"baseline: none{reason}; one full digest read per publish{marks}"
-
-
-def _numel(memory: Memory) -> int:
-    return int(np.prod(memory.shape, dtype=np.int64))
-
-
-def _nbytes(memory: Memory) -> int:
-    return _numel(memory) * memory.dtype.width

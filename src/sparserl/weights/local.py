@@ -100,6 +100,16 @@ class LocalWeights:
         """Whether every tensor of the table is here, whole."""
         return len(self.parts) == len(self.table) and all(region is None for (_, region), _ in self.parts)
 
+    @property
+    def elements(self) -> int:
+        """Elements of all parts."""
+        return sum(math.prod(memory.shape) for _, memory in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(math.prod(memory.shape) * memory.dtype.width for _, memory in self.parts)
+
     def memory_by_name(self) -> dict[str, Memory]:
         """Every part's memory under a unique name: the tensor's, followed by the region if it is not whole."""
         specs = self.table.specs

@@ -251,7 +251,7 @@ def _foreign(data: bytes, error: Untrusted) -> str:
 
 def _needed_files(files: tuple[FileChanges, ...], steps: Steps) -> tuple[FileChanges, ...]:
     """Changes of files, those up to the oldest version of an index as one."""
-    oldest = min((step.version if step.base is None else min(step.base, step.version) for step in steps), default=0)
+    oldest = _oldest_version(steps)
     old = [changes for changes in files if changes.version <= oldest]
     if len(old) < 2:
         return files
@@ -261,9 +261,14 @@ def _needed_files(files: tuple[FileChanges, ...], steps: Steps) -> tuple[FileCha
     return (FileChanges(old[-1].version, merged), *files[len(old) :])
 
 
+def _oldest_version(steps: Steps) -> int:
+    """The oldest version that steps lead to or from."""
+    return min((step.version if step.base is None else min(step.base, step.version) for step in steps), default=0)
+
+
 def _needed_layouts(layouts: tuple[LayoutChange, ...], steps: Steps) -> tuple[LayoutChange, ...]:
     """The layouts that a version of an index has: those that ended before its oldest are forgotten."""
-    oldest = min((step.version if step.base is None else min(step.base, step.version) for step in steps), default=0)
+    oldest = _oldest_version(steps)
     ended = sum(layout.version <= oldest for layout in layouts) - 1
     return layouts[max(0, ended) :]
 

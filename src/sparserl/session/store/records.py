@@ -264,7 +264,7 @@ class PlacedFile(NamedTuple):
         if value is None:
             return None
         hash, size, place = value
-        return cls(*_blob((hash, size), max(MOST_FILE, RUN.size)), matched(_RUN, place))
+        return cls(*_blob((hash, size), MOST_FILE), matched(_RUN, place))
 
 
 class FileChanges(NamedTuple):
@@ -340,7 +340,7 @@ class Index:
     def to_bytes(self) -> bytes:
         label = f"the index of run {self.run}"
         require_few(len(self.steps), MOST_STEPS, "steps", label)
-        self._require_files(label)
+        self._require_changes(label)
         record: dict[str, Any] = {"run": self.run, "steps": [step.record() for step in self.steps]}
         if self.files:
             record["files"] = [changes.record() for changes in self.files]
@@ -348,7 +348,8 @@ class Index:
             record["layouts"] = [layout.record() for layout in self.layouts]
         return written(record, label, INDEX)
 
-    def _require_files(self, label: str) -> None:
+    def _require_changes(self, label: str) -> None:
+        """Files and tensors change at versions that rise, and no patch leads to other tensors."""
         require_few(sum(len(changes.files) for changes in self.files), MOST_CHANGED_FILES, "changed files", label)
         if any(a.version >= b.version for a, b in zip(self.files, self.files[1:], strict=False)):
             raise InvalidField(f"{label}: the versions at which files changed do not rise")
@@ -369,7 +370,7 @@ class Index:
             fields.optional("layouts", read_list(LayoutChange.read), ()),
         )
         fields.finish()
-        index._require_files(label)
+        index._require_changes(label)
         require_few(len(index.steps), MOST_STEPS, "steps", label)
         digests = {step.version: step.digest for step in index.steps}
         for step in index.steps:

@@ -22,11 +22,10 @@ from ...transport.stores.base import Store
 from ...weights.dtypes import Bits
 from ..anchors import build_weights
 from ..logs import log
-from . import routes, transfer
+from . import routes
 from .fields import sha256
-from .layouts import run_at
 from .records import HeadRecord, Index, RunRecord
-from .retention import read_index, read_run
+from .stored_run import StoredRun
 
 _ANCHOR = re.compile(r"anchor-(?P<store>[0-9a-f]{8})-(?P<run>[0-9a-f]{16})-(?P<version>\d{1,16})\.srl")
 _DRAFT = re.compile(rf"\.{_ANCHOR.pattern}\..+")
@@ -50,18 +49,17 @@ def resume_from_store(
         SessionError: What the store has does not lead to the weights of the head.
     """
     try:
-        index = read_index(store, head)
-        run = run_at(store, read_run(store, head), index, head.version)
-        steps = routes.route(index.steps, None, head.version)
+        stored = StoredRun.of(store, head, progress)
+        steps = stored.steps(None, head.version)
         fetched = size(sum(step.bytes for step in steps))
         log.info("%s: fetching %s to continue run %s at version %d", store.url, fetched, head.run, head.version)
-        patches = (transfer.receive(store, head.run, run.layout, step, progress) for step in steps)
-        weights = build_weights(run.layout, patches, head.digest, threads)
+        run = stored.run_at(head.version)
+        weights = build_weights(run.layout, stored.patches(steps), head.digest, threads)
     except (FormatError, NotFound, NotRetained, WeightsError, WrongBase) as error:
         raise SessionError(
             f"{store.url} has run {head.run} at version {head.version}, whose weights cannot be rebuilt: {error}"
         ) from error
-    return ResumedRun(run, index, weights)
+    return ResumedRun(run, stored.index, weights)
 
 
 class SavedAnchor:
@@ -117,16 +115,16 @@ class SavedAnchor:
     ) -> ResumedRun | None:
         try:
             anchor = Patch.open(self._path / name)
-            index = read_index(store, head)
-            run = run_at(store, read_run(store, head), index, head.version)
+            stored = StoredRun.of(store, head)
+            run = stored.run_at(head.version)
             anchor.table.require(run.layout, "the saved anchor", "the run")
-            steps = routes.route(index.steps, (version, anchor.result), head.version)
+            steps = routes.route(stored.index.steps, (version, anchor.result), head.version)
             patches = [anchor] if not steps or steps[0].base is not None else []
-            patches += [transfer.receive(store, head.run, run.layout, step) for step in steps]
+            patches += stored.patches(steps)
             weights = build_weights(run.layout, patches, head.digest, threads)
         except (OSError, FormatError, NotFound, NotRetained, WeightsError, WrongBase):  # damaged here or there
             return None
-        return ResumedRun(run, index, weights)
+        return ResumedRun(run, stored.index, weights)
 
     def _lock(self) -> None:
         """Have the folder for ourselves, until we are closed or gone."""

@@ -133,14 +133,13 @@ class RunWriter:
                 notify()
 
         last = self.committed
+        before = last if last is not None and last.run.run == run.run else None  # of the same run
 
         @functools.cache  # the head may have to be moved several times
         def changed_files() -> tuple[FileChanges, ...]:
-            if last is None or last.run.run != run.run:
-                return ()
-            return self._changed_files(last, step.version, files)
+            return () if before is None else self._changed_files(before, step.version, files)
 
-        layouts = last.index.layouts if last is not None and last.run.run == run.run else ()
+        layouts = () if before is None else before.index.layouts
         if layout is not None:
             layouts = (*layouts, layout)
         move = HeadMove(run, step, add_steps or (lambda steps: (*steps, step)), changed_files, layouts, moved)

@@ -39,9 +39,13 @@ class StoredRun:
     progress: Progress | None = None
 
     @classmethod
-    def read(cls, store: Store, trusted_keys: PublicKeys | None = None, progress: Progress | None = None) -> StoredRun:
+    def read(cls, store: Store, trusted_keys: PublicKeys | None = None) -> StoredRun:
         """The run as it is now; where keys are given, one of them must have signed it."""
-        head, _ = read_head(store, trusted_keys)
+        return cls.of(store, read_head(store, trusted_keys)[0])
+
+    @classmethod
+    def of(cls, store: Store, head: HeadRecord, progress: Progress | None = None) -> StoredRun:
+        """What a head leads to."""
         return cls(store, head, read_run(store, head), read_index(store, head), progress)
 
     @property
@@ -101,13 +105,16 @@ class StoredRun:
             new = build_weights(table, self.patches(steps), self.digests[version], threads, start)
         return diff(old, new, base_digest=self.digests[base], threads=threads)
 
-    def with_files(self, patch: Patch, base: int, version: int) -> Patch:
-        """A patch that leads to a version, with the files that differ between both."""
-        old = self.index.files_of(base, self.run)
-        new = self.index.files_of(version, self.run)
+    def file_hashes(self, version: int) -> dict[str, str]:
+        """The files of a version, by their names and hashes."""
+        return {name: file.blob.hash for name, file in self.index.files_of(version, self.run).items()}
+
+    def with_files(self, patch: Patch, held: Mapping[str, str], version: int) -> Patch:
+        """A patch that leads to a version, with the files that differ from those held, which have these hashes."""
+        hashes = self.file_hashes(version)
         files = self.files(version)
-        changed = {name: files[name] for name, file in new.items() if name not in old or old[name].blob != file.blob}
-        removed = sorted(old.keys() - new.keys())
+        changed = {name: files[name] for name, hash in hashes.items() if held.get(name) != hash}
+        removed = sorted(held.keys() - hashes.keys())
         return patch.with_files(changed, removed) if changed or removed else patch
 
 

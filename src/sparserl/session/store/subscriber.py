@@ -368,10 +368,7 @@ class Subscriber(Receiver):
         run = self._run_at(snapshot, goal.version)
         self._accept_tensors(run.layout)
         with watch.stage("fetch"):
-            patches = [
-                transfer.receive(self.store, run.run, self._run_at(snapshot, step.version).layout, step, self._progress)
-                for step in steps
-            ]
+            patches = [transfer.receive(self.store, run.run, run.layout, step, self._progress) for step in steps]
         fresh = None
         files: Mapping[str, bytes] | None = None
         if steps and steps[0].base is None:

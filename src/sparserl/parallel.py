@@ -149,12 +149,24 @@ class ReadAhead(Generic[R]):
         """
         for item in items:
             nbytes = size(item)
-            while self._futures and self._nbytes + nbytes > self._most_bytes > 0:
-                yield self._pop()
-            self._futures.append((submit(item), nbytes))
-            self._nbytes += nbytes
+            yield from self.make_room(nbytes)
+            self.add(submit(item), nbytes)
             while self._futures and (len(self._futures) >= self._most or (eager and self._futures[0][0].done())):
                 yield self._pop()
+        yield from self.rest()
+
+    def make_room(self, nbytes: int) -> Iterator[Future[R]]:
+        """Give the futures that must be done before one more, of so many bytes, may be in flight."""
+        while self._futures and (len(self._futures) >= self._most or self._nbytes + nbytes > self._most_bytes > 0):
+            yield self._pop()
+
+    def add(self, future: Future[R], nbytes: int) -> None:
+        """One more is in flight."""
+        self._futures.append((future, nbytes))
+        self._nbytes += nbytes
+
+    def rest(self) -> Iterator[Future[R]]:
+        """Give all futures that are left."""
         while self._futures:
             yield self._pop()
 

@@ -11,6 +11,7 @@ import sparserl
 from sparserl import Patch, codec
 from sparserl.codec.coders import CODERS
 from sparserl.weights.dtypes import DTYPES
+from tests.dtypes import long_if_rare
 from tests.golden.recipe import fingerprint, weights
 from tests.hostile.forged_patch import Scan
 
@@ -18,7 +19,9 @@ HERE = Path(__file__).parent
 INDEX = json.loads((HERE / "index.json").read_text())
 
 
-@pytest.mark.parametrize("record", INDEX, ids=lambda r: r["file"].removesuffix(".srl"))
+@pytest.mark.parametrize(
+    "record", [pytest.param(r, marks=long_if_rare(r["file"]), id=r["file"].removesuffix(".srl")) for r in INDEX]
+)
 def test_a_patch_of_old_does_what_it_did(record):
     """The base is the recipe's, the result is what it was on the day of writing, bit for bit."""
     held = weights(record["tensors"])

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import sparserl
 from sparserl import Patch
 from sparserl.errors import FormatError, TensorMismatch, UnsupportedFormat
-from sparserl.weights.dtypes import BY_NAME, DTYPES
+from sparserl.weights.dtypes import BY_NAME
 from tests.class_choice import always
+from tests.dtypes import each_dtype
 from tests.patch.changed_weights import (
     CHANGES,
     PROFILES,
@@ -25,7 +26,7 @@ from tests.patch.changed_weights import (
 )
 
 LAYOUTS = ("contiguous", "strided", "transposed", "reversed", "unaligned")
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+every_dtype = pytest.mark.parametrize("dtype", each_dtype())
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def classes(monkeypatch):
 
 
 @each_profile
-@each_dtype
+@every_dtype
 def test_every_kind_of_change(dtype, profile):
     """Applying gives the new bits exactly; again is `already`; the inverse gives the old bits back."""
     for seed, kind in enumerate(CHANGES):

@@ -9,7 +9,7 @@ Every stage takes what the one before it yields, so that buckets are encoded whi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,9 @@ from .candidates import from_marks, from_positions
 from .contents import BucketList, Contents, Ends
 from .cpu_compare import Compared, Comparer
 from .patch import Patch
+
+Timed = Callable[[Iterator[Any]], Iterator[Any]]
+"""Gives what an iterator gives, and measures how long that takes."""
 
 _GPU_WRITERS = 4  # threads that write buckets which a GPU encodes: more would wait for the interpreter's lock
 _GPU_WAITING = 64  # buckets that may wait for them
@@ -85,14 +88,27 @@ def diff(
 
 
 class Captured:
-    """All changes between two versions, found but not encoded: `new` is not read any more, `old` still is.
+    """All changes between two versions, found but not encoded. `old` is still read when they are encoded.
 
     Made by `capture`, for a trainer that goes on with its weights while they are encoded and sent.
     """
 
-    def __init__(self, comparison: Comparison, changes: list[Changes | Draft]) -> None:
+    def __init__(self, comparison: Comparison, changes: Iterator[Changes | Draft]) -> None:
         self._comparison = comparison
-        self._changes = changes
+        self._changes: list[Changes | Draft] = []  # those that were found
+        self._coming = changes
+
+    def find(self) -> Captured:
+        """Find all changes now: `new` is not read any more."""
+        self._changes.extend(self._coming)
+        return self
+
+    def _found(self) -> Iterator[Changes | Draft]:
+        """All changes: those that were found, and those that are found meanwhile."""
+        yield from self._changes
+        for change in self._coming:
+            self._changes.append(change)
+            yield change
 
     def encode(
         self,
@@ -102,7 +118,7 @@ class Captured:
         threads: int | None = None,
     ) -> Patch:
         """Encode the patch."""
-        return Patch(self._comparison.encode(self._changes, link, to, threads))
+        return Patch(self._comparison.encode(self._found(), link, to, threads))
 
     def stream(
         self, *, link: Link | str | None = None, profiles: Collection[str] | None = None, threads: int | None = None
@@ -129,10 +145,15 @@ def capture(
     base_digest: Digest | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    timed: Timed | None = None,
 ) -> Captured:
-    """The first half of `diff`: read both versions and keep what changed."""
+    """The first half of `diff`: read both versions and keep what changed.
+
+    With `timed`, changes are found while they are encoded, and come through it.
+    """
     comparison = Comparison(old, new, profile, base_digest)
-    return Captured(comparison, list(comparison.compare(threads, progress, keep=True)))
+    changes = comparison.compare(threads, progress, keep=True)
+    return Captured(comparison, changes).find() if timed is None else Captured(comparison, timed(changes))
 
 
 class Comparison:

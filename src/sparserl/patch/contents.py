@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from tempfile import gettempdir
 from typing import BinaryIO, NamedTuple, Protocol
@@ -85,10 +85,18 @@ class BucketList:
         count: How many there will be, if that is known; else as many as have been added.
         source: Buckets that are encoded when they are needed, instead of being added.
         memory_bytes: Buckets beyond this many bytes go to a temporary file that has no name. None: all stay in memory.
+        on_add: Called with every bucket that is added. It may wait, so that no more are encoded meanwhile.
+        keep: False to keep no buckets at all, where they are only wanted by `on_add`.
     """
 
     def __init__(
-        self, count: int | None = None, *, source: Iterator[Bucket] | None = None, memory_bytes: int | None = None
+        self,
+        count: int | None = None,
+        *,
+        source: Iterator[Bucket] | None = None,
+        memory_bytes: int | None = None,
+        on_add: Callable[[Bucket], None] | None = None,
+        keep: bool = True,
     ) -> None:
         self.sizes: list[int] = []
         self._nbytes = 0
@@ -96,7 +104,9 @@ class BucketList:
         self._source = source
         self._encoding = threading.Lock()
         self._memory_bytes = memory_bytes
-        self._stored: list[memoryview | int] = []  # the bytes, or where they begin in the file
+        self._on_add = on_add
+        self._keeps = keep
+        self._stored: list[memoryview | int | None] = []  # the bytes, or where they begin in the file; None if gone
         self._file: int | None = None
         self._arrived = threading.Condition()
         self._stopped = source is not None  # nobody else adds buckets
@@ -118,7 +128,9 @@ class BucketList:
 
     def add(self, bucket: Bucket) -> None:
         """Append a bucket that was encoded, or that has arrived."""
-        stored = self._keep(bucket)
+        if self._on_add is not None:
+            self._on_add(bucket)
+        stored = self._keep(bucket) if self._keeps else None
         with self._arrived:
             self._stored.append(stored)
             self.sizes.append(len(bucket))
@@ -141,6 +153,8 @@ class BucketList:
         stored = self._stored[index]
         if isinstance(stored, memoryview):
             return stored
+        if stored is None:
+            raise SessionError(f"bucket {index} was not kept")
         assert self._file is not None
         data = os.pread(self._file, self.sizes[index], stored)
         if len(data) != self.sizes[index]:

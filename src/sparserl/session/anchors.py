@@ -89,11 +89,15 @@ def build_weights(
     return weights
 
 
-def anchor_of(weights: Weights | Shards, encoding: EncodingOptions) -> Patch:
-    """All weights (of shards: those at hand), as the patch that makes them of nothing."""
+def anchor_of(weights: Weights | Shards, encoding: EncodingOptions, to: BucketList | None = None) -> Patch:
+    """All weights (of shards: those at hand), as the patch that makes them of nothing.
+
+    to: a list for its buckets; None for memory, or for a file without a name where there are too many.
+    """
     nbytes = LocalWeights.of(weights).nbytes
     coded = anchor_is_coded(encoding, nbytes)
-    return Patch(snapshot(weights, coded=coded, to=bucket_list(nbytes), threads=encoding.threads))
+    buckets = bucket_list(nbytes) if to is None else to
+    return Patch(snapshot(weights, coded=coded, to=buckets, threads=encoding.threads))
 
 
 def anchor_is_coded(encoding: EncodingOptions, nbytes: int) -> bool:

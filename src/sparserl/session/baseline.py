@@ -18,6 +18,7 @@ from ..errors import SessionError
 from ..humanize import short_size
 from ..parallel import Progress
 from ..patch import Captured, Patch, TrackedChanges, capture, capture_tracked
+from ..patch.compare import Timed
 from ..patch.tracked import part_sums
 from ..plan import Link
 from ..weights.digest import Digest, digest, table_digest
@@ -56,8 +57,9 @@ class Baseline(Protocol):
         profile: str = "auto",
         threads: int | None = None,
         progress: Progress | None = None,
+        timed: Timed | None = None,
     ) -> CapturedChanges:
-        """What changed since the last committed version."""
+        """What changed since the last committed version. With `timed`, it may be found while it is encoded."""
         ...
 
     def advance(self, patch: Patch, changes: CapturedChanges, threads: int | None = None) -> None:
@@ -103,12 +105,19 @@ class HostBaseline:
         profile: str = "auto",
         threads: int | None = None,
         progress: Progress | None = None,
+        timed: Timed | None = None,
     ) -> Captured:
         """What changed. All bits are compared: looking at marked elements alone is hardly faster, and trusts marks."""
         if isinstance(weights, Shards):
             weights = weights.map(lambda part: part.data)
         return capture(
-            self.weights, weights, profile=profile, base_digest=self.digest, threads=threads, progress=progress
+            self.weights,
+            weights,
+            profile=profile,
+            base_digest=self.digest,
+            threads=threads,
+            progress=progress,
+            timed=timed,
         )
 
     def advance(self, patch: Patch, changes: CapturedChanges, threads: int | None = None) -> None:  # noqa: ARG002
@@ -135,6 +144,7 @@ class NoBaseline:
         profile: str = "auto",
         threads: int | None = None,
         progress: Progress | None = None,
+        timed: Timed | None = None,  # noqa: ARG002  # all is read before it is known what changed
     ) -> TrackedChanges:
         """What changed, by marks; one full digest read."""
         return capture_tracked(

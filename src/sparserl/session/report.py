@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,13 @@ class Watch:
             seconds = time.perf_counter() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds - self._inside.pop()
             self._inside[-1] += seconds
+
+    def timed(self, name: str, items: Iterator[T]) -> Iterator[T]:
+        """The items of an iterator; what it takes to make them counts as a stage."""
+        while True:
+            with self.stage(name):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from ...errors import Fenced, FormatError, SessionError, SparserlError, StoreError
 from ...patch import Captured, Patch
-from ..anchors import anchor_of
+from ...weights.memory import Weights
+from ...weights.shards import Shards
+from ..anchors import SPOOL_BYTES, anchor_of
 from ..baseline import CapturedChanges
 from ..options import EncodingOptions, require_count, require_number
 from ..report import Watch
@@ -22,6 +24,7 @@ from .records import RouteStep
 from .resume import SavedAnchor
 from .retention import collect
 from .run_writer import CommittedVersion, RunWriter
+from .transfer import Upload
 
 _STEPS = 256  # there are at most so many steps before another anchor is written
 _MOST_STEPS = 1024  # that an index keeps for the sake of subscribers that are far behind
@@ -80,12 +83,22 @@ class Maintenance:
         self._ladder = Ladder(*options.ladder) if options.ladder is not None and is_alone else None
         self._notes: list[str] = []
 
-    def begin_layout(self, encode: Callable[[], Patch], run: str, version: int) -> None:
+    @property
+    def saves_anchors(self) -> bool:
+        """Whether anchors are needed here after they were sent."""
+        return self._saved_anchor is not None
+
+    def encode_anchor(self, weights: Weights | Shards, upload: Upload) -> Patch:
+        """An anchor of weights, which is sent while it is encoded, and kept only where it is needed here too."""
+        to = upload.bucket_list(keep=self.saves_anchors, memory_bytes=SPOOL_BYTES)
+        return anchor_of(weights, self._encoding, to)
+
+    def begin_layout(self, anchor: Patch, run: str, version: int) -> None:
         """A new run, or other tensors, are about to begin: save the anchor first, for whoever is killed after that."""
         if self._ladder is not None:
             self._ladder.clear()
         if (saved_anchor := self._saved_anchor) is not None:
-            self._try(lambda: saved_anchor.save(encode(), run, version))
+            self._try(lambda: saved_anchor.save(anchor, run, version))
 
     def layout_begun(self, run: str) -> None:
         """The head names the run, or the tensors, now: saved anchors of others can go, and what is too old."""
@@ -169,18 +182,17 @@ class Maintenance:
         weights = version.baseline.weights
         if not self.anchor_is_due(version) or (weights is None and anchor is None):
             return
-        anchors: list[Patch] = []
 
-        def encode() -> Patch:
-            anchors.append(anchor or anchor_of(weights, self._encoding))
-            return anchors[0]
+        def encode(upload: Upload) -> Patch:
+            return self.encode_anchor(weights, upload) if anchor is None else upload.add_all(anchor)
 
         newest = version.head.version
-        step = self._writer.send(version.run, encode, Watch()).step(None, newest, self._writer.clock())
+        written, sent = self._writer.send(version.run, encode, Watch())
+        step = sent.step(None, newest, self._writer.clock())
         step = _label_of(version.index.steps, newest).on(step)  # the patch with this label may go
         version = self._writer.commit(version.run, step, version.baseline, add_steps=self.retaining(step))
         if self._saved_anchor is not None:
-            self._save(anchors[0], version)
+            self._save(written, version)
         self._collect()
 
     def _save_if_new(self, anchor: Patch | None, version: CommittedVersion) -> None:

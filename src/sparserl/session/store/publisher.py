@@ -28,8 +28,7 @@ from ...transport.stores.base import Store
 from ...transport.stores.opening import open_writable
 from ...weights.local import LocalWeights
 from ...weights.memory import Weights
-from ...weights.shards import Shards, dump_places, load_places, require_whole
-from ...weights.table import TensorTable
+from ...weights.shards import Shards
 from ..anchors import anchor_of
 from ..background import BackgroundPublish, BackgroundSlot
 from ..baseline import Baseline, CapturedChanges, HostBaseline, choose_baseline
@@ -47,6 +46,7 @@ from .maintenance import Maintenance, RetentionOptions
 from .resume import SavedAnchor, resume_from_store
 from .run_writer import CommittedVersion, RunWriter, published_report
 from .signing import PublicKeys, PublisherKeys
+from .transfer import Upload
 from .writers import Writers
 
 _Completion = Callable[[], SyncReport]  # what is left of a publish once the weights may change
@@ -207,7 +207,7 @@ class Publisher:
             self._require_open()
             self._background.finish()
             with self._callbacks.failures("publish"), self._writers.call():
-                return self._report(self._capture(Label.of(step, note))())
+                return self._report(self._capture(Label.of(step, note), at_once=False)())
 
     def publish_in_background(self, *, step: int | None = None, note: str | None = None) -> BackgroundPublish:
         """Publish the weights as they are now, and return as soon as the changes are captured.
@@ -229,7 +229,7 @@ class Publisher:
             self._require_open()
             self._background.finish()
             with self._callbacks.failures("publish"), self._writers.call():
-                complete = self._capture(Label.of(step, note))
+                complete = self._capture(Label.of(step, note), at_once=True)
 
             def work() -> SyncReport:
                 with self._callbacks.failures("publish"), self._writers.call(begin=False):
@@ -250,12 +250,7 @@ class Publisher:
         """
         require_count("subscribers", subscribers, 0)
         require_number("timeout", timeout, 0)
-        end = time.monotonic() + timeout
-        while True:
-            holders = sum(lease.version >= version for lease in self._run_writer.leases())
-            if holders >= subscribers or time.monotonic() >= end:
-                return holders
-            time.sleep(min(0.1, max(0.0, end - time.monotonic())))
+        return self._run_writer.wait(version, subscribers, timeout)
 
     def close(self) -> None:
         """Wait for a publish in the background, and let go of the store.
@@ -322,15 +317,19 @@ class Publisher:
         self._source_check.resume()
         log.info("%s: continuing run %s at version %d", self.store.url, head.run, head.version)
 
-    def _capture(self, label: Label) -> _Completion:
-        """Take all that a publish needs of the weights, which may change from now on; returns what is left to do."""
+    def _capture(self, label: Label, *, at_once: bool) -> _Completion:
+        """Take what a publish needs of the weights; returns what is left to do.
+
+        at_once: whether to take all of it, since the weights may change from now on; else changes are found while
+            others are encoded and sent.
+        """
         watch = Watch()
         self._run_writer.resolve()
         self._require_one_step(label.step)
         committed = self._committed
         if committed is None:
             return self._capture_first(label, watch)
-        return self._capture_changes(committed, label, watch)
+        return self._capture_changes(committed, label, watch, at_once=at_once)
 
     def _require_one_step(self, step: int | None) -> None:
         """All ranks must be at one step, and start from one version; if one has lost its baseline, a new run begins."""
@@ -354,7 +353,7 @@ class Publisher:
                 baseline, self.baseline = choose_baseline(
                     weights, options, tracked=self._tracks_changes, threads=self._encoding.threads
                 )
-            anchor = self._anchor(weights, watch) if baseline.weights is None else None
+            anchor = self._anchor_now(weights, watch) if baseline.weights is None else None
             named = label._replace(files=self._capture_files())
             local = LocalWeights.of(weights)
             work[:] = [functools.partial(self._publish_first, local, baseline, anchor, named, watch, last)]
@@ -365,7 +364,9 @@ class Publisher:
             self._writers.together("capture", lambda: capture(replace(self._baseline_options, kind="none")))
         return work[0]
 
-    def _capture_changes(self, committed: CommittedVersion, label: Label, watch: Watch) -> _Completion:
+    def _capture_changes(
+        self, committed: CommittedVersion, label: Label, watch: Watch, *, at_once: bool
+    ) -> _Completion:
         """Capture the changes since a version."""
         work: list[_Completion] = []
         encoding = self._encoding
@@ -375,7 +376,11 @@ class Publisher:
             try:
                 with watch.stage("find"):
                     changes = committed.baseline.capture(
-                        weights, profile=encoding.profile, threads=encoding.threads, progress=encoding.progress
+                        weights,
+                        profile=encoding.profile,
+                        threads=encoding.threads,
+                        progress=encoding.progress,
+                        timed=None if at_once else functools.partial(watch.timed, "find"),
                     )
             except TensorMismatch as error:
                 if self._writers.size == 1 and has_new_layout(self.store, committed.run, weights):
@@ -385,7 +390,7 @@ class Publisher:
                     f"{self.store.url}: run {committed.run.run} has other tensors: {error}. {HOW_TO_REPLACE}"
                 ) from error
             needs_anchor = committed.baseline.weights is None and self._maintenance.anchor_is_due(committed)
-            anchor = self._anchor(weights, watch) if needs_anchor else None
+            anchor = self._anchor_now(weights, watch) if needs_anchor else None
             named = label._replace(files=self._capture_files())
             work[:] = [functools.partial(self._publish_next, committed, changes, anchor, named, watch)]
             return b""
@@ -397,7 +402,8 @@ class Publisher:
         """The files of this version, which one rank sends."""
         return self._side_files.capture() if self._writers.rank == 0 else None
 
-    def _anchor(self, weights: Weights | Shards, watch: Watch) -> Patch:
+    def _anchor_now(self, weights: Weights | Shards, watch: Watch) -> Patch:
+        """An anchor of weights that may change before it is sent."""
         with watch.stage("encode"):
             return anchor_of(weights, self._encoding)
 
@@ -407,7 +413,7 @@ class Publisher:
         self,
         local: LocalWeights,
         baseline: Baseline,
-        anchor: Patch | None,
+        ready_anchor: Patch | None,
         label: Label,
         watch: Watch,
         last: CommittedVersion | None,
@@ -418,19 +424,20 @@ class Publisher:
             self._refusal = None
         else:
             run = replace(last.run, later_table=local.table)
-        self._require_whole(local, run.layout)
+        self._writers.require_whole(local, run.layout)
         number = 0 if last is None else last.head.version + 1
 
-        def encode() -> Patch:
-            nonlocal anchor
-            anchor = anchor or self._anchor(baseline.weights, watch)
-            if isinstance(baseline, HostBaseline):
-                baseline.set_digest(anchor.result)
-            return anchor
+        def encode(upload: Upload) -> Patch:
+            with watch.stage("encode"):
+                if ready_anchor is not None:
+                    return upload.add_all(ready_anchor)
+                return self._maintenance.encode_anchor(baseline.weights, upload)
 
-        sent = self._run_writer.send(run, encode, watch)
+        anchor, sent = self._run_writer.send(run, encode, watch)
+        if isinstance(baseline, HostBaseline):
+            baseline.set_digest(anchor.result)
         step = label.on(sent.step(None, number, self._run_writer.clock()))
-        self._maintenance.begin_layout(encode, run.run, number)
+        self._maintenance.begin_layout(anchor, run.run, number)
         with watch.stage("commit"):
             version = self._run_writer.commit(
                 run,
@@ -443,7 +450,7 @@ class Publisher:
             )
         self._maintenance.layout_begun(run.run)
         self._had_run = True
-        notes = self._maintenance.run(version, anchor, watch)
+        notes = self._maintenance.run(version, anchor if self._maintenance.saves_anchors else ready_anchor, watch)
         return published_report(version, "anchor", sent, watch, notes)
 
     def _publish_next(
@@ -451,14 +458,12 @@ class Publisher:
     ) -> SyncReport:
         """A version after the first: a patch."""
         encoding = self._encoding
-        patches: list[Patch] = []
 
-        def encode() -> Patch:
+        def encode(upload: Upload) -> Patch:
             with watch.stage("encode"):
-                patches.append(changes.encode(link=encoding.link, threads=encoding.threads))
-            return patches[0]
+                return changes.encode(link=encoding.link, to=upload.bucket_list(), threads=encoding.threads)
 
-        sent = self._run_writer.send(committed.run, encode, watch)
+        patch, sent = self._run_writer.send(committed.run, encode, watch)
         head = committed.head
         if sent.manifest.base != head.digest:
             self._run_writer.committed = None
@@ -468,7 +473,7 @@ class Publisher:
         def advance() -> None:
             with watch.stage("baseline"):
                 self._maintenance.add_changes(step.version, changes)
-                committed.baseline.advance(patches[0], changes, encoding.threads)
+                committed.baseline.advance(patch, changes, encoding.threads)
 
         with watch.stage("commit"):
             self._had_run = True
@@ -482,16 +487,6 @@ class Publisher:
         """A version is committed: a source that tracks changes counts them from here."""
         if (committed := getattr(self._source, "committed", None)) is not None:
             committed()
-
-    def _require_whole(self, local: LocalWeights, table: TensorTable) -> None:
-        """All ranks must have the same tensor table, and every element of it must come from just one of them."""
-
-        def places() -> bytes:
-            table.require(local.table, "rank 0", f"rank {self._writers.rank}")
-            return json.dumps(dump_places(local.places)).encode()
-
-        rows = self._writers.together("compare parts", places)
-        require_whole(table, [load_places(json.loads(row)) for row in rows])
 
     def _report(self, report: SyncReport) -> SyncReport:
         self._callbacks.published(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -79,22 +80,30 @@ class RunWriter:
 
         return self.writers.lead("begin", begin, RunRecord.to_bytes, lambda data: RunRecord.parse(data, "the run"))
 
-    def send(self, run: RunRecord, encode: Callable[[], Patch], watch: Watch) -> transfer.UploadedPatch:
-        """Every rank encodes and uploads what it has; when all of it is there, the manifest is written."""
-        place = self.writers.lead("find a place", lambda: secrets.token_hex(8), str.encode, bytes.decode)
+    def send(
+        self, run: RunRecord, encode: Callable[[transfer.Upload], Patch], watch: Watch
+    ) -> tuple[Patch, transfer.UploadedPatch]:
+        """Every rank encodes and uploads what it has; when all of it is there, the manifest is written.
 
-        def upload() -> transfer.UploadedPatch:
-            patch = encode()
-            with watch.stage("upload"):
-                return transfer.upload(self.store, run.run, place, patch, self._progress)
+        Returns:
+            The patch of this rank, and what all ranks have uploaded.
+        """
+        place = self.writers.lead("find a place", lambda: secrets.token_hex(8), str.encode, bytes.decode)
+        patches: list[Patch] = []
+
+        def send_share() -> transfer.UploadedPatch:
+            wait = functools.partial(watch.stage, "upload")
+            with transfer.Upload(self.store, run.run, place, run.layout, self._progress, wait) as upload:
+                patches.append(encode(upload))
+                return upload.finish(patches[0])
 
         sent_by_rank = self.writers.gather(
-            "upload", upload, transfer.UploadedPatch.to_bytes, transfer.UploadedPatch.parse
+            "upload", send_share, transfer.UploadedPatch.to_bytes, transfer.UploadedPatch.parse
         )
         sent = transfer.joined(run.layout, sent_by_rank)
         with watch.stage("upload"):
             self.writers.lead("write down", lambda: transfer.put_manifest(self.store, sent), _no_bytes, _no_bytes)
-        return sent
+        return patches[0], sent
 
     def send_alone(self, run: RunRecord, patch: Patch) -> transfer.UploadedPatch:
         """Upload a patch that this process has all of."""
@@ -166,6 +175,15 @@ class RunWriter:
     def resolve(self) -> None:
         """Find out what became of a commit that was not answered, or interrupted."""
         self._head.resolve()
+
+    def wait(self, version: int, subscribers: int, timeout: float) -> int:
+        """Wait until so many subscribers hold a version or a later one; how many do."""
+        end = time.monotonic() + timeout
+        while True:
+            holders = sum(lease.version >= version for lease in self.leases())
+            if holders >= subscribers or time.monotonic() >= end:
+                return holders
+            time.sleep(min(0.1, max(0.0, end - time.monotonic())))
 
     def leases(self) -> list[Lease]:
         """What the subscribers of the run hold."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import TracebackType
 
 from ...errors import InvalidField, LimitExceeded
 from ...parallel import Progress
 from ...patch import Patch
-from ...patch.contents import Contents, Ends
+from ...patch.contents import Bucket, BucketList, Contents, Ends
 from ...transport.stores.base import Store, fetch
 from ...transport.stores.deadline import Transfers
 from ...weights.digest import Digest, table_digest
 from ...weights.table import TensorTable
-from ...wire import limits
+from ...wire import encoded_table, limits, read_bucket
+from ...wire.cursor import CHECKSUM_BYTES
 from ..anchors import bucket_list
 from .fields import canonical, sha256
 from .records import Blob, Manifest, RouteStep, get_named, path, require_hash
@@ -76,26 +79,88 @@ class UploadedPatch:
         )
 
 
-def upload(store: Store, run: str, place: str, patch: Patch, progress: Progress | None = None) -> UploadedPatch:
-    """Write buckets. What comes back has the digests of the elements alone, so that those of ranks add up."""
+class Upload:
+    """Writes the buckets of a patch to a store, several at a time, while later ones are still being encoded.
 
-    def put(index: int) -> Blob:
-        data = patch.contents.bucket(index)
-        blob = Blob(sha256(data), len(data))
-        store.put(manifest.bucket(blob), data)
+    Args:
+        store: The store.
+        run: The id of the run.
+        place: The folder of the patch in the store.
+        table: The tensor table of the patch.
+        progress: Called with the number of bytes just written.
+        wait: Entered while an encoder has to wait because too much is on its way.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        place: str,
+        table: TensorTable,
+        progress: Progress | None = None,
+        wait: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._store = store
+        self._manifest = Manifest(run, place, Digest(), Digest(), 0, ())
+        self._table = table
+        self._progress = progress
+        self._wait = wait
+        self._profiles: set[str] = set()
+        self._entries = 0
+        self._blobs: list[Blob] = []
+        self._transfers = Transfers(AT_ONCE, f"{store.url}: run {run}")
+        self._sink = self._transfers.sink(self._put, FLIGHT_BYTES, self._written)
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._transfers.__exit__(kind, error, trace)
+
+    def bucket_list(self, *, keep: bool = True, memory_bytes: int | None = None) -> BucketList:
+        """A list to encode the patch to; see `BucketList`."""
+        return BucketList(keep=keep, memory_bytes=memory_bytes, on_add=self.add)
+
+    def add(self, bucket: Bucket) -> None:
+        """Write one more bucket."""
+        body = memoryview(bucket)[:-CHECKSUM_BYTES]
+        head, _ = read_bucket(body, self._table, encoded_table(self._table).hash, "a bucket that was encoded")
+        self._profiles.add(head.profile.name)
+        self._entries += len(head.entries)
+        with self._wait():
+            self._sink.add(bucket, len(bucket))
+
+    def add_all(self, patch: Patch) -> Patch:
+        """Write all buckets of a patch that is encoded already."""
+        for index in range(patch.buckets):
+            self.add(patch.contents.bucket(index))
+        return patch
+
+    def finish(self, patch: Patch) -> UploadedPatch:
+        """Wait until all buckets are written. What comes back has digests of elements alone: those of ranks add up."""
+        with self._wait():
+            self._sink.finish()
+        terms = table_digest(self._table) if patch.complete else Digest()
+        manifest = replace(
+            self._manifest,
+            base=patch.base - terms,
+            result=patch.result - terms,
+            changed=patch.changed,
+            buckets=tuple(self._blobs),
+        )
+        return UploadedPatch(manifest, frozenset(self._profiles), self._entries)
+
+    def _put(self, bucket: Bucket) -> Blob:
+        blob = Blob(sha256(bucket), len(bucket))
+        self._store.put(self._manifest.bucket(blob), bucket)
         return blob
 
-    terms = table_digest(patch.table) if patch.complete else Digest()
-    manifest = Manifest(run, place, patch.base - terms, patch.result - terms, patch.changed, ())
-    blobs = []
-    with Transfers(AT_ONCE, f"{store.url}: run {run}") as transfers:
-        for blob in transfers.ahead(put, range(patch.buckets)):
-            blobs.append(blob)
-            if progress is not None:
-                progress(blob.size)
-    profiles = frozenset(head.profile.name for head in patch.contents.heads)
-    entries = sum(len(head.entries) for head in patch.contents.heads)
-    return UploadedPatch(replace(manifest, buckets=tuple(blobs)), profiles, entries)
+    def _written(self, blob: Blob) -> None:
+        self._blobs.append(blob)
+        if self._progress is not None:
+            self._progress(blob.size)
 
 
 def joined(table: TensorTable, shares: Sequence[UploadedPatch]) -> UploadedPatch:
@@ -125,7 +190,8 @@ def put_manifest(store: Store, sent: UploadedPatch) -> None:
 
 def send(store: Store, run: str, patch: Patch, progress: Progress | None = None) -> UploadedPatch:
     """Write the buckets of a patch, then its manifest."""
-    sent = joined(patch.table, [upload(store, run, secrets.token_hex(8), patch, progress)])
+    with Upload(store, run, secrets.token_hex(8), patch.table, progress) as upload:
+        sent = joined(patch.table, [upload.finish(upload.add_all(patch))])
     put_manifest(store, sent)
     return sent
 

@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from ...errors import SessionError, SparserlError, StoreError
+from ...weights.local import LocalWeights
+from ...weights.shards import dump_places, load_places, require_whole
+from ...weights.table import TensorTable
 
 T = TypeVar("T")
 _DONE = b"+"
@@ -108,6 +111,16 @@ class Writers:
 
         self.together(label, once)
         return results[0]
+
+    def require_whole(self, local: LocalWeights, table: TensorTable) -> None:
+        """All ranks must have the same tensor table, and every element of it must come from just one of them."""
+
+        def places() -> bytes:
+            table.require(local.table, "rank 0", f"rank {self.rank}")
+            return json.dumps(dump_places(local.places)).encode()
+
+        rows = self.together("compare parts", places)
+        require_whole(table, [load_places(json.loads(row)) for row in rows])
 
     def close(self) -> None:
         if self._exchange is not None:

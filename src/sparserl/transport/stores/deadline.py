@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from ...errors import Unavailable
 from ...parallel import ReadAhead
@@ -110,7 +110,10 @@ def within(seconds: float | None = None, stop: Callable[[], bool] | None = None)
 
 
 class Transfers:
-    """Threads that call stores. Their calls end with the deadline of the thread that started them or when it leaves."""
+    """Threads that call stores. Their calls end with the deadline of the thread that started them or when it leaves.
+
+    A bounded number of transfers is in flight.
+    """
 
     def __init__(self, threads: int, label: str) -> None:
         self._label = label
@@ -137,16 +140,50 @@ class Transfers:
     ) -> Iterator[R]:
         """`map` on the threads, with results in order.
 
-        A bounded number of items is in flight, and of these at most `max_bytes`, as `size` counts them; an item that
-        is larger goes alone.
+        Of all items in flight there are at most `max_bytes`, as `size` counts them; an item that is larger goes alone.
         """
-
-        def submit(item: T) -> Future[R]:
-            return self._pool.submit(self._deadline.run, work, item)
-
-        for future in ReadAhead[R](2 * self._threads, max_bytes).run(submit, items, size):
+        for future in ReadAhead[R](2 * self._threads, max_bytes).run(self._submit(work), items, size):
             yield current().result(future, self._label)
             del future  # and the bytes with it
+
+    def sink(self, work: Callable[[T], R], max_bytes: int, on_result: Callable[[R], None]) -> Sink[T, R]:
+        """`ahead` for items that are given one by one."""
+        return Sink(self._submit(work), ReadAhead(2 * self._threads, max_bytes), on_result, self._label)
+
+    def _submit(self, work: Callable[[T], R]) -> Callable[[T], Future[R]]:
+        return lambda item: self._pool.submit(self._deadline.run, work, item)
+
+
+class Sink(Generic[T, R]):
+    """Takes items to be transferred, and hands on their results in order.
+
+    Whoever gives an item waits while too many, or too many bytes, are in flight.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[T], Future[R]],
+        window: ReadAhead[R],
+        on_result: Callable[[R], None],
+        label: str,
+    ) -> None:
+        self._submit = submit
+        self._window = window
+        self._on_result = on_result
+        self._label = label
+
+    def add(self, item: T, nbytes: int) -> None:
+        """Transfer one more item."""
+        self._wait(self._window.make_room(nbytes))
+        self._window.add(self._submit(item), nbytes)
+
+    def finish(self) -> None:
+        """Wait until all are transferred."""
+        self._wait(self._window.rest())
+
+    def _wait(self, futures: Iterator[Future[R]]) -> None:
+        for future in futures:
+            self._on_result(current().result(future, self._label))
 
 
 def run_detached(work: Callable[[], R], discard: Callable[[R], object]) -> tuple[Future[R], Callable[[], None]]:

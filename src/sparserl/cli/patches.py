@@ -301,7 +301,7 @@ def _stored_patches(
             )
         steps = run.steps(first, last)
         has_way = bool(steps) and steps[0].base is not None  # not where only an anchor leads there
-        chain = list(run.patches(steps)) if has_way else [run.patch(first, last, threads)]
+        chain = run.patches(steps) if has_way else [run.patch(first, last, threads)]
         if base.is_dir():  # versions with the same weights may differ in files: those of the checkpoint itself count
             names = run.file_hashes(first).keys() | run.file_hashes(last).keys()
             held = {name: sha256((base / name).read_bytes()) for name in names if (base / name).is_file()}

@@ -172,7 +172,8 @@ def exchange(
     weights: LocalWeights, patch: Contents, index: int, allocate: Allocator = empty
 ) -> Iterator[tuple[Overlay, Digest]]:
     """Write the new bits of a bucket; give, part by part, the bits before, in new arrays, and how the digest moved."""
-    geometry = entry_geometry(weights, patch.heads[index])  # nothing may fail before it is known what was where
+    head, _ = patch.open_bucket(index)
+    geometry = entry_geometry(weights, head)  # nothing may fail before it is known what was where
     decoded = patch.decode(index, weights, overwrite=True, allocate=allocate)
     for part in decoded.parts():
         if part.positions is not decoded.positions:

@@ -27,6 +27,7 @@ from ..weights.table import TensorTable
 from ..wire import (
     Footer,
     Head,
+    HeadGatherer,
     PatchReader,
     PatchWriter,
     bucket_body,
@@ -34,7 +35,6 @@ from ..wire import (
     encode_footer,
     encode_header,
     encoded_table,
-    gather_heads,
     limits,
     read_bucket,
 )
@@ -87,6 +87,7 @@ class BucketList:
         memory_bytes: Buckets beyond this many bytes go to a temporary file that has no name. None: all stay in memory.
         on_add: Called with every bucket that is added. It may wait, so that no more are encoded meanwhile.
         keep: False to keep no buckets at all, where they are only wanted by `on_add`.
+        transient: Whether whoever reads buckets releases them: then none goes to a file, but `add` waits for room.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class BucketList:
         memory_bytes: int | None = None,
         on_add: Callable[[Bucket], None] | None = None,
         keep: bool = True,
+        transient: bool = False,
     ) -> None:
         self.sizes: list[int] = []
         self._nbytes = 0
@@ -106,6 +108,8 @@ class BucketList:
         self._memory_bytes = memory_bytes
         self._on_add = on_add
         self._keeps = keep
+        self.transient = transient
+        self._waiting_bytes = 0  # of a transient list: added, and not released yet
         self._stored: list[memoryview | int | None] = []  # the bytes, or where they begin in the file; None if gone
         self._file: int | None = None
         self._arrived = threading.Condition()
@@ -130,6 +134,8 @@ class BucketList:
         """Append a bucket that was encoded, or that has arrived."""
         if self._on_add is not None:
             self._on_add(bucket)
+        if self.transient and not self._wait_for_room(len(bucket)):
+            return  # nobody reads it
         stored = self._keep(bucket) if self._keeps else None
         with self._arrived:
             self._stored.append(stored)
@@ -138,9 +144,25 @@ class BucketList:
             self._arrived.notify_all()
 
     def stop(self) -> None:
-        """Say that no more will arrive: whoever waits for a bucket gets an error."""
+        """Say that no more will arrive, for now: whoever waits for a bucket gets an error."""
         with self._arrived:
             self._stopped = True
+            self._arrived.notify_all()
+
+    def reopen(self) -> None:
+        """Say that more will arrive after all."""
+        self._stopped = False
+
+    @property
+    def arrived(self) -> int:
+        """How many have been added."""
+        return len(self._stored)
+
+    def release(self, index: int) -> None:
+        """Forget a bucket that was read, and will not be read again."""
+        with self._arrived:
+            self._waiting_bytes -= self.sizes[index]
+            self._stored[index] = None
             self._arrived.notify_all()
 
     def arrivals(self) -> Iterator[int]:
@@ -154,17 +176,28 @@ class BucketList:
         if isinstance(stored, memoryview):
             return stored
         if stored is None:
-            raise SessionError(f"bucket {index} was not kept")
+            raise SessionError(f"bucket {index} is not kept any more")
         assert self._file is not None
         data = os.pread(self._file, self.sizes[index], stored)
         if len(data) != self.sizes[index]:
             raise Truncated(f"bucket {index}: {len(data)} of {self.sizes[index]} bytes")
         return data
 
+    def _wait_for_room(self, nbytes: int) -> bool:
+        """Wait until the buckets in memory are few enough for one more; False if nobody reads them any more."""
+        most = self._memory_bytes or 0
+        with self._arrived:
+            self._arrived.wait_for(
+                lambda: self._stopped or not self._waiting_bytes or self._waiting_bytes + nbytes <= most
+            )
+            if not self._stopped:
+                self._waiting_bytes += nbytes
+            return not self._stopped
+
     def _keep(self, bucket: Bucket) -> memoryview | int:
         """Put a bucket where it stays: in memory, or behind the others in the file."""
         start = self._nbytes
-        if self._memory_bytes is None or start + len(bucket) <= self._memory_bytes:
+        if self.transient or self._memory_bytes is None or start + len(bucket) <= self._memory_bytes:
             return memoryview(bucket).toreadonly()  # one kind of array for the kernels, wherever the bytes come from
         try:
             if self._file is None:
@@ -283,6 +316,17 @@ class Contents:
             self.__dict__["heads"] = self._read_heads(threads)
         return self.heads
 
+    def accept_heads(self, gatherer: HeadGatherer) -> None:
+        """Take over the heads of buckets that were read, and perhaps released, one by one; they are checked now."""
+        self.require_limits()
+        self.__dict__["heads"] = self._finish(gatherer)
+
+    def release(self, index: int) -> None:
+        """A bucket was read, and will not be read again: where buckets are transient, it is forgotten."""
+        if isinstance(self._buckets, BucketList) and self._buckets.transient:
+            self._opened.pop(index, None)
+            self._buckets.release(index)
+
     def open_bucket(self, index: int) -> tuple[Head, Reader]:
         """The head of a bucket, and a reader of its streams."""
         head, reader = self._parsed(index)
@@ -352,9 +396,15 @@ class Contents:
 
     def _read_heads(self, threads: int | None) -> Sequence[Head]:
         self.require_limits()
-        heads = (head for _, head, _ in self.open_buckets(threads, range(len(self))))
-        reread = lambda index: self._parsed(index)[0]  # noqa: E731
-        return gather_heads(heads, self.table, self.changed, self.ends.covers, self._checked_bytes, reread)
+        gatherer = HeadGatherer(self.table)
+        for _, head, _ in self.open_buckets(threads, range(len(self))):
+            gatherer.add(head)
+        return self._finish(gatherer)
+
+    def _finish(self, gatherer: HeadGatherer) -> Sequence[Head]:
+        return gatherer.finish(
+            self.changed, self.ends.covers, self._checked_bytes(), lambda index: self._parsed(index)[0]
+        )
 
     def _checked_bytes(self) -> int:
         """Bytes that were read: they bound the work of checking that entries do not overlap."""

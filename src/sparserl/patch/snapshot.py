@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +19,8 @@ from ..weights.dtypes import Bits
 from ..weights.local import LocalWeights
 from ..weights.memory import Memory, Weights
 from ..weights.shards import Shards
-from ..wire import encoded_table
-from .apply import apply
+from ..wire import Head, HeadGatherer, encoded_table
+from .apply import exchange
 from .assemble import collect
 from .contents import Bucket, BucketList, Contents, Ends
 from .matching import require_result
@@ -109,26 +111,49 @@ def _draft(batch: Batch, addresses: list[int]) -> Draft:
 
 
 def restore(patch: Contents, weights: dict[str, Bits], threads: int | None = None) -> None:
-    """Turn zeros, which nobody has seen yet, into the weights of a snapshot; whatever fails, they are not to be used.
+    """Turn zeros, which nobody has seen yet, into the weights of a snapshot. If it fails, they must not be used."""
+    Restoration(patch, weights).run(threads)
 
-    Each bucket is written when it has arrived. Nothing is kept to undo it, and the bits are summed up once, at the end.
+
+class Restoration:
+    """Turns zeros into the weights of a snapshot, bucket by bucket as they arrive, and releases these.
+
+    Nothing is kept to undo it. The bits are summed up once, at the end.
+
+    Args:
+        patch: The snapshot, whose buckets may still be arriving.
+        weights: Zeros, which nobody has seen yet.
     """
-    local = LocalWeights.of(weights, patch.table)
 
-    def write(index: int) -> bool:
-        if patch.open_bucket(index)[0].layout.changes:
-            return False
-        for part in patch.decode(index, overwrite=True).parts():
+    def __init__(self, patch: Contents, weights: dict[str, Bits]) -> None:
+        self.weights = weights
+        self._patch = patch
+        self._local = LocalWeights.of(weights, patch.table)
+        self._gatherer = HeadGatherer(patch.table)
+        self._gathered = 0  # buckets whose heads the gatherer has
+        self._heads: dict[int, Head] = {}  # of further buckets that are written
+
+    def run(self, threads: int | None = None) -> None:
+        """Write all buckets. Where these stop arriving it raises, and goes on from there when it is called again."""
+        for index in ordered(self._write, islice(self._patch.arrivals(), self._gathered, None), threads):
+            self._gatherer.add(self._heads.pop(index))
+            self._gathered += 1
+        self._patch.accept_heads(self._gatherer)  # no entries overlap
+        require_result(self._patch, digest(self.weights, threads=threads))
+
+    def _write(self, index: int) -> int:
+        if index not in self._heads:
+            head, _ = self._patch.open_bucket(index)
+            if head.layout.changes:  # an earlier release compared weights with zeros
+                deque(exchange(self._local, self._patch, index), maxlen=0)
+            else:
+                self._write_dense(index)
+            self._heads[index] = head
+            self._patch.release(index)
+        return index
+
+    def _write_dense(self, index: int) -> None:
+        for part in self._patch.decode(index, overwrite=True).parts():
             if part.positions.size:  # very many small regions
-                overlay(entry_geometry(local, part.head), part, part.words).scatter()
-            write_regions(local, part.dense_bits)
-        return True
-
-    written = list(ordered(write, patch.arrivals(), threads))  # all of them, so that no thread writes any more
-    if not all(written):  # an earlier release compared weights with zeros
-        for bits in weights.values():
-            bits.array.fill(0)
-        apply(patch, weights, threads=threads)
-        return
-    patch.read_heads(threads)  # no entries overlap
-    require_result(patch, digest(weights, threads=threads))
+                overlay(entry_geometry(self._local, part.head), part, part.words).scatter()
+            write_regions(self._local, part.dense_bits)

@@ -60,32 +60,23 @@ def copy_weights(weights: Weights | Shards, threads: int | None = None, *, on_gp
     return dict(zip(named, ordered(copy, named.values(), threads), strict=True))
 
 
-def build_weights(
-    table: TensorTable,
-    patches: Iterable[Patch],
-    result: Digest,
-    threads: int | None = None,
-    start: tuple[dict[str, Bits], Digest] | None = None,
-) -> dict[str, Bits]:
-    """The weights that patches lead to: from a start, which is written to, or from nothing.
+def restored(anchor: Patch, threads: int | None = None) -> dict[str, Bits]:
+    """The weights of an anchor."""
+    require_memory(anchor.table.dense_bytes)
+    weights = zeros(anchor.table)
+    restore(anchor.contents, weights, threads)
+    return weights
 
-    patches: those from the start on, or an anchor and those after it.
-    result: the digest that they must have.
-    """
-    remaining = iter(patches)
-    if start is None:
-        require_memory(table.dense_bytes)
-        weights = zeros(table)
-        anchor = next(remaining)
-        restore(anchor.contents, weights, threads)
-        current = anchor.result
-    else:
-        weights, current = start
-    for patch in remaining:
-        patch.apply(weights, digest=current, threads=threads)
-        current = patch.result
-    if current != result:
-        raise ChecksumMismatch(f"the patches lead to {current}, not to {result}")
+
+def apply_all(
+    weights: dict[str, Bits], digest: Digest, patches: Iterable[Patch], result: Digest, threads: int | None = None
+) -> dict[str, Bits]:
+    """Apply patches, one after the other, to weights that have one digest, and must have another one then."""
+    for patch in patches:
+        patch.apply(weights, digest=digest, threads=threads)
+        digest = patch.result
+    if digest != result:
+        raise ChecksumMismatch(f"the patches lead to {digest}, not to {result}")
     return weights
 
 

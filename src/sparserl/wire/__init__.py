@@ -15,7 +15,7 @@ from .bucket import (
     encode_bucket,
     read_bucket,
 )
-from .check import gather_heads
+from .check import HeadGatherer
 from .file_section import FileSection, SourceSlice, encode_files, section_bytes
 from .patchfile import Bytes, BytesInMemory, BytesOnDisk, Footer, PatchReader, PatchWriter, encode_footer, encode_header
 from .table import EncodedTable, decode_table, decompress_table, encode_table, encoded_table, table_hash
@@ -32,6 +32,7 @@ __all__ = [
     "FileSection",
     "Footer",
     "Head",
+    "HeadGatherer",
     "PatchReader",
     "PatchWriter",
     "SourceSlice",
@@ -46,7 +47,6 @@ __all__ = [
     "encode_header",
     "encode_table",
     "encoded_table",
-    "gather_heads",
     "limits",
     "read_bucket",
     "section_bytes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
 import numpy as np
@@ -81,46 +81,54 @@ class _Columns:
         return row
 
 
-def gather_heads(
-    heads: Iterable[Head],
-    table: TensorTable,
-    changed: int,
-    covers: Sequence[Place] | None,
-    size: Callable[[], int],
-    read: Callable[[int], Head],
-) -> Sequence[Head]:
-    """All heads of a patch, checked against one another and against the footer.
+class HeadGatherer:
+    """The heads of a patch as its buckets come, one by one; they are then checked against one another.
 
-    Args:
-        heads: The heads in order. They are counted while they are read, so that many small buckets cannot claim more
-            entries than a patch may have.
-        table: The tensor table of the patch.
-        changed: The number of changes in the footer.
-        covers: The places that the patch covers; None for the whole table.
-        size: Gives the bytes of the patch, once all heads are read.
-        read: Reads a head again, by its number.
+    Heads are counted as they come, so that many small buckets cannot claim more entries than a patch may have.
     """
-    cached: list[Head] = []
-    rows = _Columns(table)
-    count = entries = changes = 0
-    for head in heads:
-        entries += len(head.entries)
-        changes += int(head.entries.count.sum())
-        if entries > limits.PATCH_ENTRIES:
+
+    def __init__(self, table: TensorTable) -> None:
+        self._table = table
+        self._cached: list[Head] = []
+        self._rows = _Columns(table)
+        self._count = 0
+        self._entries = 0
+        self._changes = 0
+
+    def add(self, head: Head) -> None:
+        """The head of the next bucket."""
+        self._entries += len(head.entries)
+        self._changes += int(head.entries.count.sum())
+        if self._entries > limits.PATCH_ENTRIES:
             raise LimitExceeded(
-                f"bucket {count}: {entries} entries in the patch so far, the limit is {limits.PATCH_ENTRIES}"
+                f"bucket {self._count}: {self._entries} entries in the patch so far, the limit is "
+                f"{limits.PATCH_ENTRIES}"
             )
-        rows.add(head.entries.tensor, head.entries.region)
-        if len(cached) == count < _CACHED_HEADS and (entries <= _CACHED_ENTRIES or not count):
-            cached.append(head)
-        count += 1
-    if changes != changed:
-        raise InvalidField(f"the footer says {changed} changes, the buckets have {changes}")
-    places = rows.join()
-    if covers is not None:
-        _require_covered(table, places, place_columns(table, covers))
-    refuse_overlapping_places(table, *places, size())
-    return tuple(cached) if len(cached) == count else Heads(cached, count, read)
+        self._rows.add(head.entries.tensor, head.entries.region)
+        is_cached = self._entries <= _CACHED_ENTRIES or not self._count
+        if len(self._cached) == self._count < _CACHED_HEADS and is_cached:
+            self._cached.append(head)
+        self._count += 1
+
+    def finish(
+        self, changed: int, covers: Sequence[Place] | None, size: int, read: Callable[[int], Head]
+    ) -> Sequence[Head]:
+        """All heads, checked against one another and against the footer.
+
+        Args:
+            changed: The number of changes in the footer.
+            covers: The places that the patch covers; None for the whole table.
+            size: The bytes of the patch.
+            read: Reads a head again, by its number.
+        """
+        if self._changes != changed:
+            raise InvalidField(f"the footer says {changed} changes, the buckets have {self._changes}")
+        places = self._rows.join()
+        if covers is not None:
+            _require_covered(self._table, places, place_columns(self._table, covers))
+        refuse_overlapping_places(self._table, *places, size)
+        cached = self._cached
+        return tuple(cached) if len(cached) == self._count else Heads(cached, self._count, read)
 
 
 def place_columns(table: TensorTable, places: Sequence[Place]) -> tuple[Numbers, Numbers, Numbers]:

@@ -1,24 +1,22 @@
-"""Patches whose buckets are still arriving: they are staged meanwhile."""
+"""A version that other ranks are sending: it is staged meanwhile."""
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future
 
-from ...errors import ChecksumMismatch, SessionError, SparserlError
-from ...patch import Patch
-from ...patch.contents import BucketList, Contents, Ends
+from ...errors import ChecksumMismatch, SessionError
+from ...patch.contents import Ends
 from ...targets import Change, Prepared
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
-from .. import anchors
+from ..arrival import Arrival, ArrivingPatch, arriving_weights
 from ..receiver import Receiver
 from ..store.fields import sha256
 from .transfer_plan import TransferPlan
 
 
-class Arrival:
-    """The patches of a transfer as they come in, staged on a thread of its own."""
+class IncomingVersion:
+    """The patches and files of a transfer as they come in, staged on a thread of its own."""
 
     def __init__(
         self,
@@ -34,7 +32,6 @@ class Arrival:
         self.kind = "none"
         self._receiver = receiver
         self._plan = plan
-        self._table = table
         self._start = len(plan.legs)  # the first leg that is needed
         self._files: Future[dict[str, bytes]] = Future()
         self._received: list[bytes] = []
@@ -42,21 +39,24 @@ class Arrival:
             self._start = plan.first_leg(digest)
         except SessionError as error:
             self.failure = error
-        legs = plan.legs[self._start :]
-        self._buckets = [BucketList(leg.buckets, memory_bytes=anchors.SPOOL_BYTES) for leg in legs]
-        self._patches = [
-            Patch(Contents(table, Ends(leg.base, leg.result, leg.changed), buckets, table_hash))
-            for leg, buckets in zip(legs, self._buckets, strict=True)
+        self._arriving = [
+            ArrivingPatch(
+                table,
+                Ends(leg.base, leg.result, leg.changed),
+                leg.buckets,
+                restores=leg.anchor and number == 0,
+                table_hash=table_hash,
+            )
+            for number, leg in enumerate(plan.legs[self._start :])
         ]
-        self._thread = threading.Thread(target=self._work, name="sparserl-stage", daemon=True)
-        self._thread.start()
+        self._staging = Arrival(self._arriving, self._stage)
 
     def add(self, leg: int, bucket: bytes) -> None:
         """A bucket of a leg, or a file behind the last one."""
         if leg == len(self._plan.legs):
             self._received.append(bucket)
         elif leg >= self._start:
-            self._buckets[leg - self._start].add(bucket)
+            self._staging.add(leg - self._start, bucket)
 
     def finish(self) -> None:
         """Everything has come: wait until it is staged."""
@@ -64,48 +64,43 @@ class Arrival:
             self._files.set_result(self._checked_files())
         except ChecksumMismatch as error:
             self._files.set_exception(error)
-        self._thread.join()
         try:
-            for patch in self._patches:
-                patch.contents.heads  # noqa: B018  # reading them checks every bucket, and that none overlap
-        except SparserlError as error:
-            self.failure = self.failure or error
-        if self.failure is not None:
+            self.prepared = self._staging.finish()
+        except BaseException as error:
+            if error is not self._staging.failure:  # an interrupt of this thread
+                raise
+            self.failure = self.failure or error  # the publisher is told, and it is raised again
             self._discard()
 
     def stop(self) -> None:
         """Give it up, whether or not all of it has come."""
-        for buckets in self._buckets:
-            buckets.stop()
         if not self._files.done():
             self._files.set_exception(SessionError("the files never came"))
-        self._thread.join()
         self._discard()
 
     def _discard(self) -> None:
-        for prepared in self.prepared:
-            prepared.discard()
+        for every in self._staging.stop():
+            for prepared in every:
+                prepared.discard()
         self.prepared = []
 
-    def _work(self) -> None:
-        try:
-            if self._patches:
-                self.prepared = self._staged()
-            elif self._plan.files is not None and self.failure is None:
-                self.prepared = self._staged_files()
-        except BaseException as error:  # noqa: BLE001  # the publisher is told, and it is raised again
-            self.failure = self.failure or error
+    def _stage(self) -> list[Prepared]:
+        if self._arriving:
+            return self._staged()
+        if self._plan.files is not None and self.failure is None:
+            return self._staged_files()
+        return []
 
     def _staged(self) -> list[Prepared]:
         plan = self._plan
         receiver = self._receiver
-        patches = list(self._patches)
+        patches = [arriving.patch for arriving in self._arriving]
         fresh = None
         files = None
         self.kind = "patch"
-        if plan.legs[self._start].anchor:
+        if self._arriving[0].restores:
             self.kind = "anchor"
-            fresh = anchors.build_weights(self._table, patches, plan.digest, receiver.threads)
+            fresh = arriving_weights(self._arriving, plan.digest, receiver.threads)
             patches = []
         if fresh is not None or plan.files is not None:
             files = self._files.result()

@@ -25,7 +25,7 @@ from ..store.side_files import StoredFiles
 from ..store.signing import PublicKeys
 from ..store.subscriber import StoreSnapshot, Subscriber
 from . import rounds
-from .incoming import Arrival
+from .incoming import IncomingVersion
 from .rounds import Round
 from .transfer_plan import Note, PatchLeg, RankShare, TransferPlan
 
@@ -189,7 +189,8 @@ class Relay(Subscriber):
             with watch.stage("plan"):
                 steps = self._route_everywhere(snapshot, goal, hellos)
             with watch.stage("fetch"):
-                patches = [transfer.receive(self.store, run.run, run.layout, step, self._progress) for step in steps]
+                route = [(step, run.layout) for step in steps]
+                patches = transfer.Fetch(self.store, run.run, route, self._progress, restore=False).all()
                 files = self._files(snapshot, steps, goal, last)
                 return _Fetched(steps, patches, None if files is None else dict(files))
         except BaseException as error:
@@ -213,7 +214,7 @@ class Relay(Subscriber):
                 return None
         return StoredFiles(self.store, index.files_of(goal.version, snapshot.run))
 
-    def _send(self, plan: TransferPlan, fetched: _Fetched, arrival: Arrival, watch: Watch) -> None:
+    def _send(self, plan: TransferPlan, fetched: _Fetched, arrival: IncomingVersion, watch: Watch) -> None:
         """Send buckets and files to all ranks, and hand them to the targets here."""
 
         def buckets(leg: int, patch: Patch) -> Iterator[Bucket]:
@@ -235,7 +236,7 @@ class Relay(Subscriber):
         for data in (fetched.files or {}).values():
             arrival.add(len(plan.legs), data)
 
-    def _await_staged(self, round: Round, arrival: Arrival, watch: Watch) -> None:
+    def _await_staged(self, round: Round, arrival: IncomingVersion, watch: Watch) -> None:
         """Stage on this rank, and wait until all others have."""
 
         def stage() -> BaseException | None:
@@ -250,12 +251,12 @@ class Relay(Subscriber):
             self._is_uncertain = self._is_uncertain or arrival.failure is not None
             raise
 
-    def _arrival(self, plan: TransferPlan, table: TensorTable) -> Arrival:
+    def _arrival(self, plan: TransferPlan, table: TensorTable) -> IncomingVersion:
         """What is sent is staged here as it is on other ranks; without targets, nothing is."""
         digest: Digest | None = plan.digest
         if self.targets:
             digest = None if self._current is None else self._current.digest
-        return Arrival(self, plan, table, encoded_table(table).hash, digest)
+        return IncomingVersion(self, plan, table, encoded_table(table).hash, digest)
 
     def _route_everywhere(self, snapshot: StoreSnapshot, goal: RunVersion, hellos: dict[int, Note]) -> list[RouteStep]:
         """The steps that bring all ranks to a version: from the oldest one held if all are on its way, or an anchor."""

@@ -17,7 +17,7 @@ from ..options import CommitHooks, require_timeout, require_writers
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import rounds
-from .incoming import Arrival
+from .incoming import IncomingVersion
 from .rounds import Round
 from .transfer_plan import Note, TransferPlan
 
@@ -242,7 +242,7 @@ class GroupSubscriber(Receiver):
         """Stage what comes while more of it comes. None if the round was called off."""
         line = self._line
         traffic_before = line.traffic
-        arrival = Arrival(self, plan, self._table, self._table_hash, self._target_digest)
+        arrival = IncomingVersion(self, plan, self._table, self._table_hash, self._target_digest)
         try:
             with watch.stage("receive"):
                 rounds.transfer(line, plan, [iter(())] * len(plan.legs), (), arrival.add)
@@ -269,7 +269,7 @@ class GroupSubscriber(Receiver):
         self._round = round
         return report
 
-    def _await_verdict(self, round: Round, arrival: Arrival, watch: Watch) -> Note:
+    def _await_verdict(self, round: Round, arrival: IncomingVersion, watch: Watch) -> Note:
         """Stage all that has come, say whether that worked, and read whether all ranks are to commit."""
         try:
             with watch.stage("stage"):

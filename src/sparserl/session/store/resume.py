@@ -20,7 +20,7 @@ from ...parallel import Progress
 from ...patch import Patch
 from ...transport.stores.base import Store
 from ...weights.dtypes import Bits
-from ..anchors import build_weights
+from ..anchors import restored
 from ..logs import log
 from . import routes
 from .fields import sha256
@@ -54,7 +54,7 @@ def resume_from_store(
         fetched = size(sum(step.bytes for step in steps))
         log.info("%s: fetching %s to continue run %s at version %d", store.url, fetched, head.run, head.version)
         run = stored.run_at(head.version)
-        weights = build_weights(run.layout, stored.patches(steps), head.digest, threads)
+        weights = stored.build(steps, head.version, threads)
     except (FormatError, NotFound, NotRetained, WeightsError, WrongBase) as error:
         raise SessionError(
             f"{store.url} has run {head.run} at version {head.version}, whose weights cannot be rebuilt: {error}"
@@ -119,9 +119,9 @@ class SavedAnchor:
             run = stored.run_at(head.version)
             anchor.table.require(run.layout, "the saved anchor", "the run")
             steps = routes.route(stored.index.steps, (version, anchor.result), head.version)
-            patches = [anchor] if not steps or steps[0].base is not None else []
-            patches += stored.patches(steps)
-            weights = build_weights(run.layout, patches, head.digest, threads)
+            needs_anchor = not steps or steps[0].base is not None
+            start = (restored(anchor, threads), anchor.result) if needs_anchor else None
+            weights = stored.build(steps, head.version, threads, start)
         except (OSError, FormatError, NotFound, NotRetained, WeightsError, WrongBase):  # damaged here or there
             return None
         return ResumedRun(run, stored.index, weights)

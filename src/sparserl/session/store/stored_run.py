@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...errors import NotRetained
@@ -11,7 +11,8 @@ from ...patch import Patch, diff
 from ...transport.stores.base import Store
 from ...weights.digest import Digest
 from ...weights.dtypes import Bits
-from ..anchors import build_weights, copy_weights
+from ..anchors import apply_all, copy_weights
+from ..arrival import arriving_weights
 from . import routes, transfer
 from .layouts import run_at
 from .records import HeadRecord, Index, RouteStep, RunRecord
@@ -75,16 +76,36 @@ class StoredRun:
         start = None if base is None else (base, self.digests[base])
         return routes.route(self.index.steps, start, version)
 
-    def patches(self, steps: list[RouteStep]) -> Iterator[Patch]:
-        """The patches of some steps, fetched one by one and checked."""
-        for step in steps:
-            table = self.run_at(step.version).layout
-            yield transfer.receive(self.store, self.run.run, table, step, self.progress)
+    def fetch(self, steps: list[RouteStep], *, restore: bool = True) -> transfer.Fetch:
+        """The patches of some steps, about to be fetched."""
+        route = [(step, self.run_at(step.version).layout) for step in steps]
+        return transfer.Fetch(self.store, self.run.run, route, self.progress, restore=restore)
+
+    def patches(self, steps: list[RouteStep]) -> list[Patch]:
+        """The patches of some steps, fetched and checked."""
+        return self.fetch(steps, restore=False).all()
+
+    def build(
+        self,
+        steps: list[RouteStep],
+        version: int,
+        threads: int | None = None,
+        start: tuple[dict[str, Bits], Digest] | None = None,
+    ) -> dict[str, Bits]:
+        """The weights that steps lead to, built while these are fetched.
+
+        start: the weights that the steps start from, which are written to, and their digest; without it, the first
+            step is an anchor.
+        """
+        fetch = self.fetch(steps)
+        digest = self.digests[version]
+        if start is None:
+            return fetch.run(lambda: arriving_weights(fetch.arriving, digest, threads))
+        return fetch.run(lambda: apply_all(*start, fetch.patches, digest, threads))
 
     def weights(self, version: int, threads: int | None = None) -> dict[str, Bits]:
         """The weights of a version, built from an anchor and patches."""
-        steps = self.steps(None, version)
-        return build_weights(self.run_at(version).layout, self.patches(steps), self.digests[version], threads)
+        return self.build(self.steps(None, version), version, threads)
 
     def files(self, version: int) -> Mapping[str, bytes]:
         """The files of a version, each fetched when it is asked for."""
@@ -97,12 +118,10 @@ class StoredRun:
         table = self.run_at(version).layout
         self.run_at(base).layout.require(table, f"version {base}", f"version {version}")
         if len(steps) == 1 and steps[0].base == base:
-            return next(self.patches(steps))
+            return self.patches(steps)[0]
         old = self.weights(base, threads)
         start = None if not steps or steps[0].base is None else (copy_weights(old), self.digests[base])
-        new = old
-        if steps:
-            new = build_weights(table, self.patches(steps), self.digests[version], threads, start)
+        new = self.build(steps, version, threads, start) if steps else old
         return diff(old, new, base_digest=self.digests[base], threads=threads)
 
     def file_hashes(self, version: int) -> dict[str, str]:

@@ -15,15 +15,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import InvalidField, NotFound, NotRetained, SessionError, StoreError, Unavailable, Untrusted, WrongBase
+from ...errors import (
+    InvalidField,
+    NotFound,
+    NotRetained,
+    SessionError,
+    StoreError,
+    Unavailable,
+    Untrusted,
+    WrongBase,
+)
 from ...parallel import Progress
-from ...targets import Change
+from ...targets import Change, Prepared
 from ...transport.stores.base import Store
 from ...transport.stores.deadline import current, within
 from ...transport.stores.opening import open_store
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
-from ..anchors import build_weights
+from ..arrival import Arrival, arriving_weights
 from ..callbacks import Callback
 from ..logs import TroubleLog, log
 from ..options import CommitHooks, require_callable
@@ -131,6 +140,7 @@ class Subscriber(Receiver):
         self._leased: RunVersion | None = None  # the version in the lease
         self._leased_at = 0.0
         self._newest_head: HeadRecord | None = None  # of all heads seen: nothing older is accepted
+        self._unfinished: transfer.Fetch | None = None  # what was fetched when a store failed in the middle
 
     def stage(self, version: int | None = None) -> SyncReport | None:
         """Get a version ready while the weights are in use: it is fetched, verified and decoded.
@@ -264,6 +274,7 @@ class Subscriber(Receiver):
         """Forget what is staged, and let go of targets and store."""
         with self._turn:
             self.discard()
+            self._unfinished = None
             for target in self.targets:
                 target.close()
             self.store.close()
@@ -367,26 +378,25 @@ class Subscriber(Receiver):
     def _stage(self, snapshot: StoreSnapshot, goal: RunVersion, steps: list[RouteStep], watch: Watch) -> SyncReport:
         run = self._run_at(snapshot, goal.version)
         self._accept_tensors(run.layout)
-        with watch.stage("fetch"):
-            patches = [transfer.receive(self.store, run.run, run.layout, step, self._progress) for step in steps]
-        fresh = None
+        is_anchor = bool(steps) and steps[0].base is None
         files: Mapping[str, bytes] | None = None
-        if steps and steps[0].base is None:
-            with watch.stage("build"):
-                fresh = build_weights(run.layout, patches, goal.digest, self.threads)
-            patches = []
-        if any(target.keeps_files for target in self.targets) and (
-            fresh is not None or self._files_change(snapshot, goal)
-        ):
+        if any(target.keeps_files for target in self.targets) and (is_anchor or self._files_change(snapshot, goal)):
             files = StoredFiles(self.store, snapshot.index.files_of(goal.version, run))
-        change = Change(run.run, run.created, goal.version, goal.digest, patches, fresh, files)
-        with watch.stage("stage"):
-            prepared = self.prepare(change)
+        with watch.stage("fetch"):
+            route = [(step, run.layout) for step in steps]
+            fetch = transfer.Fetch(self.store, run.run, route, self._progress, begun=self._unfinished)
+
+        def prepare() -> list[Prepared]:
+            fresh = arriving_weights(fetch.arriving, goal.digest, self.threads) if is_anchor else None
+            patches = [] if is_anchor else fetch.patches
+            return self.prepare(Change(run.run, run.created, goal.version, goal.digest, patches, fresh, files))
+
+        prepared = self._prepare_arriving(fetch, prepare, watch)
         report = SyncReport(
             run=run.run,
             version=goal.version,
             digest=goal.digest.hex,
-            kind="anchor" if fresh is not None else "patch" if steps else "none",
+            kind="anchor" if is_anchor else "patch" if steps else "none",
             changed=max((target.changed for target in prepared), default=0),
             elements=run.layout.elements,
             bytes=sum(step.bytes for step in steps),
@@ -396,6 +406,27 @@ class Subscriber(Receiver):
         )
         self._staged = StagedVersion(goal, prepared, report)
         return report
+
+    def _prepare_arriving(
+        self, fetch: transfer.Fetch, prepare: Callable[[], list[Prepared]], watch: Watch
+    ) -> list[Prepared]:
+        """Get all targets ready while buckets are fetched; if that fails, what has arrived is kept for the next time."""
+        self._unfinished = fetch
+        arrival = Arrival(fetch.arriving, prepare)
+        try:
+            with watch.stage("fetch"):
+                fetch.fetch_into(arrival)
+            with watch.stage("stage"):
+                prepared = arrival.finish()
+        except BaseException:
+            if arrival.failure is not None:  # what has arrived cannot be used
+                self._unfinished = None
+            for every in arrival.stop():
+                for target in every:
+                    target.discard()
+            raise
+        self._unfinished = None
+        return prepared
 
     def _files_change(self, snapshot: StoreSnapshot, goal: RunVersion) -> bool:
         """Whether a version has other files than the one that is held, as far as the store can tell."""

@@ -10,21 +10,23 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 from ...errors import InvalidField, LimitExceeded
 from ...parallel import Progress
 from ...patch import Patch
-from ...patch.contents import Bucket, BucketList, Contents, Ends
+from ...patch.contents import Bucket, BucketList, Ends
 from ...transport.stores.base import Store, fetch
 from ...transport.stores.deadline import Transfers
 from ...weights.digest import Digest, table_digest
 from ...weights.table import TensorTable
 from ...wire import encoded_table, limits, read_bucket
 from ...wire.cursor import CHECKSUM_BYTES
-from ..anchors import bucket_list
+from ..arrival import Arrival, ArrivingPatch
 from .fields import canonical, sha256
 from .records import Blob, Manifest, RouteStep, get_named, path, require_hash
 
+R = TypeVar("R")
 AT_ONCE = 8  # transfers
 FLIGHT_BYTES = 128 << 20  # of buckets that are fetched ahead; one that is larger comes alone
 _ENTRY_BYTES = 512  # more than an entry takes besides its changes
@@ -196,42 +198,122 @@ def send(store: Store, run: str, patch: Patch, progress: Progress | None = None)
     return sent
 
 
-def receive(
-    store: Store,
-    run: str,
-    table: TensorTable,
-    step: RouteStep,
-    progress: Progress | None = None,
-) -> Patch:
-    """The patch of a step: every byte is the one that manifest and index promise."""
-    label = path(run, "manifests", step.manifest)
-    manifest = Manifest.parse(get_named(store, run, "manifests", step.manifest), label)
-    starts = manifest.base if step.base_digest is None else step.base_digest
-    if manifest.run != run or manifest.base != starts or manifest.result != step.digest:
-        raise InvalidField(f"{label} is not the manifest of {step.name} in run {run}")
+class FetchedStep(NamedTuple):
+    """A step whose patch is being fetched, or has been."""
 
-    def get(blob: Blob) -> bytes:
-        name = manifest.bucket(blob)
-        data = fetch(store, name, blob.size, ranges)
-        require_hash(data, blob.hash, name)
-        if progress is not None:
-            progress(blob.size)
-        return data
+    step: RouteStep
+    manifest: Manifest
+    arriving: ArrivingPatch
 
-    size = manifest.size
-    if size != step.bytes:
-        raise InvalidField(f"{label}: buckets of {size} bytes, the index promises {step.bytes}")
-    require_size(manifest, table, label)
-    buckets = bucket_list(size, len(manifest.buckets))
-    with (
-        ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges,
-        Transfers(AT_ONCE, f"{store.url}: run {run}") as transfers,
-    ):
-        for bucket in transfers.ahead(get, manifest.buckets, lambda blob: blob.size, FLIGHT_BYTES):
-            buckets.add(bucket)
-    contents = Contents(table, Ends(manifest.base, manifest.result, manifest.changed), buckets)
-    contents.heads  # noqa: B018  # reading them checks every bucket
-    return Patch(contents)
+
+class Fetch:
+    """Fetches the patches of a route, bucket by bucket and several at a time, while they are used.
+
+    Every byte is the one that manifest and index promise.
+
+    Args:
+        store: The store.
+        run: The id of the run.
+        route: The steps, and the tensor table of each.
+        progress: Called with the number of bytes just fetched.
+        restore: Whether an anchor becomes weights as it arrives (see `ArrivingPatch.restored`), instead of being kept.
+        begun: An earlier fetch that has failed; what it has fetched of the same steps is not fetched again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        route: Sequence[tuple[RouteStep, TensorTable]],
+        progress: Progress | None = None,
+        *,
+        restore: bool = True,
+        begun: Fetch | None = None,
+    ) -> None:
+        self._store = store
+        self._run = run
+        self._progress = progress
+        self._restore = restore
+        self._label = f"{store.url}: run {run}"
+        self._steps = [] if begun is None else begun.same_steps([step for step, _ in route])
+        with Transfers(AT_ONCE, self._label) as transfers:
+            self._steps += transfers.ahead(lambda row: self._begin(*row), route[len(self._steps) :])
+
+    @property
+    def arriving(self) -> list[ArrivingPatch]:
+        """The patches, in the order of the steps."""
+        return [step.arriving for step in self._steps]
+
+    @property
+    def patches(self) -> list[Patch]:
+        """The patches, in the order of the steps."""
+        return [arriving.patch for arriving in self.arriving]
+
+    def run(self, work: Callable[[], R]) -> R:
+        """Do work on the patches while they are fetched; its result."""
+        arrival = Arrival(self.arriving, work)
+        try:
+            self.fetch_into(arrival)
+            return arrival.finish()
+        except BaseException:
+            arrival.stop()
+            raise
+
+    def all(self) -> list[Patch]:
+        """The patches, when they are fetched."""
+        self.run(lambda: None)
+        return self.patches
+
+    def fetch_into(self, arrival: Arrival[Any]) -> None:
+        """Fetch all that is missing, as long as the arrival has a use for it."""
+        missing = [
+            (number, step.manifest, blob)
+            for number, step in enumerate(self._steps)
+            for blob in step.manifest.buckets[step.arriving.buckets.arrived :]
+        ]
+        with (
+            ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges,
+            Transfers(AT_ONCE, self._label) as transfers,
+        ):
+
+            def get(row: tuple[int, Manifest, Blob]) -> tuple[int, bytes]:
+                number, manifest, blob = row
+                name = manifest.bucket(blob)
+                data = fetch(self._store, name, blob.size, ranges)
+                require_hash(data, blob.hash, name)
+                return number, data
+
+            for number, bucket in transfers.ahead(get, missing, lambda row: row[2].size, FLIGHT_BYTES):
+                if arrival.failure is not None:
+                    return
+                arrival.add(number, bucket)
+                if self._progress is not None:
+                    self._progress(len(bucket))
+
+    def _begin(self, step: RouteStep, table: TensorTable) -> FetchedStep:
+        """Read the manifest of a step, and see that it is what the index promises."""
+        run = self._run
+        label = path(run, "manifests", step.manifest)
+        manifest = Manifest.parse(get_named(self._store, run, "manifests", step.manifest), label)
+        starts = manifest.base if step.base_digest is None else step.base_digest
+        if manifest.run != run or manifest.base != starts or manifest.result != step.digest:
+            raise InvalidField(f"{label} is not the manifest of {step.name} in run {run}")
+        if manifest.size != step.bytes:
+            raise InvalidField(f"{label}: buckets of {manifest.size} bytes, the index promises {step.bytes}")
+        require_size(manifest, table, label)
+        ends = Ends(manifest.base, manifest.result, manifest.changed)
+        restores = self._restore and step.base is None
+        return FetchedStep(step, manifest, ArrivingPatch(table, ends, len(manifest.buckets), restores=restores))
+
+    def same_steps(self, steps: Sequence[RouteStep]) -> list[FetchedStep]:
+        """The first steps of this fetch, as far as they are those of another one, and can be used for it."""
+        same: list[FetchedStep] = []
+        for begun, step in zip(self._steps, steps, strict=False):
+            if begun.step.manifest != step.manifest:
+                break
+            same.append(begun)
+        is_ahead = any(begun.arriving.is_applied for begun in self._steps[len(same) :])
+        return [] if is_ahead else same
 
 
 def require_size(manifest: Manifest, table: TensorTable, label: str) -> None:

@@ -1,0 +1,121 @@
+"""Patches whose buckets are still arriving, from a store or from other ranks: they are used meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from ..patch import Patch
+from ..patch.contents import Bucket, BucketList, Contents, Ends
+from ..patch.snapshot import Restoration
+from ..transport.stores.deadline import Deadline, current
+from ..weights.digest import Digest
+from ..weights.dtypes import Bits
+from ..weights.table import TensorTable
+from .anchors import SPOOL_BYTES, apply_all, zeros
+from .memory_limit import require_memory
+
+R = TypeVar("R")
+_TRANSIENT_BYTES = 128 << 20  # of an anchor: buckets that have arrived, and are not written yet
+
+
+class ArrivingPatch:
+    """A patch whose buckets arrive one by one, in order.
+
+    Args:
+        table: The tensor table.
+        ends: What the patch leads from and to.
+        buckets: How many buckets there will be.
+        restores: Whether it is an anchor whose buckets become weights as they arrive, and are not kept.
+        table_hash: The hash of the table, if it is known.
+    """
+
+    def __init__(
+        self, table: TensorTable, ends: Ends, buckets: int, *, restores: bool, table_hash: bytes | None = None
+    ) -> None:
+        memory_bytes = _TRANSIENT_BYTES if restores else SPOOL_BYTES
+        self.restores = restores
+        self.is_applied = False  # to weights that an anchor before it was restored to
+        self.buckets = BucketList(buckets, memory_bytes=memory_bytes, transient=restores)
+        self.patch = Patch(Contents(table, ends, self.buckets, table_hash))
+        self._restoration: Restoration | None = None
+
+    def restored(self, threads: int | None = None) -> dict[str, Bits]:
+        """The weights of an anchor. If buckets stop arriving it raises, and goes on from there when called again."""
+        if self._restoration is None:
+            table = self.patch.table
+            require_memory(table.dense_bytes)
+            self._restoration = Restoration(self.patch.contents, zeros(table))
+        if not self.is_applied:
+            self._restoration.run(threads)
+            self.is_applied = True
+        return self._restoration.weights
+
+
+def arriving_weights(arriving: Sequence[ArrivingPatch], result: Digest, threads: int | None = None) -> dict[str, Bits]:
+    """The weights that an anchor and patches after it lead to, built while they arrive.
+
+    result: the digest that they must have.
+    """
+    anchor, *others = arriving
+    weights = anchor.restored(threads)
+    digest = anchor.patch.result
+    for later in others:
+        if not later.is_applied:
+            apply_all(weights, digest, [later.patch], later.patch.result, threads)
+            later.is_applied = True
+        digest = later.patch.result
+    return apply_all(weights, digest, [], result)
+
+
+class Arrival(Generic[R]):
+    """Work on patches that are arriving, on a thread of its own.
+
+    Args:
+        patches: The patches. Some of their buckets may be here from an earlier attempt.
+        work: What is to be done with them. It is called at once, and waits for buckets where it needs them.
+    """
+
+    def __init__(self, patches: Sequence[ArrivingPatch], work: Callable[[], R]) -> None:
+        self.failure: BaseException | None = None
+        self._patches = patches
+        self._results: list[R] = []
+        self._deadline = Deadline(around=current())
+        for patch in patches:
+            patch.buckets.reopen()
+        self._thread = threading.Thread(
+            target=self._deadline.run, args=(self._run, work), name="sparserl-arrival", daemon=True
+        )
+        self._thread.start()
+
+    def add(self, patch: int, bucket: Bucket) -> None:
+        """The next bucket of a patch."""
+        self._patches[patch].buckets.add(bucket)
+
+    def finish(self) -> R:
+        """Everything has arrived: wait for the work, and return its result."""
+        self._thread.join()
+        if self.failure is not None:
+            raise self.failure
+        return self._results[0]
+
+    def stop(self) -> list[R]:
+        """Nothing more arrives, and nobody wants the result. It is returned, if there is one, to be given up: once."""
+        self._deadline.cancel()
+        for patch in self._patches:
+            patch.buckets.stop()
+        self._thread.join()
+        results = self._results
+        self._results = []
+        return results
+
+    def _run(self, work: Callable[[], R]) -> None:
+        try:
+            self._results.append(work())
+            for patch in self._patches:
+                patch.patch.contents.heads  # noqa: B018  # reading them checks every bucket, and that none overlap
+        except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
+            self.failure = error
+            for patch in self._patches:
+                patch.buckets.stop()  # nobody reads them any more

@@ -410,7 +410,7 @@ class Subscriber(Receiver):
     def _prepare_arriving(
         self, fetch: transfer.Fetch, prepare: Callable[[], list[Prepared]], watch: Watch
     ) -> list[Prepared]:
-        """Get all targets ready while buckets are fetched; if that fails, what has arrived is kept for the next time."""
+        """Get all targets ready while buckets are fetched; if that fails, what has arrived is kept for next time."""
         self._unfinished = fetch
         arrival = Arrival(fetch.arriving, prepare)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from .application import write_or_undo
 from .matching import shared_memory
 from .overlay import write_regions
 
+_PIECE_BYTES = 16 << 20  # that a thread copies at a time
 _SAMPLE_ELEMENTS = 4096  # of each part that is looked at
 _SAMPLED_PARTS = 64  # the largest ones
 _SHARE = 0.25  # of the sample; where more differs, it takes longer to find the differences than to write everything
@@ -29,19 +30,21 @@ class Replacement:
     Args:
         weights: The weights to write to.
         fresh: The same parts, with the new bits. They must not change before the commit.
+        exchange: Whether a commit may write the old bits to `fresh`, which takes no memory; else it keeps a copy.
     """
 
-    def __init__(self, weights: LocalWeights, fresh: LocalWeights) -> None:
+    def __init__(self, weights: LocalWeights, fresh: LocalWeights, *, exchange: bool = False) -> None:
         self._weights = weights
         self._fresh = fresh
+        self._exchange = exchange
         self.changed = weights.elements
 
     @classmethod
-    def of(cls, weights: LocalWeights, fresh: LocalWeights) -> Replacement | None:
+    def of(cls, weights: LocalWeights, fresh: LocalWeights, *, exchange: bool = False) -> Replacement | None:
         """A replacement, if most bits differ; None if it is better to find those that do, or if names share memory."""
         if shared_memory(weights) or not _mostly_differ(weights, fresh):
             return None
-        return cls(weights, fresh)
+        return cls(weights, fresh, exchange=exchange)
 
     def moved(self, threads: int | None = None) -> Digest:
         """By how much the digest of the parts will change."""
@@ -50,21 +53,38 @@ class Replacement:
 
     def commit(self, threads: int | None = None) -> Callable[[], None]:
         """Write the new bits, and return a function that takes them back. If anything fails, they are taken back."""
-        old: list[tuple[Place, UIntArray]] = []
+        old_bits: dict[Place, UIntArray] = {}  # of pieces that were written, unless `fresh` has them
+        exchanged: list[Place] = []
 
-        def write(place: Place) -> None:
-            bits = self._weights.bits(*place).copy()
-            old.append((place, bits))
-            write_regions(self._weights, [(place, self._fresh.bits(*place))])
+        def write(piece: Place) -> None:
+            old_bits[piece] = self._weights.bits(*piece).copy()
+            write_regions(self._weights, [(piece, self._fresh.bits(*piece))])
+            if self._exchange:
+                write_regions(self._fresh, [(piece, old_bits[piece])])
+                exchanged.append(piece)
+                del old_bits[piece]
 
         def write_all() -> None:
-            deque(ordered(write, self._weights.places, threads), maxlen=0)
+            deque(ordered(write, self._pieces(), threads), maxlen=0)
 
         def undo() -> None:
-            write_regions(self._weights, old)
-            old.clear()
+            write_regions(self._weights, old_bits.items())
+            write_regions(self._weights, ((piece, self._fresh.bits(*piece)) for piece in exchanged))
+            old_bits.clear()
+            exchanged.clear()
 
         return write_or_undo(self._weights, write_all, undo)
+
+    def _pieces(self) -> Iterator[Place]:
+        """The parts, cut so that few bytes are copied at a time."""
+        for tensor, region in self._weights.places:
+            spec = self._weights.table[tensor]
+            box = region or whole(spec.shape)
+            limit = _PIECE_BYTES // spec.dtype.width
+            if box.numel <= limit:
+                yield tensor, region
+            else:
+                yield from ((tensor, piece) for piece in box.split(limit))
 
 
 def _mostly_differ(weights: LocalWeights, fresh: LocalWeights) -> bool:

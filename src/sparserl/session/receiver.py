@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ChecksumMismatch, CommitFailed, SessionError, SparserlError, WeightsError
@@ -183,6 +183,7 @@ class Receiver(ABC):
 
     def prepare(self, change: Change, *, only_files: bool = False) -> list[Prepared]:
         """Get every target ready, or none; where only files change, those that keep files."""
+        change = replace(change, owns_fresh=len(self.targets) == 1)  # fresh weights are made for nobody else
         every: list[Prepared] = []
         try:
             every.extend(target.prepare(change) for target in self.targets if target.keeps_files or not only_files)

@@ -148,7 +148,7 @@ class EngineTarget:
             arrays = {name: memory.view() for name, memory in memories(change.fresh).items()}
             dtypes = {spec.name: spec.dtype for spec in table.specs}
             new = old.map(lambda part: Bits(_slice_region(arrays[part.tensor], part.region), dtypes[part.tensor]))
-            replacement = Replacement.of(local, LocalWeights.of(new))
+            replacement = Replacement.of(local, LocalWeights.of(new), exchange=change.owns_fresh)
             if replacement is not None:
                 return replacement
         else:

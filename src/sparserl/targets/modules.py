@@ -122,7 +122,8 @@ def _replacement(weights: Weights, change: Change) -> Replacement | None:
     if change.fresh is None:
         return None
     local = LocalWeights.of(weights)
-    return Replacement.of(local, LocalWeights.of(change.fresh, local.table, "the target", "the version"))
+    fresh = LocalWeights.of(change.fresh, local.table, "the target", "the version")
+    return Replacement.of(local, fresh, exchange=change.owns_fresh)
 
 
 def _addresses(weights: Weights) -> dict[str, int]:

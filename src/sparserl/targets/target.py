@@ -19,7 +19,7 @@ class Change:
     """A new version for a target: patches from the version that it has, or all weights (`fresh`).
 
     `files` are config, tokenizer and the like, for targets that keep them; None if they are those of the version that
-    the target has.
+    the target has. `owns_fresh` says whether the target may write to `fresh` when it commits.
     """
 
     run: str
@@ -29,6 +29,7 @@ class Change:
     patches: Sequence[Patch]
     fresh: Weights | None = None
     files: Mapping[str, bytes] | None = None
+    owns_fresh: bool = False
 
 
 class Prepared(Protocol):

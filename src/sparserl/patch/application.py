@@ -21,7 +21,6 @@ from .matching import (
     require_base,
     require_result,
     require_touched_writable,
-    shared_memory,
 )
 from .overlay import Overlay
 from .staging import Staged, refuse_conflicts, require_old_bits, stage, stage_parts, swap
@@ -150,7 +149,7 @@ def stage_all(
     current = digest_of(patch, local, threads) if digest is None else digest
     require_base(patch, current)
     require_writable((patch.table[tensor].name, memory) for (tensor, _), memory in local.parts)
-    return stage_on(patch, local, current, shared_memory(local), threads)
+    return stage_on(patch, local, current, local.tied, threads)
 
 
 def stage_on(

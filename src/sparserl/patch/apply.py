@@ -41,7 +41,6 @@ from .matching import (
     require_base,
     require_result,
     require_touched_writable,
-    shared_memory,
 )
 from .overlay import Overlay
 from .staging import (
@@ -93,7 +92,7 @@ def apply(
     if current == patch.result:
         return Applied(patch.result, 0, already=True)
     require_base(patch, current)
-    tied = shared_memory(local)
+    tied = local.tied
     if local.gpu_streams:
         stage_on(patch, local, current, tied, threads).commit(threads)
         return Applied(patch.result, patch.changed, already=False)

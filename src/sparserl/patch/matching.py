@@ -6,7 +6,7 @@ from ..errors import InvalidField, TensorMismatch, WrongBase
 from ..parallel import Progress
 from ..weights.digest import Digest, element_sums, table_digest
 from ..weights.local import LocalWeights
-from ..weights.memory import Weights, tied_groups
+from ..weights.memory import Weights
 from ..weights.shards import Shards
 from ..weights.tensors import require_writable
 from .contents import Contents
@@ -49,10 +49,3 @@ def require_touched_writable(patch: Contents, weights: LocalWeights) -> None:
     """Refuse weights that the patch changes and that cannot be written."""
     touched = {tensor for head in patch.heads for tensor in head.entries.tensor.tolist()}
     require_writable((patch.table[tensor].name, memory) for (tensor, _), memory in weights.parts if tensor in touched)
-
-
-def shared_memory(weights: LocalWeights) -> list[list[int]]:
-    """Groups of tensors that share memory, by their numbers."""
-    named = weights.memory_by_name()
-    number = {name: tensor for name, ((tensor, _), _) in zip(named, weights.parts, strict=True)}
-    return [[number[name] for name in group] for group in tied_groups(named)]

@@ -15,7 +15,6 @@ from ..weights.local import LocalWeights
 from ..weights.region import whole
 from ..weights.shards import Place
 from .application import write_or_undo
-from .matching import shared_memory
 from .overlay import write_regions
 
 _PIECE_BYTES = 16 << 20  # that a thread copies at a time
@@ -42,7 +41,7 @@ class Replacement:
     @classmethod
     def of(cls, weights: LocalWeights, fresh: LocalWeights, *, exchange: bool = False) -> Replacement | None:
         """A replacement, if most bits differ; None if it is better to find those that do, or if names share memory."""
-        if shared_memory(weights) or not _mostly_differ(weights, fresh):
+        if weights.tied or not _mostly_differ(weights, fresh):
             return None
         return cls(weights, fresh, exchange=exchange)
 

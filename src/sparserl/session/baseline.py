@@ -85,6 +85,7 @@ class HostBaseline:
         on_gpu: whether the copy of a tensor on a GPU lies on that GPU.
         """
         self.weights = copy_weights(weights, threads, on_gpu=on_gpu) if copy else weights
+        self._local = LocalWeights.of(self.weights)  # kept, so that their tensors are known
         self._digest = digest
         self._threads = threads
 

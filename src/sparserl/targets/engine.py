@@ -16,7 +16,6 @@ from ..errors import SessionError, WrongBase
 from ..parallel import ordered
 from ..patch import Application, Patch, Replacement, diff, stage_all
 from ..patch.decode import Decoded
-from ..patch.matching import shared_memory
 from ..patch.staging import Staged, refuse_conflicts, stage
 from ..weights.digest import Digest, element_sums
 from ..weights.dtypes import Bits, UIntArray
@@ -133,7 +132,7 @@ class EngineTarget:
                 return stage(local, slicer.slice(bucket))
 
             staged = [*ordered(stage_bucket, buckets, self._threads)]
-            tied = shared_memory(local)
+            tied = local.tied
             refuse_conflicts(local, tied, staged)
             moved = sum((part.moved for part in staged), Digest())
             changed = sum(int(part.decoded.head.entries.count.sum()) for part in staged)

@@ -39,6 +39,7 @@ class ModuleTarget:
         self._weights = weights
         self._threads = threads
         self.lock = nullcontext() if lock is None else lock
+        self._local: LocalWeights | None = None  # the weights as they were last looked at, so that they are known
 
     def weights(self) -> Weights:
         """The tensors as they are now."""
@@ -63,8 +64,9 @@ class ModuleTarget:
     def prepare(self, change: Change) -> PreparedModule:
         """Decode everything, and check that it leads to the digest of the version. Nothing is written."""
         weights = self.weights()
-        if (replacement := _replacement(weights, change)) is not None:
-            return PreparedModule(self, replacement, _addresses(weights))
+        self._local = LocalWeights.of(weights)
+        if (replacement := _replacement(self._local, change)) is not None:
+            return PreparedModule(self, replacement, self._local)
         if change.fresh is not None:
             patch = diff(weights, change.fresh, profile="raw", threads=self._threads)
         elif len(change.patches) == 1:
@@ -75,22 +77,22 @@ class ModuleTarget:
         if patch.result != change.digest:
             raise ChecksumMismatch(f"the patches lead to digest {patch.result}, but the version has {change.digest}")
         application = stage_all(patch.contents, weights, digest=patch.base, threads=self._threads)
-        return PreparedModule(self, application, _addresses(weights))
+        return PreparedModule(self, application, self._local)
 
 
 class PreparedModule:
     """A change that is staged on weights in memory."""
 
-    def __init__(self, target: ModuleTarget, application: Application | Replacement, addresses: dict[str, int]) -> None:
+    def __init__(self, target: ModuleTarget, application: Application | Replacement, local: LocalWeights) -> None:
         self._target = target
         self._application = application
-        self._addresses = addresses
+        self._local = local
         self.changed = application.changed
 
     def commit(self) -> Undo:
         """Write the changes under the lock."""
         with self._target.lock:
-            if _addresses(self._target.weights()) != self._addresses:
+            if not LocalWeights.of(self._target.weights()).lies_where(self._local):
                 raise WrongBase("some tensors of the target have moved since the patch was staged; stage it again")
             undo_changes = self._application.commit()
 
@@ -117,17 +119,12 @@ class PreparedModule:
         """Nothing was written."""
 
 
-def _replacement(weights: Weights, change: Change) -> Replacement | None:
+def _replacement(local: LocalWeights, change: Change) -> Replacement | None:
     """All weights of a change, which are known to have its digest, where most of them differ from those in memory."""
     if change.fresh is None:
         return None
-    local = LocalWeights.of(weights)
     fresh = LocalWeights.of(change.fresh, local.table, "the target", "the version")
     return Replacement.of(local, fresh, exchange=change.owns_fresh)
-
-
-def _addresses(weights: Weights) -> dict[str, int]:
-    return {name: memory.address for name, memory in memories(weights).items()}
 
 
 def module(module: Any, threads: int | None = None, lock: AbstractContextManager[Any] | None = None) -> ModuleTarget:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from .batches import Batch
 from .boxes import Boxes
 from .dtypes import UIntArray
 from .geometry import Geometry, dot
-from .memory import Memory, Weights
+from .known import KnownTensors, find_known, remember
+from .memory import Memory, Weights, tied_groups
 from .region import Numbers, Region, collapse, row_major, whole
 from .shards import Place, Shards
 from .staging import gpu_tensor
@@ -21,40 +23,107 @@ from .table import TensorTable
 from .tensors import memories, require_like, table_of
 
 
-class LocalWeights:
-    """The parts of some weights that this process has, and where each of them lies.
+class _Parts:
+    """The parts of some weights, column by column. Nothing in it changes, so that several `LocalWeights` may share it.
 
     Attributes:
         table: The table of the whole weights.
-        parts: Each part's place in the weights and its memory, in table order.
-        gpu_streams: The GPUs that parts lie on, each with the CUDA stream for work there (None without CUDA).
+        located: Each part's place in the weights and its memory, in table order.
+        whole: The memory of each tensor that is here as a whole.
+        address: Its address.
+        contiguous: Whether it is contiguous in host memory.
+        gpu_number: Which GPU it lies on, contiguous; -1 for none.
+        devices: The GPUs that parts lie on.
     """
 
-    def __init__(self, table: TensorTable, parts: Iterable[tuple[Place, Memory]]) -> None:
+    def __init__(self, table: TensorTable, located: Iterable[tuple[Place, Memory]]) -> None:
         self.table = table
-        self.parts = sorted(parts, key=lambda part: part[0][0])
+        self.located = sorted(located, key=lambda part: part[0][0])
         n = len(table)
-        self._parts_of: list[list[int]] = [[] for _ in range(n)]
-        self._whole: list[Memory | None] = [None] * n
+        self.whole: list[Memory | None] = [None] * n
         address = [0] * n
         contiguous = [False] * n
         gpu_number = [-1] * n
         numbers: dict[Any, int] = {}
-        for i, ((tensor, region), memory) in enumerate(self.parts):
-            self._parts_of[tensor].append(i)
+        for (tensor, region), memory in self.located:
             if memory.strides is not None and (on_gpu := gpu_tensor(memory)) is not None:
                 number = numbers.setdefault(on_gpu.device, len(numbers))
                 if region is None and on_gpu.is_contiguous():
                     gpu_number[tensor] = number
             if region is None:
-                self._whole[tensor] = memory
+                self.whole[tensor] = memory
                 address[tensor] = memory.address
                 contiguous[tensor] = memory.strides is None
-        self.gpu_streams: dict[Any, Any] = dict.fromkeys(numbers)
-        self._gpu_number = np.array(gpu_number, np.int64)  # of tensors that lie on a GPU, whole and contiguous
-        self._address = np.array(address, np.int64)
-        self._contiguous = np.array(contiguous, bool)  # tensors that are whole and contiguous in host memory
-        self._all_contiguous = all(contiguous)
+        self.devices = list(numbers)
+        self.gpu_number = np.array(gpu_number, np.int64)
+        self.address = np.array(address, np.int64)
+        self.contiguous = np.array(contiguous, bool)
+        self.all_contiguous = all(contiguous)
+
+    @cached_property
+    def places(self) -> list[Place]:
+        return self.table.places if self.is_complete else [place for place, _ in self.located]
+
+    @cached_property
+    def is_complete(self) -> bool:
+        return None not in self.whole and len(self.located) == len(self.whole)
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(math.prod(memory.shape) for _, memory in self.located)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(math.prod(memory.shape) * memory.dtype.width for _, memory in self.located)
+
+    @cached_property
+    def tied(self) -> list[list[int]]:
+        if self._lie_apart():
+            return []
+        named = self.named()
+        number = {name: tensor for name, (tensor, _) in zip(named, self.places, strict=True)}
+        return [[number[name] for name in group] for group in tied_groups(named)]
+
+    def _lie_apart(self) -> bool:
+        """Whether all tensors are whole and contiguous, and none begins before another one ends."""
+        if not self.is_complete or not (self.contiguous | (self.gpu_number >= 0)).all():
+            return False
+        order = np.argsort(self.address, kind="stable")
+        order = order[self.table.numel[order] > 0]
+        end = self.address + self.table.numel * self.table.widths
+        return bool((end[order][:-1] <= self.address[order][1:]).all())
+
+    def named(self) -> dict[str, Memory]:
+        """Every part's memory under a unique name: the tensor's, followed by the region if it is not whole."""
+        specs = self.table.specs
+        return {
+            specs[tensor].name + ("" if region is None else str(region)): memory
+            for (tensor, region), memory in self.located
+        }
+
+    @cached_property
+    def parts_of(self) -> list[list[int]]:
+        """The parts of each tensor, by their indices in `located`."""
+        parts_of: list[list[int]] = [[] for _ in self.whole]
+        for i, ((tensor, _), _) in enumerate(self.located):
+            parts_of[tensor].append(i)
+        return parts_of
+
+
+class LocalWeights:
+    """The parts of some weights that this process has, and where each of them lies.
+
+    Attributes:
+        table: The table of the whole weights.
+        gpu_streams: The GPUs that parts lie on, each with the CUDA stream for work there (None without CUDA).
+        known: Keeps what is known of the tensors, for the next time that they are looked at.
+    """
+
+    def __init__(self, table: TensorTable, parts: Iterable[tuple[Place, Memory]] | _Parts) -> None:
+        self.table = table
+        self.known: KnownTensors | None = None
+        self._parts = parts if isinstance(parts, _Parts) else _Parts(table, parts)
+        self.gpu_streams: dict[Any, Any] = dict.fromkeys(self._parts.devices)
         self.follow_current_streams()
 
     @classmethod
@@ -67,18 +136,29 @@ class LocalWeights:
     ) -> LocalWeights:
         """The weights or shards given; if a table is given, they must have exactly its tensors.
 
-        The labels name the two sides in the error about a difference.
+        The labels name the two sides in the error about a difference. Tensors of which some `LocalWeights` exist are
+        only looked at again if they have moved.
         """
         if isinstance(weights, Shards):
             if table is not None:
                 table.require(weights.table, table_label, weights_label)
             return cls(weights.table, weights.located())
-        memory = memories(weights)
-        if table is None:
-            table = table_of(memory)
+        known = find_known(weights)
+        if known is None:
+            memory = memories(weights)
+            if table is None:
+                table = table_of(memory)
+            else:
+                require_like(table, memory, table_label, weights_label)
+            parts = _Parts(table, zip(table.places, [memory[name] for name in table.index], strict=True))
+            known = remember(weights, table.index, parts)
         else:
-            require_like(table, memory, table_label, weights_label)
-        return cls(table, [((i, None), memory[spec.name]) for i, spec in enumerate(table.specs)])
+            parts = known.found
+            if table is not None:
+                table.require(parts.table, table_label, weights_label)
+        local = cls(parts.table, parts)
+        local.known = known
+        return local
 
     def follow_current_streams(self) -> None:
         """Order all later GPU work on these weights, by any thread, behind what this thread has launched so far."""
@@ -93,31 +173,52 @@ class LocalWeights:
     @property
     def places(self) -> list[Place]:
         """The place of every part, in table order."""
-        return [place for place, _ in self.parts]
+        return self._parts.places
+
+    @property
+    def parts(self) -> list[tuple[Place, Memory]]:
+        """Each part's place in the weights and its memory, in table order."""
+        return self._parts.located
 
     @property
     def complete(self) -> bool:
         """Whether every tensor of the table is here, whole."""
-        return len(self.parts) == len(self.table) and all(region is None for (_, region), _ in self.parts)
+        return self._parts.is_complete
 
     @property
     def elements(self) -> int:
         """Elements of all parts."""
-        return sum(math.prod(memory.shape) for _, memory in self.parts)
+        return self._parts.elements
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return sum(math.prod(memory.shape) * memory.dtype.width for _, memory in self.parts)
+        return self._parts.nbytes
+
+    @property
+    def tied(self) -> list[list[int]]:
+        """Groups of tensors that share memory, by their numbers.
+
+        Raises:
+            TiedConflict: Tensors share some of their memory without being the same.
+        """
+        return self._parts.tied
+
+    def lies_where(self, other: LocalWeights) -> bool:
+        """Whether these are the same parts as others, in the same memory."""
+        if self._parts is other._parts:
+            return True
+        return self.places == other.places and all(
+            mine.address == theirs.address for (_, mine), (_, theirs) in zip(self.parts, other.parts, strict=True)
+        )
 
     def memory_by_name(self) -> dict[str, Memory]:
         """Every part's memory under a unique name: the tensor's, followed by the region if it is not whole."""
-        specs = self.table.specs
-        return {specs[t].name + ("" if region is None else str(region)): memory for (t, region), memory in self.parts}
+        return self._parts.named()
 
     def part_index(self, tensor: int, region: Region | None) -> int:
         """The index in `parts` of the part that contains a region of a tensor."""
-        for i in self._parts_of[tensor]:
+        for i in self._parts.parts_of[tensor]:
             origin = self.parts[i][0][1]
             if origin is None or (region is not None and region.inside(origin)):
                 return i
@@ -126,7 +227,7 @@ class LocalWeights:
 
     def locate(self, tensor: int, region: Region | None) -> tuple[Memory, Region | None]:
         """The memory that contains a region of a tensor, and the region in that memory's coordinates (None: all)."""
-        if (memory := self._whole[tensor]) is not None:
+        if (memory := self._parts.whole[tensor]) is not None:
             return memory, region
         (_, origin), memory = self.parts[self.part_index(tensor, region)]
         if origin is None or region is None:
@@ -137,7 +238,7 @@ class LocalWeights:
 
     def read(self, batch: Batch) -> tuple[Numbers, list[object]]:
         """Addresses of the bits of a batch's regions in row-major order, and the objects that keep them valid."""
-        addresses = self._address[batch.tensor]
+        addresses = self._parts.address[batch.tensor]
         owners: list[object] = []
         for row in self._copied_rows(batch.tensor, batch.region, addresses):
             memory, local = self.locate(int(batch.tensor[row]), batch.region[row])
@@ -150,7 +251,7 @@ class LocalWeights:
         if not isinstance(regions, Boxes):
             return self._irregular_rows(tensor, regions)
         g = self.geometry(tensor, regions)
-        is_run = self._contiguous[tensor] & (g.dims == 1) & (g.memory_strides[:, 0] == 1)
+        is_run = self._parts.contiguous[tensor] & (g.dims == 1) & (g.memory_strides[:, 0] == 1)
         addresses[is_run] = g.address[is_run]
         return np.flatnonzero(~is_run).tolist()
 
@@ -162,7 +263,7 @@ class LocalWeights:
     def gpu_addresses(self, tensor: Numbers, devices: list[Any]) -> tuple[Numbers, Numbers]:
         """Which of the GPUs each tensor lies on, whole and contiguous (-1: on none of them), and its address."""
         numbers = [devices.index(device) if device in devices else -1 for device in self.gpu_streams]
-        return np.array([*numbers, -1], np.int64)[self._gpu_number[tensor]], self._address[tensor]
+        return np.array([*numbers, -1], np.int64)[self._parts.gpu_number[tensor]], self._parts.address[tensor]
 
     def bits(self, tensor: int, region: Region | None) -> UIntArray:
         """The bits of a region in row-major order: a view of its memory where that is possible."""
@@ -179,9 +280,9 @@ class LocalWeights:
     def geometry(self, tensor: Numbers, regions: Sequence[Region | None]) -> Geometry:
         """Where the elements of regions lie, in memory and in their tensors."""
         geometry = Geometry.contiguous(self.table, tensor)
-        geometry.address = self._address[tensor]
+        geometry.address = self._parts.address[tensor]
         if isinstance(regions, Boxes) and tensor.size:
-            geometry.set_boxes(regions, (regions.first >= 0) & self._contiguous[tensor])
+            geometry.set_boxes(regions, (regions.first >= 0) & self._parts.contiguous[tensor])
             geometry.address += self.table.specs[int(tensor[0])].dtype.width * geometry.start
         for row in self._irregular_rows(tensor, regions):
             self._set_row(geometry, row, int(tensor[row]), regions[row])
@@ -190,16 +291,16 @@ class LocalWeights:
     def _irregular_rows(self, tensor: Numbers, regions: Sequence[Region | None]) -> list[int]:
         """Rows that are not simply all of a contiguous tensor."""
         if isinstance(regions, Boxes):
-            return np.flatnonzero(~self._contiguous[tensor]).tolist()
-        if self._all_contiguous:
+            return np.flatnonzero(~self._parts.contiguous[tensor]).tolist()
+        if self._parts.all_contiguous:
             return [row for row, region in enumerate(regions) if region is not None]
-        contiguous = self._contiguous[tensor].tolist()
+        contiguous = self._parts.contiguous[tensor].tolist()
         return [row for row, region in enumerate(regions) if region is not None or not contiguous[row]]
 
     def _set_row(self, geometry: Geometry, row: int, tensor: int, region: Region | None) -> None:
         """Fill a row with a box, or with a tensor that is not contiguous."""
         spec = self.table.specs[tensor]
-        if region is not None and self._contiguous[tensor] and geometry.set_run(row, region, spec.shape):
+        if region is not None and self._parts.contiguous[tensor] and geometry.set_run(row, region, spec.shape):
             geometry.address[row] += spec.dtype.width * geometry.start[row]
             return
         region = region or whole(spec.shape)

@@ -14,7 +14,7 @@ import xxhash
 
 from ..errors import TensorMismatch, UnsupportedTensor
 from .dtypes import DType
-from .region import Shape
+from .region import Region, Shape
 
 
 class TensorSpec(NamedTuple):
@@ -101,6 +101,16 @@ class TensorTable:
     def numel(self) -> npt.NDArray[np.int64]:
         """The number of elements of each tensor."""
         return np.array([s.numel for s in self.specs], np.int64)
+
+    @cached_property
+    def places(self) -> list[tuple[int, Region | None]]:
+        """The place of every tensor as a whole."""
+        return [(tensor, None) for tensor in range(len(self))]
+
+    @cached_property
+    def widths(self) -> npt.NDArray[np.int64]:
+        """The bytes of an element of each tensor."""
+        return np.array([s.dtype.width for s in self.specs], np.int64)
 
     @cached_property
     def elements(self) -> int:

@@ -111,21 +111,23 @@ def memories(weights: Weights) -> dict[str, Memory]:
     kinds = (torch.Tensor, torch.nn.Parameter)
     strided = torch.strided
     is_on_gpu = memory_module.is_on_gpu
+    new = tuple.__new__
     out: dict[str, Memory] = {}
     for name, tensor in weights.items():
         if (
             type(tensor) in kinds
             and (dtype := TORCH_DTYPES.get(tensor.dtype)) is not None
-            and ((on_gpu := is_on_gpu(tensor)) or tensor.is_cpu)
+            and ((on_gpu := tensor.is_cuda and is_on_gpu(tensor)) or tensor.is_cpu)
             and tensor.layout is strided
             and tensor.is_contiguous()
             and not tensor.is_neg()
             and dtype.name not in _COMPLEX
         ):
-            strides = tensor.stride() if on_gpu else None
             address = tensor.data_ptr()
-            columns = (dtype, tensor.shape, address, strides, True, tensor)
-            out[name] = tuple.__new__(StagedMemory if on_gpu else Memory, columns)
+            if on_gpu:
+                out[name] = new(StagedMemory, (dtype, tensor.shape, address, tensor.stride(), True, tensor))
+            else:
+                out[name] = new(Memory, (dtype, tensor.shape, address, None, True, tensor))
             if address == tensor.storage_offset() * dtype.width and tensor.numel():
                 raise _without_memory(name, tensor)
         else:

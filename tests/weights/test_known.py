@@ -1,0 +1,115 @@
+"""Tensors that were looked at before are not looked at again, unless they have moved."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from sparserl import Bits, diff, digest
+from sparserl.errors import UnsupportedTensor
+from sparserl.weights import known, tensors
+from sparserl.weights.dtypes import BY_NAME
+from sparserl.weights.local import LocalWeights
+
+KINDS = ["torch", "parameters", "arrays", "bits"]
+
+
+def some_weights(kind):
+    rows = {"b": np.arange(12, dtype=np.float32).reshape(3, 4), "a": np.ones(5, np.float32)}
+    if kind == "torch":
+        return {name: torch.from_numpy(row) for name, row in rows.items()}
+    if kind == "parameters":
+        return {name: torch.nn.Parameter(torch.from_numpy(row)) for name, row in rows.items()}
+    if kind == "bits":
+        return {name: Bits(row.view(np.uint32), BY_NAME["float32"]) for name, row in rows.items()}
+    return rows
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """How often tensors were looked at one by one."""
+    calls = []
+    memories = tensors.memories
+    monkeypatch.setattr("sparserl.weights.local.memories", lambda weights: calls.append(1) or memories(weights))
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_known_tensors_are_looked_at_once(looks, kind):
+    weights = some_weights(kind)
+    first = LocalWeights.of(weights)
+    again = LocalWeights.of(dict(weights))
+    assert len(looks) == 1
+    assert again is not first
+    assert again.lies_where(first)
+    assert [place for place, _ in again.parts] == [(0, None), (1, None)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_are_forgotten_with_their_last_user(kind):
+    weights = some_weights(kind)
+    local = LocalWeights.of(weights)
+    assert known.find_known(weights) is not None
+    tensor = weakref.ref(weights["a"].array if kind == "bits" else weights["a"])
+    del local
+    gc.collect()
+    assert known.find_known(weights) is None
+    del weights
+    gc.collect()
+    assert tensor() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_tensor_under_the_same_name_is_another(looks, kind):
+    weights = some_weights(kind)
+    first = LocalWeights.of(weights)
+    others = {**weights, "a": some_weights(kind)["a"]}
+    assert not LocalWeights.of(others).lies_where(first)
+    assert LocalWeights.of({"b": weights["b"]}).places == [(0, None)]
+    assert len(looks) == 3
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda tensor: tensor.set_(torch.zeros(3, 4)),
+        lambda tensor: setattr(tensor, "data", torch.zeros(3, 4)),
+        lambda tensor: setattr(tensor, "data", tensor.data.reshape(4, 3).t()),
+        lambda tensor: tensor.t_(),
+        lambda tensor: tensor.resize_(2, 4),
+    ],
+    ids=["set", "data", "the same memory in another order", "transposed", "smaller"],
+)
+def test_a_tensor_that_has_moved_is_looked_at_again(looks, move):
+    weights = some_weights("torch")
+    first = LocalWeights.of(weights)
+    before = digest(weights)
+    move(weights["b"])
+    again = LocalWeights.of(weights)
+    assert len(looks) == 2
+    assert again.parts != first.parts
+    assert digest(weights) == digest({name: tensor.clone() for name, tensor in weights.items()}) != before
+
+
+def test_memory_that_was_freed_is_noticed():
+    weights = {"b": torch.zeros(3, 4)}
+    local = LocalWeights.of(weights)
+    weights["b"].untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedTensor, match="no memory"):
+        LocalWeights.of(weights)
+    del local
+
+
+def test_an_array_that_can_only_be_read_now_is_not_written():
+    weights = some_weights("arrays")
+    old = {name: array.copy() for name, array in weights.items()}
+    local = LocalWeights.of(weights)
+    new = {name: array + 1 for name, array in weights.items()}
+    weights["a"].flags.writeable = False
+    with pytest.raises(UnsupportedTensor, match="read-only"):
+        diff(old, new).apply(weights)
+    del local

@@ -15,10 +15,8 @@ import argparse
 import json
 import os
 import platform
-import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +34,7 @@ from safetensors.torch import save_file
 import sparserl
 from benchmarks import session_tables
 from benchmarks.peers import PEERS, Dense, Payload, Peer
+from benchmarks.serving import served
 from benchmarks.throttle import Throttled, throttled
 from examples.rl import policy, worker
 from examples.rl.fleet import PATIENCE
@@ -312,20 +311,6 @@ def report(version: int, size: int, dense: int) -> sparserl.SyncReport:
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[int]:
-    """The port of `sparserl serve` for a folder."""
-    folder.mkdir()
-    code = "from sparserl.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(folder), "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "500"}) as running:
-        assert running.stderr is not None
-        try:
-            yield int(running.stderr.readline().rpartition(":")[2])
-        finally:
-            running.send_signal(signal.SIGTERM)
 
 
 @contextmanager

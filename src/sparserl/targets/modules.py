@@ -12,7 +12,7 @@ from ..patch import Application, Replacement, diff, squash, stage_all
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
-from ..weights.tensors import memories, require_like, require_writable
+from ..weights.tensors import require_writable
 from .target import Change, Undo
 
 
@@ -47,9 +47,8 @@ class ModuleTarget:
 
     def attach(self, table: TensorTable) -> Weights:
         weights = self.weights()
-        memory = memories(weights)
-        require_like(table, memory, "the run", "the target")
-        require_writable(memory.items())
+        self._local = LocalWeights.of(weights, table, "the run", "the target")
+        require_writable(self._local.memory_by_name().items())
         return weights
 
     def close(self) -> None:

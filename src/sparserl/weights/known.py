@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,6 +14,18 @@ import numpy as np
 
 from .dtypes import Bits
 from .memory import Weights
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Make very many objects, all of which stay, without the garbage collector looking at them again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class KnownTensors:

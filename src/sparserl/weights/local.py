@@ -14,7 +14,7 @@ from .batches import Batch
 from .boxes import Boxes
 from .dtypes import UIntArray
 from .geometry import Geometry, dot
-from .known import KnownTensors, find_known, remember
+from .known import KnownTensors, collector_paused, find_known, remember
 from .memory import Memory, Weights, tied_groups
 from .region import Numbers, Region, collapse, row_major, whole
 from .shards import Place, Shards
@@ -39,26 +39,27 @@ class _Parts:
     def __init__(self, table: TensorTable, located: Iterable[tuple[Place, Memory]]) -> None:
         self.table = table
         self.located = sorted(located, key=lambda part: part[0][0])
-        n = len(table)
-        self.whole: list[Memory | None] = [None] * n
-        address = [0] * n
-        contiguous = [False] * n
-        gpu_number = [-1] * n
+        self.whole: list[Memory | None] = [None] * len(table)
+        for (tensor, region), memory in self.located:
+            if region is None:
+                self.whole[tensor] = memory
+        self.address = np.array([0 if memory is None else memory.address for memory in self.whole], np.int64)
+        contiguous = [memory is not None and memory.strides is None for memory in self.whole]
+        self.contiguous = np.array(contiguous, bool)
+        self.all_contiguous = all(contiguous)
+        self.gpu_number = np.full(len(table), -1, np.int64)
+        self.devices: list[Any] = []
+        if not self.all_contiguous:
+            self._find_gpus()
+
+    def _find_gpus(self) -> None:
         numbers: dict[Any, int] = {}
         for (tensor, region), memory in self.located:
             if memory.strides is not None and (on_gpu := gpu_tensor(memory)) is not None:
                 number = numbers.setdefault(on_gpu.device, len(numbers))
                 if region is None and on_gpu.is_contiguous():
-                    gpu_number[tensor] = number
-            if region is None:
-                self.whole[tensor] = memory
-                address[tensor] = memory.address
-                contiguous[tensor] = memory.strides is None
+                    self.gpu_number[tensor] = number
         self.devices = list(numbers)
-        self.gpu_number = np.array(gpu_number, np.int64)
-        self.address = np.array(address, np.int64)
-        self.contiguous = np.array(contiguous, bool)
-        self.all_contiguous = all(contiguous)
 
     @cached_property
     def places(self) -> list[Place]:
@@ -145,13 +146,14 @@ class LocalWeights:
             return cls(weights.table, weights.located())
         known = find_known(weights)
         if known is None:
-            memory = memories(weights)
-            if table is None:
-                table = table_of(memory)
-            else:
-                require_like(table, memory, table_label, weights_label)
-            parts = _Parts(table, zip(table.places, [memory[name] for name in table.index], strict=True))
-            known = remember(weights, table.index, parts)
+            with collector_paused():
+                memory = memories(weights)
+                if table is None:
+                    table = table_of(memory)
+                else:
+                    require_like(table, memory, table_label, weights_label)
+                parts = _Parts(table, zip(table.places, [memory[name] for name in table.index], strict=True))
+                known = remember(weights, table.index, parts)
         else:
             parts = known.found
             if table is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from .staging import LazyBits, StagedMemory, gpu_tensor, lazy_bits
 from .table import TensorSpec, TensorTable
 
 _COMPLEX = frozenset(("complex32", "complex64"))
+_LOW_ADDRESS = (
+    1 << 32
+)  # what is left of the address of a tensor without memory is its offset in the storage: a small one
 
 
 def memory_of(name: str, tensor: Any) -> Memory:
@@ -107,32 +111,36 @@ def memories(weights: Weights) -> dict[str, Memory]:
     torch = sys.modules.get("torch")
     if torch is None:
         return {name: memory_of(name, tensor) for name, tensor in weights.items()}
-    # Ten thousand tensors are common, so the usual kinds are recognized here with as few calls as possible.
+    # Ten thousand tensors are common, so the usual kinds are looked at column by column, with as few calls as possible.
     kinds = (torch.Tensor, torch.nn.Parameter)
-    strided = torch.strided
-    is_on_gpu = memory_module.is_on_gpu
+    usual = [t for t in weights.values() if type(t) in kinds and t.layout is torch.strided and t.is_contiguous()]
+    found = _usual_memories(usual)
+    if len(found) == len(weights):
+        return dict(zip(weights, found, strict=True))
+    memory = {id(tensor): known for tensor, known in zip(usual, found, strict=False)}
+    return {name: memory.get(id(tensor)) or memory_of(name, tensor) for name, tensor in weights.items()}
+
+
+def _usual_memories(tensors: list[Any]) -> list[Memory]:
+    """The memory of contiguous tensors that are all in host memory, or all on GPUs; none if one of them is odd."""
+    dtypes = [TORCH_DTYPES.get(tensor.dtype) for tensor in tensors]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if (
+        any(dtype is None or dtype.name in _COMPLEX for dtype in set(dtypes))
+        or min(addresses, default=0) < _LOW_ADDRESS
+        or True in [tensor.is_neg() for tensor in tensors]
+    ):
+        return []
+    shapes = [tensor.shape for tensor in tensors]
     new = tuple.__new__
-    out: dict[str, Memory] = {}
-    for name, tensor in weights.items():
-        if (
-            type(tensor) in kinds
-            and (dtype := TORCH_DTYPES.get(tensor.dtype)) is not None
-            and ((on_gpu := tensor.is_cuda and is_on_gpu(tensor)) or tensor.is_cpu)
-            and tensor.layout is strided
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-            and dtype.name not in _COMPLEX
-        ):
-            address = tensor.data_ptr()
-            if on_gpu:
-                out[name] = new(StagedMemory, (dtype, tensor.shape, address, tensor.stride(), True, tensor))
-            else:
-                out[name] = new(Memory, (dtype, tensor.shape, address, None, True, tensor))
-            if address == tensor.storage_offset() * dtype.width and tensor.numel():
-                raise _without_memory(name, tensor)
-        else:
-            out[name] = memory_of(name, tensor)
-    return out
+    if False not in [tensor.is_cpu for tensor in tensors]:
+        rows = zip(dtypes, shapes, addresses, repeat(None), repeat(True), tensors, strict=False)
+        return [new(Memory, row) for row in rows]
+    if False not in [memory_module.is_on_gpu(tensor) for tensor in tensors]:
+        strides = [tensor.stride() for tensor in tensors]
+        rows = zip(dtypes, shapes, addresses, strides, repeat(True), tensors, strict=False)
+        return [new(StagedMemory, row) for row in rows]
+    return []
 
 
 def tensor_table(weights: Weights) -> TensorTable:

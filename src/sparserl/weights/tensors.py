@@ -19,9 +19,7 @@ from .staging import LazyBits, StagedMemory, gpu_tensor, lazy_bits
 from .table import TensorSpec, TensorTable
 
 _COMPLEX = frozenset(("complex32", "complex64"))
-_LOW_ADDRESS = (
-    1 << 32
-)  # what is left of the address of a tensor without memory is its offset in the storage: a small one
+_LOW_ADDRESS = 1 << 32  # of a tensor without memory, only its offset in the storage is left: a small number
 
 
 def memory_of(name: str, tensor: Any) -> Memory:
@@ -58,9 +56,10 @@ def _of_array(name: str, array: np.ndarray[Any, Any], dtype: DType) -> Memory:
 
 def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
     dtype = _supported_dtype(name, tensor, torch)
-    if memory_module.is_on_gpu(tensor):
-        if tensor.numel() and _is_freed(tensor):
-            raise _without_memory(name, tensor)
+    on_gpu = memory_module.is_on_gpu(tensor)
+    if (on_gpu or tensor.is_cpu) and tensor.numel() and _is_freed(tensor):
+        raise _without_memory(name, tensor)
+    if on_gpu:
         return StagedMemory(dtype, tuple(tensor.shape), tensor.data_ptr(), tensor.stride(), True, tensor.detach())
     if tensor.is_cuda:
         return memory_of(name, lazy_bits(tensor))

@@ -141,6 +141,9 @@ class Reader:
         if decoded is not None and decoded_sizes == sizes and not self._taken[stream]:
             self._taken[stream] = len(sizes)
             return decoded
+        if (stored := self._stored_bytes(stream, sizes)) is not None:
+            self._taken[stream] = len(sizes)
+            return stored.copy()
         out = empty(sum(sizes), np.uint8)
         start = 0
         for size in sizes:
@@ -154,19 +157,24 @@ class Reader:
         With `lend`, they may lie in the bucket itself, at any address, if nobody can write to it meanwhile.
         """
         lengths = [dtype.itemsize * size for size in sizes]
-        stored = self._stored_in_place(stream, lengths) if lend else None
-        if stored is not None:
+        stored = self._stored_bytes(stream, lengths) if lend else None
+        if stored is not None and self._is_safe(stream):
             self._taken[stream] = len(sizes)
             return np.frombuffer(stored, dtype, sum(sizes))
         return self.take_all(stream, lengths).view(dtype)
 
-    def _stored_in_place(self, stream: int, lengths: list[int]) -> Buffer | None:
+    def _stored_bytes(self, stream: int, lengths: list[int]) -> npt.NDArray[np.uint8] | None:
         """A stream in the bucket's memory, if its first chunks are stored there in exactly these lengths."""
         coder, chunks = self._coded.get(stream, (None, None))
         if not isinstance(coder, Stored) or not isinstance(chunks, AdjacentChunks) or self._taken[stream]:
             return None
-        safe = isinstance(getattr(chunks.data, "obj", chunks.data), bytes)
-        return chunks.data if safe and chunks.sizes[: len(lengths)].tolist() == lengths else None
+        is_same = chunks.sizes[: len(lengths)].tolist() == lengths
+        return np.frombuffer(chunks.data, np.uint8, sum(lengths)) if is_same else None
+
+    def _is_safe(self, stream: int) -> bool:
+        """Whether nobody can write to the memory of a stream."""
+        data = getattr(self._coded[stream][1], "data", None)
+        return isinstance(getattr(data, "obj", data), bytes)
 
     def take_stored(self, stream: int, most: int) -> Buffer:
         """The next chunk of a stream that is stored, of any length up to `most` bytes."""

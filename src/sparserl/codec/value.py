@@ -31,9 +31,17 @@ def write_planes(layout: BucketLayout, words: UIntArray, stream: int) -> Chunks:
 def read_planes(layout: BucketLayout, reader: Reader, count: int, stream: int) -> UIntArray:
     """`count` words from their byte planes."""
     words = empty(count, layout.dtype.uint)
-    table = words.view(np.uint8).reshape(-1, layout.dtype.width)
-    for plane in range(layout.dtype.width):
-        table[:, plane] = reader.take_all(stream + plane, layout.chunk_sizes(count))
+    sizes = layout.chunk_sizes(count)
+    low, *higher = range(stream, stream + layout.dtype.width)
+    reader.decode_ahead(dict.fromkeys((low, *higher), sizes))
+    low_bytes = reader.take_all(low, sizes)
+    words[...] = reader.take_all(higher.pop(), sizes) if higher else low_bytes
+    for plane in reversed(higher):
+        words <<= 8
+        words |= reader.take_all(plane, sizes)
+    if layout.dtype.width > 1:
+        words <<= 8
+        words |= low_bytes
     return words
 
 

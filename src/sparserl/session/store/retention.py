@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from ...errors import FormatError, NotFound, SessionError, StoreError, Truncated
-from ...transport.stores.base import RANGE_BYTES, ObjectInfo, Store
+from ...transport.stores.base import RANGE_BYTES, ObjectInfo, Store, StoredObject
 from . import routes, signing
 from .layouts import run_at
 from .records import (
@@ -31,10 +31,15 @@ from .transfer import require_size
 _LEASE = 86_400.0  # seconds that a lease stays which nobody renews
 
 
-def read_head(store: Store, trusted_keys: PublicKeys | None = None) -> tuple[HeadRecord, str]:
-    """The head and its tag; where keys are trusted, one of them must have signed it."""
+def read_head(
+    store: Store, trusted_keys: PublicKeys | None = None, stored: StoredObject | None = None
+) -> tuple[HeadRecord, str]:
+    """The head and its tag; where keys are trusted, one of them must have signed it.
+
+    stored: the head, where the store has just been asked for it.
+    """
     try:
-        data, tag = store.get(HEAD, MOST_HEAD)
+        data, tag = store.get(HEAD, MOST_HEAD) if stored is None else stored
     except NotFound as error:
         raise NotFound(f"{store.url}: nothing is published here yet: there is no {HEAD}") from error
     try:

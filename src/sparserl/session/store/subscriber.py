@@ -27,7 +27,7 @@ from ...errors import (
 )
 from ...parallel import Progress
 from ...targets import Change, Prepared
-from ...transport.stores.base import Store
+from ...transport.stores.base import Store, StoredObject
 from ...transport.stores.deadline import current, within
 from ...transport.stores.opening import open_store
 from ...weights.digest import Digest
@@ -140,6 +140,7 @@ class Subscriber(Receiver):
         self._leased: RunVersion | None = None  # the version in the lease
         self._leased_at = 0.0
         self._newest_head: HeadRecord | None = None  # of all heads seen: nothing older is accepted
+        self._awaited_head: StoredObject | None = None  # for the next look at the store
         self._unfinished: transfer.Fetch | None = None  # what was fetched when a store failed in the middle
 
     def stage(self, version: int | None = None) -> SyncReport | None:
@@ -239,10 +240,12 @@ class Subscriber(Receiver):
             SparserlError: A version cannot be used, or with `once`, the store cannot be reached.
         """
         trouble = TroubleLog(self.store.url)
+        awaited_head = None
         with within(timeout) as deadline:
             while stop is None or not stop():
                 try:
                     with self._turn:
+                        self._awaited_head = awaited_head
                         with within(stop=stop) as staging:  # a commit, and telling the store of it, is not cut off
                             staged = self.stage()
                         report = None if staged is None else self.commit()
@@ -264,7 +267,7 @@ class Subscriber(Receiver):
                 if once or deadline.over:
                     return
                 with within(stop=stop):
-                    self._wait_for_change(min(30.0 if stop is None else 1.0, deadline.left))
+                    awaited_head = self._wait_for_change(min(30.0 if stop is None else 1.0, deadline.left))
 
     def _has_held_a_version(self) -> bool:
         """Whether the targets hold a version, or have held one before this process or a new run began."""
@@ -297,7 +300,9 @@ class Subscriber(Receiver):
 
     def _read_store(self, version: int | None) -> StoreSnapshot:
         """Read the head, and what it leads to if it moved; `version` is the one to go to, None for the newest."""
-        head, tag = read_head(self.store, self._trusted_keys)
+        awaited_head = self._awaited_head
+        self._awaited_head = None
+        head, tag = read_head(self.store, self._trusted_keys, awaited_head)
         last = self._snapshot
         if last is not None and head == last.head:
             if self._is_uncertain:
@@ -463,12 +468,13 @@ class Subscriber(Receiver):
         except (StoreError, SessionError):
             return
 
-    def _wait_for_change(self, seconds: float) -> None:
-        """Wait for another head, for so long."""
+    def _wait_for_change(self, seconds: float) -> StoredObject | None:
+        """Wait for another head, for so long; None if there is none."""
         try:
-            self.store.changed(HEAD, None if self._snapshot is None else self._snapshot.tag, seconds)
+            return self.store.changed(HEAD, None if self._snapshot is None else self._snapshot.tag, seconds)
         except StoreError:
             current().sleep(1.0)
+            return None
 
 
 def _host() -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ...files import Folder
 
 HEAD = "head.json"
-_POLL = 0.05  # seconds between looks at the head while a request waits for it
+_POLL = 0.01  # seconds between looks at the head while a request waits for it: one small file, whoever waits
 _CLIENT_POLL = 2.0  # seconds between looks at whether a client that waits is still connected
 _MAX_HEAD_BYTES = 1 << 20
 _NO_OBJECT = {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .. import sources
 from ..errors import ChecksumMismatch, UnsupportedTensor, WrongBase
-from ..patch import Application, Replacement, diff, squash, stage_all
+from ..patch import Application, Patch, Replacement, diff, squash, stage_all
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
@@ -71,12 +71,21 @@ class ModuleTarget:
         elif len(change.patches) == 1:
             patch = change.patches[0]
         else:
-            first, *others = change.patches
-            patch = squash(first, *others, base=weights, digest=first.base, profile="raw", threads=self._threads)
+            patch = self._join(weights, change.patches)
         if patch.result != change.digest:
             raise ChecksumMismatch(f"the patches lead to digest {patch.result}, but the version has {change.digest}")
         application = stage_all(patch.contents, weights, digest=patch.base, threads=self._threads)
         return PreparedModule(self, application, self._local)
+
+    def _join(self, weights: Weights, patches: Sequence[Patch]) -> Patch:
+        """One patch for several that follow one another. On a GPU they are applied to a copy there, if it has room."""
+        first, *others = patches
+        patch = None
+        if self._local is not None and self._local.gpu_streams:
+            patch = _joined_on_gpu(weights, patches, self._threads)
+        if patch is None:
+            patch = squash(first, *others, base=weights, digest=first.base, profile="raw", threads=self._threads)
+        return patch
 
 
 class PreparedModule:
@@ -116,6 +125,19 @@ class PreparedModule:
 
     def discard(self) -> None:
         """Nothing was written."""
+
+
+def _joined_on_gpu(weights: Weights, patches: Sequence[Patch], threads: int | None) -> Patch | None:
+    """The patch that some patches are together, found by applying them to a copy; None if there is no room for one."""
+    import torch
+
+    try:
+        copy = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        for patch in patches:
+            patch.apply(copy, digest=patch.base, threads=threads)
+        return diff(weights, copy, profile="raw", base_digest=patches[0].base, threads=threads)
+    except torch.cuda.OutOfMemoryError:
+        return None
 
 
 def _replacement(local: LocalWeights, change: Change) -> Replacement | None:

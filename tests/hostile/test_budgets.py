@@ -19,7 +19,7 @@ import sparserl
 import sparserl.wire.limits
 from sparserl import Digest, Patch
 from sparserl.errors import InvalidField, LimitExceeded, NotRetained
-from sparserl.session import anchors, memory_limit
+from sparserl.session import anchors, arrival, memory_limit
 from sparserl.session.store import records, routes
 from sparserl.session.store.records import Blob, Index, Manifest, RouteStep
 from sparserl.transport.stores.deadline import Transfers
@@ -217,7 +217,11 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
     monkeypatch.setattr(memory_limit, "available_memory", lambda: 1000)
     made = []
     monkeypatch.setattr(anchors, "zeros", made.append)
-    its_table = sparserl.tensor_table({"w": np.zeros(1001, np.uint8)})
+    monkeypatch.setattr(arrival, "zeros", made.append)
+    anchor = sparserl.diff({"w": np.zeros(1001, np.uint8)}, {"w": np.ones(1001, np.uint8)})
     with pytest.raises(LimitExceeded, match="1001 bytes, and 1000 bytes of memory are available"):
-        anchors.build_weights(its_table, [], Digest())
+        anchors.restored(anchor)
+    arriving = arrival.ArrivingPatch(anchor.table, anchor.contents.ends, anchor.buckets, restores=True)
+    with pytest.raises(LimitExceeded, match="1001 bytes, and 1000 bytes of memory are available"):
+        arriving.restored()
     assert not made

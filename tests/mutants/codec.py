@@ -36,8 +36,8 @@ MUTANTS = (
     Mutant(
         "items are lent from memory that may change",
         "codec/streams.py",
-        "chunks.data if safe and ",
-        "chunks.data if ",
+        "stored is not None and self._is_safe(stream)",
+        "stored is not None",
         Tests("codec/test_coders.py", "lent"),
     ),
 )

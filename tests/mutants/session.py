@@ -8,12 +8,11 @@ MUTANTS = (
     Mutant(
         "the baseline advances before the head moved",
         "session/store/publisher.py",
-        ("sent = self._run_writer.send(committed.run, encode, watch)\nhead = committed.head\nif sent.manifest.base"),
+        "patch, sent = self._run_writer.send(committed.run, encode, watch)\nhead = committed.head\n",
         (
-            "committed.baseline.advance(encode(), changes)\n"
-            "sent = self._run_writer.send(committed.run, encode, watch)\n"
+            "patch, sent = self._run_writer.send(committed.run, encode, watch)\n"
+            "committed.baseline.advance(patch, changes)\n"
             "head = committed.head\n"
-            "if sent.manifest.base"
         ),
         Tests("session/test_session_publisher.py", "failed_publish"),
     ),
@@ -34,8 +33,8 @@ MUTANTS = (
     Mutant(
         "a restarted publisher does not fetch the patches since its anchor",
         "session/store/resume.py",
-        "patches += stored.patches(steps)",
-        "",
+        "weights = stored.build(steps, head.version, threads, start)",
+        "weights = restored(anchor, threads)",
         Tests("session/test_refusals.py", "state_saves"),
     ),
     Mutant(
@@ -153,9 +152,44 @@ MUTANTS = (
     Mutant(
         "an anchor is believed",
         "patch/snapshot.py",
-        "require_result(patch, digest(weights, threads=threads))",
+        "require_result(self._patch, digest(self.weights, threads=threads))",
         "",
         Tests("patch/test_snapshot.py", "another_result"),
+    ),
+    Mutant(
+        "what was fetched before an outage is fetched again",
+        "session/store/subscriber.py",
+        "begun=self._unfinished",
+        "begun=None",
+        Tests("session/test_streaming.py", "goes_on_where_it_was"),
+    ),
+    Mutant(
+        "weights that were patched are taken for those of their anchor",
+        "session/store/transfer.py",
+        "[] if is_ahead else same",
+        "same",
+        Tests("session/test_streaming.py", "its_own_way_alone"),
+    ),
+    Mutant(
+        "changes are found while the trainer writes",
+        "session/store/publisher.py",
+        "None if at_once else functools.partial",
+        "functools.partial",
+        Tests("session/test_streaming.py", "captured_first"),
+    ),
+    Mutant(
+        "weights that cannot be used are kept for the next attempt",
+        "session/store/subscriber.py",
+        "if arrival.failure is not None:",
+        "if False:",
+        Tests("session/test_streaming.py", "not_kept"),
+    ),
+    Mutant(
+        "two targets exchange bits with the same fresh weights",
+        "session/receiver.py",
+        "owns_fresh=len(self.targets) == 1",
+        "owns_fresh=True",
+        Tests("session/test_session_commits.py", "all_targets or fresh"),
     ),
     Mutant(
         "a patch may lead to other tensors",
@@ -210,7 +244,7 @@ MUTANTS = (
     Mutant(
         "weights are made for which there is no memory",
         "session/anchors.py",
-        "require_memory(table.dense_bytes)",
+        "require_memory(anchor.table.dense_bytes)",
         "pass",
         Tests("hostile/test_budgets.py", "do_not_fit"),
     ),

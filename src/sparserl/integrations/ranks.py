@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import ChecksumMismatch, NotFound, SessionError, SparserlError, Unavailable
+from ..errors import ChecksumMismatch, NotFound, SessionError, Unavailable
 from ..session import Subscriber, SyncReport
+from ..session.logs import log
 from ..session.receiver import StagedVersion
 from ..session.store.subscriber import StoreSnapshot
 from ..targets.engine import EngineTarget, PreparedEngine
@@ -99,8 +100,9 @@ class EngineSubscriber(Subscriber):
                 self.stage()
         except (_UnknownVersion, NotFound, Unavailable):
             return  # all ranks will identify it, or the store will be available again
-        except SparserlError:
+        except Exception as error:  # noqa: BLE001  # nobody else hears of it on this thread
             self._is_uncertain = True  # the next call on all ranks tries again, and raises the error
+            log.warning("%s: staging ahead failed: %s: %s", self.store.url, type(error).__name__, error)
 
     def wait(self, seconds: float) -> None:
         """Wait up to so many seconds for a new version."""

@@ -8,11 +8,11 @@ MUTANTS = (
     Mutant(
         "the baseline advances before the head moved",
         "session/store/publisher.py",
-        "patch, sent = self._run_writer.send(committed.run, encode, watch)\nhead = committed.head\n",
+        "return changes.encode(link=encoding.link, to=upload.bucket_list(), threads=encoding.threads)",
         (
-            "patch, sent = self._run_writer.send(committed.run, encode, watch)\n"
-            "committed.baseline.advance(patch, changes)\n"
-            "head = committed.head\n"
+            "early = changes.encode(link=encoding.link, to=upload.bucket_list(), threads=encoding.threads)\n"
+            "committed.baseline.advance(early, changes)\n"
+            "return early"
         ),
         Tests("session/test_session_publisher.py", "failed_publish"),
     ),

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels collect unit alone long coverage mutants fuzz soak load collective integrations vllm test-vllm slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long coverage mutants fuzz soak load collective integrations vllm test-vllm slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,7 +22,7 @@ demo: $(STAMP)  ## RL with two rollout workers that follow by patches; every ver
 	$(BIN)/python -m examples.rl --model small --warm-up 100 --syncs 40 --prompts 8 --folder demo-run
 
 test:  ## ruff, mypy and the tests that are neither long nor in need of vLLM; CI runs more
-	$(MAKE) --jobs 2 collect kernels lint
+	$(MAKE) --jobs 2 lint kernels
 	$(MAKE) --jobs 2 types unit
 	$(MAKE) alone
 
@@ -35,9 +35,6 @@ types: $(STAMP)
 
 kernels: $(STAMP)  ## compile them once: processes of tests that begin together would each do it
 	$(BIN)/python -m sparserl warmup --dtype bfloat16 --dtype float32
-
-collect: $(STAMP)  ## compile the modules of tests once: each of the processes below would do it
-	$(BIN)/python -m pytest --collect-only --quiet --quiet
 
 unit: $(STAMP)  ## more processes than cores: much of it is waiting
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not alone and not long'

@@ -250,15 +250,20 @@ def uninterrupted(work: Callable[[], object]) -> None:
             go.set()
             raise
         errors.append(error)
-        _outlast(done, errors)
+        errors += outlast(done)
     if errors:
         raise errors[0]
 
 
-def _outlast(done: threading.Event, errors: list[BaseException]) -> None:
-    """Wait until it is done, whatever is raised meanwhile."""
+def outlast(done: threading.Event) -> list[BaseException]:
+    """Wait until something is done, whatever is raised meanwhile, and return that.
+
+    An event, not `join`: a thread whose join was interrupted counts as ended.
+    """
+    errors: list[BaseException] = []
     while not done.is_set():
         try:
             done.wait()
-        except BaseException as error:  # noqa: BLE001  # raised again by the caller
+        except BaseException as error:  # noqa: BLE001  # the caller goes on when it is done
             errors.append(error)
+    return errors

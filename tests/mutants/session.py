@@ -180,14 +180,14 @@ MUTANTS = (
     Mutant(
         "weights that cannot be used are kept for the next attempt",
         "session/store/subscriber.py",
-        "if arrival.failure is not None:",
+        "if arrival.failure is not None and not isinstance(arrival.failure, StoreError):",
         "if False:",
         Tests("session/test_streaming.py", "not_kept"),
     ),
     Mutant(
         "two targets exchange bits with the same fresh weights",
         "session/receiver.py",
-        "owns_fresh=len(self.targets) == 1",
+        "owns_fresh=is_sole",
         "owns_fresh=True",
         Tests("session/test_session_commits.py", "all_targets or fresh"),
     ),

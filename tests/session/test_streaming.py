@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from sparserl.errors import InvalidField, Unavailable
 from sparserl.patch import snapshot
 from sparserl.patch.contents import Contents
 from sparserl.session.store.records import Manifest, get_named
+from sparserl.transport.stores.deadline import current
 from sparserl.transport.stores.opening import open_store
 from sparserl.weights.dtypes import BY_NAME
 from tests.session.policy import Policy, bits
@@ -258,3 +261,136 @@ def test_damaged_weights_are_not_kept(url, monkeypatch):
         subscriber.sync()
         assert set(store.bucket_reads.values()) == {2}
         assert bits(received) == bits(policy.weights)
+
+
+def test_an_interrupt_while_weights_are_built_ends_that_first(url, monkeypatch):
+    """Nobody works on weights that the next attempt goes on with."""
+    policy = Policy()
+    received = policy.empty()
+    write = snapshot.Restoration._write
+    is_interrupted = threading.Event()
+
+    def slow(self, index):
+        _thread.interrupt_main()
+        is_interrupted.wait(0.5)
+        return write(self, index)
+
+    with Publisher(url, policy.weights) as publisher, Subscriber(url, received, threads=1) as subscriber:
+        for _ in range(3):
+            publisher.publish()
+            policy.step()
+        publisher.publish()
+        with monkeypatch.context() as patched:
+            patched.setattr(snapshot.Restoration, "_write", slow)
+            with pytest.raises(KeyboardInterrupt):
+                subscriber.stage()
+        assert not [thread for thread in threading.enumerate() if thread.name == "sparserl-arrival"]
+        subscriber.sync()
+        assert bits(received) == bits(policy.weights)
+
+
+def test_stop_is_heard_while_targets_read_from_the_store(url, tmp_path):
+    """Files are read by the thread that stages; only the caller's thread can ask whether to go on."""
+    store = WatchedStore(open_store(url))
+    started = threading.Event()
+
+    def stall(name):
+        while "/files/" in name:
+            started.set()
+            current().require(name)
+            current().sleep(0.05)
+
+    store.before_read = stall
+    with Publisher(url, Policy().weights, files={"config.json": b"{}"}) as publisher:
+        publisher.publish()
+        with Subscriber(store, targets.folder(tmp_path / "target")) as subscriber:
+            subscriber.follow(stop=started.is_set)
+            assert subscriber.version is None
+
+
+class Pair(targets.modules.ModuleTarget):
+    """A target that hands every change to two others."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+        self.second = targets.module(second)
+
+    def prepare(self, change):
+        pair = [super().prepare(change), self.second.prepare(change)]
+        return PreparedPair(pair)
+
+
+class PreparedPair:
+    def __init__(self, pair):
+        self.pair = pair
+        self.changed = pair[0].changed
+
+    def commit(self):
+        undos = [prepared.commit() for prepared in self.pair]
+        return lambda: [undo() for undo in undos]
+
+    def finish(self):
+        pass
+
+    discard = finish
+
+
+def test_a_target_may_use_a_change_twice(url):
+    """Weights of an anchor are exchanged with those of a target only where nobody else can want them."""
+    policy = Policy()
+    first, second = policy.empty(), policy.empty()
+    with Publisher(url, policy.weights) as publisher, Subscriber(url, Pair(first, second)) as subscriber:
+        publisher.publish()
+        subscriber.sync()
+    assert bits(first) == bits(second) == bits(policy.weights)
+
+
+def test_a_head_that_another_thread_has_passed_is_not_used(url, monkeypatch):
+    """One thread follows and another one syncs: the head that the first has waited for is old by then."""
+    policy = Policy()
+    is_awaited, go_on = threading.Event(), threading.Event()
+    with Publisher(url, policy.weights) as publisher, Subscriber(url, policy.empty()) as subscriber:
+        publisher.publish()
+        subscriber.sync()
+        wait_for_change = subscriber._wait_for_change
+
+        def wait(seconds):
+            head = wait_for_change(seconds)
+            if head is not None and not is_awaited.is_set():
+                is_awaited.set()
+                assert go_on.wait(SECONDS)
+            return head
+
+        monkeypatch.setattr(subscriber, "_wait_for_change", wait)
+        follower = ThreadPoolExecutor(1).submit(subscriber.follow, stop=lambda: subscriber.version == 3)
+        policy.step()
+        publisher.publish()
+        assert is_awaited.wait(SECONDS)
+        policy.step()
+        publisher.publish()
+        assert subscriber.sync().version == 2
+        go_on.set()
+        policy.step()
+        publisher.publish()
+        follower.result(SECONDS)
+        assert subscriber.version == 3
+
+
+def test_what_was_fetched_is_dropped_when_nothing_is_to_be_fetched(url):
+    policy = Policy()
+    received = policy.empty()
+    store = WatchedStore(open_store(url))
+    with Publisher(url, policy.weights) as publisher, Subscriber(store, received) as subscriber:
+        publisher.publish()
+        store.before_read = Outage(1)
+        with pytest.raises(Unavailable):
+            subscriber.sync()
+        assert subscriber._unfinished is not None
+        store.before_read = lambda _: None
+        for name, tensor in received.items():
+            source = policy.weights[name]
+            mine, theirs = (t.array if isinstance(t, Bits) else t for t in (tensor, source))
+            mine[...] = theirs
+        subscriber._is_uncertain = True
+        assert subscriber.sync() is None
+        assert subscriber._unfinished is None

@@ -45,6 +45,7 @@ Bucket = bytes | memoryview
 
 _LARGE_BUCKET = 1 << 20  # bytes on average, from which on checksums are worth several threads
 _CHECKSUM_THREADS = 4
+_LOOK = 0.2  # seconds of a wait after which its caller looks whether it should go on
 _KEPT_ENTRIES = 1 << 20  # entries of buckets that stay parsed
 _BUCKET_ENTRIES = 64  # a parsed bucket takes as much memory as so many entries
 
@@ -130,11 +131,14 @@ class BucketList:
     def in_memory(self) -> bool:
         return self._file is None
 
-    def add(self, bucket: Bucket) -> None:
-        """Append a bucket that was encoded, or that has arrived."""
+    def add(self, bucket: Bucket, look: Callable[[], None] = lambda: None) -> None:
+        """Append a bucket that was encoded, or that has arrived.
+
+        look: called now and then while a transient list has no room for it.
+        """
         if self._on_add is not None:
             self._on_add(bucket)
-        if self.transient and not self._wait_for_room(len(bucket)):
+        if self.transient and not self._wait_for_room(len(bucket), look):
             return  # nobody reads it
         stored = self._keep(bucket) if self._keeps else None
         with self._arrived:
@@ -183,13 +187,16 @@ class BucketList:
             raise Truncated(f"bucket {index}: {len(data)} of {self.sizes[index]} bytes")
         return data
 
-    def _wait_for_room(self, nbytes: int) -> bool:
+    def _wait_for_room(self, nbytes: int, look: Callable[[], None]) -> bool:
         """Wait until the buckets in memory are few enough for one more; False if nobody reads them any more."""
         most = self._memory_bytes or 0
+
+        def has_room() -> bool:
+            return self._stopped or not self._waiting_bytes or self._waiting_bytes + nbytes <= most
+
         with self._arrived:
-            self._arrived.wait_for(
-                lambda: self._stopped or not self._waiting_bytes or self._waiting_bytes + nbytes <= most
-            )
+            while not self._arrived.wait_for(has_room, _LOOK):
+                look()
             if not self._stopped:
                 self._waiting_bytes += nbytes
             return not self._stopped
@@ -397,7 +404,7 @@ class Contents:
     def _read_heads(self, threads: int | None) -> Sequence[Head]:
         self.require_limits()
         gatherer = HeadGatherer(self.table)
-        for _, head, _ in self.open_buckets(threads, range(len(self))):
+        for _, head, _ in self.open_buckets(threads):
             gatherer.add(head)
         return self._finish(gatherer)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from ..parallel import outlast
 from ..patch import Patch
 from ..patch.contents import Bucket, BucketList, Contents, Ends
 from ..patch.snapshot import Restoration
-from ..transport.stores.deadline import Deadline, current
+from ..transport.stores.deadline import SLICE, Deadline, current
 from ..weights.digest import Digest
 from ..weights.dtypes import Bits
 from ..weights.table import TensorTable
@@ -82,20 +86,20 @@ class Arrival(Generic[R]):
         self._patches = patches
         self._results: list[R] = []
         self._deadline = Deadline(around=current())
+        self._done = threading.Event()
         for patch in patches:
             patch.buckets.reopen()
-        self._thread = threading.Thread(
-            target=self._deadline.run, args=(self._run, work), name="sparserl-arrival", daemon=True
-        )
-        self._thread.start()
+        run = functools.partial(contextvars.copy_context().run, self._deadline.run, self._run, work)
+        threading.Thread(target=like_this_thread(run), name="sparserl-arrival", daemon=True).start()
 
     def add(self, patch: int, bucket: Bucket) -> None:
         """The next bucket of a patch."""
-        self._patches[patch].buckets.add(bucket)
+        self._patches[patch].buckets.add(bucket, self._look)
 
     def finish(self) -> R:
         """Everything has arrived: wait for the work, and return its result."""
-        self._thread.join()
+        while not self._done.wait(SLICE):
+            self._look()
         if self.failure is not None:
             raise self.failure
         return self._results[0]
@@ -105,10 +109,15 @@ class Arrival(Generic[R]):
         self._deadline.cancel()
         for patch in self._patches:
             patch.buckets.stop()
-        self._thread.join()
+        outlast(self._done)
         results = self._results
         self._results = []
         return results
+
+    def _look(self) -> None:
+        """End the work if the time of the caller is over: only the caller's own thread can tell."""
+        if current().over:
+            self._deadline.cancel()
 
     def _run(self, work: Callable[[], R]) -> None:
         try:
@@ -119,3 +128,24 @@ class Arrival(Generic[R]):
             self.failure = error
             for patch in self._patches:
                 patch.buckets.stop()  # nobody reads them any more
+        finally:
+            self._done.set()
+
+
+def like_this_thread(work: Callable[[], R]) -> Callable[[], R]:
+    """Work for another thread, to be done with the modes of torch, the GPU and the CUDA stream that this thread has."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return work
+    is_grad_enabled = torch.is_grad_enabled()
+    is_inference = torch.is_inference_mode_enabled()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def run() -> R:
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad_enabled):
+            if stream is None:
+                return work()
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                return work()
+
+    return run

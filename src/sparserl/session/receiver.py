@@ -13,6 +13,8 @@ from typing import Any
 from ..errors import ChecksumMismatch, CommitFailed, SessionError, SparserlError, WeightsError
 from ..parallel import require_threads, uninterrupted
 from ..targets import Change, Prepared, Target, module
+from ..targets.engine import EngineTarget
+from ..targets.modules import ModuleTarget
 from ..weights.digest import Digest, digest
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
@@ -183,7 +185,8 @@ class Receiver(ABC):
 
     def prepare(self, change: Change, *, only_files: bool = False) -> list[Prepared]:
         """Get every target ready, or none; where only files change, those that keep files."""
-        change = replace(change, owns_fresh=len(self.targets) == 1)  # fresh weights are made for nobody else
+        is_sole = len(self.targets) == 1 and type(self.targets[0]) in (ModuleTarget, EngineTarget)
+        change = replace(change, owns_fresh=is_sole)  # other targets may hand fresh weights on, or use them twice
         every: list[Prepared] = []
         try:
             every.extend(target.prepare(change) for target in self.targets if target.keeps_files or not only_files)

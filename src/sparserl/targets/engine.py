@@ -123,7 +123,7 @@ class EngineTarget:
 
     def _slice(self, patch: Patch, weights: Sequence[LocalWeights]) -> list[Application]:
         """Stage a patch of all weights on several sets of parts. Digests count from zero."""
-        buckets = [*ordered(patch.contents.decode, range(patch.buckets), self._threads)]
+        buckets = [*ordered(patch.contents.decode, patch.contents.arrivals(), self._threads)]
         applications = []
         for local in weights:
             slicer = PatchSlicer(local)

@@ -53,6 +53,7 @@ class ModuleTarget:
 
     def close(self) -> None:
         """Nothing is held open."""
+        self._local = None
 
     def remembered_version(self) -> None:
         """Memory does not outlive its process."""
@@ -131,6 +132,8 @@ def _joined_on_gpu(weights: Weights, patches: Sequence[Patch], threads: int | No
     """The patch that some patches are together, found by applying them to a copy; None if there is no room for one."""
     import torch
 
+    if not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+        return None
     try:
         copy = {name: tensor.detach().clone() for name, tensor in weights.items()}
         for patch in patches:

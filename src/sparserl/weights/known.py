@@ -59,7 +59,10 @@ def find_known(weights: Weights) -> KnownTensors | None:
     """What is known of tensors; None if it is nothing, or if one of them has moved."""
     first = next(iter(weights.values()), None) if type(weights) is dict else None
     known = None if first is None else _known.get(id(first))
-    return known if known is not None and known.are(weights) else None
+    if known is None:
+        return None
+    with collector_paused():
+        return known if known.are(weights) else None
 
 
 def remember(weights: Weights, names: Iterable[str], found: Any) -> KnownTensors | None:
@@ -79,21 +82,17 @@ def remember(weights: Weights, names: Iterable[str], found: Any) -> KnownTensors
 
 
 def _layout(tensors: list[Any]) -> Any:
-    """What changes when a tensor gets other memory, or has it arranged in another way.
-
-    An array cannot get other memory of the same size; a tensor of torch can.
-    """
+    """What changes when a tensor gets other memory, or has it read in another way; None for kinds that take long."""
     kinds = set(map(type, tensors))
     torch = sys.modules.get("torch")
     if torch is not None and kinds <= {torch.Tensor, torch.nn.Parameter}:
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        return addresses, [tensor.is_contiguous() for tensor in tensors], [tensor.numel() for tensor in tensors]
+        return (
+            [tensor.data_ptr() for tensor in tensors],
+            [tensor.dtype for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+            [tensor.stride() for tensor in tensors],
+            [tensor.is_neg() for tensor in tensors],
+        )
     if kinds == {Bits}:
-        arrays = [tensor.array for tensor in tensors]
-        return [tensor.dtype for tensor in tensors], [id(array) for array in arrays], _array_layout(arrays)
-    return _array_layout(tensors) if kinds == {np.ndarray} else None
-
-
-def _array_layout(arrays: list[Any]) -> Any:
-    flags = [array.flags for array in arrays]
-    return [array.size for array in arrays], [f.c_contiguous for f in flags], [f.writeable for f in flags]
+        return [tensor.dtype for tensor in tensors], [tensor.array.__array_interface__ for tensor in tensors]
+    return [tensor.__array_interface__ for tensor in tensors] if kinds == {np.ndarray} else None

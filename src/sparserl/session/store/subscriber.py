@@ -160,7 +160,10 @@ class Subscriber(Receiver):
             StoreError: The store cannot be reached, or has no run yet.
         """
         with self._turn, self._callbacks.failures("stage"):
-            return self._stage_with_retries(version)
+            try:
+                return self._stage_with_retries(version)
+            finally:
+                self._awaited_head = None
 
     def _stage_with_retries(self, version: int | None) -> SyncReport | None:
         self.discard()
@@ -169,6 +172,7 @@ class Subscriber(Receiver):
             with watch.stage("plan"):
                 snapshot, goal = self._choose_version(version)
                 if goal == self._current:
+                    self._unfinished = None
                     self._renew_lease()
                     return None
                 steps = self._route(snapshot, goal)
@@ -241,11 +245,13 @@ class Subscriber(Receiver):
         """
         trouble = TroubleLog(self.store.url)
         awaited_head = None
+        known = self._snapshot
         with within(timeout) as deadline:
             while stop is None or not stop():
                 try:
                     with self._turn:
-                        self._awaited_head = awaited_head
+                        if self._snapshot is known:  # else another thread has looked at the store meanwhile
+                            self._awaited_head = awaited_head
                         with within(stop=stop) as staging:  # a commit, and telling the store of it, is not cut off
                             staged = self.stage()
                         report = None if staged is None else self.commit()
@@ -267,6 +273,7 @@ class Subscriber(Receiver):
                 if once or deadline.over:
                     return
                 with within(stop=stop):
+                    known = self._snapshot
                     awaited_head = self._wait_for_change(min(30.0 if stop is None else 1.0, deadline.left))
 
     def _has_held_a_version(self) -> bool:
@@ -424,8 +431,8 @@ class Subscriber(Receiver):
             with watch.stage("stage"):
                 prepared = arrival.finish()
         except BaseException:
-            if arrival.failure is not None:  # what has arrived cannot be used
-                self._unfinished = None
+            if arrival.failure is not None and not isinstance(arrival.failure, StoreError):
+                self._unfinished = None  # what has arrived cannot be used
             for every in arrival.stop():
                 for target in every:
                     target.discard()

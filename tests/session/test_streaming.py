@@ -394,3 +394,25 @@ def test_what_was_fetched_is_dropped_when_nothing_is_to_be_fetched(url):
         subscriber._is_uncertain = True
         assert subscriber.sync() is None
         assert subscriber._unfinished is None
+
+
+def test_following_goes_on_soon_after_trouble(url, monkeypatch):
+    """A fetch that failed is tried again although the head stays what it was."""
+    policy = Policy()
+    received = policy.empty()
+    store = WatchedStore(open_store(url))
+    outage = Outage(1)
+    waits = []
+    with Publisher(url, policy.weights) as publisher, Subscriber(store, received) as subscriber:
+        publisher.publish()
+        store.before_read = outage
+
+        def wait(seconds):
+            waits.append(seconds)
+            outage.left = 1 << 30
+
+        monkeypatch.setattr(subscriber, "_wait_for_change", wait)
+        with pytest.raises(LookupError):
+            subscriber.follow(on_commit=lambda _: {}["the end"])
+    assert waits == [1.0]
+    assert bits(received) == bits(policy.weights)

@@ -13,8 +13,6 @@ from typing import Any
 from ..errors import ChecksumMismatch, CommitFailed, SessionError, SparserlError, WeightsError
 from ..parallel import require_threads, uninterrupted
 from ..targets import Change, Prepared, Target, module
-from ..targets.engine import EngineTarget
-from ..targets.modules import ModuleTarget
 from ..weights.digest import Digest, digest
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
@@ -185,6 +183,9 @@ class Receiver(ABC):
 
     def prepare(self, change: Change, *, only_files: bool = False) -> list[Prepared]:
         """Get every target ready, or none; where only files change, those that keep files."""
+        from ..targets.engine import EngineTarget
+        from ..targets.modules import ModuleTarget
+
         is_sole = len(self.targets) == 1 and type(self.targets[0]) in (ModuleTarget, EngineTarget)
         change = replace(change, owns_fresh=is_sole)  # other targets may hand fresh weights on, or use them twice
         every: list[Prepared] = []

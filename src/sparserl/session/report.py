@@ -75,6 +75,7 @@ class Watch:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
+        self.seconds.setdefault(name, 0.0)  # stages are listed in the order in which they begin
         self._inside.append(0.0)
         try:
             yield

@@ -274,7 +274,8 @@ class Subscriber(Receiver):
                     return
                 with within(stop=stop):
                     known = self._snapshot
-                    awaited_head = self._wait_for_change(min(30.0 if stop is None else 1.0, deadline.left))
+                    patience = 30.0 if stop is None and not trouble.reason else 1.0  # trouble can end with the old head
+                    awaited_head = self._wait_for_change(min(patience, deadline.left))
 
     def _has_held_a_version(self) -> bool:
         """Whether the targets hold a version, or have held one before this process or a new run began."""

@@ -99,11 +99,10 @@ def load_kernels() -> None:
 
 
 @contextmanager
-def following(url: str, weights: Weights) -> Iterator[Connection]:
-    """A subscriber in a process of its own."""
+def running(subscriber: Callable[..., None], *args: Any) -> Iterator[Connection]:
+    """A subscriber in a process of its own, once it is ready."""
     near, far = _SPAWN.Pipe()
-    shapes = {name: tensor.array.size for name, tensor in weights.items()}
-    process = _SPAWN.Process(target=follow, args=(url, shapes, far), daemon=True)
+    process = _SPAWN.Process(target=subscriber, args=(*args, far), daemon=True)
     process.start()
     near.recv()
     try:
@@ -185,7 +184,7 @@ def anchor_row(weights: Weights, link: Link, profile: str, _repeats: int) -> dic
     with (
         published(weights, profile) as (folder, publisher),
         serving(folder, link) as url,
-        following(url, weights) as pipe,
+        running(follow, url, {name: tensor.array.size for name, tensor in weights.items()}) as pipe,
     ):
         total, report = sync(publisher, pipe)
         return {"sync": total, "sent": report.bytes, "stages": anchor_stages(weights, url, profile)}
@@ -197,7 +196,7 @@ def patch_row(weights: Weights, link: Link, profile: str, repeats: int) -> dict[
     rows: list[dict[str, Any]] = []
     with published(weights, profile) as (folder, publisher):
         publisher.publish()
-        with serving(folder, link) as url, caught_up(folder, url, weights) as pipe:
+        with serving(folder, link) as url, running(follow_from, url, str(folder), list(weights)) as pipe:
             for _ in range(repeats + 1):
                 old = copied(weights)
                 digest = StoredRun.read(open_store(folder)).head.digest
@@ -207,20 +206,6 @@ def patch_row(weights: Weights, link: Link, profile: str, repeats: int) -> dict[
                 rows.append({"sync": total, "sent": report.bytes, "stages": stages})
     warm = rows[1:]  # the first one loads kernels
     return sorted(warm, key=lambda row: row["sync"] - limit(row["stages"]))[len(warm) // 2]
-
-
-@contextmanager
-def caught_up(folder: Path, url: str, weights: Weights) -> Iterator[Connection]:
-    """A subscriber that holds the weights already, and so fetches no anchor."""
-    near, far = _SPAWN.Pipe()
-    process = _SPAWN.Process(target=follow_from, args=(url, str(folder), list(weights), far), daemon=True)
-    process.start()
-    near.recv()
-    try:
-        yield near
-    finally:
-        process.kill()
-        process.join()
 
 
 def follow_from(url: str, folder: str, names: list[str], pipe: Connection) -> None:

@@ -89,8 +89,8 @@ class Arrival(Generic[R]):
         self._done = threading.Event()
         for patch in patches:
             patch.buckets.reopen()
-        run = functools.partial(contextvars.copy_context().run, self._deadline.run, self._run, work)
-        threading.Thread(target=like_this_thread(run), name="sparserl-arrival", daemon=True).start()
+        use = functools.partial(contextvars.copy_context().run, self._deadline.run, self._use, work)
+        threading.Thread(target=self._run, args=(like_this_thread(use),), name="sparserl-arrival", daemon=True).start()
 
     def add(self, patch: int, bucket: Bucket) -> None:
         """The next bucket of a patch."""
@@ -119,11 +119,14 @@ class Arrival(Generic[R]):
         if current().over:
             self._deadline.cancel()
 
-    def _run(self, work: Callable[[], R]) -> None:
+    def _use(self, work: Callable[[], R]) -> None:
+        self._results.append(work())
+        for patch in self._patches:
+            patch.patch.contents.heads  # noqa: B018  # reading them checks every bucket, and that none overlap
+
+    def _run(self, use: Callable[[], None]) -> None:
         try:
-            self._results.append(work())
-            for patch in self._patches:
-                patch.patch.contents.heads  # noqa: B018  # reading them checks every bucket, and that none overlap
+            use()
         except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
             self.failure = error
             for patch in self._patches:

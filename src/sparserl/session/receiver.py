@@ -183,11 +183,9 @@ class Receiver(ABC):
 
     def prepare(self, change: Change, *, only_files: bool = False) -> list[Prepared]:
         """Get every target ready, or none; where only files change, those that keep files."""
-        from ..targets.engine import EngineTarget
-        from ..targets.modules import ModuleTarget
-
-        is_sole = len(self.targets) == 1 and type(self.targets[0]) in (ModuleTarget, EngineTarget)
-        change = replace(change, owns_fresh=is_sole)  # other targets may hand fresh weights on, or use them twice
+        # a class derived from such a target may hand fresh weights on, or use them twice
+        is_sole = len(self.targets) == 1 and bool(vars(type(self.targets[0])).get("exchanges_fresh"))
+        change = replace(change, owns_fresh=is_sole)
         every: list[Prepared] = []
         try:
             every.extend(target.prepare(change) for target in self.targets if target.keeps_files or not only_files)

@@ -42,6 +42,7 @@ class EngineTarget:
 
     profiles: frozenset[str] | None = PROFILES  # None, for all, once it is known that this rank has all of every tensor
     keeps_files = False
+    exchanges_fresh = True
 
     def __init__(
         self,

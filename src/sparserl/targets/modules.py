@@ -29,6 +29,7 @@ class ModuleTarget:
 
     profiles: frozenset[str] | None = None
     keeps_files = False
+    exchanges_fresh = True  # whether a commit may write to the fresh weights of a change; derived classes say so anew
 
     def __init__(
         self,

@@ -132,13 +132,14 @@ def _usual_memories(tensors: list[Any]) -> list[Memory]:
         return []
     shapes = [tensor.shape for tensor in tensors]
     new = tuple.__new__
-    if False not in [tensor.is_cpu for tensor in tensors]:
-        rows = zip(dtypes, shapes, addresses, repeat(None), repeat(True), tensors, strict=False)
-        return [new(Memory, row) for row in rows]
-    if False not in [memory_module.is_on_gpu(tensor) for tensor in tensors]:
+    on_gpu = [memory_module.is_on_gpu(tensor) for tensor in tensors]
+    if False not in on_gpu:
         strides = [tensor.stride() for tensor in tensors]
         rows = zip(dtypes, shapes, addresses, strides, repeat(True), tensors, strict=False)
         return [new(StagedMemory, row) for row in rows]
+    if True not in on_gpu and False not in [tensor.is_cpu for tensor in tensors]:
+        rows = zip(dtypes, shapes, addresses, repeat(None), repeat(True), tensors, strict=False)
+        return [new(Memory, row) for row in rows]
     return []
 
 

@@ -217,7 +217,6 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
     monkeypatch.setattr(memory_limit, "available_memory", lambda: 1000)
     made = []
     monkeypatch.setattr(anchors, "zeros", made.append)
-    monkeypatch.setattr(arrival, "zeros", made.append)
     anchor = sparserl.diff({"w": np.zeros(1001, np.uint8)}, {"w": np.ones(1001, np.uint8)})
     with pytest.raises(LimitExceeded, match="1001 bytes, and 1000 bytes of memory are available"):
         anchors.restored(anchor)

@@ -32,16 +32,13 @@ def read_planes(layout: BucketLayout, reader: Reader, count: int, stream: int) -
     """`count` words from their byte planes."""
     words = empty(count, layout.dtype.uint)
     sizes = layout.chunk_sizes(count)
-    low, *higher = range(stream, stream + layout.dtype.width)
-    reader.decode_ahead(dict.fromkeys((low, *higher), sizes))
-    low_bytes = reader.take_all(low, sizes)
-    words[...] = reader.take_all(higher.pop(), sizes) if higher else low_bytes
-    for plane in reversed(higher):
+    planes = range(stream, stream + layout.dtype.width)
+    reader.decode_ahead(dict.fromkeys(planes, sizes))
+    highest, *lower = reversed(planes)
+    words[...] = reader.take_all(highest, sizes)
+    for plane in lower:
         words <<= 8
         words |= reader.take_all(plane, sizes)
-    if layout.dtype.width > 1:
-        words <<= 8
-        words |= low_bytes
     return words
 
 

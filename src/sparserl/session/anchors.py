@@ -10,8 +10,8 @@ import numpy as np
 from ..errors import ChecksumMismatch, LimitExceeded
 from ..parallel import ordered, thread_count
 from ..patch import Patch
-from ..patch.contents import BucketList
-from ..patch.snapshot import restore, snapshot
+from ..patch.contents import BucketList, Contents
+from ..patch.snapshot import Restoration, snapshot
 from ..plan import Link, Speeds, best, predict_anchor
 from ..weights.digest import Digest
 from ..weights.dtypes import Bits, DType
@@ -60,12 +60,17 @@ def copy_weights(weights: Weights | Shards, threads: int | None = None, *, on_gp
     return dict(zip(named, ordered(copy, named.values(), threads), strict=True))
 
 
+def begin_restoration(anchor: Contents) -> Restoration:
+    """Zeros, if there is memory for them, that an anchor is about to turn into weights."""
+    require_memory(anchor.table.dense_bytes)
+    return Restoration(anchor, zeros(anchor.table))
+
+
 def restored(anchor: Patch, threads: int | None = None) -> dict[str, Bits]:
     """The weights of an anchor."""
-    require_memory(anchor.table.dense_bytes)
-    weights = zeros(anchor.table)
-    restore(anchor.contents, weights, threads)
-    return weights
+    restoration = begin_restoration(anchor.contents)
+    restoration.run(threads)
+    return restoration.weights
 
 
 def apply_all(

@@ -17,8 +17,7 @@ from ..transport.stores.deadline import SLICE, Deadline, current
 from ..weights.digest import Digest
 from ..weights.dtypes import Bits
 from ..weights.table import TensorTable
-from .anchors import SPOOL_BYTES, apply_all, zeros
-from .memory_limit import require_memory
+from .anchors import SPOOL_BYTES, apply_all, begin_restoration
 
 R = TypeVar("R")
 _TRANSIENT_BYTES = 128 << 20  # of an anchor: buckets that have arrived, and are not written yet
@@ -40,7 +39,7 @@ class ArrivingPatch:
     ) -> None:
         memory_bytes = _TRANSIENT_BYTES if restores else SPOOL_BYTES
         self.restores = restores
-        self.is_applied = False  # to weights that an anchor before it was restored to
+        self.is_applied = False  # to the weights that are being built from an anchor
         self.buckets = BucketList(buckets, memory_bytes=memory_bytes, transient=restores)
         self.patch = Patch(Contents(table, ends, self.buckets, table_hash))
         self._restoration: Restoration | None = None
@@ -48,9 +47,7 @@ class ArrivingPatch:
     def restored(self, threads: int | None = None) -> dict[str, Bits]:
         """The weights of an anchor. If buckets stop arriving it raises, and goes on from there when called again."""
         if self._restoration is None:
-            table = self.patch.table
-            require_memory(table.dense_bytes)
-            self._restoration = Restoration(self.patch.contents, zeros(table))
+            self._restoration = begin_restoration(self.patch.contents)
         if not self.is_applied:
             self._restoration.run(threads)
             self.is_applied = True

@@ -15,16 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import (
-    InvalidField,
-    NotFound,
-    NotRetained,
-    SessionError,
-    StoreError,
-    Unavailable,
-    Untrusted,
-    WrongBase,
-)
+from ...errors import InvalidField, NotFound, NotRetained, SessionError, StoreError, Unavailable, Untrusted, WrongBase
 from ...parallel import Progress
 from ...targets import Change, Prepared
 from ...transport.stores.base import Store, StoredObject

@@ -63,6 +63,7 @@ soak: $(STAMP)  ## 500 kills of publisher and subscribers on each of a folder, S
 	rm -f research/results/soak.jsonl
 	for store in file seaweedfs moto; do \
 	  $(BIN)/python -m tests.session.soak --kills 500 --store $$store --seed 1 >> research/results/soak.jsonl || exit 1; \
+	  $(BIN)/python -m tests.session.soak_writers --kills 100 --store $$store --seed 1 >> research/results/soak.jsonl || exit 1; \
 	done
 
 load: $(STAMP)  ## 64 subscribers that come and go, 200 versions

@@ -33,9 +33,23 @@ MUTANTS = (
     Mutant(
         "a restarted publisher does not fetch the patches since its anchor",
         "session/store/resume.py",
-        "weights = stored.build(steps, head.version, threads, start)",
-        "weights = restored(anchor, threads)",
+        "return stored.build(steps, newest, threads, start)",
+        "return restored(anchor, threads)",
         Tests("session/test_refusals.py", "state_saves"),
+    ),
+    Mutant(
+        "what the ranks have rebuilt is not added up",
+        "session/store/resume.py",
+        "if sum(map(Digest.from_bytes, rows), table_digest(local.table)) == head.digest:",
+        "if rows:",
+        Tests("session/test_writers_restart.py", "other_bits"),
+    ),
+    Mutant(
+        "ranks decode what depends on bits that they do not have",
+        "session/parts.py",
+        "has_grown |= _include(boxes.setdefault(tensor, []), region)",
+        "has_grown |= False",
+        Tests("session/test_writers_restart.py", "more_or_fewer"),
     ),
     Mutant(
         "captured weights are the trainer's own",

@@ -12,12 +12,15 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import sparserl
 import sparserl.transport.stores.folder
@@ -32,6 +35,7 @@ from tests.checkpoints import random_weights, stepped
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.chmod", "mmap.__new__"}
 FILES = {"config.json": b'{"model_type": "tiny"}'}
 NAMES = ("layers.0.down", "layers.0.scale", "empty", "step")  # few dtypes: few objects, and few moments to be killed at
+_ROOT = Path(__file__).resolve().parents[2]
 _BASE = {name: bits for name, bits in random_weights(1).items() if name in NAMES}
 
 
@@ -66,6 +70,23 @@ def warm(folder: Path) -> None:
                 disk.sync()
     publisher.close()
     sparserl.Publisher(store, weights, **options).close()
+
+
+def driver(*arguments: object) -> Any:
+    """Run a driver to its end; returns what it printed last."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'src'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    if "NoServer" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 # -- killing -----------------------------------------------------------------------------------------------------------

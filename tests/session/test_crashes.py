@@ -5,10 +5,7 @@ The long form is `python -m tests.session.soak`; with `SPARSERL_KILLS=all` the k
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -24,27 +21,9 @@ from sparserl.session.store import signing
 from sparserl.session.store.retention import collect, faults
 from sparserl.transport.stores.folder import FolderStore
 from tests.servers import Proxy, Server
-from tests.session.killed_processes import settled, sha, weights_at
+from tests.session.killed_processes import driver, settled, sha, weights_at
 
-HERE = Path(__file__).resolve().parents[2]
 YEAR = 365 * 86400.0
-
-
-def _driver(*arguments: object) -> Any:
-    """Run a driver to its end; returns what it printed last."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=HERE,
-        env=os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE / 'src'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    if "NoServer" in done.stderr:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 class Trainer:
@@ -86,7 +65,7 @@ class Rollout:
 def test_a_publisher_is_killed_at_any_moment(case: str, every: int, tmp_path: Path) -> None:
     """Whatever it was about to write, receivers see the old version or the new one, and its next life goes on."""
     every = 1 if os.environ.get("SPARSERL_KILLS") == "all" else every
-    seen = _driver("-m", "tests.session.kill_before_each_call", "publisher", case, tmp_path, every)
+    seen = driver("-m", "tests.session.kill_before_each_call", "publisher", case, tmp_path, every)
     assert seen["kills"] * every > 60
     assert seen["old"] > 3
     assert seen["new"] > 1
@@ -100,7 +79,7 @@ def test_a_publisher_is_killed_at_any_moment(case: str, every: int, tmp_path: Pa
 def test_a_subscriber_is_killed_at_any_moment(case: str, tmp_path: Path) -> None:
     """`current` is the old checkpoint or the new one, whole; the next life ends with the new one and clears up."""
     every = 1 if os.environ.get("SPARSERL_KILLS") == "all" else 3
-    seen = _driver("-m", "tests.session.kill_before_each_call", "subscriber", case, tmp_path, every)
+    seen = driver("-m", "tests.session.kill_before_each_call", "subscriber", case, tmp_path, every)
     assert seen["kills"] * every > 40
     assert seen["old"] > 5
     assert seen["new"] > 5
@@ -116,7 +95,7 @@ SERVERS = (("seaweedfs", 12), ("moto", 13))
 )
 def test_all_are_killed_over_and_over(store: str, kills: int, seed: int) -> None:
     """A publisher and two subscribers that live at the same time, and die at drawn moments."""
-    seen = _driver("-m", "tests.session.soak", "--kills", kills, "--store", store, "--seed", seed)
+    seen = driver("-m", "tests.session.soak", "--kills", kills, "--store", store, "--seed", seed)
     assert seen["kills"] >= kills
     assert seen["faults"] == 0
     assert seen["published"] > 3
@@ -175,7 +154,7 @@ print(json.dumps([line for line in journal.read() if line["what"] != "ready"]))
 
 def test_publishers_at_once(tmp_path: Path) -> None:
     """Of three that have seen the same head exactly one goes on; the others are fenced off, and nothing is mixed up."""
-    lines = _driver("-c", RACE, tmp_path)
+    lines = driver("-c", RACE, tmp_path)
     for turn in range(4):
         ends = sorted(line["what"] for line in lines if line["round"] == turn)
         assert ends == ["fenced", "fenced", "won"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,15 +18,20 @@ from ..weights.digest import Digest, digest, sums, table_digest
 from ..weights.dtypes import Bits
 from ..weights.local import LocalWeights
 from ..weights.memory import Memory, Weights
-from ..weights.shards import Shards
+from ..weights.region import whole
+from ..weights.shards import Part, Shards
+from ..weights.table import TensorTable
 from ..wire import Head, HeadGatherer, encoded_table
 from .apply import exchange
 from .assemble import collect
 from .contents import Bucket, BucketList, Contents, Ends
+from .decode import sparse
 from .matching import require_result
 from .overlay import write_regions
+from .slicing import PatchSlicer, write_slices
 from .staging import entry_geometry, overlay
 
+W = TypeVar("W", bound="dict[str, Bits] | Shards")
 _AS_THEY_ARE = "raw"
 _CODED = "gap"  # whose dense entries are coded, and which every receiver takes
 
@@ -115,23 +120,25 @@ def restore(patch: Contents, weights: dict[str, Bits], threads: int | None = Non
     Restoration(patch, weights).run(threads)
 
 
-class Restoration:
+class Restoration(Generic[W]):
     """Turns zeros into the weights of a snapshot, bucket by bucket as they arrive, and releases these.
 
     Nothing is kept to undo it. The bits are summed up once, at the end.
 
     Args:
         patch: The snapshot, whose buckets may still be arriving.
-        weights: Zeros, which nobody has seen yet.
+        weights: Zeros, which nobody has seen yet. Shards get what the snapshot has of them; the caller must check
+            their digest, if they are not just what it covers.
     """
 
-    def __init__(self, patch: Contents, weights: dict[str, Bits]) -> None:
+    def __init__(self, patch: Contents, weights: W) -> None:
         self.weights = weights
         self._patch = patch
         self._local = LocalWeights.of(weights, patch.table)
         self._gatherer = HeadGatherer(patch.table)
         self._gathered = 0  # buckets whose heads the gatherer has
         self._heads: dict[int, Head] = {}  # of further buckets that are written
+        self._slicer = None if self._local.complete else PatchSlicer(self._local)
 
     def run(self, threads: int | None = None) -> None:
         """Write all buckets. Where these stop arriving it raises, and goes on from there when it is called again."""
@@ -139,12 +146,15 @@ class Restoration:
             self._gatherer.add(self._heads.pop(index))
             self._gathered += 1
         self._patch.accept_heads(self._gatherer)  # no entries overlap
-        require_result(self._patch, digest(self.weights, threads=threads))
+        if set(self._local.places) == set(self._patch.covers):
+            require_result(self._patch, digest(self.weights, threads=threads))
 
     def _write(self, index: int) -> int:
         if index not in self._heads:
             head, _ = self._patch.open_bucket(index)
-            if head.layout.changes:  # an earlier release compared weights with zeros
+            if self._slicer is not None:
+                self._write_slices(self._slicer, head, index)
+            elif head.layout.changes:  # an earlier release compared weights with zeros
                 deque(exchange(self._local, self._patch, index), maxlen=0)
             else:
                 self._write_dense(index)
@@ -157,3 +167,19 @@ class Restoration:
             if part.positions.size:  # very many small regions
                 overlay(entry_geometry(self._local, part.head), part, part.words).scatter()
             write_regions(self._local, part.dense_bits)
+
+    def _write_slices(self, slicer: PatchSlicer, head: Head, index: int) -> None:
+        if slicer.touches(head):
+            base = _zeros(self._patch.table, head) if head.profile.conditional and head.layout.changes else None
+            write_slices(self._local, slicer, self._patch.decode(index, base))
+
+
+def _zeros(table: TensorTable, head: Head) -> LocalWeights:
+    """Zeros in the place of the regions that a bucket changes; none of it takes memory until it is written to."""
+    entries = sparse(head)
+    parts = [
+        Part(table[tensor].name, box, Bits(np.zeros(box.size, table[tensor].dtype.uint), table[tensor].dtype))
+        for tensor, region in zip(entries.tensor.tolist(), entries.region, strict=True)
+        for box in [region or whole(table[tensor].shape)]
+    ]
+    return LocalWeights.of(Shards(table, parts))

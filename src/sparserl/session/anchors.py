@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from ..weights.digest import Digest
 from ..weights.dtypes import Bits, DType
 from ..weights.local import LocalWeights
 from ..weights.memory import Memory, Weights
-from ..weights.region import Shape
-from ..weights.shards import Part, Shards
+from ..weights.region import Shape, whole
+from ..weights.shards import Part, Place, Shards
 from ..weights.staging import gpu_tensor
 from ..weights.table import TensorTable
 from ..weights.tensors import memories, memory_of
@@ -60,10 +60,29 @@ def copy_weights(weights: Weights | Shards, threads: int | None = None, *, on_gp
     return dict(zip(named, ordered(copy, named.values(), threads), strict=True))
 
 
-def begin_restoration(anchor: Contents) -> Restoration:
+def _zero_parts(table: TensorTable, places: Sequence[Place]) -> Shards:
+    """Parts in which every bit is zero, if there is memory for them."""
+    boxes = [(table[tensor], region or whole(table[tensor].shape)) for tensor, region in places]
+    require_memory(sum(box.numel * spec.dtype.width for spec, box in boxes))
+    return Shards(table, [Part(spec.name, box, _zeros(box.size, spec.dtype, table)) for spec, box in boxes])
+
+
+def begin_restoration(anchor: Contents) -> Restoration[dict[str, Bits]]:
     """Zeros, if there is memory for them, that an anchor is about to turn into weights."""
     require_memory(anchor.table.dense_bytes)
     return Restoration(anchor, zeros(anchor.table))
+
+
+def begin_parts(anchor: Contents, places: Sequence[Place]) -> Restoration[Shards]:
+    """Zeros, if there is memory for them, that an anchor is about to turn into some parts of its weights."""
+    return Restoration(anchor, _zero_parts(anchor.table, places))
+
+
+def restored_parts(anchor: Patch, places: Sequence[Place], threads: int | None = None) -> Shards:
+    """Some parts of the weights of an anchor."""
+    restoration = begin_parts(anchor.contents, places)
+    restoration.run(threads)
+    return restoration.weights
 
 
 def restored(anchor: Patch, threads: int | None = None) -> dict[str, Bits]:

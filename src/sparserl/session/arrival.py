@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..parallel import outlast
 from ..patch import Patch
@@ -16,8 +16,9 @@ from ..patch.snapshot import Restoration
 from ..transport.stores.deadline import SLICE, Deadline, current
 from ..weights.digest import Digest
 from ..weights.dtypes import Bits
+from ..weights.shards import Place, Shards
 from ..weights.table import TensorTable
-from .anchors import SPOOL_BYTES, apply_all, begin_restoration
+from .anchors import SPOOL_BYTES, apply_all, begin_parts, begin_restoration
 
 R = TypeVar("R")
 _TRANSIENT_BYTES = 128 << 20  # of an anchor: buckets that have arrived, and are not written yet
@@ -42,16 +43,27 @@ class ArrivingPatch:
         self.is_applied = False  # to the weights that are being built from an anchor
         self.buckets = BucketList(buckets, memory_bytes=memory_bytes, transient=restores)
         self.patch = Patch(Contents(table, ends, self.buckets, table_hash))
-        self._restoration: Restoration | None = None
+        self._restoration: Restoration[Any] | None = None
 
     def restored(self, threads: int | None = None) -> dict[str, Bits]:
         """The weights of an anchor. If buckets stop arriving it raises, and goes on from there when called again."""
         if self._restoration is None:
             self._restoration = begin_restoration(self.patch.contents)
+        weights: dict[str, Bits] = self._restore(self._restoration, threads)
+        return weights
+
+    def restored_parts(self, places: Sequence[Place], threads: int | None = None) -> Shards:
+        """Some parts of the weights of an anchor: always the same ones."""
+        if self._restoration is None:
+            self._restoration = begin_parts(self.patch.contents, places)
+        weights: Shards = self._restore(self._restoration, threads)
+        return weights
+
+    def _restore(self, restoration: Restoration[Any], threads: int | None) -> Any:
         if not self.is_applied:
-            self._restoration.run(threads)
+            restoration.run(threads)
             self.is_applied = True
-        return self._restoration.weights
+        return restoration.weights
 
 
 def arriving_weights(arriving: Sequence[ArrivingPatch], result: Digest, threads: int | None = None) -> dict[str, Bits]:

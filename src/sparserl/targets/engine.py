@@ -16,6 +16,7 @@ from ..errors import SessionError, WrongBase
 from ..parallel import ordered
 from ..patch import Application, Patch, Replacement, diff, stage_all
 from ..patch.decode import Decoded
+from ..patch.slicing import PROFILES, PatchSlicer
 from ..patch.staging import Staged, refuse_conflicts, stage
 from ..weights.digest import Digest, element_sums
 from ..weights.dtypes import Bits, UIntArray
@@ -26,7 +27,6 @@ from ..weights.table import TensorTable
 from ..weights.tensors import memories, memory_of, require_writable
 from .engine_layout import Piece
 from .modules import ModuleTarget
-from .slicing import PROFILES, PatchSlicer
 from .target import Change, Undo
 
 

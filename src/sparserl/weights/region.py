@@ -114,6 +114,20 @@ def whole(shape: Shape) -> Region:
     return Region((0,) * len(shape), shape)
 
 
+def intersection(a: Region, b: Region) -> Region | None:
+    """What two regions of one tensor have in common; None if that is no element."""
+    start = tuple(map(max, a.start, b.start))
+    size = tuple(min(p + m, q + n) - s for p, m, q, n, s in zip(a.start, a.size, b.start, b.size, start, strict=True))
+    return Region(start, size) if all(n > 0 for n in size) else None
+
+
+def bounding(a: Region, b: Region) -> Region:
+    """The smallest region that contains two."""
+    start = tuple(map(min, a.start, b.start))
+    size = tuple(max(p + m, q + n) - s for p, m, q, n, s in zip(a.start, a.size, b.start, b.size, start, strict=True))
+    return Region(start, size)
+
+
 def row_major(shape: Shape) -> Shape:
     """Strides, in elements, of a contiguous tensor."""
     strides = [1] * len(shape)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...errors import Fenced, FormatError, NotFound, Refused, Unavailable, UnsupportedFormat, Untrusted
+from ...errors import Fenced, FormatError, NotFound, Refused, SessionError, Unavailable, UnsupportedFormat, Untrusted
 from ...transport.stores.base import Store
 from ..logs import log
 from . import signing
@@ -130,6 +130,20 @@ class HeadWriter:
             self._open_swap = None
             steps = other_index.steps
         raise Unavailable(f"{self._store.url}: the head could not be moved in {_SWAPS} attempts")
+
+    def head_to_continue(self) -> HeadRecord | None:
+        """The head that was there in the beginning, on every rank; None where the store has none.
+
+        Raises:
+            SessionError: There is one that this publisher cannot continue.
+        """
+
+        def first() -> HeadRecord | None:
+            if self.obstacle is not None:
+                raise SessionError(f"{self._store.url} {self.obstacle}. {HOW_TO_REPLACE}")
+            return self.first_head
+
+        return self._writers.lead("read the head", first, _dump_head, _load_head)
 
     def resolve(self) -> None:
         """Find out what became of a swap that was not answered, or interrupted."""
@@ -283,6 +297,14 @@ def _same_version(head: HeadRecord, last_head: HeadRecord | None) -> bool:
     if last_head is None:
         return False
     return (head.run, head.version, head.digest) == (last_head.run, last_head.version, last_head.digest)
+
+
+def _dump_head(head: HeadRecord | None) -> bytes:
+    return b"" if head is None else head.body()
+
+
+def _load_head(data: bytes) -> HeadRecord | None:
+    return HeadRecord.parse(data) if data else None
 
 
 def _dump(proposal: tuple[HeadRecord, Index]) -> bytes:

@@ -43,7 +43,7 @@ from .head import HOW_TO_REPLACE, HeadWriter
 from .label import Label
 from .layouts import has_new_layout, write_layout
 from .maintenance import Maintenance, RetentionOptions
-from .resume import SavedAnchor, resume_from_store
+from .resume import SavedAnchor, resume_run
 from .run_writer import CommittedVersion, RunWriter, published_report
 from .signing import PublicKeys, PublisherKeys
 from .transfer import Upload
@@ -81,7 +81,7 @@ class Publisher:
         state: A folder on this machine that survives a restart. With it, a publisher that was killed goes on with its
             run from the anchor that it saved there, and fetches only the patches since then. Without it, or when it
             does not fit the run in the store, the publisher fetches the anchor too. One publisher at a time has the
-            folder; a second one is refused.
+            folder; a second one is refused. Of several writers each has a folder in it, and saves its own shards.
         new_run: Whether to leave the run that the store has, and begin another: subscribers then fetch all weights
             again. Without it, a publisher goes on with that run, or is refused where it cannot.
         profile: How patches are encoded: `raw`, `gap`, `ulp`, `ctx`, or `auto`, which takes the smallest or, with
@@ -97,7 +97,8 @@ class Publisher:
         threads: How many threads to use; None for one a core.
         progress: Called with the number of bytes whenever some have been compared or sent.
         writers: The process group of a sharded trainer, each rank of which has a publisher with the `Shards` it holds.
-            All call `publish` in step; each uploads its own buckets, and rank 0 moves the head when all are there.
+            All make their publishers and call `publish` in step; each uploads its own buckets, and rank 0 moves the
+            head when all are there. After a restart they may be more or fewer.
         timeout: How many seconds writers wait for one another. A process that was stopped or killed is noticed within
             30 seconds.
         baseline: Where the bits of the last version are kept, to find changes: `host` for host memory; `device` for
@@ -161,18 +162,16 @@ class Publisher:
         self._callbacks.watch_retries(self.store)
         self._source_check = SourceCheck(self._source, self.store.url)
         self._writers = Writers(None if writers is None else RankGather(writers, timeout))
-        if state is not None and self._writers.size > 1:
-            raise SessionError("several writers keep no state: after a restart they begin a new run")
-        saved_anchor = None if state is None else SavedAnchor(Path(state), self.store.url)
+        saved_anchor = None if state is None else SavedAnchor(self._writers.own_folder(Path(state)), self.store.url)
         head = HeadWriter(self.store, keys, self._writers, clock, new_run)
         self._run_writer = RunWriter(self.store, head, self._writers, clock, progress)
         self._maintenance = Maintenance(self._run_writer, retention, saved_anchor, self._encoding)
         self._is_closed = False
         self._had_run = False  # whether a version of this publisher was committed
-        self._refusal: str | None = None  # why no new run may begin: that of the store would be lost
         if not new_run:
             try:
-                self._continue_run(head, saved_anchor)
+                with self._writers.call():
+                    self._continue_run(head, saved_anchor)
             except BaseException:
                 self.close()
                 raise
@@ -289,31 +288,26 @@ class Publisher:
 
     def _continue_run(self, writer: HeadWriter, saved_anchor: SavedAnchor | None) -> None:
         """Go on with the run that the store has; where that cannot be done, it is not replaced without a word."""
-        head = writer.first_head
-        obstacle = writer.obstacle
-        if self._writers.size > 1:  # rank 0 alone knows it, and the first publish tells all
-            if head is not None:
-                obstacle = f"has run {head.run} at version {head.version}, which several writers cannot continue"
-            self._refusal = None if obstacle is None else f"{self.store.url} {obstacle}. {HOW_TO_REPLACE}"
-            return
-        if obstacle is not None:
-            raise SessionError(f"{self.store.url} {obstacle}. {HOW_TO_REPLACE}")
+        head = writer.head_to_continue()
         if head is None:
             return
-        resumed = None if saved_anchor is None else saved_anchor.resume(self.store, head, self._encoding.threads)
-        if resumed is None:
-            try:
-                resumed = resume_from_store(self.store, head, self._encoding.threads, self._encoding.progress)
-            except SessionError as error:
-                raise SessionError(f"{error}. {HOW_TO_REPLACE}") from error
-        baseline, self.baseline = choose_baseline(
-            resumed.weights,
-            self._baseline_options,
-            tracked=self._tracks_changes,
-            threads=self._encoding.threads,
-            own_digest=head.digest,
-        )
-        self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baseline)
+        weights = functools.partial(weights_of, self._source)
+        resumed = resume_run(self.store, self._writers, head, saved_anchor, weights, self._encoding)
+        baselines: list[Baseline] = []
+
+        def choose(options: BaselineOptions) -> Baseline:
+            baseline, self.baseline = choose_baseline(
+                resumed.weights,
+                options,
+                tracked=self._tracks_changes,
+                threads=self._encoding.threads,
+                own_digest=resumed.digest,
+            )
+            baselines[:] = [baseline]
+            return baseline
+
+        self._choose_alike(choose)
+        self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baselines[0])
         self._source_check.resume()
         log.info("%s: continuing run %s at version %d", self.store.url, head.run, head.version)
 
@@ -347,7 +341,7 @@ class Publisher:
         if self._had_run and last is None:
             log.warning("%s: the baseline was lost, so a new run begins: subscribers fetch all weights", self.store.url)
 
-        def capture(options: BaselineOptions) -> bytes:
+        def capture(options: BaselineOptions) -> Baseline:
             weights = weights_of(self._source)
             with watch.stage("capture"):
                 baseline, self.baseline = choose_baseline(
@@ -357,12 +351,20 @@ class Publisher:
             named = label._replace(files=self._capture_files())
             local = LocalWeights.of(weights)
             work[:] = [functools.partial(self._publish_first, local, baseline, anchor, named, watch, last)]
-            return b"none" if baseline.weights is None else b"host"
+            return baseline
 
-        kinds = self._writers.together("capture", lambda: capture(self._baseline_options))
-        if len(set(kinds)) > 1:  # one has no room for a baseline: then none has one, so that all do the same
-            self._writers.together("capture", lambda: capture(replace(self._baseline_options, kind="none")))
+        self._choose_alike(capture)
         return work[0]
+
+    def _choose_alike(self, choose: Callable[[BaselineOptions], Baseline]) -> None:
+        """Choose a baseline on every rank: where one has no room for it, none has one, so that all do the same."""
+
+        def kind(options: BaselineOptions) -> bytes:
+            return b"none" if choose(options).weights is None else b"host"
+
+        kinds = self._writers.together("capture", lambda: kind(self._baseline_options))
+        if len(set(kinds)) > 1:
+            self._writers.together("capture", lambda: kind(replace(self._baseline_options, kind="none")))
 
     def _capture_changes(
         self, committed: CommittedVersion, label: Label, watch: Watch, *, at_once: bool
@@ -420,8 +422,7 @@ class Publisher:
     ) -> SyncReport:
         """An anchor: the first version of a new run, or the first with other tensors than the last version has."""
         if last is None:
-            run = self._run_writer.begin_run(local.table, label.files, self._refusal)
-            self._refusal = None
+            run = self._run_writer.begin_run(local.table, label.files)
         else:
             run = replace(last.run, later_table=local.table)
         self._writers.require_whole(local, run.layout)

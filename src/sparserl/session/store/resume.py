@@ -10,22 +10,30 @@ anchors of other stores are left alone. One publisher at a time has the folder.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import FormatError, NotFound, NotRetained, SessionError, WeightsError, WrongBase
+from ...errors import FormatError, NotFound, NotRetained, SessionError, TensorMismatch, WeightsError, WrongBase
 from ...files import Folder
 from ...humanize import size
 from ...parallel import Progress
 from ...patch import Patch
 from ...transport.stores.base import Store
+from ...weights.digest import Digest, digest, table_digest
 from ...weights.dtypes import Bits
+from ...weights.local import LocalWeights
+from ...weights.memory import Weights
+from ...weights.shards import Shards
 from ..anchors import restored
 from ..logs import log
+from ..options import EncodingOptions
 from . import routes
 from .fields import sha256
+from .head import HOW_TO_REPLACE
 from .records import HeadRecord, Index, RunRecord
 from .stored_run import StoredRun
+from .writers import Writers
 
 _ANCHOR = re.compile(r"anchor-(?P<store>[0-9a-f]{8})-(?P<run>[0-9a-f]{16})-(?P<version>\d{1,16})\.srl")
 _DRAFT = re.compile(rf"\.{_ANCHOR.pattern}\..+")
@@ -37,13 +45,28 @@ class ResumedRun:
 
     run: RunRecord
     index: Index
-    weights: dict[str, Bits]
+    weights: dict[str, Bits] | Shards
+    digest: Digest  # of these weights
+
+    @classmethod
+    def of(
+        cls, stored: StoredRun, run: RunRecord, weights: dict[str, Bits] | Shards, threads: int | None
+    ) -> ResumedRun:
+        """A run whose weights are rebuilt: all of them, which have the digest of the head, or some parts."""
+        is_all = not isinstance(weights, Shards)
+        return cls(run, stored.index, weights, stored.head.digest if is_all else digest(weights, threads=threads))
 
 
 def resume_from_store(
-    store: Store, head: HeadRecord, threads: int | None = None, progress: Progress | None = None
+    store: Store,
+    head: HeadRecord,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    local: LocalWeights | None = None,
 ) -> ResumedRun:
     """The run of the store's head, whose weights are built from its last anchor and the patches since then.
+
+    local: the shards of this rank, where there are several: then the weights are those at their places.
 
     Raises:
         SessionError: What the store has does not lead to the weights of the head.
@@ -54,12 +77,103 @@ def resume_from_store(
         fetched = size(sum(step.bytes for step in steps))
         log.info("%s: fetching %s to continue run %s at version %d", store.url, fetched, head.run, head.version)
         run = stored.run_at(head.version)
-        weights = stored.build(steps, head.version, threads)
+        weights: dict[str, Bits] | Shards
+        if local is None:
+            weights = stored.build(steps, head.version, threads)
+        else:
+            run.layout.require(local.table, "the run", "this rank")
+            weights = stored.build_parts(steps, local.places, threads)
     except (FormatError, NotFound, NotRetained, WeightsError, WrongBase) as error:
         raise SessionError(
             f"{store.url} has run {head.run} at version {head.version}, whose weights cannot be rebuilt: {error}"
         ) from error
-    return ResumedRun(run, stored.index, weights)
+    return ResumedRun.of(stored, run, weights, threads)
+
+
+def _build(stored: StoredRun, anchor: Patch, version: int, threads: int | None) -> dict[str, Bits]:
+    """The weights of the head, from an anchor of a version where the way from there takes the fewest bytes."""
+    newest = stored.head.version
+    steps = routes.route(stored.index.steps, (version, anchor.result), newest)
+    needs_anchor = not steps or steps[0].base is not None
+    start = (restored(anchor, threads), anchor.result) if needs_anchor else None
+    return stored.build(steps, newest, threads, start)
+
+
+def _build_parts(stored: StoredRun, anchor: Patch, version: int, local: LocalWeights, threads: int | None) -> Shards:
+    """The same for the parts that one rank has, of which it has saved an anchor."""
+    if set(anchor.contents.covers) != set(local.places):
+        raise TensorMismatch("the saved anchor is of other parts")
+    steps = stored.steps(version, stored.head.version)
+    needs_anchor = not steps or steps[0].base is not None
+    return stored.build_parts(steps, local.places, threads, anchor if needs_anchor else None)
+
+
+def resume_run(
+    store: Store,
+    writers: Writers,
+    head: HeadRecord,
+    saved_anchor: SavedAnchor | None,
+    weights: Callable[[], Weights | Shards],
+    encoding: EncodingOptions,
+) -> ResumedRun:
+    """The run of the store's head, on every rank with the weights that are this rank's.
+
+    saved_anchor: the anchors that this rank has saved, if it has a folder for them.
+    weights: returns the shards of this rank; called where there are several.
+
+    Raises:
+        SessionError: What the store has does not lead to the weights of the head.
+    """
+    if writers.size == 1:
+        return _resume_share(store, head, saved_anchor, None, encoding)
+    local = _shards_of(writers, weights)
+    for anchor in (saved_anchor, None):
+        shares: list[ResumedRun] = []
+
+        def resume(anchor: SavedAnchor | None = anchor, shares: list[ResumedRun] = shares) -> bytes:
+            shares.append(_resume_share(store, head, anchor, local, encoding))
+            return shares[0].digest.to_bytes()
+
+        rows = writers.together("rebuild the weights", resume)
+        if sum(map(Digest.from_bytes, rows), table_digest(local.table)) == head.digest:
+            return shares[0]
+        if anchor is not None:
+            anchor.distrust()
+    raise SessionError(
+        f"{store.url} has run {head.run} at version {head.version}; what the ranks have rebuilt are other weights. "
+        f"{HOW_TO_REPLACE}"
+    )
+
+
+def _shards_of(writers: Writers, weights: Callable[[], Weights | Shards]) -> LocalWeights:
+    """The shards of this rank; those of all ranks must be all weights."""
+    own: list[LocalWeights] = []
+
+    def look() -> bytes:
+        own.append(LocalWeights.of(weights()))
+        return b""
+
+    writers.together("look at the shards", look)
+    writers.require_whole(own[0], own[0].table)
+    return own[0]
+
+
+def _resume_share(
+    store: Store,
+    head: HeadRecord,
+    saved_anchor: SavedAnchor | None,
+    local: LocalWeights | None,
+    encoding: EncodingOptions,
+) -> ResumedRun:
+    """The run with the weights of this process, from what it has saved, or else from the store."""
+    if saved_anchor is not None:
+        resumed = saved_anchor.resume(store, head, encoding.threads, local)
+        if resumed is not None:
+            return resumed
+    try:
+        return resume_from_store(store, head, encoding.threads, encoding.progress, local)
+    except SessionError as error:
+        raise SessionError(f"{error}. {HOW_TO_REPLACE}") from error
 
 
 class SavedAnchor:
@@ -88,16 +202,22 @@ class SavedAnchor:
             if match is not None and path.name != self._name and self._store == match["store"]:
                 path.unlink(missing_ok=True)
 
-    def resume(self, store: Store, head: HeadRecord, threads: int | None = None) -> ResumedRun | None:
-        """The run of the store's head, if an anchor of it is saved here."""
+    def resume(
+        self, store: Store, head: HeadRecord, threads: int | None = None, local: LocalWeights | None = None
+    ) -> ResumedRun | None:
+        """The run of the store's head, if an anchor of it is saved here; see `resume_from_store`."""
         for version, name in sorted(self._anchors(head.run), reverse=True):
-            resumed = self._resume_from(name, version, store, head, threads)
+            resumed = self._resume_from(name, version, store, head, threads, local)
             if resumed is not None:
                 self.run = head.run
                 self._name = name
                 self.remove_others()
                 return resumed
         return None
+
+    def distrust(self) -> None:
+        """What is saved here has not led to the weights of the head: save another anchor when one is at hand."""
+        self.run = None
 
     def close(self) -> None:
         """Let another publisher have the folder."""
@@ -111,20 +231,27 @@ class SavedAnchor:
         return [(int(match["version"]), match[0]) for match in matches if match is not None and match["run"] == run]
 
     def _resume_from(
-        self, name: str, version: int, store: Store, head: HeadRecord, threads: int | None
+        self,
+        name: str,
+        version: int,
+        store: Store,
+        head: HeadRecord,
+        threads: int | None,
+        local: LocalWeights | None,
     ) -> ResumedRun | None:
         try:
             anchor = Patch.open(self._path / name)
             stored = StoredRun.of(store, head)
             run = stored.run_at(head.version)
             anchor.table.require(run.layout, "the saved anchor", "the run")
-            steps = routes.route(stored.index.steps, (version, anchor.result), head.version)
-            needs_anchor = not steps or steps[0].base is not None
-            start = (restored(anchor, threads), anchor.result) if needs_anchor else None
-            weights = stored.build(steps, head.version, threads, start)
+            if local is None:
+                weights: dict[str, Bits] | Shards = _build(stored, anchor, version, threads)
+            else:
+                run.layout.require(local.table, "the run", "this rank")
+                weights = _build_parts(stored, anchor, version, local, threads)
         except (OSError, FormatError, NotFound, NotRetained, WeightsError, WrongBase):  # damaged here or there
             return None
-        return ResumedRun(run, stored.index, weights)
+        return ResumedRun.of(stored, run, weights, threads)
 
     def _lock(self) -> None:
         """Have the folder for ourselves, until we are closed or gone."""

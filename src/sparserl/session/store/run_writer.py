@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...errors import FormatError, NotFound, SessionError
+from ...errors import FormatError, NotFound
 from ...parallel import Progress
 from ...patch import Patch
 from ...transport.stores.base import Store
@@ -61,16 +61,13 @@ class RunWriter:
         self._head = head
         self._progress = progress
 
-    def begin_run(self, table: TensorTable, files: side_files.Captured | None, refusal: str | None = None) -> RunRecord:
+    def begin_run(self, table: TensorTable, files: side_files.Captured | None) -> RunRecord:
         """A new run, with all that its versions have in common in the store.
 
         files: those of its first version.
-        refusal: why no run may begin, if so.
         """
 
         def begin() -> RunRecord:
-            if refusal is not None:
-                raise SessionError(refusal)
             run = RunRecord(secrets.token_hex(8), max(self.clock(), self._head.next_run_time), table)
             first_files = files or {}
             side_files.upload(self.store, first_files, lambda file: path(run.run, "files", file.blob.hash))

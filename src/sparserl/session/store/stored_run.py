@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...errors import NotRetained
+from ...errors import NotRetained, TensorMismatch
 from ...parallel import Progress
 from ...patch import Patch, diff
 from ...transport.stores.base import Store
 from ...weights.digest import Digest
 from ...weights.dtypes import Bits
-from ..anchors import apply_all, copy_weights
+from ...weights.shards import Place, Shards
+from ..anchors import apply_all, copy_weights, restored_parts
 from ..arrival import arriving_weights
+from ..parts import apply_to_parts, cut, decodable_places
 from . import routes, transfer
 from .layouts import run_at
 from .records import HeadRecord, Index, RouteStep, RunRecord
@@ -72,6 +74,8 @@ class StoredRun:
 
     def steps(self, base: int | None, version: int) -> list[RouteStep]:
         """The steps with the fewest bytes from one version, or from nothing, to another."""
+        if base is not None:
+            self.require(base)
         self.require(version)
         start = None if base is None else (base, self.digests[base])
         return routes.route(self.index.steps, start, version)
@@ -103,6 +107,30 @@ class StoredRun:
             return fetch.run(lambda: arriving_weights(fetch.arriving, digest, threads))
         return fetch.run(lambda: apply_all(*start, fetch.patches, digest, threads))
 
+    def build_parts(
+        self, steps: list[RouteStep], places: Sequence[Place], threads: int | None = None, start: Patch | None = None
+    ) -> Shards:
+        """Some parts of the weights that steps lead to. Their digest must be checked by the caller.
+
+        start: an anchor of these parts that the steps start from; without it, the first step is an anchor.
+
+        Raises:
+            TensorMismatch: It takes more parts than `start` has to decode the steps.
+        """
+        if start is not None:
+            patches = self.patches(steps)
+            if set(decodable_places(start.table, places, patches)) - set(start.contents.covers):
+                raise TensorMismatch("it takes more parts than the anchor has to decode the patches after it")
+            weights = restored_parts(start, places, threads)
+        else:
+            first, *others = steps
+            patches = self.patches(others)
+            wider = decodable_places(self.run_at(first.version).layout, places, patches)
+            fetch = self.fetch([first])
+            weights = fetch.run(lambda: fetch.arriving[0].restored_parts(wider, threads))
+        apply_to_parts(weights, patches, threads)
+        return cut(weights, places)
+
     def weights(self, version: int, threads: int | None = None) -> dict[str, Bits]:
         """The weights of a version, built from an anchor and patches."""
         return self.build(self.steps(None, version), version, threads)
@@ -113,7 +141,6 @@ class StoredRun:
 
     def patch(self, base: int, version: int, threads: int | None = None) -> Patch:
         """One patch between two versions, without files: that of the store, or else by comparing both."""
-        self.require(base)
         steps = self.steps(base, version)
         table = self.run_at(version).layout
         self.run_at(base).layout.require(table, f"version {base}", f"version {version}")

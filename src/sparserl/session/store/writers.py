@@ -11,6 +11,7 @@ import builtins
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ...errors import SessionError, SparserlError, StoreError
@@ -51,6 +52,10 @@ class Writers:
         self._exchange = exchange
         self.rank = 0 if exchange is None else exchange.rank
         self.size = 1 if exchange is None else exchange.size
+
+    def own_folder(self, folder: Path) -> Path:
+        """The folder of this rank in one that all are given."""
+        return folder if self.size == 1 else folder / f"rank-{self.rank}"
 
     @contextmanager
     def call(self, begin: bool = True) -> Iterator[None]:

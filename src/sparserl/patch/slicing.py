@@ -1,7 +1,7 @@
 """The changes of a patch that are in the parts of one rank.
 
 A bucket is decoded once, and its entries are cut along the parts. Steps stay steps, so that old bits are not needed;
-but `ctx`, which depends on all old bits, cannot be decoded by a rank that has only some of them.
+but `ctx`, which depends on all old bits of an entry, can only be decoded where the parts contain all of it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import replace
 import numpy as np
 
 from ..codec.profile import Positions
-from ..patch.decode import Decoded, flatten
 from ..weights.dtypes import UIntArray
 from ..weights.local import LocalWeights
-from ..weights.region import Region, Shape, whole
+from ..weights.region import Region, Shape, intersection, whole
 from ..weights.shards import Place
-from ..wire import Entries
+from ..wire import Entries, Head
+from .decode import Decoded, flatten
+from .overlay import write_regions
+from .staging import entry_geometry, overlay, stage
 
 PROFILES = frozenset(("raw", "gap", "ulp"))  # profiles whose patches can be sliced
 
@@ -30,6 +32,15 @@ class PatchSlicer:
         self._parts: dict[int, list[Region | None]] = {}
         for tensor, region in weights.places:
             self._parts.setdefault(tensor, []).append(region)
+
+    def touches(self, head: Head) -> bool:
+        """Whether a bucket changes anything in the parts."""
+        entries = head.entries
+        return any(
+            intersection(region or whole(self._shape(tensor)), part or whole(self._shape(tensor))) is not None
+            for tensor, region in zip(entries.tensor.tolist(), entries.region, strict=True)
+            for part in self._parts.get(tensor, ())
+        )
 
     def slice(self, decoded: Decoded) -> Decoded:
         """A bucket with only the changes that are in the parts."""
@@ -58,6 +69,7 @@ class PatchSlicer:
             positions=np.concatenate([np.empty(0, np.uint32), *positions]),
             words=np.concatenate([decoded.words[:0], *words]),
             dense=np.concatenate([decoded.dense[:0], *dense]),
+            old=None,
         )
 
     def _shape(self, tensor: int) -> Shape:
@@ -71,7 +83,7 @@ class PatchSlicer:
         whole_tensor = whole(self._shape(tensor))
         outer = region or whole_tensor
         for part in self._parts.get(tensor, ()):
-            if (common := _intersection(outer, part or whole_tensor)) is not None:
+            if (common := intersection(outer, part or whole_tensor)) is not None:
                 start = tuple(a - b for a, b in zip(common.start, outer.start, strict=True))
                 share = bits.reshape(outer.size)[Region(start, common.size).slices].reshape(-1)
                 yield (None if common == whole_tensor else common), share
@@ -98,7 +110,13 @@ def _within(
     return inside, np.ravel_multi_index(local, region.size).astype(np.uint32)
 
 
-def _intersection(a: Region, b: Region) -> Region | None:
-    start = tuple(map(max, a.start, b.start))
-    size = tuple(min(p + m, q + n) - s for p, m, q, n, s in zip(a.start, a.size, b.start, b.size, start, strict=True))
-    return Region(start, size) if all(n > 0 for n in size) else None
+def write_slices(weights: LocalWeights, slicer: PatchSlicer, decoded: Decoded) -> None:
+    """Write the changes of a bucket that are in the parts. Nothing is kept to undo it."""
+    for part in decoded.parts():
+        sliced = slicer.slice(part)
+        if not sliced.head.profile.absolute:
+            stage(weights, sliced).new.write(weights)
+            continue
+        if sliced.positions.size:
+            overlay(entry_geometry(weights, sliced.head), sliced, sliced.words).scatter()
+        write_regions(weights, sliced.dense_bits)

@@ -1,0 +1,225 @@
+"""The ranks of a sharded trainer, one of which is killed over and over: those that come after go on with its run.
+
+    python -m tests.session.soak_writers --kills 300 --store file|seaweedfs|moto --seed 1
+
+Every life has a drawn number of ranks, with what each has saved or from the store alone. A drawn rank is killed before
+a drawn call of its own, or from outside at a drawn moment; then the others are, as a launcher does it. After each kill
+a subscriber goes to the newest version. A line shows how far it is; the last line is a summary in JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sparserl
+from sparserl.errors import NotFound
+from sparserl.session.store.records import HeadRecord
+from sparserl.session.store.retention import read_head
+from sparserl.transport.stores.base import Store
+from sparserl.transport.stores.opening import open_store
+from sparserl.weights.region import Region
+from sparserl.weights.shards import Part, Shards
+from tests.servers import Server, running
+from tests.session.killed_processes import (
+    FILES,
+    Fuse,
+    Journal,
+    Killing,
+    check,
+    ended,
+    fork,
+    settled,
+    sha,
+    synced,
+    warm,
+    weights_at,
+)
+
+VERSIONS = 4  # that a life publishes if nothing ends it
+CALLS = 400  # about as many as a rank makes in that time
+PROFILES = ("auto", "ctx", "gap")
+
+
+def shards(n: int, rank: int, size: int) -> Shards:
+    """What a rank has of the weights of a step: some rows of every tensor; the last rank has what has no rows."""
+    weights = weights_at(n)
+    table = sparserl.tensor_table(weights)
+    parts = []
+    for name, bits in weights.items():
+        shape = bits.array.shape
+        if not shape or shape[0] < size:
+            if rank == size - 1:
+                parts.append(Part(name, Region((0,) * len(shape), shape), bits))
+            continue
+        first, last = (shape[0] * r // size for r in (rank, rank + 1))
+        region = Region((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+        parts.append(Part(name, region, type(bits)(bits.array[first:last], bits.dtype)))
+    return Shards(table, parts)
+
+
+class Trainer:
+    """A source: the shards of one rank at a step."""
+
+    def __init__(self, n: int, rank: int, size: int) -> None:
+        self.n = n
+        self._rank = rank
+        self._size = size
+
+    def weights(self) -> Shards:
+        return shards(self.n, self._rank, self._size)
+
+
+@dataclass
+class Soak:
+    """The lives, and what they left behind."""
+
+    root: Path
+    kind: str
+    seed: int
+    server: Server | None = None
+    kills: Counter[str] = field(default_factory=Counter)
+    lives: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.fuse = Fuse()
+        self.journal = Journal(self.root / "journal")
+
+    def store(self) -> Store:
+        if self.server is None:
+            return open_store(f"file://{self.root / 'store'}")
+        return Killing(self.server.store("soak"), self.fuse)  # type: ignore[return-value]
+
+    def rank(self, life: int, rank: int, size: int, options: dict[str, Any]) -> None:
+        """The life of a rank."""
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"file://{self.root}/init-{life}", rank=rank, world_size=size)
+        trainer = Trainer(life * 10_000, rank, size)
+        publisher = sparserl.Publisher(
+            self.store(), trainer, files=FILES, writers=dist.group.WORLD, threads=1, timeout=120, **options
+        )
+        for n in range(trainer.n, trainer.n + VERSIONS):
+            trainer.n = n
+            version = 0 if publisher.version is None else publisher.version + 1
+            if rank == 0:
+                self.journal.add("attempt", run=publisher.run, version=version, sha=sha(weights_at(n)), n=n)
+            report = publisher.publish(step=n)
+            assert report.version == version
+            if rank == 0:
+                self.journal.add("published", run=report.run, version=version, sha=sha(weights_at(n)))
+        publisher.close()
+
+    def live(self, victim: int | None = None) -> bool:
+        """One life of all ranks; whether they came to their end. A rank may be the victim."""
+        self.lives += 1
+        life = self.lives
+        size = self.random.randint(1, 4)
+        has_state = self.random.random() < 0.6
+        options = {
+            "profile": self.random.choice(PROFILES),
+            "state": self.root / "state" if has_state else None,
+            "anchor_after": self.random.choice((0.0, 0.5, 100.0)),
+            "keep_anchors": 1,
+            "grace": 0.0 if self.server is None else 1.5,
+        }
+        by_itself = self.random.random() < 0.7
+        calls = self.random.randrange(CALLS)
+        moment = time.monotonic() + (120 if by_itself else self.random.uniform(0.05, 1.5))
+        children = []
+        for rank in range(size):
+
+            def work(rank: int = rank) -> None:
+                if victim is not None and by_itself and rank == victim % size:
+                    self.fuse.note = lambda where: self.journal.add("killed", who=f"rank {min(rank, 1)}", where=where)
+                    self.fuse.left = calls
+                self.rank(life, rank, size, options)
+
+            children.append(fork(work))
+        if victim is None:
+            return all(ended(child) for child in children)
+        chosen = children[victim % size]
+        while not os.waitid(os.P_PID, chosen, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if time.monotonic() > moment:
+                os.kill(chosen, signal.SIGKILL)
+                self.kills[f"rank {min(victim % size, 1)}: at a moment"] += 1
+                break
+            time.sleep(0.001)
+        lived = ended(chosen)
+        for child in set(children) - {chosen}:
+            if lived:
+                ended(child)
+            else:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)  # perhaps it has noticed that a rank is gone
+        return lived
+
+    def head(self) -> HeadRecord | None:
+        try:
+            return read_head(self.store())[0]
+        except NotFound:
+            return None
+
+    def run(self, kills: int) -> dict[str, Any]:
+        started = time.monotonic()
+        shown = started
+        done = 0
+        while done < kills:
+            before = self.head()
+            done += not self.live(self.random.randrange(12))
+            after = self.head()
+            if before is not None:
+                assert after is not None
+                assert after.run == before.run, "a new run has begun"
+                assert after.version >= before.version
+            if after is not None:
+                assert ended(fork(lambda: synced(self.store(), self.journal)))
+            if time.monotonic() > shown + 2:
+                shown = time.monotonic()
+                print(f"{done} of {kills} kills, {self.lives} lives, {shown - started:.0f} s", file=sys.stderr)
+        assert self.live()
+        assert ended(fork(lambda: synced(self.store(), self.journal)))
+        assert ended(fork(lambda: settled(self.store())))
+        published = [line["sha"] for line in self.journal.read() if line["what"] == "published"]
+        committed = [line["sha"] for line in self.journal.read() if line["what"] == "committed"]
+        assert committed[-1] == published[-1]
+        for line in self.journal.read():
+            if line["what"] == "killed":
+                self.kills[f"{line['who']}: {line['where']}"] += 1
+        seconds = round(time.monotonic() - started, 1)
+        counts = check(self.journal)
+        assert counts["runs"] == 1
+        ends = {"writers": True, "store": self.kind, "seed": self.seed, "kills": done, **counts, "lives": self.lives}
+        return {**ends, "seconds": seconds, "faults": 0, "where": dict(self.kills.most_common())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--store", choices=["file", "seaweedfs", "moto"], default="file")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch.distributed  # noqa: F401  # every life has it then
+
+    with tempfile.TemporaryDirectory(prefix="sparserl-soak-") as root, contextlib.ExitStack() as stack:
+        (Path(root) / "warm").mkdir()
+        warm(Path(root) / "warm")
+        server = None if args.store == "file" else stack.enter_context(running(args.store, Path(root) / "server"))
+        print(json.dumps(Soak(Path(root), args.store, args.seed, server).run(args.kills)))
+
+
+if __name__ == "__main__":
+    main()

@@ -102,8 +102,8 @@ MUTANTS = (
     ),
     Mutant(
         "a run that cannot be continued is replaced without a word",
-        "session/store/publisher.py",
-        'if obstacle is not None:\n            raise SessionError(f"{self.store.url} {obstacle}. {HOW_TO_REPLACE}")',
+        "session/store/head.py",
+        'if self.obstacle is not None:\n    raise SessionError(f"{self._store.url} {self.obstacle}. {HOW_TO_REPLACE}")',
         "",
         Tests("session/test_silence.py", "unsigned_run"),
     ),

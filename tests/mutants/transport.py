@@ -40,4 +40,25 @@ MUTANTS = (
         "'Bearer realm=\"sparserl\"'})",
         Tests("hostile/test_clients.py", "heard_once"),
     ),
+    Mutant(
+        "what lies in a mirror is believed",
+        "transport/stores/mirror.py",
+        "if name in self._verified or has_named_hash(data, name):",
+        "if data:",
+        Tests("session/test_neighbours.py", "damage_in_a_mirror"),
+    ),
+    Mutant(
+        "what a neighbour sends is believed",
+        "transport/stores/nearest.py",
+        "if not has_named_hash(stored.data, name):",
+        "if not stored.data:",
+        Tests("session/test_neighbours.py", "neighbour_damages"),
+    ),
+    Mutant(
+        "neighbours may have anything fetched",
+        "transport/stores/mirror.py",
+        "if not self._is_kept(name) or not (is_shown or exists(self.folder, name)):",
+        "if not self._is_kept(name):",
+        Tests("session/test_neighbours.py", "anything_else"),
+    ),
 )

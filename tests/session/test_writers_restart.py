@@ -9,14 +9,63 @@ import numpy as np
 import pytest
 
 import sparserl
-from sparserl import Subscriber
+from sparserl import Part, Region, Shards, Subscriber
 from sparserl.errors import SessionError
 from sparserl.session.store.resume import SavedAnchor
-from sparserl.session.store.retention import faults, read_head
+from sparserl.session.store.retention import faults, read_head, read_index
 from sparserl.transport.stores.folder import FolderStore
+from sparserl.weights.dtypes import BY_NAME, Bits
 from tests.session.killed_processes import driver
 from tests.session.ranks import finish, launch
-from tests.session.test_writers import Trainer, shards, whole
+
+SHAPES = {"embed": (803, 64), "up": (192, 270), "norm": (16,), "none": (0, 4)}
+
+
+def whole(version: int) -> dict[str, Bits]:
+    """The weights of a version. Small ones change, as in training, which is what `ctx` makes use of."""
+    rng = np.random.default_rng(5)
+    weights = {}
+    for name, shape in SHAPES.items():
+        array = (rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        for _ in range(version):
+            is_small = (array & 0x7FFF) < 0x3F00
+            array += (rng.random(shape) < 0.2).astype(np.uint16) & is_small
+        weights[name] = Bits(array, BY_NAME["bfloat16"])
+    return weights
+
+
+def is_version(weights: dict[str, Bits], version: int) -> bool:
+    return all((weights[name].array == bits.array).all() for name, bits in whole(version).items())
+
+
+def empty() -> dict[str, Bits]:
+    return {name: Bits(np.zeros_like(bits.array), bits.dtype) for name, bits in whole(0).items()}
+
+
+def shards(version: int, rank: int, size: int) -> Shards:
+    """Rows of one tensor, columns of another; what is replicated has one owner."""
+    weights = whole(version)
+    rows, columns = ([n * r // size for r in (rank, rank + 1)] for n in (SHAPES["embed"][0], SHAPES["up"][1]))
+    regions = {
+        "embed": Region((rows[0], 0), (rows[1] - rows[0], 64)),
+        "up": Region((0, columns[0]), (192, columns[1] - columns[0])),
+    }
+    if rank == size - 1:
+        regions |= {"norm": Region((0,), (16,)), "none": Region((0, 0), (0, 4))}
+    parts = [Part(name, r, Bits(weights[name].array[r.slices], weights[name].dtype)) for name, r in regions.items()]
+    return Shards(sparserl.tensor_table(weights), parts)
+
+
+class Trainer:
+    """A source whose shards are those of a version."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.version = 0
+
+    def weights(self) -> Shards:
+        return shards(self.version, self.rank, self.size)
 
 
 def publisher_of(rank: int, size: int, folder: str, attempt: int, **options) -> tuple[Trainer, sparserl.Publisher]:
@@ -45,15 +94,18 @@ def publish_some(rank: int, size: int, folder: str, attempt: int, first: int, la
 
 def attempts(tmp_path: Path, sizes: list[int], **options) -> None:
     """One attempt after another, each with another number of ranks, publishes three versions; a subscriber follows."""
-    mine = {name: np.zeros_like(bits) for name, bits in whole(0).items()}
+    mine = empty()
     subscriber = Subscriber(f"{tmp_path}/store", mine)
     for attempt, size in enumerate(sizes):
         args = (attempt, 3 * attempt, 3 * attempt + 3, options)
         finish(launch(publish_some, size, tmp_path, *args), tmp_path)
         report = subscriber.sync()
         assert (report.version, report.kind) == (3 * attempt + 2, "patch" if attempt else "anchor")
-        assert all((mine[name] == bits).all() for name, bits in whole(report.version).items())
-    assert list(faults(FolderStore(f"{tmp_path}/store"))) == []
+        assert is_version(mine, report.version)
+    store = FolderStore(f"{tmp_path}/store")
+    assert list(faults(store)) == []
+    steps = read_index(store, read_head(store)[0]).steps
+    assert all(options["profile"] in step.profiles for step in steps if step.base is not None)
 
 
 @pytest.mark.parametrize("profile", ["ctx", pytest.param("gap", marks=pytest.mark.long)])
@@ -67,7 +119,7 @@ def test_ranks_go_on_from_what_each_has_saved(tmp_path, monkeypatch):
     options = {"profile": "ctx", "state": state, "anchor_after": 100.0}
     finish(launch(publish_some, 2, tmp_path, 0, 0, 3, options), tmp_path)
     store = FolderStore(f"{tmp_path}/store")
-    mine = {name: np.zeros_like(bits) for name, bits in whole(0).items()}
+    mine = empty()
     subscriber = Subscriber(store, mine)
     subscriber.sync()
     head = read_head(store)[0]
@@ -78,7 +130,7 @@ def test_ranks_go_on_from_what_each_has_saved(tmp_path, monkeypatch):
     (tmp_path / "store" / "runs" / head.run / "manifests" / anchor.manifest).unlink()
     finish(launch(publish_some, 2, tmp_path, 1, 3, 5, options), tmp_path)
     assert subscriber.sync().kind == "patch"
-    assert all((mine[name] == bits).all() for name, bits in whole(4).items())
+    assert is_version(mine, 4)
 
 
 def test_saved_shards_of_other_ranks_are_not_used(tmp_path):
@@ -91,19 +143,17 @@ def test_a_saved_anchor_with_other_bits_is_noticed_by_all(tmp_path):
     options = {"profile": "gap", "state": state, "anchor_after": 100.0}
     finish(launch(publish_some, 2, tmp_path, 0, 0, 2, options), tmp_path)
     head = read_head(FolderStore(f"{tmp_path}/store"))[0]
-    table = sparserl.tensor_table(whole(0))
     wrong = shards(5, 1, 2)
-    zeros = wrong.map(lambda part: np.zeros_like(part.data))
+    zeros = wrong.map(lambda part: Bits(np.zeros_like(part.data.array), part.data.dtype))
     saved = SavedAnchor(Path(state) / "rank-1", f"{tmp_path}/store")
     (path,) = Path(state).glob("rank-1/*.srl")
     sparserl.diff(zeros, wrong).save(path)
     saved.close()
-    assert len(table) == len(wrong.table)
     assert head.run in path.name
     finish(launch(publish_some, 2, tmp_path, 1, 2, 4, options), tmp_path)
-    mine = {name: np.zeros_like(bits) for name, bits in whole(0).items()}
+    mine = empty()
     Subscriber(f"{tmp_path}/store", mine).sync()
-    assert all((mine[name] == bits).all() for name, bits in whole(3).items())
+    assert is_version(mine, 3)
 
 
 @pytest.mark.long

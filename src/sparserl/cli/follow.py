@@ -6,7 +6,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,7 +27,7 @@ from .options import (
     parse_seconds,
 )
 from .reporting import reporting
-from .stores import open_store
+from .stores import open_store, read_secret
 
 if TYPE_CHECKING:
     from ..parallel import Progress
@@ -46,6 +46,10 @@ _EPILOG = """Examples:
     sparserl follow https://trainer:8000 -o model/ --once --timeout 10m --token-file token
 
     sparserl follow s3://bucket/run -o old/ --version 100
+
+    sparserl follow s3://bucket/run -o model/ --serve 0.0.0.0:9000
+
+    sparserl follow s3://bucket/run -o model/ --near http://neighbour:9000
 
 An inference engine loads model/current.
 """
@@ -73,6 +77,18 @@ def follow(
         str | None,
         duration_option("Stop after this time: 30s, 10m, 2h. With --once: how long to wait for a first version."),
     ] = None,
+    near: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="A receiver that serves what it has: asked before the store; repeatable."),
+    ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Serve what is fetched to neighbours; port 0 picks a free port."),
+    ] = None,
+    mirror: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where to keep what is fetched; with --serve by default FOLDER-mirror."),
+    ] = None,
     endpoint: Endpoint = None,
     region: Region = None,
     ca: CertificateFile = None,
@@ -91,9 +107,15 @@ def follow(
 
         target = folder(output, keep=keep, threads=threads)
         keys = read_trusted_keys(trusted_key)
-        with open_store(url, endpoint, region, token_file, ca) as store, contextlib.closing(target):
-            follower = _Follower(store, target, keys, run=run, version=version, threads=threads, json=json)
-            follower.follow(once or version is not None, None if timeout is None else parse_seconds(timeout))
+        token = None if token_file is None else read_secret(token_file)
+        is_for_neighbours = bool(near or serve) and not url.startswith("http")
+        store_token = None if is_for_neighbours else token_file
+        kept = Path(f"{output}-mirror") if mirror is None and serve is not None else mirror
+        options = {"run": run, "threads": threads, "near": near or (), "serve": serve, "mirror": kept, "token": token}
+        with open_store(url, endpoint, region, store_token, ca) as store, contextlib.closing(target):
+            follower = _Follower(store, target, keys, version=version, json=json, **options)
+            with contextlib.closing(follower):
+                follower.follow(once or version is not None, None if timeout is None else parse_seconds(timeout))
 
 
 class _Follower:
@@ -105,10 +127,9 @@ class _Follower:
         target: FolderTarget,
         keys: list[str] | None,
         *,
-        run: str | None,
         version: int | None,
-        threads: int | None,
         json: bool,
+        **options: Any,
     ) -> None:
         from ..session import Subscriber
 
@@ -117,9 +138,14 @@ class _Follower:
         self._json = json
         self._version = version
         self._advance: Progress | None = None
-        self._subscriber: Subscriber = Subscriber(
-            store, target, trusted_keys=keys, run=run, threads=threads, progress=self._progress
-        )
+        self._subscriber: Subscriber = Subscriber(store, target, trusted_keys=keys, progress=self._progress, **options)
+        if (served_url := self._subscriber.served_url) is not None:
+            show.note(f"serving neighbours at {served_url}")
+            if options["token"] is None:
+                show.note_open_server(served_url)
+
+    def close(self) -> None:
+        self._subscriber.close()
 
     def follow(self, once: bool, timeout: float | None) -> None:
         """Fetch the first version, for which a publisher may still have to start, and then those after it."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 
@@ -66,8 +64,8 @@ def serve(
             show.result(True, {"folder": str(folder), "url": url, "tokens": len(tokens)})
         waiting = "" if folder.is_dir() else ", which a publisher still has to make,"
         show.note(f"serving {folder}{waiting} at {url}")
-        if not tokens and not ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback:
-            show.note("note: anyone who can reach this address can read the weights; see --token-file")
+        if not tokens:
+            show.note_open_server(url)
 
     tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
     server.serve(folder, listen, tokens=tokens, tls=tls, access_log=access_log, started=started)

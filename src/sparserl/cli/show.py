@@ -7,6 +7,7 @@ character in a name reaches the terminal.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -54,6 +56,12 @@ def result(as_json: bool, values: dict[str, Any], *lines: str, err: bool = False
 def note(text: str) -> None:
     """Print one line on stderr."""
     typer.echo(visible("sparserl: " + " ".join(text.splitlines())), err=True)
+
+
+def note_open_server(url: str) -> None:
+    """Say that a server without tokens can be read by anyone, unless it is for this machine alone."""
+    if not ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback:
+        note("note: anyone who can reach this address can read the weights; see --token-file")
 
 
 class _Notes(logging.Handler):

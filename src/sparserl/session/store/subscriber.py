@@ -7,15 +7,12 @@ staged ──► commit, all targets or none
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import InvalidField, NotFound, NotRetained, SessionError, StoreError, Unavailable, Untrusted, WrongBase
+from ...errors import InvalidField, NotFound, NotRetained, StoreError, Unavailable, Untrusted, WrongBase
 from ...parallel import Progress
 from ...targets import Change, Prepared
 from ...transport.stores.base import Store, StoredObject
@@ -32,13 +29,13 @@ from ..report import SyncReport, Watch
 from . import routes, signing, transfer
 from .fields import checked_clock
 from .layouts import run_at
-from .leases import Lease, lease_name
-from .records import HEAD, HeadRecord, Index, RouteStep, RunRecord, path, run_id
+from .neighbours import NeighbourOptions, Served
+from .own_lease import OwnLease
+from .records import HEAD, HeadRecord, Index, RouteStep, RunRecord, run_id
 from .retention import read_head, read_index, read_run
 from .side_files import StoredFiles
 from .signing import PublicKeys
 
-_RENEW = 30.0  # seconds after which a lease is written again
 _REPLANS = 4  # times that a route is planned anew because objects of it went away
 
 
@@ -84,7 +81,11 @@ class Subscriber(Receiver):
         after: Called after each commit whose `before` was called, whether or not it worked, for an engine to resume.
         audit_every: After so many commits all bits of the targets are read and compared with the digest; None to leave
             that to `audit`.
-        token: The token that an `http(s)://` store asks for.
+        token: The token that an `http(s)://` store asks for, and that neighbours ask for and are asked for.
+        near: The URLs of other receivers of the run that serve what they have: they are asked before the store.
+        serve: The address `HOST:PORT` at which neighbours may fetch what this subscriber has fetched; port 0 for any
+            free one. What they fetch is verified as if it came from the store. Needs `mirror`.
+        mirror: A folder that keeps what is fetched: for neighbours, and for this subscriber after a restart.
         threads: How many threads to use; None for one a core.
         progress: Called with the number of bytes whenever some have been fetched.
         callbacks: What is told about every commit, and about what went wrong; see `sparserl.metrics`.
@@ -108,6 +109,9 @@ class Subscriber(Receiver):
         after: Callable[[], None] | None = None,
         audit_every: int | None = None,
         token: str | None = None,
+        near: Sequence[str] = (),
+        serve: str | None = None,
+        mirror: str | Path | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
         callbacks: Sequence[Callback] = (),
@@ -117,22 +121,25 @@ class Subscriber(Receiver):
         super().__init__(targets, hooks, threads, callbacks, "")
         signing.public_keys(trusted_keys)
         require_callable("progress", progress)
-        own_name = f"{_host()}-{os.getpid()}-{id(self):x}" if name is True else name
-        lease = None if own_name is False else lease_name(str(own_name))
+        neighbours = NeighbourOptions(near, serve, mirror, token)
         self._trusted_keys = trusted_keys
         self._pinned_run = None if run is None else run_id(run)
         self._progress = progress
-        self._clock = checked_clock(clock)
-        self.store = open_store(url, token=token) if isinstance(url, str | Path) else url
-        self._callbacks.place = self.store.url
-        self._callbacks.watch_retries(self.store)
-        self._name = lease if self.store.writable else None
+        store = open_store(url, token=token) if isinstance(url, str | Path) else url
+        self._callbacks.place = store.url
+        self._callbacks.watch_retries(store)
+        self.store = neighbours.around(store)
+        self._lease = OwnLease(self.store, name, checked_clock(clock), self)
+        self._served = Served.start(self.store, neighbours)
         self._snapshot: StoreSnapshot | None = None
-        self._leased: RunVersion | None = None  # the version in the lease
-        self._leased_at = 0.0
         self._newest_head: HeadRecord | None = None  # of all heads seen: nothing older is accepted
         self._awaited_head: StoredObject | None = None  # for the next look at the store
         self._unfinished: transfer.Fetch | None = None  # what was fetched when a store failed in the middle
+
+    @property
+    def served_url(self) -> str | None:
+        """The URL at which neighbours are served; None if they are not."""
+        return None if self._served is None else self._served.url
 
     def stage(self, version: int | None = None) -> SyncReport | None:
         """Get a version ready while the weights are in use: it is fetched, verified and decoded.
@@ -164,7 +171,7 @@ class Subscriber(Receiver):
                 snapshot, goal = self._choose_version(version)
                 if goal == self._current:
                     self._unfinished = None
-                    self._renew_lease()
+                    self._tell_version()
                     return None
                 steps = self._route(snapshot, goal)
             try:
@@ -279,6 +286,8 @@ class Subscriber(Receiver):
             self._unfinished = None
             for target in self.targets:
                 target.close()
+            if self._served is not None:
+                self._served.close()
             self.store.close()
 
     def __enter__(self) -> Subscriber:
@@ -450,22 +459,16 @@ class Subscriber(Receiver):
         super()._finish(staged)
         if self._snapshot is not None:
             self._table = self._run_at(self._snapshot, staged.run_version.version).layout
-        self._renew_lease()
+        self._tell_version()
 
-    def _renew_lease(self) -> None:
-        """Write down in the store which version is held; that it could not be written is no reason to fail."""
-        current = self._current
-        if self._name is None or current is None:
-            return
-        if self._leased == current and time.monotonic() - self._leased_at < _RENEW:
-            return
-        self._leased = current
-        self._leased_at = time.monotonic()
-        try:
-            lease = Lease(self._name, current.version, self._clock())
-            self.store.put(path(current.run, "leases", self._name), lease.to_bytes())
-        except (StoreError, SessionError):
-            return
+    def _tell_version(self) -> None:
+        """Tell the store and the neighbours which version is held."""
+        self._lease.renew(self._current)
+        snapshot = self._snapshot
+        if self._served is not None and snapshot is not None and self._current is not None:
+            head = snapshot.head
+            if (self._current.run, self._current.version) == (head.run, head.version):
+                self._served.show(head.run, snapshot.tag)
 
     def _wait_for_change(self, seconds: float) -> StoredObject | None:
         """Wait for another head, for so long; None if there is none."""
@@ -474,11 +477,6 @@ class Subscriber(Receiver):
         except StoreError:
             current().sleep(1.0)
             return None
-
-
-def _host() -> str:
-    """The name of this machine, with nothing in it that the name of a lease cannot have."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:60].lstrip("._-") or "host"
 
 
 def _span(digests: dict[int, Digest]) -> str:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .run import listen, read_tokens, serve
+from .run import BackgroundServer, listen, read_tokens, serve
 
-__all__ = ["listen", "read_tokens", "serve"]
+__all__ = ["BackgroundServer", "listen", "read_tokens", "serve"]

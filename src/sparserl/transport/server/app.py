@@ -14,13 +14,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from ...errors import InvalidField
+from ...errors import InvalidField, SparserlError
 from ..stores.base import require_name
 from .connections import ADMIT, MAX_HEADER_BYTES
 from .head import HEAD, HeadWatcher, ServedHead, open_object
@@ -37,6 +38,7 @@ from .responses import (
 )
 
 _MAX_TARGET = 2048
+_FILLERS = 8  # objects that are fetched for clients at a time
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 _FOREVER = "public, max-age=31536000, immutable"
 _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
@@ -77,13 +79,23 @@ class App:
         root: the folder to serve.
         tokens: a request must have one of them; without tokens everyone may read.
         record: called with a line of text for each request.
+        fill: called with the name of an object before it is looked for; it may fetch it into the folder. Whether there
+            is such an object.
     """
 
-    def __init__(self, root: Path, tokens: tuple[str, ...] = (), record: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        tokens: tuple[str, ...] = (),
+        record: Callable[[str], object] | None = None,
+        fill: Callable[[str], bool] | None = None,
+    ) -> None:
         self.root = root
         self.head = HeadWatcher(root)
         self.metrics = ServerMetrics()
         self._record = record
+        self._fill = fill
+        self._fillers = None if fill is None else ThreadPoolExecutor(_FILLERS, thread_name_prefix="sparserl-fill")
         self._tokens = [token.encode() for token in tokens]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,6 +180,14 @@ class App:
         return Response(head.data[bytes_.start :][: bytes_.size], bytes_.status(total), headers)
 
     async def _respond_object(self, request: Request, name: str) -> Response:
+        if self._fill is not None:
+            try:
+                has_object = await asyncio.get_running_loop().run_in_executor(self._fillers, self._fill, name)
+            except SparserlError as error:
+                _log.warning("%s: %s", name, error)
+                return refusal(503)
+            if not has_object:
+                return refusal(404)
         file = await asyncio.to_thread(open_object, self.root, name)
         if file is None:
             return refusal(404)

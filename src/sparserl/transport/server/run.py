@@ -14,6 +14,7 @@ import logging
 import re
 import resource
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -63,6 +64,45 @@ def serve(
         loop = EventLoop()
         stack.callback(loop.close)
         loop.run_until_complete(_Server(config, app).serve(sockets=[listener]))
+
+
+class BackgroundServer:
+    """Serves a folder on a thread of its own, until it is closed.
+
+    Args:
+        folder: the folder.
+        address: `HOST:PORT`; port 0 is any free port.
+        tokens: a request must have one of them; without tokens everyone may read.
+        fill: called with the name of an object before it is looked for; see `App`.
+
+    Raises:
+        StoreError: the address cannot be used.
+    """
+
+    def __init__(
+        self, folder: Path, address: str, *, tokens: tuple[str, ...] = (), fill: Callable[[str], bool] | None = None
+    ) -> None:
+        self._app = App(folder.absolute(), tokens, fill=fill)
+        self._server = _Server(_configure(self._app, None), self._app)
+        self._listener = listen(address)
+        self.url = _url(self._listener, secure=False)
+        self._thread = threading.Thread(target=self._run, name="sparserl-serve", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the server: those who wait are answered, others get a few seconds."""
+        self._app.head.closing = True
+        self._server.should_exit = True
+        self._thread.join(_END_SECONDS + 3)
+        self._listener.close()
+
+    def _run(self) -> None:
+        loop = EventLoop()
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(self._server.serve(sockets=[self._listener]))
+        finally:
+            loop.close()
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ retried.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import time
@@ -20,6 +21,7 @@ from .deadline import current
 
 R = TypeVar("R")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
+_HASH = re.compile(r"[0-9a-f]{64}")
 MAX_NAME = 400
 RANGE_BYTES = 8 << 20  # larger objects are read in ranges of this size, several at once
 MAX_WATCHED_BYTES = 1 << 20  # of an object whose changes are awaited: it is read each time
@@ -105,6 +107,12 @@ def require_name(name: str) -> str:
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise InvalidField(f"{name[:80]!r} is not the name of an object")
     return name
+
+
+def has_named_hash(data: bytes, name: str) -> bool:
+    """Whether an object has the SHA-256 that its name ends with, if it ends with one."""
+    last = name.rpartition("/")[2]
+    return _HASH.fullmatch(last) is None or hashlib.sha256(data).hexdigest() == last
 
 
 def _sleep(seconds: float) -> None:

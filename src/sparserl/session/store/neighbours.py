@@ -1,0 +1,101 @@
+"""Receivers that help each other: one keeps what it has fetched and serves it, others ask it before the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import SessionError, SparserlError, StoreError
+from ...transport.stores.base import Retry, Store
+from ...transport.stores.mirror import MirrorStore
+from ...transport.stores.nearest import NearestStore
+from ...transport.stores.opening import open_store
+from ..logs import log
+from .records import HEAD
+from .retention import collect
+
+if TYPE_CHECKING:
+    from ...transport.server import BackgroundServer
+
+_GRACE = 600.0  # seconds that objects stay after nothing refers to them: a neighbour may be about to fetch them
+_COLLECT_EVERY = 60.0  # seconds
+_QUICK = Retry(attempts=2)  # the store has everything that a neighbour has
+
+
+@dataclass(frozen=True)
+class NeighbourOptions:
+    """Whom a subscriber asks, and whom it serves; see `Subscriber`."""
+
+    near: Sequence[str]
+    serve: str | None
+    mirror: str | Path | None
+    token: str | None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.near, str):
+            raise SessionError(f"near is {self.near!r}; it must be a list of URLs")
+        if self.serve is not None and self.mirror is None:
+            raise SessionError("serve= needs mirror=, a folder for what neighbours may ask for")
+
+    def around(self, store: Store) -> Store:
+        """A store, with the neighbours that are asked first and the mirror that keeps what is read."""
+        if self.near:
+            neighbours = [open_store(url, token=self.token, retry=_QUICK) for url in self.near]
+            store = NearestStore(store, neighbours, HEAD)
+        if self.mirror is not None:
+            store = MirrorStore(store, self.mirror, HEAD)
+        return store
+
+
+class Served:
+    """What a subscriber serves to its neighbours: the objects in its mirror, and the head of the version it holds."""
+
+    def __init__(self, mirror: MirrorStore, server: BackgroundServer | None) -> None:
+        self._mirror = mirror
+        self._server = server
+        self._shown_tag: str | None = None
+        self._collected_at = time.monotonic()
+
+    @classmethod
+    def start(cls, store: Store, options: NeighbourOptions) -> Served | None:
+        """Begin to serve, if that is wanted."""
+        if not isinstance(store, MirrorStore):
+            return None
+        if options.serve is None:
+            return cls(store, None)
+        try:
+            from ...transport.server import BackgroundServer
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "h11"):
+                raise
+            raise StoreError("serving needs starlette and uvicorn: pip install 'sparserl[serve]'") from error
+        tokens = () if options.token is None else (options.token,)
+        server = BackgroundServer(store.folder.root, options.serve, tokens=tokens, fill=store.fill)
+        log.info("%s: serving neighbours at %s", store.url, server.url)
+        return cls(store, server)
+
+    @property
+    def url(self) -> str | None:
+        """The URL for neighbours; None where nothing is served."""
+        return None if self._server is None else self._server.url
+
+    def show(self, run: str, tag: str) -> None:
+        """The version that the head with a tag names is held: neighbours may have it. What is too old goes."""
+        if tag != self._shown_tag:
+            self._mirror.show(tag, f"runs/{run}/")
+            self._shown_tag = tag
+        if time.monotonic() - self._collected_at < _COLLECT_EVERY:
+            return
+        self._collected_at = time.monotonic()
+        try:
+            collect(self._mirror.kept, _GRACE)
+        except SparserlError as error:
+            log.warning("%s: old objects stay in the mirror: %s", self._mirror.url, error)
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.close()

@@ -1,0 +1,59 @@
+"""The lease that a subscriber writes: which version it holds."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+
+from ...errors import SessionError, StoreError
+from ...transport.stores.base import Store
+from ..receiver import RunVersion
+from .leases import Lease, lease_name
+from .records import path
+
+_RENEW = 30.0  # seconds after which a lease is written again
+
+
+class OwnLease:
+    """The lease of one subscriber.
+
+    Args:
+        store: Where it is written.
+        name: The name of the subscriber; True for one made of host, process and `owner`, False for no lease.
+        clock: Gives the time in seconds since 1970.
+        owner: The subscriber.
+
+    Raises:
+        SessionError: The name cannot be used.
+    """
+
+    def __init__(self, store: Store, name: str | bool, clock: Callable[[], float], owner: object) -> None:
+        own_name = f"{_host()}-{os.getpid()}-{id(owner):x}" if name is True else name
+        lease = None if own_name is False else lease_name(str(own_name))
+        self._store = store
+        self._name = lease if store.writable else None
+        self._clock = clock
+        self._written: RunVersion | None = None  # the version in the lease
+        self._written_at = 0.0
+
+    def renew(self, version: RunVersion | None) -> None:
+        """Write down in the store which version is held; that it could not be written is no reason to fail."""
+        if self._name is None or version is None:
+            return
+        if self._written == version and time.monotonic() - self._written_at < _RENEW:
+            return
+        self._written = version
+        self._written_at = time.monotonic()
+        try:
+            lease = Lease(self._name, version.version, self._clock())
+            self._store.put(path(version.run, "leases", self._name), lease.to_bytes())
+        except (StoreError, SessionError):
+            return
+
+
+def _host() -> str:
+    """The name of this machine, with nothing in it that the name of a lease cannot have."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:60].lstrip("._-") or "host"

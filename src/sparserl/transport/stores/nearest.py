@@ -1,0 +1,79 @@
+"""A store, some of whose objects neighbours have too: they are asked first."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from ...errors import InvalidField, NotFound, SparserlError
+from .base import ObjectInfo, Store, StoredObject, has_named_hash
+from .deadline import current
+
+_REST = 30.0  # seconds in which a neighbour that failed is not asked
+_log = logging.getLogger("sparserl.session")
+
+
+class NearestStore:
+    """A store, and neighbours that may have its objects. The head is always that of the store.
+
+    Args:
+        store: the store.
+        neighbours: those who are asked for objects first, in this order.
+        head: the name of the object that changes.
+    """
+
+    def __init__(self, store: Store, neighbours: Sequence[Store], head: str) -> None:
+        self.url = store.url
+        self.writable = store.writable
+        self._store = store
+        self._neighbours = neighbours
+        self._head = head
+        self._rest_until: dict[str, float] = {}  # by the URL of a neighbour
+
+    def get(self, name: str, max_bytes: int) -> StoredObject:
+        if name != self._head:
+            for neighbour in self._neighbours:
+                stored = self._ask(neighbour, name, max_bytes)
+                if stored is not None:
+                    return stored
+        return self._store.get(name, max_bytes)
+
+    def read(self, name: str, start: int, size: int) -> bytes:
+        return self._store.read(name, start, size)  # some bytes of an object cannot be verified
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        self._store.put(name, data)
+
+    def swap(self, name: str, data: bytes, tag: str | None) -> str:
+        return self._store.swap(name, data, tag)
+
+    def changed(self, name: str, tag: str | None, timeout: float) -> StoredObject | None:
+        return self._store.changed(name, tag, timeout)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self._store.list(prefix)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self._store.delete(names)
+
+    def close(self) -> None:
+        for store in (self._store, *self._neighbours):
+            store.close()
+
+    def _ask(self, neighbour: Store, name: str, max_bytes: int) -> StoredObject | None:
+        """An object as a neighbour has it; None if it cannot help."""
+        if time.monotonic() < self._rest_until.get(neighbour.url, 0.0):
+            return None
+        try:
+            stored = neighbour.get(name, max_bytes)
+            if not has_named_hash(stored.data, name):
+                raise InvalidField(f"{name} is damaged")
+        except NotFound:
+            return None
+        except SparserlError as error:
+            current().require(f"{self.url}: {name}")
+            self._rest_until[neighbour.url] = time.monotonic() + _REST
+            _log.warning("%s cannot help: %s", neighbour.url, error)
+            return None
+        return stored

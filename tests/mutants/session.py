@@ -167,7 +167,7 @@ MUTANTS = (
         "an anchor is believed",
         "patch/snapshot.py",
         "require_result(self._patch, digest(self.weights, threads=threads))",
-        "",
+        "pass",
         Tests("patch/test_snapshot.py", "another_result"),
     ),
     Mutant(

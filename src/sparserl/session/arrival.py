@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from ..errors import ChecksumMismatch
 from ..parallel import outlast
 from ..patch import Patch
 from ..patch.contents import Bucket, BucketList, Contents, Ends
+from ..patch.matching import require_base
 from ..patch.snapshot import Restoration
 from ..transport.stores.deadline import SLICE, Deadline, current
 from ..weights.digest import Digest
@@ -19,6 +21,7 @@ from ..weights.dtypes import Bits
 from ..weights.shards import Place, Shards
 from ..weights.table import TensorTable
 from .anchors import SPOOL_BYTES, apply_all, begin_parts, begin_restoration
+from .parts import apply_to_parts
 
 R = TypeVar("R")
 _TRANSIENT_BYTES = 128 << 20  # of an anchor: buckets that have arrived, and are not written yet
@@ -80,6 +83,27 @@ def arriving_weights(arriving: Sequence[ArrivingPatch], result: Digest, threads:
             later.is_applied = True
         digest = later.patch.result
     return apply_all(weights, digest, [], result)
+
+
+def arriving_parts(
+    arriving: Sequence[ArrivingPatch], places: Sequence[Place], result: Digest, threads: int | None = None
+) -> Shards:
+    """Some parts of what an anchor and patches after it lead to, built while they arrive; no other memory is taken.
+
+    result: the digest of all the weights. That the parts have theirs must be checked by the caller.
+    """
+    anchor, *others = arriving
+    weights = anchor.restored_parts(places, threads)
+    digest = anchor.patch.result
+    for later in others:
+        require_base(later.patch.contents, digest)
+        if not later.is_applied:
+            apply_to_parts(weights, [later.patch], threads)
+            later.is_applied = True
+        digest = later.patch.result
+    if digest != result:
+        raise ChecksumMismatch(f"the patches lead to {digest}, not to {result}")
+    return weights
 
 
 class Arrival(Generic[R]):

@@ -16,6 +16,7 @@ from ..targets import Change, Prepared, Target, module
 from ..weights.digest import Digest, digest
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
+from .arrival import ArrivingPatch, arriving_parts, arriving_weights
 from .callbacks import Callback, Callbacks
 from .options import CommitHooks
 from .report import SyncReport
@@ -180,6 +181,15 @@ class Receiver(ABC):
         self._table = table
         self._is_uncertain = False
         return digests.pop() if len(digests) == 1 else None
+
+    def with_fresh(self, change: Change, arriving: Sequence[ArrivingPatch]) -> Change:
+        """A change to what an anchor and patches after it lead to, built as they arrive; for a target that has parts,
+        these alone.
+        """
+        places = getattr(self.targets[0], "places", None) if len(self.targets) == 1 else None
+        if places is None:
+            return replace(change, fresh=arriving_weights(arriving, change.digest, self.threads))
+        return replace(change, fresh_parts=arriving_parts(arriving, places, change.digest, self.threads))
 
     def prepare(self, change: Change, *, only_files: bool = False) -> list[Prepared]:
         """Get every target ready, or none; where only files change, those that keep files."""

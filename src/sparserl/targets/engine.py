@@ -21,6 +21,7 @@ from ..patch.staging import Staged, refuse_conflicts, stage
 from ..weights.digest import Digest, element_sums
 from ..weights.dtypes import Bits, UIntArray
 from ..weights.local import LocalWeights
+from ..weights.memory import Weights
 from ..weights.region import Region, whole
 from ..weights.shards import Part, Place, Shards
 from ..weights.table import TensorTable
@@ -66,6 +67,11 @@ class EngineTarget:
         if self._local is None:
             raise SessionError("the engine's tensors were not attached to a run yet")
         return self._local
+
+    @property
+    def places(self) -> Sequence[Place] | None:
+        """The parts of the weights that it has; None for all of every tensor."""
+        return None if self.local_weights.complete else self.local_weights.places
 
     def attach(self, table: TensorTable) -> Any:
         """The parts that this rank has of the tensors of a run."""
@@ -113,7 +119,7 @@ class EngineTarget:
         owned = [part for part in local.parts if part[0] in self._owned]
         shared = [part for part in local.parts if part[0] not in self._owned]
         halves = [LocalWeights(local.table, parts) for parts in (owned, shared)]
-        if change.fresh is None and len(change.patches) == 1:
+        if change.fresh is None and change.fresh_parts is None and len(change.patches) == 1:
             applications: Sequence[Application | Replacement] = self._slice(change.patches[0], halves)
         else:
             applications = [self._rebuild(change, half) for half in halves]
@@ -144,10 +150,9 @@ class EngineTarget:
         """Stage several patches, or fresh weights: build the new parts in host memory, then compare."""
         table = local.table
         old = Shards(table, [Part(table[t].name, _box(local, t, r), m.owner) for (t, r), m in local.parts])
-        if change.fresh is not None:
-            arrays = {name: memory.view() for name, memory in memories(change.fresh).items()}
-            dtypes = {spec.name: spec.dtype for spec in table.specs}
-            new = old.map(lambda part: Bits(_slice_region(arrays[part.tensor], part.region), dtypes[part.tensor]))
+        fresh = change.fresh if change.fresh_parts is None else change.fresh_parts
+        if fresh is not None:
+            new = _parts_like(old, fresh)
             replacement = Replacement.of(local, LocalWeights.of(new), exchange=change.owns_fresh)
             if replacement is not None:
                 return replacement
@@ -197,6 +202,16 @@ class PreparedEngine:
 
 def _box(local: LocalWeights, tensor: int, region: Region | None) -> Region:
     return region or whole(local.table[tensor].shape)
+
+
+def _parts_like(parts: Shards, weights: Weights | Shards) -> Shards:
+    """The same parts of other weights, which are all at hand, or some parts that these are among."""
+    if isinstance(weights, Shards):
+        by_place = {(part.tensor, part.region): part.data for part in weights.parts}
+        return parts.map(lambda part: by_place[part.tensor, part.region])
+    arrays = {name: memory.view() for name, memory in memories(weights).items()}
+    dtypes = {spec.name: spec.dtype for spec in parts.table.specs}
+    return parts.map(lambda part: Bits(_slice_region(arrays[part.tensor], part.region), dtypes[part.tensor]))
 
 
 def _slice_region(bits: UIntArray, region: Region) -> UIntArray:

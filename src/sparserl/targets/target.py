@@ -9,6 +9,7 @@ from typing import Protocol
 from ..patch import Patch
 from ..weights.digest import Digest
 from ..weights.memory import Weights
+from ..weights.shards import Shards
 from ..weights.table import TensorTable
 
 Undo = Callable[[], None]
@@ -19,7 +20,8 @@ class Change:
     """A new version for a target: patches from the version that it has, or all weights (`fresh`).
 
     `files` are config, tokenizer and the like, for targets that keep them; None if they are those of the version that
-    the target has. `owns_fresh` says whether the target may write to `fresh` when it commits.
+    the target has. `owns_fresh` says whether the target may write to `fresh` when it commits. A target that has parts
+    of the weights, and says which (`places`), gets `fresh_parts` instead of `fresh`.
     """
 
     run: str
@@ -30,6 +32,7 @@ class Change:
     fresh: Weights | None = None
     files: Mapping[str, bytes] | None = None
     owns_fresh: bool = False
+    fresh_parts: Shards | None = None
 
 
 class Prepared(Protocol):

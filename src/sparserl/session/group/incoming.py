@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 from ...errors import ChecksumMismatch, SessionError
 from ...patch.contents import Ends
 from ...targets import Change, Prepared
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
-from ..arrival import Arrival, ArrivingPatch, arriving_weights
+from ..arrival import Arrival, ArrivingPatch
 from ..receiver import Receiver
 from ..store.fields import sha256
 from .transfer_plan import TransferPlan
@@ -95,16 +96,13 @@ class IncomingVersion:
         plan = self._plan
         receiver = self._receiver
         patches = [arriving.patch for arriving in self._arriving]
-        fresh = None
-        files = None
-        self.kind = "patch"
-        if self._arriving[0].restores:
-            self.kind = "anchor"
-            fresh = arriving_weights(self._arriving, plan.digest, receiver.threads)
-            patches = []
-        if fresh is not None or plan.files is not None:
-            files = self._files.result()
-        change = Change(plan.run, plan.created, plan.version, plan.digest, patches, fresh, files)
+        is_anchor = self._arriving[0].restores
+        self.kind = "anchor" if is_anchor else "patch"
+        change = Change(plan.run, plan.created, plan.version, plan.digest, [] if is_anchor else patches)
+        if is_anchor:
+            change = receiver.with_fresh(change, self._arriving)
+        if is_anchor or plan.files is not None:
+            change = replace(change, files=self._files.result())
         return receiver.prepare(change)
 
     def _staged_files(self) -> list[Prepared]:

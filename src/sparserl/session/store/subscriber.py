@@ -20,7 +20,7 @@ from ...transport.stores.deadline import current, within
 from ...transport.stores.opening import open_store
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
-from ..arrival import Arrival, arriving_weights
+from ..arrival import Arrival
 from ..callbacks import Callback
 from ..logs import TroubleLog, log
 from ..options import CommitHooks, require_callable
@@ -400,9 +400,9 @@ class Subscriber(Receiver):
             fetch = transfer.Fetch(self.store, run.run, route, self._progress, begun=self._unfinished)
 
         def prepare() -> list[Prepared]:
-            fresh = arriving_weights(fetch.arriving, goal.digest, self.threads) if is_anchor else None
             patches = [] if is_anchor else fetch.patches
-            return self.prepare(Change(run.run, run.created, goal.version, goal.digest, patches, fresh, files))
+            change = Change(run.run, run.created, goal.version, goal.digest, patches, files=files)
+            return self.prepare(self.with_fresh(change, fetch.arriving) if is_anchor else change)
 
         prepared = self._prepare_arriving(fetch, prepare, watch)
         report = SyncReport(

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from ..humanize import parse_duration
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _NUMBER = r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*"
 _BANDWIDTH = re.compile(_NUMBER + r"(?:([kKmMgGtT]i?)?(b|bits?|B|[bB]ytes?)(?:/s|ps)?)?\s*")
+_NEAR = 1.05  # times the least time: bytes are worth that much
 _FILE_VERSION = 2  # of the file that holds speeds
 
 
@@ -86,6 +87,10 @@ class Work:
 
     per_byte: float
     per_change: float
+
+    def scaled(self, share: float) -> Work:
+        """A share of this work."""
+        return Work(share * self.per_byte, share * self.per_change)
 
     @classmethod
     def fit(cls, nbytes: int, few: tuple[int, float], many: tuple[int, float]) -> Work:
@@ -155,7 +160,20 @@ class Speeds:
     @classmethod
     def load_or_built_in(cls, threads: int) -> Speeds:
         """The stored speeds, or the built-in ones. A training run measures nothing by itself."""
-        return cls.load(threads) or BUILT_IN
+        return cls.load(threads) or (BUILT_IN if threads == 1 else BUILT_IN.on(threads))
+
+    def on(self, threads: int) -> Speeds:
+        """Those of so many threads, each as fast as one of these: a guess, where nothing was measured."""
+        share = self.threads / threads
+        profiles = {
+            name: replace(speed, encode=speed.encode.scaled(share), decode=speed.decode.scaled(share))
+            for name, speed in self.profiles.items()
+        }
+        anchors = {
+            name: replace(speed, encode=share * speed.encode, decode=share * speed.decode)
+            for name, speed in self.anchors.items()
+        }
+        return replace(self, threads=threads, copy=share * self.copy, profiles=profiles, anchors=anchors)
 
 
 def _speed(encode: dict[str, float], decode: dict[str, float], **bits: float) -> Speed:
@@ -291,7 +309,9 @@ def best(estimates: Sequence[_AnyEstimate]) -> _AnyEstimate:
 
 @dataclass(frozen=True)
 class Chooser:
-    """Chooses a bucket's profile for a link: the one that takes least time to encode, send and apply."""
+    """Chooses a bucket's profile for a link: of those that take about the least time to encode, send and apply, the
+    smallest.
+    """
 
     link: Link
     speeds: Speeds
@@ -303,11 +323,12 @@ class Chooser:
             costs["ctx"] = costs["ulp"] * min(1.0, ctx / ulp)
 
     def pick(self, costs: Mapping[str, float], nbytes: int, changes: int) -> str:
-        """The profile with the least predicted time for a bucket; `costs` are its bits in each."""
+        """The smallest of the profiles whose predicted time is near the least; `costs` are the bits in each."""
 
         def time(name: str) -> float:
             speed = self.speeds.profiles[name]
             work = speed.encode.seconds(nbytes, changes) + speed.decode.seconds(nbytes, changes)
             return work + costs[name] / self.link.bits_per_second
 
-        return min(costs, key=lambda name: (time(name), name))
+        limit = _NEAR * min(map(time, costs))
+        return min((name for name in costs if time(name) <= limit), key=lambda name: (costs[name], name))

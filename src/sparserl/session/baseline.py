@@ -50,6 +50,11 @@ class Baseline(Protocol):
         """The bits, which nobody else may write to; None where they are not kept."""
         ...
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether changes are found, and encoded in the smallest profile, on a GPU."""
+        ...
+
     def capture(
         self,
         weights: Weights | Shards,
@@ -95,6 +100,10 @@ class HostBaseline:
             self._digest = digest(self.weights, threads=self._threads)
         return self._digest
 
+    @property
+    def is_on_gpu(self) -> bool:
+        return bool(self._local.gpu_streams)
+
     def set_digest(self, digest: Digest) -> None:
         """Take over the digest, where all bits had to be read anyway."""
         self._digest = digest
@@ -131,6 +140,7 @@ class NoBaseline:
     """The sums of every part, and nothing else."""
 
     weights = None
+    is_on_gpu = False
 
     def __init__(self, weights: Weights | Shards, threads: int | None = None) -> None:
         local = LocalWeights.of(weights)

@@ -12,6 +12,7 @@ from ..errors import SessionError
 from ..parallel import Progress, require_threads
 from ..plan import Link
 
+MEASURED = "measured"  # a link whose bandwidth is that of the transfers seen
 BASELINES = ("auto", "host", "device", "none")
 
 
@@ -68,7 +69,7 @@ class EncodingOptions:
 
     def __post_init__(self) -> None:
         require_choice("profile", self.profile, ("auto", *PROFILES))
-        if isinstance(self.link, str):
+        if isinstance(self.link, str) and self.link != MEASURED:
             Link.parse(self.link)
         require_threads(self.threads)
         require_callable("progress", self.progress)

@@ -31,7 +31,7 @@ from ..anchors import anchor_of
 from ..background import BackgroundPublish, BackgroundSlot
 from ..baseline import HostBaseline
 from ..callbacks import Callback, Callbacks
-from ..options import EncodingOptions, require_timeout, require_writers
+from ..options import MEASURED, EncodingOptions, require_timeout, require_writers
 from ..report import SyncReport, Watch
 from . import rounds
 from .outgoing import CapturedPublish, EncodeRequest, GroupBaseline, OutgoingPatch
@@ -96,6 +96,8 @@ class GroupPublisher:
         require_timeout("timeout", timeout)
         self._source = as_source(source)
         self._files = dict(files or {})
+        if link == MEASURED:
+            raise SessionError("link='measured' is for stores; name the bandwidth between the ranks, such as 25Gbit")
         self._encoding = EncodingOptions(profile, link, threads, progress)
         self._callbacks = Callbacks(callbacks, "process group")
         self._background = BackgroundSlot()

@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 
 from ...errors import SessionError
-from .fields import SMALL, Fields, checked_seconds, matched, parse, written
+from .fields import SMALL, Fields, checked_seconds, counted, matched, parse, written
 
+_MOST_RATE = 10**15  # bits per second
 LEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -18,14 +19,21 @@ class Lease:
     name: str
     version: int
     time: float
+    rate: int | None = None  # bits per second of the slowest of its last fetches
 
     def to_bytes(self) -> bytes:
-        return written(vars(self), f"the lease of {self.name}", SMALL)
+        record = {name: value for name, value in vars(self).items() if value is not None}
+        return written(record, f"the lease of {self.name}", SMALL)
 
     @classmethod
     def parse(cls, data: bytes, label: str) -> Lease:
         fields = Fields(parse(data, label), label)
-        lease = cls(fields.text("name", LEASE_NAME), fields.count("version"), fields.take("time", checked_seconds))
+        lease = cls(
+            fields.text("name", LEASE_NAME),
+            fields.count("version"),
+            fields.take("time", checked_seconds),
+            fields.optional("rate", lambda value: counted(value, _MOST_RATE), None),
+        )
         fields.finish()
         return lease
 

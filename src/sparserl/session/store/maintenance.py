@@ -5,6 +5,7 @@ No version depends on it. What fails is noted in the report of the publish, and 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from ...weights.memory import Weights
 from ...weights.shards import Shards
 from ..anchors import SPOOL_BYTES, anchor_of
 from ..baseline import CapturedChanges
-from ..options import EncodingOptions, require_count, require_number
+from ..options import MEASURED, EncodingOptions, require_count, require_number
 from ..report import Watch
 from . import routes
 from .head import Steps
@@ -26,6 +27,7 @@ from .retention import collect
 from .run_writer import CommittedVersion, RunWriter
 from .transfer import Upload
 
+_HEARING_SECONDS = 1.0  # that the end of a publisher waits for a look at its receivers
 _STEPS = 256  # there are at most so many steps before another anchor is written
 _MOST_STEPS = 1024  # that an index keeps for the sake of subscribers that are far behind
 _SQUASH_SHARE = 0.9  # a squashed patch is kept if it takes less than this share of the patches it stands for
@@ -78,10 +80,15 @@ class Maintenance:
         self._writer = writer
         self._options = options
         self._saved_anchor = saved_anchor
-        self._encoding = encoding
+        self._encoding_options = encoding
+        self._hearing: threading.Thread | None = None
         is_alone = writer.writers.size == 1  # `sparserl squash` makes squashed patches of what several writers publish
         self._ladder = Ladder(*options.ladder) if options.ladder is not None and is_alone else None
         self._notes: list[str] = []
+
+    @property
+    def _encoding(self) -> EncodingOptions:
+        return self._writer.measured_link.resolve(self._encoding_options)
 
     @property
     def saves_anchors(self) -> bool:
@@ -134,9 +141,27 @@ class Maintenance:
             self._try(lambda: self._squash_if_due(self._writer.committed or version))
             self._try(lambda: self._anchor_if_due(anchor, self._writer.committed or version))
             self._try(lambda: self._save_if_new(anchor, self._writer.committed or version))
+        self._hear_receivers()
         notes = tuple(self._notes)
         self._notes = []
         return notes
+
+    def _hear_receivers(self) -> None:
+        """Look, on a thread, at what receivers say of their rates: the next publish chooses by it."""
+        options = self._encoding_options
+        is_heard = self._hearing is not None and self._hearing.is_alive()
+        if options.profile != "auto" or options.link != MEASURED or is_heard:
+            return
+        self._hearing = threading.Thread(target=self._read_rates, name="sparserl-rates", daemon=True)
+        self._hearing.start()
+
+    def _read_rates(self) -> None:
+        now = self._writer.clock()
+        try:
+            leases = self._writer.leases()
+        except SparserlError:
+            return  # the next publish looks again
+        self._writer.measured_link.hear(lease.rate for lease in leases if now - lease.time < self._options.lease)
 
     def anchor_is_due(self, version: CommittedVersion) -> bool:
         """Whether the patches since the last anchor have become as large as an anchor, or very many."""
@@ -148,6 +173,8 @@ class Maintenance:
 
     def close(self) -> None:
         """Give up the ladder, and let another publisher have the state folder."""
+        if self._hearing is not None:
+            self._hearing.join(_HEARING_SECONDS)
         if self._saved_anchor is not None:
             self._saved_anchor.close()
         if self._ladder is not None:

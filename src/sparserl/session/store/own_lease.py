@@ -39,8 +39,11 @@ class OwnLease:
         self._written: RunVersion | None = None  # the version in the lease
         self._written_at = 0.0
 
-    def renew(self, version: RunVersion | None) -> None:
-        """Write down in the store which version is held; that it could not be written is no reason to fail."""
+    def renew(self, version: RunVersion | None, rate: float | None = None) -> None:
+        """Write down in the store which version is held; that it could not be written is no reason to fail.
+
+        rate: how fast it is fetched, in bits per second, where that is known.
+        """
         if self._name is None or version is None:
             return
         if self._written == version and time.monotonic() - self._written_at < _RENEW:
@@ -48,7 +51,7 @@ class OwnLease:
         self._written = version
         self._written_at = time.monotonic()
         try:
-            lease = Lease(self._name, version.version, self._clock())
+            lease = Lease(self._name, version.version, self._clock(), None if rate is None else round(rate))
             self._store.put(path(version.run, "leases", self._name), lease.to_bytes())
         except (StoreError, SessionError):
             return

@@ -87,6 +87,8 @@ class Publisher:
         profile: How patches are encoded: `raw`, `gap`, `ulp`, `ctx`, or `auto`, which takes the smallest or, with
             `link`, the quickest.
         link: The bandwidth between the publisher and its subscribers, such as `25Gbit`, by which `auto` chooses.
+            `measured`: the slowest of the last 32 transfers of publisher and subscribers, as these write to their
+            leases. For None, and where no subscriber has told of it yet, `auto` takes the smallest.
         anchor_after: An anchor is written when the patches since the last one add up to this many times its bytes.
         keep_anchors: How many anchors stay in the store.
         ladder: Squashed patches are written over so many versions, twice as many and so on, from the first number up
@@ -129,7 +131,7 @@ class Publisher:
         state: str | Path | None = None,
         new_run: bool = False,
         profile: str = "auto",
-        link: str | None = None,
+        link: str | None = "measured",
         anchor_after: float = 1.0,
         keep_anchors: int = 2,
         ladder: tuple[int, int] | None = (8, 64),
@@ -146,7 +148,7 @@ class Publisher:
     ) -> None:
         require_timeout("timeout", timeout)
         self._source = as_source(source)
-        self._encoding = EncodingOptions(profile, link, threads, progress)
+        encoding = EncodingOptions(profile, link, threads, progress)
         self._baseline_options = BaselineOptions(baseline, memory)
         retention = RetentionOptions(anchor_after, keep_anchors, ladder, grace, lease)
         keys = PublisherKeys.of(signing_key, trusted_keys)
@@ -165,7 +167,8 @@ class Publisher:
         saved_anchor = None if state is None else SavedAnchor(self._writers.own_folder(Path(state)), self.store.url)
         head = HeadWriter(self.store, keys, self._writers, clock, new_run)
         self._run_writer = RunWriter(self.store, head, self._writers, clock, progress)
-        self._maintenance = Maintenance(self._run_writer, retention, saved_anchor, self._encoding)
+        self._encoding_options = encoding
+        self._maintenance = Maintenance(self._run_writer, retention, saved_anchor, encoding)
         self._is_closed = False
         self._had_run = False  # whether a version of this publisher was committed
         if not new_run:
@@ -263,8 +266,8 @@ class Publisher:
         finally:
             self._is_closed = True
             self._writers.close()
-            self.store.close()
             self._maintenance.close()
+            self.store.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -283,6 +286,10 @@ class Publisher:
         return self._run_writer.committed
 
     @property
+    def _encoding(self) -> EncodingOptions:
+        return self._run_writer.measured_link.resolve(self._encoding_options)
+
+    @property
     def _tracks_changes(self) -> bool:
         return hasattr(self._source, "committed")
 
@@ -293,7 +300,6 @@ class Publisher:
             return
         weights = functools.partial(weights_of, self._source)
         resumed = resume_run(self.store, self._writers, head, saved_anchor, weights, self._encoding)
-        baselines: list[Baseline] = []
 
         def choose(options: BaselineOptions) -> Baseline:
             baseline, self.baseline = choose_baseline(
@@ -303,11 +309,10 @@ class Publisher:
                 threads=self._encoding.threads,
                 own_digest=resumed.digest,
             )
-            baselines[:] = [baseline]
             return baseline
 
-        self._choose_alike(choose)
-        self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baselines[0])
+        baseline = self._choose_alike(choose)
+        self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baseline)
         self._source_check.resume()
         log.info("%s: continuing run %s at version %d", self.store.url, head.run, head.version)
 
@@ -356,15 +361,18 @@ class Publisher:
         self._choose_alike(capture)
         return work[0]
 
-    def _choose_alike(self, choose: Callable[[BaselineOptions], Baseline]) -> None:
+    def _choose_alike(self, choose: Callable[[BaselineOptions], Baseline]) -> Baseline:
         """Choose a baseline on every rank: where one has no room for it, none has one, so that all do the same."""
+        chosen: list[Baseline] = []
 
         def kind(options: BaselineOptions) -> bytes:
-            return b"none" if choose(options).weights is None else b"host"
+            chosen[:] = [choose(options)]
+            return b"none" if chosen[0].weights is None else b"host"
 
         kinds = self._writers.together("capture", lambda: kind(self._baseline_options))
         if len(set(kinds)) > 1:
             self._writers.together("capture", lambda: kind(replace(self._baseline_options, kind="none")))
+        return chosen[0]
 
     def _capture_changes(
         self, committed: CommittedVersion, label: Label, watch: Watch, *, at_once: bool
@@ -458,7 +466,8 @@ class Publisher:
         self, committed: CommittedVersion, changes: CapturedChanges, anchor: Patch | None, label: Label, watch: Watch
     ) -> SyncReport:
         """A version after the first: a patch."""
-        encoding = self._encoding
+        link = self._run_writer.measured_link
+        encoding = link.resolve(self._encoding_options, is_coded=committed.baseline.is_on_gpu)
 
         def encode(upload: Upload) -> Patch:
             with watch.stage("encode"):

@@ -18,6 +18,7 @@ from ..report import SyncReport, Watch
 from . import side_files, transfer
 from .head import HeadMove, HeadWriter, Steps
 from .leases import Lease
+from .rates import MeasuredLink
 from .records import (
     MOST_HEAD,
     FileChanges,
@@ -58,6 +59,7 @@ class RunWriter:
         self.writers = writers
         self.clock = clock
         self.committed: CommittedVersion | None = None
+        self.measured_link = MeasuredLink()
         self._head = head
         self._progress = progress
 
@@ -92,7 +94,9 @@ class RunWriter:
             wait = functools.partial(watch.stage, "upload")
             with transfer.Upload(self.store, run.run, place, run.layout, self._progress, wait) as upload:
                 patches.append(encode(upload))
-                return upload.finish(patches[0])
+                share = upload.finish(patches[0])
+            self.measured_link.uploads.add(upload.meter)
+            return share
 
         sent_by_rank = self.writers.gather(
             "upload", send_share, transfer.UploadedPatch.to_bytes, transfer.UploadedPatch.parse

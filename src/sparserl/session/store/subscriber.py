@@ -31,6 +31,7 @@ from .fields import checked_clock
 from .layouts import run_at
 from .neighbours import NeighbourOptions, Served
 from .own_lease import OwnLease
+from .rates import RecentRates
 from .records import HEAD, HeadRecord, Index, RouteStep, RunRecord, run_id
 from .retention import read_head, read_index, read_run
 from .side_files import StoredFiles
@@ -131,6 +132,7 @@ class Subscriber(Receiver):
         self.store = neighbours.around(store)
         self._lease = OwnLease(self.store, name, checked_clock(clock), self)
         self._served = Served.start(self.store, neighbours)
+        self._rates = RecentRates()
         self._snapshot: StoreSnapshot | None = None
         self._newest_head: HeadRecord | None = None  # of all heads seen: nothing older is accepted
         self._awaited_head: StoredObject | None = None  # for the next look at the store
@@ -429,6 +431,7 @@ class Subscriber(Receiver):
         try:
             with watch.stage("fetch"):
                 fetch.fetch_into(arrival)
+                self._rates.add(fetch.meter)
             with watch.stage("stage"):
                 prepared = arrival.finish()
         except BaseException:
@@ -463,7 +466,7 @@ class Subscriber(Receiver):
 
     def _tell_version(self) -> None:
         """Tell the store and the neighbours which version is held."""
-        self._lease.renew(self._current)
+        self._lease.renew(self._current, self._rates.slowest)
         snapshot = self._snapshot
         if self._served is not None and snapshot is not None and self._current is not None:
             head = snapshot.head

@@ -24,6 +24,7 @@ from ...wire import encoded_table, limits, read_bucket
 from ...wire.cursor import CHECKSUM_BYTES
 from ..arrival import Arrival, ArrivingPatch
 from .fields import canonical, sha256
+from .rates import RateMeter
 from .records import Blob, Manifest, RouteStep, get_named, path, require_hash
 
 R = TypeVar("R")
@@ -109,6 +110,7 @@ class Upload:
         self._wait = wait
         self._profiles: set[str] = set()
         self._entries = 0
+        self.meter = RateMeter()
         self._blobs: list[Blob] = []
         self._transfers = Transfers(AT_ONCE, f"{store.url}: run {run}")
         self._sink = self._transfers.sink(self._put, FLIGHT_BYTES, self._written)
@@ -156,7 +158,8 @@ class Upload:
 
     def _put(self, bucket: Bucket) -> Blob:
         blob = Blob(sha256(bucket), len(bucket))
-        self._store.put(self._manifest.bucket(blob), bucket)
+        with self.meter.transfer(blob.size):
+            self._store.put(self._manifest.bucket(blob), bucket)
         return blob
 
     def _written(self, blob: Blob) -> None:
@@ -235,6 +238,7 @@ class Fetch:
         self._progress = progress
         self._restore = restore
         self._label = f"{store.url}: run {run}"
+        self.meter = RateMeter()
         self._steps = [] if begun is None else begun.same_steps([step for step, _ in route])
         with Transfers(AT_ONCE, self._label) as transfers:
             self._steps += transfers.ahead(lambda row: self._begin(*row), route[len(self._steps) :])
@@ -279,7 +283,8 @@ class Fetch:
             def get(row: tuple[int, Manifest, Blob]) -> tuple[int, bytes]:
                 number, manifest, blob = row
                 name = manifest.bucket(blob)
-                data = fetch(self._store, name, blob.size, ranges)
+                with self.meter.transfer(blob.size):
+                    data = fetch(self._store, name, blob.size, ranges)
                 require_hash(data, blob.hash, name)
                 return number, data
 

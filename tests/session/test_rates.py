@@ -1,0 +1,169 @@
+"""`link="measured"`: `auto` chooses by the transfers that publisher and receivers have seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparserl import Bits, GroupPublisher, Publisher, Subscriber
+from sparserl.errors import SessionError, Unavailable
+from sparserl.session.store import rates
+from sparserl.session.store.leases import Lease
+from sparserl.session.store.rates import MeasuredLink, RateMeter, RecentRates
+from sparserl.transport.stores.folder import FolderStore
+from sparserl.weights.dtypes import BY_NAME
+
+SIZE = 1 << 22
+MEGABIT = 1e6
+
+
+class Clock:
+    """Time that passes when a transfer takes it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(rates.time, "perf_counter", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+class SlowStore(FolderStore):
+    """A store whose buckets arrive at a rate, by a clock of its own."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        super().__init__(path)
+        self.clock = clock
+        self.rate = 100 * MEGABIT
+
+    def get(self, name: str, max_bytes: int):
+        stored = super().get(name, max_bytes)
+        if "/buckets/" in name:
+            self.clock.now += 8 * len(stored.data) / self.rate
+        return stored
+
+
+def test_a_rate_counts_the_time_in_which_something_was_on_its_way(clock: Clock) -> None:
+    meter = RateMeter()
+    with meter.transfer(1 << 20):
+        clock.now += 1
+        with meter.transfer(1 << 20):
+            clock.now += 1
+    clock.now += 100  # nothing is on its way
+    with meter.transfer(2 << 20):
+        clock.now += 2
+    with pytest.raises(Unavailable):
+        fail(meter, clock)
+    assert meter.rate == 8 * (4 << 20) / 8
+
+
+def fail(meter: RateMeter, clock: Clock) -> None:
+    """A transfer that failed has taken its time."""
+    with meter.transfer(1 << 30):
+        clock.now += 4
+        raise Unavailable("out of reach")
+
+
+def test_small_transfers_tell_nothing(clock: Clock) -> None:
+    meter = RateMeter()
+    with meter.transfer(1000):
+        clock.now += 1
+    assert meter.rate is None
+
+
+def metered(clock: Clock, rate: float) -> RateMeter:
+    meter = RateMeter()
+    with meter.transfer(1 << 20):
+        clock.now += 8 * (1 << 20) / rate
+    return meter
+
+
+def test_the_slowest_of_the_last_transfers_counts(clock: Clock) -> None:
+    recent = RecentRates()
+    assert recent.slowest is None
+    for rate in (100.0, 10.0, *[1000.0] * 31):
+        recent.add(metered(clock, rate * MEGABIT))
+    assert recent.slowest == pytest.approx(10 * MEGABIT)
+    recent.add(metered(clock, 1000 * MEGABIT))
+    assert recent.slowest == pytest.approx(1000 * MEGABIT)
+
+
+def test_the_slowest_way_to_a_receiver_counts(clock: Clock) -> None:
+    link = MeasuredLink()
+    assert link.link is None
+    link.uploads.add(metered(clock, 50 * MEGABIT))
+    assert link.link is None, "no receiver has told of its link"
+    link.hear([None, 200 * MEGABIT, 400 * MEGABIT])
+    assert link.link.bits_per_second == pytest.approx(50 * MEGABIT)
+    link.hear([20 * MEGABIT])
+    assert link.link.bits_per_second == pytest.approx(20 * MEGABIT)
+    link.hear([])
+    assert link.link is None
+
+
+class Trained:
+    """Weights of which small ones change, a publisher, and a receiver behind a link."""
+
+    def __init__(self, path: Path, clock: Clock, **options: object) -> None:
+        rng = np.random.default_rng(3)
+        self._rng = rng
+        array = (rng.standard_normal(SIZE).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        self.weights = {"w": Bits(array, BY_NAME["bfloat16"])}
+        self.store = SlowStore(path, clock)
+        self.publisher = Publisher(path, self.weights, ladder=None, anchor_after=100.0, threads=1, **options)
+        self.mine = {"w": Bits(np.zeros_like(array), BY_NAME["bfloat16"])}
+        self.subscriber = Subscriber(self.store, self.mine, threads=1)
+
+    def sync(self) -> set[str]:
+        """One more version, synced; the profiles of its patch."""
+        array = self.weights["w"].array
+        array += (self._rng.random(SIZE) < 0.2).astype(np.uint16) & ((array & 0x7FFF) < 0x3F00)
+        self.publisher.publish()
+        self.subscriber.sync()
+        assert (self.mine["w"].array == array).all()
+        maintenance = self.publisher._maintenance
+        maintenance._read_rates()  # as the thread after a publish does, but now
+        steps = self.publisher._committed.index.steps
+        return set(steps[-1].profiles)
+
+
+def test_auto_follows_what_receivers_measure(tmp_path: Path, clock: Clock) -> None:
+    """The smallest while nothing is known or the link is slow, the quickest over a fast one, and back at once."""
+    run = Trained(tmp_path / "store", clock)
+    assert run.sync() == {"gap"}, "an anchor, coded"
+    assert run.publisher._encoding.link.bits_per_second == pytest.approx(100 * MEGABIT, rel=0.01)
+    run.store.rate = 10 * MEGABIT
+    run.sync()
+    assert run.sync() == {"ctx"}
+    run.store.rate = 1e13
+    for _ in range(33):
+        run.sync()
+    assert run.sync() <= {"raw", "gap"}
+    run.store.rate = 10 * MEGABIT
+    run.sync()
+    assert run.sync() == {"ctx"}
+    (lease,) = run.publisher._run_writer.leases()
+    assert lease.rate == pytest.approx(10 * MEGABIT, rel=0.01)
+
+
+def test_without_a_measured_link_auto_is_the_smallest(tmp_path: Path, clock: Clock) -> None:
+    run = Trained(tmp_path / "store", clock, link=None)
+    run.store.rate = 1e13
+    run.sync()
+    assert run.sync() == {"ctx"}
+
+
+def test_leases_say_their_rate_or_nothing() -> None:
+    for rate in (None, 5_000_000):
+        lease = Lease("rollout", 3, 1.5, rate)
+        assert Lease.parse(lease.to_bytes(), "a lease") == lease
+    assert b"rate" not in Lease("rollout", 3, 1.5).to_bytes()
+
+
+def test_ranks_of_a_group_measure_nothing() -> None:
+    with pytest.raises(SessionError, match="25Gbit"):
+        GroupPublisher(None, {"w": np.zeros(3)}, link="measured")

@@ -29,7 +29,7 @@ from rich.console import Console
 
 import sparserl
 from benchmarks import traces
-from benchmarks.throttle import Line, carry
+from benchmarks.throttle import Line, Page, carry
 from benchmarks.traces import Bits
 from sparserl.codec import PROFILES
 from sparserl.patch import measure
@@ -149,7 +149,7 @@ def throttle(control: Connection, port: int, link: Link) -> None:
         near, _ = server.accept()
     with near, socket.create_connection(("127.0.0.1", port)) as far:
         far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        carry(near, far, Line(link.bits_per_second, link.latency_s))
+        carry(near, far, Line(Page.of(link), link.latency_s))
 
 
 class Sender:

@@ -1,7 +1,8 @@
 """A link between two sockets of this machine that lets through so many bits per second, each after a latency.
 
 `throttled(port, link)` is a program of its own that stands in front of a port. All connections through it share the
-link, one line in each direction.
+link, one line in each direction. While it runs, its rate can be changed, it can stall, and it can cut off all
+connections.
 """
 
 from __future__ import annotations
@@ -18,13 +19,64 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the program starts without the library
     from sparserl.plan import Link
 
 _CHUNK = 1 << 16
+_LOOK = 0.01  # seconds between looks at whether connections are to be cut off
 _COUNT = struct.Struct("<Q")
+_SECONDS = struct.Struct("<d")
+
+
+class Page:
+    """What the program and those who use it tell each other, in a page of memory that they share."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    @classmethod
+    def of(cls, link: Link, memory: mmap.mmap | None = None) -> Page:
+        """The page of a link that begins with its rate; in memory of this process, if no other is given."""
+        page = cls(mmap.mmap(-1, mmap.PAGESIZE) if memory is None else memory)
+        page.bits_per_second = link.bits_per_second
+        return page
+
+    @property
+    def moved(self) -> int:
+        """Bytes that have come back through the link."""
+        return int(_COUNT.unpack_from(self._memory, 0)[0])
+
+    @moved.setter
+    def moved(self, value: int) -> None:
+        _COUNT.pack_into(self._memory, 0, value)
+
+    @property
+    def bits_per_second(self) -> float:
+        return float(_SECONDS.unpack_from(self._memory, 8)[0])
+
+    @bits_per_second.setter
+    def bits_per_second(self, value: float) -> None:
+        _SECONDS.pack_into(self._memory, 8, value)
+
+    @property
+    def stalled_until(self) -> float:
+        """When the link goes on, by the clock of the machine."""
+        return float(_SECONDS.unpack_from(self._memory, 16)[0])
+
+    @stalled_until.setter
+    def stalled_until(self, value: float) -> None:
+        _SECONDS.pack_into(self._memory, 16, value)
+
+    @property
+    def cuts(self) -> int:
+        """How often all connections have been cut off."""
+        return int(_COUNT.unpack_from(self._memory, 24)[0])
+
+    @cuts.setter
+    def cuts(self, value: int) -> None:
+        _COUNT.pack_into(self._memory, 24, value)
 
 
 @dataclass
@@ -34,11 +86,10 @@ class Line:
     It keeps its own schedule, so that waking up late does not add up.
     """
 
-    bits_per_second: float
+    page: Page
     latency_s: float
+    is_counted: bool = False  # whether the bytes that have passed are written down for others to see
     free: float = 0.0
-    moved: int = 0
-    count: Any = None  # where the bytes that have passed are written down for others to see
     _lock: Lock = field(default_factory=Lock)
 
     def take(self, size: int, idle: bool) -> float:
@@ -46,10 +97,9 @@ class Line:
         with self._lock:
             if idle:
                 self.free = max(self.free, time.monotonic())
-            self.free += 8 * size / self.bits_per_second
-            self.moved += size
-            if self.count is not None:
-                _COUNT.pack_into(self.count, 0, self.moved)
+            self.free = max(self.free, self.page.stalled_until) + 8 * size / self.page.bits_per_second
+            if self.is_counted:
+                self.page.moved += size
             return self.free
 
 
@@ -101,12 +151,25 @@ def _sleep_until(due: float) -> None:
 class Throttled:
     """A link in front of a port: its own port, and the bytes that have come through it from there."""
 
-    def __init__(self, port: int, count: mmap.mmap) -> None:
-        self.port, self._count = port, count
+    def __init__(self, port: int, page: Page) -> None:
+        self.port = port
+        self._page = page
 
     @property
     def moved(self) -> int:
-        return int(_COUNT.unpack_from(self._count)[0])
+        return self._page.moved
+
+    def change_rate(self, bits_per_second: float) -> None:
+        """Let through so many bits per second from now on."""
+        self._page.bits_per_second = bits_per_second
+
+    def stall(self, seconds: float) -> None:
+        """Let nothing through for a while."""
+        self._page.stalled_until = time.monotonic() + seconds
+
+    def cut(self) -> None:
+        """Cut off all connections."""
+        self._page.cuts += 1
 
 
 @contextlib.contextmanager
@@ -114,31 +177,48 @@ def throttled(port: int, link: Link) -> Iterator[Throttled]:
     """A link to a port of this machine, in a process of its own."""
     with tempfile.NamedTemporaryFile() as file:
         file.truncate(mmap.PAGESIZE)
-        words = [str(port), str(link.bits_per_second), str(link.latency_s), file.name]
+        words = [str(port), str(link.latency_s), file.name]
         program = [sys.executable, "-m", "benchmarks.throttle", *words]
-        with subprocess.Popen(program, stdout=subprocess.PIPE) as running:
-            try:
-                assert running.stdout is not None
-                with mmap.mmap(file.fileno(), mmap.PAGESIZE) as count:
-                    yield Throttled(int(running.stdout.readline()), count)
-            finally:
-                running.kill()
+        with mmap.mmap(file.fileno(), mmap.PAGESIZE) as memory:
+            page = Page.of(link, memory)
+            with subprocess.Popen(program, stdout=subprocess.PIPE) as running:
+                try:
+                    assert running.stdout is not None
+                    yield Throttled(int(running.stdout.readline()), page)
+                finally:
+                    running.kill()
 
 
-def main(port: int, bits_per_second: float, latency_s: float, path: str) -> None:
+def main(port: int, latency_s: float, path: str) -> None:
     """Stand in front of a port until killed."""
     with open(path, "r+b") as file, socket.create_server(("127.0.0.1", 0)) as server:  # noqa: PTH123  # it is a page
-        count = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        there, back = Line(bits_per_second, latency_s), Line(bits_per_second, latency_s, count=count)
+        page = Page(mmap.mmap(file.fileno(), mmap.PAGESIZE))
+        there = Line(page, latency_s)
+        back = Line(page, latency_s, is_counted=True)
+        ends: list[socket.socket] = []
+        Thread(target=_cut_off, args=(page, ends), daemon=True).start()
         print(server.getsockname()[1], flush=True)
         while True:
             near, _ = server.accept()
             far = socket.create_connection(("127.0.0.1", port))
             for end in (near, far):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for ends in ((near, far, there), (far, near, back)):
-                Thread(target=carry, args=ends, daemon=True).start()
+                ends.append(end)
+            for way in ((near, far, there), (far, near, back)):
+                Thread(target=carry, args=way, daemon=True).start()
+
+
+def _cut_off(page: Page, ends: list[socket.socket]) -> None:
+    """Shut down all connections whenever the page says so."""
+    cuts = page.cuts
+    while True:
+        time.sleep(_LOOK)
+        if page.cuts != cuts:
+            cuts = page.cuts
+            while ends:
+                with contextlib.suppress(OSError):
+                    ends.pop().shutdown(socket.SHUT_RDWR)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,6 +56,11 @@ class Link:
             raise SparserlError(f"{text!r} is not a bandwidth: it must be more than 0 and finite")
         return cls(speed, _seconds(latency) if isinstance(latency, str) else latency)
 
+    @property
+    def extremes(self) -> tuple[Link, ...]:
+        """The link as it is at its slowest and at its fastest, if it varies."""
+        return (self,)
+
     def seconds(self, nbytes: float) -> float:
         """How long bytes take to arrive."""
         return self.latency_s + 8 * nbytes / self.bits_per_second
@@ -63,6 +68,17 @@ class Link:
     def __str__(self) -> str:
         delay = f" + {1000 * self.latency_s:g} ms" if self.latency_s else ""
         return bandwidth(self.bits_per_second) + delay
+
+
+@dataclass(frozen=True)
+class VaryingLink(Link):
+    """A link whose bandwidth moves between a least one, `bits_per_second`, and a greatest."""
+
+    most_bits_per_second: float = math.inf
+
+    @property
+    def extremes(self) -> tuple[Link, ...]:
+        return Link(self.bits_per_second, self.latency_s), Link(self.most_bits_per_second, self.latency_s)
 
 
 def _seconds(text: str) -> float:
@@ -307,10 +323,25 @@ def best(estimates: Sequence[_AnyEstimate]) -> _AnyEstimate:
     return min(estimates, key=lambda e: e.total_s)
 
 
+def least_losses(names: Iterable[str], link: Link, seconds: Callable[[str, Link], float]) -> dict[str, float]:
+    """How many times as long each of some ways takes as the best one, where that is worst over a link that varies.
+
+    The time of a way is linear in the inverse of the rate, and the best time concave: the worst is at an extreme.
+    """
+    ways = list(names)
+    losses = dict.fromkeys(ways, 1.0)
+    for extreme in link.extremes:
+        times = {name: seconds(name, extreme) for name in ways}
+        least = min(times.values())
+        for name in ways:
+            losses[name] = max(losses[name], times[name] / least)
+    return losses
+
+
 @dataclass(frozen=True)
 class Chooser:
     """Chooses a bucket's profile for a link: of those that take about the least time to encode, send and apply, the
-    smallest.
+    smallest. Where the link varies, that which loses least against the best one at either extreme.
     """
 
     link: Link
@@ -325,10 +356,11 @@ class Chooser:
     def pick(self, costs: Mapping[str, float], nbytes: int, changes: int) -> str:
         """The smallest of the profiles whose predicted time is near the least; `costs` are the bits in each."""
 
-        def time(name: str) -> float:
+        def seconds(name: str, link: Link) -> float:
             speed = self.speeds.profiles[name]
             work = speed.encode.seconds(nbytes, changes) + speed.decode.seconds(nbytes, changes)
-            return work + costs[name] / self.link.bits_per_second
+            return work + costs[name] / link.bits_per_second
 
-        limit = _NEAR * min(map(time, costs))
-        return min((name for name in costs if time(name) <= limit), key=lambda name: (costs[name], name))
+        losses = least_losses(costs, self.link, seconds)
+        limit = _NEAR * min(losses.values())
+        return min((name for name in costs if losses[name] <= limit), key=lambda name: (costs[name], name))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import SessionError
 from .fields import SMALL, Fields, checked_seconds, counted, matched, parse, written
+from .rates import Rates
 
 _MOST_RATE = 10**15  # bits per second
 LEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -19,10 +21,12 @@ class Lease:
     name: str
     version: int
     time: float
-    rate: int | None = None  # bits per second of the slowest of its last fetches
+    rates: Rates | None = None  # of its last fetches
 
     def to_bytes(self) -> bytes:
-        record = {name: value for name, value in vars(self).items() if value is not None}
+        record = vars(self) | {"rates": self.rates and [*map(round, self.rates)]}
+        if self.rates is None:
+            del record["rates"]
         return written(record, f"the lease of {self.name}", SMALL)
 
     @classmethod
@@ -32,10 +36,15 @@ class Lease:
             fields.text("name", LEASE_NAME),
             fields.count("version"),
             fields.take("time", checked_seconds),
-            fields.optional("rate", lambda value: counted(value, _MOST_RATE), None),
+            fields.optional("rates", _read_rates, None),
         )
         fields.finish()
         return lease
+
+
+def _read_rates(value: Any) -> Rates | None:
+    slowest, fastest = value
+    return Rates(counted(slowest, _MOST_RATE), counted(fastest, _MOST_RATE))
 
 
 def lease_name(name: str) -> str:

@@ -161,7 +161,7 @@ class Maintenance:
             leases = self._writer.leases()
         except SparserlError:
             return  # the next publish looks again
-        self._writer.measured_link.hear(lease.rate for lease in leases if now - lease.time < self._options.lease)
+        self._writer.measured_link.hear(lease.rates for lease in leases if now - lease.time < self._options.lease)
 
     def anchor_is_due(self, version: CommittedVersion) -> bool:
         """Whether the patches since the last anchor have become as large as an anchor, or very many."""

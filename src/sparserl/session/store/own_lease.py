@@ -12,6 +12,7 @@ from ...errors import SessionError, StoreError
 from ...transport.stores.base import Store
 from ..receiver import RunVersion
 from .leases import Lease, lease_name
+from .rates import Rates
 from .records import path
 
 _RENEW = 30.0  # seconds after which a lease is written again
@@ -39,10 +40,10 @@ class OwnLease:
         self._written: RunVersion | None = None  # the version in the lease
         self._written_at = 0.0
 
-    def renew(self, version: RunVersion | None, rate: float | None = None) -> None:
+    def renew(self, version: RunVersion | None, rates: Rates | None = None) -> None:
         """Write down in the store which version is held; that it could not be written is no reason to fail.
 
-        rate: how fast it is fetched, in bits per second, where that is known.
+        rates: how fast versions are fetched, where that is known.
         """
         if self._name is None or version is None:
             return
@@ -51,7 +52,7 @@ class OwnLease:
         self._written = version
         self._written_at = time.monotonic()
         try:
-            lease = Lease(self._name, version.version, self._clock(), None if rate is None else round(rate))
+            lease = Lease(self._name, version.version, self._clock(), rates)
             self._store.put(path(version.run, "leases", self._name), lease.to_bytes())
         except (StoreError, SessionError):
             return

@@ -87,7 +87,7 @@ class Publisher:
         profile: How patches are encoded: `raw`, `gap`, `ulp`, `ctx`, or `auto`, which takes the smallest or, with
             `link`, the quickest.
         link: The bandwidth between the publisher and its subscribers, such as `25Gbit`, by which `auto` chooses.
-            `measured`: the slowest of the last 32 transfers of publisher and subscribers, as these write to their
+            `measured`: as it was in the last 32 transfers of publisher and subscribers, who write that to their
             leases. For None, and where no subscriber has told of it yet, `auto` takes the smallest.
         anchor_after: An anchor is written when the patches since the last one add up to this many times its bytes.
         keep_anchors: How many anchors stay in the store.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
-from ...plan import Link
+from ...plan import VaryingLink
 from ..options import MEASURED, EncodingOptions
 
 _LEAST_BYTES = 1 << 16  # of a transfer that says something about the link, not about its delay
@@ -50,11 +52,15 @@ class RateMeter:
         return 8 * self._bytes / self._seconds if self._bytes >= _LEAST_BYTES and self._seconds else None
 
 
-class RecentRates:
-    """The rates of the last transfers, of which the slowest counts: a link that was slow may be so again.
+class Rates(NamedTuple):
+    """The slowest and the fastest of some transfers, in bits per second."""
 
-    What is chosen for too slow a link costs a little work; what is chosen for too fast a link costs the whole wait.
-    """
+    slowest: float
+    fastest: float
+
+
+class RecentRates:
+    """The rates of the last transfers: a link that was slow, or fast, may be so again."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)
@@ -65,9 +71,9 @@ class RecentRates:
             self._rates.append(rate)
 
     @property
-    def slowest(self) -> float | None:
-        """Bits per second; None where nothing was measured."""
-        return min(self._rates, default=None)
+    def extremes(self) -> Rates | None:
+        """The slowest and the fastest; None where nothing was measured."""
+        return Rates(min(self._rates), max(self._rates)) if self._rates else None
 
 
 class MeasuredLink:
@@ -75,11 +81,11 @@ class MeasuredLink:
 
     def __init__(self) -> None:
         self.uploads = RecentRates()
-        self._receiver_rate: float | None = None
+        self._receivers: list[Rates] = []
 
-    def hear(self, rates: Iterable[float | None]) -> None:
+    def hear(self, rates: Iterable[Rates | None]) -> None:
         """What receivers say of their rates; those who say nothing do not count."""
-        self._receiver_rate = min((rate for rate in rates if rate is not None), default=None)
+        self._receivers = [rate for rate in rates if rate is not None]
 
     def resolve(self, encoding: EncodingOptions, *, is_coded: bool = False) -> EncodingOptions:
         """Options in which a measured link is replaced by what was measured.
@@ -91,9 +97,12 @@ class MeasuredLink:
         return replace(encoding, link=None if is_coded else self.link)
 
     @property
-    def link(self) -> Link | None:
-        """The slowest way from here to a receiver; None where no receiver has told of it yet."""
-        if self._receiver_rate is None:
+    def link(self) -> VaryingLink | None:
+        """From the slowest way from here to a receiver to the fastest; None where no receiver has told of it yet."""
+        receivers = self._receivers
+        if not receivers:
             return None
-        own = self.uploads.slowest
-        return Link(max(1.0, self._receiver_rate if own is None else min(own, self._receiver_rate)))
+        own = self.uploads.extremes or Rates(math.inf, math.inf)
+        slowest = min(own.slowest, *(rates.slowest for rates in receivers))
+        fastest = min(own.fastest, max(rates.fastest for rates in receivers))
+        return VaryingLink(max(1.0, slowest), most_bits_per_second=max(1.0, slowest, fastest))

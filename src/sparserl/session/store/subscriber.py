@@ -466,7 +466,7 @@ class Subscriber(Receiver):
 
     def _tell_version(self) -> None:
         """Tell the store and the neighbours which version is held."""
-        self._lease.renew(self._current, self._rates.slowest)
+        self._lease.renew(self._current, self._rates.extremes)
         snapshot = self._snapshot
         if self._served is not None and snapshot is not None and self._current is not None:
             head = snapshot.head

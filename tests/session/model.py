@@ -158,6 +158,10 @@ class Machine:
             return ("bucket", *ends), ("manifest", *ends)
         return ("bucket", work.serial), ("manifest", work.serial)
 
+    def _buckets(self, bucket: tuple) -> tuple[tuple, ...]:
+        """The names of a patch's buckets, by that of the first."""
+        return (bucket, (*bucket, "second")) if self.bounds.streams else (bucket,)
+
     def _index(self, work: Work) -> tuple:
         if not self.protocol.content_names:
             return "index", work.run, work.version
@@ -178,6 +182,8 @@ class Machine:
             yield "captures the other half", become(state, at="captured", work=work._replace(bits=torn))
             return
         order = ["captured", "bucket", "manifest", "index"]
+        if self.bounds.streams:
+            order.insert(2, "second bucket")
         if not self.protocol.head_last:
             order = ["captured", "manifest", "index"]
         if p.at == "unsure":
@@ -189,7 +195,8 @@ class Machine:
         else:
             puts = {
                 "bucket": (bucket, (work.base, work.bits)),
-                "manifest": (manifest, (bucket, work.base, work.bits)),
+                "second bucket": ((*bucket, "second"), (work.base, work.bits)),
+                "manifest": (manifest, (self._buckets(bucket), work.base, work.bits)),
                 "index": (self._index(work), self._steps(work)),
             }
             what = order[order.index(p.at) + 1]
@@ -332,6 +339,9 @@ class Machine:
         elif s.at == "planned":
             label, fields = self._stage(state, s)
             yield label, become(state, **fields), True
+            if self.bounds.streams and state.left.faults:
+                outage = {"at": "idle", "head": None, "route": (), "staged": None}
+                yield "fetch fails", become(spend(state, "faults"), **outage), False
         else:
             for label, fields, fault in self._commit(s):
                 if not fault:
@@ -379,9 +389,16 @@ class Machine:
         assert head is not None
         again = {"at": "idle", "head": None, "route": (), "staged": None}
         try:
-            patches = [fetch(state, step) for step in s.route]
+            if self.bounds.streams:
+                fetched = self._fetched(state, s)
+                if fetched is not None:
+                    return "fetches a bucket", {"fetched": fetched}
+                patches = [content for _, content in s.fetched[::2]]
+            else:
+                patches = [fetch(state, step) for step in s.route]
         except Missing:
             return "finds objects gone, plans anew", again
+        again["fetched"] = ()
         new = []
         for bits in s.bits:
             for base, result in patches:
@@ -391,7 +408,21 @@ class Machine:
         if self.protocol.verified and any(bits != head.bits for bits in new):
             held = s.held if self.protocol.only_if_applied else wanted
             return "refuses bits that are not the promised ones", {**again, "head": head, "held": held}
-        return "stages", {"at": "commit 0", "staged": (wanted, tuple(new), s.bits)}
+        return "stages", {"at": "commit 0", "staged": (wanted, tuple(new), s.bits), "fetched": ()}
+
+    def _fetched(self, state: State, s: Subscriber) -> tuple[tuple[tuple, Any], ...] | None:
+        """What has arrived when one more bucket has; None if all have."""
+        names = [bucket for step in s.route for bucket in get(state, step.manifest)[0]]
+        kept = 0
+        while kept < min(len(names), len(s.fetched)):
+            if self.protocol.same_buckets and s.fetched[kept][0] != names[kept]:
+                break
+            kept += 1
+        if kept == len(names) == len(s.fetched):
+            return None
+        if kept == len(names):
+            return s.fetched[:kept]
+        return (*s.fetched[:kept], (names[kept], get(state, names[kept])))
 
     def _commit(self, s: Subscriber) -> Iterator[tuple[str, dict[str, Any], bool]]:
         assert s.staged is not None

@@ -47,8 +47,10 @@ def _wrong_head(state: State) -> str | None:
     try:
         steps = get(state, head.index)
         for step in steps:
-            bucket, base, bits = get(state, step.manifest)
-            if (base, bits) != (step.base_bits, step.bits) or get(state, bucket) != (base, bits):
+            buckets, base, bits = get(state, step.manifest)
+            if (base, bits) != (step.base_bits, step.bits):
+                return WHOLE
+            if any(get(state, bucket) != (base, bits) for bucket in buckets):
                 return WHOLE
     except Missing:
         return WHOLE

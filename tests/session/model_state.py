@@ -32,6 +32,7 @@ class Protocol:
     held_with_bits: bool = True  # what is reported changes with the bits
     only_if_applied: bool = True  # a version that could not be applied is not reported
     undo: bool = True  # a target that has committed is taken back when a later one fails
+    same_buckets: bool = True  # what was fetched before an outage is used for the same buckets, and no others
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Bounds:
     crashes: int = 1
     faults: int = 1
     collects: int = 0
+    streams: bool = False  # a patch has two buckets, which are put and fetched one by one; a fetch that failed goes on
 
 
 class Step(NamedTuple):
@@ -121,6 +123,7 @@ class Subscriber(NamedTuple):
     head: Head | None = None
     route: tuple[Step, ...] = ()
     staged: tuple[Held, tuple[int, ...], tuple[int, ...]] | None = None  # what, new bits, bits before
+    fetched: tuple[tuple[tuple, Any], ...] = ()  # names and contents of buckets that have arrived
 
 
 class Left(NamedTuple):
@@ -184,14 +187,14 @@ def route(steps: tuple[Step, ...], have: tuple[int, int] | None, want: int) -> t
 
 def fetch(state: State, step: Step) -> tuple[int | None, int]:
     """The patch of a step: what it starts from and leads to."""
-    bucket, _, _ = get(state, step.manifest)
-    return get(state, bucket)
+    buckets, _, _ = get(state, step.manifest)
+    return get(state, buckets[0])
 
 
 def needed(state: State, head: Head) -> set[tuple]:
     names = {head.index}
     for step in get(state, head.index):
-        names |= {step.manifest, get(state, step.manifest)[0]}
+        names |= {step.manifest, *get(state, step.manifest)[0]}
     return names
 
 

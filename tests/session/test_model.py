@@ -11,6 +11,7 @@ from tests.session import model_search
 from tests.session.model_search import explore
 from tests.session.model_state import Bounds, Protocol
 
+STREAM = Bounds(changes=1, streams=True)
 EXPLORED = {
     "killed twice": (Bounds(crashes=2), 60_000),
     "two targets": (Bounds(targets=("folder", "module")), 40_000),
@@ -24,8 +25,15 @@ EXPLORED = {
         Bounds(publishes=3, changes=1, anchors=1, crashes=0, faults=0, collects=1),
         30_000,
     ),
+    "streams, with outages": (Bounds(changes=1, crashes=0, faults=2, streams=True), 8_000),
+    "streams, one killed": (STREAM, 10_000),
+    "streams, with garbage and outages": (
+        Bounds(changes=1, anchors=1, crashes=0, collects=1, streams=True),
+        50_000,
+    ),
 }
 LONG = (
+    "streams, with garbage and outages",
     "killed twice",
     "garbage, with lost and late replies",
     "garbage, with three versions",
@@ -83,6 +91,12 @@ HOLES = {
     "reported although refused": Hole(Protocol(attached=False, only_if_applied=False), ONE, model_search.EXACT, 17),
     "reported although the commit failed": Hole(Protocol(only_if_applied=False), FAULT, model_search.EXACT, 10),
     "reported apart from the bits": Hole(Protocol(held_with_bits=False), FAULT, model_search.EXACT, 25),
+    "buckets of another patch go on after an outage": Hole(
+        Protocol(same_buckets=False, verified=False), STREAM, model_search.EXACT, 25
+    ),
+    "buckets of another patch go on after an outage, but verified": Hole(
+        Protocol(same_buckets=False), STREAM, model_search.AGREE, 20
+    ),
     "no undo for two targets": Hole(
         Protocol(undo=False), Bounds(crashes=0, targets=("folder", "module")), model_search.EXACT, 25
     ),

@@ -38,7 +38,7 @@ from .responses import (
 )
 
 _MAX_TARGET = 2048
-_FILLERS = 8  # objects that are fetched for clients at a time
+_FILLERS = 4  # objects that are fetched for clients at a time
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 _FOREVER = "public, max-age=31536000, immutable"
 _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)

@@ -18,6 +18,7 @@ from .base import ObjectInfo, Store, StoredObject, exists, has_named_hash
 from .folder import FolderStore
 
 _MOST_BYTES = 1 << 30  # of an object
+_MOST_ASKED_BYTES = 1 << 27  # of an object that is fetched because a neighbour asks for it
 _HEADS = 4  # that were read last: one of them is shown when its version is held
 _log = logging.getLogger("sparserl.serve")
 
@@ -108,7 +109,7 @@ class MirrorStore:
         if not self._is_kept(name) or not (is_shown or exists(self.folder, name)):
             return False
         try:
-            self._bytes(name, _MOST_BYTES)
+            self._bytes(name, _MOST_ASKED_BYTES)
         except NotFound:
             return False
         return name in self._verified

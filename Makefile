@@ -22,8 +22,8 @@ demo: $(STAMP)  ## RL with two rollout workers that follow by patches; every ver
 	$(BIN)/python -m examples.rl --model small --warm-up 100 --syncs 40 --prompts 8 --folder demo-run
 
 test:  ## ruff, mypy and the tests that are neither long nor in need of vLLM; CI runs more
-	$(MAKE) --jobs 2 lint kernels
-	$(MAKE) --jobs 2 types unit
+	$(MAKE) --jobs 3 lint types kernels
+	$(MAKE) unit
 	$(MAKE) alone
 
 lint: $(STAMP)
@@ -39,8 +39,8 @@ kernels: $(STAMP)  ## compile them once: processes of tests that begin together 
 unit: $(STAMP)  ## more processes than cores: much of it is waiting
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not alone and not long'
 
-alone: $(STAMP)  ## tests that measure time or memory
-	$(BIN)/python -m pytest -m 'alone and not long' $(ALONE)
+alone: $(STAMP)  ## tests that measure the time or memory of their own process
+	$(BIN)/python -m pytest -n 2 -m 'alone and not long' $(ALONE)
 
 long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
 	$(BIN)/python -m pytest -n 2 -m 'long and not alone'

@@ -50,7 +50,9 @@ def small(monkeypatch):
     monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(
+    "profile", ["ctx", *(pytest.param(name, marks=pytest.mark.long) for name in PROFILES if name != "ctx")]
+)
 def test_the_same_bytes_whatever_the_number_of_threads(profile, small):
     """Diff, squash and invert write the same patch on one, two and four threads; apply does the same."""
     first, second, third = versions(count=3)

@@ -105,6 +105,7 @@ def piped(*commands: list[object], stdin: bytes = b"") -> subprocess.CompletedPr
     return done
 
 
+@pytest.mark.long
 def test_patches_go_through_pipes(files: Path) -> None:
     """`-` writes a patch to stdout, says the rest on stderr, and reads one from stdin."""
     done = piped(["diff", "0", "1", "-o", "-"])

@@ -25,6 +25,7 @@ from tests.cli.programs import ENV, program, started
 from tests.cli.session_commands import FILES, URL, W, failed, invoke, said, same, usage, values
 
 
+@pytest.mark.long
 def test_a_round_trip_in_processes_of_their_own(here: Path) -> None:
     """keygen, publish, follow and fsck, each as a program: one line of result on stdout, and nothing on stderr."""
     url = "file://new"

@@ -82,6 +82,7 @@ def test_checker() -> None:
         ("gspo", 1),
     ],
 )
+@pytest.mark.long
 def test_patches_and_full_weights_are_the_same_run(
     algorithm: str, staleness: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

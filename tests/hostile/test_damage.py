@@ -30,6 +30,7 @@ def test_truncation_at_every_offset(name):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "gap" else [pytest.mark.long]) for name in ALL]
 )
+@pytest.mark.long
 def test_every_single_bit_flipped(name):
     """No flip of one bit gets through to the weights, wherever it is."""
     it = sample(name)

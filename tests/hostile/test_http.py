@@ -350,6 +350,7 @@ def test_who_leaves_takes_the_transfers_along(published: Path) -> None:
         assert before <= threading.active_count() + len(liar._threads)
 
 
+@pytest.mark.long
 def test_programs_end_when_they_are_told_to(published: Path, tmp_path: Path) -> None:
     """Ctrl-C, SIGTERM and --timeout end commands that wait for a server which does not answer, with nothing to add."""
     pytest.importorskip("obstore")

@@ -47,6 +47,7 @@ def test_compiling_is_announced(tmp_path):
         assert err.count("compiles its kernels") == says
 
 
+@pytest.mark.long
 def test_ranks_that_start_together_compile_once(tmp_path):
     """One of them compiles a kernel; the others wait, and load what it has saved."""
     ranks = [start(COMPILES_ONE, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(3)]

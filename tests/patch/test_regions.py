@@ -76,7 +76,7 @@ def buckets(*patches):
 
 @each_profile
 @pytest.mark.parametrize("kind", CUTS)
-@pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("density", [*(pytest.param(d, marks=pytest.mark.long) for d in (0.0, 1.0)), 0.1])
 def test_merged_shards_are_the_whole(kind, profile, density):
     """Digests, count and weights of the undivided diff; every bucket byte for byte as its shard wrote it."""
     shape, counts = CUTS[kind]

@@ -85,7 +85,7 @@ def test_cut_by_what_is_covered(profile, monkeypatch):
 
 
 @each_profile
-@pytest.mark.parametrize("bound", [4, 37])
+@pytest.mark.parametrize("bound", [pytest.param(4, marks=pytest.mark.long), 37])
 @pytest.mark.parametrize("where", ["spread", "clustered"])
 def test_cut_by_changes(profile, bound, where, monkeypatch):
     """No bucket holds more sparse changes than the bound, however unevenly they lie."""

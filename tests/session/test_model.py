@@ -33,6 +33,8 @@ EXPLORED = {
     ),
 }
 LONG = (
+    "outages",
+    "streams, with outages",
     "streams, with garbage and outages",
     "killed twice",
     "garbage, with lost and late replies",

@@ -133,10 +133,12 @@ def test_ranks_go_on_from_what_each_has_saved(tmp_path, monkeypatch):
     assert is_version(mine, 4)
 
 
+@pytest.mark.long
 def test_saved_shards_of_other_ranks_are_not_used(tmp_path):
     attempts(tmp_path, [2, 3, 2], profile="ctx", state=str(tmp_path / "state"), anchor_after=100.0)
 
 
+@pytest.mark.long
 def test_a_saved_anchor_with_other_bits_is_noticed_by_all(tmp_path):
     """One rank has saved other bits under the name of this run: the ranks begin from the store together."""
     state = str(tmp_path / "state")

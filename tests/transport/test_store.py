@@ -369,6 +369,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
         store.close()
 
 
+@pytest.mark.long
 def test_trouble_with_the_folder_is_an_error_of_the_store(tmp_path: Path) -> None:
     """A file in the way, of the folder or of an object, is told as what it is."""
     (tmp_path / "file").write_bytes(b"")

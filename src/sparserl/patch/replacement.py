@@ -18,6 +18,7 @@ from .application import write_or_undo
 from .overlay import write_regions
 
 _PIECE_BYTES = 16 << 20  # that a thread copies at a time
+_GPU_PIECE_BYTES = 256 << 20  # that a GPU copies at a time
 _SAMPLE_ELEMENTS = 4096  # of each part that is looked at
 _SAMPLED_PARTS = 64  # the largest ones
 _SHARE = 0.25  # of the sample; where more differs, it takes longer to find the differences than to write everything
@@ -37,6 +38,7 @@ class Replacement:
         self._fresh = fresh
         self._exchange = exchange
         self.changed = weights.elements
+        self._is_on_gpu = exchange and bool(weights.gpu_streams) and bool(fresh.gpu_streams)
 
     @classmethod
     def of(cls, weights: LocalWeights, fresh: LocalWeights, *, exchange: bool = False) -> Replacement | None:
@@ -54,8 +56,12 @@ class Replacement:
         """Write the new bits, and return a function that takes them back. If anything fails, they are taken back."""
         old_bits: dict[Place, UIntArray] = {}  # of pieces that were written, unless `fresh` has them
         exchanged: list[Place] = []
+        swapped: list[Place] = []  # on a GPU
 
         def write(piece: Place) -> None:
+            if self._is_on_gpu and self._swap(piece):
+                swapped.append(piece)
+                return
             old_bits[piece] = self._weights.bits(*piece).copy()
             write_regions(self._weights, [(piece, self._fresh.bits(*piece))])
             if self._exchange:
@@ -64,9 +70,16 @@ class Replacement:
                 del old_bits[piece]
 
         def write_all() -> None:
-            deque(ordered(write, self._pieces(), threads), maxlen=0)
+            deque(ordered(write, self._pieces(), 1 if self._is_on_gpu else threads), maxlen=0)
+            if self._is_on_gpu:
+                self._finish_on_gpu()
 
         def undo() -> None:
+            for piece in swapped:
+                self._swap(piece)
+            if swapped:
+                self._finish_on_gpu()
+            swapped.clear()
             write_regions(self._weights, old_bits.items())
             write_regions(self._weights, ((piece, self._fresh.bits(*piece)) for piece in exchanged))
             old_bits.clear()
@@ -74,12 +87,22 @@ class Replacement:
 
         return write_or_undo(self._weights, write_all, undo)
 
+    def _swap(self, piece: Place) -> bool:
+        from ..weights import on_gpu
+
+        return on_gpu.swap(self._weights, self._fresh, piece)
+
+    def _finish_on_gpu(self) -> None:
+        from ..weights import on_gpu
+
+        on_gpu.finish(self._weights)
+
     def _pieces(self) -> Iterator[Place]:
         """The parts, cut so that few bytes are copied at a time."""
         for tensor, region in self._weights.places:
             spec = self._weights.table[tensor]
             box = region or whole(spec.shape)
-            limit = _PIECE_BYTES // spec.dtype.width
+            limit = (_GPU_PIECE_BYTES if self._is_on_gpu else _PIECE_BYTES) // spec.dtype.width
             if box.numel <= limit:
                 yield tensor, region
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,9 +29,9 @@ from .decode import sparse
 from .matching import require_result
 from .overlay import write_regions
 from .slicing import PatchSlicer, write_slices
-from .staging import entry_geometry, overlay
+from .staging import entry_geometry, overlay, stage, stage_parts
 
-W = TypeVar("W", bound="dict[str, Bits] | Shards")
+W = TypeVar("W", bound="dict[str, Any] | Shards")
 _AS_THEY_ARE = "raw"
 _CODED = "gap"  # whose dense entries are coded, and which every receiver takes
 
@@ -154,6 +154,9 @@ class Restoration(Generic[W]):
             head, _ = self._patch.open_bucket(index)
             if self._slicer is not None:
                 self._write_slices(self._slicer, head, index)
+            elif head.layout.changes and self._local.gpu_streams:
+                for staged in stage_parts(self._local, self._patch.decode(index, self._local)):
+                    staged.new.write(self._local)
             elif head.layout.changes:  # an earlier release compared weights with zeros
                 deque(exchange(self._local, self._patch, index), maxlen=0)
             else:
@@ -164,7 +167,9 @@ class Restoration(Generic[W]):
 
     def _write_dense(self, index: int) -> None:
         for part in self._patch.decode(index, overwrite=True).parts():
-            if part.positions.size:  # very many small regions
+            if part.positions.size and self._local.gpu_streams:
+                stage(self._local, part).new.scatter()
+            elif part.positions.size:  # very many small regions
                 overlay(entry_geometry(self._local, part.head), part, part.words).scatter()
             write_regions(self._local, part.dense_bits)
 

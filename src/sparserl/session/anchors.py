@@ -67,8 +67,17 @@ def _zero_parts(table: TensorTable, places: Sequence[Place]) -> Shards:
     return Shards(table, [Part(spec.name, box, _zeros(box.size, spec.dtype, table)) for spec, box in boxes])
 
 
-def begin_restoration(anchor: Contents) -> Restoration[dict[str, Bits]]:
-    """Zeros, if there is memory for them, that an anchor is about to turn into weights."""
+def begin_restoration(anchor: Contents, beside: Weights | None = None) -> Restoration[dict[str, Any]]:
+    """Zeros, if there is memory for them, that an anchor is about to turn into weights.
+
+    beside: weights on GPUs; the zeros are there too, if there is room.
+    """
+    if beside is not None:
+        from ..weights.on_gpu import zeros_like
+
+        on_gpu = zeros_like(beside)
+        if on_gpu is not None:
+            return Restoration(anchor, on_gpu)
     require_memory(anchor.table.dense_bytes)
     return Restoration(anchor, zeros(anchor.table))
 

@@ -17,7 +17,7 @@ from ..patch.matching import require_base
 from ..patch.snapshot import Restoration
 from ..transport.stores.deadline import SLICE, Deadline, current
 from ..weights.digest import Digest
-from ..weights.dtypes import Bits
+from ..weights.memory import Weights
 from ..weights.shards import Place, Shards
 from ..weights.table import TensorTable
 from .anchors import SPOOL_BYTES, apply_all, begin_parts, begin_restoration
@@ -48,11 +48,14 @@ class ArrivingPatch:
         self.patch = Patch(Contents(table, ends, self.buckets, table_hash))
         self._restoration: Restoration[Any] | None = None
 
-    def restored(self, threads: int | None = None) -> dict[str, Bits]:
-        """The weights of an anchor. If buckets stop arriving it raises, and goes on from there when called again."""
+    def restored(self, threads: int | None = None, beside: Weights | None = None) -> dict[str, Any]:
+        """The weights of an anchor. If buckets stop arriving it raises, and goes on from there when called again.
+
+        beside: weights on GPUs: what is built lies there too, if there is room.
+        """
         if self._restoration is None:
-            self._restoration = begin_restoration(self.patch.contents)
-        weights: dict[str, Bits] = self._restore(self._restoration, threads)
+            self._restoration = begin_restoration(self.patch.contents, beside)
+        weights: dict[str, Any] = self._restore(self._restoration, threads)
         return weights
 
     def restored_parts(self, places: Sequence[Place], threads: int | None = None) -> Shards:
@@ -69,13 +72,16 @@ class ArrivingPatch:
         return restoration.weights
 
 
-def arriving_weights(arriving: Sequence[ArrivingPatch], result: Digest, threads: int | None = None) -> dict[str, Bits]:
+def arriving_weights(
+    arriving: Sequence[ArrivingPatch], result: Digest, threads: int | None = None, beside: Weights | None = None
+) -> dict[str, Any]:
     """The weights that an anchor and patches after it lead to, built while they arrive.
 
     result: the digest that they must have.
+    beside: weights on GPUs: what is built lies there too, if there is room.
     """
     anchor, *others = arriving
-    weights = anchor.restored(threads)
+    weights = anchor.restored(threads, beside)
     digest = anchor.patch.result
     for later in others:
         if not later.is_applied:

@@ -186,15 +186,17 @@ class Receiver(ABC):
         """A change to what an anchor and patches after it lead to, built as they arrive; for a target that has parts,
         these alone.
         """
-        places = getattr(self.targets[0], "places", None) if len(self.targets) == 1 else None
+        sole = self.targets[0] if len(self.targets) == 1 else None
+        places = getattr(sole, "places", None)
         if places is None:
-            return replace(change, fresh=arriving_weights(arriving, change.digest, self.threads))
+            weights_on_gpu = getattr(sole, "weights_on_gpu", None) if _exchanges_fresh(sole) else None
+            beside = None if weights_on_gpu is None else weights_on_gpu()
+            return replace(change, fresh=arriving_weights(arriving, change.digest, self.threads, beside))
         return replace(change, fresh_parts=arriving_parts(arriving, places, change.digest, self.threads))
 
     def prepare(self, change: Change, *, only_files: bool = False) -> list[Prepared]:
         """Get every target ready, or none; where only files change, those that keep files."""
-        # a class derived from such a target may hand fresh weights on, or use them twice
-        is_sole = len(self.targets) == 1 and bool(vars(type(self.targets[0])).get("exchanges_fresh"))
+        is_sole = len(self.targets) == 1 and _exchanges_fresh(self.targets[0])
         change = replace(change, owns_fresh=is_sole)
         every: list[Prepared] = []
         try:
@@ -251,6 +253,11 @@ class Receiver(ABC):
         for prepared in staged.prepared:
             prepared.finish()
         self._commits += 1
+
+
+def _exchanges_fresh(target: Any) -> bool:
+    """Whether a target may be given fresh weights as its own. Derived classes may hand them on, or use them twice."""
+    return bool(vars(type(target)).get("exchanges_fresh"))
 
 
 def _as_target(target: Any, threads: int | None) -> Target:

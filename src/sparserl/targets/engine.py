@@ -73,6 +73,13 @@ class EngineTarget:
         """The parts of the weights that it has; None for all of every tensor."""
         return None if self.local_weights.complete else self.local_weights.places
 
+    def weights_on_gpu(self) -> Weights | None:
+        """The engine's tensors by the names of the checkpoint, if they lie on GPUs."""
+        local = self.local_weights
+        if not local.gpu_streams:
+            return None
+        return {local.table[tensor].name: memory.owner for (tensor, _), memory in local.parts}
+
     def attach(self, table: TensorTable) -> Any:
         """The parts that this rank has of the tensors of a run."""
         self._tensors = dict(self._live())

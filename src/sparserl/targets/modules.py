@@ -46,6 +46,11 @@ class ModuleTarget:
         """The tensors as they are now."""
         return self._weights() if callable(self._weights) else self._weights
 
+    def weights_on_gpu(self) -> Weights | None:
+        """The tensors as they are now, if they lie on GPUs."""
+        weights = self.weights()
+        return weights if LocalWeights.of(weights).gpu_streams else None
+
     def attach(self, table: TensorTable) -> Weights:
         weights = self.weights()
         self._local = LocalWeights.of(weights, table, "the run", "the target")

@@ -6,7 +6,7 @@ other places on a GPU, such as a slice of columns, are read through host memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,12 +23,14 @@ from .dtypes import DType, UIntArray
 from .geometry import Geometry
 from .gpu_copies import fetch, upload
 from .local import LocalWeights
+from .memory import is_on_gpu
 from .region import Numbers, Region, run_start, whole
 from .shards import Place
 from .staging import gpu_tensor
 from .table import TensorTable
 
 LARGE_BYTES = 128 << 20  # of a piece: kernels look at all pieces in one launch, but each costs host time
+_SPARE = 2  # times the bytes of a copy that a GPU must have free: others work there, too
 GROUP_BYTES = 8 << 30  # of weights that kernels look at together; their results take up to a fifth of that
 
 
@@ -338,14 +340,67 @@ class GpuElements:
 
 def write(weights: LocalWeights, place: Place, bits: UIntArray) -> bool:
     """Write all bits of a place on a GPU; False if it does not lie on one."""
+    destination = _bits_on_gpu(weights, place)
+    if destination is None:
+        return False
+    with on_stream(weights, destination.device), torch.no_grad():
+        destination.copy_(upload(bits, destination.device).view(destination.shape))
+        if (stream := weights.gpu_streams[destination.device]) is not None:
+            stream.synchronize()
+    return True
+
+
+def swap(weights: LocalWeights, others: LocalWeights, place: Place) -> bool:
+    """Exchange the bits that two sets of weights have at a place; False if they do not lie on one GPU.
+
+    What is launched is in order with other work on the stream of the weights; it may not be done yet.
+    """
+    ends = [_bits_on_gpu(local, place) for local in (weights, others)]
+    first, second = ends
+    if first is None or second is None or first.device != second.device:
+        return False
+    with on_stream(weights, first.device), torch.no_grad():
+        old = first.clone()
+        first.copy_(second)
+        second.copy_(old)
+    return True
+
+
+def _bits_on_gpu(weights: LocalWeights, place: Place) -> torch.Tensor | None:
+    """The bits of a place as integers, in their own memory; None if they do not lie on a GPU."""
     memory, local = weights.locate(*place)
     tensor = gpu_tensor(memory)
     if tensor is None:
-        return False
-    with on_stream(weights, tensor.device), torch.no_grad():
-        destination = tensor.detach().view(gpu.changes.INTS[memory.dtype.width])
-        destination = destination if local is None else destination[local.slices]
-        destination.copy_(upload(bits, tensor.device).view(destination.shape))
-        if (stream := weights.gpu_streams[tensor.device]) is not None:
+        return None
+    bits: torch.Tensor = tensor.detach().view(gpu.changes.INTS[memory.dtype.width])
+    return bits if local is None else bits[local.slices]
+
+
+def finish(weights: LocalWeights) -> None:
+    """Wait until every stream can see what was written to the weights."""
+    for stream in weights.gpu_streams.values():
+        if stream is not None:
             stream.synchronize()
-    return True
+
+
+def zeros_like(weights: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+    """Zeros beside weights that all lie on GPUs; None if they do not, or where that would take too much room there."""
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor) and is_on_gpu(value)}
+    if len(tensors) < len(weights):
+        return None
+    needed: dict[Any, int] = {}
+    for tensor in tensors.values():
+        needed[tensor.device] = needed.get(tensor.device, 0) + tensor.nbytes
+    for device, nbytes in needed.items():
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _SPARE * nbytes:
+            return None
+    try:
+        return {name: _zeros_like(tensor) for name, tensor in tensors.items()}
+    except torch.cuda.OutOfMemoryError:
+        return None
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros in memory of their own, in row-major order; for every dtype, since they are made as integers."""
+    bits = torch.zeros(tensor.shape, dtype=gpu.changes.INTS[tensor.element_size()], device=tensor.device)
+    return bits.view(tensor.dtype)

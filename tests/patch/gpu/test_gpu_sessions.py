@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import sparserl
+from sparserl.session import anchors
 from sparserl.session.baseline import NoBaseline, choose_baseline
 from sparserl.session.options import BaselineOptions
 from sparserl.weights.dtypes import Bits
@@ -45,6 +46,34 @@ def test_published_and_followed(tmp_path):
         publisher.publish()
         subscriber.goto(None)
         assert same_bits(rollout.state_dict(), weights)
+
+
+@needs_gpu
+@pytest.mark.parametrize("coded", [True, False])
+def test_an_anchor_is_built_where_the_weights_are(tmp_path, monkeypatch, coded):
+    """Nothing of it is built in host memory; the commit exchanges bits on the device, and can be taken back."""
+    shapes = {"w": (300, 9), "v": (70,), "number": ()}
+    one, two = two_versions("bfloat16", shapes, changes=9)
+    _, other = two_versions("bfloat16", shapes, changes=9, seed=1)
+    rollout = Model(other)
+    trainer = on_host(one)
+    profile = "auto" if coded else "raw"
+    publisher = sparserl.Publisher(tmp_path.as_uri(), trainer, profile=profile, anchor_after=100.0)
+    publisher.publish()
+    for name, bits in on_host(two).items():
+        np.copyto(trainer[name].array, bits.array)
+    publisher.publish()
+    monkeypatch.setattr(anchors, "zeros", None)
+    subscriber = sparserl.Subscriber(tmp_path.as_uri(), sparserl.targets.module(rollout))
+    assert subscriber.stage().kind == "anchor"
+    (prepared,) = subscriber._staged.prepared
+    undo = prepared.commit()
+    assert same_bits(rollout.state_dict(), two)
+    undo()
+    assert same_bits(rollout.state_dict(), other)
+    assert subscriber.commit().version == 1
+    assert same_bits(rollout.state_dict(), two)
+    subscriber.audit()
 
 
 @pytest.mark.long

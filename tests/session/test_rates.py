@@ -120,6 +120,8 @@ class Trained:
         self.weights = {"w": Bits(array, BY_NAME["bfloat16"])}
         self.store = SlowStore(path, clock)
         self.publisher = Publisher(path, self.weights, ladder=None, anchor_after=100.0, threads=1, **options)
+        self._look_at_rates = self.publisher._maintenance._read_rates
+        self.publisher._maintenance._read_rates = lambda: None  # on its thread: here the test says when
         self.mine = {"w": Bits(np.zeros_like(array), BY_NAME["bfloat16"])}
         self.subscriber = Subscriber(self.store, self.mine, threads=1)
 
@@ -130,14 +132,14 @@ class Trained:
         self.publisher.publish()
         self.subscriber.sync()
         assert (self.mine["w"].array == array).all()
-        maintenance = self.publisher._maintenance
-        maintenance._read_rates()  # as the thread after a publish does, but now
+        self._look_at_rates()
         steps = self.publisher._committed.index.steps
         return set(steps[-1].profiles)
 
 
-def test_auto_follows_what_receivers_measure(tmp_path: Path, clock: Clock) -> None:
+def test_auto_follows_what_receivers_measure(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """The smallest while nothing is known or the link is slow, the quickest over a fast one, and back at once."""
+    caplog.set_level("INFO", "sparserl.session")
     run = Trained(tmp_path / "store", clock)
     run.store.rate = 1 * MEGABIT
     assert run.sync() == {"gap"}, "an anchor, coded"
@@ -150,6 +152,12 @@ def test_auto_follows_what_receivers_measure(tmp_path: Path, clock: Clock) -> No
     run.store.rate = 1 * MEGABIT
     run.sync()
     assert run.sync() <= {"ulp", "ctx"}, "these lose less over a fast link than others over this one"
+    assert [record.message.split("at ")[1] for record in caplog.records if "transfers" in record.message] == [
+        "1 Mbit/s to 1 Mbit/s: profiles are chosen for that",
+        "1 Mbit/s to 10,000 Gbit/s: profiles are chosen for that",
+        "10,000 Gbit/s to 10,000 Gbit/s: profiles are chosen for that",
+        "1 Mbit/s to 10,000 Gbit/s: profiles are chosen for that",
+    ]
     (lease,) = run.publisher._run_writer.leases()
     assert lease.rates == pytest.approx((1 * MEGABIT, 1e13), rel=0.01)
 

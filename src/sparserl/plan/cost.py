@@ -26,7 +26,7 @@ from ..humanize import parse_duration
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _NUMBER = r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*"
 _BANDWIDTH = re.compile(_NUMBER + r"(?:([kKmMgGtT]i?)?(b|bits?|B|[bB]ytes?)(?:/s|ps)?)?\s*")
-_NEAR = 1.05  # times the least time: bytes are worth that much
+_NEAR = 1.08  # times the least time: bytes are worth that much
 _FILE_VERSION = 2  # of the file that holds speeds
 
 
@@ -75,6 +75,17 @@ class VaryingLink(Link):
     """A link whose bandwidth moves between a least one, `bits_per_second`, and a greatest."""
 
     most_bits_per_second: float = math.inf
+
+    def has_changed(self, before: VaryingLink) -> bool:
+        """Whether one of its extremes is half or twice what it was before."""
+        pairs = (
+            (self.bits_per_second, before.bits_per_second),
+            (self.most_bits_per_second, before.most_bits_per_second),
+        )
+        return any(not 0.5 < now / then < 2 for now, then in pairs)
+
+    def __str__(self) -> str:
+        return f"{bandwidth(self.bits_per_second)} to {bandwidth(self.most_bits_per_second)}"
 
     @property
     def extremes(self) -> tuple[Link, ...]:

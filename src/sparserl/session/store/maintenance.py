@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from ...errors import Fenced, FormatError, SessionError, SparserlError, StoreError
 from ...patch import Captured, Patch
+from ...plan import VaryingLink
 from ...weights.memory import Weights
 from ...weights.shards import Shards
 from ..anchors import SPOOL_BYTES, anchor_of
 from ..baseline import CapturedChanges
+from ..logs import log
 from ..options import MEASURED, EncodingOptions, require_count, require_number
 from ..report import Watch
 from . import routes
@@ -82,6 +84,7 @@ class Maintenance:
         self._saved_anchor = saved_anchor
         self._encoding_options = encoding
         self._hearing: threading.Thread | None = None
+        self._logged_link: VaryingLink | None = None
         is_alone = writer.writers.size == 1  # `sparserl squash` makes squashed patches of what several writers publish
         self._ladder = Ladder(*options.ladder) if options.ladder is not None and is_alone else None
         self._notes: list[str] = []
@@ -161,7 +164,12 @@ class Maintenance:
             leases = self._writer.leases()
         except SparserlError:
             return  # the next publish looks again
-        self._writer.measured_link.hear(lease.rates for lease in leases if now - lease.time < self._options.lease)
+        measured = self._writer.measured_link
+        measured.hear(lease.rates for lease in leases if now - lease.time < self._options.lease)
+        link = measured.link
+        if link is not None and (self._logged_link is None or link.has_changed(self._logged_link)):
+            self._logged_link = link
+            log.info("%s: transfers take place at %s: profiles are chosen for that", self._writer.store.url, link)
 
     def anchor_is_due(self, version: CommittedVersion) -> bool:
         """Whether the patches since the last anchor have become as large as an anchor, or very many."""

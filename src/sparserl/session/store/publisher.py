@@ -311,7 +311,7 @@ class Publisher:
             )
             return baseline
 
-        baseline = self._choose_alike(choose)
+        baseline = self._writers.choose_alike(self._baseline_options, choose)
         self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baseline)
         self._source_check.resume()
         log.info("%s: continuing run %s at version %d", self.store.url, head.run, head.version)
@@ -358,21 +358,8 @@ class Publisher:
             work[:] = [functools.partial(self._publish_first, local, baseline, anchor, named, watch, last)]
             return baseline
 
-        self._choose_alike(capture)
+        self._writers.choose_alike(self._baseline_options, capture)
         return work[0]
-
-    def _choose_alike(self, choose: Callable[[BaselineOptions], Baseline]) -> Baseline:
-        """Choose a baseline on every rank: where one has no room for it, none has one, so that all do the same."""
-        chosen: list[Baseline] = []
-
-        def kind(options: BaselineOptions) -> bytes:
-            chosen[:] = [choose(options)]
-            return b"none" if chosen[0].weights is None else b"host"
-
-        kinds = self._writers.together("capture", lambda: kind(self._baseline_options))
-        if len(set(kinds)) > 1:
-            self._writers.together("capture", lambda: kind(replace(self._baseline_options, kind="none")))
-        return chosen[0]
 
     def _capture_changes(
         self, committed: CommittedVersion, label: Label, watch: Watch, *, at_once: bool

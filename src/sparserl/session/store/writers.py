@@ -11,6 +11,7 @@ import builtins
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -18,6 +19,8 @@ from ...errors import SessionError, SparserlError, StoreError
 from ...weights.local import LocalWeights
 from ...weights.shards import dump_places, load_places, require_whole
 from ...weights.table import TensorTable
+from ..baseline import Baseline
+from ..options import BaselineOptions
 
 T = TypeVar("T")
 _DONE = b"+"
@@ -116,6 +119,19 @@ class Writers:
 
         self.together(label, once)
         return results[0]
+
+    def choose_alike(self, options: BaselineOptions, choose: Callable[[BaselineOptions], Baseline]) -> Baseline:
+        """Choose a baseline on every rank: where one has no room for it, none has one, so that all do the same."""
+        chosen: list[Baseline] = []
+
+        def kind(options: BaselineOptions) -> bytes:
+            chosen[:] = [choose(options)]
+            return b"none" if chosen[0].weights is None else b"host"
+
+        kinds = self.together("capture", lambda: kind(options))
+        if len(set(kinds)) > 1:
+            self.together("capture", lambda: kind(replace(options, kind="none")))
+        return chosen[0]
 
     def require_whole(self, local: LocalWeights, table: TensorTable) -> None:
         """All ranks must have the same tensor table, and every element of it must come from just one of them."""

@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         "what lies in a mirror is believed",
         "transport/stores/mirror.py",
-        "if name in self._verified or has_named_hash(data, name):",
+        "if has_named_hash(data, name):",
         "if data:",
         Tests("session/test_neighbours.py", "damage_in_a_mirror"),
     ),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +15,11 @@ import pytest
 from sparserl import Publisher, Subscriber
 from sparserl.errors import SessionError, SparserlError, StoreError, Unavailable
 from sparserl.session.store import neighbours
+from sparserl.transport.server import BackgroundServer
+from sparserl.transport.stores import nearest
 from sparserl.transport.stores.folder import FolderStore
 from sparserl.transport.stores.mirror import MirrorStore
+from tests.servers import free_ports
 
 SIZE = 300_000
 
@@ -152,17 +158,20 @@ def test_damage_in_a_mirror_is_mended_from_the_store(run: Run, first: Receiver, 
     assert (Receiver(run.path, mirror=tmp_path / "mirror").sync() == run.bits).all()
 
 
-def test_what_a_neighbour_damages_is_not_taken(run: Run, first: Receiver, tmp_path: Path) -> None:
+def test_what_a_neighbour_damages_is_not_taken(run: Run, tmp_path: Path) -> None:
     """One that asks nobody else refuses it; one that can ask the store takes it from there."""
-    first.sync()
-    assert damage(tmp_path / "mirror")
-    alone = Receiver(first.subscriber.served_url)
+    bad = tmp_path / "bad"
+    shutil.copytree(run.path, bad)
+    assert damage(bad)
+    server = BackgroundServer(bad, "127.0.0.1:0")
+    alone = Receiver(server.url)
     with pytest.raises(SparserlError, match="name promises"):
         alone.sync()
     assert not alone.weights["w"].any()
     store = Counting(run.path)
-    assert (Receiver(store, near=[first.subscriber.served_url]).sync() == run.bits).all()
+    assert (Receiver(store, near=[server.url]).sync() == run.bits).all()
     assert any("/buckets/" in name for name in store.objects)
+    server.close()
 
 
 def test_near_neighbours_are_asked_first(run: Run, first: Receiver) -> None:
@@ -186,10 +195,68 @@ def test_neighbours_need_the_token(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_stops_no_sync(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "mirror").write_bytes(b"in the way")
     receiver = Receiver(run.path, mirror=tmp_path / "mirror")
+
+    def put(name: str, data: bytes) -> None:
+        raise StoreError(f"no space left for {name}")
+
+    receiver.subscriber.store.folder.put = put
     assert (receiver.sync() == run.bits).all()
     assert "neighbours cannot be served" in caplog.text
+
+
+def test_a_folder_that_is_no_mirror_is_refused(run: Run, tmp_path: Path) -> None:
+    """Another store most of all: its head would be replaced. Nor can two receivers have one mirror."""
+    before = (run.path / "head.json").read_bytes()
+    with pytest.raises(SessionError, match="holds other files"):
+        Receiver(run.path, mirror=run.path)
+    assert (run.path / "head.json").read_bytes() == before
+    (tmp_path / "file").write_bytes(b"in the way")
+    with pytest.raises(SessionError, match="cannot be the folder of a mirror"):
+        Receiver(run.path, mirror=tmp_path / "file")
+    first = Receiver(run.path, mirror=tmp_path / "mirror")
+    with pytest.raises(SessionError, match="another receiver"):
+        Receiver(run.path, mirror=tmp_path / "mirror")
+    first.subscriber.close()
+    Receiver(run.path, mirror=tmp_path / "mirror").subscriber.close()
+
+
+def test_a_mirror_that_is_damaged_while_it_is_served_mends_itself(run: Run, first: Receiver, tmp_path: Path) -> None:
+    first.sync()
+    assert (Receiver(first.subscriber.served_url).sync() == run.bits).all()
+    assert damage(tmp_path / "mirror")
+    assert (Receiver(first.subscriber.served_url).sync() == run.bits).all()
+    for path in (tmp_path / "mirror").rglob("buckets/*/*"):
+        path.unlink()
+    assert (Receiver(first.subscriber.served_url).sync() == run.bits).all()
+
+
+def test_neighbours_that_ask_each_other_wait_for_nobody(run: Run, tmp_path: Path) -> None:
+    """Whoever is asked looks in the store, and does not ask on."""
+    ports = free_ports(2)
+    receivers = [
+        Receiver(
+            run.path,
+            serve=f"127.0.0.1:{ports[i]}",
+            near=[f"http://127.0.0.1:{ports[1 - i]}"],
+            mirror=tmp_path / f"mirror-{i}",
+        )
+        for i in range(2)
+    ]
+    for _ in range(3):
+        run.step()
+        with ThreadPoolExecutor(2) as pool:
+            for bits in pool.map(lambda receiver: receiver.sync(), receivers):
+                assert (bits == run.bits).all()
+    for receiver in receivers:
+        receiver.subscriber.close()
+
+
+def test_a_neighbour_that_hangs_is_not_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearest, "_PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert (Receiver(run.path, near=[url]).sync() == run.bits).all()
 
 
 def test_neighbours_cannot_ask_for_anything_else(run: Run, first: Receiver, tmp_path: Path) -> None:
@@ -215,6 +282,7 @@ def test_old_objects_leave_the_mirror(run: Run, tmp_path: Path, monkeypatch: pyt
     with Publisher(run.path, {"w": run.bits}, new_run=True) as publisher:
         publisher.publish()
     receiver.sync()
+    receiver.subscriber.close()
     kept = set((tmp_path / "mirror").rglob("buckets/*/*"))
     assert old
     assert not kept, "the weights are the same, so that nothing of the new run was needed"
@@ -227,4 +295,13 @@ def test_options_are_checked(run: Run) -> None:
     with pytest.raises(SessionError, match="list of URLs"):
         Receiver(run.path, near="http://127.0.0.1:9")
     with pytest.raises(StoreError, match="HOST:PORT"):
-        Receiver(run.path, serve="nowhere", mirror="unused")
+        Receiver(run.path, serve="nowhere", mirror=run.path.with_name("unused"))
+    for options, words in (
+        ({"near": ["127.0.0.1:9"]}, "http://neighbour"),
+        ({"serve": 9000, "mirror": "unused"}, "HOST:PORT"),
+        ({"serve": "127.0.0.1:0", "mirror": "unused", "token": ""}, "not empty"),
+        ({"mirror": ""}, "path of a folder"),
+        ({"mirror": "s3://bucket/mirror"}, "path of a folder"),
+    ):
+        with pytest.raises(SessionError, match=words):
+            Receiver(run.path, **options)

@@ -223,6 +223,29 @@ def two(rank, trainer, store, publisher, folder) -> None:
     assert not [t for t in threading.enumerate() if t.name == "sparserl-beat" and not t.join(1) and t.is_alive()]
 
 
+def apart(rank, trainer, store, publisher, folder) -> None:
+    """Ranks whose URLs mean different places: nothing is published."""
+    import torch.distributed as dist
+
+    other = sparserl.Publisher(f"{folder}/apart-{rank}", trainer, writers=dist.group.WORLD, timeout=8)
+    with pytest.raises(SessionError, match="rank 1 uploads to another place"):
+        other.publish()
+    other.close()
+    assert not Path(f"{folder}/apart-{rank}/head.json").exists()
+
+
+def blocked(rank, trainer, store, publisher, folder) -> None:
+    """The state of one rank cannot be kept: the others hear of it at once."""
+    import torch.distributed as dist
+
+    state = Path(folder) / "state"
+    state.mkdir(exist_ok=True)
+    if rank == 1:
+        (state / "rank-1").write_bytes(b"in the way")
+    with pytest.raises(SessionError, match="rank 1 left" if rank == 0 else "cannot be kept"):
+        sparserl.Publisher(f"{folder}/blocked-2", trainer, writers=dist.group.WORLD, timeout=60, state=state)
+
+
 def mixed(rank, trainer, store, publisher, folder) -> None:
     """Where one rank has no room for a baseline, none has one: all do the same, anchors included."""
     import torch.distributed as dist
@@ -268,7 +291,7 @@ def test_every_version_is_that_of_the_whole(tmp_path, size):
 
 
 def test_ranks_fail_together(tmp_path):
-    finish(launch(rank_main, 2, tmp_path, "overlap fail_once lose_reply interrupted two mixed"), tmp_path)
+    finish(launch(rank_main, 2, tmp_path, "overlap fail_once lose_reply interrupted two mixed apart blocked"), tmp_path)
 
 
 def test_a_killed_rank_leaves_the_old_head_standing(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .retention import collect
 if TYPE_CHECKING:
     from ...transport.server import BackgroundServer
 
+_TOKEN = re.compile(r"[!-~]+")
 _GRACE = 600.0  # seconds that objects stay after nothing refers to them: a neighbour may be about to fetch them
 _COLLECT_EVERY = 60.0  # seconds
 _QUICK = Retry(attempts=2)  # the store has everything that a neighbour has
@@ -37,6 +39,15 @@ class NeighbourOptions:
     def __post_init__(self) -> None:
         if isinstance(self.near, str):
             raise SessionError(f"near is {self.near!r}; it must be a list of URLs")
+        for url in self.near:
+            if not str(url).startswith(("http://", "https://")):
+                raise SessionError(f"near has {url!r}; write the URL of another receiver, as http://neighbour:9000")
+        if self.serve is not None and not isinstance(self.serve, str):
+            raise SessionError(f"serve is {self.serve!r}; write HOST:PORT, as 0.0.0.0:9000")
+        if self.token is not None and not _TOKEN.fullmatch(self.token):
+            raise SessionError("a token is visible ASCII without spaces, and not empty")
+        if self.mirror is not None and (not str(self.mirror) or "://" in str(self.mirror)):
+            raise SessionError(f"mirror is {str(self.mirror)!r}; it must be the path of a folder")
         if self.serve is not None and self.mirror is None:
             raise SessionError("serve= needs mirror=, a folder for what neighbours may ask for")
 

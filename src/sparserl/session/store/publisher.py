@@ -164,20 +164,25 @@ class Publisher:
         self._callbacks.watch_retries(self.store)
         self._source_check = SourceCheck(self._source, self.store.url)
         self._writers = Writers(None if writers is None else RankGather(writers, timeout))
-        saved_anchor = None if state is None else SavedAnchor(self._writers.own_folder(Path(state)), self.store.url)
-        head = HeadWriter(self.store, keys, self._writers, clock, new_run)
-        self._run_writer = RunWriter(self.store, head, self._writers, clock, progress)
         self._encoding_options = encoding
-        self._maintenance = Maintenance(self._run_writer, retention, saved_anchor, encoding)
         self._is_closed = False
         self._had_run = False  # whether a version of this publisher was committed
-        if not new_run:
-            try:
-                with self._writers.call():
+        saved_anchor = None
+        try:
+            with self._writers.call():  # whoever fails does not let the others wait
+                if state is not None:
+                    saved_anchor = SavedAnchor(self._writers.own_folder(Path(state)), self.store.url)
+                head = HeadWriter(self.store, keys, self._writers, clock, new_run)
+                self._run_writer = RunWriter(self.store, head, self._writers, clock, progress)
+                self._maintenance = Maintenance(self._run_writer, retention, saved_anchor, encoding)
+                if not new_run:
                     self._continue_run(head, saved_anchor)
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self._writers.close()
+            self.store.close()
+            if saved_anchor is not None:
+                saved_anchor.close()
+            raise
 
     @property
     def run(self) -> str | None:

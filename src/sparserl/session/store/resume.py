@@ -81,7 +81,7 @@ def resume_from_store(
         if local is None:
             weights = stored.build(steps, head.version, threads)
         else:
-            run.layout.require(local.table, "the run", "this rank")
+            _require_tensors(run, local)
             weights = stored.build_parts(steps, local.places, threads)
     except (FormatError, NotFound, NotRetained, WeightsError, WrongBase) as error:
         raise SessionError(
@@ -106,6 +106,16 @@ def _build_parts(stored: StoredRun, anchor: Patch, version: int, local: LocalWei
     steps = stored.steps(version, stored.head.version)
     needs_anchor = not steps or steps[0].base is not None
     return stored.build_parts(steps, local.places, threads, anchor if needs_anchor else None)
+
+
+def _require_tensors(run: RunRecord, local: LocalWeights) -> None:
+    """Refuse shards of other tensors than those of the run."""
+    try:
+        run.layout.require(local.table, "the run", "this rank")
+    except TensorMismatch as error:
+        raise SessionError(
+            f"run {run.run} has other tensors, and several writers cannot change them within a run: {error}"
+        ) from error
 
 
 def resume_run(

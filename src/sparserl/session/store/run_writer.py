@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...errors import FormatError, NotFound
+from ...errors import FormatError, NotFound, SessionError
 from ...parallel import Progress
 from ...patch import Patch
-from ...transport.stores.base import Store
+from ...transport.stores.base import Store, exists
 from ...weights.table import TensorTable
 from ..baseline import Baseline
 from ..report import SyncReport, Watch
@@ -60,6 +60,7 @@ class RunWriter:
         self.clock = clock
         self.committed: CommittedVersion | None = None
         self.measured_link = MeasuredLink()
+        self._known_ranks: set[int] = set()  # those that are known to upload to the same store
         self._head = head
         self._progress = progress
 
@@ -102,9 +103,26 @@ class RunWriter:
             "upload", send_share, transfer.UploadedPatch.to_bytes, transfer.UploadedPatch.parse
         )
         sent = transfer.joined(run.layout, sent_by_rank)
+
+        def write_down() -> None:
+            self._require_one_store(sent_by_rank)
+            transfer.put_manifest(self.store, sent)
+
         with watch.stage("upload"):
-            self.writers.lead("write down", lambda: transfer.put_manifest(self.store, sent), _no_bytes, _no_bytes)
+            self.writers.lead("write down", write_down, _no_bytes, _no_bytes)
         return patches[0], sent
+
+    def _require_one_store(self, sent_by_rank: Sequence[transfer.UploadedPatch]) -> None:
+        """Once for every rank: what it has uploaded must be in the store of rank 0, whatever its URL means there."""
+        for rank, sent in enumerate(sent_by_rank):
+            buckets = sent.manifest.buckets
+            if rank in self._known_ranks or not buckets:
+                continue
+            if rank and not exists(self.store, sent.manifest.bucket(buckets[0])):
+                raise SessionError(
+                    f"rank {rank} uploads to another place than rank 0, which finds nothing of it in {self.store.url}"
+                )
+            self._known_ranks.add(rank)
 
     def send_alone(self, run: RunRecord, patch: Patch) -> transfer.UploadedPatch:
         """Upload a patch that this process has all of."""

@@ -11,14 +11,17 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from pathlib import Path
 
-from ...errors import InvalidField, LimitExceeded, NotFound, StoreError, Truncated
+from ...errors import InvalidField, LimitExceeded, NotFound, SessionError, StoreError, Truncated, Unavailable
+from ...files import Folder
 from .base import ObjectInfo, Store, StoredObject, exists, has_named_hash
 from .folder import FolderStore
 
 _MOST_BYTES = 1 << 30  # of an object
 _MOST_ASKED_BYTES = 1 << 27  # of an object that is fetched because a neighbour asks for it
+_PATIENCE = 5.0  # seconds that a neighbour's request waits for an object that is being fetched
+_MARK = ".mirror"  # a file that says what the folder is
 _HEADS = 4  # that were read last: one of them is shown when its version is held
 _log = logging.getLogger("sparserl.serve")
 
@@ -28,19 +31,22 @@ class MirrorStore:
 
     Args:
         store: the store.
-        folder: the folder, which is made by the first write. It may have objects from before; they are verified.
+        folder: the folder. It may have objects from before; they are verified. One mirror at a time has it.
         head: the name of the object that changes.
+
+    Raises:
+        SessionError: the folder cannot be used, is in use, or is a store.
     """
 
     def __init__(self, store: Store, folder: str | os.PathLike[str], head: str) -> None:
         self.url = store.url
         self.writable = store.writable
+        self._lock = _own(Path(folder))
         self.folder = FolderStore(folder)
         self._store = store
         self._head = head
         self._heads: dict[str, bytes] = {}  # the last ones, by tag
         self._shown_prefix: str | None = None  # of the names that neighbours may ask for
-        self._verified: set[str] = set()  # objects in the folder
         self._guard = threading.Lock()
         self._fetching: dict[str, threading.Lock] = {}  # one thread at a time fetches an object
         self._is_full = False
@@ -58,9 +64,6 @@ class MirrorStore:
     def read(self, name: str, start: int, size: int) -> bytes:
         if not self._is_kept(name):
             return self._store.read(name, start, size)
-        if name in self._verified:
-            with suppress(NotFound):
-                return self.folder.read(name, start, size)
         data = self._bytes(name, _MOST_BYTES)[start : start + size]
         if len(data) < size:
             raise Truncated(f"{name} ends {size - len(data)} bytes too early")
@@ -85,6 +88,7 @@ class MirrorStore:
     def close(self) -> None:
         self._store.close()
         self.folder.close()
+        self._lock.close()
 
     # -- neighbours ----------------------------------------------------------------------------------------------------
 
@@ -98,21 +102,19 @@ class MirrorStore:
                 self._warn(error)
 
     def fill(self, name: str) -> bool:
-        """See that the folder has an object that a neighbour asks for; whether it has it.
+        """See that the folder has an object that a neighbour asks for, undamaged; whether it has it.
 
         Raises:
             StoreError: The store has it, and cannot be reached.
         """
-        if name in self._verified:
-            return True
         is_shown = self._shown_prefix is not None and name.startswith(self._shown_prefix)
         if not self._is_kept(name) or not (is_shown or exists(self.folder, name)):
             return False
         try:
-            self._bytes(name, _MOST_ASKED_BYTES)
+            self._bytes(name, _MOST_ASKED_BYTES, is_asked=True)
         except NotFound:
             return False
-        return name in self._verified
+        return exists(self.folder, name)
 
     @property
     def kept(self) -> KeptObjects:
@@ -121,8 +123,6 @@ class MirrorStore:
 
     def forget(self, names: Iterable[str]) -> None:
         """Delete objects from the folder."""
-        names = list(names)
-        self._verified.difference_update(names)
         self.folder.delete(names)
 
     # -- objects -------------------------------------------------------------------------------------------------------
@@ -138,33 +138,37 @@ class MirrorStore:
                 del self._heads[next(iter(self._heads))]
         return stored
 
-    def _bytes(self, name: str, max_bytes: int) -> bytes:
-        """An object from the folder or, if it is not there or damaged, from the store."""
+    def _bytes(self, name: str, max_bytes: int, *, is_asked: bool = False) -> bytes:
+        """An object from the folder or, if it is not there or damaged, from the store.
+
+        is_asked: whether a neighbour asks for it: it does not wait long, and other neighbours are not asked in turn,
+            since they may be asking this one.
+        """
         with self._guard:
             lock = self._fetching.setdefault(name, threading.Lock())
+        if not lock.acquire(timeout=_PATIENCE if is_asked else -1):
+            raise Unavailable(f"{name} is being fetched")
+        store = getattr(self._store, "origin", self._store) if is_asked else self._store
         try:
-            with lock:
-                return self._fetch(name, max_bytes)
+            return self._fetch(name, max_bytes, store)
         finally:
+            lock.release()
             with self._guard:
                 self._fetching.pop(name, None)
 
-    def _fetch(self, name: str, max_bytes: int) -> bytes:
+    def _fetch(self, name: str, max_bytes: int, store: Store) -> bytes:
         try:
             data = self.folder.get(name, _MOST_BYTES).data
-            if name in self._verified or has_named_hash(data, name):
-                self._verified.add(name)
+            if has_named_hash(data, name):
                 return data
             _log.warning("%s in %s is damaged: it is fetched again", name, self.folder.root)
         except NotFound:
             pass
-        self._verified.discard(name)
-        data = self._store.get(name, max_bytes).data
+        data = store.get(name, max_bytes).data
         if not has_named_hash(data, name):
             raise InvalidField(f"{self.url}: {name} is damaged: its bytes have another hash")
         try:
             self.folder.put(name, data)
-            self._verified.add(name)
             self._is_full = False
         except StoreError as error:
             self._warn(error)
@@ -211,3 +215,21 @@ class KeptObjects:
 
     def close(self) -> None:
         """The mirror closes the folder."""
+
+
+def _own(path: Path) -> Folder:
+    """The folder of a mirror, which nobody else may use meanwhile; it is made if it does not exist."""
+    try:
+        folder = Folder.open(path, make=True)
+        if folder.status(_MARK) is None:
+            if any(not name.startswith(".") for name in folder.names()):
+                folder.close()
+                raise SessionError(f"{path} holds other files; choose an empty folder for the mirror")
+            os.close(folder.file(_MARK, os.O_RDWR | os.O_CREAT, 0o644))
+        is_free = folder.lock()
+    except OSError as error:
+        raise SessionError(f"{path} cannot be the folder of a mirror: {error}") from error
+    if not is_free:
+        folder.close()
+        raise SessionError(f"another receiver has its mirror in {path}; choose another folder")
+    return folder

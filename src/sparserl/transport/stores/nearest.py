@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ...errors import InvalidField, NotFound, SparserlError
 from .base import ObjectInfo, Store, StoredObject, has_named_hash
-from .deadline import current
+from .deadline import current, within
 
+_PATIENCE = 10.0  # seconds that a neighbour has to answer: the store has everything, too
 _REST = 30.0  # seconds in which a neighbour that failed is not asked
 _log = logging.getLogger("sparserl.session")
 
@@ -26,7 +27,7 @@ class NearestStore:
     def __init__(self, store: Store, neighbours: Sequence[Store], head: str) -> None:
         self.url = store.url
         self.writable = store.writable
-        self._store = store
+        self.origin = store
         self._neighbours = neighbours
         self._head = head
         self._rest_until: dict[str, float] = {}  # by the URL of a neighbour
@@ -37,28 +38,28 @@ class NearestStore:
                 stored = self._ask(neighbour, name, max_bytes)
                 if stored is not None:
                     return stored
-        return self._store.get(name, max_bytes)
+        return self.origin.get(name, max_bytes)
 
     def read(self, name: str, start: int, size: int) -> bytes:
-        return self._store.read(name, start, size)  # some bytes of an object cannot be verified
+        return self.origin.read(name, start, size)  # some bytes of an object cannot be verified
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        self._store.put(name, data)
+        self.origin.put(name, data)
 
     def swap(self, name: str, data: bytes, tag: str | None) -> str:
-        return self._store.swap(name, data, tag)
+        return self.origin.swap(name, data, tag)
 
     def changed(self, name: str, tag: str | None, timeout: float) -> StoredObject | None:
-        return self._store.changed(name, tag, timeout)
+        return self.origin.changed(name, tag, timeout)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._store.list(prefix)
+        return self.origin.list(prefix)
 
     def delete(self, names: Iterable[str]) -> None:
-        self._store.delete(names)
+        self.origin.delete(names)
 
     def close(self) -> None:
-        for store in (self._store, *self._neighbours):
+        for store in (self.origin, *self._neighbours):
             store.close()
 
     def _ask(self, neighbour: Store, name: str, max_bytes: int) -> StoredObject | None:
@@ -66,7 +67,8 @@ class NearestStore:
         if time.monotonic() < self._rest_until.get(neighbour.url, 0.0):
             return None
         try:
-            stored = neighbour.get(name, max_bytes)
+            with within(_PATIENCE):
+                stored = neighbour.get(name, max_bytes)
             if not has_named_hash(stored.data, name):
                 raise InvalidField(f"{name} is damaged")
         except NotFound:

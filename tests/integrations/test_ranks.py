@@ -15,6 +15,7 @@ from sparserl.integrations.ranks import EngineSubscriber
 from sparserl.session import receiver
 from sparserl.targets.engine import EngineTarget
 from sparserl.targets.engine_layout import find_pieces
+from sparserl.weights.digest import Digest
 from tests.targets.engines import Engine, checkpoint, named
 
 
@@ -114,6 +115,29 @@ def test_several_versions_at_once(tmp_path, ranks):
         it.require_exact()
         assert {report.kind for report in it.all(lambda s: s.commit_version(0))} == {"anchor"}
         it.require_exact(first)
+
+
+def test_ranks_that_share_a_part_must_build_the_same(tmp_path, monkeypatch):
+    """What one of them has built wrong is found out before anything is written, although another one owns it."""
+    build = EngineTarget._part_sums
+
+    def built(self, parts):
+        sums = build(self, parts)
+        shared = [place for place in sums if place not in self._owned]
+        return sums | {place: sums[place] + Digest(1, 0) for place in shared[:1]}
+
+    with fleet(tmp_path, 2) as it:
+        for engine in it.engines:
+            engine.load(checkpoint(seed=7).items())
+        monkeypatch.setattr(EngineTarget, "_part_sums", built)
+        before = it.live()
+        errors = it.all(lambda s: s.commit_version())
+        assert {type(error) for error in errors} == {ChecksumMismatch}
+        after = it.live()
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(before, after, strict=True) for name in a)
+        monkeypatch.undo()
+        assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"anchor"}
+        it.require_exact()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -40,8 +40,8 @@ class Counting(FolderStore):
 
     @property
     def objects(self) -> Counter[str]:
-        """Reads of what never changes."""
-        return Counter({name: count for name, count in self.reads.items() if name != "head.json"})
+        """Reads of what its name verifies."""
+        return Counter({name: count for name, count in self.reads.items() if not name.endswith(".json")})
 
 
 class Run:
@@ -208,8 +208,10 @@ def test_a_full_disk_stops_no_sync(run: Run, tmp_path: Path, caplog: pytest.LogC
 def test_a_folder_that_is_no_mirror_is_refused(run: Run, tmp_path: Path) -> None:
     """Another store most of all: its head would be replaced. Nor can two receivers have one mirror."""
     before = (run.path / "head.json").read_bytes()
-    with pytest.raises(SessionError, match="holds other files"):
+    with pytest.raises(SessionError, match="the store itself"):
         Receiver(run.path, mirror=run.path)
+    with pytest.raises(SessionError, match="holds other files"):
+        Receiver(tmp_path / "elsewhere", mirror=run.path)
     assert (run.path / "head.json").read_bytes() == before
     (tmp_path / "file").write_bytes(b"in the way")
     with pytest.raises(SessionError, match="cannot be the folder of a mirror"):
@@ -219,6 +221,29 @@ def test_a_folder_that_is_no_mirror_is_refused(run: Run, tmp_path: Path) -> None
         Receiver(run.path, mirror=tmp_path / "mirror")
     first.subscriber.close()
     Receiver(run.path, mirror=tmp_path / "mirror").subscriber.close()
+
+
+def test_the_mirror_of_another_store_shows_no_head(run: Run, first: Receiver, tmp_path: Path) -> None:
+    """A job that moves to another store must not hand out the weights of the last one."""
+    first.sync()
+    first.subscriber.close()
+    other = Run(tmp_path / "other")
+    again = Receiver(other.path, serve="127.0.0.1:0", mirror=tmp_path / "mirror")
+    with pytest.raises(StoreError):
+        Receiver(again.subscriber.served_url).sync()
+    assert (again.sync() == other.bits).all()
+    assert (Receiver(again.subscriber.served_url).sync() == other.bits).all()
+    again.subscriber.close()
+
+
+def test_an_object_without_a_hash_in_its_name_is_the_stores_own(run: Run, first: Receiver, tmp_path: Path) -> None:
+    """Neither a mirror nor a neighbour can lock a receiver out by it."""
+    first.sync()
+    for path in (tmp_path / "mirror").rglob("run.json"):
+        path.write_bytes(b"{}")
+    assert (Receiver(run.path, near=[first.subscriber.served_url]).sync() == run.bits).all()
+    first.subscriber.close()
+    assert (Receiver(run.path, mirror=tmp_path / "mirror").sync() == run.bits).all()
 
 
 def test_a_mirror_that_is_damaged_while_it_is_served_mends_itself(run: Run, first: Receiver, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 import sparserl
 from sparserl import Part, Region, Shards
-from sparserl.errors import ChecksumMismatch, WrongBase
+from sparserl.errors import ChecksumMismatch, Unavailable, WrongBase
+from sparserl.patch import slicing
 from sparserl.patch.snapshot import snapshot
 from sparserl.session import arrival
 from sparserl.session.anchors import restored_parts
@@ -165,6 +166,40 @@ def test_memory_for_the_parts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tracemalloc.stop()
     assert same(parts, weights, places)
     assert peak < 1.1 * own_bytes + 48 * MIB < array.nbytes
+
+
+def test_a_patch_that_failed_half_way_is_not_applied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps would be added twice: the parts are built anew."""
+    stored = published(tmp_path / "store", trained(2))
+    steps = stored.steps(None, 2)
+    places: list[Place] = [(0, None)]
+    fetch = stored.fetch(steps)
+    apply = arrival.apply_to_parts
+
+    def fail(*args: object) -> None:
+        apply(*args)
+        raise Unavailable("out of reach")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(arrival, "apply_to_parts", fail)
+        with pytest.raises(Unavailable):
+            fetch.run(lambda: arriving_parts(fetch.arriving, places, stored.head.digest, 1))
+    route = [(step, stored.run.layout) for step in steps]
+    again = transfer.Fetch(stored.store, stored.run.run, route, begun=fetch)
+    assert again.arriving[0] is not fetch.arriving[0]
+    parts = again.run(lambda: arriving_parts(again.arriving, places, stored.head.digest, 1))
+    assert same(parts, trained(2)[2], places)
+
+
+def test_parts_of_very_many_elements_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions in a part are of 32 bits."""
+    monkeypatch.setattr(slicing, "_MOST_ELEMENTS", 1000)
+    versions = trained(1)
+    patch = sparserl.diff(*versions, profile="ulp")
+    places: list[Place] = [(0, None), (1, Region((10, 0), (600, 130)))]
+    shards = restored_parts(sparserl.Patch(snapshot(versions[0])), places)
+    apply_to_parts(shards, [patch])
+    assert same(shards, versions[1], places)
 
 
 def test_patches_after_the_anchor_must_lead_on(tmp_path: Path) -> None:

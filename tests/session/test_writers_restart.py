@@ -158,6 +158,31 @@ def test_a_saved_anchor_with_other_bits_is_noticed_by_all(tmp_path):
     assert is_version(mine, 3)
 
 
+def one_has_all(rank: int, size: int, folder: str, attempt: int) -> None:
+    """Rank 0 has all weights, the others nothing: they are replicas."""
+    import torch.distributed as dist
+
+    limit = dt.timedelta(seconds=60)
+    init = f"file://{folder}/init-{attempt}"
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=limit)
+    weights = whole(attempt)
+    parts = [Part(name, Region((0,) * bits.array.ndim, bits.array.shape), bits) for name, bits in weights.items()]
+    shards = Shards(sparserl.tensor_table(weights), parts if rank == 0 else [])
+    options = {"link": "25Gbit"} if attempt else {}
+    with sparserl.Publisher(
+        f"{folder}/store", lambda: shards, writers=dist.group.WORLD, timeout=60, **options
+    ) as publisher:
+        assert publisher.publish().version == attempt
+
+
+def test_a_rank_that_has_everything_goes_on(tmp_path):
+    for attempt in range(2):
+        finish(launch(one_has_all, 2, tmp_path, attempt), tmp_path)
+    mine = empty()
+    Subscriber(f"{tmp_path}/store", mine).sync()
+    assert is_version(mine, 1)
+
+
 @pytest.mark.long
 def test_writers_are_killed_over_and_over():
     seen = driver("-m", "tests.session.soak_writers", "--kills", 12, "--seed", 7)

@@ -79,12 +79,13 @@ class EngineSubscriber(Subscriber):
         snapshot = self._snapshot
         assert snapshot is not None
         goal = self._gather(snapshot.head.version if version is None else version)[0]
-        differences = self._on_all_ranks(lambda: self._stage_version(goal))
+        answers = self._on_all_ranks(lambda: self._stage_version(goal))
         staged = self._staged
         if staged is None:
             return None
-        partial = [difference for difference in differences if difference is not None]
-        if partial and sum(partial, self._engine_digest) != staged.run_version.digest:
+        partial = [difference for difference, _ in answers if difference is not None]
+        is_whole = not partial or sum(partial, self._engine_digest) == staged.run_version.digest
+        if not is_whole or not _agree([sums for _, sums in answers]):
             self.discard()
             self._is_uncertain = True
             raise ChecksumMismatch(f"version {goal} would not have its digest on these ranks; nothing was written")
@@ -121,17 +122,21 @@ class EngineSubscriber(Subscriber):
                 "The next commit starts from an anchor"
             )
 
-    def _stage_version(self, version: int) -> Digest | None:
-        """Stage a version, unless the engine has it. Returns its change of the digest, if this rank has only parts."""
+    def _stage_version(self, version: int) -> tuple[Digest | None, dict[Place, Digest]]:
+        """Stage a version, unless the engine has it.
+
+        Returns:
+            Its change of the digest, if this rank has only parts, and the sums of parts that come from an anchor.
+        """
         staged = self._staged
         if staged is None or (staged.run_version.run, staged.run_version.version) != (self._run_name, version):
             self.stage(version)
             staged = self._staged
         if staged is None:
-            return None
+            return None, {}
         (prepared,) = staged.prepared
         assert isinstance(prepared, PreparedEngine)
-        return prepared.moved
+        return prepared.moved, prepared.part_sums
 
     @property
     def _run_name(self) -> str | None:
@@ -195,6 +200,16 @@ class EngineSubscriber(Subscriber):
             if failure is not None:
                 raise SessionError(f"rank {rank} of the engine: {failure}")
         return [result for result, _ in answers]
+
+
+def _agree(sums_by_rank: list[dict[Place, Digest]]) -> bool:
+    """Whether all ranks that have a part have the same bits of it."""
+    first: dict[Place, Digest] = {}
+    return all(
+        first.setdefault(place, part_digest) == part_digest
+        for sums in sums_by_rank
+        for place, part_digest in sums.items()
+    )
 
 
 def gather_over(group: Any) -> Gather:

@@ -21,6 +21,7 @@ from .decode import Decoded, flatten
 from .overlay import write_regions
 from .staging import entry_geometry, overlay, stage
 
+_MOST_ELEMENTS = 1 << 31  # of a part: positions in it are of 32 bits
 PROFILES = frozenset(("raw", "gap", "ulp"))  # profiles whose patches can be sliced
 
 
@@ -31,7 +32,12 @@ class PatchSlicer:
         self._table = weights.table
         self._parts: dict[int, list[Region | None]] = {}
         for tensor, region in weights.places:
-            self._parts.setdefault(tensor, []).append(region)
+            parts = self._parts.setdefault(tensor, [])
+            box = region or whole(self._shape(tensor))
+            if box.numel > _MOST_ELEMENTS:
+                parts.extend(box.split(_MOST_ELEMENTS))
+            else:
+                parts.append(region)
 
     def touches(self, head: Head) -> bool:
         """Whether a bucket changes anything in the parts."""

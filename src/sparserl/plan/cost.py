@@ -345,7 +345,7 @@ def least_losses(names: Iterable[str], link: Link, seconds: Callable[[str, Link]
         times = {name: seconds(name, extreme) for name in ways}
         least = min(times.values())
         for name in ways:
-            losses[name] = max(losses[name], times[name] / least)
+            losses[name] = max(losses[name], times[name] / least if least else 1.0)
     return losses
 
 

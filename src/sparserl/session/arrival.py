@@ -44,6 +44,7 @@ class ArrivingPatch:
         memory_bytes = _TRANSIENT_BYTES if restores else SPOOL_BYTES
         self.restores = restores
         self.is_applied = False  # to the weights that are being built from an anchor
+        self.is_spoiled = False  # whether weights that are being built from it have some changes of a later patch
         self.buckets = BucketList(buckets, memory_bytes=memory_bytes, transient=restores)
         self.patch = Patch(Contents(table, ends, self.buckets, table_hash))
         self._restoration: Restoration[Any] | None = None
@@ -104,7 +105,11 @@ def arriving_parts(
     for later in others:
         require_base(later.patch.contents, digest)
         if not later.is_applied:
-            apply_to_parts(weights, [later.patch], threads)
+            try:
+                apply_to_parts(weights, [later.patch], threads)
+            except BaseException:
+                anchor.is_spoiled = True  # nobody knows which changes are written
+                raise
             later.is_applied = True
         digest = later.patch.result
     if digest != result:

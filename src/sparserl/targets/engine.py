@@ -133,7 +133,16 @@ class EngineTarget:
         first = applications[0]
         moved = first.moved(self._threads) if isinstance(first, Replacement) else first.result - first.base
         commits = [application.commit for application in applications]
-        return PreparedEngine(self, commits, moved, sum(application.changed for application in applications))
+        changed = sum(application.changed for application in applications)
+        return PreparedEngine(self, commits, moved, changed, self._part_sums(change.fresh_parts))
+
+    def _part_sums(self, parts: Shards | None) -> dict[Place, Digest]:
+        """The element sums of new parts that were built from an anchor: those of ranks that share a part must agree."""
+        if parts is None:
+            return {}
+        local = LocalWeights.of(parts)
+        sums = ordered(lambda place: element_sums(local, [place], 1), local.places, self._threads)
+        return dict(zip(local.places, sums, strict=True))
 
     def _slice(self, patch: Patch, weights: Sequence[LocalWeights]) -> list[Application]:
         """Stage a patch of all weights on several sets of parts. Digests count from zero."""
@@ -176,9 +185,18 @@ class PreparedEngine:
     """Changes that are staged on an engine's tensors."""
 
     def __init__(
-        self, target: EngineTarget, applications: Sequence[Callable[[], Undo]], moved: Digest | None, changed: int
+        self,
+        target: EngineTarget,
+        applications: Sequence[Callable[[], Undo]],
+        moved: Digest | None,
+        changed: int,
+        part_sums: dict[Place, Digest] | None = None,
     ) -> None:
-        """moved: how the parts that this rank owns change the digest; None if it has all of every tensor."""
+        """moved: how the parts that this rank owns change the digest; None if it has all of every tensor.
+
+        part_sums: the element sums of all its new parts, where these were built from an anchor.
+        """
+        self.part_sums = part_sums or {}
         self._target = target
         self._applications = applications
         self.moved = moved

@@ -6,6 +6,7 @@ No version depends on it. What fails is noted in the report of the publish, and 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from .retention import collect
 from .run_writer import CommittedVersion, RunWriter
 from .transfer import Upload
 
+_HEAR_EVERY = 10.0  # seconds between looks at what receivers say of their rates
+_HEARD_LEASES = 64  # the newest, that are looked at
 _HEARING_SECONDS = 1.0  # that the end of a publisher waits for a look at its receivers
 _STEPS = 256  # there are at most so many steps before another anchor is written
 _MOST_STEPS = 1024  # that an index keeps for the sake of subscribers that are far behind
@@ -84,6 +87,7 @@ class Maintenance:
         self._saved_anchor = saved_anchor
         self._encoding_options = encoding
         self._hearing: threading.Thread | None = None
+        self._heard_at = -_HEAR_EVERY
         self._logged_link: VaryingLink | None = None
         is_alone = writer.writers.size == 1  # `sparserl squash` makes squashed patches of what several writers publish
         self._ladder = Ladder(*options.ladder) if options.ladder is not None and is_alone else None
@@ -152,18 +156,21 @@ class Maintenance:
     def _hear_receivers(self) -> None:
         """Look, on a thread, at what receivers say of their rates: the next publish chooses by it."""
         options = self._encoding_options
-        is_heard = self._hearing is not None and self._hearing.is_alive()
+        is_heard = time.monotonic() - self._heard_at < _HEAR_EVERY or (
+            self._hearing is not None and self._hearing.is_alive()
+        )
         if options.profile != "auto" or options.link != MEASURED or is_heard:
             return
+        self._heard_at = time.monotonic()
         self._hearing = threading.Thread(target=self._read_rates, name="sparserl-rates", daemon=True)
         self._hearing.start()
 
     def _read_rates(self) -> None:
         now = self._writer.clock()
         try:
-            leases = self._writer.leases()
+            leases = self._writer.leases(_HEARD_LEASES)
         except SparserlError:
-            return  # the next publish looks again
+            return  # a later publish looks again
         measured = self._writer.measured_link
         measured.hear(lease.rates for lease in leases if now - lease.time < self._options.lease)
         link = measured.link

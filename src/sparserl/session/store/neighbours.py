@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _TOKEN = re.compile(r"[!-~]+")
 _GRACE = 600.0  # seconds that objects stay after nothing refers to them: a neighbour may be about to fetch them
+_END_SECONDS = 5.0  # that the end waits for old objects to be removed
 _COLLECT_EVERY = 60.0  # seconds
 _QUICK = Retry(attempts=2)  # the store has everything that a neighbour has
 
@@ -55,7 +57,7 @@ class NeighbourOptions:
         """A store, with the neighbours that are asked first and the mirror that keeps what is read."""
         if self.near:
             neighbours = [open_store(url, token=self.token, retry=_QUICK) for url in self.near]
-            store = NearestStore(store, neighbours, HEAD)
+            store = NearestStore(store, neighbours)
         if self.mirror is not None:
             store = MirrorStore(store, self.mirror, HEAD)
         return store
@@ -68,6 +70,7 @@ class Served:
         self._mirror = mirror
         self._server = server
         self._shown_tag: str | None = None
+        self._collector: threading.Thread | None = None
         self._collected_at = time.monotonic()
 
     @classmethod
@@ -101,6 +104,10 @@ class Served:
         if time.monotonic() - self._collected_at < _COLLECT_EVERY:
             return
         self._collected_at = time.monotonic()
+        self._collector = threading.Thread(target=self._collect, name="sparserl-mirror", daemon=True)
+        self._collector.start()
+
+    def _collect(self) -> None:
         try:
             collect(self._mirror.kept, _GRACE)
         except SparserlError as error:
@@ -110,3 +117,5 @@ class Served:
         """End the server."""
         if self._server is not None:
             self._server.close()
+        if self._collector is not None:
+            self._collector.join(_END_SECONDS)

@@ -204,12 +204,13 @@ class RunWriter:
                 return holders
             time.sleep(min(0.1, max(0.0, end - time.monotonic())))
 
-    def leases(self) -> list[Lease]:
-        """What the subscribers of the run hold."""
+    def leases(self, most: int | None = None) -> list[Lease]:
+        """What the subscribers of the run hold; of very many, the newest leases."""
         leases: list[Lease] = []
         if self.committed is None:
             return leases
-        for item in self.store.list(path(self.committed.run.run, "leases", "")):
+        items = sorted(self.store.list(path(self.committed.run.run, "leases", "")), key=lambda item: -item.time)
+        for item in items[:most]:
             try:
                 leases.append(Lease.parse(self.store.get(item.name, MOST_HEAD).data, item.name))
             except (NotFound, FormatError):

@@ -131,7 +131,11 @@ class Subscriber(Receiver):
         self._callbacks.watch_retries(store)
         self.store = neighbours.around(store)
         self._lease = OwnLease(self.store, name, checked_clock(clock), self)
-        self._served = Served.start(self.store, neighbours)
+        try:
+            self._served = Served.start(self.store, neighbours)
+        except BaseException:
+            self.store.close()
+            raise
         self._rates = RecentRates()
         self._snapshot: StoreSnapshot | None = None
         self._newest_head: HeadRecord | None = None  # of all heads seen: nothing older is accepted

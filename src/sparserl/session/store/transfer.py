@@ -318,7 +318,8 @@ class Fetch:
                 break
             same.append(begun)
         is_ahead = any(begun.arriving.is_applied for begun in self._steps[len(same) :])
-        return [] if is_ahead else same
+        is_spoiled = any(begun.arriving.is_spoiled for begun in self._steps)
+        return [] if is_ahead or is_spoiled else same
 
 
 def require_size(manifest: Manifest, table: TensorTable, label: str) -> None:

@@ -98,6 +98,11 @@ class App:
         self._fillers = None if fill is None else ThreadPoolExecutor(_FILLERS, thread_name_prefix="sparserl-fill")
         self._tokens = [token.encode() for token in tokens]
 
+    def close(self) -> None:
+        """Begin nothing more."""
+        if self._fillers is not None:
+            self._fillers.shutdown(wait=False, cancel_futures=True)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         status = 0

@@ -33,13 +33,14 @@ class LiteralTargets(h11.Connection):
 class Connections:
     """The connections of a server: busy ones, whose request was admitted, and idle ones, in the order they came."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_CONNECTIONS) -> None:
+        self._most = most
         self._idle: dict[BoundedProtocol, None] = {}
         self._busy: set[BoundedProtocol] = set()
 
     def add(self, connection: BoundedProtocol) -> bool:
         """Add a connection, if need be in the place of the one that has been idle longest; False if all are busy."""
-        if len(self._idle) + len(self._busy) >= MAX_CONNECTIONS:
+        if len(self._idle) + len(self._busy) >= self._most:
             oldest = next(iter(self._idle), None)
             if oldest is None:
                 return False

@@ -27,6 +27,7 @@ from .connections import MAX_CONNECTIONS, BoundedProtocol, Connections, EventLoo
 
 _IDLE_SECONDS = 30
 _END_SECONDS = 5  # that unfinished answers get when the server ends
+_BACKGROUND_CONNECTIONS = 128  # to a server inside another program, which needs open files of its own
 _TOKEN = re.compile(r"[!-~]+")
 
 
@@ -82,9 +83,9 @@ class BackgroundServer:
     def __init__(
         self, folder: Path, address: str, *, tokens: tuple[str, ...] = (), fill: Callable[[str], bool] | None = None
     ) -> None:
-        self._app = App(folder.absolute(), tokens, fill=fill)
-        self._server = _Server(_configure(self._app, None), self._app)
         self._listener = listen(address)
+        self._app = App(folder.absolute(), tokens, fill=fill)
+        self._server = _Server(_configure(self._app, None, most=_BACKGROUND_CONNECTIONS), self._app, is_alone=False)
         self.url = _url(self._listener, secure=False)
         self._thread = threading.Thread(target=self._run, name="sparserl-serve", daemon=True)
         self._thread.start()
@@ -94,6 +95,7 @@ class BackgroundServer:
         self._app.head.closing = True
         self._server.should_exit = True
         self._thread.join(_END_SECONDS + 3)
+        self._app.close()
         self._listener.close()
 
     def _run(self) -> None:
@@ -136,9 +138,13 @@ def listen(address: str) -> socket.socket:
 class _Server(uvicorn.Server):
     """Ends at the first signal, after answering the requests that are held; at the second one immediately."""
 
-    def __init__(self, config: uvicorn.Config, app: App) -> None:
+    def __init__(self, config: uvicorn.Config, app: App, is_alone: bool = True) -> None:
+        """is_alone: whether the process does nothing else, so that what uvicorn logs is ours to silence."""
         super().__init__(config)
         self._app = app
+        self._is_alone = is_alone
+        if is_alone:
+            logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # as uvicorn calls it
         self.force_exit = self.should_exit
@@ -147,7 +153,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Give unfinished answers a few seconds."""
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        if self._is_alone:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         asyncio.get_running_loop().call_later(_END_SECONDS, self._abort)
         await super().shutdown(sockets)
 
@@ -156,10 +163,10 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def _configure(app: App, tls: tuple[Path, Path] | None) -> uvicorn.Config:
+def _configure(app: App, tls: tuple[Path, Path] | None, most: int = MAX_CONNECTIONS) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
-        http=functools.partial(BoundedProtocol, connections=Connections()),  # type: ignore[arg-type]
+        http=functools.partial(BoundedProtocol, connections=Connections(most)),  # type: ignore[arg-type]
         loop="asyncio",
         ws="none",
         lifespan="off",
@@ -173,7 +180,6 @@ def _configure(app: App, tls: tuple[Path, Path] | None) -> uvicorn.Config:
         ssl_certfile=None if tls is None else tls[0],
         ssl_keyfile=None if tls is None else tls[1],
     )
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:
         config.load()
     except OSError as error:

@@ -109,10 +109,14 @@ def require_name(name: str) -> str:
     return name
 
 
+def is_named_by_hash(name: str) -> bool:
+    """Whether the name of an object ends with a SHA-256."""
+    return _HASH.fullmatch(name.rpartition("/")[2]) is not None
+
+
 def has_named_hash(data: bytes, name: str) -> bool:
-    """Whether an object has the SHA-256 that its name ends with, if it ends with one."""
-    last = name.rpartition("/")[2]
-    return _HASH.fullmatch(last) is None or hashlib.sha256(data).hexdigest() == last
+    """Whether an object has the SHA-256 that its name ends with."""
+    return hashlib.sha256(data).hexdigest() == name.rpartition("/")[2]
 
 
 def _sleep(seconds: float) -> None:
@@ -157,7 +161,7 @@ class Retry:
 def fetch(store: Store, name: str, size: int, pool: ThreadPoolExecutor | None = None) -> bytes:
     """Read an object of known size: at once, or, on the threads of a pool, in several ranges at the same time."""
     current().require(f"{store.url}: {name}")
-    if pool is None or size <= RANGE_BYTES:
+    if pool is None or size <= RANGE_BYTES or getattr(store, "reads_whole", False):
         data = store.get(name, size).data
     else:
         data = b"".join(_read_ranges(store, name, size, pool))

@@ -10,24 +10,26 @@ import hashlib
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ...errors import InvalidField, LimitExceeded, NotFound, SessionError, StoreError, Truncated, Unavailable
+from ...errors import InvalidField, LimitExceeded, NotFound, SessionError, StoreError, Truncated
 from ...files import Folder
-from .base import ObjectInfo, Store, StoredObject, exists, has_named_hash
+from .base import ObjectInfo, Store, StoredObject, exists, has_named_hash, is_named_by_hash
+from .deadline import current, within
 from .folder import FolderStore
 
-_MOST_BYTES = 1 << 30  # of an object
 _MOST_ASKED_BYTES = 1 << 27  # of an object that is fetched because a neighbour asks for it
-_PATIENCE = 5.0  # seconds that a neighbour's request waits for an object that is being fetched
+_FILL_SECONDS = 60.0  # that an object may take that a neighbour asks for
+_LOOK = 0.2  # seconds between looks at whether a wait is over
 _MARK = ".mirror"  # a file that says what the folder is
 _HEADS = 4  # that were read last: one of them is shown when its version is held
 _log = logging.getLogger("sparserl.serve")
 
 
 class MirrorStore:
-    """A store, and the folder that keeps what is read from it.
+    """A store, and the folder that keeps what is read from it. Objects are read as a whole, so that they are verified.
 
     Args:
         store: the store.
@@ -38,10 +40,12 @@ class MirrorStore:
         SessionError: the folder cannot be used, is in use, or is a store.
     """
 
+    reads_whole = True
+
     def __init__(self, store: Store, folder: str | os.PathLike[str], head: str) -> None:
         self.url = store.url
         self.writable = store.writable
-        self._lock = _own(Path(folder))
+        self._lock = _own(Path(folder), store)
         self.folder = FolderStore(folder)
         self._store = store
         self._head = head
@@ -49,13 +53,19 @@ class MirrorStore:
         self._shown_prefix: str | None = None  # of the names that neighbours may ask for
         self._guard = threading.Lock()
         self._fetching: dict[str, threading.Lock] = {}  # one thread at a time fetches an object
+        self._own_fetches: Counter[str] = Counter()  # objects that are on their way here, not for a neighbour
         self._is_full = False
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
     def get(self, name: str, max_bytes: int) -> StoredObject:
         if not self._is_kept(name):
-            return self._remember(name, self._store.get(name, max_bytes))
+            stored = self._store.get(name, max_bytes)
+            if name == self._head:
+                self._remember(stored)
+            elif "leases" not in name.split("/"):
+                self._keep(name, stored.data)  # for neighbours; its name does not tell whether it is undamaged
+            return stored
         data = self._bytes(name, max_bytes)
         if len(data) > max_bytes:
             raise LimitExceeded(f"{name} has {len(data)} bytes; at most {max_bytes} were expected")
@@ -64,7 +74,7 @@ class MirrorStore:
     def read(self, name: str, start: int, size: int) -> bytes:
         if not self._is_kept(name):
             return self._store.read(name, start, size)
-        data = self._bytes(name, _MOST_BYTES)[start : start + size]
+        data = self._bytes(name, _MOST_ASKED_BYTES)[start : start + size]
         if len(data) < size:
             raise Truncated(f"{name} ends {size - len(data)} bytes too early")
         return data
@@ -77,7 +87,9 @@ class MirrorStore:
 
     def changed(self, name: str, tag: str | None, timeout: float) -> StoredObject | None:
         stored = self._store.changed(name, tag, timeout)
-        return None if stored is None else self._remember(name, stored)
+        if stored is not None and name == self._head:
+            self._remember(stored)
+        return stored
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._store.list(prefix)
@@ -107,11 +119,14 @@ class MirrorStore:
         Raises:
             StoreError: The store has it, and cannot be reached.
         """
+        if not self._is_kept(name):
+            return name != self._head and exists(self.folder, name)
         is_shown = self._shown_prefix is not None and name.startswith(self._shown_prefix)
-        if not self._is_kept(name) or not (is_shown or exists(self.folder, name)):
-            return False
+        if not (is_shown or exists(self.folder, name)) or name in self._own_fetches:
+            return False  # who has it may be asking this one
         try:
-            self._bytes(name, _MOST_ASKED_BYTES, is_asked=True)
+            with within(_FILL_SECONDS):
+                self._bytes(name, _MOST_ASKED_BYTES, is_asked=True)
         except NotFound:
             return False
         return exists(self.folder, name)
@@ -128,15 +143,14 @@ class MirrorStore:
     # -- objects -------------------------------------------------------------------------------------------------------
 
     def _is_kept(self, name: str) -> bool:
-        return name != self._head and "leases" not in name.split("/")
+        """Whether what the folder has of that name can be verified."""
+        return is_named_by_hash(name)
 
-    def _remember(self, name: str, stored: StoredObject) -> StoredObject:
-        if name == self._head:
-            self._heads.pop(stored.tag, None)
-            self._heads[stored.tag] = stored.data
-            while len(self._heads) > _HEADS:
-                del self._heads[next(iter(self._heads))]
-        return stored
+    def _remember(self, head: StoredObject) -> None:
+        self._heads.pop(head.tag, None)
+        self._heads[head.tag] = head.data
+        while len(self._heads) > _HEADS:
+            del self._heads[next(iter(self._heads))]
 
     def _bytes(self, name: str, max_bytes: int, *, is_asked: bool = False) -> bytes:
         """An object from the folder or, if it is not there or damaged, from the store.
@@ -146,11 +160,18 @@ class MirrorStore:
         """
         with self._guard:
             lock = self._fetching.setdefault(name, threading.Lock())
-        if not lock.acquire(timeout=_PATIENCE if is_asked else -1):
-            raise Unavailable(f"{name} is being fetched")
-        store = getattr(self._store, "origin", self._store) if is_asked else self._store
+        while not lock.acquire(timeout=_LOOK):
+            current().require(f"{self.url}: {name}")
         try:
-            return self._fetch(name, max_bytes, store)
+            if is_asked:
+                return self._fetch(name, max_bytes, getattr(self._store, "origin", self._store))
+            with self._guard:
+                self._own_fetches[name] += 1
+            try:
+                return self._fetch(name, max_bytes, self._store)
+            finally:
+                with self._guard:
+                    del self._own_fetches[name]
         finally:
             lock.release()
             with self._guard:
@@ -158,21 +179,24 @@ class MirrorStore:
 
     def _fetch(self, name: str, max_bytes: int, store: Store) -> bytes:
         try:
-            data = self.folder.get(name, _MOST_BYTES).data
+            data = self.folder.get(name, max_bytes).data
             if has_named_hash(data, name):
                 return data
             _log.warning("%s in %s is damaged: it is fetched again", name, self.folder.root)
-        except NotFound:
+        except (NotFound, LimitExceeded):
             pass
         data = store.get(name, max_bytes).data
         if not has_named_hash(data, name):
             raise InvalidField(f"{self.url}: {name} is damaged: its bytes have another hash")
+        self._keep(name, data)
+        return data
+
+    def _keep(self, name: str, data: bytes) -> None:
         try:
             self.folder.put(name, data)
             self._is_full = False
         except StoreError as error:
             self._warn(error)
-        return data
 
     def _warn(self, error: StoreError) -> None:
         """Neighbours must do without what the folder does not take; the weights here need not."""
@@ -217,19 +241,38 @@ class KeptObjects:
         """The mirror closes the folder."""
 
 
-def _own(path: Path) -> Folder:
-    """The folder of a mirror, which nobody else may use meanwhile; it is made if it does not exist."""
+def _own(path: Path, store: Store) -> Folder:
+    """The folder of a store's mirror, which nobody else may use meanwhile; it is made if it does not exist."""
+    origin = getattr(store, "origin", store)
+    if isinstance(origin, FolderStore) and origin.root.resolve() == path.resolve():
+        raise SessionError(f"{path} is the store itself; choose another folder for the mirror")
     try:
         folder = Folder.open(path, make=True)
-        if folder.status(_MARK) is None:
-            if any(not name.startswith(".") for name in folder.names()):
-                folder.close()
-                raise SessionError(f"{path} holds other files; choose an empty folder for the mirror")
-            os.close(folder.file(_MARK, os.O_RDWR | os.O_CREAT, 0o644))
+        has_mark = folder.status(_MARK) is not None
+        if not has_mark and any(not name.startswith(".") for name in folder.names()):
+            folder.close()
+            raise SessionError(f"{path} holds other files; choose an empty folder for the mirror")
         is_free = folder.lock()
+        if is_free:
+            _mark(folder, store.url)
     except OSError as error:
         raise SessionError(f"{path} cannot be the folder of a mirror: {error}") from error
     if not is_free:
         folder.close()
         raise SessionError(f"another receiver has its mirror in {path}; choose another folder")
     return folder
+
+
+def _mark(folder: Folder, url: str) -> None:
+    """Write down whose mirror it is. Of that of another store no head is shown any more."""
+    mark = hashlib.sha256(url.encode()).hexdigest().encode()
+    handle = folder.file(_MARK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if os.pread(handle, 100, 0) != mark:
+            for name in folder.names():
+                if name == "head.json":
+                    folder.unlink(name)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, mark, 0)
+    finally:
+        os.close(handle)

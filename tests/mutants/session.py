@@ -38,6 +38,13 @@ MUTANTS = (
         Tests("session/test_refusals.py", "state_saves"),
     ),
     Mutant(
+        "parts that failed half way are patched again",
+        "session/arrival.py",
+        "anchor.is_spoiled = True",
+        "anchor.is_spoiled = False",
+        Tests("session/test_parts.py", "half_way"),
+    ),
+    Mutant(
         "what the ranks have rebuilt is not added up",
         "session/store/resume.py",
         "if sum(map(Digest.from_bytes, rows), table_digest(local.table)) == head.digest:",
@@ -180,7 +187,7 @@ MUTANTS = (
     Mutant(
         "weights that were patched are taken for those of their anchor",
         "session/store/transfer.py",
-        "[] if is_ahead else same",
+        "[] if is_ahead or is_spoiled else same",
         "same",
         Tests("session/test_streaming.py", "its_own_way_alone"),
     ),

@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         "neighbours may have anything fetched",
         "transport/stores/mirror.py",
-        "if not self._is_kept(name) or not (is_shown or exists(self.folder, name)):",
-        "if not self._is_kept(name):",
+        "if not (is_shown or exists(self.folder, name)) or name in self._own_fetches:",
+        "if name in self._own_fetches:",
         Tests("session/test_neighbours.py", "anything_else"),
     ),
 )

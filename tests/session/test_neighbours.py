@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import socket
 from collections import Counter
@@ -290,9 +291,10 @@ def test_neighbours_cannot_ask_for_anything_else(run: Run, first: Receiver, tmp_
     mirror = first.subscriber.store
     assert isinstance(mirror, MirrorStore)
     store = mirror._store
-    store.put("runs/0123456789abcdef/run.json", b"another run")
+    other = f"runs/0123456789abcdef/index/{hashlib.sha256(b'another run').hexdigest()}"
+    store.put(other, b"another run")
     before = store.objects
-    assert not mirror.fill("runs/0123456789abcdef/run.json")
+    assert not mirror.fill(other)
     assert not mirror.fill("runs/leases/x")
     assert store.objects == before
 

@@ -46,7 +46,7 @@ class NeighbourOptions:
                 raise SessionError(f"near has {url!r}; write the URL of another receiver, as http://neighbour:9000")
         if self.serve is not None and not isinstance(self.serve, str):
             raise SessionError(f"serve is {self.serve!r}; write HOST:PORT, as 0.0.0.0:9000")
-        if self.token is not None and not _TOKEN.fullmatch(self.token):
+        if self.serve is not None and self.token is not None and not _TOKEN.fullmatch(self.token):
             raise SessionError("a token is visible ASCII without spaces, and not empty")
         if self.mirror is not None and (not str(self.mirror) or "://" in str(self.mirror)):
             raise SessionError(f"mirror is {str(self.mirror)!r}; it must be the path of a folder")

@@ -23,7 +23,6 @@ from .dtypes import DType, UIntArray
 from .geometry import Geometry
 from .gpu_copies import fetch, upload
 from .local import LocalWeights
-from .memory import is_on_gpu
 from .region import Numbers, Region, run_start, whole
 from .shards import Place
 from .staging import gpu_tensor
@@ -385,8 +384,8 @@ def finish(weights: LocalWeights) -> None:
 
 def zeros_like(weights: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
     """Zeros beside weights that all lie on GPUs; None if they do not, or where that would take too much room there."""
-    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor) and is_on_gpu(value)}
-    if len(tensors) < len(weights):
+    tensors = {name: gpu_tensor(memory) for name, memory in LocalWeights.of(weights).memory_by_name().items()}
+    if any(tensor is None for tensor in tensors.values()):
         return None
     needed: dict[Any, int] = {}
     for tensor in tensors.values():

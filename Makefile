@@ -44,7 +44,7 @@ alone: $(STAMP)  ## tests that measure the time or memory of their own process
 
 long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
 	$(BIN)/python -m pytest -n 2 -m 'long and not alone'
-	$(BIN)/python -m pytest -m 'long and alone' $(ALONE)
+	$(BIN)/python -m pytest -n 2 -m 'long and alone' $(ALONE)
 	$(BIN)/python -m tests.mutants run --green
 
 coverage: $(STAMP)  ## which lines no test reaches; takes a third longer

@@ -53,8 +53,8 @@ CALLS = {"publisher": 500, "folder": 250, "memory": 60}  # about as many as a li
 
 
 @dataclass
-class Soak:
-    """The lives, and what they left behind."""
+class Lives:
+    """Processes that are killed over and over, and what they have in common: a store, a journal, drawn moments."""
 
     root: Path
     kind: str
@@ -67,14 +67,45 @@ class Soak:
         self.random = random.Random(self.seed)
         self.fuse = Fuse()
         self.journal = Journal(self.root / "journal")
-        self.target = self.root / "target"
-        self.alive: dict[int, tuple[str, float]] = {}
+        self._started = time.monotonic()
+        self._shown = self._started
 
     def store(self) -> Store:
         """Opened in every life anew; with a server, each request may be the last one."""
         if self.server is None:
             return open_store(f"file://{self.root / 'store'}")
         return Killing(self.server.store("soak"), self.fuse)  # type: ignore[return-value]
+
+    def show(self, done: int, kills: int) -> None:
+        """Say now and then how far it is."""
+        if time.monotonic() > self._shown + 2:
+            self._shown = time.monotonic()
+            seconds = self._shown - self._started
+            print(f"{done} of {kills} kills, {self.lives} lives, {seconds:.0f} s", file=sys.stderr)
+
+    def run(self, kills: int) -> dict[str, Any]:
+        """Kill that often; a summary, or an error where something was wrong."""
+        raise NotImplementedError
+
+    def summary(self, done: int, **more: Any) -> dict[str, Any]:
+        """What came of it, once nothing was wrong."""
+        for line in self.journal.read():
+            if line["what"] == "killed":
+                self.kills[f"{line['who']}: {line['where']}"] += 1
+        counts = check(self.journal) | {"lives": self.lives, **more}
+        ends = {"store": self.kind, "seed": self.seed, "kills": done, **counts}
+        seconds = round(time.monotonic() - self._started, 1)
+        return {**ends, "seconds": seconds, "faults": 0, "where": dict(self.kills.most_common())}
+
+
+@dataclass
+class Soak(Lives):
+    """A publisher and two subscribers, and what they left behind."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.target = self.root / "target"
+        self.alive: dict[int, tuple[str, float]] = {}
 
     # -- lives ---------------------------------------------------------------------------------------------------------
 
@@ -171,32 +202,22 @@ class Soak:
         assert found is None or found in known, "the folder shows what nobody published"
 
     def run(self, kills: int) -> dict[str, Any]:
-        started, done = time.monotonic(), 0
-        shown = started
+        done = 0
         try:
             while done < kills:
                 for who in CALLS.keys() - {name for name, _ in self.alive.values()}:
                     self.start(who)
                 time.sleep(0.001)
                 done += self.reap()
-                if time.monotonic() > shown + 2:
-                    shown = time.monotonic()
-                    print(f"{done} of {kills} kills, {self.lives} lives, {shown - started:.0f} s", file=sys.stderr)
+                self.show(done, kills)
         finally:
             for child in self.alive:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
         self.finish()
-        for line in self.journal.read():
-            if line["what"] == "killed":
-                self.kills[f"{line['who']}: {line['where']}"] += 1
         troubles = Counter(line["kind"] for line in self.journal.read() if line["what"] == "trouble")
         fenced = sum(line["what"] == "fenced" for line in self.journal.read())
-        counts = check(self.journal) | {"lives": self.lives, "waited out": troubles, "fenced": fenced}
-        seconds = round(time.monotonic() - started, 1)
-        where = dict(self.kills.most_common())
-        ends = {"store": self.kind, "seed": self.seed, "kills": done, **counts, "seconds": seconds, "faults": 0}
-        return {**ends, "where": where}
+        return self.summary(done, **{"waited out": troubles, "fenced": fenced})
 
     def finish(self) -> None:
         """Nobody is killed any more: all must come to the same bits, and nothing may be left over."""
@@ -215,23 +236,23 @@ class Soak:
         assert [name.partition("-")[0] for name in left] == ["anchor"], left
 
 
-def soak(kills: int, kind: str, seed: int, root: Path) -> dict[str, Any]:
+def soak(kills: int, kind: str, seed: int, root: Path, lives: type[Lives] = Soak) -> dict[str, Any]:
     """Kill that often; returns the summary, or raises what was wrong."""
     (root / "warm").mkdir()
     warm(root / "warm")
     with contextlib.ExitStack() as stack:
         server = None if kind == "file" else stack.enter_context(running(kind, root / "server"))
-        return Soak(root, kind, seed, server).run(kills)
+        return lives(root, kind, seed, server).run(kills)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=500)
+def main(lives: type[Lives] = Soak, description: str | None = __doc__, kills: int = 500) -> None:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--kills", type=int, default=kills)
     parser.add_argument("--store", choices=["file", "seaweedfs", "moto"], default="file")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="sparserl-soak-") as root:
-        print(json.dumps(soak(args.kills, args.store, args.seed, Path(root))))
+        print(json.dumps(soak(args.kills, args.store, args.seed, Path(root), lives)))
 
 
 if __name__ == "__main__":

@@ -9,42 +9,18 @@ a subscriber goes to the newest version. A line shows how far it is; the last li
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import os
-import random
 import signal
-import sys
-import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import sparserl
 from sparserl.errors import NotFound
 from sparserl.session.store.retention import read_head
-from sparserl.transport.stores.base import Store
-from sparserl.transport.stores.opening import open_store
 from sparserl.weights.region import Region
 from sparserl.weights.shards import Part, Shards
-from tests.servers import Server, running
-from tests.session.killed_processes import (
-    FILES,
-    Fuse,
-    Journal,
-    Killing,
-    check,
-    ended,
-    fork,
-    settled,
-    sha,
-    synced,
-    warm,
-    weights_at,
-)
+from tests.session.killed_processes import FILES, ended, fork, settled, sha, synced, weights_at
+from tests.session.soak import Lives, main
 
 VERSIONS = 4  # that a life publishes if nothing ends it
 CALLS = 400  # about as many as a rank makes in that time
@@ -80,26 +56,8 @@ class Trainer:
         return shards(self.n, self._rank, self._size)
 
 
-@dataclass
-class Soak:
-    """The lives, and what they left behind."""
-
-    root: Path
-    kind: str
-    seed: int
-    server: Server | None = None
-    kills: Counter[str] = field(default_factory=Counter)
-    lives: int = 0
-
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
-        self.fuse = Fuse()
-        self.journal = Journal(self.root / "journal")
-
-    def store(self) -> Store:
-        if self.server is None:
-            return open_store(f"file://{self.root / 'store'}")
-        return Killing(self.server.store("soak"), self.fuse)  # type: ignore[return-value]
+class WriterSoak(Lives):
+    """Ranks that publish together, and what they left behind."""
 
     def rank(self, life: int, rank: int, size: int, options: dict[str, Any]) -> None:
         """The life of a rank."""
@@ -181,8 +139,6 @@ class Soak:
         return None if at is None else (at[0], at[1])
 
     def run(self, kills: int) -> dict[str, Any]:
-        started = time.monotonic()
-        shown = started
         done = 0
         while done < kills:
             before = self.head()
@@ -194,40 +150,20 @@ class Soak:
                 assert after[1] >= before[1]
             if after is not None:
                 assert ended(fork(lambda: synced(self.store(), self.journal)))
-            if time.monotonic() > shown + 2:
-                shown = time.monotonic()
-                print(f"{done} of {kills} kills, {self.lives} lives, {shown - started:.0f} s", file=sys.stderr)
+            self.show(done, kills)
         assert self.live()
         assert ended(fork(lambda: synced(self.store(), self.journal)))
         assert ended(fork(lambda: settled(self.store())))
         published = [line["sha"] for line in self.journal.read() if line["what"] == "published"]
         committed = [line["sha"] for line in self.journal.read() if line["what"] == "committed"]
         assert committed[-1] == published[-1]
-        for line in self.journal.read():
-            if line["what"] == "killed":
-                self.kills[f"{line['who']}: {line['where']}"] += 1
-        seconds = round(time.monotonic() - started, 1)
-        counts = check(self.journal)
-        assert counts["runs"] == 1
-        ends = {"writers": True, "store": self.kind, "seed": self.seed, "kills": done, **counts, "lives": self.lives}
-        return {**ends, "seconds": seconds, "faults": 0, "where": dict(self.kills.most_common())}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--store", choices=["file", "seaweedfs", "moto"], default="file")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    import torch.distributed  # noqa: F401  # every life has it then
-
-    with tempfile.TemporaryDirectory(prefix="sparserl-soak-") as root, contextlib.ExitStack() as stack:
-        (Path(root) / "warm").mkdir()
-        warm(Path(root) / "warm")
-        server = None if args.store == "file" else stack.enter_context(running(args.store, Path(root) / "server"))
-        print(json.dumps(Soak(Path(root), args.store, args.seed, server).run(args.kills)))
+        summary = self.summary(done, writers=True)
+        assert summary["runs"] == 1
+        return summary
 
 
 if __name__ == "__main__":
-    main()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch.distributed  # noqa: F401  # every life has it then
+
+    main(WriterSoak, __doc__, kills=300)

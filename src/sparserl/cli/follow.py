@@ -104,11 +104,12 @@ def follow(
     """
     with _ended_by_signals():
         from ..targets import folder
+        from ..transport.stores.opening import scheme_of
 
         target = folder(output, keep=keep, threads=threads)
         keys = read_trusted_keys(trusted_key)
         token = None if token_file is None else read_secret(token_file)
-        is_for_neighbours = bool(near or serve) and not url.startswith("http")
+        is_for_neighbours = bool(near or serve) and scheme_of(url) not in ("http", "https")
         store_token = None if is_for_neighbours else token_file
         kept = Path(f"{output}-mirror") if mirror is None and serve is not None else mirror
         options = {"run": run, "threads": threads, "near": near or (), "serve": serve, "mirror": kept, "token": token}

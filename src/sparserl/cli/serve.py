@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from ..errors import StoreError
 from . import show
 from .options import SESSIONS, Json
 from .reporting import reporting
@@ -49,12 +48,10 @@ def serve(
     All files are served except hidden ones and the subscribers' leases. Proxies may cache objects for ever. A
     subscriber that waits for a new version gets its answer as soon as there is one.
     """
-    try:
+    from ..transport.stores.serving import needs_serving_packages
+
+    with needs_serving_packages():
         from ..transport import server
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "h11"):
-            raise
-        raise StoreError("serving needs starlette and uvicorn: pip install 'sparserl[serve]'") from error
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("--tls-cert and --tls-key go together")
     tokens = () if token_file is None else server.read_tokens(token_file)

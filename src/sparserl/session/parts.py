@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from ..parallel import ordered
 from ..patch import Patch
+from ..patch.contents import Contents
 from ..patch.decode import sparse
 from ..patch.slicing import PatchSlicer, write_slices
 from ..weights.dtypes import Bits
@@ -78,15 +80,13 @@ def apply_to_parts(weights: Shards, patches: Iterable[Patch], threads: int | Non
     local = LocalWeights.of(weights)
     slicer = PatchSlicer(local)
 
+    def write(contents: Contents, index: int) -> None:
+        head, _ = contents.open_bucket(index)
+        if slicer.touches(head):
+            write_slices(local, slicer, contents.decode(index, local))
+
     for patch in patches:
-        contents = patch.contents
-
-        def write(index: int) -> None:
-            head, _ = contents.open_bucket(index)  # noqa: B023  # called before the next patch
-            if slicer.touches(head):
-                write_slices(local, slicer, contents.decode(index, local))  # noqa: B023
-
-        deque(ordered(write, contents.arrivals(), threads), maxlen=0)
+        deque(ordered(partial(write, patch.contents), patch.contents.arrivals(), threads), maxlen=0)
 
 
 def cut(weights: Shards, places: Sequence[Place]) -> Shards:

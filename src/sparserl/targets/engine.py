@@ -76,9 +76,7 @@ class EngineTarget:
     def weights_on_gpu(self) -> Weights | None:
         """The engine's tensors by the names of the checkpoint, if they lie on GPUs."""
         local = self.local_weights
-        if not local.gpu_streams:
-            return None
-        return {local.table[tensor].name: memory.owner for (tensor, _), memory in local.parts}
+        return _tensors_by_name(local) if local.gpu_streams else None
 
     def attach(self, table: TensorTable) -> Any:
         """The parts that this rank has of the tensors of a run."""
@@ -102,9 +100,7 @@ class EngineTarget:
 
     def sums(self) -> dict[Place, Digest]:
         """The element sums of every part, from its bits as they are now."""
-        local = self.local_weights
-        sums = ordered(lambda place: element_sums(local, [place], 1), local.places, self._threads)
-        return dict(zip(local.places, sums, strict=True))
+        return _sums_by_place(self.local_weights, self._threads)
 
     def own(self, places: Collection[Place]) -> None:
         """Set which parts this rank counts in `moved`, of those that several ranks have."""
@@ -120,8 +116,7 @@ class EngineTarget:
         """Decode everything; nothing is written."""
         local = self.local_weights
         if local.complete:
-            weights = {local.table[tensor].name: memory.owner for (tensor, _), memory in local.parts}
-            prepared = ModuleTarget(weights, self._threads).prepare(change)
+            prepared = ModuleTarget(_tensors_by_name(local), self._threads).prepare(change)
             return PreparedEngine(self, [prepared.commit], None, prepared.changed)
         owned = [part for part in local.parts if part[0] in self._owned]
         shared = [part for part in local.parts if part[0] not in self._owned]
@@ -138,11 +133,7 @@ class EngineTarget:
 
     def _part_sums(self, parts: Shards | None) -> dict[Place, Digest]:
         """The element sums of new parts that were built from an anchor: those of ranks that share a part must agree."""
-        if parts is None:
-            return {}
-        local = LocalWeights.of(parts)
-        sums = ordered(lambda place: element_sums(local, [place], 1), local.places, self._threads)
-        return dict(zip(local.places, sums, strict=True))
+        return {} if parts is None else _sums_by_place(LocalWeights.of(parts), self._threads)
 
     def _slice(self, patch: Patch, weights: Sequence[LocalWeights]) -> list[Application]:
         """Stage a patch of all weights on several sets of parts. Digests count from zero."""
@@ -223,6 +214,17 @@ class PreparedEngine:
 
     def discard(self) -> None:
         """Nothing was written."""
+
+
+def _tensors_by_name(local: LocalWeights) -> dict[str, Any]:
+    """The tensors of an engine that has all of every one."""
+    return {local.table[tensor].name: memory.owner for (tensor, _), memory in local.parts}
+
+
+def _sums_by_place(local: LocalWeights, threads: int | None) -> dict[Place, Digest]:
+    """The element sums of every part."""
+    sums = ordered(lambda place: element_sums(local, [place], 1), local.places, threads)
+    return dict(zip(local.places, sums, strict=True))
 
 
 def _box(local: LocalWeights, tensor: int, region: Region | None) -> Region:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Sequence
@@ -10,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import SessionError, SparserlError, StoreError
+from ...errors import SessionError, SparserlError
 from ...transport.stores.base import Retry, Store
 from ...transport.stores.mirror import MirrorStore
 from ...transport.stores.nearest import NearestStore
 from ...transport.stores.opening import open_store
+from ...transport.stores.serving import TOKEN, needs_serving_packages
 from ..logs import log
 from .records import HEAD
 from .retention import collect
@@ -22,7 +22,6 @@ from .retention import collect
 if TYPE_CHECKING:
     from ...transport.server import BackgroundServer
 
-_TOKEN = re.compile(r"[!-~]+")
 _GRACE = 600.0  # seconds that objects stay after nothing refers to them: a neighbour may be about to fetch them
 _END_SECONDS = 5.0  # that the end waits for old objects to be removed
 _COLLECT_EVERY = 60.0  # seconds
@@ -46,7 +45,7 @@ class NeighbourOptions:
                 raise SessionError(f"near has {url!r}; write the URL of another receiver, as http://neighbour:9000")
         if self.serve is not None and not isinstance(self.serve, str):
             raise SessionError(f"serve is {self.serve!r}; write HOST:PORT, as 0.0.0.0:9000")
-        if self.serve is not None and self.token is not None and not _TOKEN.fullmatch(self.token):
+        if self.serve is not None and self.token is not None and not TOKEN.fullmatch(self.token):
             raise SessionError("a token is visible ASCII without spaces, and not empty")
         if self.mirror is not None and (not str(self.mirror) or "://" in str(self.mirror)):
             raise SessionError(f"mirror is {str(self.mirror)!r}; it must be the path of a folder")
@@ -80,12 +79,8 @@ class Served:
             return None
         if options.serve is None:
             return cls(store, None)
-        try:
+        with needs_serving_packages():
             from ...transport.server import BackgroundServer
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "h11"):
-                raise
-            raise StoreError("serving needs starlette and uvicorn: pip install 'sparserl[serve]'") from error
         tokens = () if options.token is None else (options.token,)
         server = BackgroundServer(store.folder.root, options.serve, tokens=tokens, fill=store.fill)
         log.info("%s: serving neighbours at %s", store.url, server.url)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import re
 import resource
 import socket
 import threading
@@ -22,13 +21,13 @@ from types import FrameType
 import uvicorn
 
 from ...errors import StoreError
+from ..stores.serving import TOKEN
 from .app import App
 from .connections import MAX_CONNECTIONS, BoundedProtocol, Connections, EventLoop
 
 _IDLE_SECONDS = 30
 _END_SECONDS = 5  # that unfinished answers get when the server ends
 _BACKGROUND_CONNECTIONS = 128  # to a server inside another program, which needs open files of its own
-_TOKEN = re.compile(r"[!-~]+")
 
 
 def serve(
@@ -114,7 +113,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
     if not tokens:
         raise StoreError(f"{path} has no token in it")
     for number, line in enumerate(lines, 1):
-        if line in tokens and not _TOKEN.fullmatch(line):
+        if line in tokens and not TOKEN.fullmatch(line):
             raise StoreError(f"{path}: line {number} is not a token; write visible ASCII without spaces")
     return tokens
 

@@ -59,7 +59,7 @@ class MirrorStore:
     # -- the store -----------------------------------------------------------------------------------------------------
 
     def get(self, name: str, max_bytes: int) -> StoredObject:
-        if not self._is_kept(name):
+        if not is_named_by_hash(name):
             stored = self._store.get(name, max_bytes)
             if name == self._head:
                 self._remember(stored)
@@ -67,12 +67,10 @@ class MirrorStore:
                 self._keep(name, stored.data)  # for neighbours; its name does not tell whether it is undamaged
             return stored
         data = self._bytes(name, max_bytes)
-        if len(data) > max_bytes:
-            raise LimitExceeded(f"{name} has {len(data)} bytes; at most {max_bytes} were expected")
         return StoredObject(data, hashlib.sha256(data).hexdigest())
 
     def read(self, name: str, start: int, size: int) -> bytes:
-        if not self._is_kept(name):
+        if not is_named_by_hash(name):
             return self._store.read(name, start, size)
         data = self._bytes(name, _MOST_ASKED_BYTES)[start : start + size]
         if len(data) < size:
@@ -119,7 +117,7 @@ class MirrorStore:
         Raises:
             StoreError: The store has it, and cannot be reached.
         """
-        if not self._is_kept(name):
+        if not is_named_by_hash(name):
             return name != self._head and exists(self.folder, name)
         is_shown = self._shown_prefix is not None and name.startswith(self._shown_prefix)
         if not (is_shown or exists(self.folder, name)) or name in self._own_fetches:
@@ -141,10 +139,6 @@ class MirrorStore:
         self.folder.delete(names)
 
     # -- objects -------------------------------------------------------------------------------------------------------
-
-    def _is_kept(self, name: str) -> bool:
-        """Whether what the folder has of that name can be verified."""
-        return is_named_by_hash(name)
 
     def _remember(self, head: StoredObject) -> None:
         self._heads.pop(head.tag, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparserl.targets.engine_layout import CheckpointTensor
+from sparserl.targets.pieces import CheckpointTensor
 
 HEADS, KEYS, WIDTH, HIDDEN, INNER, VOCAB, EXPERTS = 4, 2, 2, 12, 8, 10, 2
 

@@ -9,11 +9,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparserl.errors import UnsupportedTensor
-from sparserl.targets import engine_layout as room
-from sparserl.targets.engine_layout import CheckpointTensor, Piece, find_pieces
+from sparserl.targets import engine_layout, numbering
+from sparserl.targets.numbering import number_pieces
+from sparserl.targets.pieces import CheckpointTensor, Piece
 from sparserl.targets.strides import StridedBoxes, join_all
 from sparserl.weights.region import row_major, whole
 from tests.targets.engines import Engine, checkpoint, named
+
+
+def find_pieces(tensors, live, load):
+    """What both ways find out together in an engine that has loaded a checkpoint."""
+    load((tensor.name, torch.ones(tensor.shape).to(tensor.dtype)) for tensor in tensors)
+    weights = {name: tensor.clone() for name, tensor in live.items()}
+
+    def restore():
+        for name, tensor in live.items():
+            tensor.copy_(weights[name])
+
+    pieces = engine_layout.find_pieces(tensors, live, load, restore)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in live.items())
+    return pieces
+
+
+def watch_pieces(tensors, live, load):
+    """What a watched load finds out, without any numbers."""
+
+    def refuse(*_, **__):
+        raise AssertionError("numbers were loaded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_layout, "number_pieces", refuse)
+        return find_pieces(tensors, live, load)
+
+
+WAYS = pytest.mark.parametrize("find", [watch_pieces, number_pieces])
 
 
 def require_learnt(pieces, engine, weights):
@@ -23,15 +52,16 @@ def require_learnt(pieces, engine, weights):
         assert torch.equal(piece.view(engine.live), weights[piece.tensor][piece.region.slices]), piece
 
 
+@WAYS
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-def test_every_element_is_found(ranks, dtype):
+def test_every_element_is_found(ranks, dtype, find):
     """Fused, sharded, padded, stacked, transposed and replicated: all ranks together have every element."""
     weights = checkpoint(dtype)
     there = {name: np.zeros(tensor.shape, int) for name, tensor in weights.items()}
     for rank in range(ranks):
         engine = Engine(rank, ranks, dtype)
-        pieces = find_pieces(named(weights), engine.live, engine.load)
+        pieces = find(named(weights), engine.live, engine.load)
         require_learnt(pieces, engine, weights)
         for piece in pieces:
             there[piece.tensor][piece.region.slices] += 1
@@ -41,10 +71,11 @@ def test_every_element_is_found(ranks, dtype):
     assert there["model.layers.0.k.weight"].max() == max(1, ranks // 2)
 
 
-def test_few_pieces():
+@WAYS
+def test_few_pieces(find):
     """A box of a tensor is one piece, wherever it lies and however its axes turned."""
     engine = Engine()
-    pieces = find_pieces(named(checkpoint()), engine.live, engine.load)
+    pieces = find(named(checkpoint()), engine.live, engine.load)
     assert len(pieces) == len(checkpoint())
     (down,) = [piece for piece in pieces if piece.tensor == "model.layers.1.experts.1.down.weight"]
     assert down.strides == engine.live["w2"].stride()[1:]
@@ -54,10 +85,10 @@ def test_few_pieces():
 def test_layers_in_groups(monkeypatch):
     """Where there is no room for all layers at once, they are learnt one after the other, to the same end."""
     engine, weights = Engine(1, 2), checkpoint()
-    expected = find_pieces(named(weights), engine.live, engine.load)
-    monkeypatch.setattr(room, "GROUP_ELEMENTS", 300)
-    assert len([*room._groups(named(weights))]) == 3
-    assert sorted(map(repr, find_pieces(named(weights), engine.live, engine.load))) == sorted(map(repr, expected))
+    expected = number_pieces(named(weights), engine.live, engine.load)
+    monkeypatch.setattr(numbering, "GROUP_ELEMENTS", 300)
+    assert len([*numbering._groups(named(weights))]) == 3
+    assert sorted(map(repr, number_pieces(named(weights), engine.live, engine.load))) == sorted(map(repr, expected))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +129,7 @@ def test_a_value_made_of_weights_is_refused():
 
 def test_what_is_scattered_is_refused(monkeypatch):
     """A permutation that does not fold is not worth following; the message says which tensor lies in how many."""
-    monkeypatch.setattr(room, "MAX_PIECES", 40)
+    monkeypatch.setattr(numbering, "MAX_PIECES", 40)
     live = {"w": torch.zeros(100)}
     order = torch.randperm(100, generator=torch.Generator().manual_seed(1))
     with pytest.raises(UnsupportedTensor, match=r"'w' is in \d+ pieces in 'w'"):
@@ -109,11 +140,12 @@ def test_what_is_scattered_is_refused(monkeypatch):
         )
 
 
-def test_memory_with_gaps():
+@WAYS
+def test_memory_with_gaps(find):
     """A tensor whose rows are padded in memory: what lies between them is left alone."""
     padded = torch.full((4, 8), 3.0)
     live = {"w": padded[:, :5]}
-    (piece,) = find_pieces(
+    (piece,) = find(
         [CheckpointTensor("w", (4, 5), torch.float32)], live, lambda some: [live["w"].copy_(t) for _, t in some]
     )
     assert piece == Piece("w", whole((4, 5)), "w", 0, (8, 1))

@@ -31,7 +31,8 @@ from ..errors import SessionError, UnsupportedTensor
 from ..session.store.retention import read_head, read_run
 from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
-from ..targets.engine_layout import CheckpointTensor, Piece, find_pieces, parts_of
+from ..targets.engine_layout import find_pieces
+from ..targets.pieces import CheckpointTensor, Piece, parts_of
 from ..transport.stores.opening import open_store
 from ..weights.digest import digest
 from .ranks import EngineSubscriber, gather_over
@@ -164,19 +165,25 @@ def learn_pieces(model: Any, tensors: Sequence[CheckpointTensor]) -> list[Piece]
     live = tensors_of(model)
     backup = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
     before = {key: (tensor, tensor.to("cpu", copy=True)) for key, tensor in _derived_tensors(model).items()}
-    try:
-        pieces = find_pieces(tensors, live, model.load_weights)
-        changed = [
+    changed: list[str] = []
+
+    def restore() -> None:
+        changed.extend(
             key[1]
             for key, tensor in _derived_tensors(model).items()
             if key not in before or not _same_bits(tensor, before[key][1])
-        ]
-    finally:
+        )
         for name, tensor in live.items():
             tensor.copy_(backup[name])
         for (module, label), (tensor, bits) in before.items():
             setattr(module, label, tensor.copy_(bits))
         _refresh(model)
+
+    try:
+        pieces = find_pieces(tensors, live, model.load_weights, restore)
+    except BaseException:
+        restore()
+        raise
     if changed and not hasattr(model, "post_load_weights"):
         raise UnsupportedTensor(
             f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change with them"

@@ -26,8 +26,8 @@ from ..weights.region import Region, whole
 from ..weights.shards import Part, Place, Shards
 from ..weights.table import TensorTable
 from ..weights.tensors import memories, memory_of, require_writable
-from .engine_layout import Piece
 from .modules import ModuleTarget
+from .pieces import Piece
 from .target import Change, Undo
 
 

@@ -1,0 +1,91 @@
+"""Pieces: where an engine keeps the elements of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..weights.region import Region, Shape
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
+Numbers = npt.NDArray[np.int64]
+Bits = npt.NDArray[Any]
+_LAYER = re.compile(r".*?\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A region of a checkpoint tensor, and where it is in a tensor of the engine (`live`).
+
+    `offset` counts elements from the first one of the engine's tensor; `strides` are those of the region there.
+    """
+
+    tensor: str
+    region: Region
+    live: str
+    offset: int
+    strides: Shape
+
+    def view(self, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The region as a view of the engine's tensor."""
+        tensor = live[self.live].data
+        return tensor.as_strided(self.region.size, self.strides, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """A checkpoint tensor to be loaded."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def layer_of(name: str) -> str:
+    """What the names of all tensors of a layer begin with; empty for tensors outside layers."""
+    match = _LAYER.match(name)
+    return match.group() if match else ""
+
+
+def parts_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a model; of those that share memory, the first."""
+    tensors: dict[str, torch.Tensor] = {}
+    addresses = set()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta and tensor.numel() and tensor.data_ptr() not in addresses:
+            addresses.add(tensor.data_ptr())
+            tensors[name] = tensor.data
+    return tensors
+
+
+def span(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory from a tensor's first element to its last, as one dimension."""
+    return tensor.data.as_strided((reach(tensor),), (1,), tensor.storage_offset())
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last in memory."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    return sum(stride * (size - 1) for stride, size in steps) + 1 if tensor.numel() else 0
+
+
+def patterns(tensor: torch.Tensor) -> Bits:
+    """The bits of a contiguous tensor in host memory, not copied."""
+    array: Bits = tensor.view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
+    return array
+
+
+def letters(bits: int, dtype: torch.dtype) -> Bits:
+    """The bits of every digit in a dtype: a digit is written as the whole number that is larger by one."""
+    return patterns(torch.arange(1, 1 + (1 << bits)).to(dtype))

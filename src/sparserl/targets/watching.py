@@ -1,0 +1,311 @@
+"""Where an engine keeps the elements of a checkpoint, found by watching what its loader copies where.
+
+    made-up tensors ──► the engine's own load, every operation of PyTorch watched ──► copies ──► pieces ──► compare
+
+One load is enough. What other operations than copies make of a checkpoint tensor is left to `engine_layout`, which
+loads numbers; so are elements that did not arrive where they were copied to, as when a loader has threads of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..weights.region import row_major
+from .copies import ElementCopy, Untraceable
+from .numbering import mixed
+from .pieces import CheckpointTensor, Load, Piece, letters, patterns, reach
+
+_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # noqa: SLF001
+_CONSTANTS = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar}
+_PAGES = 1024  # of a dtype's numbers; tensors begin at different ones, so that equal shapes have other numbers
+_STEP = 389  # pages from one tensor to the next; odd, so that all are used
+
+
+@dataclass
+class _Memory:
+    """What one memory has of the checkpoint: copies that were followed, and tensors of which it has something else."""
+
+    itemsize: int
+    copies: list[tuple[str, ElementCopy]] = field(default_factory=list)
+    unclear: set[str] = field(default_factory=set)
+
+    @property
+    def names(self) -> set[str]:
+        return self.unclear.union(name for name, _ in self.copies)
+
+    def read(self, copy: ElementCopy, itemsize: int) -> list[tuple[str, ElementCopy]]:
+        """What a copy, whose source is this memory, takes of the checkpoint."""
+        if self.copies and self.itemsize != itemsize:
+            raise Untraceable
+        arrived = ((name, copy.through(earlier)) for name, earlier in self.copies)
+        return [(name, part) for name, part in arrived if part is not None]
+
+    def overwrite(self, copy: ElementCopy, tensor: torch.Tensor) -> None:
+        """Forget what a copy to a tensor in this memory takes the place of."""
+        if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
+            self.copies = []
+            self.unclear = set()
+        elif self.copies and self.itemsize != tensor.element_size():
+            raise Untraceable
+        self.itemsize = tensor.element_size()
+        self.copies = [(name, earlier) for name, earlier in self.copies if not copy.overwrites(earlier)]
+
+    def blur(self) -> None:
+        """Give up on all copies."""
+        self.unclear = self.names
+        self.copies = []
+
+
+class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no types for it
+    """Follows the elements of checkpoint tensors through copies while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memories: dict[int, _Memory] = {}  # by the address of their storage
+        self._number: tuple[float, torch.Tensor] | None = None  # the element that was last read as a Python number
+
+    def register(self, name: str, tensor: torch.Tensor) -> None:
+        """A contiguous tensor of the checkpoint, which begins its storage."""
+        strides = row_major(tuple(tensor.shape))
+        memory = _Memory(tensor.element_size())
+        if tensor.numel():
+            memory.copies.append((name, ElementCopy.of(tuple(tensor.shape), 0, strides, 0, strides)))
+        self._memories[_address(tensor)] = memory
+
+    def memory(self, tensor: torch.Tensor) -> _Memory | None:
+        """What the memory of a tensor has of the checkpoint."""
+        return self._memories.get(_address(tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._note(func, args, kwargs, out)
+        return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor):
+            self._write(args[0], args[1])
+        elif func in _COPIES:
+            self._make([out], args)
+            self._write(out, args[0])
+        elif func is torch.ops.aten.cat.default:
+            self._join(out, args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
+        elif func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001
+            self._number = out, args[0]
+        elif func in _CONSTANTS:
+            self._fill(args[0], args[1] if len(args) > 1 else None)
+        else:
+            self._mix(func, args, kwargs, out)
+
+    def _make(self, made: Iterable[Any], inputs: Any) -> list[_Memory]:
+        """New memory of results, if it is not that of an input: what was known of its address belongs to others."""
+        known = {_address(tensor) for tensor in _tensors(inputs)}
+        memories = []
+        for tensor in made:
+            if (address := _address(tensor)) and address not in known:
+                self._memories[address] = _Memory(tensor.element_size())
+                memories.append(self._memories[address])
+        return memories
+
+    def _join(self, out: torch.Tensor, tensors: Sequence[torch.Tensor], axis: int) -> None:
+        self._make([out], tensors)
+        start = 0
+        for tensor in tensors:
+            if tensor.numel():
+                self._write(out.narrow(axis, start, tensor.shape[axis]), tensor)
+                start += tensor.shape[axis]
+
+    def _fill(self, tensor: torch.Tensor, value: Any) -> None:
+        """A constant, or the one element that was just read as a number."""
+        if self._number is not None and tensor.numel() == 1 and value == self._number[0]:
+            self._write(tensor, self._number[1].reshape(tensor.shape))
+        else:
+            self._write(tensor, None)
+
+    def _mix(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Any other operation: it makes something unclear of what it reads."""
+        inputs = _tensors((args, kwargs))
+        read = {name for tensor in inputs if (memory := self.memory(tensor)) for name in memory.names}
+        for memory in self._make(_tensors(out), inputs):
+            memory.unclear |= read
+        if not read or not func._schema.is_mutable:  # noqa: SLF001
+            return
+        for argument, value in zip(func._schema.arguments, args, strict=False):  # noqa: SLF001
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._blur(_tensors(value), read)
+        self._blur([value for value in kwargs.values() if isinstance(value, torch.Tensor)], read)
+
+    def _blur(self, tensors: Iterable[torch.Tensor], names: set[str]) -> None:
+        for tensor in tensors:
+            if address := _address(tensor):
+                memory = self._memories.setdefault(address, _Memory(tensor.element_size()))
+                memory.blur()
+                memory.unclear |= names
+
+    def _write(self, tensor: torch.Tensor, source: torch.Tensor | None) -> None:
+        """Elements of a source, or constants, are written to a tensor."""
+        address = _address(tensor)
+        if not address or not tensor.numel():
+            return
+        memory = self._memories.setdefault(address, _Memory(tensor.element_size()))
+        known = _Memory(1) if source is None else self.memory(source) or _Memory(1)
+        names = known.names
+        unclear = set(known.unclear)
+        try:
+            copy = _copy(tensor, tensor if source is None else source)
+            arrived = [] if source is None else known.read(copy, source.element_size())
+            memory.overwrite(copy, tensor)
+        except Untraceable:
+            memory.blur()
+            memory.unclear |= names
+        else:
+            memory.copies += arrived
+            memory.unclear |= unclear
+
+
+def _copy(tensor: torch.Tensor, source: torch.Tensor) -> ElementCopy:
+    source = source.expand(tensor.shape)
+    offsets = int(tensor.storage_offset()), int(source.storage_offset())
+    return ElementCopy.of(tuple(tensor.shape), offsets[0], tensor.stride(), offsets[1], source.stride())
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage; 0 where it has none."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse tensors, and others without a storage
+        return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    return 0
+
+
+class MadeUp:
+    """A made-up checkpoint. All tensors of a dtype are the same memory, mapped to addresses of their own."""
+
+    def __init__(self, tensors: Iterable[CheckpointTensor]) -> None:
+        self.tensors = [*tensors]
+        self._pages = {tensor.name: index * _STEP % _PAGES for index, tensor in enumerate(self.tensors)}
+        self._files: dict[torch.dtype, int] = {}
+        self._numbers: dict[torch.dtype, torch.Tensor] = {}
+        for dtype in {tensor.dtype for tensor in self.tensors}:
+            largest = max(tensor.numel for tensor in self.tensors if tensor.dtype == dtype)
+            self._write(dtype, largest * dtype.itemsize + _PAGES * mmap.PAGESIZE)
+
+    def _write(self, dtype: torch.dtype, nbytes: int) -> None:
+        nbytes += -nbytes % mmap.PAGESIZE
+        self._files[dtype] = os.memfd_create("sparserl")
+        os.ftruncate(self._files[dtype], nbytes)
+        numbers = torch.frombuffer(mmap.mmap(self._files[dtype], nbytes), dtype=dtype)
+        alphabet = letters(8 if dtype.itemsize > 1 else 4, dtype)
+        bits = patterns(numbers)
+        for low in range(0, bits.size, 1 << 20):
+            part = bits[low : low + (1 << 20)]
+            part[...] = alphabet[mixed(np.arange(low, low + part.size)) % alphabet.size]
+        self._numbers[dtype] = numbers
+
+    def __enter__(self) -> MadeUp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            os.close(file)
+
+    def load(self, watch: LoadWatch) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, which are registered as they are asked for."""
+        for tensor in self.tensors:
+            nbytes = tensor.numel * tensor.dtype.itemsize
+            made_up = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if nbytes:
+                offset = self._pages[tensor.name] * mmap.PAGESIZE
+                mapping = mmap.mmap(self._files[tensor.dtype], nbytes, access=mmap.ACCESS_COPY, offset=offset)
+                made_up = torch.frombuffer(mapping, dtype=tensor.dtype).view(tensor.shape)
+            watch.register(tensor.name, made_up)
+            yield tensor.name, made_up
+
+    def on(self, device: torch.device) -> Callable[[CheckpointTensor], torch.Tensor]:
+        """Tensors of it on a device."""
+        numbers = {dtype: tensor.to(device) for dtype, tensor in self._numbers.items()}
+
+        def tensor(wanted: CheckpointTensor) -> torch.Tensor:
+            first = self._pages[wanted.name] * mmap.PAGESIZE // wanted.dtype.itemsize
+            return numbers[wanted.dtype][first : first + wanted.numel].view(wanted.shape)
+
+        return tensor
+
+
+def watch_pieces(
+    tensors: Iterable[CheckpointTensor], live: Mapping[str, torch.Tensor], load: Load
+) -> tuple[list[Piece], set[str]]:
+    """Find out where the elements of checkpoint tensors are in an engine's tensors by watching one load.
+
+    Args:
+        tensors: the tensors of the checkpoint.
+        live: the tensors of the engine, which have made-up numbers afterwards.
+        load: lets the engine load tensors, as for `find_pieces`.
+
+    Returns:
+        The pieces that were found, and the names of checkpoint tensors which could not be followed.
+    """
+    with MadeUp(tensors) as made_up:
+        watch = LoadWatch()
+        with watch:
+            load(made_up.load(watch))
+        pieces, unclear = _arrived(watch, {tensor.name: tensor for tensor in made_up.tensors}, live)
+        wrong = {piece.live for piece in _wrong(pieces, live, made_up)}
+    unclear |= {piece.tensor for piece in pieces if piece.live in wrong}
+    return pieces, unclear
+
+
+def _arrived(
+    watch: LoadWatch, tensors: Mapping[str, CheckpointTensor], live: Mapping[str, torch.Tensor]
+) -> tuple[list[Piece], set[str]]:
+    """The pieces in an engine's tensors after a load that was watched, and the names of tensors that are unclear."""
+    pieces: list[Piece] = []
+    unclear: set[str] = set()
+    for label, tensor in live.items():
+        memory = watch.memory(tensor)
+        if memory is None:
+            continue
+        start = int(tensor.storage_offset())
+        end = start + reach(tensor)
+        own = [(name, copy) for name, copy in memory.copies if copy.at < end and start < copy.end]
+        beyond = any(copy.at < start or end < copy.end for _, copy in own)
+        if memory.unclear or memory.itemsize != tensor.element_size() or beyond:
+            unclear |= memory.names
+            continue
+        for name, copy in own:
+            try:
+                region, strides = copy.region(tensors[name].shape)
+            except Untraceable:
+                unclear |= memory.names
+                break
+            pieces.append(Piece(name, region, label, copy.at - start, strides))
+    return pieces, unclear
+
+
+def _wrong(pieces: Iterable[Piece], live: Mapping[str, torch.Tensor], made_up: MadeUp) -> Iterator[Piece]:
+    """Pieces that do not have the made-up numbers."""
+    tensors = {tensor.name: tensor for tensor in made_up.tensors}
+    sources: dict[torch.device, Callable[[CheckpointTensor], torch.Tensor]] = {}
+    for piece in pieces:
+        view = piece.view(live)
+        if view.device not in sources:
+            sources[view.device] = made_up.on(view.device)
+        expected = sources[view.device](tensors[piece.tensor])[piece.region.slices]
+        if not torch.equal(_bytes(expected.to(view.dtype)), _bytes(view)):
+            yield piece
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

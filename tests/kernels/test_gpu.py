@@ -245,6 +245,34 @@ def test_ctx_is_that_of_the_cpu(name, shift, classes):
 
 
 @inside
+@pytest.mark.long
+def test_a_warm_up(monkeypatch):
+    """It runs all kernels that syncs launch, and leaves nothing behind."""
+    launched = set()
+    for module in (gpu.cells, gpu.changes, gpu.classes, gpu.rans, gpu.streams, gpu.sums):
+        for name, kernel in [*vars(module).items()]:
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Launched(kernel, name, launched))
+    order = {"sign_magnitude": True, "signed": False}
+    monkeypatch.setattr(gpu.warmup, "MOST_THRESHOLDS", 1)
+    gpu.warmup.warm_up(2, torch.device("cpu"), aligned=True, block=1024, **order)
+    tracking = {"_mark_kernel", "_digest_deltas_kernel"}
+    kernels = {name for module in (gpu.cells, gpu.changes, gpu.classes, gpu.rans, gpu.sums) for name in vars(module)}
+    assert launched == {name for name in kernels if name.endswith("_kernel")} - tracking
+
+
+class Launched:
+    """A kernel that notes its launches."""
+
+    def __init__(self, kernel, name, launched):
+        self.kernel, self.name, self.launched = kernel, name, launched
+
+    def __getitem__(self, grid):
+        self.launched.add(self.name)
+        return self.kernel[grid]
+
+
+@inside
 @pytest.mark.parametrize("shift", [0, 1])
 def test_diff_and_count_in_one_pass(shift):
     """Both passes together find what each finds alone, in pairs and one by one; members are counted right."""

@@ -25,7 +25,9 @@ from ..parallel import default_threads
 from ..patch import Patch, diff, squash
 from ..session import Publisher, Subscriber
 from ..weights.dtypes import BY_NAME, Bits, DType
+from ..weights.local import LocalWeights
 from ..weights.marks import Bitmap
+from ..weights.warmup import warm_up
 
 _ELEMENTS = (5 << 20) // 2  # in two buckets of an anchor, so that its tensor is cut
 _FEW = 1000  # changes
@@ -182,6 +184,7 @@ def _patch_on_gpu(dtype: DType) -> None:
         weights = on_gpu(first)
         patch = diff(weights, on_gpu(_changed(first, 2)), profile=profile)
         Patch.from_bytes(patch.to_bytes()).apply(weights)
+    warm_up(LocalWeights.of(on_gpu(first)))
 
 
 _GPU = "patches on a GPU"

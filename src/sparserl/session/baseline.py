@@ -25,6 +25,7 @@ from ..weights.digest import Digest, digest, table_digest
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.shards import Shards
+from ..weights.warmup import warm_up
 from .anchors import copy_weights
 from .options import BaselineOptions
 
@@ -91,6 +92,7 @@ class HostBaseline:
         """
         self.weights = copy_weights(weights, threads, on_gpu=on_gpu) if copy else weights
         self._local = LocalWeights.of(self.weights)  # kept, so that their tensors are known
+        warm_up(self._local)
         self._digest = digest
         self._threads = threads
 

@@ -26,6 +26,7 @@ from ..weights.region import Region, whole
 from ..weights.shards import Part, Place, Shards
 from ..weights.table import TensorTable
 from ..weights.tensors import memories, memory_of, require_writable
+from ..weights.warmup import warm_up
 from .modules import ModuleTarget
 from .pieces import Piece
 from .target import Change, Undo
@@ -90,6 +91,10 @@ class EngineTarget:
     def _parts(self, name: str) -> Iterable[Part]:
         pieces = self._pieces.get(name) or self._pieces.get(self._tied.get(name, ""), [])
         return (Part(name, piece.region, piece.view(self._tensors)) for piece in pieces)
+
+    def warm_up(self) -> None:
+        """Compile what staging and commits need."""
+        warm_up(self.local_weights)
 
     def require_in_place(self) -> None:
         """Raise if the engine's tensors have moved."""

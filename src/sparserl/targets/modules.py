@@ -13,6 +13,7 @@ from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
 from ..weights.tensors import require_writable
+from ..weights.warmup import warm_up
 from .target import Change, Undo
 
 
@@ -55,6 +56,7 @@ class ModuleTarget:
         weights = self.weights()
         self._local = LocalWeights.of(weights, table, "the run", "the target")
         require_writable(self._local.memory_by_name().items())
+        warm_up(self._local)
         return weights
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from .table import TensorTable
 
 LARGE_BYTES = 128 << 20  # of a piece: kernels look at all pieces in one launch, but each costs host time
 _SPARE = 2  # times the bytes of a copy that a GPU must have free: others work there, too
+_warm = set[tuple[DType, Any, bool]]()  # dtypes, GPUs and alignments whose kernels are compiled
 GROUP_BYTES = 8 << 30  # of weights that kernels look at together; their results take up to a fifth of that
 
 
@@ -257,6 +258,24 @@ def groups(all_runs: Iterable[Runs], table: TensorTable, piece_bytes: int | None
             share = (np.cumsum(size) - size) * -(-total // GROUP_BYTES) // max(total, 1)
             for group in np.split(which, np.flatnonzero(np.diff(share)) + 1):
                 yield pieces.select(group)
+
+
+def warm_up(weights: LocalWeights) -> None:
+    """Compile the kernels that syncs of weights on GPUs need."""
+    if gpu.changes.INTERPRETED:
+        return
+    kinds = {
+        (runs.dtype, runs.device, aligned)
+        for runs in split_by_gpu(weights.places, weights)[1]
+        for aligned in np.unique(runs.aligned).tolist()
+    }
+    for dtype, device, aligned in kinds - _warm:
+        order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
+        with on_stream(weights, device):
+            gpu.warmup.warm_up(dtype.width, device, aligned=aligned, **order)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        _warm.add((dtype, device, aligned))
 
 
 def group_sums(weights: LocalWeights, all_runs: Iterable[Runs]) -> Iterator[tuple[int, int, int]]:

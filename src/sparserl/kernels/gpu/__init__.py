@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import cells, changes, classes, rans, streams, sums
+    from . import cells, changes, classes, rans, streams, sums, warmup
 
-__all__ = ["cells", "changes", "classes", "rans", "streams", "sums"]
+__all__ = ["cells", "changes", "classes", "rans", "streams", "sums", "warmup"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -128,7 +128,7 @@ def _check_positions(positions, position, k, first, end, ok):
     return ok & ((position >= end) | (rises == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _locate_kernel(
     weights,
     blocks,
@@ -268,13 +268,14 @@ def swap(side: Side, changes: LocatedChanges, moved: torch.Tensor) -> None:
 
 
 @triton.jit
-def _find_mark(words, ends, k, blocks, B: tl.constexpr, LOG: tl.constexpr):
-    """The block of mark number k of a bitmap, and where the mark lies in it."""
+def _find_mark(words, ends, k, blocks, leap, B: tl.constexpr):
+    """The block of mark number k of a bitmap, and where the mark lies in it; there are less than 2 * leap blocks."""
     block = tl.program_id(0) - tl.program_id(0)
-    for s in tl.static_range(LOG):
-        reach = block + (1 << (LOG - 1 - s))
+    while leap > 0:
+        reach = block + leap
         passed = (reach < blocks) & (tl.load(ends + reach - 1, mask=reach < blocks, other=0) <= k)
         block = tl.where(passed, reach, block)
+        leap = leap >> 1
     marks = load_marks(words, block, B)
     count = popcount(marks)
     upto = tl.load(ends + block) - tl.sum(count, axis=0) + tl.cumsum(count, 0)  # marks up to the end of each word
@@ -285,11 +286,11 @@ def _find_mark(words, ends, k, blocks, B: tl.constexpr, LOG: tl.constexpr):
     return block, word * 32 + bit
 
 
-@triton.jit(do_not_specialize=["N"])
-def _sample_kernel(old, new, blocks, words, ends, which, out, N, NB, B: tl.constexpr, LOG: tl.constexpr):
+@triton.jit(do_not_specialize=["N", "NB", "leap"])
+def _sample_kernel(old, new, blocks, words, ends, which, out, N, NB, leap, B: tl.constexpr):
     """A program looks for one change."""
     i = tl.program_id(0)
-    block, place = _find_mark(words, ends, tl.load(which + i), NB, B, LOG)
+    block, place = _find_mark(words, ends, tl.load(which + i), NB, leap, B)
     part = tl.load(blocks.part + block)
     position = (block - tl.load(blocks.first + part)) * B + place
     tl.store(out + i, tl.load(old.base + tl.load(old.at + part) + position))
@@ -304,7 +305,7 @@ def sample(
     if which.numel():
         _sample_kernel[(which.numel(),)](
             *(old.pointers, new.pointers, blocks.table, words, torch.cumsum(counts, 0), which, out),
-            *(which.numel(), blocks.count, blocks.block, blocks.count.bit_length()),
+            *(which.numel(), blocks.count, 1 << blocks.count.bit_length() >> 1, blocks.block),
             num_warps=1,
         )
     return out

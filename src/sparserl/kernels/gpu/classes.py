@@ -312,7 +312,7 @@ class _ClassOutput(NamedTuple):
     sums: torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB"])
 def _classify_kernel(
     old,
     new,
@@ -443,7 +443,7 @@ class _UnsortedChanges(NamedTuple):
     members: torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB"])
 def _sort_kernel(
     blocks,
     tile_log,
@@ -590,7 +590,7 @@ def _write_chunk_sizes(sizes, numbers, chunks, first, ok, N, CHUNK: tl.constexpr
         i += 1
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["T", "N"])
 def _change_layout_kernel(
     tiles,
     blocks,
@@ -704,7 +704,7 @@ def _write_members(members, low, high, block, NB, B: tl.constexpr, K: tl.constex
     tl.store(members + tl.full([], K, tl.int64) * NB + block, B - last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB"])
 def _count_kernel(
     old,
     new,
@@ -837,21 +837,22 @@ def select(mask, rank):
 
 
 @triton.jit
-def _find_block(before, blocks, rank, ok, LOG: tl.constexpr, Q: tl.constexpr):
+def _find_block(before, blocks, rank, ok, leap, Q: tl.constexpr):
     """The block of a tile in which the members of a rank lie, and their rank in it.
 
-    before: the members of the class before each of the tile's `blocks`.
+    before: the members of the class before each of the tile's `blocks`, which are at most 2 * leap.
     """
     zero = tl.load(before)
     block = tl.zeros([Q], tl.int64)
     passed = tl.zeros([Q], tl.int64)
-    for s in tl.static_range(LOG):
-        reach = block + (1 << (LOG - 1 - s))
+    while leap > 0:
+        reach = block + leap
         inside = ok & (reach < blocks)
         members = (tl.load(before + reach, mask=inside, other=0) - zero).to(tl.int64) & 0xFFFFFFFF
         inside = inside & (members <= rank)
         block = tl.where(inside, reach, block)
         passed = tl.where(inside, members, passed)
+        leap = leap >> 1
     return block, rank - passed
 
 
@@ -882,9 +883,9 @@ def _member_positions(
     ok,
     c,
     bounds,
+    leap,
     B: tl.constexpr,
     K: tl.constexpr,
-    LOG: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     PAIRED: tl.constexpr,
@@ -894,12 +895,12 @@ def _member_positions(
 
     a, n: where the part lies, and how many elements it has; tile: its first block, how many blocks it has, where it
     begins in the part, and whether all its elements exist; before, members: of the class, before and in each block of
-    the tile; bounds: of the class.
+    the tile; bounds: of the class; leap: see `_find_block`.
     """
     WORDS: tl.constexpr = B // 32
     head, blocks, begin, whole = tile
     under, upper = bounds
-    block, rank = _find_block(before, blocks, rank, ok, LOG, Q)
+    block, rank = _find_block(before, blocks, rank, ok, leap, Q)
     inside = rank < tl.load(members + block)
     wrong = ok & (inside == 0)
     ok = ok & inside
@@ -929,7 +930,7 @@ class LocatedChanges(NamedTuple):
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB", "T", "leap"])
 def _class_positions_kernel(
     weights,
     blocks,
@@ -943,9 +944,9 @@ def _class_positions_kernel(
     bad,
     NB,
     T,
+    leap,
     B: tl.constexpr,
     K: tl.constexpr,
-    LOG: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     SIGN: tl.constexpr,
@@ -985,7 +986,7 @@ def _class_positions_kernel(
             last += tl.sum(gap, axis=0)
             position, ok, wrong = _member_positions(
                 *(weights.base, a, n, tile, ranks, ranks.before + row, ranks.members + row, rank, ok, c),
-                *((under, upper), B, K, LOG, KIND, BITS, PAIRED, Q),
+                *((under, upper), leap, B, K, KIND, BITS, PAIRED, Q),
             )
             old = load_bits(weights.base + a + position, ok)
             new = advance(old, load_bits(steps + q, ok), SIGN, BITS)
@@ -1029,8 +1030,16 @@ def class_positions(
     if tiles.count:
         _class_positions_kernel[(tiles.count * (classification.K + 1),)](
             *(side.pointers, blocks.table, classification.limits, ranks, tiles.table, numbers.layout),
-            *(numbers.gaps, numbers.steps, out, bad, blocks.count, tiles.count, blocks.block, classification.K),
-            *((tiles.most_blocks - 1).bit_length(), classification.kind, 8 * blocks.width),
+            *(
+                numbers.gaps,
+                numbers.steps,
+                out,
+                bad,
+                blocks.count,
+                tiles.count,
+                1 << (tiles.most_blocks - 1).bit_length() >> 1,
+            ),
+            *(blocks.block, classification.K, classification.kind, 8 * blocks.width),
             *(classification.sign_magnitude, classification.paired(blocks, side), at_a_time),
             num_warps=warps,
         )

@@ -521,7 +521,7 @@ def lay_out(
 
 
 @triton.jit(do_not_specialize=["origin"])
-def _copy_kernel(source, origin, target, source_at, target_at, sizes, P: tl.constexpr):
+def _copy_kernel(source, origin: tl.int64, target, source_at, target_at, sizes, P: tl.constexpr):
     segment = tl.program_id(0)
     i = tl.program_id(1) * P + tl.arange(0, P)
     ok = i < tl.load(sizes + segment)
@@ -761,14 +761,14 @@ def _load_low_bits(source, at, width, length, large, BYTES: tl.constexpr, P: tl.
     return low & ((one << width.to(tl.uint64)) - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def _unpack_kernel(
     tokens,
     chunks,
     data,
     values,
     bad,
-    LIMIT: tl.constexpr,
+    limit: tl.uint64,
     BITS: tl.constexpr,
     BYTES: tl.constexpr,
     P: tl.constexpr,
@@ -794,7 +794,7 @@ def _unpack_kernel(
         low = _load_low_bits(source, at, width, length, large, BYTES, P)
         head = (4 + (token & 3)).to(tl.uint64) << width.to(tl.uint64)
         v = tl.where(large, head | low, token.to(tl.uint64))
-        above = v > tl.full([1], LIMIT, tl.uint64)
+        above = v > limit.to(tl.uint64)
         wrong |= (ok & (above | (at + width > 8 * length))).to(tl.int32)
         store_word(values + lane, tl.where(above, v ^ v, v), ok, BITS)  # later kernels rely on the limit
         used += tl.sum(width, axis=0)

@@ -1,0 +1,80 @@
+"""Runs every kernel of a sync once, on a few elements: no sync waits for Triton's compiler afterwards.
+
+A kernel is compiled for a width of elements, for parts that begin at 16-byte boundaries or elsewhere, and for a number
+of classes; sizes do not matter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from . import cells, changes, classes, streams, sums
+
+MOST_THRESHOLDS = 4  # between the classes that publishers choose
+_PARTS = 2
+_BLOCKS = 3  # of a part
+_EVERY = 29  # elements of which one changes: numbers enough for the entropy coder to be worth while
+
+
+def warm_up(
+    width: int,
+    device: torch.device,
+    *,
+    aligned: bool,
+    sign_magnitude: bool,
+    signed: bool,
+    block: int = changes.BLOCK,
+) -> None:
+    """Compile the kernels for elements of a width, or load them if they were compiled before.
+
+    Args:
+        width: The bytes of an element.
+        device: The GPU that the weights are on.
+        aligned: Whether the parts of the weights begin at 16-byte boundaries.
+        sign_magnitude: Whether the elements are floating-point numbers.
+        signed: Whether they are signed integers.
+        block: The elements of a program.
+    """
+    numel = _BLOCKS * block
+    blocks = changes.Blocks(width, [numel] * _PARTS, device, block=block)
+    bits = torch.arange(_PARTS * (numel + 1), device=device).to(changes.INTS[width]).view(_PARTS, numel + 1)
+    first = slice(None, numel) if aligned else slice(1, None)
+    old = blocks.side([row[first].clone() if aligned else row[first] for row in bits])
+    other = bits.clone()
+    other[:, ::_EVERY] ^= 1
+    new = blocks.side([row[first].clone() if aligned else row[first] for row in other])
+    order = {"sign_magnitude": sign_magnitude, "signed": signed}
+    for thresholds in range(MOST_THRESHOLDS + 1):
+        limits = np.tile(np.arange(1, thresholds + 1, dtype=np.uint64), (_PARTS, 1)) if thresholds else None
+        tile_log = block.bit_length()  # a tile has two blocks, and a part two tiles
+        _code(streams.StreamPlan.of(blocks, [0] * _PARTS, tile_log, limits, **order), old, new)
+    _compare(blocks, old, new, 0 if sign_magnitude else 1 if signed else 2)
+
+
+def _code(plan: streams.StreamPlan, old: changes.Side, new: changes.Side) -> None:
+    """Encode changes, decode them, write them, and undo that."""
+    encoded = streams.encode(plan, old, new, changes.diff(plan.blocks, old, new))
+    bad = torch.zeros(1, dtype=torch.int32, device=plan.blocks.device)
+    received = streams.ReceivedChunks(encoded.data, encoded.directory)
+    located = streams.decode(plan, old, encoded.changes, bad, lambda: received)
+    cells.swap(old, located, bad)
+    classes.write(old, located, located.old, bad)
+
+
+def _compare(blocks: changes.Blocks, old: changes.Side, new: changes.Side, kind: int) -> None:
+    """What is done around the coders: digests, estimates, and changes for the CPU's coders."""
+    changes.digest(blocks, old)
+    sums.digests(blocks, old)
+    bitmap, counts = changes.diff(blocks, old, new)
+    per_part = streams.part_changes(blocks, counts).cpu().numpy()
+    which = torch.arange(4, device=blocks.device)
+    cells.sample(blocks, old, new, bitmap, counts, which)
+    one = np.ones(1, np.int64)
+    cells.key_histogram(blocks, old, kind, np.zeros(_PARTS, np.int64), one, one)
+    compacted = changes.compact(blocks, old, new, bitmap, counts, int(per_part.sum()), keep_old=True)
+    bad = torch.zeros(1, dtype=torch.int32, device=blocks.device)
+    located = cells.locate(blocks, old, per_part, compacted.positions, compacted.new, bad)
+    offsets = torch.arange(4, device=blocks.device)
+    cells.scatter(old.base, offsets, cells.gather(old.base, offsets))
+    cells.swap(old, located, bad)

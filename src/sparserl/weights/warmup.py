@@ -1,0 +1,13 @@
+"""Compiles what weights on GPUs need before the first sync does."""
+
+from __future__ import annotations
+
+from .local import LocalWeights
+
+
+def warm_up(weights: LocalWeights) -> None:
+    """Compile the kernels that syncs of these weights launch, once for a process; on a CPU there is nothing to do."""
+    if weights.gpu_streams:
+        from . import on_gpu
+
+        on_gpu.warm_up(weights)

@@ -1,0 +1,57 @@
+"""Once a receiver is attached, no sync of any size makes Triton compile anything."""
+
+from __future__ import annotations
+
+import pytest
+
+import sparserl
+from sparserl.kernels import gpu
+from sparserl.plan.classes import _MAX_CLASSES
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+SHAPES = {"a": (1000, 1024), "b": (4096, 4096), "c": (4097,), "d": (333, 77), "e": (2, 3, 500)}
+SHARES = (0.002, 0.002, 0.004, 0.006, 0.012, 0.00001, 0.05, 0.2, 0.0005)
+
+
+def step(weights, share, seed):
+    """Change a share of all elements by one bit."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for tensor in weights.values():
+        bits = tensor.view(-1).view(torch.int16)
+        bits ^= (torch.rand(bits.shape, generator=generator, device="cuda") < share).to(torch.int16)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton compiles for a GPU")
+@pytest.mark.parametrize("profile", ["auto", "ulp", "ctx", "gap", "raw"])
+def test_nothing_is_compiled_after_attaching(tmp_path, monkeypatch, profile):
+    """Patches of few and of many changes, several behind, and an audit, in every profile."""
+    from triton import knobs
+
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["fn"].name))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    weights = {name: torch.randn(shape, device="cuda").bfloat16() for name, shape in SHAPES.items()}
+    received = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    options = {"profile": profile, "baseline": "device", "ladder": None, "anchor_after": 1e9}
+    with (
+        sparserl.Publisher(str(tmp_path / "run"), weights, **options) as publisher,
+        sparserl.Subscriber(str(tmp_path / "run"), received) as subscriber,
+    ):
+        publisher.publish()
+        subscriber.sync()
+        compiled.clear()
+        for seed, share in enumerate(SHARES):
+            step(weights, share, seed)
+            publisher.publish()
+            if seed != 3:
+                subscriber.sync()
+        subscriber.audit()
+    assert compiled == []
+    assert all(torch.equal(received[name].view(torch.int16), weights[name].view(torch.int16)) for name in weights)
+
+
+def test_every_number_of_classes_is_warm():
+    """What publishers choose at most is what is compiled beforehand."""
+    assert gpu.warmup.MOST_THRESHOLDS + 1 == _MAX_CLASSES

@@ -35,7 +35,8 @@ from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
 from ..targets.engine_layout import find_pieces
 from ..targets.pieces import CheckpointTensor, Piece, parts_of
-from ..weights.digest import Digest, digest
+from ..weights.digest import Digest, place_sums
+from ..weights.local import LocalWeights
 from .ranks import EngineSubscriber, gather_over
 
 logger = init_logger(__name__)
@@ -281,7 +282,10 @@ def _attribute_tensors(label: str, owner: object, deep: bool = True) -> Iterator
 
 
 def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
-    return {name: digest({name: tensor}) for name, tensor in tensors.items()}
+    if not tensors:
+        return {}
+    weights = LocalWeights.of(tensors)
+    return {weights.table[tensor].name: sums for (tensor, _), sums in place_sums(weights).items()}
 
 
 def _changed(before: dict[str, Digest], after: dict[str, Digest]) -> str | None:

@@ -57,8 +57,8 @@ class ElementCopy(NamedTuple):
         Example:
             >>> rows = ElementCopy.of((2, 3), 6, (3, 1), 0, (3, 1))  # two rows of a tensor, behind two others
             >>> turned = ElementCopy.of((3, 4), 0, (4, 1), 0, (1, 3))  # all of it, with its axes exchanged
-            >>> turned.through(rows)
-            ElementCopy(at=2, source=0, dimensions=(Dimension(size=2, at=1, source=3), Dimension(size=3, at=4, source=1)))
+            >>> [*map(tuple, turned.through(rows).dimensions)]  # sizes, and strides in both
+            [(2, 1, 3), (3, 4, 1)]
         """
         frame = _frame([d.source for d in self.dimensions], [d.at for d in earlier.dimensions])
         mine = _in_frame(frame, self.source, [(d.size, d.source, d.at) for d in self.dimensions])

@@ -18,7 +18,7 @@ from ..patch import Application, Patch, Replacement, diff, stage_all
 from ..patch.decode import Decoded
 from ..patch.slicing import PROFILES, PatchSlicer
 from ..patch.staging import Staged, refuse_conflicts, stage
-from ..weights.digest import Digest, element_sums
+from ..weights.digest import Digest, place_sums
 from ..weights.dtypes import Bits, UIntArray
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
@@ -105,7 +105,7 @@ class EngineTarget:
 
     def sums(self) -> dict[Place, Digest]:
         """The element sums of every part, from its bits as they are now."""
-        return _sums_by_place(self.local_weights, self._threads)
+        return place_sums(self.local_weights, self._threads)
 
     def own(self, places: Collection[Place]) -> None:
         """Set which parts this rank counts in `moved`, of those that several ranks have."""
@@ -138,7 +138,7 @@ class EngineTarget:
 
     def _part_sums(self, parts: Shards | None) -> dict[Place, Digest]:
         """The element sums of new parts that were built from an anchor: those of ranks that share a part must agree."""
-        return {} if parts is None else _sums_by_place(LocalWeights.of(parts), self._threads)
+        return {} if parts is None else place_sums(LocalWeights.of(parts), self._threads)
 
     def _slice(self, patch: Patch, weights: Sequence[LocalWeights]) -> list[Application]:
         """Stage a patch of all weights on several sets of parts. Digests count from zero."""
@@ -224,12 +224,6 @@ class PreparedEngine:
 def _tensors_by_name(local: LocalWeights) -> dict[str, Any]:
     """The tensors of an engine that has all of every one."""
     return {local.table[tensor].name: memory.owner for (tensor, _), memory in local.parts}
-
-
-def _sums_by_place(local: LocalWeights, threads: int | None) -> dict[Place, Digest]:
-    """The element sums of every part."""
-    sums = ordered(lambda place: element_sums(local, [place], 1), local.places, threads)
-    return dict(zip(local.places, sums, strict=True))
 
 
 def _box(local: LocalWeights, tensor: int, region: Region | None) -> Region:

@@ -28,6 +28,7 @@ from .pieces import CheckpointTensor, Load, Piece, letters, patterns, reach
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # noqa: SLF001
 _CONSTANTS = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar}
 _PAGES = 1024  # of a dtype's numbers; tensors begin at different ones, so that equal shapes have other numbers
+_PERIOD = 1_000_003  # elements after which numbers are the same again; prime, so that no two rows are the same
 _STEP = 389  # pages from one tensor to the next; odd, so that all are used
 
 
@@ -209,9 +210,10 @@ class MadeUp:
         numbers = torch.frombuffer(mmap.mmap(self._files[dtype], nbytes), dtype=dtype)
         alphabet = letters(8 if dtype.itemsize > 1 else 4, dtype)
         bits = patterns(numbers)
-        for low in range(0, bits.size, 1 << 20):
-            part = bits[low : low + (1 << 20)]
-            part[...] = alphabet[mixed(np.arange(low, low + part.size)) % alphabet.size]
+        period = alphabet[mixed(np.arange(_PERIOD)) % alphabet.size]
+        for low in range(0, bits.size, _PERIOD):
+            part = bits[low : low + _PERIOD]
+            part[...] = period[: part.size]
         self._numbers[dtype] = numbers
 
     def __enter__(self) -> MadeUp:

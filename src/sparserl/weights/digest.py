@@ -115,6 +115,20 @@ def element_sums(
     return total
 
 
+def place_sums(weights: LocalWeights, threads: int | None = None) -> dict[Place, Digest]:
+    """The sums over the elements of every place."""
+    places = [*weights.places]
+    sums: dict[Place, Digest] = {}
+    if weights.gpu_streams:
+        from . import on_gpu
+
+        places, all_runs = on_gpu.split_by_gpu(places, weights)
+        for runs in all_runs:
+            sums |= {place: Digest(first, second) for place, first, second, _ in on_gpu.run_sums(weights, runs)}
+    rest = ordered(lambda place: element_sums(weights, [place], 1), places, threads)
+    return sums | dict(zip(places, rest, strict=True))
+
+
 def _partial_sums(weights: LocalWeights, places: list[Place], threads: int | None) -> Iterator[tuple[Digest, int]]:
     """Sums that add up to those of all places, each with the bytes that were read."""
 

@@ -289,11 +289,16 @@ def group_sums(weights: LocalWeights, all_runs: Iterable[Runs]) -> Iterator[tupl
 def piece_sums(weights: LocalWeights, all_runs: Iterable[Runs]) -> Iterator[tuple[Place, int, int, int]]:
     """Both element sums of every piece of the runs, and its bytes; pieces are as large as batches."""
     for runs in groups(all_runs, weights.table, PIECE_BYTES):
-        with on_stream(weights, runs.device):
-            blocks, (side,) = runs.blocks(weights.table.keys)
-            sums = fetch(gpu.sums.digests(blocks, side))().view(np.uint64).tolist()
-        for place, numel, (first, second) in zip(runs.places, runs.numel.tolist(), sums, strict=True):
-            yield place, first, second, numel * runs.dtype.width
+        yield from run_sums(weights, runs)
+
+
+def run_sums(weights: LocalWeights, runs: Runs) -> Iterator[tuple[Place, int, int, int]]:
+    """Both element sums of every run, and its bytes."""
+    with on_stream(weights, runs.device):
+        blocks, (side,) = runs.blocks(weights.table.keys)
+        sums = fetch(gpu.sums.digests(blocks, side))().view(np.uint64).tolist()
+    for place, numel, (first, second) in zip(runs.places, runs.numel.tolist(), sums, strict=True):
+        yield place, first, second, numel * runs.dtype.width
 
 
 def pair(sums: torch.Tensor) -> tuple[int, int]:

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import sparserl
-from sparserl.errors import ChecksumMismatch, CommitFailed, SessionError, TensorMismatch
+from sparserl.errors import ChecksumMismatch, CommitFailed, NotRetained, SessionError, TensorMismatch
 from sparserl.integrations.ranks import EngineSubscriber
+from sparserl.plan import buckets
 from sparserl.session import receiver
 from sparserl.targets.engine import EngineTarget
 from sparserl.targets.engine_layout import find_pieces
 from sparserl.weights.digest import Digest
+from tests.class_choice import always
 from tests.targets.engines import Engine, checkpoint, named
 
 
@@ -102,6 +104,40 @@ def test_ranks_follow(tmp_path, ranks, profile):
             assert [(report.version, report.kind) for report in reports] == [(version, "patch")] * ranks
             it.require_exact()
         assert it.all(lambda s: s.audit()) == [None] * ranks
+
+
+@pytest.mark.parametrize("profile", ["ctx", "auto"])
+def test_profiles_are_agreed_on(tmp_path, profile, caplog, monkeypatch):
+    """Ranks that have parts say by their lease what they can take, and the first patch is one that they can."""
+    monkeypatch.setattr(buckets, "choose_classes", always)
+    caplog.set_level("INFO", "sparserl.session")
+    with fleet(tmp_path, 2, profile=profile) as it:
+        assert it.all(lambda s: s.commit_version()) == [None] * 2
+        for seed in range(3):
+            it.train(seed)
+            assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
+            it.require_exact()
+        assert "takes gap, raw, ulp alone: patches are in ulp from now on" in caplog.text
+
+
+def test_a_profile_that_cannot_be_taken_is_named(tmp_path, monkeypatch):
+    """An engine that comes late says what to set; the publisher hears of it, and lets it go on from an anchor."""
+    monkeypatch.setattr(buckets, "choose_classes", always)
+    with fleet(tmp_path, 2, profile="ctx") as it:
+        for seed in range(4):  # after some publishes without receivers, it looks at leases now and then only
+            it.train(seed)
+        assert it.all(lambda s: s.commit_version(0)) == [None] * 2
+        for error in it.all(lambda s: s.commit_version(1)):
+            assert isinstance(error, NotRetained)
+            assert "version 1 is in profile ctx" in str(error)
+            assert "profile='ulp'" in str(error)
+        it.publisher._maintenance.receivers.look()
+        version = it.train(9)
+        assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"anchor"}
+        it.require_exact()
+        assert it.train(10) == version + 1
+        assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
+        it.require_exact()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

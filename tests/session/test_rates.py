@@ -120,8 +120,9 @@ class Trained:
         self.weights = {"w": Bits(array, BY_NAME["bfloat16"])}
         self.store = SlowStore(path, clock)
         self.publisher = Publisher(path, self.weights, ladder=None, anchor_after=100.0, threads=1, **options)
-        self._look_at_rates = self.publisher._maintenance._read_rates
-        self.publisher._maintenance._read_rates = lambda: None  # on its thread: here the test says when
+        receivers = self.publisher._maintenance.receivers
+        self._look_at_rates = receivers.look
+        receivers.look = lambda: None  # on its thread: here the test says when
         self.mine = {"w": Bits(np.zeros_like(array), BY_NAME["bfloat16"])}
         self.subscriber = Subscriber(self.store, self.mine, threads=1)
 

@@ -73,6 +73,7 @@ class EngineSubscriber(Subscriber):
             self._snapshot = snapshot
             self._newest_head = snapshot.head
             self._on_all_ranks(self._engine.warm_up)
+            self._tell_version()
 
     def commit_version(self, version: int | None = None) -> SyncReport | None:
         """On all ranks at once: commit a version, by default the newest; None if the engine has it already."""

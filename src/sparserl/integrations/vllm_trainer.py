@@ -24,7 +24,7 @@ class SparserlTrainerInitInfo(TrainerInitInfo):
     """Where to publish, and how.
 
     Args:
-        profile: `ctx`, the smallest, and `auto`, which may choose it, only work with engines of one rank.
+        profile: As for a `Publisher`. Engines of several ranks are sent `ulp` instead of `ctx`.
         publisher: Further options of the `Publisher`, `writers` and `signing_key` among them.
         worker: Further options of the workers; see `SparserlInitInfo`.
     """
@@ -32,7 +32,7 @@ class SparserlTrainerInitInfo(TrainerInitInfo):
     backend: ClassVar[str] = "sparserl"
 
     url: str
-    profile: str = "ulp"
+    profile: str = "auto"
     publisher: dict[str, Any] | None = None
     worker: dict[str, Any] | None = None
 
@@ -92,13 +92,18 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
             self._open = True
             self.client.start_weight_update()
             self.client.update_weights({"version": version, "audit": audit})
-            self.client.finish_weight_update(str(version))
+            self.client.finish_weight_update(self._weight_version(version))
             self._open = False
             if reset is not None:
                 reset()
         finally:
             if resume is not None:
                 resume()
+
+    def _weight_version(self, version: int) -> str:
+        """What vLLM calls the weights: the run and the version."""
+        run = None if self._publisher is None else self._publisher.run
+        return str(version) if run is None else f"{run}:{version}"
 
     def send_weights(self) -> SyncReport | None:
         """On all ranks of the trainer: publish a version, and commit it."""

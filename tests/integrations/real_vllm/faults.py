@@ -47,7 +47,7 @@ def one_rank(trainer, run):
 
     out |= poked(trainer, 0)
     llm.collective_rpc(poke)
-    out["audited"] = attempt(lambda: engine.commit(int(llm.get_weight_version()), audit=True))
+    out["audited"] = attempt(lambda: engine.commit(int(llm.get_weight_version().rpartition(":")[2]), audit=True))
     trainer.sync()
 
     version = trainer.publish()

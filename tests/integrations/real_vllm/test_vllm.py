@@ -128,7 +128,7 @@ def test_syncs(seen, kind, ranks):
     """After all syncs, live bits and generations are those of a fresh engine on the new checkpoint."""
     found = seen[kind, ranks].result()
     fresh = found["fresh"]
-    assert found["version"] == str(found["first"] + SYNCS)
+    assert found["version"].endswith(f":{found['first'] + SYNCS}")
     assert len(found["live"]) == ranks
     assert found["live"] == fresh["live"]
     assert tokens(found["generations"][-1]) == tokens(fresh["generations"])

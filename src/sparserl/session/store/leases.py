@@ -11,6 +11,8 @@ from .fields import SMALL, Fields, checked_seconds, counted, matched, parse, wri
 from .rates import Rates
 
 _MOST_RATE = 10**15  # bits per second
+_MOST_PROFILES = 16
+_PROFILE_NAME = re.compile(r"[a-z]{1,16}")
 LEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -22,11 +24,14 @@ class Lease:
     version: int
     time: float
     rates: Rates | None = None  # of its last fetches
+    profiles: tuple[str, ...] | None = None  # that it can take; None for all
 
     def to_bytes(self) -> bytes:
         record = vars(self) | {"rates": self.rates and [*map(round, self.rates)]}
-        if self.rates is None:
-            del record["rates"]
+        record["profiles"] = self.profiles and [*self.profiles]
+        for name in ("rates", "profiles"):
+            if record[name] is None:
+                del record[name]
         return written(record, f"the lease of {self.name}", SMALL)
 
     @classmethod
@@ -37,9 +42,14 @@ class Lease:
             fields.count("version"),
             fields.take("time", checked_seconds),
             fields.optional("rates", _read_rates, None),
+            fields.optional("profiles", _read_profiles, None),
         )
         fields.finish()
         return lease
+
+
+def _read_profiles(value: Any) -> tuple[str, ...]:
+    return tuple(matched(_PROFILE_NAME, name) for name in value[:_MOST_PROFILES])
 
 
 def _read_rates(value: Any) -> Rates | None:

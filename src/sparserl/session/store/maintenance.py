@@ -5,34 +5,28 @@ No version depends on it. What fails is noted in the report of the publish, and 
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import Fenced, FormatError, SessionError, SparserlError, StoreError
 from ...patch import Captured, Patch
-from ...plan import VaryingLink
 from ...weights.memory import Weights
 from ...weights.shards import Shards
 from ..anchors import SPOOL_BYTES, anchor_of
 from ..baseline import CapturedChanges
-from ..logs import log
-from ..options import MEASURED, EncodingOptions, require_count, require_number
+from ..options import EncodingOptions, require_count, require_number
 from ..report import Watch
 from . import routes
 from .head import Steps
 from .label import Label
 from .ladder import Ladder
+from .receivers import Receivers
 from .records import RouteStep
 from .resume import SavedAnchor
 from .retention import collect
 from .run_writer import CommittedVersion, RunWriter
 from .transfer import Upload
 
-_HEAR_EVERY = 10.0  # seconds between looks at what receivers say of their rates
-_HEARD_LEASES = 64  # the newest, that are looked at
-_HEARING_SECONDS = 1.0  # that the end of a publisher waits for a look at its receivers
 _STEPS = 256  # there are at most so many steps before another anchor is written
 _MOST_STEPS = 1024  # that an index keeps for the sake of subscribers that are far behind
 _SQUASH_SHARE = 0.9  # a squashed patch is kept if it takes less than this share of the patches it stands for
@@ -86,9 +80,7 @@ class Maintenance:
         self._options = options
         self._saved_anchor = saved_anchor
         self._encoding_options = encoding
-        self._hearing: threading.Thread | None = None
-        self._heard_at = -_HEAR_EVERY
-        self._logged_link: VaryingLink | None = None
+        self.receivers = Receivers(writer, encoding, options.lease)
         is_alone = writer.writers.size == 1  # `sparserl squash` makes squashed patches of what several writers publish
         self._ladder = Ladder(*options.ladder) if options.ladder is not None and is_alone else None
         self._notes: list[str] = []
@@ -148,38 +140,15 @@ class Maintenance:
             self._try(lambda: self._squash_if_due(self._writer.committed or version))
             self._try(lambda: self._anchor_if_due(anchor, self._writer.committed or version))
             self._try(lambda: self._save_if_new(anchor, self._writer.committed or version))
-        self._hear_receivers()
+        self.receivers.hear()
         notes = tuple(self._notes)
         self._notes = []
         return notes
 
-    def _hear_receivers(self) -> None:
-        """Look, on a thread, at what receivers say of their rates: the next publish chooses by it."""
-        options = self._encoding_options
-        is_heard = time.monotonic() - self._heard_at < _HEAR_EVERY or (
-            self._hearing is not None and self._hearing.is_alive()
-        )
-        if options.profile != "auto" or options.link != MEASURED or is_heard:
-            return
-        self._heard_at = time.monotonic()
-        self._hearing = threading.Thread(target=self._read_rates, name="sparserl-rates", daemon=True)
-        self._hearing.start()
-
-    def _read_rates(self) -> None:
-        now = self._writer.clock()
-        try:
-            leases = self._writer.leases(_HEARD_LEASES)
-        except SparserlError:
-            return  # a later publish looks again
-        measured = self._writer.measured_link
-        measured.hear(lease.rates for lease in leases if now - lease.time < self._options.lease)
-        link = measured.link
-        if link is not None and (self._logged_link is None or link.has_changed(self._logged_link)):
-            self._logged_link = link
-            log.info("%s: transfers take place at %s: profiles are chosen for that", self._writer.store.url, link)
-
     def anchor_is_due(self, version: CommittedVersion) -> bool:
-        """Whether the patches since the last anchor have become as large as an anchor, or very many."""
+        """Whether patches since the last anchor are as large as an anchor, or very many, or not for all receivers."""
+        if self.receivers.need_anchor:
+            return True
         steps = version.index.steps
         last = max((step for step in steps if step.base is None), key=lambda step: step.version)
         patches = [step for step in steps if step.base is not None and last.version <= step.base]
@@ -188,8 +157,7 @@ class Maintenance:
 
     def close(self) -> None:
         """Give up the ladder, and let another publisher have the state folder."""
-        if self._hearing is not None:
-            self._hearing.join(_HEARING_SECONDS)
+        self.receivers.close()
         if self._saved_anchor is not None:
             self._saved_anchor.close()
         if self._ladder is not None:
@@ -233,6 +201,7 @@ class Maintenance:
         step = sent.step(None, newest, self._writer.clock())
         step = _label_of(version.index.steps, newest).on(step)  # the patch with this label may go
         version = self._writer.commit(version.run, step, version.baseline, add_steps=self.retaining(step))
+        self.receivers.anchor_written()
         if self._saved_anchor is not None:
             self._save(written, version)
         self._collect()

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ...errors import SessionError, StoreError
 from ...transport.stores.base import Store
@@ -40,10 +40,13 @@ class OwnLease:
         self._written: RunVersion | None = None  # the version in the lease
         self._written_at = 0.0
 
-    def renew(self, version: RunVersion | None, rates: Rates | None = None) -> None:
+    def renew(
+        self, version: RunVersion | None, rates: Rates | None = None, profiles: Collection[str] | None = None
+    ) -> None:
         """Write down in the store which version is held; that it could not be written is no reason to fail.
 
         rates: how fast versions are fetched, where that is known.
+        profiles: those that can be taken; None for all.
         """
         if self._name is None or version is None:
             return
@@ -52,7 +55,9 @@ class OwnLease:
         self._written = version
         self._written_at = time.monotonic()
         try:
-            lease = Lease(self._name, version.version, self._clock(), rates)
+            lease = Lease(
+                self._name, version.version, self._clock(), rates, None if profiles is None else tuple(sorted(profiles))
+            )
             self._store.put(path(version.run, "leases", self._name), lease.to_bytes())
         except (StoreError, SessionError):
             return

@@ -338,8 +338,10 @@ class Publisher:
     def _require_one_step(self, step: int | None) -> None:
         """All ranks must be at one step, and start from one version; if one has lost its baseline, a new run begins."""
         nonce = None if self._committed is None else self._committed.head.nonce
-        rows = self._writers.together("meet", lambda: json.dumps([step, nonce]).encode())
-        steps, nonces = zip(*map(json.loads, rows), strict=True)
+        receivers = self._maintenance.receivers
+        rows = self._writers.together("meet", lambda: json.dumps([step, nonce, receivers.heard()]).encode())
+        steps, nonces, heard = zip(*map(json.loads, rows), strict=True)
+        receivers.agree(heard)
         if len(set(steps)) > 1:
             raise SessionError(f"the ranks are not at one step: {list(steps)}")
         if len(set(nonces)) > 1:
@@ -379,7 +381,7 @@ class Publisher:
                 with watch.stage("find"):
                     changes = committed.baseline.capture(
                         weights,
-                        profile=encoding.profile,
+                        profile=self._maintenance.receivers.profile(encoding.profile),
                         threads=encoding.threads,
                         progress=encoding.progress,
                         timed=None if at_once else functools.partial(watch.timed, "find"),

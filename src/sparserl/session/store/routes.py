@@ -43,6 +43,13 @@ def route(
             if way.base_digest == node[1]:
                 pushed += 1
                 heapq.heappush(queue, (cost + way.bytes, pushed, (way.version, way.digest), way, node))
+    if profiles is not None:
+        refused = sorted({name for step in route(steps, have, want) for name in step.profiles} - set(profiles))
+        raise NotRetained(
+            f"version {want} is in profile {', '.join(refused)}, and this receiver, which has only parts of the "
+            f"weights, takes {', '.join(sorted(profiles))} alone. The publisher hears of it by the receiver's lease "
+            "and writes other patches; publish with profile='ulp' where there are no leases"
+        )
     raise NotRetained(f"version {want} cannot be reached with what the store has")
 
 

@@ -388,9 +388,13 @@ class Subscriber(Receiver):
         """The steps that lead from the current version to another."""
         current = self._current
         start = (current.version, current.digest) if current is not None and current.run == goal.run else None
+        return routes.route(snapshot.index.steps, start, goal.version, self._profiles)
+
+    @property
+    def _profiles(self) -> frozenset[str] | None:
+        """The profiles that all targets can take; None for all."""
         limits = [target.profiles for target in self.targets if target.profiles is not None]
-        profiles = frozenset.intersection(*limits) if limits else None
-        return routes.route(snapshot.index.steps, start, goal.version, profiles)
+        return frozenset.intersection(*limits) if limits else None
 
     # -- staging and committing ----------------------------------------------------------------------------------------
 
@@ -470,7 +474,7 @@ class Subscriber(Receiver):
 
     def _tell_version(self) -> None:
         """Tell the store and the neighbours which version is held."""
-        self._lease.renew(self._current, self._rates.extremes)
+        self._lease.renew(self._current, self._rates.extremes, self._profiles)
         snapshot = self._snapshot
         if self._served is not None and snapshot is not None and self._current is not None:
             head = snapshot.head

@@ -253,11 +253,9 @@ class Compiled:
 def alone(model: str, mode: str, folder: Path) -> dict[str, Any]:
     """VLLM without a backend: its start, and its own reload."""
     engine = Engine(folder, mode, None)
-    weights = engine.weights()
+    all_weights = [*engine.weights().items()]
     reload = engine.llm.collective_rpc
-    memory = [
-        timed(lambda: reload("reload_weights", kwargs={"weights_iterator": iter([*weights.items()])})) for _ in "12"
-    ]
+    memory = [timed(lambda: reload("reload_weights", kwargs={"weights_iterator": iter(all_weights)})) for _ in range(2)]
     disk = timed(lambda: reload("reload_weights", kwargs={"weights_path": str(folder)}))
     return {"start_s": engine.start_seconds, "peak_bytes": engine.peak_bytes, "memory_ms": min(memory), "disk_ms": disk}
 
@@ -381,18 +379,56 @@ def main() -> None:
         os._exit(0)  # an engine's threads do not always end
     results = []
     for model in options.models:
-        subprocess.check_call(
-            [
-                sys.executable,
-                "-c",
-                f"from benchmarks.engine import *; make_checkpoint({model!r}, {str(options.folder)!r})",
-            ]
-        )
+        make_it = f"from benchmarks.engine import make_checkpoint; make_checkpoint({model!r}, {str(options.folder)!r})"
+        subprocess.check_call([sys.executable, "-c", make_it])
         for mode in options.modes:
             for way in options.ways:
+                if way == "alone":
+                    run(way, model, mode, options.folder / model)  # once before: vLLM compiles kernels of its own
                 results.append(run(way, model, mode, options.folder / model))
                 print(json.dumps(results[-1]), flush=True)
                 options.out.write_text(json.dumps(results, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(table(results))
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results of every model and mode, one row each."""
+    head = (
+        "| model | start, s | | publish | staged after | pause | two behind | audit | vLLM: memory | disk | `ipc` | bits |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| | alone | follows | ms | ms | ms | ms | ms | ms | ms | ms | |",
+    )
+    rows = {}
+    for result in results:
+        rows.setdefault((result["model"], result["mode"]), {})[result["way"]] = result
+    return "\n".join([*head, *(_row(*case, ways) for case, ways in rows.items())]) + "\n"
+
+
+def _row(model: str, mode: str, ways: dict[str, dict[str, Any]]) -> str:
+    follow = ways["follow"]
+    alone = ways.get("alone", {})
+    same = "equal" if follow["same_bits"] and follow["same_generations"] else "**differ**"
+    cells = [
+        f"{model}, {mode}",
+        _number(alone.get("start_s")),
+        _number(follow["start_s"]),
+        *(_range(follow["syncs"], f"{stage}_ms") for stage in ("publish", "staged_after", "pause")),
+        _number(follow["late_ms"]),
+        _range(follow["syncs"], "audit_ms"),
+        *(_number(alone.get(key)) for key in ("memory_ms", "disk_ms")),
+        _number(ways.get("ipc", {}).get("send_ms")),
+        same,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _range(syncs: list[dict[str, Any]], key: str) -> str:
+    values = [sync[key] for sync in syncs]
+    return f"{_number(min(values))} to {_number(max(values))}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value < 20 else f"{value:.0f}"
 
 
 def make_checkpoint(model: str, folder: str) -> None:

@@ -43,7 +43,7 @@ alone: $(STAMP)  ## tests that measure the time or memory of their own process
 	$(BIN)/python -m pytest -n 2 -m 'alone and not long' $(ALONE)
 
 long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
-	$(BIN)/python -m pytest -n 2 -m 'long and not alone'
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'long and not alone'
 	$(BIN)/python -m pytest -n 2 -m 'long and alone' $(ALONE)
 	$(BIN)/python -m tests.mutants run --green
 

@@ -22,6 +22,13 @@ from typing import Any
 RESULTS = Path(__file__).parent.parent / "research" / "results"
 CHANGED = (0.002, 0.002, 0.004, 0.006, 0.008, 0.012, 0.003, 0.001)  # of all elements, sync by sync
 PROMPTS = [[1, 5, 9, 30], [1, 44, 7], [1, *range(5, 75)]]
+HEADING = """# sparserl in vLLM
+
+One GPU, one rank, random bf16 weights of which 0.1% to 1.2% change; `python -m benchmarks.engine`. `memory`, `disk` and
+`ipc` are vLLM's own ways: a reload of all weights from the memory of its process or from disk, and its backend for
+processes on one host. Milliseconds, but for the starts.
+
+"""
 WAYS = ("alone", "follow", "ipc")
 _PATIENCE = 60.0  # seconds for a version to be staged
 
@@ -388,13 +395,13 @@ def main() -> None:
                 results.append(run(way, model, mode, options.folder / model))
                 print(json.dumps(results[-1]), flush=True)
                 options.out.write_text(json.dumps(results, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(table(results))
+    options.out.with_suffix(".md").write_text(HEADING + table(results))
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results of every model and mode, one row each."""
     head = (
-        "| model | start, s | | publish | staged after | pause | two behind | audit | vLLM: memory | disk | `ipc` | bits |",
+        "| model | start, s | | publish | staged after | pause | two behind | audit | memory | disk | `ipc` | bits |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
         "| | alone | follows | ms | ms | ms | ms | ms | ms | ms | ms | |",
     )

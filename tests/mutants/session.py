@@ -6,6 +6,20 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "what receivers can take does not matter",
+        "session/store/receivers.py",
+        "return FOR_PARTS if self._have_parts and name not in PROFILES else name",
+        "return name",
+        Tests("integrations/test_ranks.py", "agreed"),
+    ),
+    Mutant(
+        "receivers wait for an anchor that is due some day",
+        "session/store/receivers.py",
+        "self.need_anchor = any(row.need_anchor for row in heard)",
+        "self.need_anchor = False",
+        Tests("integrations/test_ranks.py", "cannot_be_taken"),
+    ),
+    Mutant(
         "the baseline advances before the head moved",
         "session/store/publisher.py",
         "return changes.encode(link=encoding.link, to=upload.bucket_list(), threads=encoding.threads)",

@@ -12,4 +12,25 @@ MUTANTS = (
         "rest = _rest(patches[0].base, patches, self._path)",
         Tests("hostile/test_odd_files.py", "what_was_verified"),
     ),
+    Mutant(
+        "copies that were watched are believed",
+        "targets/watching.py",
+        "        if not torch.equal(_bytes(expected.to(view.dtype)), _bytes(view)):",
+        "        if False:",
+        Tests("targets/test_watching.py", "changed_unseen"),
+    ),
+    Mutant(
+        "what goes unseen stays unseen",
+        "targets/engine_layout.py",
+        "    if _unloaded(pieces, live) != unloaded:",
+        "    if False:",
+        Tests("targets/test_watching.py", "goes_unseen"),
+    ),
+    Mutant(
+        "what was overwritten is still there",
+        "targets/watching.py",
+        "        self.copies = [(name, earlier) for name, earlier in self.copies if not copy.overwrites(earlier)]",
+        "        pass",
+        Tests("targets/test_watching.py", "ways_of_loaders"),
+    ),
 )

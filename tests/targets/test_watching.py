@@ -63,7 +63,18 @@ def copied_twice(tensor):
     return other
 
 
-@pytest.mark.parametrize("way", [view_of_all, through_another, joined, cast_twice, flattened, copied_twice])
+def partly_written_over(tensor):
+    other = torch.ones(6, 8)
+    other[:3].copy_(tensor[3:])
+    other[:3].copy_(tensor[:3])
+    other[3:].copy_(tensor[3:])
+    return other
+
+
+WAYS = [view_of_all, through_another, joined, cast_twice, flattened, copied_twice, partly_written_over]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_ways_of_loaders(way):
     """Whatever copies are made on the way, all elements are found without numbers."""
     live = {"w": torch.zeros(SHAPE)}

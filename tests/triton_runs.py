@@ -39,8 +39,8 @@ def hasten_interpreter() -> None:
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
 
 
-def only_compile() -> set[str]:
-    """From now on calls of kernels, on CPU tensors, compile them for an H200 and do nothing else.
+def only_compile(capability: int) -> set[str]:
+    """From now on calls of kernels, on CPU tensors, compile them for a GPU and do nothing else.
 
     Returns the names of those that were called, as they come.
     """
@@ -48,9 +48,9 @@ def only_compile() -> set[str]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    class Hopper:
+    class Compiler:
         def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", capability, 32)
 
         def get_current_device(self):
             return 0
@@ -58,7 +58,7 @@ def only_compile() -> set[str]:
         def get_current_stream(self, device=None):
             return 0
 
-    driver.set_active(Hopper())
+    driver.set_active(Compiler())
     run, made = JITFunction.run, set()
 
     def instead(self, *args, grid, warmup, **options):

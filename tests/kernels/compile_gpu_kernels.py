@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import torch
 
 from tests.triton_runs import only_compile
 
 
-def compile_all() -> None:
-    """Hand every kernel to the compiler."""
-    made = only_compile()
+def compile_all(capability: int) -> None:
+    """Hand every kernel to the compiler, for GPUs of a compute capability."""
+    made = only_compile(capability)
     from sparserl.kernels import gpu
 
     bad = torch.zeros(1, dtype=torch.int32)
@@ -60,4 +62,4 @@ def compile_all() -> None:
 
 
 if __name__ == "__main__":
-    compile_all()
+    compile_all(int(sys.argv[1]))

@@ -44,12 +44,13 @@ def test_interpreted(which):
 
 
 @outside
-def test_compiled():
-    """The compiler takes every kernel, for an H200, in pairs of two bytes and one by one.
+@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.long), 90])
+def test_compiled(capability):
+    """The compiler takes every kernel, from Ampere to Hopper, in pairs of two bytes and one by one.
 
     The interpreter accepts what the compiler rejects.
     """
-    assert "compiled" in run("-m", "tests.kernels.compile_gpu_kernels", TRITON_INTERPRET="0")
+    assert "compiled" in run("-m", "tests.kernels.compile_gpu_kernels", str(capability), TRITON_INTERPRET="0")
 
 
 @pytest.fixture(autouse=True)

@@ -248,14 +248,14 @@ def _process_groups(backends: list[str]) -> Finding:
 
 
 def _gpus(gpus: Iterable[tuple[str, int, list[int]]]) -> list[Finding]:
-    """Which GPUs can run kernels: those need Triton, and instructions that NVIDIA's GPUs have from Hopper on."""
+    """Which GPUs can run kernels: those need Triton, and instructions that NVIDIA's GPUs have from Ampere on."""
     findings = []
     for number, (model, memory, capability) in enumerate(gpus):
         name = f"gpu {number}" if number else "gpu"
         detail = f"{model}, {size(memory)}"
         state = "missing"
-        if capability < [9, 0]:
-            detail += ": kernels need compute capability 9.0; weights go through host memory"
+        if capability < [8, 0]:
+            detail += ": kernels need compute capability 8.0; weights go through host memory"
         elif util.find_spec("triton") is None:
             detail += ": Triton is not installed; weights go through host memory"
         else:

@@ -96,7 +96,7 @@ def is_on_gpu(tensor: Any) -> bool:
 
 @lru_cache
 def _runs_kernels(device: Any) -> bool:
-    """Whether Triton can compile the kernels for a device: NVIDIA GPUs from Hopper on have the instructions.
+    """Whether Triton can compile the kernels for a device: NVIDIA GPUs from Ampere on have the instructions.
 
     SPARSERL_GPU=off is for machines on which they cannot be compiled: weights are then read through host memory.
     """
@@ -104,7 +104,7 @@ def _runs_kernels(device: Any) -> bool:
 
     if torch.version.hip is not None or find_spec("triton") is None or os.environ.get("SPARSERL_GPU") == "off":
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def tied_groups(memory_by_name: Mapping[str, Memory]) -> list[list[str]]:

@@ -57,7 +57,7 @@ def compile_all():
     """Hand every kernel to the compiler."""
     from sparserl.kernels import gpu
 
-    made = only_compile()
+    made = only_compile(90)
     for width in (1, 2, 4, 8):
         blocks, bits = gpu.changes.Blocks(width, [9000], "cpu"), torch.zeros(9000, dtype=gpu.changes.INTS[width])
         side, where = blocks.side([bits]), torch.zeros(64, dtype=torch.int64)

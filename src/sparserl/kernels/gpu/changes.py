@@ -329,18 +329,8 @@ def read_pairs(bits, a, n, W: tl.constexpr, ONCE: tl.constexpr = True, PAST: tl.
 @triton.jit
 def _differing_halves(x, y):
     """1 in the lowest bit of each half in which two pairs differ."""
-    if _INTERPRETED:
-        d = (x ^ y).to(tl.uint32, bitcast=True)
-        return ((d & 0xFFFF) != 0).to(tl.uint32) | (((d >> 16) != 0).to(tl.uint32) << 16)
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 d; xor.b32 d, $1, $2; min.u16x2 $0, d, $3; }",
-            "=r,r,r,r",
-            [x, y, tl.full([1, 1], 0x10001, tl.int32)],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
+    d = (x ^ y).to(tl.uint32, bitcast=True)
+    return ((((d & 0x7FFF7FFF) + 0x7FFF7FFF) | d) >> 15) & 0x10001
 
 
 @triton.jit

@@ -13,6 +13,13 @@ MUTANTS = (
         Tests("hostile/test_odd_files.py", "what_was_verified"),
     ),
     Mutant(
+        "the last pass repeats the first mixed one",
+        "targets/numbering.py",
+        "return digit if last == 0 else most - digit",
+        "return digit",
+        Tests("targets/test_watching.py", "largest_scale or single_elements"),
+    ),
+    Mutant(
         "copies that were watched are believed",
         "targets/watching.py",
         "        if not torch.equal(_bytes(expected.to(view.dtype)), _bytes(view)):",
@@ -22,15 +29,19 @@ MUTANTS = (
     Mutant(
         "what goes unseen stays unseen",
         "targets/engine_layout.py",
-        "    if _unloaded(pieces, live) != unloaded:",
-        "    if False:",
+        "if _rest_digests(pieces, live) != rest_digests:",
+        "if False:",
         Tests("targets/test_watching.py", "goes_unseen"),
     ),
     Mutant(
         "what was overwritten is still there",
         "targets/watching.py",
-        "        self.copies = [(name, earlier) for name, earlier in self.copies if not copy.overwrites(earlier)]",
-        "        pass",
+        "self.copies = [\n"
+        "    arrived\n"
+        "    for arrived in self.copies\n"
+        "    if arrived.end <= copy.at or end <= arrived.at or not copy.overwrites(arrived.copy)\n"
+        "]",
+        "pass",
         Tests("targets/test_watching.py", "ways_of_loaders"),
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from sparserl.errors import UnsupportedTensor
 from sparserl.targets import engine_layout, numbering, watching
 from sparserl.targets.copies import ElementCopy, Untraceable
+from sparserl.targets.numbering import number_pieces
 from sparserl.targets.pieces import CheckpointTensor
 from sparserl.weights.region import row_major, whole
 from tests.targets.test_learn import find_pieces, watch_pieces
@@ -47,8 +49,12 @@ def joined(tensor):
     return torch.cat([tensor[3:], tensor[:3]])
 
 
-def cast_twice(tensor):
-    return tensor.to(torch.bfloat16).to(torch.float32)
+def stacked(tensor):
+    return torch.stack([tensor[:3], tensor[3:]]).view(6, 8)
+
+
+def cast(tensor):
+    return tensor.double().float()
 
 
 def flattened(tensor):
@@ -71,7 +77,7 @@ def partly_written_over(tensor):
     return other
 
 
-WAYS = [view_of_all, through_another, joined, cast_twice, flattened, copied_twice, partly_written_over]
+WAYS = [view_of_all, through_another, joined, stacked, cast, flattened, copied_twice, partly_written_over]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -84,7 +90,84 @@ def test_ways_of_loaders(way):
             live["w"].copy_(way(tensor))
 
     pieces = watch_pieces([spec()], live, load)
-    require_found(pieces, live, load, w=torch.randn(SHAPE).to(torch.bfloat16).float())
+    require_found(pieces, live, load, w=torch.randn(SHAPE))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x: x.to(torch.bfloat16).float(),
+        lambda x: x.int().float(),
+        torch.abs,
+        torch.relu,
+        lambda x: x.clamp(-1000, 100),
+        lambda x: torch.maximum(x, x.flip(0)),
+    ],
+)
+def test_what_is_no_copy_of_all_weights_is_refused(way):
+    """Rounded, clipped, or the larger of two: small whole numbers would not show it."""
+    live = {"w": torch.zeros(SHAPE)}
+
+    def load(some):
+        for _, tensor in some:
+            live["w"].copy_(way(tensor))
+
+    with pytest.raises(UnsupportedTensor, match="'w' is not a copy"):
+        find_pieces([spec()], live, load)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("find", [find_pieces, watch_pieces, number_pieces])
+def test_single_elements(shape, find):
+    """Of scales there is one in each tensor, and often one in all."""
+    live = {f"scale.{i}": torch.zeros(shape) for i in range(3)}
+
+    def load(some):
+        for name, tensor in some:
+            live[name].copy_(tensor)
+
+    pieces = find([spec(name, shape) for name in live], live, load)
+    require_found(pieces, live, load, **{name: torch.randn(shape) for name in live})
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize(
+    "largest", [lambda scales: max(scale.item() for scale in scales), lambda scales: torch.stack(scales).max()]
+)
+def test_the_largest_scale_is_no_copy(number, largest):
+    """Neither as a tensor nor as a Python number, whichever is the largest among those that were made up."""
+    live = {"scale": torch.zeros(1)}
+
+    def load(some):
+        live["scale"].fill_(largest([tensor for _, tensor in some]))
+
+    for first in range(12):
+        with pytest.raises(UnsupportedTensor, match="'scale' is not a copy"):
+            find_pieces([spec(f"scale.{first + i}", ()) for i in range(number)], live, load)
+
+
+def test_numbers_that_were_lost_sight_of():
+    """Read first and written later, or written as a constant that happens to be the same: found by numbers."""
+    live = {"a": torch.zeros(1), "b": torch.zeros(1), "one": torch.zeros(1)}
+
+    def load(some):
+        first, second = (tensor.item() for _, tensor in some)
+        live["a"].fill_(first)
+        live["b"].fill_(second)
+        live["one"].fill_(1.0)
+
+    pieces = find_pieces([spec("a", ()), spec("b", ())], live, load)
+    assert sorted((piece.tensor, piece.live) for piece in pieces) == [("a", "a"), ("b", "b")]
+
+
+def test_loaders_may_keep_all_tensors():
+    """Made-up tensors need no file descriptors, and no memory of their own."""
+    tensors = [spec(f"layers.{i}.w", (256, 256)) for i in range(300)]
+    with watching.MadeUp(tensors) as made_up:
+        before = len([*Path("/dev/fd").iterdir()])
+        kept = [*made_up.load(watching.LoadWatch())]
+        assert len([*Path("/dev/fd").iterdir()]) == before
+        assert len({tensor.data_ptr() for _, tensor in kept}) == 300
 
 
 def test_a_number_that_was_read():

@@ -161,29 +161,34 @@ def _stage_ahead(follower: Callable[[], _RankFollower | None]) -> None:
 
 
 def learn_pieces(model: Any, tensors: Sequence[CheckpointTensor]) -> list[Piece]:
-    """Find out where checkpoint tensors are in a model by letting it load numbers; its weights are then restored."""
+    """Find out where checkpoint tensors are in a model by watching how it loads; its weights are then restored."""
     live = tensors_of(model)
     backup = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
     before = {key: (tensor, tensor.to("cpu", copy=True)) for key, tensor in _derived_tensors(model).items()}
     changed: list[str] = []
 
     def restore() -> None:
-        changed.extend(
-            key[1]
-            for key, tensor in _derived_tensors(model).items()
-            if key not in before or not _same_bits(tensor, before[key][1])
-        )
-        for name, tensor in live.items():
+        for name, tensor in (*live.items(), *tensors_of(model).items()):
             tensor.copy_(backup[name])
-        for (module, label), (tensor, bits) in before.items():
-            setattr(module, label, tensor.copy_(bits))
-        _refresh(model)
+        try:
+            changed.extend(
+                key[1]
+                for key, tensor in _derived_tensors(model).items()
+                if key not in before or not _same_bits(tensor, before[key][1])
+            )
+        finally:
+            for (module, label), (tensor, bits) in before.items():
+                setattr(module, label, tensor.copy_(bits))
+            _refresh(model)
 
     try:
         pieces = find_pieces(tensors, live, model.load_weights, restore)
     except BaseException:
         restore()
         raise
+    after = tensors_of(model)
+    if moved := [name for name in live if name not in after or after[name].data_ptr() != live[name].data_ptr()]:
+        raise UnsupportedTensor(f"{moved[0]!r} is replaced when the model loads, instead of written to")
     if changed and not hasattr(model, "post_load_weights"):
         raise UnsupportedTensor(
             f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change with them"

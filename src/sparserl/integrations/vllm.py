@@ -33,9 +33,9 @@ from vllm.model_executor.model_loader.reload import layerwise as reload
 from ..errors import SessionError, UnsupportedTensor
 from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
-from ..targets.engine_layout import find_pieces
+from ..targets.engine_layout import changed_name, find_pieces
 from ..targets.pieces import CheckpointTensor, Piece, parts_of
-from ..weights.digest import Digest, place_sums
+from ..weights.digest import Digest, digest, place_sums
 from ..weights.local import LocalWeights
 from .ranks import EngineSubscriber, gather_over
 
@@ -216,7 +216,7 @@ def learn_pieces(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
     derived_before = _digests(_derived_tensors(model, live))
 
     def restore() -> None:
-        if changed := _changed(derived_before, _digests(_derived_tensors(model, live))):
+        if changed := changed_name(derived_before, _digests(_derived_tensors(model, live))):
             raise UnsupportedTensor(
                 f"{changed!r} is computed from the weights when they are loaded, so that it would not change with them"
             )
@@ -227,14 +227,31 @@ def learn_pieces(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
         pieces = find_pieces(tensors, live, load, restore)
     after = parts_of(model)
     moved = next((name for name in live if name not in after or after[name].data_ptr() != live[name].data_ptr()), None)
-    if changed := moved or _changed(before, _digests(after)):
+    if changed := moved or changed_name(before, _digests(after)):
         raise UnsupportedTensor(f"{changed!r} is not the same after the checkpoint was loaded again")
+    _compare(pieces, live, weights())
     return pieces
+
+
+def _compare(
+    pieces: Iterable[Piece], live: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Refuse pieces that do not have the bits of the checkpoint: what makes no difference to numbers may to weights."""
+    by_tensor: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_tensor.setdefault(piece.tensor, []).append(piece)
+    for name, tensor in weights:
+        for piece in by_tensor.get(name, ()):
+            view = piece.view(live)
+            if digest({name: tensor[piece.region.slices].to(view.dtype)}) != digest({name: view}):
+                raise UnsupportedTensor(
+                    f"{name!r} {piece.region} is not a copy in {piece.live!r}: the engine computes it when it loads"
+                )
 
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Leave out what vLLM says of layers that have nothing to load: it is expected here."""
+    """Leave out warnings of vLLM's loader, of layers that have nothing to load and the like: they are expected here."""
     reload_logger = logging.getLogger(reload.__name__)
     reload_logger.addFilter(_is_no_warning)
     try:
@@ -286,8 +303,3 @@ def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
         return {}
     weights = LocalWeights.of(tensors)
     return {weights.table[tensor].name: sums for (tensor, _), sums in place_sums(weights).items()}
-
-
-def _changed(before: dict[str, Digest], after: dict[str, Digest]) -> str | None:
-    """The first tensor whose digest has changed."""
-    return next((name for name, new in after.items() if before.get(name) != new), None)

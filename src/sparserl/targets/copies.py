@@ -51,6 +51,11 @@ class ElementCopy(NamedTuple):
         """The offset behind the last element in the destination."""
         return self.at + sum((dimension.size - 1) * dimension.at for dimension in self.dimensions) + 1
 
+    @property
+    def source_end(self) -> int:
+        """The offset behind the last element in the source."""
+        return self.source + sum((dimension.size - 1) * dimension.source for dimension in self.dimensions) + 1
+
     def through(self, earlier: ElementCopy) -> ElementCopy | None:
         """What this copy takes of the elements that an earlier one has brought into its source; None for nothing.
 
@@ -83,8 +88,6 @@ class ElementCopy(NamedTuple):
         Raises:
             Untraceable: it takes the place of some of its elements.
         """
-        if self.end <= earlier.at or earlier.end <= self.at:
-            return False
         frame = _frame([d.at for d in self.dimensions], [d.at for d in earlier.dimensions])
         mine = _in_frame(frame, self.at, [(d.size, d.at, 0) for d in self.dimensions])
         theirs = _in_frame(frame, earlier.at, [(d.size, d.at, 0) for d in earlier.dimensions])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from ..errors import UnsupportedTensor
 from ..weights.digest import Digest, digest
 from .numbering import number_pieces
 from .pieces import CheckpointTensor, Load, Piece, layer_of, span
@@ -44,16 +45,26 @@ def find_pieces(
         rest = [tensor for tensor in tensors if layer_of(tensor.name) in layers]
         _log.info("%s: copies of %d tensors were lost sight of; numbers are loaded", min(unclear), len(unclear))
         pieces += number_pieces(rest, live, load, is_all=len(rest) == len(tensors))
-    unloaded = _unloaded(pieces, live)
+    rest_digests = _rest_digests(pieces, live)
     restore()
-    if _unloaded(pieces, live) != unloaded:  # it was written to behind the watch's back
+    if _rest_digests(pieces, live) != rest_digests:  # it was written to behind the watch's back
         _log.info("copies were made unseen; numbers are loaded for all tensors")
         pieces = number_pieces(tensors, live, load)
+        rest_digests = _rest_digests(pieces, live)
         restore()
+        if (changed := changed_name(rest_digests, _rest_digests(pieces, live))) is not None:
+            raise UnsupportedTensor(
+                f"{changed!r} depends on the checkpoint, but where its elements come from is unclear"
+            )
     return pieces
 
 
-def _unloaded(pieces: Iterable[Piece], live: Mapping[str, torch.Tensor]) -> dict[str, Digest]:
+def changed_name(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> str | None:
+    """The first tensor whose digest has changed."""
+    return next((name for name, new in after.items() if before.get(name) != new), None)
+
+
+def _rest_digests(pieces: Iterable[Piece], live: Mapping[str, torch.Tensor]) -> dict[str, Digest]:
     """Digests of what the engine's tensors have beside the pieces."""
     by_tensor: dict[str, list[Piece]] = {name: [] for name in live}
     for piece in pieces:

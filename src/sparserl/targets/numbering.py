@@ -4,8 +4,9 @@
     ──► join into boxes ──► pieces: a region of a checkpoint tensor, and its address and strides in the engine
 
 Nothing has to be known about names, fused projections, shards or transposes. Digits are small whole numbers, which
-every dtype represents exactly. Two passes of mixed digits follow, which reveal any element that is not a plain copy;
-its tensor is refused by name. Elements that are the same in all passes do not come from the checkpoint.
+every dtype represents exactly. Three passes of mixed digits follow, the last of which is the opposite of the first:
+they reveal any element that is not a plain copy, and its tensor is refused by name. Elements that are the same in all
+passes do not come from the checkpoint.
 
 It needs host memory for about six copies of a group of layers, which has at most `GROUP_ELEMENTS` elements.
 """
@@ -29,7 +30,8 @@ Mask = npt.NDArray[np.bool_]
 GROUP_ELEMENTS = 1 << 28  # at most so many elements are numbered together
 MAX_PIECES = 1 << 14  # of one tensor; a tensor in more pieces is refused
 _CHUNK = 1 << 17  # elements that are processed together, so that they stay in the cache
-_MIX = (-0x61C8864680B583EB, -0x2127599BF4325C37)  # odd numbers, whose products have no pattern in their upper bits
+# Odd numbers, whose products have no pattern in their upper bits, for each of the last passes.
+_MIX = (-0x61C8864680B583EB, -0x2127599BF4325C37, -0x61C8864680B583EB)
 
 
 def number_pieces(
@@ -71,6 +73,9 @@ class _Alphabet:
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self.letters = letters(width, dtype)
+        self._order = np.argsort(self.letters)
+        if np.unique(self.letters).size < self.letters.size:
+            raise UnsupportedTensor(f"{dtype} cannot represent enough whole numbers to tell elements apart")
         self._table: Numbers | None = None
         if dtype.itemsize <= 2:
             self._table = np.zeros(1 << 8 * dtype.itemsize, np.int64)
@@ -80,7 +85,9 @@ class _Alphabet:
         """The digits of these bits; arbitrary digits for bits that are not of a digit."""
         if self._table is not None:
             return self._table[bits]
-        return np.minimum(np.searchsorted(self.letters, bits), self.letters.size - 1)  # bits rise with their numbers
+        place = np.searchsorted(self.letters, bits, sorter=self._order)
+        digits: Numbers = self._order[np.minimum(place, self.letters.size - 1)]
+        return digits
 
 
 class _Group:
@@ -96,17 +103,23 @@ class _Group:
 
     def pieces(self, live: Mapping[str, torch.Tensor], load: Load, is_only: bool) -> list[Piece]:
         """Where these tensors are. Unless this is the only group, only tensors that a load changes are copied."""
-        before = None if is_only else {name: digest({name: tensor}) for name, tensor in live.items()}
+        if not is_only:
+            live = self._loaded(live, load)
         passes: dict[str, list[torch.Tensor]] = {}
-        for turn in range(self.places + 2):
+        for turn in range(self.places + len(_MIX)):
             load(self._numbered(turn))
-            if before is not None:
-                live = {name: tensor for name, tensor in live.items() if digest({name: tensor}) != before[name]}
-                before = None
             for name, tensor in live.items():
                 passes.setdefault(name, []).append(span(tensor).to("cpu", copy=True))
         by_name = ordered(lambda name: [*self._pieces(name, passes[name], _width(live[name]))], live)
         return [piece for pieces in by_name for piece in pieces]
+
+    def _loaded(self, live: Mapping[str, torch.Tensor], load: Load) -> Mapping[str, torch.Tensor]:
+        """The engine's tensors that these are loaded into: two opposite passes change each of their elements."""
+        digests = []
+        for turn in (self.places, self.places + len(_MIX) - 1):
+            load(self._numbered(turn))
+            digests.append({name: digest({name: tensor}) for name, tensor in live.items()})
+        return {name: tensor for name, tensor in live.items() if digests[0][name] != digests[1][name]}
 
     def _numbered(self, turn: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint tensors of one pass, in which every element is a digit of its number, written as above."""
@@ -120,11 +133,15 @@ class _Group:
             yield tensor.name, digits.view(tensor.shape)
 
     def _digit(self, number: Numbers, turn: int) -> Numbers:
-        """The digit of a pass. The last two passes have digits mixed from all others; those of the second are small."""
+        """The digit of a pass. The last have digits mixed from all others: many, few, and the opposite of many."""
+        most = (1 << self.bits) - 1
         if turn < self.places:
-            return (number >> turn * self.bits) & ((1 << self.bits) - 1)
+            return (number >> turn * self.bits) & most
         last = turn - self.places
-        return mixed(number, last) & ((1 << self.bits - 2 * last) - 1)
+        if last == 1:
+            return mixed(number, _MIX[1]) & (most >> 2)
+        digit = mixed(number, _MIX[0]) & most
+        return digit if last == 0 else most - digit
 
     def _pieces(self, name: str, passes: list[torch.Tensor], width: int) -> Iterator[Piece]:
         """The pieces in one tensor of the engine, with rows of `width` elements, from its contents after each pass."""
@@ -189,9 +206,9 @@ class _Group:
             yield tensor, at[in_tensor], number[in_tensor] - self.first[tensor]
 
 
-def mixed(number: Numbers, turn: int = 0) -> Numbers:
+def mixed(number: Numbers, factor: int = _MIX[0]) -> Numbers:
     """Numbers without a pattern in their lower bits."""
-    return (number * _MIX[turn]) >> 40
+    return (number * factor) >> 40
 
 
 def _width(tensor: torch.Tensor) -> int:

@@ -12,11 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..errors import UnsupportedTensor
 from ..weights.region import Region, Shape
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 Numbers = npt.NDArray[np.int64]
 Bits = npt.NDArray[Any]
+_FRACTION = 2.0**-12
 _LAYER = re.compile(r".*?\.\d+\.")
 
 
@@ -87,5 +89,16 @@ def patterns(tensor: torch.Tensor) -> Bits:
 
 
 def letters(bits: int, dtype: torch.dtype) -> Bits:
-    """The bits of every digit in a dtype: a digit is written as the whole number that is larger by one."""
-    return patterns(torch.arange(1, 1 + (1 << bits)).to(dtype))
+    """The bits of every digit in a dtype, as numbers that no cast, clamp or absolute value leaves alone.
+
+    Digits are whole numbers from 1 on, and the upper half of them negative, from the opposite of the last one on. In
+    fp32 and wider they have a fraction that narrower dtypes round away.
+    """
+    if dtype.is_complex:
+        raise UnsupportedTensor(f"{dtype} is not supported")
+    digits = torch.arange(1 << bits, dtype=torch.float64)
+    is_signed = dtype.is_floating_point or (dtype != torch.bool and torch.iinfo(dtype).min < 0)
+    numbers = torch.where(digits < (1 << bits - 1), digits + 1, digits - (1 << bits)) if is_signed else digits + 1
+    if dtype.is_floating_point and dtype.itemsize >= 4:
+        numbers += torch.sign(numbers) * _FRACTION
+    return patterns(numbers.to(dtype))

@@ -2,18 +2,21 @@
 
     made-up tensors ──► the engine's own load, every operation of PyTorch watched ──► copies ──► pieces ──► compare
 
-One load is enough. What other operations than copies make of a checkpoint tensor is left to `engine_layout`, which
-loads numbers; so are elements that did not arrive where they were copied to, as when a loader has threads of its own.
+One load is enough. What other operations than copies make of a checkpoint tensor is left to `numbering`, which loads
+numbers; so are elements that did not arrive where they were copied to, as when a loader has threads of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
+import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +29,24 @@ from .numbering import mixed
 from .pieces import CheckpointTensor, Load, Piece, letters, patterns, reach
 
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # noqa: SLF001
+_EMPTY = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
 _CONSTANTS = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar}
-_PAGES = 1024  # of a dtype's numbers; tensors begin at different ones, so that equal shapes have other numbers
+_MOST_PAGES = (256 << 20) // mmap.PAGESIZE  # tensors begin at different ones, so that equal shapes have other numbers
 _PERIOD = 1_000_003  # elements after which numbers are the same again; prime, so that no two rows are the same
 _STEP = 389  # pages from one tensor to the next; odd, so that all are used
+
+
+class _Arrived(NamedTuple):
+    """Elements of a checkpoint tensor in some memory: the range that they are in, and the copy from the tensor."""
+
+    at: int
+    end: int
+    name: str
+    copy: ElementCopy
+
+    @classmethod
+    def of(cls, name: str, copy: ElementCopy) -> _Arrived:
+        return cls(copy.at, copy.end, name, copy)
 
 
 @dataclass
@@ -37,29 +54,45 @@ class _Memory:
     """What one memory has of the checkpoint: copies that were followed, and tensors of which it has something else."""
 
     itemsize: int
-    copies: list[tuple[str, ElementCopy]] = field(default_factory=list)
+    copies: list[_Arrived] = field(default_factory=list)
     unclear: set[str] = field(default_factory=set)
+    end: int = 0  # of the last copy
 
     @property
     def names(self) -> set[str]:
-        return self.unclear.union(name for name, _ in self.copies)
+        return self.unclear.union(arrived.name for arrived in self.copies)
 
-    def read(self, copy: ElementCopy, itemsize: int) -> list[tuple[str, ElementCopy]]:
+    def add(self, copies: Iterable[_Arrived]) -> None:
+        """Note elements that have come."""
+        for arrived in copies:
+            self.copies.append(arrived)
+            self.end = max(self.end, arrived.end)
+
+    def read(self, copy: ElementCopy, itemsize: int) -> list[_Arrived]:
         """What a copy, whose source is this memory, takes of the checkpoint."""
         if self.copies and self.itemsize != itemsize:
             raise Untraceable
-        arrived = ((name, copy.through(earlier)) for name, earlier in self.copies)
-        return [(name, part) for name, part in arrived if part is not None]
+        start = copy.source
+        end = copy.source_end
+        inside = ((name, copy.through(earlier)) for at, stop, name, earlier in self.copies if at < end and start < stop)
+        return [_Arrived.of(name, part) for name, part in inside if part is not None]
 
     def overwrite(self, copy: ElementCopy, tensor: torch.Tensor) -> None:
         """Forget what a copy to a tensor in this memory takes the place of."""
         if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
             self.copies = []
             self.unclear = set()
+            self.end = 0
         elif self.copies and self.itemsize != tensor.element_size():
             raise Untraceable
         self.itemsize = tensor.element_size()
-        self.copies = [(name, earlier) for name, earlier in self.copies if not copy.overwrites(earlier)]
+        if copy.at < self.end:
+            end = copy.end
+            self.copies = [
+                arrived
+                for arrived in self.copies
+                if arrived.end <= copy.at or end <= arrived.at or not copy.overwrites(arrived.copy)
+            ]
 
     def blur(self) -> None:
         """Give up on all copies."""
@@ -73,19 +106,24 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def __init__(self) -> None:
         super().__init__()
         self._memories: dict[int, _Memory] = {}  # by the address of their storage
-        self._number: tuple[float, torch.Tensor] | None = None  # the element that was last read as a Python number
+        self.read: set[str] = set()  # tensors of which elements were read as Python numbers, and then lost sight of
+        self._number: tuple[float, torch.Tensor] | None = None  # the element that was just read as a Python number
 
     def register(self, name: str, tensor: torch.Tensor) -> None:
         """A contiguous tensor of the checkpoint, which begins its storage."""
         strides = row_major(tuple(tensor.shape))
         memory = _Memory(tensor.element_size())
         if tensor.numel():
-            memory.copies.append((name, ElementCopy.of(tuple(tensor.shape), 0, strides, 0, strides)))
+            memory.add([_Arrived.of(name, ElementCopy.of(tuple(tensor.shape), 0, strides, 0, strides))])
         self._memories[_address(tensor)] = memory
 
     def memory(self, tensor: torch.Tensor) -> _Memory | None:
         """What the memory of a tensor has of the checkpoint."""
         return self._memories.get(_address(tensor))
+
+    def finish(self) -> None:
+        """No more operations follow."""
+        self._lose_number()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,6 +132,10 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if func in _CONSTANTS:
+            self._fill(args[0], args[1] if len(args) > 1 else None)
+            return
+        self._lose_number()
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor):
             self._write(args[0], args[1])
         elif func in _COPIES:
@@ -101,10 +143,13 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
             self._write(out, args[0])
         elif func is torch.ops.aten.cat.default:
             self._join(out, args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
+        elif func is torch.ops.aten.stack.default:
+            axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            self._join(out, [tensor.unsqueeze(axis) for tensor in args[0]], axis)
+        elif func._schema.name.partition("::")[2] in _EMPTY:  # noqa: SLF001
+            self._make(_tensors(out), args)
         elif func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001
             self._number = out, args[0]
-        elif func in _CONSTANTS:
-            self._fill(args[0], args[1] if len(args) > 1 else None)
         else:
             self._mix(func, args, kwargs, out)
 
@@ -127,11 +172,21 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
                 start += tensor.shape[axis]
 
     def _fill(self, tensor: torch.Tensor, value: Any) -> None:
-        """A constant, or the one element that was just read as a number."""
-        if self._number is not None and tensor.numel() == 1 and value == self._number[0]:
-            self._write(tensor, self._number[1].reshape(tensor.shape))
+        """A constant, or the one element that was just read as a number, and no other before it."""
+        number = self._number
+        if number is not None and tensor.numel() == 1 and value == number[0]:
+            self._number = None
+            self._write(tensor, number[1].reshape(tensor.shape))
         else:
+            self._lose_number()
             self._write(tensor, None)
+
+    def _lose_number(self) -> None:
+        """What becomes of a number that was read is not known."""
+        if self._number is not None:
+            memory = self.memory(self._number[1])
+            self.read |= set() if memory is None else memory.names
+            self._number = None
 
     def _mix(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Any other operation: it makes something unclear of what it reads."""
@@ -144,7 +199,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         for argument, value in zip(func._schema.arguments, args, strict=False):  # noqa: SLF001
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._blur(_tensors(value), read)
-        self._blur([value for value in kwargs.values() if isinstance(value, torch.Tensor)], read)
+        self._blur(_tensors([*kwargs.values()]), read)
 
     def _blur(self, tensors: Iterable[torch.Tensor], names: set[str]) -> None:
         for tensor in tensors:
@@ -170,7 +225,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
             memory.blur()
             memory.unclear |= names
         else:
-            memory.copies += arrived
+            memory.add(arrived)
             memory.unclear |= unclear
 
 
@@ -191,21 +246,44 @@ def _address(tensor: torch.Tensor) -> int:
     return 0
 
 
+def _file_in_memory() -> int:
+    """An empty file without a name, in memory where the system can do that."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("sparserl")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _mapped(file: int, nbytes: int, offset: int) -> Any:
+    """A private view of a file's bytes. Unlike Python's own it needs no file descriptor for as long as it is in use."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, file, offset)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "memory for made-up weights")
+    buffer = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(buffer, libc.munmap, address, nbytes).atexit = False
+    return buffer
+
+
 class MadeUp:
     """A made-up checkpoint. All tensors of a dtype are the same memory, mapped to addresses of their own."""
 
     def __init__(self, tensors: Iterable[CheckpointTensor]) -> None:
         self.tensors = [*tensors]
-        self._pages = {tensor.name: index * _STEP % _PAGES for index, tensor in enumerate(self.tensors)}
+        pages = min(1 << len(self.tensors).bit_length(), _MOST_PAGES)
+        self._pages = {tensor.name: index * _STEP % pages for index, tensor in enumerate(self.tensors)}
         self._files: dict[torch.dtype, int] = {}
         self._numbers: dict[torch.dtype, torch.Tensor] = {}
         for dtype in {tensor.dtype for tensor in self.tensors}:
             largest = max(tensor.numel for tensor in self.tensors if tensor.dtype == dtype)
-            self._write(dtype, largest * dtype.itemsize + _PAGES * mmap.PAGESIZE)
+            self._write(dtype, largest * dtype.itemsize + pages * mmap.PAGESIZE)
 
     def _write(self, dtype: torch.dtype, nbytes: int) -> None:
         nbytes += -nbytes % mmap.PAGESIZE
-        self._files[dtype] = os.memfd_create("sparserl")
+        self._files[dtype] = _file_in_memory()
         os.ftruncate(self._files[dtype], nbytes)
         numbers = torch.frombuffer(mmap.mmap(self._files[dtype], nbytes), dtype=dtype)
         alphabet = letters(8 if dtype.itemsize > 1 else 4, dtype)
@@ -226,13 +304,12 @@ class MadeUp:
     def load(self, watch: LoadWatch) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, which are registered as they are asked for."""
         for tensor in self.tensors:
-            nbytes = tensor.numel * tensor.dtype.itemsize
-            made_up = torch.empty(tensor.shape, dtype=tensor.dtype)
-            if nbytes:
-                offset = self._pages[tensor.name] * mmap.PAGESIZE
-                mapping = mmap.mmap(self._files[tensor.dtype], nbytes, access=mmap.ACCESS_COPY, offset=offset)
+            if nbytes := tensor.numel * tensor.dtype.itemsize:
+                mapping = _mapped(self._files[tensor.dtype], nbytes, self._pages[tensor.name] * mmap.PAGESIZE)
                 made_up = torch.frombuffer(mapping, dtype=tensor.dtype).view(tensor.shape)
-            watch.register(tensor.name, made_up)
+                watch.register(tensor.name, made_up)
+            else:
+                made_up = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             yield tensor.name, made_up
 
     def on(self, device: torch.device) -> Callable[[CheckpointTensor], torch.Tensor]:
@@ -263,9 +340,10 @@ def watch_pieces(
         watch = LoadWatch()
         with watch:
             load(made_up.load(watch))
+        watch.finish()
         pieces, unclear = _arrived(watch, {tensor.name: tensor for tensor in made_up.tensors}, live)
         wrong = {piece.live for piece in _wrong(pieces, live, made_up)}
-    unclear |= {piece.tensor for piece in pieces if piece.live in wrong}
+    unclear |= watch.read.union(piece.tensor for piece in pieces if piece.live in wrong)
     return pieces, unclear
 
 
@@ -281,12 +359,12 @@ def _arrived(
             continue
         start = int(tensor.storage_offset())
         end = start + reach(tensor)
-        own = [(name, copy) for name, copy in memory.copies if copy.at < end and start < copy.end]
-        beyond = any(copy.at < start or end < copy.end for _, copy in own)
+        own = [arrived for arrived in memory.copies if arrived.at < end and start < arrived.end]
+        beyond = any(arrived.at < start or end < arrived.end for arrived in own)
         if memory.unclear or memory.itemsize != tensor.element_size() or beyond:
             unclear |= memory.names
             continue
-        for name, copy in own:
+        for _, _, name, copy in own:
             try:
                 region, strides = copy.region(tensors[name].shape)
             except Untraceable:
@@ -310,4 +388,5 @@ def _wrong(pieces: Iterable[Piece], live: Mapping[str, torch.Tensor], made_up: M
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    row = tensor.contiguous().reshape(-1)
+    return row.as_strided(row.shape, (1,)).view(torch.uint8)  # the stride of a single element may be 0

@@ -141,6 +141,16 @@ def test_what_is_scattered_is_refused(monkeypatch):
 
 
 @WAYS
+def test_buffers_of_any_dtype(find):
+    """What is not loaded may have a dtype that no weights have."""
+    live = {"w": torch.zeros(64), "mask": torch.ones(3, dtype=torch.bool), "steps": torch.zeros(2, dtype=torch.int64)}
+    (piece,) = find(
+        [CheckpointTensor("w", (64,), torch.float32)], live, lambda some: [live["w"].copy_(t) for _, t in some]
+    )
+    assert piece.live == "w"
+
+
+@WAYS
 def test_memory_with_gaps(find):
     """A tensor whose rows are padded in memory: what lies between them is left alone."""
     padded = torch.full((4, 8), 3.0)

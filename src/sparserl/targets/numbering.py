@@ -146,9 +146,9 @@ class _Group:
     def _pieces(self, name: str, passes: list[torch.Tensor], width: int) -> Iterator[Piece]:
         """The pieces in one tensor of the engine, with rows of `width` elements, from its contents after each pass."""
         bits = [patterns(contents) for contents in passes]
-        alphabet = _Alphabet(self.bits, passes[0].dtype)
         if all(np.array_equal(later, bits[0]) for later in bits[1:]):
             return
+        alphabet = _Alphabet(self.bits, passes[0].dtype)
         by_tensor: dict[int, list[StridedBoxes]] = {}
         step = width * max(1, _CHUNK // width)
         for low in range(0, bits[0].size, step):

@@ -37,7 +37,7 @@ kernels: $(STAMP)  ## compile them once: processes of tests that begin together 
 	$(BIN)/python -m sparserl warmup --dtype bfloat16 --dtype float32
 
 unit: $(STAMP)  ## more processes than cores: much of it is waiting
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not alone and not long'
+	$(BIN)/python -m pytest -n 6 --dist worksteal -m 'not alone and not long'
 
 alone: $(STAMP)  ## tests that measure the time or memory of their own process
 	$(BIN)/python -m pytest -n 2 -m 'alone and not long' $(ALONE)

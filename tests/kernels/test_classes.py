@@ -203,7 +203,7 @@ def test_regions_of_every_size_in_one_call(width, magnitude, number):
 @pytest.mark.parametrize(
     "thresholds", [[0x80], [0x80, 0x3A00, 0x3F80, 0x7F80], [0x100, 0x4000], [0x80, 0x81], [0x80, 0x8000]]
 )
-@each_magnitude
+@pytest.mark.parametrize("magnitude", ["float", pytest.param("signed", marks=pytest.mark.long), "plain"])
 def test_thresholds_that_a_byte_tells(magnitude, thresholds):
     """Two-byte elements held against thresholds of which only the highest eight bits are set, or not only those."""
     rng = np.random.default_rng(len(thresholds))

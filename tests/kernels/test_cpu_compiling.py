@@ -54,6 +54,7 @@ def test_ranks_that_start_together_compile_once(tmp_path):
     assert sorted(int(finish(rank)[0]) for rank in ranks) == [0, 0, 1]
 
 
+@pytest.mark.long
 def test_a_read_only_environment_has_a_folder_for_kernels(tmp_path):
     """Where neither the package nor the home directory can be written, a folder of our own is used, and named."""
     package = tmp_path / "site" / "sparserl"

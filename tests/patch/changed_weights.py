@@ -11,8 +11,11 @@ import torch
 from hypothesis import strategies as st
 
 from sparserl.kernels import reference
-from sparserl.weights.dtypes import DTYPES, Bits
+from sparserl.weights.dtypes import BY_NAME, Bits
 from sparserl.weights.tensors import memories
+from tests.dtypes import COMMON
+
+COMMON_DTYPES = [BY_NAME[name] for name in COMMON]
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 CHANGES = ("nothing", "one", "first", "last", "all", "few", "half", "signs", "payloads", "infinities", "tiny", "steps")
@@ -128,12 +131,12 @@ def family(seed, dtype, kind, shapes=SHAPES):
 
 
 @st.composite
-def weights_pairs(draw):
+def weights_pairs(draw, choices=COMMON_DTYPES):
     """Two versions of some tensors of mixed dtypes, as patterns."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     old, new, dtypes = {}, {}, {}
     for i in range(draw(st.integers(0, 5))):
-        dtype = draw(st.sampled_from(DTYPES))
+        dtype = draw(st.sampled_from(choices))
         shape = tuple(draw(st.lists(st.integers(0, 12), max_size=3)))
         name = draw(st.sampled_from(("w", "é", "model.layers.0", "", "a b"))) + str(i)
         dtypes[name] = dtype

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import sparserl
 from sparserl import Patch
 from sparserl.errors import FormatError, TensorMismatch, UnsupportedFormat
-from sparserl.weights.dtypes import BY_NAME
+from sparserl.weights.dtypes import BY_NAME, DTYPES
 from tests.class_choice import always
 from tests.dtypes import each_dtype
 from tests.patch.changed_weights import (
@@ -60,17 +60,31 @@ def test_every_kind_of_change(dtype, profile):
         assert_same(old, weights)
 
 
-@given(
-    weights_pairs(),
+memories_of_all_kinds = st.tuples(
     st.sampled_from(PROFILES),
     st.sampled_from(("bits", "numpy", "torch")),
     st.sampled_from(LAYOUTS),
     st.sampled_from(LAYOUTS),
     st.sampled_from((1, 2, 3)),
 )
+
+
+@given(weights_pairs(), memories_of_all_kinds)
 @settings(deadline=None, max_examples=300)
-def test_any_weights_in_any_memory(pair, profile, holder, layout, other, threads):
+def test_any_weights_in_any_memory(pair, memory):
     """Mixed dtypes, held by torch or NumPy in any layout on either side: exact, and only in place."""
+    require_exact(pair, *memory)
+
+
+@pytest.mark.long
+@given(weights_pairs(DTYPES), memories_of_all_kinds)
+@settings(deadline=None, max_examples=300)
+def test_weights_of_any_dtype_in_any_memory(pair, memory):
+    """The same with dtypes that are rare, whose kernels take a while to compile."""
+    require_exact(pair, *memory)
+
+
+def require_exact(pair, profile, holder, layout, other, threads):
     old, new, dtypes = pair
     patch = sparserl.diff(
         hold(old, dtypes, holder, layout), hold(new, dtypes, "bits", other), profile=profile, threads=threads
@@ -191,10 +205,25 @@ def test_an_fp32_router_among_bf16_experts_stays_fp32(profile):
 # Positions that are known.
 
 
-@given(weights_pairs(), st.sampled_from(PROFILES), st.integers(0, 2**32), st.sampled_from((0.0, 0.1, 1.0)))
+supersets = st.tuples(st.sampled_from(PROFILES), st.integers(0, 2**32), st.sampled_from((0.0, 0.1, 1.0)))
+
+
+@given(weights_pairs(), supersets)
 @settings(deadline=None, max_examples=150)
-def test_known_positions_may_be_a_superset(pair, profile, seed, extra):
+def test_known_positions_may_be_a_superset(pair, superset):
     """Any superset of the changes, in any order, with repeats, gives the very patch of a full comparison."""
+    require_same_patch(pair, *superset)
+
+
+@pytest.mark.long
+@given(weights_pairs(DTYPES), supersets)
+@settings(deadline=None, max_examples=150)
+def test_known_positions_of_any_dtype(pair, superset):
+    """The same with dtypes that are rare."""
+    require_same_patch(pair, *superset)
+
+
+def require_same_patch(pair, profile, seed, extra):
     old, new, dtypes = pair
     rng = np.random.default_rng(seed)
     known = {}

@@ -13,6 +13,7 @@ from sparserl.session.anchors import zeros
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.region import whole as whole_region
 from sparserl.weights.tensors import memories, table_of
+from tests.dtypes import long_if_rare
 
 
 def some_weights(dtype_name: str = "bfloat16") -> dict[str, Bits]:
@@ -48,7 +49,9 @@ def same(left: dict[str, Bits], right: dict[str, Bits]) -> bool:
 
 
 @pytest.mark.parametrize("coded", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64", "int8"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(name, marks=long_if_rare(name)) for name in ("bfloat16", "float32", "float64", "int8")]
+)
 def test_a_snapshot_is_a_patch_of_zeros(dtype: str, coded: bool) -> None:
     """Both ends are those of the weights; whoever compares finds the same changes, and can apply it as any patch."""
     weights = some_weights(dtype)

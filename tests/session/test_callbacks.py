@@ -136,6 +136,7 @@ def over_a_group(rank: int, group: Any, _pipe: Any) -> list[str]:
     return [f"{name} {report.version} {report.changed}" for name, report in heard.events]
 
 
+@pytest.mark.long
 def test_ranks_tell_too() -> None:
     """Over a process group both ends tell their callbacks the same versions."""
     pytest.importorskip("torch")

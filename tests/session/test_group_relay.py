@@ -89,6 +89,7 @@ def into_folders(rank, group, pipe, url, root):
     session.close()
 
 
+@pytest.mark.long
 def test_a_relay_hands_on_files_that_change(tmp_path):
     """With weights, alone, added, removed, all gone, and back: every rank has those of the version."""
     url = f"file://{tmp_path}/store"
@@ -160,6 +161,7 @@ def relay_trips(rank, group, pipe, url):
     return seals
 
 
+@pytest.mark.long
 def test_a_relay_that_is_interrupted_hangs_nobody(tmp_path):
     """Ctrl-C while it stages, `before` that raises, a version discarded: the others hear of it, and end as it does."""
     with ranks(2, relay_trips, f"file://{tmp_path}/store") as started:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime as dt
 
+import pytest
+
 import sparserl
 from sparserl import Publisher, Subscriber, sources
 from tests.session.ranks import finish, launch
@@ -88,6 +90,7 @@ def check(stores, state) -> None:
             assert torch.equal(mine[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
+@pytest.mark.long
 def test_fsdp_to_a_subscriber(tmp_path):
     """Every version bit for bit: tracked with a baseline and without, and quantized with blocks that ranks share."""
     finish(launch(rank_main, 4, tmp_path), tmp_path)

@@ -351,6 +351,7 @@ def _fails_alone(rank: int, group) -> None:
         assert sparserl.digest(wrapped.weights()) == known
 
 
+@pytest.mark.long
 def test_two_processes_agree_on_the_scales_of_cut_blocks(tmp_path: Path) -> None:
     """Whoever has which boxes, elements and scales are those of the whole, each of them once, and patches merge.
 

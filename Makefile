@@ -37,14 +37,14 @@ kernels: $(STAMP)  ## compile them once: processes of tests that begin together 
 	$(BIN)/python -m sparserl warmup --dtype bfloat16 --dtype float32
 
 unit: $(STAMP)  ## more processes than cores: much of it is waiting
-	$(BIN)/python -m pytest -n 6 --dist worksteal -m 'not alone and not long'
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not alone and not long'
 
 alone: $(STAMP)  ## tests that measure the time or memory of their own process
-	$(BIN)/python -m pytest -n 2 -m 'alone and not long' $(ALONE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'alone and not long' $(ALONE)
 
 long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'long and not alone'
-	$(BIN)/python -m pytest -n 2 -m 'long and alone' $(ALONE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and alone' $(ALONE)
 	$(BIN)/python -m tests.mutants run --green
 
 coverage: $(STAMP)  ## which lines no test reaches; takes a third longer

@@ -87,6 +87,7 @@ def test_a_fork_asks_on_connections_of_its_own(tmp_path):
         assert liar.connections >= 2
 
 
+@pytest.mark.long
 def test_a_slow_link_is_not_a_dead_one():
     """As long as bytes come, a request goes on past its timeout; when they stop, it ends."""
 

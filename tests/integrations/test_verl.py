@@ -160,6 +160,7 @@ def synced(engine, trainers, rollouts, step):
     return [answer for _, answer in answers[:count]], [answer for _, answer in answers[count:]]
 
 
+@pytest.mark.long
 def test_ranks_publish_and_a_node_follows(engine, tmp_path):
     """Two ranks publish a share each, two workers of a node use one folder: bit for bit, also after a restart."""
     common = {"url": f"file://{tmp_path}/store", "timeout": 120.0, "device": "cpu"}

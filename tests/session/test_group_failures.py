@@ -114,6 +114,7 @@ def absent(rank, group, pipe):
     return report.version, seal(mine) == seal(bits)
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come_is_named_and_may_come_later():
     """Nobody waits inside a broadcast for it, so that the group stays in order."""
     with ranks(3, absent) as started:
@@ -203,6 +204,7 @@ def _trips(rank, group, hand):
     return seals
 
 
+@pytest.mark.long
 def test_interrupts_and_hooks_that_raise_hang_nobody_and_heal():
     """Ctrl-C on the lead or a subscriber before the verdict, `before` or `after` that raise: all know, and all heal.
 
@@ -308,6 +310,7 @@ def _watches(group, hand, writers, mine):
     return seen
 
 
+@pytest.mark.long
 def test_writers_that_are_not_in_step_never_make_one_version():
     """A writer that was interrupted is a call ahead or behind: the other call is void, and the next ones fit again.
 

@@ -40,6 +40,7 @@ def relayed(rank, group, pipe, url):
     return out
 
 
+@pytest.mark.long
 def test_a_relay_hands_on_what_the_store_has(tmp_path):
     """Store, one rank that pulls, two that get the same by broadcast: in step, from behind, and from an anchor."""
     url = f"file://{tmp_path}/store"

@@ -177,6 +177,7 @@ def sharded(rank, group, pipe):
     return [(*row, report.kind) for row in seals]
 
 
+@pytest.mark.long
 def test_the_shards_of_two_writers_become_one_version():
     """Two writers with boxes of the tensors, two subscribers with all of them: exact, also when one writer is new."""
     with ranks(4, sharded) as started:
@@ -216,6 +217,7 @@ def rebuilt(rank, group, pipe):
     return out
 
 
+@pytest.mark.long
 def test_a_rank_that_joins_means_a_new_group_and_an_anchor():
     """The run goes on; who holds the baseline takes the patch alone, and with nobody new there is no anchor."""
     with ranks(3, rebuilt) as started:

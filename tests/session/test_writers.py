@@ -290,6 +290,7 @@ def test_every_version_is_that_of_the_whole(tmp_path, size):
     assert all((mine[name] == bits).all() for name, bits in whole(6).items())
 
 
+@pytest.mark.long
 def test_ranks_fail_together(tmp_path):
     finish(launch(rank_main, 2, tmp_path, "overlap fail_once lose_reply interrupted two mixed apart blocked"), tmp_path)
 

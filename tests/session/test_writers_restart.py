@@ -175,6 +175,7 @@ def one_has_all(rank: int, size: int, folder: str, attempt: int) -> None:
         assert publisher.publish().version == attempt
 
 
+@pytest.mark.long
 def test_a_rank_that_has_everything_goes_on(tmp_path):
     for attempt in range(2):
         finish(launch(one_has_all, 2, tmp_path, attempt), tmp_path)
@@ -198,6 +199,7 @@ def refused(rank: int, size: int, folder: str, attempt: int, words: str) -> None
         print("refused", flush=True)
 
 
+@pytest.mark.long
 def test_a_run_that_cannot_be_rebuilt_is_refused_on_all_ranks(tmp_path):
     finish(launch(publish_some, 2, tmp_path, 0, 0, 2, {}), tmp_path)
     store = FolderStore(f"{tmp_path}/store")

@@ -182,6 +182,7 @@ def run_rank(rank, size, meeting, report):
         raise
 
 
+@pytest.mark.long
 def test_sharded_trainers(tmp_path):
     """FSDP2 with mixed precision, and Megatron's distributed optimizer: two processes publish what they own."""
     report = CONTEXT.SimpleQueue()

@@ -255,7 +255,7 @@ def work(rank, world, folder):
         raise
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.fixture(scope="module", params=[pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4)])
 def trained(request, tmp_path_factory):
     """What the ranks left behind, once all have ended well."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")

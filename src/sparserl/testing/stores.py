@@ -140,6 +140,15 @@ class StoreConformance:
         store.delete(names)
         assert list(store.list("many/")) == []
 
+    def test_deleting_objects_of_which_some_are_gone(self, store: Store) -> None:
+        """A repeated request meets what it has deleted before; the others go all the same."""
+        names = [f"some/{i:04}" for i in range(600)]
+        kept = [name for i, name in enumerate(names) if i not in (0, 100, 599)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: store.put(name, b"1"), kept))
+        store.delete(names)
+        assert list(store.list("some/")) == []
+
     def test_swaps_hold_their_condition(self, store: Store) -> None:
         """Created once, then replaced by whoever knows the tag; a refused swap changes nothing."""
         with pytest.raises(Refused):

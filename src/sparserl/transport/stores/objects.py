@@ -28,7 +28,7 @@ R = TypeVar("R")
 _POLL = 0.2  # seconds between looks at a head
 _TIMEOUT = timedelta(seconds=120)  # of a whole request: 8 MiB at 1 Mbit/s take half of it
 _CONNECT_TIMEOUT = timedelta(seconds=5)
-_DELETED_AT_ONCE = 1000  # objects
+_DELETED_AT_ONCE = 256  # objects: as many as one request to Azure takes
 _CHUNK = 8 << 20
 _MAX_LISTED = 1 << 24  # objects: their names fit into memory
 _METADATA_HOST = "169.254.169.254"  # of cloud machines
@@ -135,16 +135,25 @@ class ObjectStore:
         """Nothing is held open."""
 
     def _delete(self, paths: Sequence[str]) -> None:
-        async def request() -> None:
-            await _own(self._obstore.delete_async(self._store, paths))
+        label = f"{self.url}: deleting {len(paths)} objects"
 
-        def delete_once() -> None:
+        async def delete_all() -> None:
             try:
-                self._call(paths[0], request)
-            except NotFound:
-                return
+                await _own(self._obstore.delete_async(self._store, paths))
+            except Exception as error:
+                if not isinstance(self._translated(error, label), NotFound):
+                    raise
+                # Azure says no more than that one object is gone, perhaps because this request is a repeated one.
+                await asyncio.gather(*map(delete_one, paths))
 
-        self.retry.run(f"{self.url}: deleting {len(paths)} objects", delete_once)
+        async def delete_one(path: str) -> None:
+            try:
+                await _own(self._obstore.delete_async(self._store, path))
+            except Exception as error:
+                if not isinstance(self._translated(error, label), NotFound):
+                    raise
+
+        self.retry.run(label, lambda: self._call(paths[0], delete_all))
 
     def _get(self, name: str, max_bytes: int, tag: str | None) -> StoredObject | None:
         """An object; None if it still has this tag."""

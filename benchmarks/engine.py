@@ -257,7 +257,7 @@ class Compiled:
         return names
 
 
-def alone(model: str, mode: str, folder: Path) -> dict[str, Any]:
+def alone(mode: str, folder: Path) -> dict[str, Any]:
     """VLLM without a backend: its start, and its own reload."""
     engine = Engine(folder, mode, None)
     all_weights = [*engine.weights().items()]
@@ -267,7 +267,7 @@ def alone(model: str, mode: str, folder: Path) -> dict[str, Any]:
     return {"start_s": engine.start_seconds, "peak_bytes": engine.peak_bytes, "memory_ms": min(memory), "disk_ms": disk}
 
 
-def follow(model: str, mode: str, folder: Path) -> dict[str, Any]:
+def follow(mode: str, folder: Path) -> dict[str, Any]:
     """VLLM that follows a run: every sync, then two at once, then a comparison with what vLLM loads itself."""
     from sparserl.integrations.vllm_trainer import OfflineClient, SparserlTrainer, SparserlTrainerInitInfo
 
@@ -324,7 +324,7 @@ def _sync(engine: Engine, trainer: Any) -> dict[str, Any]:
     }
 
 
-def ipc(model: str, mode: str, folder: Path) -> dict[str, Any]:
+def ipc(mode: str, folder: Path) -> dict[str, Any]:
     """VLLM's own backend for one host: all weights, from this process to the engine's."""
     from vllm.distributed.weight_transfer import WeightSource, WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.base import ParamMeta
@@ -380,7 +380,7 @@ def main() -> None:
     if options.case is not None:
         (model,) = options.models
         case = {"alone": alone, "follow": follow, "ipc": ipc}[options.case]
-        result = case(model, options.modes[0], options.folder / model)
+        result = case(options.modes[0], options.folder / model)
         (options.folder / model / "result.json").write_text(json.dumps(result))
         sys.stdout.flush()
         os._exit(0)  # an engine's threads do not always end

@@ -11,11 +11,14 @@ import torch
 from hypothesis import strategies as st
 
 from sparserl.kernels import reference
-from sparserl.weights.dtypes import BY_NAME, Bits
+from sparserl.weights.dtypes import BY_NAME, DTYPES, Bits
 from sparserl.weights.tensors import memories
 from tests.dtypes import COMMON
 
 COMMON_DTYPES = [BY_NAME[name] for name in COMMON]
+common_or_all_dtypes = pytest.mark.parametrize(
+    "choices", [COMMON_DTYPES, pytest.param(DTYPES, marks=pytest.mark.long)], ids=["common", "all"]
+)
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 CHANGES = ("nothing", "one", "first", "last", "all", "few", "half", "signs", "payloads", "infinities", "tiny", "steps")
@@ -131,7 +134,7 @@ def family(seed, dtype, kind, shapes=SHAPES):
 
 
 @st.composite
-def weights_pairs(draw, choices=COMMON_DTYPES):
+def weights_pairs(draw, choices):
     """Two versions of some tensors of mixed dtypes, as patterns."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     old, new, dtypes = {}, {}, {}

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 import sparserl
 from sparserl import Patch
 from sparserl.errors import FormatError, TensorMismatch, UnsupportedFormat
-from sparserl.weights.dtypes import BY_NAME, DTYPES
+from sparserl.weights.dtypes import BY_NAME
 from tests.class_choice import always
 from tests.dtypes import each_dtype
 from tests.patch.changed_weights import (
     CHANGES,
     PROFILES,
     assert_same,
+    common_or_all_dtypes,
     each_profile,
     family,
     hold,
@@ -60,32 +61,19 @@ def test_every_kind_of_change(dtype, profile):
         assert_same(old, weights)
 
 
-memories_of_all_kinds = st.tuples(
+@common_or_all_dtypes
+@given(
+    st.data(),
     st.sampled_from(PROFILES),
     st.sampled_from(("bits", "numpy", "torch")),
     st.sampled_from(LAYOUTS),
     st.sampled_from(LAYOUTS),
     st.sampled_from((1, 2, 3)),
 )
-
-
-@given(weights_pairs(), memories_of_all_kinds)
 @settings(deadline=None, max_examples=300)
-def test_any_weights_in_any_memory(pair, memory):
+def test_any_weights_in_any_memory(choices, data, profile, holder, layout, other, threads):
     """Mixed dtypes, held by torch or NumPy in any layout on either side: exact, and only in place."""
-    require_exact(pair, *memory)
-
-
-@pytest.mark.long
-@given(weights_pairs(DTYPES), memories_of_all_kinds)
-@settings(deadline=None, max_examples=300)
-def test_weights_of_any_dtype_in_any_memory(pair, memory):
-    """The same with dtypes that are rare, whose kernels take a while to compile."""
-    require_exact(pair, *memory)
-
-
-def require_exact(pair, profile, holder, layout, other, threads):
-    old, new, dtypes = pair
+    old, new, dtypes = data.draw(weights_pairs(choices))
     patch = sparserl.diff(
         hold(old, dtypes, holder, layout), hold(new, dtypes, "bits", other), profile=profile, threads=threads
     )
@@ -205,26 +193,12 @@ def test_an_fp32_router_among_bf16_experts_stays_fp32(profile):
 # Positions that are known.
 
 
-supersets = st.tuples(st.sampled_from(PROFILES), st.integers(0, 2**32), st.sampled_from((0.0, 0.1, 1.0)))
-
-
-@given(weights_pairs(), supersets)
+@common_or_all_dtypes
+@given(st.data(), st.sampled_from(PROFILES), st.integers(0, 2**32), st.sampled_from((0.0, 0.1, 1.0)))
 @settings(deadline=None, max_examples=150)
-def test_known_positions_may_be_a_superset(pair, superset):
+def test_known_positions_may_be_a_superset(choices, data, profile, seed, extra):
     """Any superset of the changes, in any order, with repeats, gives the very patch of a full comparison."""
-    require_same_patch(pair, *superset)
-
-
-@pytest.mark.long
-@given(weights_pairs(DTYPES), supersets)
-@settings(deadline=None, max_examples=150)
-def test_known_positions_of_any_dtype(pair, superset):
-    """The same with dtypes that are rare."""
-    require_same_patch(pair, *superset)
-
-
-def require_same_patch(pair, profile, seed, extra):
-    old, new, dtypes = pair
+    old, new, dtypes = data.draw(weights_pairs(choices))
     rng = np.random.default_rng(seed)
     known = {}
     for i, name in enumerate(old):

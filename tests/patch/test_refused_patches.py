@@ -18,7 +18,15 @@ from sparserl.patch import apply
 from sparserl.patch.contents import BucketList, Contents, Ends
 from sparserl.weights.dtypes import BY_NAME
 from tests.class_choice import always
-from tests.patch.changed_weights import PROFILES, assert_same, each_profile, family, hold, weights_pairs
+from tests.patch.changed_weights import (
+    PROFILES,
+    assert_same,
+    common_or_all_dtypes,
+    each_profile,
+    family,
+    hold,
+    weights_pairs,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +35,12 @@ def classes(monkeypatch):
     monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
 
 
-@given(weights_pairs().filter(lambda p: any(b.size for b in p[0].values())), st.sampled_from(PROFILES), st.data())
+@common_or_all_dtypes
+@given(st.sampled_from(PROFILES), st.data())
 @settings(deadline=None, max_examples=150)
-def test_a_wrong_base_is_refused_untouched(pair, profile, data):
+def test_a_wrong_base_is_refused_untouched(choices, profile, data):
     """One flipped bit anywhere in the weights, and the patch is refused before a bit is touched."""
-    old, new, dtypes = pair
+    old, new, dtypes = data.draw(weights_pairs(choices).filter(lambda p: any(b.size for b in p[0].values())))
     patch = sparserl.diff(hold(old, dtypes), hold(new, dtypes), profile=profile)
     name = data.draw(st.sampled_from([n for n in old if old[n].size]))
     wrong = {n: b.copy() for n, b in old.items()}

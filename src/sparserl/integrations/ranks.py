@@ -72,7 +72,6 @@ class EngineSubscriber(Subscriber):
             super()._identify(snapshot, snapshot.head.version)
             self._snapshot = snapshot
             self._newest_head = snapshot.head
-            self._on_all_ranks(self._engine.warm_up)
             self._tell_version()
 
     def commit_version(self, version: int | None = None) -> SyncReport | None:

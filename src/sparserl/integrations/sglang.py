@@ -32,7 +32,7 @@ from ..session.store.retention import read_head, read_run
 from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
 from ..targets.engine_layout import find_pieces
-from ..targets.pieces import CheckpointTensor, Piece, parts_of
+from ..targets.pieces import CheckpointTensor, Piece, moved_name, parts_of
 from ..transport.stores.opening import open_store
 from ..weights.digest import digest
 from .ranks import EngineSubscriber, gather_over
@@ -186,9 +186,8 @@ def learn_pieces(model: Any, tensors: Sequence[CheckpointTensor]) -> list[Piece]
     except BaseException:
         restore()
         raise
-    after = tensors_of(model)
-    if moved := [name for name in live if name not in after or after[name].data_ptr() != live[name].data_ptr()]:
-        raise UnsupportedTensor(f"{moved[0]!r} is replaced when the model loads, instead of written to")
+    if (moved := moved_name(live, tensors_of(model))) is not None:
+        raise UnsupportedTensor(f"{moved!r} is replaced when the model loads, instead of written to")
     if changed and not hasattr(model, "post_load_weights"):
         raise UnsupportedTensor(
             f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change with them"

@@ -34,7 +34,7 @@ from ..errors import SessionError, UnsupportedTensor
 from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
 from ..targets.engine_layout import changed_name, find_pieces
-from ..targets.pieces import CheckpointTensor, Piece, parts_of
+from ..targets.pieces import CheckpointTensor, Piece, moved_name, parts_of
 from ..weights.digest import Digest, digest, place_sums
 from ..weights.local import LocalWeights
 from .ranks import EngineSubscriber, gather_over
@@ -226,8 +226,7 @@ def learn_pieces(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
     with _without_warnings():
         pieces = find_pieces(tensors, live, load, restore)
     after = parts_of(model)
-    moved = next((name for name in live if name not in after or after[name].data_ptr() != live[name].data_ptr()), None)
-    if changed := moved or changed_name(before, _digests(after)):
+    if changed := moved_name(live, after) or changed_name(before, _digests(after)):
         raise UnsupportedTensor(f"{changed!r} is not the same after the checkpoint was loaded again")
     _compare(pieces, live, weights())
     return pieces

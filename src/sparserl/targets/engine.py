@@ -28,7 +28,7 @@ from ..weights.table import TensorTable
 from ..weights.tensors import memories, memory_of, require_writable
 from ..weights.warmup import warm_up
 from .modules import ModuleTarget
-from .pieces import Piece
+from .pieces import Piece, moved_name
 from .target import Change, Undo
 
 
@@ -81,27 +81,24 @@ class EngineTarget:
 
     def attach(self, table: TensorTable) -> Any:
         """The parts that this rank has of the tensors of a run."""
+        is_new = self._local is None
         self._tensors = dict(self._live())
         shards = Shards(table, [part for spec in table.specs for part in self._parts(spec.name)])
         self._local = LocalWeights.of(shards)
         self.profiles = None if self._local.complete else PROFILES
         require_writable(self._local.memory_by_name().items())
+        if is_new:
+            warm_up(self._local)
         return shards
 
     def _parts(self, name: str) -> Iterable[Part]:
         pieces = self._pieces.get(name) or self._pieces.get(self._tied.get(name, ""), [])
         return (Part(name, piece.region, piece.view(self._tensors)) for piece in pieces)
 
-    def warm_up(self) -> None:
-        """Compile what staging and commits need."""
-        warm_up(self.local_weights)
-
     def require_in_place(self) -> None:
         """Raise if the engine's tensors have moved."""
-        tensors = self._live()
-        for name, tensor in self._tensors.items():
-            if name not in tensors or tensors[name].data_ptr() != tensor.data_ptr():
-                raise WrongBase(f"{name!r} has moved since the engine's tensors were attached")
+        if (name := moved_name(self._tensors, self._live())) is not None:
+            raise WrongBase(f"{name!r} has moved since the engine's tensors were attached")
 
     def sums(self) -> dict[Place, Digest]:
         """The element sums of every part, from its bits as they are now."""

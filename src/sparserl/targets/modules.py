@@ -53,10 +53,12 @@ class ModuleTarget:
         return weights if LocalWeights.of(weights).gpu_streams else None
 
     def attach(self, table: TensorTable) -> Weights:
+        is_new = self._local is None
         weights = self.weights()
         self._local = LocalWeights.of(weights, table, "the run", "the target")
         require_writable(self._local.memory_by_name().items())
-        warm_up(self._local)
+        if is_new:
+            warm_up(self._local)
         return weights
 
     def close(self) -> None:

@@ -30,8 +30,8 @@ Mask = npt.NDArray[np.bool_]
 GROUP_ELEMENTS = 1 << 28  # at most so many elements are numbered together
 MAX_PIECES = 1 << 14  # of one tensor; a tensor in more pieces is refused
 _CHUNK = 1 << 17  # elements that are processed together, so that they stay in the cache
-# Odd numbers, whose products have no pattern in their upper bits, for each of the last passes.
-_MIX = (-0x61C8864680B583EB, -0x2127599BF4325C37, -0x61C8864680B583EB)
+_MIX = (-0x61C8864680B583EB, -0x2127599BF4325C37)  # odd numbers, whose products have no pattern in their upper bits
+_MIXED_PASSES = 3
 
 
 def number_pieces(
@@ -106,7 +106,7 @@ class _Group:
         if not is_only:
             live = self._loaded(live, load)
         passes: dict[str, list[torch.Tensor]] = {}
-        for turn in range(self.places + len(_MIX)):
+        for turn in range(self.places + _MIXED_PASSES):
             load(self._numbered(turn))
             for name, tensor in live.items():
                 passes.setdefault(name, []).append(span(tensor).to("cpu", copy=True))
@@ -116,7 +116,7 @@ class _Group:
     def _loaded(self, live: Mapping[str, torch.Tensor], load: Load) -> Mapping[str, torch.Tensor]:
         """The engine's tensors that these are loaded into: two opposite passes change each of their elements."""
         digests = []
-        for turn in (self.places, self.places + len(_MIX) - 1):
+        for turn in (self.places, self.places + _MIXED_PASSES - 1):
             load(self._numbered(turn))
             digests.append({name: digest({name: tensor}) for name, tensor in live.items()})
         return {name: tensor for name, tensor in live.items() if digests[0][name] != digests[1][name]}

@@ -71,6 +71,12 @@ def parts_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def moved_name(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> str | None:
+    """The first tensor that is gone, or is in other memory than before."""
+    moved = (name for name in before if name not in after or after[name].data_ptr() != before[name].data_ptr())
+    return next(moved, None)
+
+
 def span(tensor: torch.Tensor) -> torch.Tensor:
     """The memory from a tensor's first element to its last, as one dimension."""
     return tensor.data.as_strided((reach(tensor),), (1,), tensor.storage_offset())

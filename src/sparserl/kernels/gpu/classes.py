@@ -840,7 +840,7 @@ def select(mask, rank):
 def _find_block(before, blocks, rank, ok, leap, Q: tl.constexpr):
     """The block of a tile in which the members of a rank lie, and their rank in it.
 
-    before: the members of the class before each of the tile's `blocks`, which are at most 2 * leap.
+    before: the members of the class before each of the tile's `blocks`, which are at most 2 * leap, or one.
     """
     zero = tl.load(before)
     block = tl.zeros([Q], tl.int64)
@@ -1027,19 +1027,12 @@ def class_positions(
     """
     out = LocatedChanges.empty(blocks, numbers.total, numbers.steps.dtype)
     at_a_time, warps = SHAPES["positions"]
+    leap = 1 << (tiles.most_blocks - 1).bit_length() >> 1
     if tiles.count:
         _class_positions_kernel[(tiles.count * (classification.K + 1),)](
             *(side.pointers, blocks.table, classification.limits, ranks, tiles.table, numbers.layout),
-            *(
-                numbers.gaps,
-                numbers.steps,
-                out,
-                bad,
-                blocks.count,
-                tiles.count,
-                1 << (tiles.most_blocks - 1).bit_length() >> 1,
-            ),
-            *(blocks.block, classification.K, classification.kind, 8 * blocks.width),
+            *(numbers.gaps, numbers.steps, out, bad, blocks.count, tiles.count, leap, blocks.block),
+            *(classification.K, classification.kind, 8 * blocks.width),
             *(classification.sign_magnitude, classification.paired(blocks, side), at_a_time),
             num_warps=warps,
         )

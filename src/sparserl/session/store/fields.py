@@ -12,6 +12,7 @@ from ...errors import InvalidField, LimitExceeded, SessionError, UnsupportedForm
 from ...weights.digest import Digest
 
 FORMAT = 1
+_PROFILE = re.compile(r"[a-z]{1,16}")
 MOST_VERSION = 1 << 53
 _MOST_SECONDS = 1e300  # since 1970: there are later times, whatever a clock has said
 T = TypeVar("T")
@@ -169,6 +170,11 @@ def read_list(read: Callable[[Any], T]) -> Callable[[Any], tuple[T, ...]]:
         return tuple(read(v) for v in value)
 
     return all_of
+
+
+def read_profiles(value: Any) -> tuple[str, ...]:
+    """Reads the names of profiles."""
+    return read_list(lambda name: matched(_PROFILE, name))(value)
 
 
 def require_few(count: int, most: int, things: str, label: str) -> None:

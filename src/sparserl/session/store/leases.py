@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import SessionError
-from .fields import SMALL, Fields, checked_seconds, counted, matched, parse, written
+from .fields import SMALL, Fields, checked_seconds, counted, matched, parse, read_profiles, written
 from .rates import Rates
 
 _MOST_RATE = 10**15  # bits per second
 _MOST_PROFILES = 16
-_PROFILE_NAME = re.compile(r"[a-z]{1,16}")
 LEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -49,7 +48,10 @@ class Lease:
 
 
 def _read_profiles(value: Any) -> tuple[str, ...]:
-    return tuple(matched(_PROFILE_NAME, name) for name in value[:_MOST_PROFILES])
+    names = read_profiles(value)
+    if len(names) > _MOST_PROFILES:
+        raise ValueError(value)
+    return names
 
 
 def _read_rates(value: Any) -> Rates | None:

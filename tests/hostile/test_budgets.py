@@ -21,7 +21,8 @@ from sparserl import Digest, Patch
 from sparserl.errors import InvalidField, LimitExceeded, NotRetained
 from sparserl.session import anchors, arrival, memory_limit
 from sparserl.session.store import records, routes
-from sparserl.session.store.records import Blob, Index, Manifest, RouteStep
+from sparserl.session.store.manifests import Manifest
+from sparserl.session.store.records import Blob, Index, RouteStep
 from sparserl.transport.stores.deadline import Transfers
 from tests.hostile.bombs import I8, RAW, bucket, claims, patch, rows, table, varints
 from tests.hostile.forged_patch import Columns, Stream, Table

@@ -14,9 +14,11 @@ from sparserl.errors import ChecksumMismatch, CommitFailed, NotRetained, Session
 from sparserl.integrations.ranks import EngineSubscriber
 from sparserl.plan import buckets
 from sparserl.session import receiver
+from sparserl.session.store.holding_records import HoldingRecord
 from sparserl.targets.engine import EngineTarget
 from sparserl.targets.engine_layout import find_pieces
 from sparserl.weights.digest import Digest
+from sparserl.weights.holdings import Holdings
 from tests.class_choice import always
 from tests.targets.engines import Engine, checkpoint, named
 
@@ -41,10 +43,13 @@ class Table:
 class Fleet:
     """All ranks of an engine that follow a run, and the weights that are published."""
 
-    def __init__(self, url, ranks, profile="ulp", tied=None, extra=None):
-        self.weights = checkpoint() | (extra or {})
-        self.publisher = sparserl.Publisher(url, self.weights, profile=profile, ladder=None)
-        self.publisher.publish()
+    def __init__(self, url, ranks, profile="ulp", tied=None, extra=None, publisher=None, weights=None, anchor_after=1.0):
+        self.url = url
+        self.weights = checkpoint() | (extra or {}) if weights is None else weights
+        options = {"profile": profile, "ladder": None, "anchor_after": anchor_after}
+        self.publisher = publisher or sparserl.Publisher(url, self.weights, **options)
+        if publisher is None:
+            self.publisher.publish()
         self.engines = [Engine(rank, ranks) for rank in range(ranks)]
         self.pool, table, self.subscribers = ThreadPoolExecutor(ranks), Table(ranks), []
         for rank, engine in enumerate(self.engines):
@@ -71,6 +76,10 @@ class Fleet:
             tensor[chosen] += torch.randn(tensor.shape, generator=generator).to(tensor.dtype)[chosen]
         return self.publisher.publish().version
 
+    def last_patch(self):
+        """The step of the newest patch."""
+        return [step for step in self.publisher._committed.index.steps if step.base is not None][-1]
+
     def live(self):
         return [{name: tensor.clone() for name, tensor in engine.live.items()} for engine in self.engines]
 
@@ -81,6 +90,17 @@ class Fleet:
             fresh.load((weights or self.weights).items())
             for name, tensor in fresh.live.items():
                 assert torch.equal(engine.live[name], tensor), (engine.rank, name)
+
+
+@contextmanager
+def joined_fleet(other, ranks):
+    """Another engine that follows the run of the first."""
+    made = Fleet(other.url, ranks, publisher=other.publisher, weights=other.weights)
+    try:
+        yield made
+    finally:
+        made.all(lambda subscriber: subscriber.close())
+        made.pool.shutdown()
 
 
 @contextmanager
@@ -106,18 +126,103 @@ def test_ranks_follow(tmp_path, ranks, profile):
         assert it.all(lambda s: s.audit()) == [None] * ranks
 
 
-@pytest.mark.parametrize("profile", ["ctx", "auto"])
-def test_profiles_are_agreed_on(tmp_path, profile, caplog, monkeypatch):
-    """Ranks that have parts say by their lease what they can take, and the first patch is one that they can."""
+@pytest.mark.parametrize(("ranks", "profile"), [(2, "ctx"), (4, "ctx"), (2, "auto"), (2, "ulp"), (4, "gap")])
+def test_patches_are_cut_along_ranks(tmp_path, ranks, profile, caplog, monkeypatch):
+    """Ranks say by their leases which parts they have; each fetches only what is for it, in any profile."""
     monkeypatch.setattr(buckets, "choose_classes", always)
     caplog.set_level("INFO", "sparserl.session")
-    with fleet(tmp_path, 2, profile=profile) as it:
-        assert it.all(lambda s: s.commit_version()) == [None] * 2
+    with fleet(tmp_path, ranks, profile=profile) as it:
+        assert it.all(lambda s: s.commit_version()) == [None] * ranks
         for seed in range(3):
             it.train(seed)
-            assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
+            reports = it.all(lambda s: s.commit_version())
+            assert {report.kind for report in reports} == {"patch"}
             it.require_exact()
-        assert "takes gap, raw, ulp alone: patches are in ulp from now on" in caplog.text
+            step = it.last_patch()
+            assert max(report.bytes for report in reports) < step.bytes
+            assert sum(report.bytes for report in reports) >= step.bytes
+            assert bool(step.holdings) == ("ctx" in step.profiles)
+        if profile == "ctx":
+            assert step.profiles == ("ctx",)
+        assert it.all(lambda s: s.audit()) == [None] * ranks
+        assert "has parts of the weights: patches are cut along them from now on" in caplog.text
+
+
+def test_engines_of_different_sizes_follow_one_run(tmp_path, monkeypatch):
+    """Patches are cut along the parts of all of them."""
+    monkeypatch.setattr(buckets, "choose_classes", always)
+    with fleet(tmp_path, 2, profile="ctx") as it, joined_fleet(it, 4) as other, joined_fleet(it, 1) as alone:
+        fleets = it, other, alone
+        for every in fleets:
+            assert every.all(lambda s: s.commit_version()) == [None] * len(every.engines)
+        for seed in range(3):
+            it.train(seed)
+            for every in fleets:
+                assert {report.kind for report in every.all(lambda s: s.commit_version())} == {"patch"}
+                every.require_exact()
+        step = it.last_patch()
+        assert step.profiles == ("ctx",)
+        assert len(step.holdings) == 6
+
+
+def test_several_cut_patches_at_once(tmp_path, monkeypatch):
+    """Ranks that are behind take one patch after the other; a fresh rank an anchor, of which it fetches its parts."""
+    monkeypatch.setattr(buckets, "choose_classes", always)
+    with fleet(tmp_path, 2, profile="ctx", anchor_after=100) as it:
+        it.all(lambda s: s.commit_version())
+        for seed in range(3):
+            it.train(seed)
+        reports = it.all(lambda s: s.commit_version())
+        assert {report.kind for report in reports} == {"patch"}
+        it.require_exact()
+        it.publisher._maintenance.receivers.need_anchor = True
+        it.publisher._maintenance._anchor_if_due(None, it.publisher._committed)
+        anchor = it.publisher._committed.index.steps[-1]
+        assert anchor.base is None
+        it.train(7)
+        for engine in it.engines:
+            engine.live["qkv"].zero_()
+        for subscriber in it.subscribers:
+            subscriber._is_uncertain = True
+        reports = it.all(lambda s: s.commit_version())
+        assert {report.kind for report in reports} == {"anchor"}
+        it.require_exact()
+        assert max(report.bytes for report in reports) < anchor.bytes
+
+
+def test_a_rank_that_is_not_given_a_bucket_notices(tmp_path, monkeypatch):
+    """A manifest that leaves a bucket out for a rank cannot lead to the digest: nothing is written."""
+    touched = Holdings.touched
+
+    def forget(self, places):
+        return touched(self, places)._replace(holdings=1)
+
+    with fleet(tmp_path, 2, profile="ulp") as it:
+        it.all(lambda s: s.commit_version())
+        before = it.live()
+        monkeypatch.setattr(Holdings, "touched", forget)
+        it.train(1)
+        for error in it.all(lambda s: s.commit_version()):
+            assert isinstance(error, ChecksumMismatch)
+        for live, old in zip(it.live(), before, strict=True):
+            assert all(torch.equal(live[name], old[name]) for name in old)
+        monkeypatch.undo()
+        it.train(2)
+
+
+def test_receivers_whose_parts_cannot_be_read(tmp_path, monkeypatch, caplog):
+    """Then patches keep to the profile that everybody takes, and all ranks fetch all of them."""
+    monkeypatch.setattr(buckets, "choose_classes", always)
+    monkeypatch.setattr(HoldingRecord, "put", lambda *_: None)
+    caplog.set_level("INFO", "sparserl.session")
+    with fleet(tmp_path, 2, profile="ctx") as it:
+        it.all(lambda s: s.commit_version())
+        it.train(1)
+        assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
+        it.require_exact()
+        assert it.last_patch().profiles == ("ulp",)
+        assert "patches are in ulp from now on" in caplog.text
+        assert "cannot be used" in caplog.text
 
 
 def test_a_profile_that_cannot_be_taken_is_named(tmp_path, monkeypatch):

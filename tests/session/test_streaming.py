@@ -15,7 +15,8 @@ from sparserl import Bits, Publisher, Subscriber, targets
 from sparserl.errors import InvalidField, Unavailable
 from sparserl.patch import snapshot
 from sparserl.patch.contents import Contents
-from sparserl.session.store.records import Manifest, get_named
+from sparserl.session.store.manifests import Manifest
+from sparserl.session.store.records import get_named
 from sparserl.transport.stores.deadline import current
 from sparserl.transport.stores.opening import open_store
 from sparserl.weights.dtypes import BY_NAME

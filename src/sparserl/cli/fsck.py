@@ -106,6 +106,7 @@ def _stored_bytes(store: Store, keys: list[str] | None) -> int:
 
 def _unreferenced(store: Store, keys: list[str] | None) -> list[int] | None:
     """Sizes of the objects that nothing refers to, leases apart; None where the store cannot list its objects."""
+    from ..session.store.records import is_of_receiver
     from ..session.store.retention import needed, read_head
 
     if not store.writable:
@@ -113,7 +114,7 @@ def _unreferenced(store: Store, keys: list[str] | None) -> list[int] | None:
     listing = list(store.list("runs/"))  # before the head is read: what a publisher adds meanwhile must not count
     head, _ = read_head(store, keys)
     keep = needed(store, head)
-    return [item.size for item in listing if item.name not in keep and "/leases/" not in item.name]
+    return [item.size for item in listing if item.name not in keep and not is_of_receiver(item.name)]
 
 
 @commands.command(rich_help_panel=SESSIONS, epilog="Example:  sparserl gc s3://bucket/run --grace 2h --dry-run")

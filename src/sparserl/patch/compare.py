@@ -9,18 +9,19 @@ Every stage takes what the one before it yields, so that buckets are encoded whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from .. import plan
 from ..errors import TensorMismatch
 from ..parallel import Progress, default_threads, ordered
-from ..plan import Changes, Dense, Draft, Link, estimate
+from ..plan import Boundary, Changes, Dense, Draft, Link, estimate
 from ..weights.digest import Digest, table_digest
+from ..weights.holdings import Holdings
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
-from ..weights.shards import Shards
+from ..weights.shards import Place, Shards
 from ..weights.table import TensorTable
 from .assemble import Encoding, PatchPath, chooser_for, collect
 from .candidates import from_marks, from_positions
@@ -143,15 +144,17 @@ def capture(
     *,
     profile: str = "auto",
     base_digest: Digest | None = None,
+    holdings: Holdings | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     timed: Timed | None = None,
 ) -> Captured:
     """The first half of `diff`: read both versions and keep what changed.
 
+    With `holdings`, every bucket is for the same receivers, and contains no region that one of them has a part of.
     With `timed`, changes are found while they are encoded, and come through it.
     """
-    comparison = Comparison(old, new, profile, base_digest)
+    comparison = Comparison(old, new, profile, base_digest, holdings=holdings)
     changes = comparison.compare(threads, progress, keep=True)
     return Captured(comparison, changes).find() if timed is None else Captured(comparison, timed(changes))
 
@@ -166,6 +169,7 @@ class Comparison:
         profile: str,
         base_digest: Digest | None = None,
         positions: Mapping[str, Any] | None = None,
+        holdings: Holdings | None = None,
     ) -> None:
         self._old = LocalWeights.of(old)
         self._new = LocalWeights.of(new, self._old.table)
@@ -177,6 +181,7 @@ class Comparison:
         self._candidates = (
             from_marks(self._new, new) if isinstance(new, Shards) else from_positions(self._new, positions or {})
         )
+        self._holdings = holdings
         self._digest_base = base_digest is None
         self._base = base_digest or Digest()
         if base_digest is None and self._old.complete:
@@ -208,16 +213,34 @@ class Comparison:
                 progress(compared.nbytes)
 
     def _compared(self, threads: int | None, keep: bool) -> Iterator[Compared]:
+        """All places; or those that the same receivers have, and a boundary, for one group of receivers after another.
+
+        Whether changes are looked for among candidates does not depend on the receivers: they have their places.
+        """
+        if self._holdings is None or self._candidates:
+            yield from self._compare_places(self._old.places, threads, keep)
+            return
+        groups = self._holdings.cells(self._old.places)
+        sliced: list[list[Changes | Draft]] = [[] for _ in groups]
+        if self._on_gpu:
+            from .gpu_cells import slice_columns
+
+            groups, sliced, compared = slice_columns(self._old, self._new, groups, self._names, self._digest_base)
+            yield compared
+        for places, changes in zip(groups, sliced, strict=True):
+            yield from self._compare_places(places, threads, keep)
+            yield Compared([*changes, Boundary()], Digest(), Digest(), 0)
+
+    def _compare_places(self, places: Sequence[Place], threads: int | None, keep: bool) -> Iterator[Compared]:
         """What is on a GPU in both versions is compared there, the rest by the CPU."""
-        in_memory = self._old.places
         if self._on_gpu:
             from ..weights.on_gpu import split_by_gpu
             from . import gpu_compare
 
-            in_memory, runs = split_by_gpu(in_memory, self._old, self._new)
+            places, runs = split_by_gpu(places, self._old, self._new)
             yield from gpu_compare.compare(self._old, self._new, runs, self._names, self._digest_base, keep)
         comparer = Comparer(self._old, self._new, self._candidates, self._names, self._digest_base)
-        yield from ordered(comparer.compare, comparer.batches(in_memory), threads)
+        yield from ordered(comparer.compare, comparer.batches(places), threads)
 
     def ends(self, changed: int) -> Ends:
         """The ends of the patch; known when all changes have been taken."""

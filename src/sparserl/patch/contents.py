@@ -256,13 +256,23 @@ class Contents:
         ends: What the patch leads from and to.
         buckets: Where the buckets are, or will be.
         table_hash: The hash of the table, if it is known; else it is computed once for all patches of the table.
+        is_partial: Whether some buckets are left out: then there are fewer changes than the ends promise.
     """
 
-    def __init__(self, table: TensorTable, ends: Ends, buckets: Buckets, table_hash: bytes | None = None) -> None:
+    def __init__(
+        self,
+        table: TensorTable,
+        ends: Ends,
+        buckets: Buckets,
+        table_hash: bytes | None = None,
+        *,
+        is_partial: bool = False,
+    ) -> None:
         self.table = table
         self.ends = ends
         self.table_hash = encoded_table(table).hash if table_hash is None else table_hash
         self._buckets = buckets
+        self._is_partial = is_partial
         self._opened: dict[int, tuple[Head, Reader]] = {}  # of buckets in memory, which are parsed once
         self._room = _KEPT_ENTRIES
 
@@ -409,9 +419,8 @@ class Contents:
         return self._finish(gatherer)
 
     def _finish(self, gatherer: HeadGatherer) -> Sequence[Head]:
-        return gatherer.finish(
-            self.changed, self.ends.covers, self._checked_bytes(), lambda index: self._parsed(index)[0]
-        )
+        changed = None if self._is_partial else self.changed
+        return gatherer.finish(changed, self.ends.covers, self._checked_bytes(), lambda index: self._parsed(index)[0])
 
     def _checked_bytes(self) -> int:
         """Bytes that were read: they bound the work of checking that entries do not overlap."""

@@ -43,6 +43,7 @@ class _Options(NamedTuple):
     capacity: Capacity
     digest_base: bool
     keep: bool
+    to_host: bool = False  # whether all changes are left to the CPU, as they are
 
 
 def compare(
@@ -64,7 +65,17 @@ def compare(
         keep: Whether buckets may be wanted in another profile than the one with the fewest bits, or later.
     """
     capacity = Capacity.of_gpu(sum(runs.nbytes for runs in all_runs))
-    options = _Options(names, capacity, digest_base, keep)
+    return _compare(old, new, all_runs, _Options(names, capacity, digest_base, keep))
+
+
+def compare_to_host(
+    old: LocalWeights, new: LocalWeights, all_runs: Sequence[Runs], digest_base: bool
+) -> Iterator[Compared]:
+    """The changes of runs in host memory, neither routed nor encoded."""
+    return _compare(old, new, all_runs, _Options((), Capacity.of_gpu(0), digest_base, keep=False, to_host=True))
+
+
+def _compare(old: LocalWeights, new: LocalWeights, all_runs: Sequence[Runs], options: _Options) -> Iterator[Compared]:
     jobs = ((runs, _compare_group(old, new, runs, options)) for runs in groups(all_runs, old.table))
     return in_turn(_on_gpu(old, runs, job) for runs, job in jobs)
 
@@ -102,6 +113,9 @@ def _compare_group(
 def _route(compared: ComparedRuns, options: _Options) -> Generator[Waiting, None, tuple[list[Changes | Draft], Digest]]:
     """Buckets that are coded on the GPU, and changes that are left to the CPU; how the digest moves."""
     live = np.flatnonzero(compared.changes)
+    if options.to_host:
+        packed = compared.select(live).compacted()
+        return [packed.on_host(slice(i, i + 1)) for i in range(live.size)], packed.moved
     for_cpu = _is_for_cpu(compared, live, options.names)
     routed: list[Changes | Draft] = []
     moved = Digest()

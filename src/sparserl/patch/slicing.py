@@ -60,7 +60,7 @@ class PatchSlicer:
             entry_words = decoded.words[offset : offset + count]
             offset += count
             for region in self._parts.get(place[0], ()):
-                inside, local = _within(flat, self._shape(place[0]), region)
+                inside, local = positions_within(flat, self._shape(place[0]), region)
                 if local.size:
                     rows.append(((place[0], region), local.size, self._numel(place[0], region), False))
                     positions.append(local)
@@ -102,7 +102,7 @@ def _entries(rows: list[tuple[Place, int, int, bool]]) -> Entries:
     return Entries(np.array(tensors, np.int64), count, np.array([row[3] for row in rows], bool), regions, numel)
 
 
-def _within(
+def positions_within(
     flat: np.ndarray[tuple[int], np.dtype[np.int64]], shape: Shape, region: Region | None
 ) -> tuple[slice | np.ndarray, Positions]:
     """Which positions in a tensor are in a region of it, and their positions in the region."""

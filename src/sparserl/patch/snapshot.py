@@ -16,6 +16,7 @@ from ..plan.routing import BUCKET_PAYLOAD_BYTES
 from ..weights.batches import Batch, batches
 from ..weights.digest import Digest, digest, sums, table_digest
 from ..weights.dtypes import Bits
+from ..weights.holdings import Holdings
 from ..weights.local import LocalWeights
 from ..weights.memory import Memory, Weights
 from ..weights.region import whole
@@ -51,6 +52,7 @@ def snapshot(
     weights: Weights | Shards,
     *,
     coded: bool = True,
+    holdings: Holdings | None = None,
     to: BucketList | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -60,6 +62,7 @@ def snapshot(
     Args:
         weights: The weights, which must not change meanwhile.
         coded: Whether the bits are coded, which takes longer and gives a third less for bf16.
+        holdings: The parts that receivers have: every bucket is for the same ones. None for whole tensors.
         to: A list for the buckets; None for memory.
         threads: How many threads to use.
         progress: Called with the number of bytes just encoded.
@@ -86,7 +89,9 @@ def snapshot(
 
     def buckets() -> Iterator[tuple[Bucket, int]]:
         nonlocal totals
-        for part in ordered(encode, batches(table, local.places, BUCKET_PAYLOAD_BYTES), threads):
+        groups = [local.places] if holdings is None else holdings.cells(local.places)
+        pieces = (batch for places in groups for batch in batches(table, places, BUCKET_PAYLOAD_BYTES))
+        for part in ordered(encode, pieces, threads):
             totals = totals._replace(base=totals.base + part.base, result=totals.result + part.result)
             if part.bucket is not None:
                 yield part.bucket

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .buckets import Draft, EncodedBucket, begin, cut, write
+from .buckets import Boundary, Draft, EncodedBucket, begin, cut, write
 from .changes import Changes, Dense, advance, steps_between
 from .cost import (
     AnchorEstimate,
@@ -25,6 +25,7 @@ from .routing import route
 __all__ = [
     "AnchorEstimate",
     "AnchorSpeed",
+    "Boundary",
     "Changes",
     "Chooser",
     "Dense",

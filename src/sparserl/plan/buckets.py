@@ -136,10 +136,17 @@ class Draft:
         return Capacity.of_cpu().holds(covered, count, payload)
 
 
+class Boundary(Draft):
+    """Stands among changes, where a bucket must not have some from before and some from behind. It is empty."""
+
+
 def cut(parts: Iterable[Changes | Draft]) -> Iterator[Draft]:
     """Fill buckets, one at a time for each dtype, in the order of the parts. Drafts among them stay as they are."""
     drafts: dict[int, Draft] = {}
     for part in parts:
+        if isinstance(part, Boundary):
+            yield from drafts.values()
+            drafts = {}
         if isinstance(part, Draft):
             yield part
             continue

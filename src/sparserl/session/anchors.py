@@ -15,6 +15,7 @@ from ..patch.snapshot import Restoration, snapshot
 from ..plan import Link, Speeds, least_losses, predict_anchor
 from ..weights.digest import Digest
 from ..weights.dtypes import Bits, DType
+from ..weights.holdings import Holdings
 from ..weights.local import LocalWeights
 from ..weights.memory import Memory, Weights
 from ..weights.region import Shape, whole
@@ -113,15 +114,21 @@ def apply_all(
     return weights
 
 
-def anchor_of(weights: Weights | Shards, encoding: EncodingOptions, to: BucketList | None = None) -> Patch:
+def anchor_of(
+    weights: Weights | Shards,
+    encoding: EncodingOptions,
+    to: BucketList | None = None,
+    holdings: Holdings | None = None,
+) -> Patch:
     """All weights (of shards: those at hand), as the patch that makes them of nothing.
 
     to: a list for its buckets; None for memory, or for a file without a name where there are too many.
+    holdings: the parts that receivers have, along which it is cut.
     """
     nbytes = LocalWeights.of(weights).nbytes
     coded = anchor_is_coded(encoding, nbytes)
     buckets = bucket_list(nbytes) if to is None else to
-    return Patch(snapshot(weights, coded=coded, to=buckets, threads=encoding.threads))
+    return Patch(snapshot(weights, coded=coded, holdings=holdings, to=buckets, threads=encoding.threads))
 
 
 def anchor_is_coded(encoding: EncodingOptions, nbytes: int) -> bool:

@@ -36,17 +36,25 @@ class ArrivingPatch:
         buckets: How many buckets there will be.
         restores: Whether it is an anchor whose buckets become weights as they arrive, and are not kept.
         table_hash: The hash of the table, if it is known.
+        is_partial: Whether some buckets of the patch are left out, since they change nothing here.
     """
 
     def __init__(
-        self, table: TensorTable, ends: Ends, buckets: int, *, restores: bool, table_hash: bytes | None = None
+        self,
+        table: TensorTable,
+        ends: Ends,
+        buckets: int,
+        *,
+        restores: bool,
+        table_hash: bytes | None = None,
+        is_partial: bool = False,
     ) -> None:
         memory_bytes = _TRANSIENT_BYTES if restores else SPOOL_BYTES
         self.restores = restores
         self.is_applied = False  # to the weights that are being built from an anchor
         self.is_spoiled = False  # whether weights that are being built from it have some changes of a later patch
         self.buckets = BucketList(buckets, memory_bytes=memory_bytes, transient=restores)
-        self.patch = Patch(Contents(table, ends, self.buckets, table_hash))
+        self.patch = Patch(Contents(table, ends, self.buckets, table_hash, is_partial=is_partial))
         self._restoration: Restoration[Any] | None = None
 
     def restored(self, threads: int | None = None, beside: Weights | None = None) -> dict[str, Any]:

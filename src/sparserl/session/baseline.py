@@ -22,6 +22,7 @@ from ..patch.compare import Timed
 from ..patch.tracked import part_sums
 from ..plan import Link
 from ..weights.digest import Digest, digest, table_digest
+from ..weights.holdings import Holdings
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.shards import Shards
@@ -61,11 +62,15 @@ class Baseline(Protocol):
         weights: Weights | Shards,
         *,
         profile: str = "auto",
+        holdings: Holdings | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
         timed: Timed | None = None,
     ) -> CapturedChanges:
-        """What changed since the last committed version. With `timed`, it may be found while it is encoded."""
+        """What changed since the last committed version. With `timed`, it may be found while it is encoded.
+
+        holdings: the parts that receivers have, along which it is cut where that is possible.
+        """
         ...
 
     def advance(self, patch: Patch, changes: CapturedChanges, threads: int | None = None) -> None:
@@ -115,6 +120,7 @@ class HostBaseline:
         weights: Weights | Shards,
         *,
         profile: str = "auto",
+        holdings: Holdings | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
         timed: Timed | None = None,
@@ -127,6 +133,7 @@ class HostBaseline:
             weights,
             profile=profile,
             base_digest=self.digest,
+            holdings=holdings,
             threads=threads,
             progress=progress,
             timed=timed,
@@ -155,6 +162,7 @@ class NoBaseline:
         weights: Weights | Shards,
         *,
         profile: str = "auto",
+        holdings: Holdings | None = None,  # noqa: ARG002  # these profiles can be sliced
         threads: int | None = None,
         progress: Progress | None = None,
         timed: Timed | None = None,  # noqa: ARG002  # all is read before it is known what changed

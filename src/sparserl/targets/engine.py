@@ -124,9 +124,10 @@ class EngineTarget:
         shared = [part for part in local.parts if part[0] not in self._owned]
         halves = [LocalWeights(local.table, parts) for parts in (owned, shared)]
         if change.fresh is None and change.fresh_parts is None and len(change.patches) == 1:
-            applications: Sequence[Application | Replacement] = self._slice(change.patches[0], halves)
+            applications: Sequence[Application | Replacement] = self._slice(change.patches[0], local, halves)
         else:
-            applications = [self._rebuild(change, half) for half in halves]
+            fresh = self._fresh(change, local)
+            applications = [self._rebuild(fresh, half, exchange=change.owns_fresh) for half in halves]
         first = applications[0]
         moved = first.moved(self._threads) if isinstance(first, Replacement) else first.result - first.base
         commits = [application.commit for application in applications]
@@ -137,9 +138,13 @@ class EngineTarget:
         """The element sums of new parts that were built from an anchor: those of ranks that share a part must agree."""
         return {} if parts is None else place_sums(LocalWeights.of(parts), self._threads)
 
-    def _slice(self, patch: Patch, weights: Sequence[LocalWeights]) -> list[Application]:
-        """Stage a patch of all weights on several sets of parts. Digests count from zero."""
-        buckets = [*ordered(patch.contents.decode, patch.contents.arrivals(), self._threads)]
+    def _slice(self, patch: Patch, base: LocalWeights, weights: Sequence[LocalWeights]) -> list[Application]:
+        """Stage a patch of all weights on several sets of parts, which are those of `base`. Digests count from zero."""
+
+        def decode(index: int) -> Decoded:
+            return patch.contents.decode(index, base).in_order()
+
+        buckets = [*ordered(decode, patch.contents.arrivals(), self._threads)]
         applications = []
         for local in weights:
             slicer = PatchSlicer(local)
@@ -155,21 +160,25 @@ class EngineTarget:
             applications.append(Application(local, Digest(), moved, tuple(staged), bool(tied), changed))
         return applications
 
-    def _rebuild(self, change: Change, local: LocalWeights) -> Application | Replacement:
-        """Stage several patches, or fresh weights: build the new parts in host memory, then compare."""
-        table = local.table
-        old = Shards(table, [Part(table[t].name, _box(local, t, r), m.owner) for (t, r), m in local.parts])
+    def _fresh(self, change: Change, local: LocalWeights) -> Weights | Shards:
+        """The new weights, or the parts of them that are here: as they were given, or built in host memory."""
         fresh = change.fresh if change.fresh_parts is None else change.fresh_parts
         if fresh is not None:
-            new = _parts_like(old, fresh)
-            replacement = Replacement.of(local, LocalWeights.of(new), exchange=change.owns_fresh)
-            if replacement is not None:
-                return replacement
-        else:
-            new = copy_shards(old)
-            for patch in change.patches:
-                for application in self._slice(patch, [LocalWeights.of(new)]):
-                    application.commit(self._threads)
+            return fresh
+        copies = copy_shards(_shards(local))
+        base = LocalWeights.of(copies)
+        for patch in change.patches:
+            for application in self._slice(patch, base, [base]):
+                application.commit(self._threads)
+        return copies
+
+    def _rebuild(self, fresh: Weights | Shards, local: LocalWeights, *, exchange: bool) -> Application | Replacement:
+        """Stage fresh weights: exchange them where they are ours, or compare."""
+        old = _shards(local)
+        new = _parts_like(old, fresh)
+        replacement = Replacement.of(local, LocalWeights.of(new), exchange=exchange)
+        if replacement is not None:
+            return replacement
         patch = diff(old, new, profile="raw", threads=self._threads)
         return stage_all(patch.contents, old, digest=patch.base)
 
@@ -221,6 +230,11 @@ class PreparedEngine:
 def _tensors_by_name(local: LocalWeights) -> dict[str, Any]:
     """The tensors of an engine that has all of every one."""
     return {local.table[tensor].name: memory.owner for (tensor, _), memory in local.parts}
+
+
+def _shards(local: LocalWeights) -> Shards:
+    table = local.table
+    return Shards(table, [Part(table[t].name, _box(local, t, r), m.owner) for (t, r), m in local.parts])
 
 
 def _box(local: LocalWeights, tensor: int, region: Region | None) -> Region:

@@ -111,17 +111,17 @@ class HeadGatherer:
         self._count += 1
 
     def finish(
-        self, changed: int, covers: Sequence[Place] | None, size: int, read: Callable[[int], Head]
+        self, changed: int | None, covers: Sequence[Place] | None, size: int, read: Callable[[int], Head]
     ) -> Sequence[Head]:
         """All heads, checked against one another and against the footer.
 
         Args:
-            changed: The number of changes in the footer.
+            changed: The number of changes in the footer; None where some buckets are left out.
             covers: The places that the patch covers; None for the whole table.
             size: The bytes of the patch.
             read: Reads a head again, by its number.
         """
-        if self._changes != changed:
+        if changed is not None and self._changes != changed:
             raise InvalidField(f"the footer says {changed} changes, the buckets have {self._changes}")
         places = self._rows.join()
         if covers is not None:

@@ -12,6 +12,7 @@ from .rates import Rates
 
 _MOST_RATE = 10**15  # bits per second
 _MOST_PROFILES = 16
+_HASH = re.compile(r"[0-9a-f]{64}")
 LEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -24,11 +25,12 @@ class Lease:
     time: float
     rates: Rates | None = None  # of its last fetches
     profiles: tuple[str, ...] | None = None  # that it can take; None for all
+    holding: str | None = None  # the hash of the object that says which parts of the weights it has; None for all
 
     def to_bytes(self) -> bytes:
         record = vars(self) | {"rates": self.rates and [*map(round, self.rates)]}
         record["profiles"] = self.profiles and [*self.profiles]
-        for name in ("rates", "profiles"):
+        for name in ("rates", "profiles", "holding"):
             if record[name] is None:
                 del record[name]
         return written(record, f"the lease of {self.name}", SMALL)
@@ -42,6 +44,7 @@ class Lease:
             fields.take("time", checked_seconds),
             fields.optional("rates", _read_rates, None),
             fields.optional("profiles", _read_profiles, None),
+            fields.optional("holding", lambda v: matched(_HASH, v), None),
         )
         fields.finish()
         return lease

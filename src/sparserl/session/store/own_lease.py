@@ -11,11 +11,13 @@ from collections.abc import Callable, Collection
 from ...errors import SessionError, StoreError
 from ...transport.stores.base import Store
 from ..receiver import RunVersion
+from .holding_records import HoldingRecord
 from .leases import Lease, lease_name
 from .rates import Rates
 from .records import path
 
 _RENEW = 30.0  # seconds after which a lease is written again
+_RENEW_HOLDING = 3600.0
 
 
 class OwnLease:
@@ -39,14 +41,21 @@ class OwnLease:
         self._clock = clock
         self._written: RunVersion | None = None  # the version in the lease
         self._written_at = 0.0
+        self._holding: tuple[str, str] | None = None  # run and hash of the one that was written
+        self._holding_at = 0.0
 
     def renew(
-        self, version: RunVersion | None, rates: Rates | None = None, profiles: Collection[str] | None = None
+        self,
+        version: RunVersion | None,
+        rates: Rates | None = None,
+        profiles: Collection[str] | None = None,
+        holding: HoldingRecord | None = None,
     ) -> None:
         """Write down in the store which version is held; that it could not be written is no reason to fail.
 
         rates: how fast versions are fetched, where that is known.
         profiles: those that can be taken; None for all.
+        holding: the parts of the weights that are here; None for all.
         """
         if self._name is None or version is None:
             return
@@ -55,12 +64,28 @@ class OwnLease:
         self._written = version
         self._written_at = time.monotonic()
         try:
+            if holding is not None:
+                self._put_holding(version.run, holding)
             lease = Lease(
-                self._name, version.version, self._clock(), rates, None if profiles is None else tuple(sorted(profiles))
+                self._name,
+                version.version,
+                self._clock(),
+                rates,
+                None if profiles is None else tuple(sorted(profiles)),
+                None if holding is None else holding.hash,
             )
             self._store.put(path(version.run, "leases", self._name), lease.to_bytes())
         except (StoreError, SessionError):
             return
+
+    def _put_holding(self, run: str, holding: HoldingRecord) -> None:
+        """Write it again now and then: like a lease, it goes when that has not been done for a day."""
+        key = run, holding.hash
+        if self._holding == key and time.monotonic() - self._holding_at < _RENEW_HOLDING:
+            return
+        holding.put(self._store, run)
+        self._holding = key
+        self._holding_at = time.monotonic()
 
 
 def _host() -> str:

@@ -382,6 +382,7 @@ class Publisher:
                     changes = committed.baseline.capture(
                         weights,
                         profile=self._maintenance.receivers.profile(encoding.profile),
+                        holdings=self._run_writer.holdings,
                         threads=encoding.threads,
                         progress=encoding.progress,
                         timed=None if at_once else functools.partial(watch.timed, "find"),
@@ -409,7 +410,7 @@ class Publisher:
     def _anchor_now(self, weights: Weights | Shards, watch: Watch) -> Patch:
         """An anchor of weights that may change before it is sent."""
         with watch.stage("encode"):
-            return anchor_of(weights, self._encoding)
+            return anchor_of(weights, self._encoding, holdings=self._run_writer.holdings)
 
     # -- versions ------------------------------------------------------------------------------------------------------
 

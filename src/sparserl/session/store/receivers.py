@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import SparserlError
 from ...patch.slicing import PROFILES
 from ...plan import VaryingLink
+from ...weights.holdings import MOST_HOLDINGS, Holdings
+from ...weights.shards import Place
 from ..logs import log
 from ..options import MEASURED, EncodingOptions
+from .holding_records import holding_name, read_holding
 from .leases import Lease
 from .run_writer import RunWriter
 
@@ -23,10 +26,11 @@ FOR_PARTS = "ulp"  # the smallest profile that a rank can take which has only pa
 
 
 class _Heard(NamedTuple):
-    """Whether a receiver has only parts of the weights, and whether there are patches that it cannot take."""
+    """What the leases of a run say of its receivers."""
 
-    have_parts: bool
-    need_anchor: bool
+    have_parts: bool  # whether one has parts of the weights that patches cannot be cut along
+    need_anchor: bool  # whether there are patches that one cannot take
+    holdings: Sequence[str] = ()  # hashes of the parts that patches are cut along
 
 
 class Receivers:
@@ -40,7 +44,8 @@ class Receivers:
 
     def __init__(self, writer: RunWriter, encoding: EncodingOptions, lease_seconds: float) -> None:
         self.need_anchor = False  # whether patches were written that one of them cannot take
-        self._have_parts = False  # whether one of them has only parts of the weights
+        self._have_parts = False  # whether one of them has parts of the weights that patches cannot be cut along
+        self._places: dict[str, tuple[Place, ...]] = {}  # of holdings that were read, by their hashes
         self._heard = _Heard(False, False)  # by this rank; what counts is what all ranks have heard
         self._writer = writer
         self._encoding = encoding
@@ -54,25 +59,32 @@ class Receivers:
         """The profile that all receivers can take, where this one was asked for."""
         return FOR_PARTS if self._have_parts and name not in PROFILES else name
 
-    def agree(self, ranks: Iterable[Sequence[bool]]) -> None:
+    def agree(self, ranks: Iterable[Sequence[Any]]) -> None:
         """On all ranks of a publish: go by what any of them has heard."""
         heard = [_Heard(*row) for row in ranks]
         self._have_parts = any(row.have_parts for row in heard)
         self.need_anchor = any(row.need_anchor for row in heard)
+        hashes = sorted({hash for row in heard for hash in row.holdings})[:MOST_HOLDINGS]
+        committed = self._writer.committed
+        if committed is None or not hashes or not all(self._read_holding(hash) for hash in hashes):
+            self._have_parts |= bool(hashes)
+            self._writer.holdings = None
+            return
+        names = tuple(map(holding_name, hashes))
+        table = committed.run.layout
+        if self._writer.holdings is None or self._writer.holdings.names != names:
+            self._writer.holdings = Holdings(
+                table, {name: self._places[hash] for name, hash in zip(names, hashes, strict=True)}
+            )
 
     def anchor_written(self) -> None:
         """All can go on from an anchor."""
         self.need_anchor = False
         self._heard = self._heard._replace(need_anchor=False)
 
-    @property
-    def _count(self) -> bool:
-        """Whether what receivers say makes a difference."""
-        return self._encoding.profile not in PROFILES
-
     def heard(self) -> _Heard:
         """What this rank has heard; the first patches wait for a look at leases, so that they can be taken."""
-        if self._count and self._first_looks < _FIRST_LOOKS and self._writer.committed is not None:
+        if self._first_looks < _FIRST_LOOKS and self._writer.committed is not None:
             self._first_looks += 1
             self.look()
         return self._heard
@@ -80,7 +92,7 @@ class Receivers:
     def hear(self) -> None:
         """After a publish: look at leases now and then, on a thread; the next publish goes by them."""
         is_looking = self._thread is not None and self._thread.is_alive()
-        if not self._count or is_looking or time.monotonic() - self._heard_at < _EVERY:
+        if is_looking or time.monotonic() - self._heard_at < _EVERY:
             return
         self._heard_at = time.monotonic()
         self._thread = threading.Thread(target=self.look, name="sparserl-receivers", daemon=True)
@@ -106,20 +118,44 @@ class Receivers:
             self._thread.join(_END_SECONDS)
 
     def _hear_profiles(self, leases: Iterable[Lease]) -> None:
-        limited = next((lease for lease in leases if lease.profiles is not None), None)
-        if limited is None or self._heard.have_parts:
-            return
         committed = self._writer.committed
-        steps = () if committed is None else committed.index.steps
-        self._heard = _Heard(True, any(not PROFILES.issuperset(step.profiles) for step in steps))
-        log.info(
-            "%s: %s has parts of the weights and takes %s alone: patches are in %s from now on%s",
-            self._writer.store.url,
-            limited.name,
-            ", ".join(limited.profiles or ()),
-            FOR_PARTS,
-            ", after an anchor" if self._heard.need_anchor else "",
-        )
+        for lease in leases:
+            if committed is None or lease.profiles is None or lease.holding in self._heard.holdings:
+                continue
+            can_cut = (
+                lease.holding is not None
+                and len(self._heard.holdings) < MOST_HOLDINGS
+                and self._read_holding(lease.holding)
+            )
+            if not can_cut and self._heard.have_parts:
+                continue
+            name = holding_name(lease.holding or "")
+            need_anchor = any(
+                not PROFILES.issuperset(step.profiles) and name not in step.holdings for step in committed.index.steps
+            )
+            self._heard = _Heard(
+                self._heard.have_parts or not can_cut,
+                self._heard.need_anchor or need_anchor,
+                (*self._heard.holdings, lease.holding or "") if can_cut else self._heard.holdings,
+            )
+            how = "are cut along them" if can_cut else f"are in {FOR_PARTS}"
+            log.info(
+                "%s: %s has parts of the weights: patches %s from now on%s",
+                self._writer.store.url,
+                lease.name,
+                how,
+                ", after an anchor" if need_anchor else "",
+            )
+
+    def _read_holding(self, hash: str) -> bool:
+        """Read which parts a receiver has; whether they are known then."""
+        committed = self._writer.committed
+        if hash not in self._places and committed is not None:
+            try:
+                self._places[hash] = read_holding(self._writer.store, committed.run.run, hash, committed.run.layout)
+            except SparserlError as error:
+                log.warning("%s: the parts of a receiver cannot be used: %s", self._writer.store.url, error)
+        return hash in self._places
 
     def _hear_rates(self, leases: Iterable[Lease]) -> None:
         measured = self._writer.measured_link

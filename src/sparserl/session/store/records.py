@@ -7,6 +7,7 @@
     runs/RUN/buckets/PLACE/HASH  a bucket, byte for byte as in a patch file
     runs/RUN/files/HASH          config, tokenizer and the like
     runs/RUN/leases/NAME         what a subscriber holds
+    runs/RUN/holdings/HASH       the parts of the weights that a subscriber has, where it does not have all
 
 Whatever is named HASH is named by the SHA-256 of its bytes: a retry, or another publisher, can never change what a name
 means. Head names index and run by hash, the index its manifests, a manifest its buckets: one signature binds them all.
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 from ...errors import ChecksumMismatch, InvalidField, SessionError
 from ...transport.stores.base import Store
 from ...weights.digest import Digest
+from ...weights.holdings import MOST_HOLDINGS
 from ...weights.table import TensorTable
 from ...wire import file_names, limits
 from ...wire.file_names import checked_file_name
@@ -58,14 +60,16 @@ MOST_CHANGED_FILES = 1 << 16  # that an index names for all its versions togethe
 MOST_NOTE = 200  # characters
 _RUN = re.compile(r"[0-9a-f]{16}")
 _HASH = re.compile(r"[0-9a-f]{64}")
+_HOLDING = re.compile(r"[0-9a-f]{8}")
 _OBJECT = re.compile(
-    rf"runs/{_RUN.pattern}/(run\.json|(index|manifests|files|buckets/{_RUN.pattern})/{_HASH.pattern}|leases/{LEASE_NAME.pattern})"
+    rf"runs/{_RUN.pattern}/(run\.json|(index|manifests|files|holdings|buckets/{_RUN.pattern})/{_HASH.pattern}|leases/{LEASE_NAME.pattern})"
 )
 
 
 RUN = Bound(limits.TABLE_BYTES * 4 // 3 + MOST_FILES * 6200 + 4096, 1 << 21, 1 << 20)
 INDEX = Bound(MOST_STEPS * 512, MOST_STEPS * 18 + MOST_CHANGED_FILES * 6, MOST_STEPS * 11 + MOST_CHANGED_FILES * 4)
-MANIFEST = Bound(limits.BUCKETS * 96, limits.BUCKETS * 3 + 64, 16)
+MANIFEST = Bound(limits.BUCKETS * 120, limits.BUCKETS * 4 + 128, 16)
+HOLDING = Bound(1 << 26, 1 << 23, 16)
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def parse_layout(data: bytes, label: str) -> TensorTable:
 
 
 def _files(value: Any) -> dict[str, Blob]:
-    return {checked_file_name(name): _blob(blob, MOST_FILE) for name, blob in value.items()}
+    return {checked_file_name(name): read_blob(blob, MOST_FILE) for name, blob in value.items()}
 
 
 def require_files(sizes: Mapping[str, int], label: str) -> None:
@@ -184,7 +188,16 @@ def _note(value: Any) -> str:
     return value
 
 
-def _blob(value: Any, most: int) -> Blob:
+def read_holding_names(value: Any) -> tuple[str, ...]:
+    """The names of holdings, of which there are not very many."""
+    names = read_list(lambda name: matched(_HOLDING, name))(value)
+    if len(names) > MOST_HOLDINGS:
+        raise ValueError(value)
+    return names
+
+
+def read_blob(value: Any, most: int) -> Blob:
+    """An object by its hash, and its size."""
     hash, size = value
     return Blob(matched(_HASH, hash), counted(size, most))
 
@@ -204,6 +217,7 @@ class RouteStep:
     time: float
     step: int | None = None  # of the training, as the publisher has named it
     note: str | None = None  # of the publisher, for people
+    holdings: tuple[str, ...] = ()  # names of those that can take it, though some profile takes old bits
 
     @property
     def name(self) -> str:
@@ -214,6 +228,8 @@ class RouteStep:
         for name in ("step", "note"):
             if out[name] is None:
                 del out[name]
+        if not self.holdings:
+            del out["holdings"]
         return out | {"base_digest": None if self.base_digest is None else self.base_digest.hex}
 
     @classmethod
@@ -231,6 +247,7 @@ class RouteStep:
             fields.take("time", checked_seconds),
             fields.optional("step", lambda v: counted(v, MOST_VERSION), None),
             fields.optional("note", _note, None),
+            fields.optional("holdings", read_holding_names, ()),
         )
         fields.finish()
         if (step.base is None) != (step.base_digest is None) or (step.base is not None and step.base == step.version):
@@ -265,7 +282,7 @@ class PlacedFile(NamedTuple):
         if value is None:
             return None
         hash, size, place = value
-        return cls(*_blob((hash, size), MOST_FILE), matched(_RUN, place))
+        return cls(*read_blob((hash, size), MOST_FILE), matched(_RUN, place))
 
 
 class FileChanges(NamedTuple):
@@ -381,66 +398,17 @@ class Index:
         return index
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The buckets of one step, in order, and the place where they lie."""
-
-    run: str
-    place: str
-    base: Digest
-    result: Digest
-    changed: int
-    buckets: tuple[Blob, ...]
-
-    def to_bytes(self) -> bytes:
-        ends = {"base": self.base.hex, "result": self.result.hex}
-        rest = {
-            "run": self.run,
-            "place": self.place,
-            "changed": self.changed,
-            "buckets": [list(b) for b in self.buckets],
-        }
-        label = f"the manifest of a patch in run {self.run}"
-        self._require_distinct(label)
-        return written({**ends, **rest}, label, MANIFEST)
-
-    @classmethod
-    def parse(cls, data: bytes, label: str) -> Manifest:
-        fields = Fields(parse(data, label, MANIFEST), label)
-        manifest = cls(
-            fields.text("run", _RUN),
-            fields.text("place", _RUN),
-            fields.take("base", read_digest),
-            fields.take("result", read_digest),
-            fields.count("changed"),
-            fields.take("buckets", read_list(lambda v: _blob(v, limits.BUCKET_BYTES))),
-        )
-        fields.finish()
-        manifest._require_distinct(label)
-        return manifest
-
-    @property
-    def size(self) -> int:
-        """Bytes of all buckets."""
-        return sum(blob.size for blob in self.buckets)
-
-    def _require_distinct(self, label: str) -> None:
-        """Refuse a bucket that is named twice: its entries would overlap themselves."""
-        require_few(len(self.buckets), limits.BUCKETS, "buckets", label)
-        if len({blob.hash for blob in self.buckets}) != len(self.buckets):
-            raise InvalidField(f"{label}: a bucket stands in it twice")
-
-    def bucket(self, blob: Blob) -> str:
-        """The name of a bucket."""
-        return path(self.run, "buckets", f"{self.place}/{blob.hash}")
-
-
 def file_name(name: str) -> str:
     """A name under which a file can travel: a path below the checkpoint, and nowhere else."""
     try:
         return checked_file_name(name)
     except (ValueError, TypeError) as error:
         raise InvalidField(f"{name!r} is not the name of a file below a checkpoint") from error
+
+
+def read_run_id(fields: Fields, name: str) -> str:
+    """A field with the id of a run, or of a place."""
+    return fields.text(name, _RUN)
 
 
 def run_id(run: str) -> str:
@@ -452,7 +420,7 @@ def run_id(run: str) -> str:
 
 
 def path(run: str, kind: str, name: str) -> str:
-    """Where something of a run lies: kind is `index`, `manifests`, `buckets`, `files` or `leases`."""
+    """Where something of a run lies: kind is `index`, `manifests`, `buckets`, `files`, `leases` or `holdings`."""
     return f"runs/{run}/{kind}/{name}"
 
 
@@ -461,11 +429,21 @@ def is_own(name: str) -> bool:
     return _OBJECT.fullmatch(name) is not None
 
 
+def is_of_receiver(name: str) -> bool:
+    """Whether an object was written by a subscriber, which may be gone: nothing refers to it."""
+    return name.split("/")[2:3] in (["leases"], ["holdings"])
+
+
 def run_path(run: str) -> str:
     return f"runs/{run}/run.json"
 
 
-_MOST = {"index": INDEX.size, "manifests": MANIFEST.size, "files": MOST_FILE}  # bytes of an object, by its kind
+_MOST = {  # bytes of an object, by its kind
+    "index": INDEX.size,
+    "manifests": MANIFEST.size,
+    "files": MOST_FILE,
+    "holdings": HOLDING.size,
+}
 
 
 def get_named(store: Store, run: str, kind: str, hash: str, most: int | None = None) -> bytes:

@@ -10,16 +10,17 @@ from ...errors import FormatError, NotFound, SessionError, StoreError, Truncated
 from ...transport.stores.base import RANGE_BYTES, ObjectInfo, Store, StoredObject
 from . import routes, signing
 from .layouts import run_at
+from .manifests import Manifest
 from .records import (
     HEAD,
     MOST_HEAD,
     RUN,
     HeadRecord,
     Index,
-    Manifest,
     RouteStep,
     RunRecord,
     get_named,
+    is_of_receiver,
     is_own,
     path,
     require_hash,
@@ -97,9 +98,9 @@ def _recent(listed: list[ObjectInfo], head: HeadRecord, since: float) -> set[str
 def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, dry: bool = False) -> list[str]:
     """Delete what nothing has referred to for the grace period, and what is that old and never was; returns the names.
 
-    Leases go when they have not been renewed for a day. What nothing refers to is never referred to again, but for
-    what a publisher is just sending: the grace period must be longer than a publish takes. What has a name that no
-    session gives is left alone.
+    What subscribers write goes when it has not been renewed for a day. What nothing refers to is never referred to
+    again, but for what a publisher is just sending: the grace period must be longer than a publish takes. What has a
+    name that no session gives is left alone.
     """
     # Listed before the head is read: what is committed in between is younger than the list.
     listed = [item for item in store.list("runs/") if is_own(item.name)]
@@ -109,7 +110,7 @@ def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, 
     gone = [
         item.name
         for item in listed
-        if item.name not in keep and now - item.time > (max(grace, _LEASE) if "/leases/" in item.name else grace)
+        if item.name not in keep and now - item.time > (max(grace, _LEASE) if is_of_receiver(item.name) else grace)
     ]
     if gone and not dry:
         store.delete(gone)

@@ -14,18 +14,23 @@ _Node = tuple[int, Digest | None]
 
 
 def route(
-    steps: Iterable[RouteStep], have: tuple[int, Digest] | None, want: int, profiles: Collection[str] | None = None
+    steps: Iterable[RouteStep],
+    have: tuple[int, Digest] | None,
+    want: int,
+    profiles: Collection[str] | None = None,
+    holding: str | None = None,
 ) -> list[RouteStep]:
     """The steps with the fewest bytes that lead to version `want`, in order.
 
     have: version and digest that are held already; None for neither. An anchor can always be started from.
     profiles: those that the receiver can take; None for all.
+    holding: the name of the parts that it has, for which others may be made; None for all.
     """
     steps = tuple(steps)
     goal: _Node = want, versions(steps).get(want)
     ways: dict[int, list[RouteStep]] = {}
     for step in steps:
-        if profiles is not None and not set(step.profiles) <= set(profiles):
+        if profiles is not None and not set(step.profiles) <= set(profiles) and holding not in step.holdings:
             continue
         ways.setdefault(_NOTHING if step.base is None else step.base, []).append(step)
     starts: list[_Node] = ([] if have is None else [have]) + [(_NOTHING, None)]
@@ -47,8 +52,8 @@ def route(
         refused = sorted({name for step in route(steps, have, want) for name in step.profiles} - set(profiles))
         raise NotRetained(
             f"version {want} is in profile {', '.join(refused)}, and this receiver, which has only parts of the "
-            f"weights, takes {', '.join(sorted(profiles))} alone. The publisher hears of it by the receiver's lease "
-            "and writes other patches; publish with profile='ulp' where there are no leases"
+            f"weights, takes {', '.join(sorted(profiles))}, or patches that are cut along its parts. The publisher "
+            "hears of them by the receiver's lease; publish with profile='ulp' where there are no leases"
         )
     raise NotRetained(f"version {want} cannot be reached with what the store has")
 

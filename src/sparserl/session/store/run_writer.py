@@ -12,6 +12,7 @@ from ...errors import FormatError, NotFound, SessionError
 from ...parallel import Progress
 from ...patch import Patch
 from ...transport.stores.base import Store, exists
+from ...weights.holdings import Holdings
 from ...weights.table import TensorTable
 from ..baseline import Baseline
 from ..report import SyncReport, Watch
@@ -60,6 +61,7 @@ class RunWriter:
         self.clock = clock
         self.committed: CommittedVersion | None = None
         self.measured_link = MeasuredLink()
+        self.holdings: Holdings | None = None  # the parts that receivers have which do not have all
         self._known_ranks: set[int] = set()  # those that are known to upload to the same store
         self._head = head
         self._progress = progress
@@ -93,7 +95,7 @@ class RunWriter:
 
         def send_share() -> transfer.UploadedPatch:
             wait = functools.partial(watch.stage, "upload")
-            with transfer.Upload(self.store, run.run, place, run.layout, self._progress, wait) as upload:
+            with transfer.Upload(self.store, run.run, place, run.layout, self._progress, wait, self.holdings) as upload:
                 patches.append(encode(upload))
                 share = upload.finish(patches[0])
             self.measured_link.uploads.add(upload.meter)

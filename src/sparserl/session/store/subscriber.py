@@ -28,6 +28,7 @@ from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
 from .fields import checked_clock
+from .holding_records import OwnHolding
 from .layouts import run_at
 from .neighbours import NeighbourOptions, Served
 from .own_lease import OwnLease
@@ -141,6 +142,7 @@ class Subscriber(Receiver):
         self._newest_head: HeadRecord | None = None  # of all heads seen: nothing older is accepted
         self._awaited_head: StoredObject | None = None  # for the next look at the store
         self._unfinished: transfer.Fetch | None = None  # what was fetched when a store failed in the middle
+        self._holding = OwnHolding(self.targets)
 
     @property
     def served_url(self) -> str | None:
@@ -388,7 +390,8 @@ class Subscriber(Receiver):
         """The steps that lead from the current version to another."""
         current = self._current
         start = (current.version, current.digest) if current is not None and current.run == goal.run else None
-        return routes.route(snapshot.index.steps, start, goal.version, self._profiles)
+        holding = self._holding.name(self._table)
+        return routes.route(snapshot.index.steps, start, goal.version, self._profiles, holding)
 
     @property
     def _profiles(self) -> frozenset[str] | None:
@@ -407,7 +410,9 @@ class Subscriber(Receiver):
             files = StoredFiles(self.store, snapshot.index.files_of(goal.version, run))
         with watch.stage("fetch"):
             route = [(step, run.layout) for step in steps]
-            fetch = transfer.Fetch(self.store, run.run, route, self._progress, begun=self._unfinished)
+            holding = self._holding.name(self._table)
+            begun = self._unfinished
+            fetch = transfer.Fetch(self.store, run.run, route, self._progress, begun=begun, holding=holding)
 
         def prepare() -> list[Prepared]:
             patches = [] if is_anchor else fetch.patches
@@ -422,7 +427,7 @@ class Subscriber(Receiver):
             kind="anchor" if is_anchor else "patch" if steps else "none",
             changed=max((target.changed for target in prepared), default=0),
             elements=run.layout.elements,
-            bytes=sum(step.bytes for step in steps),
+            bytes=fetch.size,
             dense_bytes=run.layout.dense_bytes,
             seconds=watch.seconds,
             behind=self._versions_behind(snapshot),
@@ -474,7 +479,7 @@ class Subscriber(Receiver):
 
     def _tell_version(self) -> None:
         """Tell the store and the neighbours which version is held."""
-        self._lease.renew(self._current, self._rates.extremes, self._profiles)
+        self._lease.renew(self._current, self._rates.extremes, self._profiles, self._holding.record(self._table))
         snapshot = self._snapshot
         if self._served is not None and snapshot is not None and self._current is not None:
             head = snapshot.head

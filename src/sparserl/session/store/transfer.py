@@ -16,16 +16,19 @@ from ...errors import InvalidField, LimitExceeded
 from ...parallel import Progress
 from ...patch import Patch
 from ...patch.contents import Bucket, BucketList, Ends
+from ...patch.slicing import PROFILES
 from ...transport.stores.base import Store, fetch
 from ...transport.stores.deadline import Transfers
 from ...weights.digest import Digest, table_digest
+from ...weights.holdings import Holdings
 from ...weights.table import TensorTable
 from ...wire import encoded_table, limits, read_bucket
 from ...wire.cursor import CHECKSUM_BYTES
 from ..arrival import Arrival, ArrivingPatch
 from .fields import canonical, sha256
+from .manifests import Manifest
 from .rates import RateMeter
-from .records import Blob, Manifest, RouteStep, get_named, path, require_hash
+from .records import Blob, RouteStep, get_named, path, require_hash
 
 R = TypeVar("R")
 AT_ONCE = 8  # transfers
@@ -41,6 +44,7 @@ class UploadedPatch:
     manifest: Manifest
     profiles: frozenset[str]
     entries: int
+    takers: tuple[str, ...] = ()  # holdings that can take it, whatever its profiles
 
     @property
     def size(self) -> int:
@@ -58,14 +62,15 @@ class UploadedPatch:
         return self.manifest.to_bytes()
 
     def to_bytes(self) -> bytes:
-        about = {"profiles": sorted(self.profiles), "entries": self.entries}
+        about = {"profiles": sorted(self.profiles), "entries": self.entries, "takers": self.takers}
         return canonical(about) + b"\n" + self.manifest_record
 
     @classmethod
     def parse(cls, data: bytes) -> UploadedPatch:
         about, manifest = data.split(b"\n")
         fields = json.loads(about)
-        return cls(Manifest.parse(manifest, "a rank's share"), frozenset(fields["profiles"]), fields["entries"])
+        profiles = frozenset(fields["profiles"])
+        return cls(Manifest.parse(manifest, "a rank's share"), profiles, fields["entries"], tuple(fields["takers"]))
 
     def step(self, base: int | None, version: int, now: float) -> RouteStep:
         """How it stands in the index."""
@@ -79,6 +84,7 @@ class UploadedPatch:
             profiles=tuple(sorted(self.profiles)),
             manifest=sha256(self.manifest_record),
             time=now,
+            holdings=() if PROFILES.issuperset(self.profiles) else self.takers,
         )
 
 
@@ -92,6 +98,7 @@ class Upload:
         table: The tensor table of the patch.
         progress: Called with the number of bytes just written.
         wait: Entered while an encoder has to wait because too much is on its way.
+        holdings: The holdings of receivers: which of them each bucket is for is written to the manifest.
     """
 
     def __init__(
@@ -102,9 +109,13 @@ class Upload:
         table: TensorTable,
         progress: Progress | None = None,
         wait: Callable[[], AbstractContextManager[None]] = nullcontext,
+        holdings: Holdings | None = None,
     ) -> None:
         self._store = store
         self._manifest = Manifest(run, place, Digest(), Digest(), 0, ())
+        self._holdings = holdings
+        self._touched: list[int] = []  # by each bucket
+        self._refused = 0  # holdings that cannot take a bucket, since they have a part of what it takes to decode it
         self._table = table
         self._progress = progress
         self._wait = wait
@@ -133,6 +144,11 @@ class Upload:
         head, _ = read_bucket(body, self._table, encoded_table(self._table).hash, "a bucket that was encoded")
         self._profiles.add(head.profile.name)
         self._entries += len(head.entries)
+        if self._holdings is not None:
+            entries = head.entries
+            touched = self._holdings.touched(zip(entries.tensor.tolist(), entries.region, strict=True))
+            self._touched.append(touched.holdings)
+            self._refused |= touched.partly if head.profile.conditional else 0
         with self._wait():
             self._sink.add(bucket, len(bucket))
 
@@ -147,14 +163,18 @@ class Upload:
         with self._wait():
             self._sink.finish()
         terms = table_digest(self._table) if patch.complete else Digest()
+        names = () if self._holdings is None else self._holdings.names
         manifest = replace(
             self._manifest,
             base=patch.base - terms,
             result=patch.result - terms,
             changed=patch.changed,
             buckets=tuple(self._blobs),
+            holdings=names,
+            touched=tuple(self._touched),
         )
-        return UploadedPatch(manifest, frozenset(self._profiles), self._entries)
+        takers = tuple(name for number, name in enumerate(names) if not self._refused >> number & 1)
+        return UploadedPatch(manifest, frozenset(self._profiles), self._entries, takers)
 
     def _put(self, bucket: Bucket) -> Blob:
         blob = Blob(sha256(bucket), len(bucket))
@@ -174,17 +194,21 @@ def joined(table: TensorTable, shares: Sequence[UploadedPatch]) -> UploadedPatch
     if any((s.manifest.run, s.manifest.place) != (first.run, first.place) for s in shares):
         raise InvalidField("the ranks have not uploaded parts of one patch")
     terms = table_digest(table)
+    is_cut_alike = all(s.manifest.holdings == first.holdings for s in shares)
     manifest = replace(
         first,
         base=sum((s.manifest.base for s in shares), terms),
         result=sum((s.manifest.result for s in shares), terms),
         changed=sum(s.manifest.changed for s in shares),
         buckets=tuple(blob for s in shares for blob in s.manifest.buckets),
+        holdings=first.holdings if is_cut_alike else (),
+        touched=tuple(bits for s in shares for bits in s.manifest.touched) if is_cut_alike else (),
     )
+    takers = tuple(name for name in manifest.holdings if all(name in s.takers for s in shares))
     entries = sum(s.entries for s in shares)
     if entries > limits.PATCH_ENTRIES:
         raise LimitExceeded(f"the shares of all ranks have {entries} entries, the limit is {limits.PATCH_ENTRIES}")
-    return UploadedPatch(manifest, frozenset().union(*(s.profiles for s in shares)), entries)
+    return UploadedPatch(manifest, frozenset().union(*(s.profiles for s in shares)), entries, takers)
 
 
 def put_manifest(store: Store, sent: UploadedPatch) -> None:
@@ -206,6 +230,7 @@ class FetchedStep(NamedTuple):
 
     step: RouteStep
     manifest: Manifest
+    buckets: tuple[Blob, ...]  # those of the manifest that are needed here
     arriving: ArrivingPatch
 
 
@@ -221,6 +246,7 @@ class Fetch:
         progress: Called with the number of bytes just fetched.
         restore: Whether an anchor becomes weights as it arrives (see `ArrivingPatch.restored`), instead of being kept.
         begun: An earlier fetch that has failed; what it has fetched of the same steps is not fetched again.
+        holding: The name of the parts that are here: buckets that change nothing in them are left out. None for all.
     """
 
     def __init__(
@@ -232,7 +258,9 @@ class Fetch:
         *,
         restore: bool = True,
         begun: Fetch | None = None,
+        holding: str | None = None,
     ) -> None:
+        self._holding = holding
         self._store = store
         self._run = run
         self._progress = progress
@@ -252,6 +280,11 @@ class Fetch:
     def patches(self) -> list[Patch]:
         """The patches, in the order of the steps."""
         return [arriving.patch for arriving in self.arriving]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the buckets that are fetched."""
+        return sum(blob.size for step in self._steps for blob in step.buckets)
 
     def run(self, work: Callable[[], R]) -> R:
         """Do work on the patches while they are fetched; its result."""
@@ -273,7 +306,7 @@ class Fetch:
         missing = [
             (number, step.manifest, blob)
             for number, step in enumerate(self._steps)
-            for blob in step.manifest.buckets[step.arriving.buckets.arrived :]
+            for blob in step.buckets[step.arriving.buckets.arrived :]
         ]
         with (
             ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sparserl-range") as ranges,
@@ -308,7 +341,10 @@ class Fetch:
         require_size(manifest, table, label)
         ends = Ends(manifest.base, manifest.result, manifest.changed)
         restores = self._restore and step.base is None
-        return FetchedStep(step, manifest, ArrivingPatch(table, ends, len(manifest.buckets), restores=restores))
+        buckets = manifest.for_holding(self._holding)
+        is_partial = len(buckets) < len(manifest.buckets)
+        arriving = ArrivingPatch(table, ends, len(buckets), restores=restores, is_partial=is_partial)
+        return FetchedStep(step, manifest, buckets, arriving)
 
     def same_steps(self, steps: Sequence[RouteStep]) -> list[FetchedStep]:
         """The first steps of this fetch, as far as they are those of another one, and can be used for it."""

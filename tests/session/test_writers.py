@@ -14,12 +14,17 @@ import pytest
 import sparserl
 from sparserl import Part, Region, Shards, Subscriber
 from sparserl.errors import NotFound, PeerLost, Refused, SessionError, TensorMismatch, Unavailable
-from sparserl.session.store.retention import faults, read_head
+from sparserl.session.store.holding_records import HoldingRecord
+from sparserl.session.store.leases import Lease
+from sparserl.session.store.manifests import Manifest
+from sparserl.session.store.records import get_named
+from sparserl.session.store.retention import faults, read_head, read_index
 from sparserl.session.store.writers import Writers
 from sparserl.transport.stores.folder import FolderStore
 from tests.session.ranks import finish, launch
 
 SHAPES = {"embed": (37, 16), "up": (24, 30), "norm": (16,), "none": (0, 4)}
+HALF = (3, Region((0, 0), (24, 15)))  # of `up`, in the order of the table
 
 
 def whole(version: int) -> dict[str, np.ndarray]:
@@ -102,7 +107,8 @@ def rank_main(rank: int, size: int, folder: str, scenario: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=size, timeout=limit)
     for part in scenario.split():
         store, trainer = Troubled(f"{folder}/{part}"), Trainer(rank, size)
-        publisher = sparserl.Publisher(store, trainer, writers=dist.group.WORLD, anchor_after=0.4, timeout=8)
+        seconds = 8 if part == "die" else 60  # one that dies is waited for
+        publisher = sparserl.Publisher(store, trainer, writers=dist.group.WORLD, anchor_after=0.4, timeout=seconds)
         globals()[part](rank, trainer, store, publisher, folder)
         publisher.close()
     dist.destroy_process_group()
@@ -114,6 +120,11 @@ def follow(rank, trainer, store, publisher, folder) -> None:
         report = publisher.publish() if version % 2 == 0 else publisher.publish_in_background().result()
         assert (report.version, report.changed > 0) == (version, True)
         assert report.digest == sparserl.digest(whole(version)).hex
+        if rank == 0 and version == 0:  # a receiver that has half of a tensor
+            holding = HoldingRecord.of(sparserl.tensor_table(whole(0)), [HALF])
+            holding.put(store, report.run)
+            lease = Lease("half", 0, time.time(), None, ("ulp",), holding.hash)
+            store.put(f"runs/{report.run}/leases/half", lease.to_bytes())
         if rank == 0:
             got = sparserl.Subscriber(store, mine := {k: np.zeros_like(w) for k, w in whole(0).items()}).sync()
             assert got.version == version
@@ -288,6 +299,13 @@ def test_every_version_is_that_of_the_whole(tmp_path, size):
     subscriber = Subscriber(store, mine)
     subscriber.goto(6)
     assert all((mine[name] == bits).all() for name, bits in whole(6).items())
+    head, _ = read_head(store)
+    for step in read_index(store, head).steps:
+        data = get_named(store, head.run, "manifests", step.manifest)
+        manifest = Manifest.parse(data, "it")
+        if step.version:  # all ranks have heard of the receiver
+            (name,) = manifest.holdings
+            assert 0 < len(manifest.for_holding(name)) < len(manifest.for_holding("other")) == len(manifest.buckets)
 
 
 @pytest.mark.long

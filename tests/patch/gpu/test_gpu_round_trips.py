@@ -13,6 +13,7 @@ from sparserl.plan import buckets
 from sparserl.weights import gpu_copies
 from sparserl.weights import on_gpu as device
 from sparserl.weights.dtypes import BY_NAME, Bits
+from sparserl.weights.holdings import Holdings
 from tests.patch.gpu.gpu_weights import (
     CUDA,
     DEVICE,
@@ -267,3 +268,28 @@ def test_large_tensors_are_cut(monkeypatch):
     weights = on_host(old)
     patch.apply(weights)
     assert same_bits(weights, new)
+
+
+@needs_gpu
+@pytest.mark.parametrize("profile", ["ctx", "ulp", "raw"])
+def test_cut_along_receivers(profile):
+    """Rows are coded on the GPU; tensors of which receivers have columns are compared there, and then cut."""
+    old, new = two_versions("bfloat16", {"rows": (40, 301), "columns": (30, 400), "norm": (77,)}, changes=80)
+    table = sparserl.tensor_table(old)
+    left, right = ([Region((20 * r, 0), (20, 301)), Region((0, 200 * r), (30, 200))] for r in range(2))
+    names = [table.index["rows"], table.index["columns"]]
+    holdings = Holdings(table, {"x": [*zip(names, left, strict=True)], "y": [*zip(names, right, strict=True)]})
+    expected = sparserl.diff(old, new, profile="raw")
+    for keep in (True, False):
+        timed = None if keep else iter
+        patch = capture(on_gpu(old), on_gpu(new), profile=profile, holdings=holdings, timed=timed).encode()
+        assert (patch.base, patch.result, patch.changed) == (expected.base, expected.result, expected.changed)
+        masks = set()
+        for head in patch.contents.heads:
+            touched = holdings.touched(zip(head.entries.tensor.tolist(), head.entries.region, strict=True))
+            assert not touched.partly
+            masks.add(touched.holdings)
+        assert masks == {0b00, 0b01, 0b10}
+    for target in (on_host(old), on_gpu(old)):
+        patch.apply(target, threads=1)  # the interpreter runs one kernel at a time
+        assert same_bits(target, new)

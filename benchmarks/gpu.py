@@ -150,7 +150,7 @@ def _check_width(width: int, kind: str) -> int:
 
     torch.manual_seed(width)
     rng = np.random.default_rng(width)
-    ints = gpu.changes.INTS[width]
+    ints = gpu.ints.INTS[width]
     sizes = [40_000_003, 1, 8192, 0, 24_000_000, 65_537, 31]
     buffers = [torch.randint(0, 256, (width * (n + 8),), dtype=torch.uint8, device="cuda").view(ints) for n in sizes]
     olds = [b[1 : n + 1] if kind == "signed" else b[:n] for b, n in zip(buffers, sizes, strict=True)]

@@ -43,13 +43,15 @@ class Table:
 class Fleet:
     """All ranks of an engine that follow a run, and the weights that are published."""
 
-    def __init__(self, url, ranks, profile="ulp", tied=None, extra=None, publisher=None, weights=None, anchor_after=1.0):
-        self.url = url
-        self.weights = checkpoint() | (extra or {}) if weights is None else weights
-        options = {"profile": profile, "ladder": None, "anchor_after": anchor_after}
-        self.publisher = publisher or sparserl.Publisher(url, self.weights, **options)
-        if publisher is None:
+    def __init__(self, url, ranks, *, profile="ulp", tied=None, extra=None, other=None, anchor_after=1.0):
+        if other is None:
+            self.weights = checkpoint() | (extra or {})
+            options = {"profile": profile, "ladder": None, "anchor_after": anchor_after}
+            self.publisher = sparserl.Publisher(url, self.weights, **options)
             self.publisher.publish()
+        else:
+            self.weights = other.weights
+            self.publisher = other.publisher
         self.engines = [Engine(rank, ranks) for rank in range(ranks)]
         self.pool, table, self.subscribers = ThreadPoolExecutor(ranks), Table(ranks), []
         for rank, engine in enumerate(self.engines):
@@ -93,18 +95,8 @@ class Fleet:
 
 
 @contextmanager
-def joined_fleet(other, ranks):
-    """Another engine that follows the run of the first."""
-    made = Fleet(other.url, ranks, publisher=other.publisher, weights=other.weights)
-    try:
-        yield made
-    finally:
-        made.all(lambda subscriber: subscriber.close())
-        made.pool.shutdown()
-
-
-@contextmanager
 def fleet(tmp_path, ranks, **options):
+    """`other`: an engine that follows the same run."""
     made = Fleet(f"file://{tmp_path}/run", ranks, **options)
     try:
         yield made
@@ -151,8 +143,12 @@ def test_patches_are_cut_along_ranks(tmp_path, ranks, profile, caplog, monkeypat
 def test_engines_of_different_sizes_follow_one_run(tmp_path, monkeypatch):
     """Patches are cut along the parts of all of them."""
     monkeypatch.setattr(buckets, "choose_classes", always)
-    with fleet(tmp_path, 2, profile="ctx") as it, joined_fleet(it, 4) as other, joined_fleet(it, 1) as alone:
-        fleets = it, other, alone
+    with (
+        fleet(tmp_path, 2, profile="ctx") as it,
+        fleet(tmp_path, 4, other=it) as larger,
+        fleet(tmp_path, 1, other=it) as alone,
+    ):
+        fleets = it, larger, alone
         for every in fleets:
             assert every.all(lambda s: s.commit_version()) == [None] * len(every.engines)
         for seed in range(3):

@@ -67,7 +67,7 @@ def _poisoned(monkeypatch):
 def tensor(bits, shift=0):
     """Bit patterns as a torch tensor of integers, which begins `shift` elements behind an aligned address."""
     width = bits.itemsize
-    room = torch.zeros(bits.size + 16, dtype=gpu.changes.INTS[width])
+    room = torch.zeros(bits.size + 16, dtype=gpu.ints.INTS[width])
     begin = -(room.data_ptr() // width) % (16 // width) + shift
     room[begin : begin + bits.size] = torch.from_numpy(bits.view(np.uint8 if width == 1 else f"i{width}").copy())
     return room[begin : begin + bits.size]

@@ -48,6 +48,7 @@ _INTERRUPTED_SECONDS = 0.3  # the same after Ctrl-C: nobody wants to wait
 _MEGABYTES = 64  # read and copied at a time: more than most caches hold
 _TORCH = """
 import json, torch
+from sparserl.kernels.gpu.support import obstacle
 facts = {"version": torch.__version__, "backends": [], "devices": []}
 if torch.distributed.is_available():
     facts["backends"] = [b for b in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(b)]
@@ -55,7 +56,8 @@ if torch.cuda.is_available():
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)
         torch.ones(1, device=f"cuda:{i}").sum().item()
-        facts["devices"].append([gpu.name, gpu.total_memory, [gpu.major, gpu.minor]])
+        why = obstacle(torch.device("cuda", i))
+        facts["devices"].append([gpu.name, gpu.total_memory, why])
 print(json.dumps(facts))
 """
 
@@ -247,20 +249,17 @@ def _process_groups(backends: list[str]) -> Finding:
     return Finding("transport", "process-group", "works", ", ".join(backends))
 
 
-def _gpus(gpus: Iterable[tuple[str, int, list[int]]]) -> list[Finding]:
-    """Which GPUs can run kernels: those need Triton, and instructions that NVIDIA's GPUs have from Ampere on."""
+def _gpus(gpus: Iterable[tuple[str, int, str | None]]) -> list[Finding]:
+    """Which GPUs kernels run on, and why not on others."""
     findings = []
-    for number, (model, memory, capability) in enumerate(gpus):
+    for number, (model, memory, obstacle) in enumerate(gpus):
         name = f"gpu {number}" if number else "gpu"
-        detail = f"{model}, {size(memory)}"
-        state = "missing"
-        if capability < [8, 0]:
-            detail += ": kernels need compute capability 8.0; weights go through host memory"
-        elif util.find_spec("triton") is None:
-            detail += ": Triton is not installed; weights go through host memory"
+        detail = f"{model}, {size(memory)}: "
+        if obstacle is None:
+            detail += "kernels compare, encode, decode and write weights there"
         else:
-            state = "installed"
-        findings.append(Finding("kernels", name, state, detail))
+            detail += f"{obstacle}; weights are read through host memory, and written by torch"
+        findings.append(Finding("kernels", name, "missing" if obstacle else "installed", detail))
     return findings
 
 

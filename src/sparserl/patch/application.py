@@ -160,7 +160,7 @@ def stage_on(
     Buckets that can be are decoded on the GPU that the weights are on, several together, behind the others.
     """
     on_gpu: list[GpuStaged] = []
-    if weights.gpu_streams:
+    if weights.has_kernels:
         staged, on_gpu = _stage_with_gpu(patch, weights, tied, threads)
     else:
         staged_parts = ordered(lambda i: stage_parts(weights, patch.decode(i, weights)), patch.arrivals(), threads)

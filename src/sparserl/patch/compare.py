@@ -194,8 +194,8 @@ class Comparison:
 
     @property
     def _on_gpu(self) -> bool:
-        """Whether some weights are on a GPU in both versions."""
-        return bool(self._old.gpu_streams and self._new.gpu_streams)
+        """Whether some weights are on a GPU with kernels in both versions."""
+        return self._old.has_kernels and self._new.has_kernels
 
     def compare(self, threads: int | None, progress: Progress | None, keep: bool) -> Iterator[Changes | Draft]:
         """Compare both versions and route the changes: dense or sparse.

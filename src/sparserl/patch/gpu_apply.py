@@ -296,7 +296,7 @@ def _locate(weights: LocalWeights, group: list[GpuBucket]) -> GpuStaged:
         if group[0].head.profile.name == "raw":
             positions = upload_parts([bucket.stored(Stream.POSITIONS) for bucket in group], runs.device)
             words = upload_parts([bucket.stored(Stream.WORDS) for bucket in group], runs.device)
-            bits = words.view(gpu.changes.INTS[runs.dtype.width])
+            bits = words.view(gpu.ints.INTS[runs.dtype.width])
             changes = gpu.cells.locate(blocks, side, per_run, positions.view(torch.int32), bits, bad)
         else:
             plan = _stream_plan(group, blocks, [count.size for count in counts])

@@ -120,7 +120,7 @@ def part_sums(
     """The element sums of every part: one read of all bits."""
     totals = dict.fromkeys(weights.places, Digest())
     in_memory = weights.places
-    if weights.gpu_streams:
+    if weights.has_kernels:
         from ..weights import on_gpu
 
         in_memory, runs = on_gpu.split_by_gpu(in_memory, weights)

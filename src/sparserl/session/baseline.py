@@ -109,7 +109,7 @@ class HostBaseline:
 
     @property
     def is_on_gpu(self) -> bool:
-        return bool(self._local.gpu_streams)
+        return self._local.has_kernels
 
     def set_digest(self, digest: Digest) -> None:
         """Take over the digest, where all bits had to be read anyway."""

@@ -28,6 +28,7 @@ def fits(new: Any, old: Any) -> bool:
     return bool(
         (new.dtype is old.dtype or (new.dtype is torch.float32 and old.dtype is torch.bfloat16))
         and memory.is_on_gpu(new)
+        and gpu.support.obstacle(new.device) is None
         and new.device == old.device
         and new.is_contiguous()
         and old.is_contiguous()

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import TensorMismatch
-from ..kernels import cpu
+from ..kernels import cpu, gpu
 from ..kernels.cpu.arguments import InTensor
 from ..patch.cpu_compare import scan
 from ..weights.batches import PIECE_BYTES, Batch, batches
@@ -149,7 +149,8 @@ class Plan:
                 raise TensorMismatch(f"{name!r}: region {region} cannot be {list(memory.shape)}")
             address.append(memory.address if memory.strides is None and memory.dtype is spec.dtype else 0)
             on_gpu = gpu_tensor(memory)
-            start = None if on_gpu is None or not on_gpu.is_contiguous() else run_start(region, spec.shape)
+            can_mark = on_gpu is not None and on_gpu.is_contiguous() and gpu.support.obstacle(on_gpu.device) is None
+            start = run_start(region, spec.shape) if can_mark else None
             self.on_gpu[r] = start is not None
             self.start[r] = start or 0
         self._address = np.array(address, np.int64)

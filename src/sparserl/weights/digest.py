@@ -119,7 +119,7 @@ def place_sums(weights: LocalWeights, threads: int | None = None) -> dict[Place,
     """The sums over the elements of every place."""
     places = [*weights.places]
     sums: dict[Place, Digest] = {}
-    if weights.gpu_streams:
+    if weights.has_kernels:
         from . import on_gpu
 
         places, all_runs = on_gpu.split_by_gpu(places, weights)
@@ -138,7 +138,7 @@ def _partial_sums(weights: LocalWeights, places: list[Place], threads: int | Non
         del owners  # the addresses may point to copies, which must live until here
         return part, batch.elements * batch.dtype.width
 
-    if weights.gpu_streams:
+    if weights.has_kernels:
         from . import on_gpu
 
         places, runs = on_gpu.split_by_gpu(places, weights)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels import gpu
+from ..kernels.gpu.ints import INTS
 from .dtypes import BY_NAME
 from .memory import Memory
 
@@ -20,7 +20,7 @@ def upload(array: np.ndarray[Any, Any], device: Any) -> torch.Tensor:
     """Copy an array to a GPU through page-locked memory; elements of several bytes become signed integers."""
     host = torch.empty(array.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")  # torch reuses this memory
     host.numpy()[...] = array.reshape(-1).view(np.uint8)
-    return host.to(device, non_blocking=True).view(gpu.changes.INTS[array.itemsize])
+    return host.to(device, non_blocking=True).view(INTS[array.itemsize])
 
 
 def upload_parts(parts: Sequence[bytes | memoryview], device: Any) -> torch.Tensor:

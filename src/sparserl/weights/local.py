@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import TensorMismatch
+from ..kernels import gpu
 from .batches import Batch
 from .boxes import Boxes
 from .dtypes import UIntArray
@@ -32,7 +33,7 @@ class _Parts:
         whole: The memory of each tensor that is here as a whole.
         address: Its address.
         contiguous: Whether it is contiguous in host memory.
-        gpu_number: Which GPU it lies on, contiguous; -1 for none.
+        gpu_number: Which GPU with kernels it lies on, contiguous; -1 for none.
         devices: The GPUs that parts lie on.
     """
 
@@ -57,7 +58,7 @@ class _Parts:
         for (tensor, region), memory in self.located:
             if memory.strides is not None and (on_gpu := gpu_tensor(memory)) is not None:
                 number = numbers.setdefault(on_gpu.device, len(numbers))
-                if region is None and on_gpu.is_contiguous():
+                if region is None and on_gpu.is_contiguous() and gpu.support.obstacle(on_gpu.device) is None:
                     self.gpu_number[tensor] = number
         self.devices = list(numbers)
 
@@ -161,6 +162,11 @@ class LocalWeights:
         local = cls(parts.table, parts)
         local.known = known
         return local
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether there are GPUs among those that parts lie on which kernels run on."""
+        return any(gpu.support.obstacle(device) is None for device in self.gpu_streams)
 
     def follow_current_streams(self) -> None:
         """Order all later GPU work on these weights, by any thread, behind what this thread has launched so far."""

@@ -7,10 +7,7 @@ owner alive for as long as the address is in use.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
-from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,21 +87,8 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
 
 
 def is_on_gpu(tensor: Any) -> bool:
-    """Whether a torch tensor lies on a GPU that the kernels in `kernels/gpu` can run on."""
-    return bool(tensor.is_cuda) and _runs_kernels(tensor.device)
-
-
-@lru_cache
-def _runs_kernels(device: Any) -> bool:
-    """Whether Triton can compile the kernels for a device: NVIDIA GPUs from Ampere on have the instructions.
-
-    SPARSERL_GPU=off is for machines on which they cannot be compiled: weights are then read through host memory.
-    """
-    import torch
-
-    if torch.version.hip is not None or find_spec("triton") is None or os.environ.get("SPARSERL_GPU") == "off":
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether a torch tensor lies on a GPU."""
+    return bool(tensor.is_cuda)
 
 
 def tied_groups(memory_by_name: Mapping[str, Memory]) -> list[list[str]]:

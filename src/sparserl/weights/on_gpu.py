@@ -18,6 +18,7 @@ import torch
 
 from ..kernels import cpu, gpu
 from ..kernels.cpu.arguments import InTensor
+from ..kernels.gpu.ints import INTS
 from .batches import PIECE_BYTES, Batch
 from .dtypes import DType, UIntArray
 from .geometry import Geometry
@@ -234,6 +235,8 @@ def _run(place: Place, versions: Sequence[LocalWeights]) -> _Run | None:
         local_start = 0 if local is None else run_start(local, memory.shape)
         if on_gpu is None or start is None or local_start is None or not on_gpu.is_contiguous():
             return None
+        if gpu.support.obstacle(on_gpu.device) is not None:
+            return None
         devices.add(on_gpu.device)
         addresses.append(memory.address + local_start * spec.dtype.width)
     if len(devices) > 1:
@@ -262,13 +265,13 @@ def groups(all_runs: Iterable[Runs], table: TensorTable, piece_bytes: int | None
 
 def warm_up(weights: LocalWeights) -> None:
     """Compile the kernels that syncs of weights on GPUs need."""
-    if gpu.changes.INTERPRETED:
-        return
     kinds = {
         (runs.dtype, runs.device, aligned)
         for runs in split_by_gpu(weights.places, weights)[1]
         for aligned in np.unique(runs.aligned).tolist()
     }
+    if not kinds or gpu.changes.INTERPRETED:
+        return
     for dtype, device, aligned in kinds - _warm:
         order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
         with on_stream(weights, device):
@@ -310,6 +313,8 @@ def pair(sums: torch.Tensor) -> tuple[int, int]:
 class GpuElements:
     """The changed elements that lie on GPUs, in any memory layout: read and written one by one.
 
+    Kernels take all memory of a GPU for one tensor. Plain operations of torch take one storage after the other.
+
     Attributes:
         host_entries: Which entries lie in host memory instead.
         host_changes: Which changes lie in host memory instead.
@@ -320,16 +325,18 @@ class GpuElements:
     ) -> None:
         """`tensors` has the tensor on a GPU that each entry lies in; None for entries in host memory."""
         self._weights = weights
-        self._parts = list[tuple[torch.Tensor, torch.Tensor, Any]]()  # by GPU: base, offsets from it, change numbers
+        self._parts = list[tuple[torch.Tensor, torch.Tensor, Any]]()  # base, offsets from it, change numbers
         entry = np.repeat(np.arange(count.size), count)  # of each change
-        for device in {tensor.device for tensor in tensors if tensor is not None}:
-            entries = np.array([tensor is not None and tensor.device == device for tensor in tensors], bool)
-            base = next(tensor for tensor in tensors if tensor is not None and tensor.device == device)
+        owner = np.array([-1 if tensor is None else _owner(tensor) for tensor in tensors], np.int64)
+        for number in np.unique(owner[owner >= 0]).tolist():
+            entries = owner == number
+            base = _base(tensors[int(np.argmax(entries))])
+            device = base.device
             which = np.flatnonzero(entries[entry])
             width = base.element_size()
             offsets = np.empty(which.size, np.int64)
             regions = InTensor(
-                start=(geometry.address[entries] - base.data_ptr()) // width,  # as if all GPU memory were a tensor
+                start=(geometry.address[entries] - base.data_ptr()) // width,
                 dims=geometry.dims[entries],
                 size=geometry.size[entries],
                 stride=geometry.memory_strides[entries],
@@ -337,7 +344,7 @@ class GpuElements:
             )
             cpu.changes.locate(count[entries], regions, positions[which], offsets)
             with on_stream(weights, device):
-                self._parts.append((base.detach().view(gpu.changes.INTS[width]), upload(offsets, device), which))
+                self._parts.append((base, upload(offsets, device), which))
         self.host_entries = np.array([tensor is None for tensor in tensors], bool)
         self.host_changes = self.host_entries[entry]
 
@@ -345,13 +352,18 @@ class GpuElements:
         """Read the bits on GPUs, each to the index of its change."""
         for base, offsets, which in self._parts:
             with on_stream(self._weights, base.device):
-                out[which] = fetch(gpu.cells.gather(base, offsets))().view(out.dtype)
+                bits = base[offsets] if gpu.support.obstacle(base.device) else gpu.cells.gather(base, offsets)
+                out[which] = fetch(bits)().view(out.dtype)
 
     def write(self, bits: UIntArray) -> None:
         """Write the elements on GPUs, given the bits of all changes."""
         for base, offsets, which in self._parts:
             with on_stream(self._weights, base.device):
-                gpu.cells.scatter(base, offsets, upload(bits[which], base.device))
+                new_bits = upload(bits[which], base.device)
+                if gpu.support.obstacle(base.device):
+                    base[offsets] = new_bits
+                else:
+                    gpu.cells.scatter(base, offsets, new_bits)
         self.finish()
 
     def finish(self) -> None:
@@ -359,6 +371,23 @@ class GpuElements:
         for base, _, _ in self._parts:
             if (stream := self._weights.gpu_streams[base.device]) is not None:
                 stream.synchronize()
+
+
+def _owner(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common whose elements can be reached from one base."""
+    if gpu.support.obstacle(tensor.device) is None:
+        return tensor.device.index or 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    """What offsets count from: a tensor, as if all memory of its GPU were part of it; or all of its storage."""
+    dtype = INTS[tensor.element_size()]
+    if gpu.support.obstacle(tensor.device) is None:
+        return tensor.detach().view(dtype)
+    storage = tensor.untyped_storage()
+    size = (storage.nbytes() // tensor.element_size(),)
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, size, (1,))
 
 
 def write(weights: LocalWeights, place: Place, bits: UIntArray) -> bool:
@@ -395,7 +424,7 @@ def _bits_on_gpu(weights: LocalWeights, place: Place) -> torch.Tensor | None:
     tensor = gpu_tensor(memory)
     if tensor is None:
         return None
-    bits: torch.Tensor = tensor.detach().view(gpu.changes.INTS[memory.dtype.width])
+    bits: torch.Tensor = tensor.detach().view(INTS[memory.dtype.width])
     return bits if local is None else bits[local.slices]
 
 
@@ -425,5 +454,5 @@ def zeros_like(weights: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
 
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros in memory of their own, in row-major order; for every dtype, since they are made as integers."""
-    bits = torch.zeros(tensor.shape, dtype=gpu.changes.INTS[tensor.element_size()], device=tensor.device)
+    bits = torch.zeros(tensor.shape, dtype=INTS[tensor.element_size()], device=tensor.device)
     return bits.view(tensor.dtype)

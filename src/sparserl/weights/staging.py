@@ -71,8 +71,8 @@ def lazy_bits(tensor: Any, dtype: Any = None) -> LazyBits:
 class StagedMemory(Memory):
     """Memory that host kernels cannot read: on a GPU, or of `LazyBits`. Every read is a copy to a staging buffer.
 
-    A tensor on a GPU with kernels is its own owner, its address is the GPU's, and `strides` are never None. `LazyBits`
-    have the address 0 and cannot be written.
+    A tensor on a GPU is its own owner, its address is the GPU's, and `strides` are never None. `LazyBits` have the
+    address 0 and cannot be written.
     """
 
     __slots__ = ()
@@ -103,7 +103,7 @@ class StagedMemory(Memory):
 
 
 def gpu_tensor(memory: Memory) -> Any:
-    """The torch tensor on a GPU with kernels that this memory belongs to; None for other memory."""
+    """The torch tensor on a GPU that this memory belongs to; None for other memory."""
     return memory.owner if isinstance(memory, StagedMemory) and memory.writable else None
 
 

@@ -15,7 +15,7 @@ from . import memory as memory_module
 from .dtypes import BY_NAME, TORCH_DTYPES, Bits, DType, dtype_of_torch
 from .memory import Memory, Weights, address_of
 from .region import Shape, row_major
-from .staging import LazyBits, StagedMemory, gpu_tensor, lazy_bits
+from .staging import LazyBits, StagedMemory, gpu_tensor
 from .table import TensorSpec, TensorTable
 
 _COMPLEX = frozenset(("complex32", "complex64"))
@@ -61,8 +61,6 @@ def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
         raise _without_memory(name, tensor)
     if on_gpu:
         return StagedMemory(dtype, tuple(tensor.shape), tensor.data_ptr(), tensor.stride(), True, tensor.detach())
-    if tensor.is_cuda:
-        return memory_of(name, lazy_bits(tensor))
     strides = None if tensor.is_contiguous() else tensor.stride()
     memory = Memory(dtype, tensor.shape, tensor.data_ptr(), strides, True, tensor)
     storage = tensor.untyped_storage()
@@ -200,9 +198,7 @@ def require_writable(named_memory: Iterable[tuple[str, Memory]]) -> None:
     """Refuse memory that a patch cannot be written to: read-only, or with elements that share an address."""
     for name, memory in named_memory:
         if isinstance(memory, StagedMemory) and not memory.writable:
-            raise UnsupportedTensor(
-                f"tensor {name!r} can only be read: it is cast, or on a GPU that the kernels do not run on"
-            )
+            raise UnsupportedTensor(f"tensor {name!r} can only be read: it is cast")
         if not memory.writable:
             raise UnsupportedTensor(f"tensor {name!r} is read-only; a patch cannot be applied in place")
         if memory.strides is not None and not _is_contiguous(memory) and _overlaps_itself(memory.shape, memory.strides):

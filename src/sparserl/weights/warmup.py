@@ -7,7 +7,7 @@ from .local import LocalWeights
 
 def warm_up(weights: LocalWeights) -> None:
     """Compile the kernels that syncs of these weights launch, once for a process; on a CPU there is nothing to do."""
-    if weights.gpu_streams:
+    if weights.has_kernels:
         from . import on_gpu
 
         on_gpu.warm_up(weights)

@@ -58,7 +58,7 @@ def host_bits(tensor):
     if isinstance(tensor, Bits):
         return Bits(tensor.array.copy(), tensor.dtype)
     dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
-    ints = tensor.detach().contiguous().view(gpu.changes.INTS[dtype.width]).cpu().numpy()
+    ints = tensor.detach().contiguous().view(gpu.ints.INTS[dtype.width]).cpu().numpy()
     return Bits(ints.view(dtype.uint).copy().reshape(tuple(tensor.shape)), dtype)
 
 

@@ -59,7 +59,7 @@ def compile_all():
 
     made = only_compile(90)
     for width in (1, 2, 4, 8):
-        blocks, bits = gpu.changes.Blocks(width, [9000], "cpu"), torch.zeros(9000, dtype=gpu.changes.INTS[width])
+        blocks, bits = gpu.changes.Blocks(width, [9000], "cpu"), torch.zeros(9000, dtype=gpu.ints.INTS[width])
         side, where = blocks.side([bits]), torch.zeros(64, dtype=torch.int64)
         gpu.cells.scatter(bits, where, gpu.cells.gather(bits, where))
         found = gpu.classes.LocatedChanges(where, bits, bits, gpu.changes.new_sums("cpu"))

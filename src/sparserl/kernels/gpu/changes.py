@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .ints import INTS
+
 T = TypeVar("T")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -31,7 +33,6 @@ BLOCK = 8192  # elements per program; tiles are whole numbers of blocks
 _SLOTS = tl.constexpr(512)  # digest sums that programs add to, so that few programs add to the same one
 _SMALL_COPY = 1 << 16  # bytes up to which a copy to the GPU needs no pinned memory
 _CACHED_TABLES = 8  # tables that `Blocks.cached` keeps
-INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # How much a program handles at a time, and its warps.
 SHAPES = {
     "diff": (4096, 4),  # bytes of either side

@@ -20,7 +20,6 @@ import triton.language as tl
 
 from .changes import (
     _INTERPRETED,
-    INTS,
     Blocks,
     Side,
     add_to_slot,
@@ -43,6 +42,7 @@ from .changes import (
     unsigned,
     weyl_number,
 )
+from .ints import INTS
 
 # kinds of magnitude
 _FLOAT = 0

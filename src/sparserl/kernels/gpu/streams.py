@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from . import cells, classes, rans
-from .changes import INTS, Blocks, HostCopy, Side, compact, diff, sum_slots
+from .changes import Blocks, HostCopy, Side, compact, diff, sum_slots
 from .classes import ChangeNumbers, Classification, LocatedChanges, Tiles
+from .ints import INTS
 from .rans import EncodedChunks, EncodedTokens, NumberChunks, PackedNumbers, chunk_spans
 
 STORED = 0

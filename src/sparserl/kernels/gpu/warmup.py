@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from . import cells, changes, classes, streams, sums
+from .ints import INTS
 
 MOST_THRESHOLDS = 4  # between the classes that publishers choose
 _PARTS = 2
@@ -38,7 +39,7 @@ def warm_up(
     """
     numel = _BLOCKS * block
     blocks = changes.Blocks(width, [numel] * _PARTS, device, block=block)
-    bits = torch.arange(_PARTS * (numel + 1), device=device).to(changes.INTS[width]).view(_PARTS, numel + 1)
+    bits = torch.arange(_PARTS * (numel + 1), device=device).to(INTS[width]).view(_PARTS, numel + 1)
     first = slice(None, numel) if aligned else slice(1, None)
     old = blocks.side([row[first].clone() if aligned else row[first] for row in bits])
     other = bits.clone()

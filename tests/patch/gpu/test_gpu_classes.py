@@ -17,6 +17,7 @@ from tests.patch.gpu.gpu_weights import (
     CUDA,
     gpu_tensor,
     needs_gpu,
+    needs_kernels,
     on_gpu,
     on_host,
     profiles_of,
@@ -59,7 +60,7 @@ def test_nothing_is_taken_for_what_it_was():
             rollout[name].copy_(tensor)
 
 
-@needs_gpu
+@needs_kernels
 def test_tables_are_kept():
     """The same parts have the same blocks again, and few tables are kept with them; other addresses have others."""
     old, _ = two_versions("bfloat16", {"a": (90, 100), "b": (7,)})
@@ -76,7 +77,7 @@ def test_tables_are_kept():
     assert len(blocks._cache) <= 8
 
 
-@needs_gpu
+@needs_kernels
 def test_classes_that_do_not_pay(monkeypatch):
     """Where telling elements apart saves nothing, `ctx` becomes `ulp`."""
     monkeypatch.setattr(gpu_encode, "classes_from_histogram", lambda *_: (None, 0.0))
@@ -87,7 +88,7 @@ def test_classes_that_do_not_pay(monkeypatch):
     assert same_bits(weights, new)
 
 
-@needs_gpu
+@needs_kernels
 @pytest.mark.parametrize("profile", ["ulp", pytest.param("auto", marks=pytest.mark.long)])
 def test_compacted_only_where_it_is_needed(profile, monkeypatch):
     """A patch has the same bytes whether its changes were compacted too, for other profiles, or not."""
@@ -103,7 +104,7 @@ def test_compacted_only_where_it_is_needed(profile, monkeypatch):
     assert len(made) == 2
 
 
-@needs_gpu
+@needs_kernels
 def test_histograms_are_those_of_the_cpu():
     """The keys of a sample are counted as the CPU counts them, so that classes are the same."""
     for name, shift in (("bfloat16", 6), ("int32", 20), ("float8_e4m3fn", 0)):

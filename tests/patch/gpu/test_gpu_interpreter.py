@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 outside = pytest.mark.skipif(CUDA or INTERPRETED, reason="starts a process of its own")
 
 
-def run_all(which):
+def run_all(which, **env):
     command = (
         "-m",
         "pytest",
@@ -35,7 +35,7 @@ def run_all(which):
         which,
         str(Path(__file__).parent),
     )
-    return run(*command, TRITON_INTERPRET="0" if CUDA else "1")
+    return run(*command, TRITON_INTERPRET="0" if CUDA else "1", **env)
 
 
 @outside
@@ -45,6 +45,13 @@ def run_all(which):
 def test_interpreted(which):
     """The tests of this folder pass in Triton's interpreter."""
     assert "passed" in run_all(which)
+
+
+@outside
+@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_without_kernels(which):
+    """The same where kernels do not run: plain operations of torch do what must be done on a GPU."""
+    assert "passed" in run_all(which, SPARSERL_GPU="off")
 
 
 @outside

@@ -17,7 +17,7 @@ from sparserl.patch.contents import BucketList, Contents, Ends
 from sparserl.plan import buckets
 from sparserl.weights.local import LocalWeights
 from sparserl.wire import encode_bucket, encode_table, table_hash
-from tests.patch.gpu.gpu_weights import DEVICE, needs_gpu, on_gpu, on_host, same_bits, two_versions
+from tests.patch.gpu.gpu_weights import DEVICE, needs_gpu, needs_kernels, on_gpu, on_host, same_bits, two_versions
 from tests.triton_runs import streams_of
 
 pytest.importorskip("triton")
@@ -109,7 +109,7 @@ def test_spoiled_buckets_without_classes(profile, monkeypatch):
     assert same_bits(weights, new)
 
 
-@needs_gpu
+@needs_kernels
 @pytest.mark.parametrize("profile", ["ctx", "ulp"])
 def test_tokens_in_zstd(profile, monkeypatch):
     """The device reads what the CPU may write: what is in zstd is carried over as tokens."""
@@ -133,7 +133,7 @@ def test_tokens_in_zstd(profile, monkeypatch):
     assert same_bits(weights, new)
 
 
-@needs_gpu
+@needs_kernels
 @pytest.mark.parametrize("profile", ["raw", "ulp", "ctx"])
 def test_chunks_are_found(profile, monkeypatch):
     """What is given to the device has every chunk of the streams, in order, where the directory says."""
@@ -159,7 +159,7 @@ def test_chunks_are_found(profile, monkeypatch):
     assert max(len(chunks) for _, chunks in wanted.values()) > 3
 
 
-@needs_gpu
+@needs_kernels
 @pytest.mark.parametrize("profile", ["raw", *(pytest.param(p, marks=pytest.mark.long) for p in ("ulp", "ctx"))])
 def test_streams_of_several_chunks(profile, monkeypatch):
     """They are decoded on the device, whoever cut them."""

@@ -21,6 +21,7 @@ from tests.patch.gpu.gpu_weights import (
     gpu_tensor,
     host_bits,
     needs_gpu,
+    needs_kernels,
     on_gpu,
     on_host,
     profiles_of,
@@ -148,7 +149,7 @@ def test_squashed_and_inverted():
         assert same_bits(weights, end)
 
 
-@needs_gpu
+@needs_kernels
 def test_few_changes_are_left_to_the_cpu(monkeypatch, nothing_leaves_the_gpu):
     """Below the crossover nothing is coded on the device, and still no weights leave it."""
     monkeypatch.setattr(gpu_compare, "FEW_CHANGES", 1 << 30)
@@ -251,7 +252,7 @@ def test_captured():
 
 
 @pytest.mark.long
-@needs_gpu
+@needs_kernels
 def test_large_tensors_are_cut(monkeypatch):
     """Pieces, groups and buckets have bounds; the parts of a tensor are entries of their own, in any of them."""
     monkeypatch.setattr(device, "LARGE_BYTES", 6000)

@@ -31,6 +31,8 @@ processes on one host. Milliseconds, but for the starts.
 """
 WAYS = ("alone", "follow", "ipc")
 _PATIENCE = 60.0  # seconds for a version to be staged
+# the integers, and the largest finite number as one of them, of float8_e4m3fn, bfloat16 and float32
+_LARGEST = {1: ("int8", 0x7E), 2: ("int16", 0x7F7F), 4: ("int32", 0x7F7FFFFF)}
 
 
 def _llama(vocab: int, hidden: int, layers: int, heads: int, keys: int, inner: int) -> dict[str, Any]:
@@ -69,6 +71,25 @@ MODELS = {
         "mlp_only_layers": [],
         "norm_topk_prob": True,
     },
+}
+_CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+MODELS["1B-fp8-blocks"] = MODELS["1B"] | {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+}
+MODELS["1B-fp8-channels"] = MODELS["1B"] | {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": _CHANNELS, "input_activations": _TOKENS},
+        },
+        "ignore": ["lm_head"],
+    }
 }
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -130,8 +151,27 @@ def make(model: str, folder: Path, device: str) -> None:
     for name, shape in shapes(MODELS[model]):
         scale = 0.0 if name.endswith("norm.weight") else 0.6 if "embed" in name else 1.6 * shape[-1] ** -0.5
         values = torch.randn(shape, generator=generator, device=device).mul_(scale)
-        weights[name] = (values + 1 if scale == 0.0 else values).to(torch.bfloat16)
+        values = (values + 1 if scale == 0.0 else values).to(torch.bfloat16)
+        weights |= quantized(name, values, MODELS[model]) if name.endswith("_proj.weight") else {name: values}
     save(weights, folder, MODELS[model])
+
+
+def quantized(name: str, values: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """A weight as a checkpoint of a model has it: in fp8 with scales, if the model is quantized."""
+    import torch
+
+    how = config.get("quantization_config")
+    if how is None:
+        return {name: values}
+    rows, columns = values.shape
+    height, width = how.get("weight_block_size", (1, columns))
+    padded = torch.zeros(-(-rows // height) * height, -(-columns // width) * width, device=values.device)
+    padded[:rows, :columns] = values
+    blocks = padded.view(padded.shape[0] // height, height, -1, width)
+    scales = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    codes = (blocks / scales).view_as(padded)[:rows, :columns].contiguous().to(torch.float8_e4m3fn)
+    suffix = "_scale_inv" if "weight_block_size" in how else "_scale"
+    return {name: codes, name + suffix: scales.view(blocks.shape[0], -1)}
 
 
 def save(weights: dict[str, Any], folder: Path, config: dict[str, Any]) -> None:
@@ -149,9 +189,11 @@ def step(weights: dict[str, Any], share: float, seed: int) -> None:
 
     for tensor in weights.values():
         generator = torch.Generator(tensor.device).manual_seed(seed)
-        for bits in tensor.view(-1).view(torch.int16).split(1 << 26):
+        integers, largest = _LARGEST[tensor.element_size()]
+        integer = getattr(torch, integers)
+        for bits in tensor.view(-1).view(integer).split(1 << 26):
             chosen = torch.rand(bits.shape, generator=generator, device=tensor.device) < share
-            bits += chosen * torch.where((bits & 0x7FFF) == 0x7F7F, -1, 1).to(torch.int16)
+            bits += chosen * torch.where((bits & torch.iinfo(integer).max) == largest, -1, 1).to(integer)
 
 
 # -- one engine --------------------------------------------------------------------------------------------------------

@@ -206,6 +206,22 @@ def test_a_rank_that_is_not_given_a_bucket_notices(tmp_path, monkeypatch):
         it.train(2)
 
 
+def test_a_rank_that_nothing_is_for(tmp_path):
+    """It fetches nothing, and has the version all the same."""
+    with fleet(tmp_path, 2, profile="ulp", anchor_after=100) as it:
+        it.all(lambda s: s.commit_version())
+        it.train(1)
+        it.all(lambda s: s.commit_version())
+        it.weights["model.layers.0.o.weight"][:, :2] += 1  # columns of the first rank
+        version = it.publisher.publish().version
+        first, second = it.all(lambda s: s.commit_version())
+        assert (first.version, second.version) == (version, version)
+        assert first.bytes > 0
+        assert (second.bytes, second.changed) == (0, 0)
+        it.require_exact()
+        assert it.all(lambda s: s.audit()) == [None] * 2
+
+
 def test_receivers_whose_parts_cannot_be_read(tmp_path, monkeypatch, caplog):
     """Then patches keep to the profile that everybody takes, and all ranks fetch all of them."""
     monkeypatch.setattr(buckets, "choose_classes", always)

@@ -39,8 +39,8 @@ class Holdings:
     """
 
     def __init__(self, table: TensorTable, places: Mapping[str, Sequence[Place]]) -> None:
+        self.table = table
         self.names = tuple(places)
-        self._table = table
         self._boxes: dict[int, list[tuple[int, Region]]] = {}  # of every tensor, with the number of their holding
         for number, holding in enumerate(places.values()):
             for tensor, region in holding:
@@ -99,4 +99,4 @@ class Holdings:
         return edges
 
     def _box(self, place: Place) -> Region:
-        return place[1] or whole(self._table[place[0]].shape)
+        return place[1] or whole(self.table[place[0]].shape)

@@ -12,6 +12,7 @@ from ...patch.slicing import PROFILES
 from ...plan import VaryingLink
 from ...weights.holdings import MOST_HOLDINGS, Holdings
 from ...weights.shards import Place
+from ...wire import encoded_table
 from ..logs import log
 from ..options import MEASURED, EncodingOptions
 from .holding_records import holding_name, read_holding
@@ -45,7 +46,7 @@ class Receivers:
     def __init__(self, writer: RunWriter, encoding: EncodingOptions, lease_seconds: float) -> None:
         self.need_anchor = False  # whether patches were written that one of them cannot take
         self._have_parts = False  # whether one of them has parts of the weights that patches cannot be cut along
-        self._places: dict[str, tuple[Place, ...]] = {}  # of holdings that were read, by their hashes
+        self._places: dict[tuple[str, bytes], tuple[Place, ...]] = {}  # of holdings, by hash and that of the table
         self._heard = _Heard(False, False)  # by this rank; what counts is what all ranks have heard
         self._writer = writer
         self._encoding = encoding
@@ -65,17 +66,21 @@ class Receivers:
         self._have_parts = any(row.have_parts for row in heard)
         self.need_anchor = any(row.need_anchor for row in heard)
         hashes = sorted({hash for row in heard for hash in row.holdings})[:MOST_HOLDINGS]
+        unknown = {hash for hash in hashes if not self._read_holding(hash)}
         committed = self._writer.committed
-        if committed is None or not hashes or not all(self._read_holding(hash) for hash in hashes):
-            self._have_parts |= bool(hashes)
+        if unknown:  # such as those of other tensors, which the run had before
+            self._have_parts = True
+            self._heard = self._heard._replace(
+                have_parts=True, holdings=[hash for hash in self._heard.holdings if hash not in unknown]
+            )
+        if committed is None or not hashes or unknown:
             self._writer.holdings = None
             return
-        names = tuple(map(holding_name, hashes))
         table = committed.run.layout
-        if self._writer.holdings is None or self._writer.holdings.names != names:
-            self._writer.holdings = Holdings(
-                table, {name: self._places[hash] for name, hash in zip(names, hashes, strict=True)}
-            )
+        places = {holding_name(hash): self._places[hash, encoded_table(table).hash] for hash in hashes}
+        last = self._writer.holdings
+        if last is None or last.table is not table or last.names != tuple(places):
+            self._writer.holdings = Holdings(table, places)
 
     def anchor_written(self) -> None:
         """All can go on from an anchor."""
@@ -148,14 +153,18 @@ class Receivers:
             )
 
     def _read_holding(self, hash: str) -> bool:
-        """Read which parts a receiver has; whether they are known then."""
+        """Read which parts of the current tensors a receiver has; whether they are known then."""
         committed = self._writer.committed
-        if hash not in self._places and committed is not None:
+        if committed is None:
+            return False
+        table = committed.run.layout
+        key = hash, encoded_table(table).hash
+        if key not in self._places:
             try:
-                self._places[hash] = read_holding(self._writer.store, committed.run.run, hash, committed.run.layout)
+                self._places[key] = read_holding(self._writer.store, committed.run.run, hash, table)
             except SparserlError as error:
                 log.warning("%s: the parts of a receiver cannot be used: %s", self._writer.store.url, error)
-        return hash in self._places
+        return key in self._places
 
     def _hear_rates(self, leases: Iterable[Lease]) -> None:
         measured = self._writer.measured_link

@@ -4,9 +4,9 @@
         --middleware sparserl.integrations.vllm_versions.VersionMiddleware
     python examples/staleness.py MODEL http://localhost:8000 file:///tmp/run --max-lag 1
 
-A thread asks for completions all the time and demands a version that is recent enough; the server refuses where it has
-none. The trainer publishes at every step and lets the server commit at every second one. It leaves out samples that
-have become too old while they waited. The task is to write even tokens.
+A thread asks for completions all the time and demands a version that is recent enough; the server refuses while it has
+an older one. The trainer publishes at every step and lets the server commit at every second one. It leaves out samples
+that have become too old while they waited. The task is to write even tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import requests
 import torch
@@ -47,7 +48,8 @@ class Rollouts:
         self.min_version = min_version
         self.refused = 0
         self._url = f"{server}/v1/completions"
-        self._body = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+        self._body: dict[str, Any] = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+        self._body["return_token_ids"] = True
         self._samples: queue.Queue[Sample] = queue.Queue(maxsize=4)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._ask, daemon=True)
@@ -64,7 +66,7 @@ class Rollouts:
     def _ask(self) -> None:
         while not self._ended.is_set():
             headers = {MIN_VERSION: self.min_version}
-            answer = requests.post(self._url, json={**self._body, "return_token_ids": True}, headers=headers, timeout=60)
+            answer = requests.post(self._url, json=self._body, headers=headers, timeout=60)
             if answer.status_code == requests.codes.precondition_failed:  # the server has yet to commit
                 self.refused += 1
                 time.sleep(0.05)

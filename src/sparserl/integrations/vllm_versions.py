@@ -92,7 +92,7 @@ class VersionMiddleware:
         if not demands and not path.startswith(_GENERATING):
             await self._app(scope, receive, send)
             return
-        engine = scope["app"].state.engine_client
+        engine = getattr(scope["app"].state, "engine_client", None)  # servers that only render have none
         start = await _version(engine)
         for demand in demands:
             try:

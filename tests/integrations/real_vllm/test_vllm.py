@@ -31,7 +31,7 @@ KINDS = ("llama", "qwen2", "moe")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
     "SPARSERL_VLLM_CPU": "plain",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

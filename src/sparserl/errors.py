@@ -19,6 +19,7 @@ SparserlError
 │   ├── NotRetained         a version that the store does not have, or not any more
 │   ├── CommitFailed        a commit was undone; the weights are as they were
 │   ├── PeerLost            a rank of the process group hangs or is gone
+│   ├── WrongVersion        an engine does not have the version that is demanded of it
 │   └── Untrusted           unsigned, signed by another key, replayed or rolled back
 └── FormatError             bytes that are not a valid patch
     ├── Truncated           the bytes end too early
@@ -123,6 +124,13 @@ class CommitFailed(SessionError):
 
 class PeerLost(SessionError):
     """A rank of the process group hangs, has ended or never came. The message names it."""
+
+
+class WrongVersion(SessionError):
+    """An engine has neither the version that a request demands nor a later one of its run. Commit it, then ask again.
+
+    The message names both versions. A version of another run is never later.
+    """
 
 
 class Untrusted(SessionError):

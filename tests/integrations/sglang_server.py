@@ -23,6 +23,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from safetensors.torch import load_file
 
+from tests.integrations.sglang_plugins import weight_loaders
 from tests.integrations.wheels import Wheel, definition, fields
 from tests.session.ranks import ranks
 
@@ -157,7 +158,7 @@ class Refreshed(Folded):
 
 def bits(model: torch.nn.Module) -> dict[str, bytes]:
     """Every bit of the parameters."""
-    return {name: p.data.reshape(-1).view(torch.uint8).numpy().tobytes() for name, p in model.named_parameters()}
+    return {name: p.data.reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for name, p in model.named_parameters()}
 
 
 def expected(version: int, rank: int, size: int) -> dict[str, bytes]:
@@ -165,6 +166,17 @@ def expected(version: int, rank: int, size: int) -> dict[str, bytes]:
     model = Model(rank, size)
     model.load_weights(checkpoint(version).items())
     return bits(model)
+
+
+def control(url, **said):
+    """The tensor that a client sends."""
+    said = {"url": url, "trusted_keys": None, "run": None, "token": None, "version": None, "ahead": False} | said
+    return [("sparserl", torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8))]
+
+
+def marks(model):
+    """What the loader says of a model."""
+    return [name for name, _ in model.named_buffers() if name.startswith("sparserl")]
 
 
 def in_group(rank: int, size: int, group) -> None:
@@ -185,7 +197,7 @@ def unpickler(source: str):
     return out["SafeUnpickler"]
 
 
-def serve(rank, group, pipe, size, source, name):
+def serve(rank, group, pipe, size, source, name, loaders):
     """A rank of the engine: does what the scheduler of SGLang would do."""
     in_group(rank, size, group)
     model = globals()[name](rank, size)
@@ -194,6 +206,7 @@ def serve(rank, group, pipe, size, source, name):
     for order, said in iter(pipe.recv, None):
         answer = None
         if order == "update":
+            assert said["load_format"] in loaders
             module, _, function = said["load_format"].rpartition(".")
             named = load_tensors(
                 io.BytesIO(base64.b64decode(said["serialized_named_tensors"][rank], validate=True))
@@ -313,9 +326,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def running(sglang: Wheel, size: int = 2, model: str = "Model"):
-    """A server with so many ranks."""
+    """A server with so many ranks, started without an option for the loader."""
     source = sglang.text("sglang/srt/utils/common.py")
-    with ranks(size, serve, size, source, model) as started, Server(sglang, started) as server:
+    _, (loaders,) = weight_loaders(sglang, {})
+    with ranks(size, serve, size, source, model, loaders) as started, Server(sglang, started) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import sys
 import time
 
@@ -15,6 +14,7 @@ from sparserl.errors import SessionError
 from sparserl.integrations import sglang as ours
 from sparserl.targets import folder
 from tests.integrations import sglang_real
+from tests.integrations.sglang_plugins import weight_loaders
 from tests.integrations.sglang_server import (
     REQUESTS,
     VOCAB,
@@ -22,8 +22,10 @@ from tests.integrations.sglang_server import (
     Refreshed,
     bits,
     checkpoint,
+    control,
     expected,
     in_group,
+    marks,
     running,
 )
 from tests.integrations.wheels import calls, definition, fields, parameters, wheel
@@ -150,16 +152,6 @@ def test_the_folder_route(sglang, tmp_path):
         assert server.calls[-1] == "continue_generation"
 
 
-def control(url, **said):
-    """The tensor that a client sends."""
-    said = {"url": url, "trusted_keys": None, "run": None, "token": None, "version": None, "ahead": False} | said
-    return [("sparserl", torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8))]
-
-
-def marks(model):
-    return [name for name, _ in model.named_buffers() if name.startswith("sparserl")]
-
-
 @pytest.fixture(name="alone")
 def _alone(monkeypatch):
     for name in ("sglang", "sglang.srt", "sglang.srt.distributed"):
@@ -241,6 +233,31 @@ def test_with_models_of_sglang(tmp_path, architecture):
 # -- what SGLang has ---------------------------------------------------------------------------------------------------
 
 
+def test_the_plugin(sglang):
+    """SGLang's own code finds the plugin, which adds the loader to those of every server that may have some."""
+    other = ["a.loader"]
+    loaded, decided = weight_loaders(
+        sglang,
+        {},
+        {"custom_weight_loader": other},
+        {"custom_weight_loader": [ours.LOADER]},
+        {"startup_weight_load_mode": "overlap"},
+    )
+    assert loaded == []
+    assert decided == [[ours.LOADER], [*other, ours.LOADER], [ours.LOADER], []]
+    assert weight_loaders(sglang, {}, plugin=False)[1] == [[]]
+
+
+def test_plugins_are_loaded_before_options_are_decided(sglang):
+    """All ways to start a server load plugins first. In the mode that is left out, one with a loader does not start."""
+    assert calls(definition(sglang.tree("sglang/cli/serve.py"), "serve"), "load_plugins")
+    assert "load_plugins()" in sglang.text("sglang/launch_server.py")
+    assert calls(definition(sglang.tree("sglang/srt/entrypoints/engine.py"), "Engine", "__init__"), "load_plugins")
+    start = sglang.text("sglang/srt/model_executor/model_runner_components/startup_weight_load.py")
+    assert "custom weight loaders are not supported" in start
+    assert "--startup-weight-load-mode=overlap is not supported" in start
+
+
 def test_loaders_are_called_so(sglang):
     """A path that `--custom-weight-loader` names is imported, and called with the model and the tensors."""
     tree = sglang.tree("sglang/srt/model_executor/model_runner_components/weight_updater.py")
@@ -249,7 +266,7 @@ def test_loaders_are_called_so(sglang):
     assert [ast.unparse(a) for a in call.args] == ["self.get_model()", "named_tensors"]
     assert [ast.unparse(c) for c in calls(update, "dynamic_import")] == ["dynamic_import(load_format)"]
     assert "custom_weight_loader" in fields(definition(sglang.tree("sglang/srt/arg_groups/fields/model.py"), "Model"))
-    assert ours.LOADER == "sparserl.integrations.sglang.load"
+    assert f"{ours.load.__module__}.{ours.load.__name__}" == ours.LOADER
 
 
 def test_marks_are_told(sglang):

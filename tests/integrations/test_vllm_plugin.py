@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import sparserl
+from tests.integrations.wheels import entry_point
 
 SRC = Path(sparserl.__file__).parents[1]
-ROOT = Path(__file__).resolve().parents[2]
 
 FACTORY = """
 class Registry:
@@ -40,14 +39,6 @@ print([name for name in ("torch", "numba", "llvmlite", "triton") if name in sys.
 """
 
 
-def entry_point() -> str:
-    """What `vllm.general_plugins` names."""
-    section = (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."vllm.general_plugins"]')[2]
-    match = re.match(r'\s*sparserl = "([^"]+)"', section)
-    assert match is not None
-    return match[1]
-
-
 def test_the_plugin_registers_both_sides_and_loads_no_kernels(tmp_path: Path) -> None:
     """Called twice it registers each side once, and a process with it has loaded neither torch nor a compiler."""
     package = tmp_path / "vllm" / "distributed" / "weight_transfer"
@@ -58,7 +49,11 @@ def test_the_plugin_registers_both_sides_and_loads_no_kernels(tmp_path: Path) ->
     env = {**os.environ, "PYTHONPATH": f"{SRC}:{tmp_path}"}
     env.pop("SPARSERL_VLLM_CPU", None)
     program = subprocess.run(
-        [sys.executable, "-c", PROGRAM, entry_point()], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM, entry_point("vllm.general_plugins")],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert program.returncode == 0, program.stderr
     registered, loaded = program.stdout.splitlines()

@@ -1,10 +1,14 @@
-"""Wheels of the frameworks that adapters are written for: fetched once, without their dependencies, and only read."""
+"""Wheels of the frameworks that adapters are written for: fetched once, without their dependencies, and only read.
+
+And the entry points by which frameworks find the adapters.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -12,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparserl-tests"
 
 
@@ -75,3 +80,11 @@ def calls(tree: ast.AST, name: str) -> list[ast.Call]:
     """Calls of a function or method by its last name."""
     found = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     return [c for c in found if getattr(c.func, "attr", getattr(c.func, "id", None)) == name]
+
+
+def entry_point(group: str) -> str:
+    """The function that this package names in a group of entry points."""
+    section = (ROOT / "pyproject.toml").read_text().partition(f'[project.entry-points."{group}"]')[2]
+    match = re.match(r'\s*sparserl = "([^"]+)"', section)
+    assert match is not None
+    return match[1]

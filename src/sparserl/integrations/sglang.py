@@ -4,7 +4,7 @@
     loader: on the first call find out where the checkpoint is in the model ──► which version do all ranks have?
             on every call stage on all ranks ──► commit on all, or on none   (meanwhile, on a thread: stage new ones)
 
-The server is started with `--custom-weight-loader sparserl.integrations.sglang.load`. See its page in docs.
+SGLang knows the loader by the plugin of this package. See docs/how-to/integrations/sglang.md.
 
 SGLang ignores what a loader returns, and an exception of a loader ends the server. So the loader raises nothing, and
 registers a status buffer in the model. Its name has the version that the model has, or the error. `/weights_checker`
@@ -36,11 +36,11 @@ from ..targets.pieces import CheckpointTensor, Piece, moved_name, parts_of
 from ..transport.stores.opening import open_store
 from ..weights.digest import digest
 from .ranks import EngineSubscriber, gather_over
+from .sglang_plugin import LOADER
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 
-LOADER = f"{__name__}.load"
 _MARK = "sparserl: "
 _WAIT_SECONDS = 1.0  # that the staging thread waits for a new version before it checks whether to end
 

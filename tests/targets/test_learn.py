@@ -132,6 +132,22 @@ def test_what_is_no_copy_is_named_and_the_rest_is_found():
     require_learnt(pieces, engine, weights)
 
 
+def test_padding_that_was_never_loaded():
+    """What every load writes as a constant comes from no checkpoint, also where other bits are copied back."""
+    engine, weights = Engine(), checkpoint()
+    before = {name: tensor.clone() for name, tensor in engine.live.items()}
+
+    def restore():
+        for name, tensor in engine.live.items():
+            tensor.copy_(before[name])
+
+    pieces = engine_layout.find_pieces(named(weights), engine.live, engine.load, restore, restores_by_load=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.live.items())
+    require_learnt(pieces, engine, weights)
+    assert {piece.tensor for piece in pieces} == weights.keys()
+    assert not engine.live["embed"].equal(before["embed"])
+
+
 def test_a_value_made_of_weights_is_refused():
     """A scale, say, beside weights that are copies: also where it is the same for each digit of all numbers."""
     live = {"w": torch.ones(256, 256), "scale": torch.ones(1)}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..humanize import size
+from ..transport.stores.versioned import split_version
 from . import show
 from .keys import read_trusted_keys
 from .options import (
@@ -23,7 +24,7 @@ from .options import (
     parse_seconds,
 )
 from .reporting import reporting
-from .stores import open_store, read_secret, split_version
+from .stores import open_store, read_secret
 
 if TYPE_CHECKING:
     from ..integrations.verify import EngineComparison

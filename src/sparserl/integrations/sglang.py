@@ -151,22 +151,22 @@ class _RankFollower:
         """The digests of this rank, or its error."""
         try:
             table = parse_layout(layout.encode(), "the table")
-            pieces, unclear_names = self._pieces, {}
-            if not pieces or _layout(self._model) != self._layout:
-                pieces, unclear_names = self._clear_pieces(table)
+            pieces, unclear_names = self._located(table)
             live = tensors_of(self._model)
             parameters = {name for name, _ in self._model.named_parameters()} & live.keys()
             return rank_sums(table, pieces, live, parameters, tied_names(self._model), unclear_names).record()
         except Exception as error:  # noqa: BLE001  # the other ranks must not wait for this one
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def _clear_pieces(self, table: TensorTable) -> tuple[list[Piece], dict[str, str]]:
+    def _located(self, table: TensorTable) -> tuple[list[Piece], dict[str, str]]:
         """Where tensors are, and which are not found, and why; found out again if they or the model have changed."""
-        key = table, _layout(self._model)
-        if self._known is None or self._known[0] != key:
+        layout = _layout(self._model)
+        if self._pieces and layout == self._layout:
+            return self._pieces, {}
+        if self._known is None or self._known[0] != (table, layout):
             unclear_names: dict[str, str] = {}
             pieces = learn_pieces(self._model, checkpoint_tensors(table), unclear_names)
-            self._known = key, pieces, unclear_names
+            self._known = (table, layout), pieces, unclear_names
         return self._known[1:]
 
     def stage_newest(self) -> None:
@@ -247,7 +247,7 @@ def learn_pieces(
             _refresh(model)
 
     try:
-        pieces = find_pieces(tensors, live, model.load_weights, restore, unclear_names)
+        pieces = find_pieces(tensors, live, model.load_weights, restore, unclear_names, restores_by_load=False)
     except BaseException:
         restore()
         raise

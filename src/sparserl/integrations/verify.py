@@ -40,7 +40,7 @@ AskSums = Callable[[TensorTable], EngineSums]
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedWeights:
     """What an engine should have.
 
     Attributes:
@@ -125,7 +125,7 @@ def verify_engine(
     """
     ask = asking(engine, api_key, timeout)
     if isinstance(weights, Mapping):
-        return compare(ask, Expected("these tensors", tensor_table(weights), lambda: weights), threads)
+        return compare(ask, ExpectedWeights("these tensors", tensor_table(weights), lambda: weights), threads)
     url, version = split_version(fspath(weights))
     if not is_run(url, version):
         return compare(ask, expected_checkpoint(Path(url)), threads)
@@ -138,25 +138,25 @@ def is_run(url: str, version: int | None) -> bool:
     return "://" in url or version is not None or (Path(url) / HEAD).is_file()
 
 
-def expected_checkpoint(path: Path) -> Expected:
+def expected_checkpoint(path: Path) -> ExpectedWeights:
     """A checkpoint on disk."""
     checkpoint = open_checkpoint(path)
-    return Expected(str(path), tensor_table(checkpoint), lambda: checkpoint)
+    return ExpectedWeights(str(path), tensor_table(checkpoint), lambda: checkpoint)
 
 
 def expected_version(
     store: Store, version: int | None, trusted_keys: PublicKeys | None = None, threads: int | None = None
-) -> Expected:
+) -> ExpectedWeights:
     """A version of the run in a store, by default the newest. The store must stay open."""
     run = StoredRun.read(store, trusted_keys)
     last = run.head.version if version is None else version
     run.require(last)
     label = f"version {last} of run {run.head.run}"
     table = run.run_at(last).layout
-    return Expected(label, table, lambda: run.weights(last, threads), run.digests[last], run.head.run, last)
+    return ExpectedWeights(label, table, lambda: run.weights(last, threads), run.digests[last], run.head.run, last)
 
 
-def compare(ask: AskSums, expected: Expected, threads: int | None = None) -> EngineComparison:
+def compare(ask: AskSums, expected: ExpectedWeights, threads: int | None = None) -> EngineComparison:
     """Ask an engine for the digests of its weights, and compare them."""
     sums = ask(expected.table)
     table = sums.engine_table(expected.table)

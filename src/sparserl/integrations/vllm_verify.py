@@ -65,6 +65,10 @@ def _sums(worker: Any, table: TensorTable) -> RankSums:
     parameters = {name for name, _ in model.named_parameters()}
     live = parts_of(model)
     tied = tied_names(worker.vllm_config.model_config, pieces)
+    parallel = worker.vllm_config.parallel_config
+    if (replicas := parallel.data_parallel_size) > 1:  # vLLM passes on the answers of the first one alone
+        others = f"data-parallel replicas of {replicas}, other than {parallel.data_parallel_rank}"
+        unclear_names = unclear_names | {others: "vLLM does not ask them"}
     return rank_sums(table, pieces, live, parameters & live.keys(), tied, unclear_names)
 
 
@@ -93,7 +97,8 @@ def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layo
 
     try:
         with without_warnings():
-            pieces = find_pieces(checkpoint_tensors(table), live, reload_of(vllm_config, model), restore, unclear_names)
+            load = reload_of(vllm_config, model)
+            pieces = find_pieces(checkpoint_tensors(table), live, load, restore, unclear_names, restores_by_load=False)
     finally:
         copy.put_back()
     after = parts_of(model)

@@ -26,6 +26,8 @@ def find_pieces(
     load: Load,
     restore: Callable[[], None],
     unclear_names: dict[str, str] | None = None,
+    *,
+    restores_by_load: bool = True,
 ) -> list[Piece]:
     """Find out where the elements of checkpoint tensors are in an engine's tensors.
 
@@ -37,6 +39,8 @@ def find_pieces(
         restore: brings back the engine's own weights.
         unclear_names: is filled with the tensors of the checkpoint or of the engine that are not plain copies of
             elements, and why; without it, the first of them is an error.
+        restores_by_load: whether `restore` loads a checkpoint, which gives constants, such as padding, the values that
+            every load gives them. Bits that are copied back need not have these: the engine may not have loaded them.
 
     Raises:
         UnsupportedTensor: a tensor of the engine is not a plain copy of elements, and there is no `unclear_names`.
@@ -50,15 +54,23 @@ def find_pieces(
         rest = [tensor for tensor in tensors if layer_of(tensor.name) in layers]
         _log.info("%s: copies of %d tensors were lost sight of; numbers are loaded", min(unclear), len(unclear))
         pieces += number(rest, live, load, is_all=len(rest) == len(tensors))
-    rest_digests = _rest_digests(pieces, live)
-    restore()
-    changed = changed_names(rest_digests, _rest_digests(pieces, live))
+
+    def changed_rest() -> list[str]:
+        """Restore, and name the engine's tensors that have something else of the checkpoint than the pieces."""
+        rest_digests = _rest_digests(pieces, live)
+        if restores_by_load:
+            restore()
+            return changed_names(rest_digests, _rest_digests(pieces, live))
+        load((tensor.name, torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")) for tensor in tensors)
+        changed = changed_names(rest_digests, _rest_digests(pieces, live))
+        restore()
+        return changed
+
+    changed = changed_rest()
     if changed and not unclear_names:  # they were written to behind the watch's back
         _log.info("copies were made unseen; numbers are loaded for all tensors")
         pieces = number(tensors, live, load, is_all=True)
-        rest_digests = _rest_digests(pieces, live)
-        restore()
-        changed = changed_names(rest_digests, _rest_digests(pieces, live))
+        changed = changed_rest()
     reason = "depends on the checkpoint, but where its elements come from is unclear"
     if changed and unclear_names is None:
         raise UnsupportedTensor(f"{changed[0]!r} {reason}")

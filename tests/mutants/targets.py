@@ -34,6 +34,13 @@ MUTANTS = (
         Tests("targets/test_watching.py", "goes_unseen"),
     ),
     Mutant(
+        "padding that no load has written is taken for weights",
+        "targets/engine_layout.py",
+        "if restores_by_load:",
+        "if True:",
+        Tests("targets/test_learn.py", "never_loaded"),
+    ),
+    Mutant(
         "what was overwritten is still there",
         "targets/watching.py",
         "self.copies = [\n"

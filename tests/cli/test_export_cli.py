@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 import sparserl
 from sparserl.cli.app import app
-from sparserl.cli.stores import is_store, split_version
+from sparserl.cli.stores import is_store
 from sparserl.sources import open_checkpoint
+from sparserl.transport.stores.versioned import split_version
 from tests.checkpoints import equal, tree
 from tests.cli.session_commands import FILES, URL, W, failed, said, usage, values
 

@@ -261,6 +261,8 @@ class Server(ThreadingHTTPServer):
         self.calls.append(path)
         if path == "server_info":
             return 200, {"tp_size": len(self.started)}
+        if path not in self.known:
+            return 404, {"detail": "Not Found"}
         struct = self.known[path]
         needed = {n.target.id for n in struct.body if isinstance(n, ast.AnnAssign) and n.value is None}
         if said.keys() - fields(struct) or needed - said.keys():

@@ -8,11 +8,16 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import sparserl
+from sparserl.cli.app import app
 from sparserl.errors import SessionError
 from sparserl.integrations import sglang as ours
+from sparserl.session.store.records import layout_to_bytes
 from sparserl.targets import folder
+from sparserl.weights.engine_sums import EngineSums
 from tests.integrations import sglang_real
 from tests.integrations.sglang_plugins import weight_loaders
 from tests.integrations.sglang_server import (
@@ -61,12 +66,21 @@ def wanted(version, size=2):
     return [expected(version, rank, size) for rank in range(size)]
 
 
+def verified(server, weights):
+    """What `sparserl verify-engine` says of a server, and its exit code."""
+    done = CliRunner().invoke(app, ["verify-engine", server.url, str(weights), "--json"])
+    assert done.stdout, done.output
+    return done.exit_code, json.loads(done.stdout)
+
+
 def test_two_ranks_follow(sglang, tmp_path):
     """Versions, an older one too, are committed in a pause, on both ranks: bit for bit what they would have loaded."""
     trainer = Trainer(tmp_path)
     with running(sglang) as server:
         client = ours.Client(server.url)
+        require_verified(server, tmp_path)
         assert client.marks() == ["never updated"] * 2
+        server.calls.clear()
         for version in range(3):
             run = trainer.publish(version).run
             assert (run, version) == client.update(trainer.url)
@@ -89,6 +103,38 @@ def test_two_ranks_follow(sglang, tmp_path):
             "continue_generation",
         ]
         assert not server.paused
+        assert verified(server, f"{trainer.url}@2")[0] == 0
+        code, answer = verified(server, f"{trainer.url}@1")
+        assert (code, answer["answer"], answer["version"]) == (1, "different", 1)
+        assert answer["different"] == sorted(
+            n for n, t in checkpoint(2).items() if not torch.equal(t, checkpoint(1)[n])
+        )
+        assert client.marks() == [f"{run} 2"] * 2
+        assert client.checksum() == sum_2
+
+
+def require_verified(server, folder):
+    """Of an engine that got its weights from elsewhere, the right ones are equal, and wrong ones are named."""
+    path = folder / "checkpoint.safetensors"
+    save_file(checkpoint(), path)
+    before = held(server)
+    code, answer = verified(server, path)
+    assert (code, answer["answer"], answer["tensors"]) == (0, "equal", len(checkpoint()))
+    assert answer["bytes"] == sum(tensor.nbytes for tensor in checkpoint().values())
+    assert held(server) == before
+    assert not server.paused
+    buffers = {name for rank in server.ask("checksum", []) for name in rank["checksums"]}
+    assert not any("sparserl" in name for name in buffers)
+
+    server.ask("spoil", ("model.layers.1.self_attn.o_proj.weight", (0, 1)), only=1)
+    server.ask("spoil", ("model.norm.weight", 3), only=0)  # which both ranks have
+    spoilt = held(server)
+    code, answer = verified(server, path)
+    assert (code, answer["answer"]) == (1, "different")
+    assert answer["different"] == ["model.layers.1.self_attn.o_proj.weight", "model.norm.weight"]
+    save_file(checkpoint() | {"other": torch.ones(3)}, path)
+    assert "KeyError" in CliRunner().invoke(app, ["verify-engine", server.url, str(path)]).output
+    assert held(server) == spoilt
 
 
 def test_what_fails(sglang, tmp_path):
@@ -152,6 +198,15 @@ def test_the_folder_route(sglang, tmp_path):
         assert server.calls[-1] == "continue_generation"
 
 
+def sums_of(model, weights):
+    """The digests that a model of one rank has."""
+    table = sparserl.tensor_table(weights)
+    said = json.dumps({"layout": layout_to_bytes(table).decode()})
+    ours.load(model, [("sparserl", torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8))])
+    (answer,) = (name for name in marks(model) if name.startswith("sparserl: sums "))
+    return EngineSums.of(table, json.loads(answer.removeprefix("sparserl: sums ").replace("·", ".")))
+
+
 @pytest.fixture(name="alone")
 def _alone(monkeypatch):
     for name in ("sglang", "sglang.srt", "sglang.srt.distributed"):
@@ -175,6 +230,8 @@ def test_what_is_made_of_weights(tmp_path):
         fresh = Refreshed(0, 1)
         fresh.load_weights(checkpoint(version).items())
         assert torch.equal(fresh.made, models[0].made)
+    names = sums_of(models[1], checkpoint()).uncompared
+    assert names == {"made": "the engine computes it from the weights when it loads them"}
     first = Folded(0, 1)
     first.load_weights(checkpoint(0).items())
     assert bits(first) == bits(models[1])
@@ -308,3 +365,4 @@ def test_endpoints_are_there(sglang, path):
         for decorator in node.decorator_list
     ]
     assert any(f"'/{path}'" in route for route in routes)
+    assert not any("'/version'" in route for route in routes)  # by which vLLM is told apart

@@ -27,6 +27,11 @@ WeightTransferEngineFactory = Registry()
 WeightTransferTrainerFactory = Registry()
 """
 
+WORKER = """
+class WorkerWrapperBase:
+    worker = None
+"""
+
 PROGRAM = """
 import importlib, sys
 module, _, name = sys.argv[1].partition(":")
@@ -35,6 +40,8 @@ register()
 register()
 from vllm.distributed.weight_transfer import factory
 print(factory.WeightTransferEngineFactory.engines, factory.WeightTransferTrainerFactory.engines)
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+print([name for name in dir(WorkerWrapperBase()) if name.startswith("sparserl")])
 print([name for name in ("torch", "numba", "llvmlite", "triton") if name in sys.modules])
 """
 
@@ -46,6 +53,11 @@ def test_the_plugin_registers_both_sides_and_loads_no_kernels(tmp_path: Path) ->
     for folder in (package, *package.parents[:2]):
         (folder / "__init__.py").write_text("")
     (package / "factory.py").write_text(FACTORY)
+    workers = tmp_path / "vllm" / "v1" / "worker"
+    workers.mkdir(parents=True)
+    for folder in (workers, workers.parent):
+        (folder / "__init__.py").write_text("")
+    (workers / "worker_base.py").write_text(WORKER)
     env = {**os.environ, "PYTHONPATH": f"{SRC}:{tmp_path}"}
     env.pop("SPARSERL_VLLM_CPU", None)
     program = subprocess.run(
@@ -56,7 +68,8 @@ def test_the_plugin_registers_both_sides_and_loads_no_kernels(tmp_path: Path) ->
         check=False,
     )
     assert program.returncode == 0, program.stderr
-    registered, loaded = program.stdout.splitlines()
+    registered, methods, loaded = program.stdout.splitlines()
+    assert methods == "['sparserl_sums']"
     assert registered == (
         "{'sparserl': ('sparserl.integrations.vllm', 'SparserlEngine')} "
         "{'sparserl': ('sparserl.integrations.vllm_trainer', 'SparserlTrainer')}"

@@ -29,9 +29,16 @@ MUTANTS = (
     Mutant(
         "what goes unseen stays unseen",
         "targets/engine_layout.py",
-        "if _rest_digests(pieces, live) != rest_digests:",
+        "if changed and not unclear_names:",
         "if False:",
         Tests("targets/test_watching.py", "goes_unseen"),
+    ),
+    Mutant(
+        "padding that no load has written is taken for weights",
+        "targets/engine_layout.py",
+        "if restores_by_load:",
+        "if True:",
+        Tests("targets/test_learn.py", "never_loaded"),
     ),
     Mutant(
         "what was overwritten is still there",

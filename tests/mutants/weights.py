@@ -6,6 +6,20 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "copies on two ranks of an engine may differ",
+        "weights/engine_sums.py",
+        "if sums.setdefault(place, part) != part:",
+        "if sums.setdefault(place, part) is None:",
+        Tests("integrations/test_verify.py", "parts_and_copies"),
+    ),
+    Mutant(
+        "elements that no rank of an engine has are left out",
+        "weights/engine_sums.py",
+        "            if missing:\n",
+        "            if False:\n",
+        Tests("integrations/test_verify.py", "left_out"),
+    ),
+    Mutant(
         "a whole region is not all of its tensor",
         "weights/shards.py",
         "None if part.region == whole_tensor else part.region",

@@ -17,7 +17,7 @@ from sparserl.weights.region import row_major, whole
 from tests.targets.engines import Engine, checkpoint, named
 
 
-def find_pieces(tensors, live, load):
+def find_pieces(tensors, live, load, unclear_names=None):
     """What both ways find out together in an engine that has loaded a checkpoint."""
     load((tensor.name, torch.ones(tensor.shape).to(tensor.dtype)) for tensor in tensors)
     weights = {name: tensor.clone() for name, tensor in live.items()}
@@ -26,7 +26,7 @@ def find_pieces(tensors, live, load):
         for name, tensor in live.items():
             tensor.copy_(weights[name])
 
-    pieces = engine_layout.find_pieces(tensors, live, load, restore)
+    pieces = engine_layout.find_pieces(tensors, live, load, restore, unclear_names)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in live.items())
     return pieces
 
@@ -112,6 +112,40 @@ def test_what_is_no_copy_is_refused(change):
 
     with pytest.raises(UnsupportedTensor, match="'qkv' is not a copy"):
         find_pieces(named(weights), engine.live, load)
+
+
+def test_what_is_no_copy_is_named_and_the_rest_is_found():
+    """Of two layers that are not plain copies throughout, and a tensor outside layers, only those two are given up."""
+    engine, weights = Engine(), checkpoint()
+
+    def load(some):
+        for name, tensor in some:
+            engine.load_one(name, tensor * 2 if name.endswith(("v.weight", "1.gate.weight")) else tensor)
+
+    names = {}
+    pieces = find_pieces(named(weights), engine.live, load, names)
+    unclear = {name for name in weights if ".layers." in name}
+    assert {"qkv", "o", "o.bias", "w13", "w2"} | unclear == names.keys()
+    assert "'qkv' is not a copy" in names["model.layers.0.q.weight"]
+    assert "'w13' is not a copy" in names["model.layers.1.experts.0.down.weight"]
+    assert {piece.tensor for piece in pieces} == weights.keys() - unclear
+    require_learnt(pieces, engine, weights)
+
+
+def test_padding_that_was_never_loaded():
+    """What every load writes as a constant comes from no checkpoint, also where other bits are copied back."""
+    engine, weights = Engine(), checkpoint()
+    before = {name: tensor.clone() for name, tensor in engine.live.items()}
+
+    def restore():
+        for name, tensor in engine.live.items():
+            tensor.copy_(before[name])
+
+    pieces = engine_layout.find_pieces(named(weights), engine.live, engine.load, restore, restores_by_load=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.live.items())
+    require_learnt(pieces, engine, weights)
+    assert {piece.tensor for piece in pieces} == weights.keys()
+    assert not engine.live["embed"].equal(before["embed"])
 
 
 def test_a_value_made_of_weights_is_refused():

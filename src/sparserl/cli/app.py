@@ -6,7 +6,23 @@ from typing import Annotated
 
 import typer
 
-from . import doctor, export, follow, fsck, keys, log, patches, plan, publish, report, serve, show, squash, warmup
+from . import (
+    doctor,
+    export,
+    follow,
+    fsck,
+    keys,
+    log,
+    patches,
+    plan,
+    publish,
+    report,
+    serve,
+    show,
+    squash,
+    verify_engine,
+    warmup,
+)
 
 app = typer.Typer(
     name="sparserl",
@@ -17,7 +33,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Weights are a .safetensors file or a Hugging Face checkpoint folder.",
 )
-for module in (patches, squash, publish, follow, export, serve, log, fsck, keys, plan, report, doctor, warmup):
+for module in (
+    *(patches, squash, publish, follow, export, serve, log, fsck, keys, verify_engine),
+    *(plan, report, doctor, warmup),
+):
     app.add_typer(module.commands)
 
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import CheckpointError
+from ..transport.stores.versioned import split_version
 from . import show
 from .keys import read_trusted_keys
 from .options import SESSIONS, CertificateFile, Endpoint, Json, Region, Threads, TokenFile, TrustedKeys
 from .pipes import is_pipe, patch_path
 from .reporting import reporting
-from .stores import StoreOptions, open_store, split_version
+from .stores import StoreOptions, open_store
 
 if TYPE_CHECKING:
     from ..session.store.stored_run import StoredRun

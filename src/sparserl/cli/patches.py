@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import SparserlError, TensorMismatch, WrongBase
+from ..transport.stores.versioned import split_version
 from . import show
 from .export import stored_run
 from .keys import read_trusted_keys
@@ -31,7 +32,7 @@ from .options import (
 )
 from .pipes import is_pipe, patch_path, read_stdin
 from .reporting import reporting
-from .stores import StoreOptions, is_store, split_version
+from .stores import StoreOptions, is_store
 
 if TYPE_CHECKING:
     from ..patch import Patch

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from ..errors import SessionError
+from ..transport.stores.versioned import split_version
 
 if TYPE_CHECKING:
     from ..transport.stores.base import Store
@@ -25,17 +26,6 @@ class StoreOptions(NamedTuple):
     region: str | None = None
     token_file: Path | None = None
     ca: Path | None = None
-
-
-def split_version(text: str) -> tuple[str, int | None]:
-    """A store's URL, and the version behind it, as in s3://bucket/run@100; None where there is none.
-
-    A folder whose own name ends like that is taken as it is.
-    """
-    url, _, version = text.rpartition("@")
-    if not url or not version.isascii() or not version.isdigit() or Path(text.removeprefix("file://")).exists():
-        return text, None
-    return url, int(version)
 
 
 def is_store(text: str) -> bool:

@@ -17,8 +17,6 @@ import base64
 import json
 import pickle
 import threading
-import urllib.error
-import urllib.request
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -28,13 +26,18 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import SessionError, UnsupportedTensor
+from ..session.store.records import layout_to_bytes, parse_layout
 from ..session.store.retention import read_head, read_run
 from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
 from ..targets.engine_layout import find_pieces
 from ..targets.pieces import CheckpointTensor, Piece, moved_name, parts_of
+from ..targets.rank_sums import checkpoint_tensors, rank_sums
 from ..transport.stores.opening import open_store
 from ..weights.digest import digest
+from ..weights.engine_sums import EngineSums, RankSums
+from ..weights.table import TensorTable
+from .engine_server import EngineServer
 from .ranks import EngineSubscriber, gather_over
 from .sglang_plugin import LOADER
 
@@ -42,6 +45,7 @@ T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 
 _MARK = "sparserl: "
+_ANSWER = _MARK + "sums "
 _WAIT_SECONDS = 1.0  # that the staging thread waits for a new version before it checks whether to end
 
 
@@ -56,6 +60,9 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
         (command,) = (json.loads(t.cpu().numpy().tobytes()) for name, t in named_tensors if name == "sparserl")
         if model not in _followers:
             _followers[model] = _RankFollower(model)
+        if "layout" in command:
+            _set_answer(model, _followers[model].sums(command["layout"]))
+            return
         mark = _followers[model].commit(command.pop("version"), command.pop("ahead"), command)
     except Exception as error:  # noqa: BLE001  # SGLang's scheduler would end
         mark = f"failed: {type(error).__name__}: {error}"
@@ -64,11 +71,27 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
 
 def _set_mark(model: torch.nn.Module, mark: str) -> None:
     """Replace the mark of a model."""
-    for name in [name for name, _ in model.named_buffers(recurse=False) if name.startswith(_MARK)]:
+    _remove_buffers(model, _MARK)
+    _add_buffer(model, _MARK + mark[:1000])
+
+
+def _set_answer(model: torch.nn.Module, answer: str | None) -> None:
+    """Put an answer beside the mark of a model, instead of the last one; None for none."""
+    _remove_buffers(model, _ANSWER)
+    if answer is not None:
+        _add_buffer(model, _ANSWER + answer)
+
+
+def _remove_buffers(model: torch.nn.Module, prefix: str) -> None:
+    for name in [name for name, _ in model.named_buffers(recurse=False) if name.startswith(prefix)]:
         delattr(model, name)
+
+
+def _add_buffer(model: torch.nn.Module, name: str) -> None:
+    """Register a buffer of this name. Dots would be part of a path, and are written otherwise."""
     device = next(model.parameters()).device
-    name = _MARK + mark[:1000].replace(".", "·")  # a dot in a buffer's name would be part of a path
-    model.register_buffer(name, torch.zeros(4, dtype=torch.uint8, device=device), persistent=False)
+    buffer = torch.zeros(4, dtype=torch.uint8, device=device)
+    model.register_buffer(name.replace(".", "·"), buffer, persistent=False)
 
 
 class _RankFollower:
@@ -83,6 +106,7 @@ class _RankFollower:
         self._gather = gather_over(group)
         self._pieces: list[Piece] = []
         self._layout: dict[str, Any] = {}
+        self._known: tuple[Any, list[Piece], dict[str, str]] | None = None  # of models that follow no run
         self._store_options: dict[str, Any] = {}
         self._subscriber: EngineSubscriber | None = None
         self._stale = False  # whether the model must still recompute the tensors that it derives from its weights
@@ -108,6 +132,43 @@ class _RankFollower:
             self._thread.start()
         return mark
 
+    def sums(self, layout: str | None) -> str | None:
+        """On all ranks at once: the digests of the weights by the tensors of a table, as JSON; None without a table."""
+        if layout is None:
+            return None
+        with self._lock:
+            _synchronize()  # steps that have begun still read the weights
+            answers = self._gather(self._rank_sums(layout))
+        failures = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
+        if failures:
+            return json.dumps({"error": failures[0]})
+        if self._rank > 0:
+            return "{}"
+        table = parse_layout(layout.encode(), "the table")
+        return json.dumps(EngineSums.combine(table, map(RankSums.of, answers)).record(table))
+
+    def _rank_sums(self, layout: str) -> dict[str, Any]:
+        """The digests of this rank, or its error."""
+        try:
+            table = parse_layout(layout.encode(), "the table")
+            pieces, unclear_names = self._located(table)
+            live = tensors_of(self._model)
+            parameters = {name for name, _ in self._model.named_parameters()} & live.keys()
+            return rank_sums(table, pieces, live, parameters, tied_names(self._model), unclear_names).record()
+        except Exception as error:  # noqa: BLE001  # the other ranks must not wait for this one
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def _located(self, table: TensorTable) -> tuple[list[Piece], dict[str, str]]:
+        """Where tensors are, and which are not found, and why; found out again if they or the model have changed."""
+        layout = _layout(self._model)
+        if self._pieces and layout == self._layout:
+            return self._pieces, {}
+        if self._known is None or self._known[0] != (table, layout):
+            unclear_names: dict[str, str] = {}
+            pieces = learn_pieces(self._model, checkpoint_tensors(table), unclear_names)
+            self._known = (table, layout), pieces, unclear_names
+        return self._known[1:]
+
     def stage_newest(self) -> None:
         """Stage the newest version, and wait a while for the next."""
         with self._lock:
@@ -131,8 +192,7 @@ class _RankFollower:
     def _learn(self, url: str, trusted_keys: PublicKeys | None, token: str | None) -> list[Piece]:
         with closing(open_store(url, token=token)) as store:
             table = read_run(store, read_head(store, trusted_keys)[0]).table
-        tensors = [CheckpointTensor(spec.name, spec.shape, getattr(torch, spec.dtype.name)) for spec in table.specs]
-        return learn_pieces(self._model, tensors)
+        return learn_pieces(self._model, checkpoint_tensors(table))
 
     def _require_layout(self) -> None:
         if _layout(self._model) != self._layout:
@@ -160,8 +220,13 @@ def _stage_ahead(follower: Callable[[], _RankFollower | None]) -> None:
         del current
 
 
-def learn_pieces(model: Any, tensors: Sequence[CheckpointTensor]) -> list[Piece]:
-    """Find out where checkpoint tensors are in a model by watching how it loads; its weights are then restored."""
+def learn_pieces(
+    model: Any, tensors: Sequence[CheckpointTensor], unclear_names: dict[str, str] | None = None
+) -> list[Piece]:
+    """Find out where checkpoint tensors are in a model by watching how it loads; its weights are then restored.
+
+    unclear_names: as for `find_pieces`; what the model computes from its weights is named there too.
+    """
     live = tensors_of(model)
     backup = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
     before = {key: (tensor, tensor.to("cpu", copy=True)) for key, tensor in _derived_tensors(model).items()}
@@ -182,13 +247,15 @@ def learn_pieces(model: Any, tensors: Sequence[CheckpointTensor]) -> list[Piece]
             _refresh(model)
 
     try:
-        pieces = find_pieces(tensors, live, model.load_weights, restore)
+        pieces = find_pieces(tensors, live, model.load_weights, restore, unclear_names, restores_by_load=False)
     except BaseException:
         restore()
         raise
     if (moved := moved_name(live, tensors_of(model))) is not None:
         raise UnsupportedTensor(f"{moved!r} is replaced when the model loads, instead of written to")
-    if changed and not hasattr(model, "post_load_weights"):
+    if unclear_names is not None:
+        unclear_names |= dict.fromkeys(changed, "the engine computes it from the weights when it loads them")
+    elif changed and not hasattr(model, "post_load_weights"):
         raise UnsupportedTensor(
             f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change with them"
         )
@@ -266,6 +333,11 @@ def request(
     """
     keys = trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else list(trusted_keys)
     command = {"url": store, "trusted_keys": keys, "run": run, "token": token, "version": version, "ahead": ahead}
+    return _body(command, ranks, flush_cache)
+
+
+def _body(command: dict[str, Any], ranks: int, flush_cache: bool) -> dict[str, Any]:
+    """The body of a request that gives the loader a command."""
     control = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
     payload = base64.b64encode(pickle.dumps([("sparserl", control)])).decode()
     return {
@@ -291,12 +363,9 @@ class Client:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, mode: str = "retract", timeout: float = 600.0) -> None:
-        self.url = url.rstrip("/")
+        self._server = EngineServer(url, api_key, timeout)
+        self.url = self._server.url
         self._mode = mode
-        self._timeout = timeout
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def update(
         self,
@@ -363,11 +432,41 @@ class Client:
         finally:
             self._ask("continue_generation")
 
+    def sums(self, table: TensorTable) -> EngineSums:
+        """The digests that all ranks have of the tensors of a table. The engine is paused, and nothing changes."""
+        ranks = int(self._ask("server_info")["tp_size"])
+        self._ask("pause_generation", mode="in_place")
+        try:
+            self._load(_body({"layout": layout_to_bytes(table).decode()}, ranks, flush_cache=False))
+            texts = [names[-1].removeprefix(_ANSWER) for names in self._buffers(_ANSWER) if names]
+            self._load(_body({"layout": None}, ranks, flush_cache=False))
+        finally:
+            self._ask("continue_generation")
+        if not texts:
+            raise SessionError(f"{self.url} has not answered: its sparserl is older than this one")
+        answer = json.loads(texts[0])
+        if "error" in answer:
+            raise SessionError(f"{self.url}: {answer['error']}")
+        return EngineSums.of(table, answer)
+
+    def _load(self, body: dict[str, Any]) -> None:
+        """Call the loader."""
+        self._ask("begin_weight_update", selector="target")
+        try:
+            self._ask("update_weights_from_tensor", **body)
+        finally:
+            self._ask("end_weight_update")
+
     def marks(self) -> list[str]:
         """The mark of each rank of the engine: run and version of the last update, or its error."""
-        answer = self._check(skip_tensor_list=["."])  # of all tensors, only marks have no dot in their names
-        names = [[name for name in rank["checksums"] if name.startswith(_MARK)] for rank in answer["ranks"]]
-        return [marks[0].removeprefix(_MARK).replace("·", ".") if marks else "never updated" for marks in names]
+        marks = [[name for name in names if not name.startswith(_ANSWER)] for names in self._buffers(_MARK)]
+        return [names[0].removeprefix(_MARK) if names else "never updated" for names in marks]
+
+    def _buffers(self, prefix: str) -> list[list[str]]:
+        """The names of the loader's buffers that begin so, on each rank."""
+        answer = self._check(skip_tensor_list=["."])  # of all tensors, only these have no dot in their names
+        names = [[name for name in rank["checksums"] if name.startswith(prefix)] for rank in answer["ranks"]]
+        return [[name.replace("·", ".") for name in own] for own in names]
 
     def checksum(self) -> str:
         """SGLang's own checksum over the weights of all ranks, by which replicas can be compared."""
@@ -377,20 +476,7 @@ class Client:
         return self._ask("weights_checker", action="checksum", selector="target", **options)
 
     def _ask(self, path: str, **fields: Any) -> dict[str, Any]:
-        data = json.dumps(fields).encode() if fields or path != "server_info" else None
-        http_request = urllib.request.Request(  # noqa: S310  # the user's own server
-            f"{self.url}/{path}", data, self._headers
-        )
-        try:
-            with urllib.request.urlopen(http_request, timeout=self._timeout) as response:  # noqa: S310
-                body = response.read()
-        except urllib.error.HTTPError as error:
-            raise SessionError(
-                f"{self.url}/{path}: {error.code} {error.read().decode(errors='replace')[:500]}"
-            ) from error
-        except OSError as error:
-            raise SessionError(f"{self.url}/{path}: {error}") from error
-        answer: dict[str, Any] = json.loads(body)
+        answer = self._server.ask(path, fields if fields or path != "server_info" else None)
         if answer.get("success") is False:
             raise SessionError(f"{self.url}/{path}: {answer.get('message')}")
         return answer

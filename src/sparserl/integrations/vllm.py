@@ -33,8 +33,8 @@ from vllm.model_executor.model_loader.reload import layerwise as reload
 from ..errors import SessionError, UnsupportedTensor
 from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
-from ..targets.engine_layout import changed_name, find_pieces
-from ..targets.pieces import CheckpointTensor, Piece, moved_name, parts_of
+from ..targets.engine_layout import changed_names, find_pieces
+from ..targets.pieces import CheckpointTensor, Load, Piece, moved_name, parts_of
 from ..weights.digest import Digest, digest, place_sums
 from ..weights.local import LocalWeights
 from .ranks import EngineSubscriber, gather_over
@@ -86,6 +86,11 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         logger.info(
             "sparserl: %d pieces of %d checkpoint tensors", len(self._pieces), len({p.tensor for p in self._pieces})
         )
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Where the checkpoint is in the model."""
+        return self._pieces
 
     @property
     def subscriber(self) -> EngineSubscriber:
@@ -200,36 +205,49 @@ def learn_pieces(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         yield from loader.get_all_weights(vllm_config.model_config, model)
 
+    if empty := empty_names(model):
+        raise UnsupportedTensor(
+            f"{empty[0]!r} is empty: vLLM packs it when it is loaded, and changes cannot be written to the packed copy"
+            ". On a CPU, start it with SPARSERL_VLLM_CPU=plain"
+        )
+    load = reload_of(vllm_config, model)
+    live = parts_of(model)
+    before = digests_of(live)
+    derived_before = digests_of(derived_tensors(model, live))
+
+    def restore() -> None:
+        if changed := changed_names(derived_before, digests_of(derived_tensors(model, live))):
+            raise UnsupportedTensor(
+                f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change with "
+                "them"
+            )
+        load(weights())
+
+    tensors = [CheckpointTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights()]
+    with without_warnings():
+        pieces = find_pieces(tensors, live, load, restore)
+    after = parts_of(model)
+    if moved := moved_name(live, after) or next(iter(changed_names(before, digests_of(after))), None):
+        raise UnsupportedTensor(f"{moved!r} is not the same after the checkpoint was loaded again")
+    _compare(pieces, live, weights())
+    return pieces
+
+
+def reload_of(vllm_config: Any, model: torch.nn.Module) -> Load:
+    """What lets a model load tensors again, in place, with all postprocessing, as vLLM's own reload does."""
+
     def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         _process_again(model)
         reload.initialize_layerwise_reload(model)
         cast("Any", model).load_weights(tensors)
         reload.finalize_layerwise_reload(model, vllm_config.model_config)
 
-    if (packed := next((name for name, tensor in model.named_parameters() if not tensor.numel()), None)) is not None:
-        raise UnsupportedTensor(
-            f"{packed!r} is empty: vLLM packs it when it is loaded, and changes cannot be written to the packed copy. "
-            "On a CPU, start it with SPARSERL_VLLM_CPU=plain"
-        )
-    live = parts_of(model)
-    before = _digests(live)
-    derived_before = _digests(_derived_tensors(model, live))
+    return load
 
-    def restore() -> None:
-        if changed := changed_name(derived_before, _digests(_derived_tensors(model, live))):
-            raise UnsupportedTensor(
-                f"{changed!r} is computed from the weights when they are loaded, so that it would not change with them"
-            )
-        load(weights())
 
-    tensors = [CheckpointTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights()]
-    with _without_warnings():
-        pieces = find_pieces(tensors, live, load, restore)
-    after = parts_of(model)
-    if changed := moved_name(live, after) or changed_name(before, _digests(after)):
-        raise UnsupportedTensor(f"{changed!r} is not the same after the checkpoint was loaded again")
-    _compare(pieces, live, weights())
-    return pieces
+def empty_names(model: torch.nn.Module) -> list[str]:
+    """Parameters that vLLM has packed when they were loaded, and emptied."""
+    return [name for name, tensor in model.named_parameters() if not tensor.numel()]
 
 
 def _compare(
@@ -249,7 +267,7 @@ def _compare(
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Leave out warnings of vLLM's loader, of layers that have nothing to load and the like: they are expected here."""
     reload_logger = logging.getLogger(reload.__name__)
     reload_logger.addFilter(_is_no_warning)
@@ -271,7 +289,7 @@ def _process_again(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def _derived_tensors(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def derived_tensors(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of modules and of their attributes that are neither parameters nor buffers nor views of these."""
     addresses = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
     out: dict[str, torch.Tensor] = {}
@@ -297,7 +315,7 @@ def _attribute_tensors(label: str, owner: object, deep: bool = True) -> Iterator
             yield from _attribute_tensors(path, value, deep=False)
 
 
-def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
+def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
     if not tensors:
         return {}
     weights = LocalWeights.of(tensors)

@@ -1,17 +1,21 @@
 """The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`).
 
-It registers the weight-transfer backend `sparserl` and imports neither torch nor Numba: vLLM 0.32 on a CPU cannot start
-a worker in a process that has loaded llvmlite.
+It registers the weight-transfer backend `sparserl`, and gives workers a method for `sparserl verify-engine`. It imports
+neither torch nor Numba: vLLM 0.32 on a CPU cannot start a worker in a process that has loaded llvmlite.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
+
+SUMS = "sparserl_sums"  # the method of workers that `sparserl verify-engine` calls
 
 
 def register() -> None:
-    """Register both sides of the backend. vLLM imports them when they are first used."""
+    """Register both sides of the backend, and the method of workers. They are imported when they are first used."""
     from vllm.distributed.weight_transfer import factory
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     for registry, module, name in (
         (factory.WeightTransferEngineFactory, "vllm", "SparserlEngine"),
@@ -21,8 +25,16 @@ def register() -> None:
             registry.register_engine("sparserl", f"sparserl.integrations.{module}", name)
         except ValueError:
             continue  # vLLM may load plugins more than once
+    setattr(WorkerWrapperBase, SUMS, _worker_sums)
     if os.environ.get("SPARSERL_VLLM_CPU") == "plain":
         keep_cpu_weights()
+
+
+def _worker_sums(wrapper: Any, layout: str) -> dict[str, Any]:
+    """Digests of the weights that a worker has; see `vllm_verify.worker_sums`."""
+    from .vllm_verify import worker_sums
+
+    return worker_sums(wrapper.worker, layout)
 
 
 def keep_cpu_weights() -> None:

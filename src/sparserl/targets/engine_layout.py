@@ -6,7 +6,8 @@ one load, watched ──► pieces ──► what could not be followed: numbers
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -24,6 +25,9 @@ def find_pieces(
     live: Mapping[str, torch.Tensor],
     load: Load,
     restore: Callable[[], None],
+    unclear_names: dict[str, str] | None = None,
+    *,
+    restores_by_load: bool = True,
 ) -> list[Piece]:
     """Find out where the elements of checkpoint tensors are in an engine's tensors.
 
@@ -33,10 +37,15 @@ def find_pieces(
         load: lets the engine load some tensors, given under their checkpoint names, into `live`, with all
             postprocessing. The tensors of a layer come together.
         restore: brings back the engine's own weights.
+        unclear_names: is filled with the tensors of the checkpoint or of the engine that are not plain copies of
+            elements, and why; without it, the first of them is an error.
+        restores_by_load: whether `restore` loads a checkpoint, which gives constants, such as padding, the values that
+            every load gives them. Bits that are copied back need not have these: the engine may not have loaded them.
 
     Raises:
-        UnsupportedTensor: a tensor of the engine is not a plain copy of elements.
+        UnsupportedTensor: a tensor of the engine is not a plain copy of elements, and there is no `unclear_names`.
     """
+    number = number_pieces if unclear_names is None else partial(_number_some, unclear_names)
     tensors = [*tensors]
     pieces, unclear = watch_pieces(tensors, live, load)
     if unclear:
@@ -44,24 +53,58 @@ def find_pieces(
         pieces = [piece for piece in pieces if layer_of(piece.tensor) not in layers]
         rest = [tensor for tensor in tensors if layer_of(tensor.name) in layers]
         _log.info("%s: copies of %d tensors were lost sight of; numbers are loaded", min(unclear), len(unclear))
-        pieces += number_pieces(rest, live, load, is_all=len(rest) == len(tensors))
-    rest_digests = _rest_digests(pieces, live)
-    restore()
-    if _rest_digests(pieces, live) != rest_digests:  # it was written to behind the watch's back
-        _log.info("copies were made unseen; numbers are loaded for all tensors")
-        pieces = number_pieces(tensors, live, load)
+        pieces += number(rest, live, load, is_all=len(rest) == len(tensors))
+
+    def changed_rest() -> list[str]:
+        """Restore, and name the engine's tensors that have something else of the checkpoint than the pieces."""
         rest_digests = _rest_digests(pieces, live)
+        if restores_by_load:
+            restore()
+            return changed_names(rest_digests, _rest_digests(pieces, live))
+        load((tensor.name, torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")) for tensor in tensors)
+        changed = changed_names(rest_digests, _rest_digests(pieces, live))
         restore()
-        if (changed := changed_name(rest_digests, _rest_digests(pieces, live))) is not None:
-            raise UnsupportedTensor(
-                f"{changed!r} depends on the checkpoint, but where its elements come from is unclear"
-            )
+        return changed
+
+    changed = changed_rest()
+    if changed and not unclear_names:  # they were written to behind the watch's back
+        _log.info("copies were made unseen; numbers are loaded for all tensors")
+        pieces = number(tensors, live, load, is_all=True)
+        changed = changed_rest()
+    reason = "depends on the checkpoint, but where its elements come from is unclear"
+    if changed and unclear_names is None:
+        raise UnsupportedTensor(f"{changed[0]!r} {reason}")
+    if unclear_names is not None:
+        unclear_names |= dict.fromkeys(changed, f"it {reason}")
     return pieces
 
 
-def changed_name(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> str | None:
-    """The first tensor whose digest has changed."""
-    return next((name for name, new in after.items() if before.get(name) != new), None)
+def _number_some(
+    unclear_names: dict[str, str],
+    tensors: Sequence[CheckpointTensor],
+    live: Mapping[str, torch.Tensor],
+    load: Load,
+    *,
+    is_all: bool,
+) -> list[Piece]:
+    """The pieces of those layers in which all tensors are plain copies; the tensors of the others are named."""
+    try:
+        return number_pieces(tensors, live, load, is_all=is_all)
+    except UnsupportedTensor as error:
+        layers = sorted({layer_of(tensor.name) for tensor in tensors})
+        if len(layers) == 1:
+            unclear_names |= {tensor.name: str(error) for tensor in tensors}
+            return []
+    first_half = {*layers[: len(layers) // 2]}
+    halves: tuple[list[CheckpointTensor], list[CheckpointTensor]] = ([], [])
+    for tensor in tensors:
+        halves[layer_of(tensor.name) not in first_half].append(tensor)
+    return [piece for half in halves for piece in _number_some(unclear_names, half, live, load, is_all=False)]
+
+
+def changed_names(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> list[str]:
+    """The tensors whose digests have changed."""
+    return [name for name, new in after.items() if before.get(name) != new]
 
 
 def _rest_digests(pieces: Iterable[Piece], live: Mapping[str, torch.Tensor]) -> dict[str, Digest]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 PROMPTS = [[1, 5, 9, 30], [1, 44, 7], [1, *range(5, 75)]]  # the last fills blocks of the prefix cache
 SMALL = {"max_model_len": 96, "block_size": 32, "kv_cache_memory_bytes": 16 << 20}
@@ -39,11 +41,12 @@ def generate(llm):
 
 
 def hashes(worker):
-    """Of all live parameters and buffers of a worker."""
+    """Of all live parameters and buffers of a worker, and of what `faults` has layers compute from them."""
     import torch
 
     model = worker.get_model()
     both = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    both |= {f"{n}.doubled": layer.doubled for n, layer in model.named_modules() if hasattr(layer, "doubled")}
     return {
         name: hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in both.items()
@@ -104,7 +107,42 @@ def follow(model, folder, kind, ranks, syncs):
     return out
 
 
-def fresh(folder, ranks):
-    """What vLLM makes of a checkpoint without sparserl."""
+def fresh(folder, ranks, run):
+    """What vLLM makes of a checkpoint without the backend, and how it then compares with it and with a run."""
     llm = start(folder, ranks)
-    return {"generations": generate(llm), "live": live(llm)}
+    out = {"generations": generate(llm), "live": live(llm)}
+    return out | {"verified": verified(llm, folder, run)}
+
+
+def verified(llm, folder, run):
+    """Comparisons of an engine that is right, and of one in which a bit of its last rank was flipped."""
+    from sparserl.integrations.verify import verify_engine
+    from sparserl.session.store.stored_run import StoredRun
+
+    before, generations = live(llm), [tokens for tokens, _ in generate(llm)]
+    out = {"checkpoint": told(verify_engine(llm, folder))}
+    out["left as it was"] = live(llm) == before and [tokens for tokens, _ in generate(llm)] == generations
+    with mock.patch.object(StoredRun, "weights", side_effect=AssertionError("it was fetched")):
+        out["newest"] = told(verify_engine(llm, run))
+    out["older"] = told(verify_engine(llm, f"{run}@{out['newest']['version'] - 1}"))
+    llm.collective_rpc(flip)
+    flipped = live(llm)
+    out["flipped"] = told(verify_engine(llm, folder))
+    out["flipped in the run"] = told(verify_engine(llm, run))
+    out["flipped left as it was"] = live(llm) == flipped != before
+    return out
+
+
+def told(comparison):
+    """A comparison as values for JSON."""
+    return {"answer": comparison.answer} | dataclasses.asdict(comparison)
+
+
+def flip(worker):
+    """Flip a bit of the first key in the fused parameter of the last rank."""
+    import torch
+
+    ranks = worker.vllm_config.parallel_config.world_size
+    if worker.rank == ranks - 1:
+        fused = worker.get_model().get_parameter("model.layers.1.self_attn.qkv_proj.weight")
+        fused.data[128 // ranks].view(torch.uint8)[0] ^= 1

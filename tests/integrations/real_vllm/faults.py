@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from .engine import following, generate, live
+from .engine import following, fresh, generate, live, start, told
 
 
 def attempt(work):
@@ -122,11 +122,23 @@ def killed(trainer):
 def packed(folder):
     """Weights that vLLM packs, so that nothing can be written into them."""
     os.environ.pop("SPARSERL_VLLM_CPU")
-    return {"start": attempt(lambda: following(folder))}
+    out = {"start": attempt(lambda: following(folder))}
+    llm = start(folder)
+    before = held(llm)
+    from sparserl.integrations.verify import verify_engine
+
+    out["verified"] = told(verify_engine(llm, folder))
+    return out | {"verified left as it was": held(llm) == before}
 
 
 def derived(folder):
     """Weights of which something else is computed when they are loaded."""
+    compute_more()
+    return {"start": attempt(lambda: following(folder))}
+
+
+def compute_more():
+    """From now on, layers compute something else from their weights when they are loaded."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     process = UnquantizedLinearMethod.process_weights_after_loading
@@ -136,4 +148,9 @@ def derived(folder):
         layer.doubled = layer.weight * 2
 
     UnquantizedLinearMethod.process_weights_after_loading = and_more
-    return {"start": attempt(lambda: following(folder))}
+
+
+def fresh_with_more(folder, run):
+    """What vLLM makes of a checkpoint then, without the backend, and how it compares."""
+    compute_more()
+    return fresh(folder, 1, run)

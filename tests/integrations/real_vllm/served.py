@@ -59,6 +59,7 @@ def served(folder, model):
         out["demands"] = {name: versions(server.ask(demand)) for name, demand in demands.items()}
         out["spans"] = server.generate(PROMPTS[0], 8)["choices"][0]["weight_versions"]
         policy.save_pretrained(folder / "new")
+        out["verified"] = [verify(server, weights) for weights in (folder / "new", f"file://{folder}/run@2")]
         staleness.main([str(model), server.url, f"file://{folder}/staleness", "--steps", "5"])
         out["replaced"] = versions(server.ask(f"{run}:0"))
     return out
@@ -68,6 +69,13 @@ def versions(answer):
     """The status of an answer, the versions at start and end, and its error."""
     error = answer.json()["error"]["message"] if not answer.ok else None
     return [answer.status_code, [answer.headers.get(name) for name in (START_VERSION, END_VERSION)], error]
+
+
+def verify(server, weights):
+    """The exit code and the output of `sparserl verify-engine`."""
+    command = [sys.executable, "-m", "sparserl.cli", "verify-engine", server.url, weights]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return done.returncode, done.stdout + done.stderr
 
 
 class Server:

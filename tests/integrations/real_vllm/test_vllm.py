@@ -71,13 +71,14 @@ def work(log, found, module, name, args, ranks):
 def followed(model, folder, kind, ranks):
     """An engine that followed a run, and a fresh one on the checkpoint that was saved in the end."""
     out = job(folder, "engine", "follow", model, folder, kind, ranks, SYNCS, ranks=ranks)
-    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, ranks=ranks)}
+    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, f"file://{folder}/run", ranks=ranks)}
 
 
 def served(model, folder):
     """The same of a server."""
     out = job(folder, "served", "served", folder, model)
-    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", 1), "folder": folder}
+    fresh = job(folder, "faults", "fresh_with_more", folder / "new", f"file://{folder}/run")
+    return out | {"fresh": fresh, "folder": folder}
 
 
 def example(model, folder):
@@ -136,6 +137,25 @@ def test_syncs(seen, kind, ranks):
     assert len(told_apart) == 1 + len(found["generations"]) > 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_that_follow_nothing_are_verified(seen, kind, ranks):
+    """An engine without the backend is compared with a checkpoint and with a run; one flipped bit is named."""
+    found = seen[kind, ranks].result()
+    verified = found["fresh"]["verified"]
+    right = verified["checkpoint"]
+    assert (right["answer"], right["uncompared"], right["cast"]) == ("equal", {}, {})
+    assert right["bytes"] > right["tensors"] > 20
+    assert verified["left as it was"]
+    assert verified["newest"]["answer"] == "equal"
+    assert verified["newest"]["version"] == found["first"] + SYNCS
+    assert verified["older"]["answer"] == "different"
+    for comparison in (verified["flipped"], verified["flipped in the run"]):
+        assert comparison["answer"] == "different"
+        assert comparison["different"] == ["model.layers.1.self_attn.k_proj.weight"]
+    assert verified["flipped left as it was"]
+
+
 def test_faults(seen):
     """What is damaged, or was written or replaced by something else, is refused; nothing is written, and it goes on."""
     found = seen["llama", 1].result()
@@ -164,6 +184,10 @@ def test_packed_weights(seen):
     """An engine whose weights cannot be followed does not start, and names one that was emptied."""
     said = seen["packed"].result()["start"]
     assert "UnsupportedTensor: 'model.layers.0.self_attn.qkv_proj.weight' is empty" in said
+    verified = seen["packed"].result()["verified"]
+    assert seen["packed"].result()["verified left as it was"]
+    assert (verified["answer"], verified["tensors"]) == ("incomplete", 0)
+    assert "vLLM has packed its weights" in verified["uncompared"]["model.layers.0.self_attn.q_proj.weight"]
 
 
 def test_values_computed_of_weights(seen):
@@ -173,12 +197,30 @@ def test_values_computed_of_weights(seen):
     assert "doubled' is computed from the weights" in said
 
 
+def test_values_computed_of_weights_are_not_compared(seen):
+    """Where it follows nothing, its weights are compared, what was computed is named, and all stays as it was."""
+    verified = seen["served"].result()["fresh"]["verified"]
+    assert verified["left as it was"]
+    assert verified["flipped left as it was"]
+    assert verified["flipped"]["different"] == ["model.layers.1.self_attn.k_proj.weight"]
+    right = verified["checkpoint"]
+    assert (right["answer"], right["different"]) == ("incomplete", [])
+    assert right["tensors"] == 21
+    assert len(right["uncompared"]) == 8
+    assert all(name.endswith("_proj.doubled") for name in right["uncompared"])
+
+
 def test_a_server(seen):
     """`vllm serve` follows a trainer over HTTP: requests wait and are answered, versions and errors are seen."""
     found = seen["served"].result()
     assert [version.rpartition(":")[2] for version in found["versions"]] == ["1", "2", "3"]
     assert "500" in found["damaged"]
     assert found["paused"] is False
+    (right, text), (wrong, difference) = found["verified"]
+    assert (right, wrong) == (0, 1), text + difference
+    assert text.count("\n") == 1
+    assert "equal to" in text
+    assert "differ from version 2 of run" in difference
     assert set(found["meanwhile"]) == {40}
     assert found["generations"] == tokens(found["fresh"]["generations"])
     assert found["generations"][2] != found["before"]

@@ -1,0 +1,56 @@
+"""The HTTP server of an engine: requests and answers are JSON."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import SessionError
+
+
+class ServerError(SessionError):
+    """The server of an engine has refused a request, with this HTTP status code."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class EngineServer:
+    """The server of an engine.
+
+    Args:
+        url: Its address.
+        api_key: A key that it requires.
+        timeout: How many seconds to wait for an answer.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+        self.url = url.rstrip("/")
+        self._timeout = timeout
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def ask(self, path: str, fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Post some fields, or get a path; returns the fields of the answer."""
+        data = None if fields is None else json.dumps(fields).encode()
+        request = urllib.request.Request(  # noqa: S310  # the user's own server
+            f"{self.url}/{path}", data, self._headers
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:  # noqa: S310
+                body = response.read()
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")[:500]
+            raise ServerError(f"{self.url}/{path}: {error.code} {text}", error.code) from error
+        except OSError as error:
+            raise SessionError(f"{self.url}/{path}: {error}") from error
+        try:
+            answer: dict[str, Any] = json.loads(body)
+        except ValueError as error:
+            raise SessionError(f"{self.url}/{path}: the answer is not JSON: {error}") from error
+        return answer

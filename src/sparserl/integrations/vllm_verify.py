@@ -1,0 +1,163 @@
+"""vLLM, worker side: digests of the weights as they are, in an engine that gets them by any means.
+
+    once, as `vllm` does: find out where the checkpoint is in the model, while the weights wait in host memory
+    then: read all bits ──► digests
+
+vLLM calls this between two steps of the engine. Whatever happens, the model is afterwards what it was.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import layerwise as reload
+
+from ..errors import SessionError
+from ..session.store.records import parse_layout
+from ..targets.engine_layout import changed_names, find_pieces
+from ..targets.pieces import Piece, parts_of
+from ..targets.rank_sums import checkpoint_tensors, rank_sums
+from ..weights.engine_sums import RankSums
+from ..weights.table import TensorTable
+from .vllm import (
+    SparserlEngine,
+    derived_tensors,
+    digests_of,
+    empty_names,
+    reload_of,
+    tied_names,
+    without_warnings,
+)
+
+_PLAIN = "On a CPU, start it with SPARSERL_VLLM_CPU=plain"
+Layout = tuple[list[Piece], dict[str, str]]  # where tensors are, and which are not found, and why
+
+_layouts: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Layout]] = weakref.WeakKeyDictionary()
+
+
+def worker_sums(worker: Any, layout: str) -> dict[str, Any]:
+    """The digests of the parts that a worker has of the tensors of a table, which `layout_to_bytes` wrote."""
+    try:
+        table = parse_layout(layout.encode(), "the table")
+        with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
+            if worker.device.type == "cuda":
+                torch.cuda.synchronize(worker.device)  # steps that have begun still read the weights
+            return _sums(worker, table).record()
+    except Exception as error:  # noqa: BLE001  # vLLM would take answers after it for those of its next call
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _sums(worker: Any, table: TensorTable) -> RankSums:
+    model = worker.get_model()
+    if empty := empty_names(model):
+        reason = f"vLLM has packed its weights when it loaded them: {empty[0]!r} is empty. {_PLAIN}"
+        return RankSums({}, {}, dict.fromkeys((*table.index, *empty), reason))
+    engine = getattr(worker, "weight_transfer_engine", None)
+    pieces, unclear_names = (
+        (engine.pieces, {}) if isinstance(engine, SparserlEngine) else _layout(worker.vllm_config, model, table)
+    )
+    parameters = {name for name, _ in model.named_parameters()}
+    live = parts_of(model)
+    tied = tied_names(worker.vllm_config.model_config, pieces)
+    parallel = worker.vllm_config.parallel_config
+    if (replicas := parallel.data_parallel_size) > 1:  # vLLM passes on the answers of the first one alone
+        others = f"data-parallel replicas of {replicas}, other than {parallel.data_parallel_rank}"
+        unclear_names = unclear_names | {others: "vLLM does not ask them"}
+    return rank_sums(table, pieces, live, parameters & live.keys(), tied, unclear_names)
+
+
+def _layout(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layout:
+    """Where the tensors of a table are in a model; found out again if either has changed."""
+    tensors = {name: (tensor.dtype, tuple(tensor.shape), tensor.stride()) for name, tensor in parts_of(model).items()}
+    key = table, tensors
+    if model not in _layouts or _layouts[model][0] != key:
+        _layouts[model] = key, _learn(vllm_config, model, table)
+    return _layouts[model][1]
+
+
+def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layout:
+    """Find out where tensors are by watching how the model loads made-up ones; it is then put back as it was."""
+    live = parts_of(model)
+    derived = _derived(model, live)
+    before = digests_of(live) | digests_of(derived)
+    copy = ModelCopy(model, live | derived)
+    unclear_names: dict[str, str] = {}
+
+    def restore() -> None:
+        changed = changed_names(before, digests_of(_derived(model, live)))
+        reason = "the engine computes it from the weights when it loads them"
+        unclear_names.update((name, reason) for name in changed)
+        copy.put_back()
+
+    try:
+        with without_warnings():
+            load = reload_of(vllm_config, model)
+            pieces = find_pieces(checkpoint_tensors(table), live, load, restore, unclear_names, restores_by_load=False)
+    finally:
+        copy.put_back()
+    after = parts_of(model)
+    if changed := changed_names(before, digests_of(after) | digests_of(_derived(model, after))):
+        raise SessionError(f"{changed[0]!r} is not what it was: restart the engine")
+    return pieces, unclear_names
+
+
+def _derived(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that may have been computed from the weights: neither these, nor caches of keys and values."""
+    caches = tree_leaves([getattr(module, "kv_cache", None) for module in model.modules()])
+    cache_tensors = {str(i): cache for i, cache in enumerate(caches) if isinstance(cache, torch.Tensor)}
+    return derived_tensors(model, live | cache_tensors)
+
+
+class ModelCopy:
+    """What a load may change in a model: its tensors, copied to host memory, and the attributes of its modules.
+
+    Args:
+        model: The model.
+        tensors: Its tensors by name: parameters, buffers, and what was computed from them.
+    """
+
+    def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        self._model = model
+        self._bits = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors.values()]
+        self._data = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
+        self._not_saved = [(m._non_persistent_buffers_set, {*m._non_persistent_buffers_set}) for m in model.modules()]  # noqa: SLF001
+        self._attributes = [(attributes, dict(attributes)) for attributes in _attributes(model)]
+
+    def put_back(self) -> None:
+        """Make the model what it was: the same objects, and the same bits in the same memory."""
+        for attributes, before in self._attributes:
+            if [*attributes] != [*before]:
+                attributes.clear()
+            attributes.update(before)
+        for names, names_before in self._not_saved:
+            names.clear()
+            names.update(names_before)
+        for tensor, data in self._data:
+            tensor.data = data
+        for tensor, bits in self._bits:
+            tensor.copy_(bits)
+        for module in self._model.modules():
+            reload.get_layerwise_info(module).reset()  # of a load that was not finished
+
+
+def _attributes(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """The attributes of all modules, and of the objects that these have."""
+    seen: set[int] = set()
+    for module in model.modules():
+        own = vars(module)
+        yield own
+        for name in ("_parameters", "_buffers", "_modules"):
+            yield own[name]
+        for value in [*own.values()]:
+            is_object = hasattr(value, "__dict__") and not isinstance(
+                value, torch.nn.Module | torch.Tensor | type | types.ModuleType | types.FunctionType
+            )
+            if is_object and id(value) not in seen:
+                seen.add(id(value))
+                yield vars(value)

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,7 @@ def test_examples_of_integrations(package: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_examples_of_suites(tmp_path: Path) -> None:
     """A store, a source and a target of one's own pass the suites."""
+    shutil.copy(ROOT / "examples" / "sqlite_store.py", tmp_path)
     (tmp_path / "test_mine.py").write_text("\n\n".join(blocks(ROOT / "docs" / "how-to" / "testing.md")))
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py", folder=tmp_path)
 

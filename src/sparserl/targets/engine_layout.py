@@ -12,6 +12,7 @@ import torch
 
 from ..errors import UnsupportedTensor
 from ..weights.digest import Digest, digest
+from ..weights.region import first_overlap
 from .numbering import number_pieces
 from .pieces import CheckpointTensor, Load, Piece, layer_of, span
 from .watching import watch_pieces
@@ -56,7 +57,22 @@ def find_pieces(
             raise UnsupportedTensor(
                 f"{changed!r} depends on the checkpoint, but where its elements come from is unclear"
             )
+    _refuse_copies(pieces)
     return pieces
+
+
+def _refuse_copies(pieces: Iterable[Piece]) -> None:
+    """Refuse elements that the engine has in several places: changes would be written to one of them."""
+    by_tensor: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_tensor.setdefault(piece.tensor, []).append(piece)
+    for name, own in by_tensor.items():
+        if (pair := first_overlap([piece.region for piece in own])) is not None:
+            first, second = (own[index].live for index in pair)
+            places = f"{first!r} has some elements of {name!r} twice"
+            if first != second:
+                places = f"{first!r} and {second!r} both have some elements of {name!r}"
+            raise UnsupportedTensor(f"{places}, but changes are written to one place only")
 
 
 def changed_name(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> str | None:

@@ -137,3 +137,12 @@ def derived(folder):
 
     UnquantizedLinearMethod.process_weights_after_loading = and_more
     return {"start": attempt(lambda: following(folder))}
+
+
+def copied_halves(folder):
+    """Latent attention that keeps copies of the halves of a projection, instead of views, beside it."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    split = mla_attention.split_kv_b_proj
+    mla_attention.split_kv_b_proj = lambda *args: [half.clone() for half in split(*args)]
+    return {"start": attempt(lambda: following(folder))}

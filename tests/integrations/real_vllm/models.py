@@ -82,10 +82,18 @@ CONFIGS = {
     ),
     "mixtral": lambda: MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **COMMON),
     "vlm": lambda: Idefics3Config(
-        text_config={"model_type": "llama", **COMMON}, vision_config=VISION, image_token_id=VOCAB - 1, scale_factor=2
+        text_config={"model_type": "llama", "tie_word_embeddings": True, **COMMON},
+        vision_config=VISION,
+        image_token_id=VOCAB - 1,
+        scale_factor=2,
+        tie_word_embeddings=True,
     ),
 }
-EMBEDDINGS = {"gemma3": "model.embed_tokens.weight", "qwen2": "model.embed_tokens.weight"}  # of those that are tied
+EMBEDDINGS = {  # of models that have them tied
+    "gemma3": "model.embed_tokens.weight",
+    "qwen2": "model.embed_tokens.weight",
+    "vlm": "model.text_model.embed_tokens.weight",
+}
 
 
 def config(kind):

@@ -165,14 +165,14 @@ def test_views_of_weights_are_no_other_place(monkeypatch):
     weights = checkpoint()
     experts = started(lambda weight: weight, weights)
     own = experts._parameters
-    views = {"upper": own["w13"].data[:, :INNER], "lower": own["w13"].data[:, INNER:].transpose(1, 2)}
+    views = {"upper": own["w13"].data[:, :INNER], "lower": own["w13"].data[:, INNER // 2 :].mT}
     first = {name: torch.nn.Parameter(view, requires_grad=False) for name, view in views.items()}
     experts._parameters = first | own | {"turned": torch.nn.Parameter(own["w13"].data.mT, requires_grad=False)}
     assert [*parts_of(experts)] == ["w13", "w2"]
 
     def load(some):
         experts.load(some)
-        experts.lower.data.copy_(experts.w13.data[:, INNER:].transpose(1, 2))
+        experts.lower.data.copy_(experts.w13.data[:, INNER // 2 :].mT)
 
     pieces = find_pieces(named(weights), parts_of(experts), load, lambda: load(weights.items()))
     assert {piece.live for piece in pieces} == {"w13", "w2"}

@@ -231,9 +231,9 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Whether two tensors are the same elements of one memory."""
-    if other is None or (tensor.dtype, tensor.device) != (other.dtype, other.device):
+    if other is None or _address(tensor) != _address(other) or tensor.dtype != other.dtype:
         return False
-    places = [(one.data_ptr(), one.shape, one.stride()) for one in (tensor, other)]
+    places = [(one.storage_offset(), one.shape, one.stride()) for one in (tensor, other)]
     return places[0] == places[1]
 
 

@@ -226,9 +226,8 @@ def test_a_copy_that_is_changed_unseen_is_noticed():
         patch.setattr(watching, "_wrong", lambda *_: [])
         (piece,) = find_pieces([spec()], live, load)  # what would be believed
         assert piece.region == whole(SHAPE)
-    pieces = find_pieces([spec()], live, load)
-    assert sum(piece.region.numel for piece in pieces) == 48
-    assert min(piece.region.start[0] for piece in pieces) == 1
+    with pytest.raises(UnsupportedTensor, match="'w' has some elements of 'w' twice"):
+        find_pieces([spec()], live, load)
 
 
 def test_numbers_are_loaded_for_few_layers(monkeypatch):

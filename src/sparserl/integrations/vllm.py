@@ -13,10 +13,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -28,16 +27,18 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import layerwise as reload
+from vllm.model_executor.model_loader.reload import layerwise
 
 from ..errors import SessionError, UnsupportedTensor
 from ..session.store.signing import PublicKeys
+from ..targets.attributes import attribute_tensors
 from ..targets.engine import EngineTarget
 from ..targets.engine_layout import changed_names, find_pieces
 from ..targets.pieces import CheckpointTensor, Load, Piece, moved_name, parts_of
 from ..weights.digest import Digest, digest, place_sums
 from ..weights.local import LocalWeights
 from .ranks import EngineSubscriber, gather_over
+from .vllm_reload import reload_weights
 
 logger = init_logger(__name__)
 _WAIT_SECONDS = 1.0  # that the staging thread waits for a new version before it checks whether to end
@@ -185,10 +186,21 @@ def _synchronize(device: torch.device) -> None:
 
 def tied_names(model_config: Any, pieces: Iterable[Piece]) -> dict[str, str]:
     """Checkpoint tensors that the model does not load, and the tensors that they are equal to."""
-    if not getattr(model_config.hf_text_config, "tie_word_embeddings", False):
+    configs = (model_config.hf_config, model_config.hf_text_config)
+    if not any(getattr(config, "tie_word_embeddings", False) for config in configs):
         return {}
     embeddings = {piece.tensor for piece in pieces if piece.tensor.endswith("embed_tokens.weight")}
-    return {f"{name.removesuffix('model.embed_tokens.weight')}lm_head.weight": name for name in embeddings}
+    return {f"{owner}lm_head.weight": name for name in embeddings for owner in _owners(name)}
+
+
+def _owners(name: str) -> Iterator[str]:
+    """What the names of the modules around a tensor begin with, from none on.
+
+    A language tower may be in another module than its head: `model.language_model.embed_tokens`, and `lm_head`.
+    """
+    parts = name.split(".")[:-2]
+    for length in range(len(parts) + 1):
+        yield "".join(f"{part}." for part in parts[:length])
 
 
 def learn_pieces(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
@@ -213,10 +225,10 @@ def learn_pieces(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
     load = reload_of(vllm_config, model)
     live = parts_of(model)
     before = digests_of(live)
-    derived_before = digests_of(derived_tensors(model, live))
+    derived_before = digests_of(attribute_tensors(model, live))
 
     def restore() -> None:
-        if changed := changed_names(derived_before, digests_of(derived_tensors(model, live))):
+        if changed := changed_names(derived_before, digests_of(attribute_tensors(model, live))):
             raise UnsupportedTensor(
                 f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change with "
                 "them"
@@ -237,10 +249,7 @@ def reload_of(vllm_config: Any, model: torch.nn.Module) -> Load:
     """What lets a model load tensors again, in place, with all postprocessing, as vLLM's own reload does."""
 
     def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        _process_again(model)
-        reload.initialize_layerwise_reload(model)
-        cast("Any", model).load_weights(tensors)
-        reload.finalize_layerwise_reload(model, vllm_config.model_config)
+        reload_weights(model, vllm_config.model_config, tensors)
 
     return load
 
@@ -269,7 +278,7 @@ def _compare(
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
     """Leave out warnings of vLLM's loader, of layers that have nothing to load and the like: they are expected here."""
-    reload_logger = logging.getLogger(reload.__name__)
+    reload_logger = logging.getLogger(layerwise.__name__)
     reload_logger.addFilter(_is_no_warning)
     try:
         yield
@@ -279,40 +288,6 @@ def without_warnings() -> Iterator[None]:
 
 def _is_no_warning(record: logging.LogRecord) -> bool:
     return record.levelno != logging.WARNING
-
-
-def _process_again(model: torch.nn.Module) -> None:
-    """Let vLLM process weights as at the first load; on the CPU it would otherwise not pack experts again."""
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
-            method.moe_kernel = None
-
-
-def derived_tensors(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of modules and of their attributes that are neither parameters nor buffers nor views of these."""
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
-    out: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        for label, value in _attribute_tensors(name, module):
-            if value.numel() and not value.is_meta and value.untyped_storage().data_ptr() not in addresses:
-                out[label] = value.detach()
-    return out
-
-
-def _attribute_tensors(label: str, owner: object, deep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in the attributes of an object, in closures of its functions, and one level deeper."""
-    for name, value in vars(owner).items():
-        path = f"{label}.{name}"
-        if isinstance(value, torch.Tensor):
-            yield path, value
-        elif isinstance(value, types.FunctionType):
-            for i, cell in enumerate(value.__closure__ or ()):
-                with contextlib.suppress(ValueError):  # an empty cell
-                    if isinstance(cell.cell_contents, torch.Tensor):
-                        yield f"{path}[{i}]", cell.cell_contents
-        elif deep and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type | types.ModuleType):
-            yield from _attribute_tensors(path, value, deep=False)
 
 
 def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import layerwise as reload
 
 from ..errors import SessionError
 from ..session.store.records import parse_layout
+from ..targets.attributes import attribute_tensors
 from ..targets.engine_layout import changed_names, find_pieces
 from ..targets.pieces import Piece, parts_of
 from ..targets.rank_sums import checkpoint_tensors, rank_sums
@@ -27,7 +28,6 @@ from ..weights.engine_sums import RankSums
 from ..weights.table import TensorTable
 from .vllm import (
     SparserlEngine,
-    derived_tensors,
     digests_of,
     empty_names,
     reload_of,
@@ -111,7 +111,7 @@ def _derived(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> dict[str,
     """Tensors that may have been computed from the weights: neither these, nor caches of keys and values."""
     caches = tree_leaves([getattr(module, "kv_cache", None) for module in model.modules()])
     cache_tensors = {str(i): cache for i, cache in enumerate(caches) if isinstance(cache, torch.Tensor)}
-    return derived_tensors(model, live | cache_tensors)
+    return attribute_tensors(model, live | cache_tensors)
 
 
 class ModelCopy:

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import UnsupportedTensor
 from ..weights.digest import Digest, digest
+from ..weights.region import first_overlap
 from .numbering import number_pieces
 from .pieces import CheckpointTensor, Load, Piece, layer_of, span
 from .watching import watch_pieces
@@ -72,11 +73,30 @@ def find_pieces(
         pieces = number(tensors, live, load, is_all=True)
         changed = changed_rest()
     reason = "depends on the checkpoint, but where its elements come from is unclear"
-    if changed and unclear_names is None:
-        raise UnsupportedTensor(f"{changed[0]!r} {reason}")
+    copies = _copies(pieces)
     if unclear_names is not None:
-        unclear_names |= dict.fromkeys(changed, f"it {reason}")
+        unclear_names |= dict.fromkeys(changed, f"it {reason}") | copies
+        return [piece for piece in pieces if piece.tensor not in copies]
+    if changed:
+        raise UnsupportedTensor(f"{changed[0]!r} {reason}")
+    if copies:
+        raise UnsupportedTensor(f"{next(iter(copies.values()))}, but changes are written to one place only")
     return pieces
+
+
+def _copies(pieces: Iterable[Piece]) -> dict[str, str]:
+    """Tensors of which the engine has some elements in several places, and which these are."""
+    by_tensor: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_tensor.setdefault(piece.tensor, []).append(piece)
+    copies = {}
+    for name, own in by_tensor.items():
+        if (pair := first_overlap([piece.region for piece in own])) is not None:
+            first, second = (own[index].live for index in pair)
+            copies[name] = f"{first!r} and {second!r} both have some elements of {name!r}"
+            if first == second:
+                copies[name] = f"{first!r} has some elements of {name!r} twice"
+    return copies
 
 
 def _number_some(

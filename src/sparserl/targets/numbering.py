@@ -69,13 +69,15 @@ def _groups(tensors: Iterable[CheckpointTensor]) -> Iterator[list[CheckpointTens
 
 
 class _Alphabet:
-    """The letters of a dtype, written and read."""
+    """The letters of the dtype of a tensor, written and read."""
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, width: int, dtype: torch.dtype) -> None:
         self.letters = letters(width, dtype)
         self._order = np.argsort(self.letters)
         if np.unique(self.letters).size < self.letters.size:
-            raise UnsupportedTensor(f"{dtype} cannot represent enough whole numbers to tell elements apart")
+            raise UnsupportedTensor(
+                f"{name!r} is not followed: {dtype} cannot represent enough whole numbers to tell elements apart"
+            )
         self._table: Numbers | None = None
         if dtype.itemsize <= 2:
             self._table = np.zeros(1 << 8 * dtype.itemsize, np.int64)
@@ -125,7 +127,7 @@ class _Group:
         """The checkpoint tensors of one pass, in which every element is a digit of its number, written as above."""
         for tensor, first in zip(self.tensors, self.first.tolist(), strict=True):
             digits = torch.empty(tensor.numel, dtype=tensor.dtype)
-            letters = _Alphabet(self.bits, tensor.dtype).letters
+            letters = _Alphabet(tensor.name, self.bits, tensor.dtype).letters
             bits = patterns(digits)
             for low in range(0, tensor.numel, _CHUNK):
                 part = bits[low : low + _CHUNK]
@@ -148,7 +150,7 @@ class _Group:
         bits = [patterns(contents) for contents in passes]
         if all(np.array_equal(later, bits[0]) for later in bits[1:]):
             return
-        alphabet = _Alphabet(self.bits, passes[0].dtype)
+        alphabet = _Alphabet(name, self.bits, passes[0].dtype)
         by_tensor: dict[int, list[StridedBoxes]] = {}
         step = width * max(1, _CHUNK // width)
         for low in range(0, bits[0].size, step):

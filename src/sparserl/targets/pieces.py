@@ -61,14 +61,34 @@ def layer_of(name: str) -> str:
 
 
 def parts_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a model; of those that share memory, the first."""
-    tensors: dict[str, torch.Tensor] = {}
-    addresses = set()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not tensor.is_meta and tensor.numel() and tensor.data_ptr() not in addresses:
-            addresses.add(tensor.data_ptr())
-            tensors[name] = tensor.data
-    return tensors
+    """Parameters and buffers of a model without those that are views of others; of equal ones, the first.
+
+    Example:
+        >>> model = torch.nn.Module()
+        >>> both = torch.zeros(4, 3)
+        >>> model.register_buffer("upper", both[:2])
+        >>> model.register_buffer("both", both)
+        >>> [*parts_of(model)]
+        ['both']
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = {name: tensor.data for name, tensor in named if not tensor.is_meta and tensor.numel()}
+    covered: dict[torch.device, int] = {}  # up to which address memory belongs to tensors without gaps
+    places = set()
+    views = set()
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].data_ptr(), -_end(item[1]))):
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place in places or _end(tensor) <= covered.get(tensor.device, 0):
+            views.add(name)
+        places.add(place)
+        if reach(tensor) == tensor.numel():
+            covered[tensor.device] = max(covered.get(tensor.device, 0), _end(tensor))
+    return {name: tensor for name, tensor in tensors.items() if name not in views}
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address behind the last element of a tensor."""
+    return tensor.data_ptr() + reach(tensor) * tensor.element_size()
 
 
 def moved_name(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> str | None:

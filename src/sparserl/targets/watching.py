@@ -211,7 +211,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def _write(self, tensor: torch.Tensor, source: torch.Tensor | None) -> None:
         """Elements of a source, or constants, are written to a tensor."""
         address = _address(tensor)
-        if not address or not tensor.numel():
+        if not address or not tensor.numel() or _is_same(tensor, source):
             return
         memory = self._memories.setdefault(address, _Memory(tensor.element_size()))
         known = _Memory(1) if source is None else self.memory(source) or _Memory(1)
@@ -227,6 +227,14 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         else:
             memory.add(arrived)
             memory.unclear |= unclear
+
+
+def _is_same(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two tensors are the same elements of one memory."""
+    if other is None or _address(tensor) != _address(other) or tensor.dtype != other.dtype:
+        return False
+    places = [(one.storage_offset(), one.shape, one.stride()) for one in (tensor, other)]
+    return places[0] == places[1]
 
 
 def _copy(tensor: torch.Tensor, source: torch.Tensor) -> ElementCopy:

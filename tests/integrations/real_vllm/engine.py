@@ -18,8 +18,9 @@ def start(folder, ranks=1, **options):
     from vllm import LLM
 
     assert ranks > 1 or "llvmlite" not in sys.modules
-    common = {"enable_prefix_caching": True, "enforce_eager": True, "seed": 0, "skip_tokenizer_init": True}
-    common["dtype"] = json.loads((Path(folder) / "config.json").read_text())["dtype"]
+    config = json.loads((Path(folder) / "config.json").read_text())
+    common = {"dtype": config["dtype"], "enable_prefix_caching": True, "enforce_eager": True, "seed": 0}
+    common["skip_tokenizer_init"] = "vision_config" not in config  # its processor of images has one
     return LLM(str(folder), tensor_parallel_size=ranks, **SMALL, **common, **options)
 
 
@@ -90,7 +91,7 @@ def follow(model, folder, kind, ranks, syncs):
     troubled = kind == "llama"
     weights = models.load(model, kind)
     llm = following(model, ranks)
-    out = {"before": generate(llm), "generations": []}
+    out = {"before": generate(llm), "live before": live(llm), "generations": []}
     trainer = Trainer(llm, weights, f"file://{folder}/run", ahead=not troubled)
     if troubled:
         trainer.sync()
@@ -101,7 +102,7 @@ def follow(model, folder, kind, ranks, syncs):
         if i % 4 == 0 or i == syncs:
             out["generations"].append(generate(llm))
     out |= {"live": live(llm), "version": llm.get_weight_version()}
-    models.save(weights, model, folder / "new")
+    models.save(weights, model, folder / "new", kind)
     if troubled and ranks == 2:
         out |= faults.killed(trainer)
     return out

@@ -154,3 +154,12 @@ def fresh_with_more(folder, run):
     """What vLLM makes of a checkpoint then, without the backend, and how it compares."""
     compute_more()
     return fresh(folder, 1, run)
+
+
+def copied_halves(folder):
+    """Latent attention that keeps copies of the halves of a projection, instead of views, beside it."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    split = mla_attention.split_kv_b_proj
+    mla_attention.split_kv_b_proj = lambda *args: [half.clone() for half in split(*args)]
+    return {"start": attempt(lambda: following(folder))}

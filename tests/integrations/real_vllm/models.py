@@ -12,7 +12,22 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    Idefics3Config,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB = 90  # vLLM pads it to 128
 COMMON = {
@@ -26,14 +41,63 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EXPERTS = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "topk_group": 1,
+}
+LATENT = {  # vLLM on a CPU computes MLA for these ranks only
+    "kv_lora_rank": 512,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 32,
+}
+WINDOWS = {"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
+VISION = {
+    "hidden_size": 64,
+    "image_size": 32,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "patch_size": 8,
+}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**COMMON),
+    "qwen2": lambda: Qwen2Config(tie_word_embeddings=True, **COMMON),
+    "moe": lambda: Qwen3MoeConfig(
+        moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, head_dim=32, **COMMON
+    ),
+    "mla": lambda: DeepseekV3Config(**COMMON | EXPERTS | LATENT),
+    "glm": lambda: Glm4MoeConfig(head_dim=32, use_qk_norm=True, **COMMON, **EXPERTS),
+    "gemma3": lambda: Gemma3TextConfig(query_pre_attn_scalar=32, **COMMON, **WINDOWS),
+    "gpt-oss": lambda: GptOssConfig(
+        num_local_experts=4, num_experts_per_tok=2, **COMMON | WINDOWS | {"intermediate_size": 128}
+    ),
+    "mixtral": lambda: MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **COMMON),
+    "vlm": lambda: Idefics3Config(
+        text_config={"model_type": "llama", "tie_word_embeddings": True, **COMMON},
+        vision_config=VISION,
+        image_token_id=VOCAB - 1,
+        scale_factor=2,
+        tie_word_embeddings=True,
+    ),
+}
+EMBEDDINGS = {  # of models that have them tied
+    "gemma3": "model.embed_tokens.weight",
+    "qwen2": "model.embed_tokens.weight",
+    "vlm": "model.text_model.embed_tokens.weight",
+}
 
 
 def config(kind):
-    if kind == "llama":
-        return LlamaConfig(**COMMON)
-    if kind == "qwen2":
-        return Qwen2Config(tie_word_embeddings=True, **COMMON)
-    return Qwen3MoeConfig(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, head_dim=32, **COMMON)
+    return CONFIGS[kind]()
 
 
 def compute_in_bf16():
@@ -45,8 +109,8 @@ def compute_in_bf16():
 
 def dtype_of(kind):
     """Bfloat16 where vLLM can compute in it: on Arm, its wheel has instructions that not every processor has."""
-    if kind == "moe":
-        return torch.float32  # its experts in bf16 need AMX
+    if kind not in ("llama", "qwen2"):
+        return torch.float32  # experts in bf16 need AMX
     process = multiprocessing.get_context("fork").Process(target=compute_in_bf16)
     process.start()
     process.join()
@@ -56,31 +120,35 @@ def dtype_of(kind):
 def make(folder, kind):
     """A checkpoint with random weights, large enough that generations tell one from another."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(kind)).to(dtype_of(kind)).requires_grad_(False)
+    of_kind = AutoModelForImageTextToText if kind == "vlm" else AutoModelForCausalLM
+    model = of_kind.from_config(config(kind)).to(dtype_of(kind)).requires_grad_(False)
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder)
-    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(VOCAB - 3))])}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(VOCAB - 4)), "<image>"]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.save_pretrained(folder)
+    if kind == "vlm":
+        size = {"longest_edge": VISION["image_size"]}
+        images = Idefics3ImageProcessorPil(size=size, max_image_size=size)
+        Idefics3Processor(images, fast, image_seq_len=4).save_pretrained(folder)
 
 
 def load(folder, kind):
     """The tensors of a checkpoint."""
     tensors = load_file(Path(folder) / "model.safetensors")
-    if kind == "qwen2":
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied, as a trainer has it
+    if kind in EMBEDDINGS:
+        tensors["lm_head.weight"] = tensors[EMBEDDINGS[kind]]  # as a trainer has it
     return tensors
 
 
-def save(tensors, old, new):
+def save(tensors, old, new, kind):
     """The same checkpoint with other weights."""
     shutil.copytree(old, new)
-    own = {name: t for name, t in tensors.items() if t is not tensors["model.embed_tokens.weight"]}
-    save_file(
-        own | {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]}, Path(new) / "model.safetensors"
-    )
+    own = {name: tensor for name, tensor in tensors.items() if kind not in EMBEDDINGS or name != "lm_head.weight"}
+    save_file(own, Path(new) / "model.safetensors")
 
 
 def step(tensors, seed, share=0.01):

@@ -15,7 +15,13 @@ registry._run_in_subprocess = lambda look: look()
 for name in (
     "distributed.weight_transfer",
     "entrypoints.llm",
+    "model_executor.models.deepseek_v2",
+    "model_executor.models.gemma3",
+    "model_executor.models.glm4_moe",
+    "model_executor.models.gpt_oss",
+    "model_executor.models.idefics3",
     "model_executor.models.llama",
+    "model_executor.models.mixtral",
     "model_executor.models.qwen2",
     "model_executor.models.qwen3_moe",
     "v1.executor.multiproc_executor",

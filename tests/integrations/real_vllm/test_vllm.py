@@ -28,6 +28,7 @@ HERE = "tests.integrations.real_vllm"
 ROOT = Path(__file__).parents[3]
 SYNCS = 20
 KINDS = ("llama", "qwen2", "moe")
+FAMILIES = ("mla", "glm", "gemma3", "gpt-oss", "mixtral", "vlm")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -68,10 +69,17 @@ def work(log, found, module, name, args, ranks):
     found.write_text(json.dumps(function(*args)))
 
 
-def followed(model, folder, kind, ranks):
+def followed(model, folder, kind, ranks, syncs=SYNCS):
     """An engine that followed a run, and a fresh one on the checkpoint that was saved in the end."""
-    out = job(folder, "engine", "follow", model, folder, kind, ranks, SYNCS, ranks=ranks)
+    out = job(folder, "engine", "follow", model, folder, kind, ranks, syncs, ranks=ranks)
     return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, f"file://{folder}/run", ranks=ranks)}
+
+
+def family(root, kind):
+    """The same of a model that is made for it."""
+    job(root / kind, "models", "make", root / kind / "model", kind)
+    out = followed(root / kind / "model", root / kind, kind, 1, 3)
+    return out | (job(root / kind, "faults", "copied_halves", root / kind / "model") if kind == "mla" else {})
 
 
 def served(model, folder):
@@ -114,6 +122,7 @@ def seen(tmp_path_factory):
         jobs |= {"served": (served, llama, root / "served"), "example": (example, llama, root / "example")}
         pairs = [(kind, ranks) for ranks in (1, 2) for kind in KINDS if (kind, ranks) not in jobs]
         jobs |= {(kind, n): (followed, models[kind], root / f"{kind}-{n}", kind, n) for kind, n in pairs}
+        jobs |= {kind: (family, root, kind) for kind in FAMILIES}
         yield {name: pool.submit(function, *args) for name, (function, *args) in jobs.items()}
         pool.shutdown(cancel_futures=True)
 
@@ -154,6 +163,24 @@ def test_engines_that_follow_nothing_are_verified(seen, kind, ranks):
         assert comparison["answer"] == "different"
         assert comparison["different"] == ["model.layers.1.self_attn.k_proj.weight"]
     assert verified["flipped left as it was"]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families(seen, kind):
+    """Models that load otherwise are followed as exactly: latent attention, experts with biases, two towers."""
+    found = seen[kind].result()
+    assert found["live"] == found["fresh"]["live"]
+    assert found["generations"][-1] != found["before"]
+    assert tokens(found["generations"][-1]) == tokens(found["fresh"]["generations"])
+
+
+def test_weights_made_of_others(seen):
+    """The two halves that MLA makes of a projection when it is loaded change with it; copies of it are refused."""
+    found = seen["mla"].result()
+    made = [name for name in found["live"][0] if name.endswith((".W_UK_T", ".W_UV"))]
+    assert len(made) == 4
+    assert all(found["live"][0][name] != found["live before"][0][name] for name in made)
+    assert re.search(r"UnsupportedTensor: '\S+kv_b_proj\.weight' and '\S+\.W_U\S+' both have", found["start"])
 
 
 def test_faults(seen):

@@ -11,12 +11,10 @@ engine, on all ranks at once.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
-import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -27,17 +25,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import layerwise as reload
 
-from ..errors import SessionError, UnsupportedTensor
+from ..errors import SessionError
 from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
-from ..targets.engine_layout import changed_name, find_pieces
-from ..targets.pieces import CheckpointTensor, Piece, moved_name, parts_of
-from ..weights.digest import Digest, digest, place_sums
-from ..weights.local import LocalWeights
 from .ranks import EngineSubscriber, gather_over
+from .vllm_drafter import learn_layout, warn_of_missing
 
 logger = init_logger(__name__)
 _WAIT_SECONDS = 1.0  # that the staging thread waits for a new version before it checks whether to end
@@ -82,10 +75,10 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         with set_current_vllm_config(vllm_config):
-            self._pieces = learn_pieces(vllm_config, model)
-        logger.info(
-            "sparserl: %d pieces of %d checkpoint tensors", len(self._pieces), len({p.tensor for p in self._pieces})
-        )
+            self._layout = learn_layout(vllm_config, model)
+        self.supports_draft_weight_update = bool(self._layout.drafted)
+        pieces = self._layout.pieces
+        logger.info("sparserl: %d pieces of %d checkpoint tensors", len(pieces), len({p.tensor for p in pieces}))
 
     @property
     def subscriber(self) -> EngineSubscriber:
@@ -94,7 +87,7 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         return self._subscriber
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> SparserlInitInfo | None:
-        with self._raise_on_last_rank():
+        with raise_on_last_rank(self.parallel_config):
             info: SparserlInitInfo = super().parse_init_info(init_dict)
             return info
         return None
@@ -104,15 +97,16 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         self.shutdown()
         if init_info is None:
             return
-        target = EngineTarget(self._pieces, lambda: parts_of(self.model), tied_names(self.model_config, self._pieces))
+        target = EngineTarget(self._layout.pieces, self._layout.live, self._layout.tied)
         options = {"trusted_keys": init_info.trusted_keys, "run": init_info.run, "token": init_info.token}
         rank = self._world.rank_in_group
         gather = gather_over(self._world)
-        with self._raise_on_last_rank():
+        with raise_on_last_rank(self.parallel_config):
             subscriber = EngineSubscriber(
                 init_info.url, target, rank, gather, audit_every=init_info.audit_every, **options
             )
             subscriber.refresh()
+            warn_of_missing(self._layout.drafted, target.local_weights.table.index)
             self._subscriber = subscriber
         if init_info.ahead and self._subscriber is not None:
             self._ended.clear()
@@ -124,15 +118,15 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Commit a version. If it raises, the weights are what they were."""
-        with self._raise_on_last_rank():
+        with raise_on_last_rank(self.parallel_config):
             self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SparserlUpdateInfo) -> None:
         subscriber = self.subscriber
         with self._lock:
-            _synchronize(self.device)  # steps that have begun still read the weights
+            synchronize(self.device)  # steps that have begun still read the weights
             report = subscriber.commit_version(update_info.version)
-            _synchronize(self.device)
+            synchronize(self.device)
             if update_info.audit:
                 subscriber.audit()
         logger.info("sparserl: %s", report or f"the engine has version {subscriber.version} already")
@@ -150,21 +144,6 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
             self._subscriber.close()
             self._subscriber = None
 
-    @contextlib.contextmanager
-    def _raise_on_last_rank(self) -> Iterator[None]:
-        """Raise an error that all ranks have on the last rank only.
-
-        vLLM reads the answers of workers in order up to the first failure, and takes those after it for answers to
-        its next call (vllm-project/vllm#57846).
-        """
-        ranks = self.parallel_config.world_size
-        try:
-            yield
-        except Exception as error:
-            if self._world.rank_in_group % ranks == ranks - 1:
-                raise
-            logger.warning("sparserl: %s: %s", type(error).__name__, error)
-
     def _stage_ahead(self) -> None:
         subscriber = self.subscriber
         while not self._ended.is_set():
@@ -173,132 +152,23 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
             subscriber.wait(_WAIT_SECONDS)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def tied_names(model_config: Any, pieces: Iterable[Piece]) -> dict[str, str]:
-    """Checkpoint tensors that the model does not load, and the tensors that they are equal to."""
-    if not getattr(model_config.hf_text_config, "tie_word_embeddings", False):
-        return {}
-    embeddings = {piece.tensor for piece in pieces if piece.tensor.endswith("embed_tokens.weight")}
-    return {f"{name.removesuffix('model.embed_tokens.weight')}lm_head.weight": name for name in embeddings}
-
-
-def learn_pieces(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
-    """Find out where the checkpoint of a model is in its tensors by watching how the model loads made-up numbers.
-
-    The checkpoint itself is loaded last, so that the weights are what they were before, or this raises.
-    """
-    loader = get_model_loader(vllm_config.load_config)
-    if not hasattr(loader, "get_all_weights"):
-        raise UnsupportedTensor(
-            f"weights of load format {vllm_config.load_config.load_format!r} cannot be loaded again"
-        )
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from loader.get_all_weights(vllm_config.model_config, model)
-
-    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        _process_again(model)
-        reload.initialize_layerwise_reload(model)
-        cast("Any", model).load_weights(tensors)
-        reload.finalize_layerwise_reload(model, vllm_config.model_config)
-
-    if (packed := next((name for name, tensor in model.named_parameters() if not tensor.numel()), None)) is not None:
-        raise UnsupportedTensor(
-            f"{packed!r} is empty: vLLM packs it when it is loaded, and changes cannot be written to the packed copy. "
-            "On a CPU, start it with SPARSERL_VLLM_CPU=plain"
-        )
-    live = parts_of(model)
-    before = _digests(live)
-    derived_before = _digests(_derived_tensors(model, live))
-
-    def restore() -> None:
-        if changed := changed_name(derived_before, _digests(_derived_tensors(model, live))):
-            raise UnsupportedTensor(
-                f"{changed!r} is computed from the weights when they are loaded, so that it would not change with them"
-            )
-        load(weights())
-
-    tensors = [CheckpointTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights()]
-    with _without_warnings():
-        pieces = find_pieces(tensors, live, load, restore)
-    after = parts_of(model)
-    if changed := moved_name(live, after) or changed_name(before, _digests(after)):
-        raise UnsupportedTensor(f"{changed!r} is not the same after the checkpoint was loaded again")
-    _compare(pieces, live, weights())
-    return pieces
-
-
-def _compare(
-    pieces: Iterable[Piece], live: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    """Refuse pieces that do not have the bits of the checkpoint: what makes no difference to numbers may to weights."""
-    by_tensor: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_tensor.setdefault(piece.tensor, []).append(piece)
-    for name, tensor in weights:
-        for piece in by_tensor.get(name, ()):
-            view = piece.view(live)
-            if digest({name: tensor[piece.region.slices].to(view.dtype)}) != digest({name: view}):
-                raise UnsupportedTensor(
-                    f"{name!r} {piece.region} is not a copy in {piece.live!r}: the engine computes it when it loads"
-                )
-
-
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Leave out warnings of vLLM's loader, of layers that have nothing to load and the like: they are expected here."""
-    reload_logger = logging.getLogger(reload.__name__)
-    reload_logger.addFilter(_is_no_warning)
+def raise_on_last_rank(parallel_config: Any) -> Iterator[None]:
+    """Raise an error that all ranks have on the last rank only.
+
+    vLLM reads the answers of workers in order up to the first failure, and takes those after it for answers to its
+    next call (vllm-project/vllm#57846).
+    """
+    ranks = parallel_config.world_size
     try:
         yield
-    finally:
-        reload_logger.removeFilter(_is_no_warning)
+    except Exception as error:
+        if get_world_group().rank_in_group % ranks == ranks - 1:
+            raise
+        logger.warning("sparserl: %s: %s", type(error).__name__, error)
 
 
-def _is_no_warning(record: logging.LogRecord) -> bool:
-    return record.levelno != logging.WARNING
-
-
-def _process_again(model: torch.nn.Module) -> None:
-    """Let vLLM process weights as at the first load; on the CPU it would otherwise not pack experts again."""
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
-            method.moe_kernel = None
-
-
-def _derived_tensors(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of modules and of their attributes that are neither parameters nor buffers nor views of these."""
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
-    out: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        for label, value in _attribute_tensors(name, module):
-            if value.numel() and not value.is_meta and value.untyped_storage().data_ptr() not in addresses:
-                out[label] = value.detach()
-    return out
-
-
-def _attribute_tensors(label: str, owner: object, deep: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in the attributes of an object, in closures of its functions, and one level deeper."""
-    for name, value in vars(owner).items():
-        path = f"{label}.{name}"
-        if isinstance(value, torch.Tensor):
-            yield path, value
-        elif isinstance(value, types.FunctionType):
-            for i, cell in enumerate(value.__closure__ or ()):
-                with contextlib.suppress(ValueError):  # an empty cell
-                    if isinstance(cell.cell_contents, torch.Tensor):
-                        yield f"{path}[{i}]", cell.cell_contents
-        elif deep and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type | types.ModuleType):
-            yield from _attribute_tensors(path, value, deep=False)
-
-
-def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
-    if not tensors:
-        return {}
-    weights = LocalWeights.of(tensors)
-    return {weights.table[tensor].name: sums for (tensor, _), sums in place_sums(weights).items()}
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -21,17 +21,18 @@ def start(folder, ranks=1, **options):
     return LLM(str(folder), tensor_parallel_size=ranks, **SMALL, **common, **options)
 
 
-def following(folder, ranks=1):
+def following(folder, ranks=1, **options):
     """The same, with the backend."""
-    return start(folder, ranks, weight_transfer_config={"backend": "sparserl"})
+    return start(folder, ranks, weight_transfer_config={"backend": "sparserl"}, **options)
 
 
-def generate(llm):
+def generate(llm, lora_request=None):
     """The tokens that follow on some prompts, and how likely they are."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True)
-    found = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    found = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora_request)
     return [
         [list(one.outputs[0].token_ids), [next(iter(p.values())).logprob for p in one.outputs[0].logprobs]]
         for one in found
@@ -39,14 +40,19 @@ def generate(llm):
 
 
 def hashes(worker):
-    """Of all live parameters and buffers of a worker."""
+    """Of all live parameters and buffers of a worker, and of its drafter."""
     import torch
 
-    model = worker.get_model()
-    both = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    models = {"": worker.get_model(), "drafter ": worker.get_draft_model()}
+    tensors = {
+        kind + name: tensor
+        for kind, model in models.items()
+        if model is not None
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
     return {
         name: hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, tensor in both.items()
+        for name, tensor in tensors.items()
         if tensor.numel()
     }
 
@@ -104,7 +110,7 @@ def follow(model, folder, kind, ranks, syncs):
     return out
 
 
-def fresh(folder, ranks):
+def fresh(folder, ranks, **options):
     """What vLLM makes of a checkpoint without sparserl."""
-    llm = start(folder, ranks)
+    llm = start(folder, ranks, **options)
     return {"generations": generate(llm), "live": live(llm)}

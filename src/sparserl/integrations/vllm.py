@@ -11,9 +11,8 @@ engine, on all ranks at once.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,19 +25,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import layerwise
 
-from ..errors import SessionError, UnsupportedTensor
+from ..errors import SessionError
 from ..session.store.signing import PublicKeys
-from ..targets.attributes import attribute_tensors
 from ..targets.engine import EngineTarget
-from ..targets.engine_layout import changed_names, find_pieces
-from ..targets.pieces import CheckpointTensor, Load, Piece, moved_name, parts_of
-from ..weights.digest import Digest, digest, place_sums
-from ..weights.local import LocalWeights
 from .ranks import EngineSubscriber, gather_over
-from .vllm_reload import reload_weights
+from .vllm_drafter import EngineLayout, learn_layout, warn_of_missing
 
 logger = init_logger(__name__)
 _WAIT_SECONDS = 1.0  # that the staging thread waits for a new version before it checks whether to end
@@ -83,15 +75,15 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         with set_current_vllm_config(vllm_config):
-            self._pieces = learn_pieces(vllm_config, model)
-        logger.info(
-            "sparserl: %d pieces of %d checkpoint tensors", len(self._pieces), len({p.tensor for p in self._pieces})
-        )
+            self._layout = learn_layout(vllm_config, model)
+        self.supports_draft_weight_update = bool(self._layout.drafted)
+        pieces = self._layout.pieces
+        logger.info("sparserl: %d pieces of %d checkpoint tensors", len(pieces), len({p.tensor for p in pieces}))
 
     @property
-    def pieces(self) -> list[Piece]:
-        """Where the checkpoint is in the model."""
-        return self._pieces
+    def layout(self) -> EngineLayout:
+        """Where the checkpoint is in the model, and in its drafter."""
+        return self._layout
 
     @property
     def subscriber(self) -> EngineSubscriber:
@@ -100,7 +92,7 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         return self._subscriber
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> SparserlInitInfo | None:
-        with self._raise_on_last_rank():
+        with raise_on_last_rank(self.parallel_config):
             info: SparserlInitInfo = super().parse_init_info(init_dict)
             return info
         return None
@@ -110,15 +102,16 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         self.shutdown()
         if init_info is None:
             return
-        target = EngineTarget(self._pieces, lambda: parts_of(self.model), tied_names(self.model_config, self._pieces))
+        target = EngineTarget(self._layout.pieces, self._layout.live, self._layout.tied)
         options = {"trusted_keys": init_info.trusted_keys, "run": init_info.run, "token": init_info.token}
         rank = self._world.rank_in_group
         gather = gather_over(self._world)
-        with self._raise_on_last_rank():
+        with raise_on_last_rank(self.parallel_config):
             subscriber = EngineSubscriber(
                 init_info.url, target, rank, gather, audit_every=init_info.audit_every, **options
             )
             subscriber.refresh()
+            warn_of_missing(self._layout.drafted, target.local_weights.table.index)
             self._subscriber = subscriber
         if init_info.ahead and self._subscriber is not None:
             self._ended.clear()
@@ -130,15 +123,15 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Commit a version. If it raises, the weights are what they were."""
-        with self._raise_on_last_rank():
+        with raise_on_last_rank(self.parallel_config):
             self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SparserlUpdateInfo) -> None:
         subscriber = self.subscriber
         with self._lock:
-            _synchronize(self.device)  # steps that have begun still read the weights
+            synchronize(self.device)  # steps that have begun still read the weights
             report = subscriber.commit_version(update_info.version)
-            _synchronize(self.device)
+            synchronize(self.device)
             if update_info.audit:
                 subscriber.audit()
         logger.info("sparserl: %s", report or f"the engine has version {subscriber.version} already")
@@ -156,21 +149,6 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
             self._subscriber.close()
             self._subscriber = None
 
-    @contextlib.contextmanager
-    def _raise_on_last_rank(self) -> Iterator[None]:
-        """Raise an error that all ranks have on the last rank only.
-
-        vLLM reads the answers of workers in order up to the first failure, and takes those after it for answers to
-        its next call (vllm-project/vllm#57846).
-        """
-        ranks = self.parallel_config.world_size
-        try:
-            yield
-        except Exception as error:
-            if self._world.rank_in_group % ranks == ranks - 1:
-                raise
-            logger.warning("sparserl: %s: %s", type(error).__name__, error)
-
     def _stage_ahead(self) -> None:
         subscriber = self.subscriber
         while not self._ended.is_set():
@@ -179,119 +157,23 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
             subscriber.wait(_WAIT_SECONDS)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def tied_names(model_config: Any, pieces: Iterable[Piece]) -> dict[str, str]:
-    """Checkpoint tensors that the model does not load, and the tensors that they are equal to."""
-    configs = (model_config.hf_config, model_config.hf_text_config)
-    if not any(getattr(config, "tie_word_embeddings", False) for config in configs):
-        return {}
-    embeddings = {piece.tensor for piece in pieces if piece.tensor.endswith("embed_tokens.weight")}
-    return {f"{owner}lm_head.weight": name for name in embeddings for owner in _owners(name)}
-
-
-def _owners(name: str) -> Iterator[str]:
-    """What the names of the modules around a tensor begin with, from none on.
-
-    A language tower may be in another module than its head: `model.language_model.embed_tokens`, and `lm_head`.
-    """
-    parts = name.split(".")[:-2]
-    for length in range(len(parts) + 1):
-        yield "".join(f"{part}." for part in parts[:length])
-
-
-def learn_pieces(vllm_config: Any, model: torch.nn.Module) -> list[Piece]:
-    """Find out where the checkpoint of a model is in its tensors by watching how the model loads made-up numbers.
-
-    The checkpoint itself is loaded last, so that the weights are what they were before, or this raises.
-    """
-    loader = get_model_loader(vllm_config.load_config)
-    if not hasattr(loader, "get_all_weights"):
-        raise UnsupportedTensor(
-            f"weights of load format {vllm_config.load_config.load_format!r} cannot be loaded again"
-        )
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from loader.get_all_weights(vllm_config.model_config, model)
-
-    if empty := empty_names(model):
-        raise UnsupportedTensor(
-            f"{empty[0]!r} is empty: vLLM packs it when it is loaded, and changes cannot be written to the packed copy"
-            ". On a CPU, start it with SPARSERL_VLLM_CPU=plain"
-        )
-    load = reload_of(vllm_config, model)
-    live = parts_of(model)
-    before = digests_of(live)
-    derived_before = digests_of(attribute_tensors(model, live))
-
-    def restore() -> None:
-        if changed := changed_names(derived_before, digests_of(attribute_tensors(model, live))):
-            raise UnsupportedTensor(
-                f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change with "
-                "them"
-            )
-        load(weights())
-
-    tensors = [CheckpointTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights()]
-    with without_warnings():
-        pieces = find_pieces(tensors, live, load, restore)
-    after = parts_of(model)
-    if moved := moved_name(live, after) or next(iter(changed_names(before, digests_of(after))), None):
-        raise UnsupportedTensor(f"{moved!r} is not the same after the checkpoint was loaded again")
-    _compare(pieces, live, weights())
-    return pieces
-
-
-def reload_of(vllm_config: Any, model: torch.nn.Module) -> Load:
-    """What lets a model load tensors again, in place, with all postprocessing, as vLLM's own reload does."""
-
-    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        reload_weights(model, vllm_config.model_config, tensors)
-
-    return load
-
-
-def empty_names(model: torch.nn.Module) -> list[str]:
-    """Parameters that vLLM has packed when they were loaded, and emptied."""
-    return [name for name, tensor in model.named_parameters() if not tensor.numel()]
-
-
-def _compare(
-    pieces: Iterable[Piece], live: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    """Refuse pieces that do not have the bits of the checkpoint: what makes no difference to numbers may to weights."""
-    by_tensor: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_tensor.setdefault(piece.tensor, []).append(piece)
-    for name, tensor in weights:
-        for piece in by_tensor.get(name, ()):
-            view = piece.view(live)
-            if digest({name: tensor[piece.region.slices].to(view.dtype)}) != digest({name: view}):
-                raise UnsupportedTensor(
-                    f"{name!r} {piece.region} is not a copy in {piece.live!r}: the engine computes it when it loads"
-                )
-
-
 @contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Leave out warnings of vLLM's loader, of layers that have nothing to load and the like: they are expected here."""
-    reload_logger = logging.getLogger(layerwise.__name__)
-    reload_logger.addFilter(_is_no_warning)
+def raise_on_last_rank(parallel_config: Any) -> Iterator[None]:
+    """Raise an error that all ranks have on the last rank only.
+
+    vLLM reads the answers of workers in order up to the first failure, and takes those after it for answers to its
+    next call (vllm-project/vllm#57846).
+    """
+    ranks = parallel_config.world_size
     try:
         yield
-    finally:
-        reload_logger.removeFilter(_is_no_warning)
+    except Exception as error:
+        if get_world_group().rank_in_group % ranks == ranks - 1:
+            raise
+        logger.warning("sparserl: %s: %s", type(error).__name__, error)
 
 
-def _is_no_warning(record: logging.LogRecord) -> bool:
-    return record.levelno != logging.WARNING
-
-
-def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
-    if not tensors:
-        return {}
-    weights = LocalWeights.of(tensors)
-    return {weights.table[tensor].name: sums for (tensor, _), sums in place_sums(weights).items()}
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

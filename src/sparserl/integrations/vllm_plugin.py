@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`).
+"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`), and its worker extension.
 
 It registers the weight-transfer backend `sparserl`, and gives workers a method for `sparserl verify-engine`. It imports
 neither torch nor Numba: vLLM 0.32 on a CPU cannot start a worker in a process that has loaded llvmlite.
@@ -48,3 +48,22 @@ def keep_cpu_weights() -> None:
 
     ops._supports_onednn = False  # noqa: SLF001
     torch.cpu._is_amx_tile_supported = lambda: False  # noqa: SLF001
+
+
+class AdapterWorker:
+    """What `--worker-extension-cls sparserl.integrations.vllm_plugin.AdapterWorker` adds to the workers of vLLM.
+
+    `AdapterTrainer` calls it through `collective_rpc`, on all ranks at once, between two steps of the engine.
+    """
+
+    def sparserl_follow_adapter(self, lora_id: int, url: str, **options: Any) -> None:
+        """Let the adapter with this id follow a run; options as for a `Subscriber`."""
+        from .vllm_adapters import follow_adapter
+
+        follow_adapter(self, lora_id, url, **options)
+
+    def sparserl_commit_adapter(self, lora_id: int, version: int | None = None) -> None:
+        """Commit a version, by default the newest, on all ranks or on none. The prefix cache must be reset then."""
+        from .vllm_adapters import commit_adapter
+
+        commit_adapter(self, lora_id, version)

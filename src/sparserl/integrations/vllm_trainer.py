@@ -7,6 +7,7 @@ pause ──► start, update, finish ──► reset caches ──► resume
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -82,10 +83,7 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
 
     def commit(self, version: int, *, audit: bool = False) -> None:
         """Let all workers commit a version. If one fails, this raises, and all keep the weights that they had."""
-        pause, resume, reset = (getattr(self.client, name, None) for name in ("pause", "resume", "reset_caches"))
-        if pause is not None:
-            pause()
-        try:
+        with _paused(self.client):
             if self._open:  # after a failure one worker has ended its update, and the updates of the others are open
                 with contextlib.suppress(Exception):
                     self.client.finish_weight_update()
@@ -94,11 +92,6 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
             self.client.update_weights({"version": version, "audit": audit})
             self.client.finish_weight_update(self._weight_version(version))
             self._open = False
-            if reset is not None:
-                reset()
-        finally:
-            if resume is not None:
-                resume()
 
     def _weight_version(self, version: int) -> str:
         """What vLLM calls the weights: the run and the version."""
@@ -116,6 +109,76 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
     def shutdown(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+
+
+class AdapterTrainer:
+    """Publishes a LoRA adapter, and lets vLLM's workers follow it under the id that requests name.
+
+    vLLM must have been started with `--enable-lora` and
+    `--worker-extension-cls sparserl.integrations.vllm_plugin.AdapterWorker`.
+
+    Args:
+        url: Where to publish.
+        source: The adapter, as `sources.lora(peft_model)`. With another source, `adapter_config.json` must be among the
+            `files` of the publisher.
+        client: An object with the method `collective_rpc(method, **arguments)`. If it also has `pause`, `resume` and
+            `reset_caches`, these are called around a commit; otherwise the caller must do that.
+        lora_id: The id of the adapter in vLLM, `LoRARequest.lora_int_id`.
+        publisher: Further options of the `Publisher`.
+        worker: Further options of the workers' `Subscriber`s, such as `trusted_keys`.
+
+    Example:
+        >>> trainer = AdapterTrainer(url, sparserl.sources.lora(model), OfflineClient(llm))       # doctest: +SKIP
+        >>> trainer.send_weights()                                                                # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        url: str,
+        source: Any,
+        client: Any,
+        lora_id: int = 1,
+        publisher: dict[str, Any] | None = None,
+        worker: dict[str, Any] | None = None,
+    ) -> None:
+        self.client = client
+        self.lora_id = lora_id
+        self._publisher = Publisher(url, source, **(publisher or {}))
+        self._publisher.publish()
+        client.collective_rpc("sparserl_follow_adapter", lora_id=lora_id, url=url, **(worker or {}))
+
+    def publish(self) -> SyncReport:
+        """Publish the adapter as it is now."""
+        return self._publisher.publish()
+
+    def commit(self, version: int | None = None) -> None:
+        """Let all workers commit a version, by default the newest. If one fails, this raises, and all keep theirs."""
+        with _paused(self.client):
+            self.client.collective_rpc("sparserl_commit_adapter", lora_id=self.lora_id, version=version)
+
+    def send_weights(self) -> SyncReport:
+        """Publish a version, and commit it."""
+        report = self.publish()
+        self.commit(report.version)
+        return report
+
+    def shutdown(self) -> None:
+        self._publisher.close()
+
+
+@contextlib.contextmanager
+def _paused(client: Any) -> Iterator[None]:
+    """Pause vLLM for a commit, if a client can, and drop what was computed with the old weights."""
+    pause, resume, reset = (getattr(client, name, None) for name in ("pause", "resume", "reset_caches"))
+    if pause is not None:
+        pause()
+    try:
+        yield
+        if reset is not None:
+            reset()
+    finally:
+        if resume is not None:
+            resume()
 
 
 class _VLLMSource(Source):
@@ -146,6 +209,10 @@ class OfflineClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.llm.finish_weight_update(weight_version)
 
+    def collective_rpc(self, method: str, **arguments: Any) -> None:
+        """Call a method of all workers."""
+        self.llm.collective_rpc(method, kwargs=arguments)
+
     def reset_caches(self) -> None:
         """Drop what was computed with the old weights."""
         if not self.llm.reset_prefix_cache(reset_running_requests=True):
@@ -170,6 +237,10 @@ class HTTPClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._post("finish_weight_update", {"weight_version": weight_version})
+
+    def collective_rpc(self, method: str, **arguments: Any) -> None:
+        """Call a method of all workers."""
+        self._post("collective_rpc", {"method": method, "kwargs": arguments})
 
     def pause(self) -> None:
         """Stop the engine after its current step; requests are kept."""

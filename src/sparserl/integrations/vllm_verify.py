@@ -26,14 +26,8 @@ from ..targets.pieces import Piece, parts_of
 from ..targets.rank_sums import checkpoint_tensors, rank_sums
 from ..weights.engine_sums import RankSums
 from ..weights.table import TensorTable
-from .vllm import (
-    SparserlEngine,
-    digests_of,
-    empty_names,
-    reload_of,
-    tied_names,
-    without_warnings,
-)
+from .vllm import SparserlEngine, synchronize
+from .vllm_layout import LoadedModel, digests_of, empty_names, tied_names, without_warnings
 
 _PLAIN = "On a CPU, start it with SPARSERL_VLLM_CPU=plain"
 Layout = tuple[list[Piece], dict[str, str]]  # where tensors are, and which are not found, and why
@@ -46,8 +40,7 @@ def worker_sums(worker: Any, layout: str) -> dict[str, Any]:
     try:
         table = parse_layout(layout.encode(), "the table")
         with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-            if worker.device.type == "cuda":
-                torch.cuda.synchronize(worker.device)  # steps that have begun still read the weights
+            synchronize(worker.device)  # steps that have begun still read the weights
             return _sums(worker, table).record()
     except Exception as error:  # noqa: BLE001  # vLLM would take answers after it for those of its next call
         return {"error": f"{type(error).__name__}: {error}"}
@@ -60,11 +53,13 @@ def _sums(worker: Any, table: TensorTable) -> RankSums:
         return RankSums({}, {}, dict.fromkeys((*table.index, *empty), reason))
     engine = getattr(worker, "weight_transfer_engine", None)
     pieces, unclear_names = (
-        (engine.pieces, {}) if isinstance(engine, SparserlEngine) else _layout(worker.vllm_config, model, table)
+        ([piece for piece in engine.layout.pieces if piece.tensor not in engine.layout.drafted], {})
+        if isinstance(engine, SparserlEngine)
+        else _layout(worker.vllm_config, model, table)
     )
     parameters = {name for name, _ in model.named_parameters()}
     live = parts_of(model)
-    tied = tied_names(worker.vllm_config.model_config, pieces)
+    tied = tied_names(worker.vllm_config.model_config, table.index)
     parallel = worker.vllm_config.parallel_config
     if (replicas := parallel.data_parallel_size) > 1:  # vLLM passes on the answers of the first one alone
         others = f"data-parallel replicas of {replicas}, other than {parallel.data_parallel_rank}"
@@ -87,6 +82,8 @@ def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layo
     derived = _derived(model, live)
     before = digests_of(live) | digests_of(derived)
     copy = ModelCopy(model, live | derived)
+    tied = tied_names(vllm_config.model_config, table.index)  # one of two would take the other's place
+    tensors = [tensor for tensor in checkpoint_tensors(table) if tensor.name not in tied]
     unclear_names: dict[str, str] = {}
 
     def restore() -> None:
@@ -97,8 +94,8 @@ def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layo
 
     try:
         with without_warnings():
-            load = reload_of(vllm_config, model)
-            pieces = find_pieces(checkpoint_tensors(table), live, load, restore, unclear_names, restores_by_load=False)
+            load = LoadedModel(model, vllm_config.model_config, vllm_config.load_config).load
+            pieces = find_pieces(tensors, live, load, restore, unclear_names, restores_by_load=False)
     finally:
         copy.put_back()
     after = parts_of(model)

@@ -19,7 +19,7 @@ from typing import Any, Literal, overload
 from ..errors import UnsupportedTensor
 from ..weights.memory import Weights
 
-_CONFIG = "adapter_config.json"
+CONFIG = "adapter_config.json"
 
 
 class AdapterSource:
@@ -57,12 +57,12 @@ class AdapterSource:
         adapter = self.adapter
         if adapter not in self._files:
             self._files[adapter] = self._written_config(adapter)
-        return {_CONFIG: self._files[adapter]}
+        return {CONFIG: self._files[adapter]}
 
     def _written_config(self, adapter: str) -> bytes:
         with tempfile.TemporaryDirectory(prefix="sparserl-") as folder:
             self._model.save_pretrained(folder, selected_adapters=[adapter])
-            (path,) = Path(folder).rglob(_CONFIG)
+            (path,) = Path(folder).rglob(CONFIG)
             return path.read_bytes()
 
     def _tensors(self, adapter: str, embeddings: bool | Literal["auto"]) -> dict[str, Any]:

@@ -24,17 +24,18 @@ def start(folder, ranks=1, **options):
     return LLM(str(folder), tensor_parallel_size=ranks, **SMALL, **common, **options)
 
 
-def following(folder, ranks=1):
+def following(folder, ranks=1, **options):
     """The same, with the backend."""
-    return start(folder, ranks, weight_transfer_config={"backend": "sparserl"})
+    return start(folder, ranks, weight_transfer_config={"backend": "sparserl"}, **options)
 
 
-def generate(llm):
+def generate(llm, lora_request=None):
     """The tokens that follow on some prompts, and how likely they are."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True)
-    found = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    found = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora_request)
     return [
         [list(one.outputs[0].token_ids), [next(iter(p.values())).logprob for p in one.outputs[0].logprobs]]
         for one in found
@@ -42,15 +43,21 @@ def generate(llm):
 
 
 def hashes(worker):
-    """Of all live parameters and buffers of a worker, and of what `faults` has layers compute from them."""
+    """Of all live parameters and buffers of a worker, of its drafter, and of what `faults` has layers compute."""
     import torch
 
-    model = worker.get_model()
-    both = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    both |= {f"{n}.doubled": layer.doubled for n, layer in model.named_modules() if hasattr(layer, "doubled")}
+    models = {"": worker.get_model(), "drafter ": worker.get_draft_model()}
+    tensors = {
+        kind + name: tensor
+        for kind, model in models.items()
+        if model is not None
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    layers = models[""].named_modules()
+    tensors |= {f"{name}.doubled": layer.doubled for name, layer in layers if hasattr(layer, "doubled")}
     return {
         name: hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, tensor in both.items()
+        for name, tensor in tensors.items()
         if tensor.numel()
     }
 
@@ -102,17 +109,17 @@ def follow(model, folder, kind, ranks, syncs):
         if i % 4 == 0 or i == syncs:
             out["generations"].append(generate(llm))
     out |= {"live": live(llm), "version": llm.get_weight_version()}
-    models.save(weights, model, folder / "new", kind)
+    models.save(weights, model, folder / "new")
     if troubled and ranks == 2:
         out |= faults.killed(trainer)
     return out
 
 
-def fresh(folder, ranks, run):
+def fresh(folder, ranks, run=None, **options):
     """What vLLM makes of a checkpoint without the backend, and how it then compares with it and with a run."""
-    llm = start(folder, ranks)
+    llm = start(folder, ranks, **options)
     out = {"generations": generate(llm), "live": live(llm)}
-    return out | {"verified": verified(llm, folder, run)}
+    return out if run is None else out | {"verified": verified(llm, folder, run)}
 
 
 def verified(llm, folder, run):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from .engine import following, fresh, generate, live, start, told
 
+NORM = "model.norm.weight"
+
 
 def attempt(work):
     """What some work raised, in words."""
@@ -23,12 +25,13 @@ def held(llm):
     return live(llm), [found for found, _ in generate(llm)]
 
 
-def poke(worker, rank=0):
+def poke(worker, rank=0, name=NORM, is_drafter=False):
     """Something else writes to a weight of a rank, which the next version changes too."""
     from sparserl.targets.pieces import span
 
     if worker.rank == rank:
-        span(worker.get_model().get_parameter("model.norm.weight"))[3] += 1
+        model = worker.get_draft_model() if is_drafter else worker.get_model()
+        span(model.get_parameter(name))[3] += 1
 
 
 def one_rank(trainer, run):
@@ -65,11 +68,12 @@ def one_of_two(trainer):
     return poked(trainer, 1)
 
 
-def poked(trainer, rank):
-    trainer.weights["model.norm.weight"][3] += 0.25
+def poked(trainer, rank, tensor=NORM, live_name=NORM, is_drafter=False):
+    """Something else writes to a weight that a staged version changes: what a commit says, and whether it goes on."""
+    trainer.weights[tensor][3] += 0.25
     version = trainer.publish()
     trainer.llm.collective_rpc(stage)
-    trainer.llm.collective_rpc(poke, args=(rank,))
+    trainer.llm.collective_rpc(poke, args=(rank, live_name, is_drafter))
     before = live(trainer.llm)
     out = {"poked": attempt(lambda: trainer.engine.commit(version))}
     out["poked left as it was"] = live(trainer.llm) == before

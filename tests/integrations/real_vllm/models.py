@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import shutil
 import signal
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DeepseekV3Config,
@@ -96,6 +98,9 @@ EMBEDDINGS = {  # of models that have them tied
 }
 
 
+MTP = "model.mtp_layers.0."
+
+
 def config(kind):
     return CONFIGS[kind]()
 
@@ -136,7 +141,47 @@ def make(folder, kind):
         Idefics3Processor(images, fast, image_seq_len=4).save_pretrained(folder)
 
 
-def load(folder, kind):
+def make_mimo(folder):
+    """A checkpoint of MiMo, which is Qwen2 with a head that predicts one token more."""
+    make(folder, "qwen2")
+    tensors = load(folder, "qwen2")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1.5
+    norm = tensors["model.norm.weight"]
+    layer = {name.replace("layers.0.", "mtp_layers.0."): tensor * 1.1 for name, tensor in layer_of(tensors).items()}
+    layer |= {f"{MTP}{name}_layernorm.weight": norm.clone() for name in ("token", "hidden", "final")}
+    layer[f"{MTP}input_proj.weight"] = (torch.randn(norm.numel(), 2 * norm.numel()) * 0.1).to(norm.dtype)
+    save_file(tensors | layer, Path(folder) / "model.safetensors")
+    fields = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    change_config(folder, **fields, tie_word_embeddings=False)
+
+
+def register_mimo():
+    """Let transformers know its config, as the code beside the checkpoint on the Hub does."""
+    AutoConfig.register("mimo", type("MiMoConfig", (Qwen2Config,), {"model_type": "mimo"}))
+
+
+def make_eagle(folder, llama):
+    """A drafter in the manner of EAGLE: a layer and what its inputs go through; embeddings are the policy's."""
+    shutil.copytree(llama, folder)
+    tensors = load(llama, "llama")
+    layer = {name.removeprefix("model."): tensor * 1.1 for name, tensor in layer_of(tensors).items()}
+    norm = tensors["model.norm.weight"]
+    layer["fc.weight"] = (torch.randn(norm.numel(), 2 * norm.numel()) * 0.1).to(norm.dtype)
+    del layer["layers.0.input_layernorm.weight"]
+    save_file(layer, Path(folder) / "model.safetensors")
+    change_config(folder, num_hidden_layers=1)
+
+
+def layer_of(tensors):
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.0.")}
+
+
+def change_config(folder, **fields):
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def load(folder, kind=None):
     """The tensors of a checkpoint."""
     tensors = load_file(Path(folder) / "model.safetensors")
     if kind in EMBEDDINGS:
@@ -144,11 +189,11 @@ def load(folder, kind):
     return tensors
 
 
-def save(tensors, old, new, kind):
+def save(tensors, old, new):
     """The same checkpoint with other weights."""
     shutil.copytree(old, new)
-    own = {name: tensor for name, tensor in tensors.items() if kind not in EMBEDDINGS or name != "lm_head.weight"}
-    save_file(own, Path(new) / "model.safetensors")
+    names = {id(tensor): name for name, tensor in reversed(tensors.items())}  # of tied ones, the first
+    save_file({name: tensors[name] for name in names.values()}, Path(new) / "model.safetensors")
 
 
 def step(tensors, seed, share=0.01):

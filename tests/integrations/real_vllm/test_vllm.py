@@ -28,7 +28,9 @@ HERE = "tests.integrations.real_vllm"
 ROOT = Path(__file__).parents[3]
 SYNCS = 20
 KINDS = ("llama", "qwen2", "moe")
-FAMILIES = ("mla", "glm", "gemma3", "gpt-oss", "mixtral", "vlm")
+FAMILIES = ("mla", "gpt-oss", "vlm", "glm", "gemma3", "mixtral")
+MANY = FAMILIES[3:]  # load as others do
+DRAFTERS = (("mtp", 1), ("eagle", 1), ("mtp", 2), ("draft_model", 2))  # methods and ranks
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -72,7 +74,8 @@ def work(log, found, module, name, args, ranks):
 def followed(model, folder, kind, ranks, syncs=SYNCS):
     """An engine that followed a run, and a fresh one on the checkpoint that was saved in the end."""
     out = job(folder, "engine", "follow", model, folder, kind, ranks, syncs, ranks=ranks)
-    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, f"file://{folder}/run", ranks=ranks)}
+    run = f"file://{folder}/run" if kind in KINDS else None
+    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, run, ranks=ranks)}
 
 
 def family(root, kind):
@@ -80,6 +83,19 @@ def family(root, kind):
     job(root / kind, "models", "make", root / kind / "model", kind)
     out = followed(root / kind / "model", root / kind, kind, 1, 3)
     return out | (job(root / kind, "faults", "copied_halves", root / kind / "model") if kind == "mla" else {})
+
+
+def drafted(model, drafter, folder, method, ranks):
+    """The same of an engine with a drafter."""
+    out = job(folder, "drafts", "follow", model, drafter, folder, method, ranks, ranks=ranks)
+    out["log"] = (folder / "follow.log").read_text()
+    return out | {"fresh": job(folder, "drafts", "fresh", folder, method, ranks, ranks=ranks)}
+
+
+def adapted(model, folder, ranks):
+    """An engine with an adapter that followed a run, and a fresh one on the adapter that was saved in the end."""
+    out = job(folder, "adapters", "follow", model, folder, ranks, ranks=ranks)
+    return out | {"fresh": job(folder, "adapters", "fresh", folder, ranks, ranks=ranks)}
 
 
 def served(model, folder):
@@ -106,7 +122,7 @@ def example(model, folder):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(request, tmp_path_factory):
     """What engines saw, each to be waited for: two at a time are at work."""
     root = tmp_path_factory.mktemp("vllm")
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
@@ -117,12 +133,22 @@ def seen(tmp_path_factory):
         for kind, model in models.items():
             job(root, "models", "make", model, kind)
         llama = models["llama"]
+        job(root, "models", "make_mimo", root / "mimo")
+        job(root, "models", "make_eagle", root / "eagle", llama)
+        drafters = {"mtp": (root / "mimo", None), "eagle": (llama, root / "eagle"), "draft_model": (llama, llama)}
         jobs = {("llama", 1): (followed, llama, root / "llama-1", "llama", 1)}  # first: it compiles what others find
         jobs |= {name: (job, root, "faults", name, llama) for name in ("packed", "derived")}
         jobs |= {"served": (served, llama, root / "served"), "example": (example, llama, root / "example")}
         pairs = [(kind, ranks) for ranks in (1, 2) for kind in KINDS if (kind, ranks) not in jobs]
         jobs |= {(kind, n): (followed, models[kind], root / f"{kind}-{n}", kind, n) for kind, n in pairs}
-        jobs |= {kind: (family, root, kind) for kind in FAMILIES}
+        chosen = {item.callspec.params["kind"] for item in request.session.items if "test_families" in item.name}
+        chosen |= {"mla"} if any("made_of_others" in item.name for item in request.session.items) else set()
+        jobs |= {kind: (family, root, kind) for kind in FAMILIES if kind in chosen}
+        jobs["unfollowed"] = (job, root, "drafts", "unfollowed", llama, root / "eagle", root)
+        chosen = {item.callspec.params["drafter"] for item in request.session.items if "test_drafters" in item.name}
+        jobs |= {(m, n): (drafted, *drafters[m], root / f"{m}-{n}", m, n) for m, n in DRAFTERS if (m, n) in chosen}
+        chosen = {item.callspec.params["ranks"] for item in request.session.items if "test_adapters" in item.name}
+        jobs |= {("adapters", n): (adapted, llama, root / f"adapters-{n}", n) for n in chosen}
         yield {name: pool.submit(function, *args) for name, (function, *args) in jobs.items()}
         pool.shutdown(cancel_futures=True)
 
@@ -165,7 +191,9 @@ def test_engines_that_follow_nothing_are_verified(seen, kind, ranks):
     assert verified["flipped left as it was"]
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in MANY else kind for kind in FAMILIES]
+)
 def test_families(seen, kind):
     """Models that load otherwise are followed as exactly: latent attention, experts with biases, two towers."""
     found = seen[kind].result()
@@ -181,6 +209,58 @@ def test_weights_made_of_others(seen):
     assert len(made) == 4
     assert all(found["live"][0][name] != found["live before"][0][name] for name in made)
     assert re.search(r"UnsupportedTensor: '\S+kv_b_proj\.weight' and '\S+\.W_U\S+' both have", found["start"])
+
+
+@pytest.mark.parametrize(
+    "drafter", [drafter if drafter[1] == 1 else pytest.param(drafter, marks=pytest.mark.long) for drafter in DRAFTERS]
+)
+def test_drafters(seen, drafter):
+    """The drafter's weights change in the policy's commit, or with it not at all; if the run lacks them, they stay."""
+    method, ranks = drafter
+    found = seen[drafter].result()
+    fresh = found["fresh"]
+    assert len(found["live"]) == ranks
+    shared = {"drafter model.embed_tokens.weight", "drafter lm_head.weight"}  # but a draft model has its own
+    assert found["without"]["policy"]
+    assert set(found["without"]["drafter"]) == (set() if method == "draft_model" else shared)
+    assert found["log"].count("are not in the run and stay as they are") == 1
+    assert len(set(found["with"]["drafter"]) - shared) > 4
+    assert "was not committed" in found["poked"] or "CommitFailed" in found["poked"]
+    assert found["poked left as it was"]
+    assert found["recovered"] is None
+    assert found["live"] == fresh["live"]
+    assert tokens(found["generations"]) == tokens(fresh["generations"])
+
+
+def test_a_drafter_that_cannot_be_followed(seen):
+    """An engine starts with it and says so; the drafter is what it was, and a run with its weights is refused."""
+    found = seen["unfollowed"].result()
+    assert found["as it was"]
+    assert found["supported"] == [False]
+    assert "no rank has" in found["refused"]
+    assert "'draft_model." in found["refused"]
+    log = (Path(found["folder"]) / "unfollowed.log").read_text()
+    assert "cannot be followed: 'model.fc.doubled' is computed" in log
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_adapters(seen, ranks):
+    """An adapter follows a run in place, under its id; vLLM may drop it; nothing that goes wrong changes it."""
+    found = seen["adapters", ranks].result()
+    fresh = found["fresh"]
+    assert found["kind"] == "patch"
+    assert "the bytes are not those that its name promises" in found["damaged"]
+    assert "this layer cannot be written" in found["failed"]
+    assert found["left as it was"]
+    assert found["dropped"] == [2, 3]
+    assert tokens(found["from the copy"]) == tokens(found["from the run"]) == tokens(found["generations"][4])
+    assert tokens(found["generations"][-1]) == tokens(fresh["generations"])
+    told_apart = {json.dumps(one) for one in (found["base"], *found["generations"])}
+    assert len(told_apart) == 1 + len(found["generations"]) == 8
+    for before, after, expected in zip(found["before"], found["after"], fresh["after"], strict=True):
+        assert after["slot"] == expected["slot"] != before["slot"]
+        assert after["copy"] == expected["copy"] != before["copy"]
+        assert after["addresses"] == before["addresses"]
 
 
 def test_faults(seen):

@@ -1,0 +1,146 @@
+"""vLLM, worker side: where a model keeps its checkpoint. See docs/how-to/integrations/vllm.md.
+
+made-up numbers, watched as the model loads them ──► pieces ──► the checkpoint again ──► compare
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import layerwise
+
+from ..errors import UnsupportedTensor
+from ..targets.attributes import attribute_tensors
+from ..targets.engine_layout import changed_names, find_pieces
+from ..targets.pieces import CheckpointTensor, Piece, moved_name, parts_of
+from ..weights.digest import Digest, digest, place_sums
+from ..weights.local import LocalWeights
+from .vllm_reload import reload_weights
+
+
+def tied_names(model_config: Any, names: Iterable[str]) -> dict[str, str]:
+    """Checkpoint tensors that the model need not load, and the tensors, among these names, that they are equal to."""
+    configs = (model_config.hf_config, model_config.hf_text_config)
+    if not any(getattr(config, "tie_word_embeddings", False) for config in configs):
+        return {}
+    embeddings = {name for name in names if name.endswith("embed_tokens.weight")}
+    return {f"{owner}lm_head.weight": name for name in embeddings for owner in _owners(name)}
+
+
+def _owners(name: str) -> Iterator[str]:
+    """What the names of the modules around a tensor begin with, from none on.
+
+    A language tower may be in another module than its head: `model.language_model.embed_tokens`, and `lm_head`.
+    """
+    parts = name.split(".")[:-2]
+    for length in range(len(parts) + 1):
+        yield "".join(f"{part}." for part in parts[:length])
+
+
+class LoadedModel:
+    """A model of vLLM, and the checkpoint that it was loaded from.
+
+    Raises:
+        UnsupportedTensor: vLLM cannot load the checkpoint again.
+    """
+
+    def __init__(self, model: torch.nn.Module, model_config: Any, load_config: Any) -> None:
+        self.model = model
+        self.model_config = model_config
+        self._loader: Any = get_model_loader(load_config)
+        if not hasattr(self._loader, "get_all_weights"):
+            raise UnsupportedTensor(f"weights of load format {load_config.load_format!r} cannot be loaded again")
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the checkpoint."""
+        yield from self._loader.get_all_weights(self.model_config, self.model)
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Let the model load tensors, given under their checkpoint names, with all postprocessing."""
+        reload_weights(self.model, self.model_config, tensors)
+
+    def learn_pieces(self) -> list[Piece]:
+        """Find out where the checkpoint is in the model's tensors by watching how the model loads made-up numbers.
+
+        The checkpoint itself is loaded last, so that the weights are what they were before, or this raises.
+        """
+        model = self.model
+        if empty := empty_names(model):
+            raise UnsupportedTensor(
+                f"{empty[0]!r} is empty: vLLM packs it when it is loaded, and changes cannot be written to the packed "
+                "copy. On a CPU, start it with SPARSERL_VLLM_CPU=plain"
+            )
+        live = parts_of(model)
+        before = digests_of(live)
+        derived_before = digests_of(attribute_tensors(model, live))
+
+        def restore() -> None:
+            if changed := changed_names(derived_before, digests_of(attribute_tensors(model, live))):
+                raise UnsupportedTensor(
+                    f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change "
+                    "with them"
+                )
+            self.load(self.weights())
+
+        tensors = [CheckpointTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights()]
+        with without_warnings():
+            pieces = find_pieces(tensors, live, self.load, restore)
+        if changed := changed_tensor(live, before, model):
+            raise UnsupportedTensor(f"{changed!r} is not the same after the checkpoint was loaded again")
+        _compare(pieces, live, self.weights())
+        return pieces
+
+
+def empty_names(model: torch.nn.Module) -> list[str]:
+    """Parameters that vLLM has packed when they were loaded, and emptied."""
+    return [name for name, tensor in model.named_parameters() if not tensor.numel()]
+
+
+def changed_tensor(live: dict[str, torch.Tensor], digests: dict[str, Digest], model: torch.nn.Module) -> str | None:
+    """The first tensor of a model that has moved, or has other bits than before."""
+    now = parts_of(model)
+    return moved_name(live, now) or next(iter(changed_names(digests, digests_of(now))), None)
+
+
+def _compare(
+    pieces: Iterable[Piece], live: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Refuse pieces that do not have the bits of the checkpoint: what makes no difference to numbers may to weights."""
+    by_tensor: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_tensor.setdefault(piece.tensor, []).append(piece)
+    for name, tensor in weights:
+        for piece in by_tensor.get(name, ()):
+            view = piece.view(live)
+            if digest({name: tensor[piece.region.slices].to(view.dtype)}) != digest({name: view}):
+                raise UnsupportedTensor(
+                    f"{name!r} {piece.region} is not a copy in {piece.live!r}: the engine computes it when it loads"
+                )
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Leave out warnings of vLLM's loader, of layers that have nothing to load and the like: they are expected here."""
+    reload_logger = logging.getLogger(layerwise.__name__)
+    reload_logger.addFilter(_is_no_warning)
+    try:
+        yield
+    finally:
+        reload_logger.removeFilter(_is_no_warning)
+
+
+def _is_no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno != logging.WARNING
+
+
+def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
+    """The digest of every tensor."""
+    if not tensors:
+        return {}
+    weights = LocalWeights.of(tensors)
+    return {weights.table[tensor].name: sums for (tensor, _), sums in place_sums(weights).items()}

@@ -109,7 +109,11 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         self.shutdown()
         if init_info is None:
             return
-        target = EngineTarget(self._pieces, lambda: parts_of(self.model), tied_names(self.model_config, self._pieces))
+        target = EngineTarget(
+            self._pieces,
+            lambda: parts_of(self.model),
+            tied_names(self.model_config, (piece.tensor for piece in self._pieces)),
+        )
         options = {"trusted_keys": init_info.trusted_keys, "run": init_info.run, "token": init_info.token}
         rank = self._world.rank_in_group
         gather = gather_over(self._world)
@@ -183,11 +187,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def tied_names(model_config: Any, pieces: Iterable[Piece]) -> dict[str, str]:
-    """Checkpoint tensors that the model does not load, and the tensors that they are equal to."""
+def tied_names(model_config: Any, names: Iterable[str]) -> dict[str, str]:
+    """Checkpoint tensors that the model need not load, and the tensors, among these names, that they are equal to."""
     if not getattr(model_config.hf_text_config, "tie_word_embeddings", False):
         return {}
-    embeddings = {piece.tensor for piece in pieces if piece.tensor.endswith("embed_tokens.weight")}
+    embeddings = {name for name in names if name.endswith("embed_tokens.weight")}
     return {f"{name.removesuffix('model.embed_tokens.weight')}lm_head.weight": name for name in embeddings}
 
 

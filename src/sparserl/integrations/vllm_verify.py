@@ -64,7 +64,7 @@ def _sums(worker: Any, table: TensorTable) -> RankSums:
     )
     parameters = {name for name, _ in model.named_parameters()}
     live = parts_of(model)
-    tied = tied_names(worker.vllm_config.model_config, pieces)
+    tied = tied_names(worker.vllm_config.model_config, table.index)
     parallel = worker.vllm_config.parallel_config
     if (replicas := parallel.data_parallel_size) > 1:  # vLLM passes on the answers of the first one alone
         others = f"data-parallel replicas of {replicas}, other than {parallel.data_parallel_rank}"
@@ -87,6 +87,8 @@ def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layo
     derived = _derived(model, live)
     before = digests_of(live) | digests_of(derived)
     copy = ModelCopy(model, live | derived)
+    tied = tied_names(vllm_config.model_config, table.index)  # one of two would take the other's place
+    tensors = [tensor for tensor in checkpoint_tensors(table) if tensor.name not in tied]
     unclear_names: dict[str, str] = {}
 
     def restore() -> None:
@@ -98,7 +100,7 @@ def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layo
     try:
         with without_warnings():
             load = reload_of(vllm_config, model)
-            pieces = find_pieces(checkpoint_tensors(table), live, load, restore, unclear_names, restores_by_load=False)
+            pieces = find_pieces(tensors, live, load, restore, unclear_names, restores_by_load=False)
     finally:
         copy.put_back()
     after = parts_of(model)

@@ -31,7 +31,7 @@ KINDS = ("llama", "qwen2", "moe")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
     "SPARSERL_VLLM_CPU": "plain",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -71,13 +71,14 @@ def work(log, found, module, name, args, ranks):
 def followed(model, folder, kind, ranks):
     """An engine that followed a run, and a fresh one on the checkpoint that was saved in the end."""
     out = job(folder, "engine", "follow", model, folder, kind, ranks, SYNCS, ranks=ranks)
-    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, f"file://{folder}/run", ranks=ranks)}
+    same = f"file://{folder}/run", out["first"] + SYNCS
+    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, *same, ranks=ranks)}
 
 
 def served(model, folder):
     """The same of a server."""
     out = job(folder, "served", "served", folder, model)
-    return out | {"fresh": job(folder, "faults", "fresh_with_more", folder / "new", f"file://{folder}/run")}
+    return out | {"fresh": job(folder, "faults", "fresh_with_more", folder / "new", f"file://{folder}/run", 4)}
 
 
 def example(model, folder):
@@ -146,8 +147,8 @@ def test_engines_that_follow_nothing_are_verified(seen, kind, ranks):
     assert (right["answer"], right["uncompared"], right["cast"]) == ("equal", {}, {})
     assert right["bytes"] > right["tensors"] > 20
     assert verified["left as it was"]
-    assert verified["newest"]["answer"] == "equal"
-    assert verified["newest"]["version"] == found["first"] + SYNCS
+    assert verified["version"]["answer"] == "equal"
+    assert verified["version"]["version"] == found["first"] + SYNCS
     assert verified["older"]["answer"] == "different"
     for comparison in (verified["flipped"], verified["flipped in the run"]):
         assert comparison["answer"] == "different"

@@ -165,7 +165,9 @@ class _RankFollower:
             return self._pieces, {}
         if self._known is None or self._known[0] != (table, layout):
             unclear_names: dict[str, str] = {}
-            pieces = learn_pieces(self._model, checkpoint_tensors(table), unclear_names)
+            tied = tied_names(self._model)
+            tensors = [tensor for tensor in checkpoint_tensors(table) if tensor.name not in tied]
+            pieces = learn_pieces(self._model, tensors, unclear_names)
             self._known = (table, layout), pieces, unclear_names
         return self._known[1:]
 

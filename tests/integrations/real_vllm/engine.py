@@ -115,14 +115,14 @@ def follow(model, folder, kind, ranks, syncs):
     return out
 
 
-def fresh(folder, ranks, run=None, **options):
-    """What vLLM makes of a checkpoint without the backend, and how it then compares with it and with a run."""
+def fresh(folder, ranks, run=None, version=None, **options):
+    """What vLLM makes of a checkpoint without the backend; how it compares with it and with a version of a run."""
     llm = start(folder, ranks, **options)
     out = {"generations": generate(llm), "live": live(llm)}
-    return out if run is None else out | {"verified": verified(llm, folder, run)}
+    return out if run is None else out | {"verified": verified(llm, folder, run, version)}
 
 
-def verified(llm, folder, run):
+def verified(llm, folder, run, version):
     """Comparisons of an engine that is right, and of one in which a bit of its last rank was flipped."""
     from sparserl.integrations.verify import verify_engine
     from sparserl.session.store.stored_run import StoredRun
@@ -131,12 +131,12 @@ def verified(llm, folder, run):
     out = {"checkpoint": told(verify_engine(llm, folder))}
     out["left as it was"] = live(llm) == before and [tokens for tokens, _ in generate(llm)] == generations
     with mock.patch.object(StoredRun, "weights", side_effect=AssertionError("it was fetched")):
-        out["newest"] = told(verify_engine(llm, run))
-    out["older"] = told(verify_engine(llm, f"{run}@{out['newest']['version'] - 1}"))
+        out["version"] = told(verify_engine(llm, f"{run}@{version}"))
+    out["older"] = told(verify_engine(llm, f"{run}@{version - 1}"))
     llm.collective_rpc(flip)
     flipped = live(llm)
     out["flipped"] = told(verify_engine(llm, folder))
-    out["flipped in the run"] = told(verify_engine(llm, run))
+    out["flipped in the run"] = told(verify_engine(llm, f"{run}@{version}"))
     out["flipped left as it was"] = live(llm) == flipped != before
     return out
 

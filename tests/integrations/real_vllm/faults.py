@@ -154,10 +154,10 @@ def compute_more():
     UnquantizedLinearMethod.process_weights_after_loading = and_more
 
 
-def fresh_with_more(folder, run):
+def fresh_with_more(folder, run, version):
     """What vLLM makes of a checkpoint then, without the backend, and how it compares."""
     compute_more()
-    return fresh(folder, 1, run)
+    return fresh(folder, 1, run, version)
 
 
 def copied_halves(folder):

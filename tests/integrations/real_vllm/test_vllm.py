@@ -74,8 +74,8 @@ def work(log, found, module, name, args, ranks):
 def followed(model, folder, kind, ranks, syncs=SYNCS):
     """An engine that followed a run, and a fresh one on the checkpoint that was saved in the end."""
     out = job(folder, "engine", "follow", model, folder, kind, ranks, syncs, ranks=ranks)
-    run = f"file://{folder}/run" if kind in KINDS else None
-    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, run, ranks=ranks)}
+    same = (f"file://{folder}/run", out["first"] + SYNCS) if kind in KINDS else ()
+    return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, *same, ranks=ranks)}
 
 
 def family(root, kind):
@@ -101,7 +101,7 @@ def adapted(model, folder, ranks):
 def served(model, folder):
     """The same of a server."""
     out = job(folder, "served", "served", folder, model)
-    fresh = job(folder, "faults", "fresh_with_more", folder / "new", f"file://{folder}/run")
+    fresh = job(folder, "faults", "fresh_with_more", folder / "new", f"file://{folder}/run", 4)
     return out | {"fresh": fresh, "folder": folder}
 
 
@@ -182,8 +182,8 @@ def test_engines_that_follow_nothing_are_verified(seen, kind, ranks):
     assert (right["answer"], right["uncompared"], right["cast"]) == ("equal", {}, {})
     assert right["bytes"] > right["tensors"] > 20
     assert verified["left as it was"]
-    assert verified["newest"]["answer"] == "equal"
-    assert verified["newest"]["version"] == found["first"] + SYNCS
+    assert verified["version"]["answer"] == "equal"
+    assert verified["version"]["version"] == found["first"] + SYNCS
     assert verified["older"]["answer"] == "different"
     for comparison in (verified["flipped"], verified["flipped in the run"]):
         assert comparison["answer"] == "different"

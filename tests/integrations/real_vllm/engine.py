@@ -67,6 +67,27 @@ def live(llm):
     return llm.collective_rpc(hashes)
 
 
+def holding(worker):
+    """The name of the parts that a worker has; None for all."""
+    subscriber = worker.weight_transfer_engine.subscriber
+    return subscriber._holding.name(subscriber._table)
+
+
+def fetched(llm, run):
+    """Bytes of the last patch, and of what each rank has fetched of it."""
+    from sparserl.session.store.manifests import Manifest
+    from sparserl.session.store.records import get_named
+    from sparserl.session.store.retention import read_head, read_index
+    from sparserl.transport.stores.folder import FolderStore
+
+    store = FolderStore(run)
+    head, _ = read_head(store)
+    step = next(step for step in reversed(read_index(store, head).steps) if step.base is not None)
+    manifest = Manifest.parse(get_named(store, head.run, "manifests", step.manifest), "it")
+    by_rank = [sum(blob.size for blob in manifest.for_holding(name)) for name in llm.collective_rpc(holding)]
+    return {"all": manifest.size, "by rank": by_rank}
+
+
 class Trainer:
     """Weights that are trained, and vLLM following them."""
 
@@ -108,7 +129,7 @@ def follow(model, folder, kind, ranks, syncs):
         trainer.sync()
         if i % 4 == 0 or i == syncs:
             out["generations"].append(generate(llm))
-    out |= {"live": live(llm), "version": llm.get_weight_version()}
+    out |= {"live": live(llm), "version": llm.get_weight_version(), "fetched": fetched(llm, f"{folder}/run")}
     models.save(weights, model, folder / "new")
     if troubled and ranks == 2:
         out |= faults.killed(trainer)

@@ -166,6 +166,8 @@ def test_syncs(seen, kind, ranks):
     fresh = found["fresh"]
     assert found["version"].endswith(f":{found['first'] + SYNCS}")
     assert len(found["live"]) == ranks
+    patch = found["fetched"]
+    assert max(patch["by rank"]) < patch["all"] / ranks * 1.2 + 1000  # what both have, and heads of buckets
     assert found["live"] == fresh["live"]
     assert tokens(found["generations"][-1]) == tokens(fresh["generations"])
     told_apart = {json.dumps(one) for one in (found["before"], *found["generations"])}

@@ -1,10 +1,9 @@
-"""Two nginx caches between one origin and eight subscribers, configured as docs/how-to/serving.md says."""
+"""Two nginx caches between one origin and eight subscribers, configured by examples/nginx.conf."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -49,13 +48,11 @@ def installed() -> str:
 
 @contextmanager
 def cache(nginx: str, folder: Path, origin: str) -> Iterator[str]:
-    """The URL of a cache in front of an origin: the configuration in the docs, with places of our own."""
+    """The URL of a cache in front of an origin: the configuration that the docs name, with places of our own."""
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"127.0.0.1:{free.getsockname()[1]}"
-    found = re.search(r"```nginx\n(.*?)```", (ROOT / "docs" / "how-to" / "serving.md").read_text(), re.DOTALL)
-    assert found is not None
-    site = found[1]
+    site = (ROOT / "examples" / "nginx.conf").read_text()
     for theirs, ours in (
         ("/var/cache/nginx/sparserl", str(folder / "cache")),
         ("127.0.0.1:8000", origin.removeprefix("http://")),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .observer import Observer
 from .recorder import Recorder
 from .recording import Recording, Sync
 
-__all__ = ["Recorder", "Recording", "Sync"]
+__all__ = ["Observer", "Recorder", "Recording", "Sync"]

@@ -11,9 +11,9 @@ from typing import Any
 from ..humanize import duration, short_size, size
 from ..plan import Link
 from . import plots
+from .counts import EXPONENTS
 from .kinds import ORDER, place
 from .recording import Recording, Sync
-from .statistics import EXPONENTS
 from .summary import summary
 
 STAGES = ("find", "encode", "upload", "transfer", "fetch", "stage", "pause")

@@ -61,7 +61,7 @@ def merge(paths: Sequence[str | Path], to: str | Path) -> Recording:
 def missing_versions(paths: Sequence[str | Path]) -> list[int]:
     """The versions that some of the recordings have, and others do not: `merge` leaves them out."""
     versions = [{sync.version for sync in Recording.read(path).syncs} for path in paths]
-    return sorted(set.union(*versions) - set.intersection(*versions))
+    return sorted({version for some in versions for version in some if not all(version in other for other in versions)})
 
 
 def _lines(ranks: Mapping[str, Recording]) -> Iterable[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,16 +53,12 @@ class Validation:
             if weights is None:
                 raise ChecksumMismatch(f"version {version}: target {number} holds no weights to validate")
             local = LocalWeights.of(weights, table, "the run", "the target")
+            common = batches(table, _common_places(local, source))
             differing = 0
             firsts: list[Difference] = []
-            compared = ordered(
-                lambda batch, local=local: _compare(local, source, batch),
-                batches(table, _common_places(local, source)),
-                self._threads,
-            )
-            for count, first in compared:
+            for count, batch_firsts in ordered(partial(_compare, local, source), common, self._threads):
                 differing += count
-                firsts += first
+                firsts += batch_firsts
             if firsts:
                 raise ChecksumMismatch(_message(version, number, table, differing, min(firsts)))
 

@@ -13,8 +13,8 @@ import sparserl
 from sparserl.errors import SparserlError, TensorMismatch
 from sparserl.patch.measuring import synthetic
 from sparserl.record import Recorder, Recording
+from sparserl.record.counts import class_shift
 from sparserl.record.kinds import place
-from sparserl.record.statistics import class_shift
 from sparserl.weights.dtypes import BY_NAME, Bits
 
 BF16 = BY_NAME["bfloat16"]

@@ -8,6 +8,7 @@ import torch
 import sparserl
 from sparserl import Publisher, Subscriber, sources
 from sparserl.errors import NeedsBase, SessionError, Unavailable
+from sparserl.record import Recorder, Recording
 from sparserl.session.store.retention import faults
 from sparserl.transport.stores.folder import FolderStore
 
@@ -56,7 +57,9 @@ def test_every_version_is_exact(tmp_path, kind, wait):
     """One step a version or several, buffers that no optimizer knows of, steps while a publish is in flight."""
     model, optimizer = trainer()
     store = Away(tmp_path / "store")
-    publisher = Publisher(store, sources.track(optimizer, model), baseline=kind, anchor_after=0.6)
+    recorder = Recorder(tmp_path / "run.jsonl")
+    source = sources.track(optimizer, model)
+    publisher = Publisher(store, source, baseline=kind, anchor_after=0.6, observe=recorder)
     mine = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     subscriber = Subscriber(f"file://{tmp_path}/store", mine)
     kinds = []
@@ -73,6 +76,9 @@ def test_every_version_is_exact(tmp_path, kind, wait):
         assert equal(mine, expected)
         kinds.append(report.changed)
     assert all(0 < changed < 4000 for changed in kinds[1:])
+    syncs = Recording.read(recorder.path).syncs
+    assert [(sync.version, sync.total) for sync in syncs] == [*enumerate(kinds)][1:]
+    assert all(bool(sync.steps) == (kind == "host") for sync in syncs)
     anchors = [step for step in publisher._committed.index.steps if step.base is None]
     assert len(anchors) > 1  # they were due, and are exact too
     fresh = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}

@@ -19,7 +19,8 @@ commands = typer.Typer()
 @reporting
 def record(
     checkpoints: Annotated[
-        list[Path], typer.Argument(metavar="OLD NEW…", help="Two or more versions of the weights, oldest first.")
+        list[Path],
+        typer.Argument(metavar="OLD NEW…", help="Two or more versions of the weights, oldest first; or recordings."),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="RECORDING", help="The file to write, or to append to.")
@@ -31,6 +32,9 @@ def record(
         str | None, typer.Option(help="A name for the model; by default that of the first checkpoint.")
     ] = None,
     first: Annotated[int, typer.Option(help="The version number of the second checkpoint.")] = 1,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge recordings of all ranks of a trainer into that of the whole.")
+    ] = False,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -42,6 +46,9 @@ def record(
     from ..record.statistics import READS
     from ..sources import open_checkpoint
 
+    if merge:
+        _merge(checkpoints, output, json)
+        return
     if len(checkpoints) < 2:
         raise typer.BadParameter("give at least two checkpoints", param_hint="OLD NEW…")
     opened = [open_checkpoint(path) for path in checkpoints]
@@ -54,6 +61,19 @@ def record(
             changed.append(sum(line["changed"]))
     text = f"{output}: {len(changed)} sync(s), {sum(changed):,} changes; sparserl report {output} -o report.html"
     show.result(json, {"path": str(output), "syncs": len(changed), "changed": changed}, text)
+
+
+def _merge(recordings: list[Path], output: Path, json: bool) -> None:
+    """Merge the recordings of ranks, and say which versions were left out."""
+    from ..record import merge
+    from ..record.merging import missing_versions
+
+    merged = merge(recordings, output)
+    left_out = missing_versions(recordings)
+    text = f"{output}: {len(merged.syncs)} sync(s) of {len(recordings)} rank(s)"
+    if left_out:
+        text += f"; versions {', '.join(map(str, left_out))} are not in all recordings, and were left out"
+    show.result(json, {"path": str(output), "syncs": len(merged.syncs), "left_out": left_out}, text)
 
 
 @commands.command(rich_help_panel=ADVICE, epilog="Example:  sparserl report run.jsonl -o report.html")

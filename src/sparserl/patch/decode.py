@@ -88,8 +88,15 @@ class Decoded:
         dense_count = int(entries.dense.sum())
         if dense_count <= _FEW_DENSE or self.dense.size > _SMALL_DENSE * dense_count:
             return [self]
+        return self.without_dense()
+
+    def without_dense(self) -> list[Decoded]:
+        """The same without dense entries, in two where there are some: these as changes of all their elements."""
+        entries = self.head.entries
+        if not entries.dense.any():
+            return [self]
         as_changes = self._dense_as_changes()
-        if dense_count == len(entries):
+        if entries.dense.all():
             return [as_changes]
         sparse = entries.sparse
         regions = select(entries.region, sparse)

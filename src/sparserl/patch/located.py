@@ -183,7 +183,7 @@ class ChangeLocator:
             if cover[1] is not None or entries.region[int(chosen[0])] is not None:
                 regions = select(entries.region, chosen)
                 flat = flatten_all(self._table, entries.tensor[chosen], regions, count, positions)
-                positions = _relative(self._table, cover, flat)
+                positions = relative(self._table, cover, flat)
             located.append(Located(*_rising(positions, words), dense or decoded.head.profile.absolute))
         return located
 
@@ -241,7 +241,7 @@ def _rising(positions: npt.NDArray[Any], words: UIntArray) -> tuple[npt.NDArray[
     return positions[order], words[order]
 
 
-def _relative(table: TensorTable, cover: Place, flat: Flat) -> Flat:
+def relative(table: TensorTable, cover: Place, flat: Flat) -> Flat:
     """Positions in a tensor as positions in a region of it that holds them; both orders rise together."""
     tensor, region = cover
     if region is None:

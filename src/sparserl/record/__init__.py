@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .merging import merge
+from .observer import Observer
 from .recorder import Recorder
 from .recording import Recording, Sync
 
-__all__ = ["Recorder", "Recording", "Sync"]
+__all__ = ["Observer", "Recorder", "Recording", "Sync", "merge"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)\.")
 _KINDS = tuple(  # the first that matches; the order of columns is below
@@ -22,6 +23,8 @@ _KINDS = tuple(  # the first that matches; the order of columns is below
         ("head", r"lm_head|(^|\.)head\."),
     )
 )
+_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+_FUSED_EXPERTS = re.compile(r"(?:^|\.)experts\.(?!\d)")
 ORDER = ("q", "k", "v", "qkv", "o", "router", "gate", "up", "down", "norm", "emb", "head", "other")
 
 
@@ -36,3 +39,28 @@ def place(name: str) -> tuple[int | None, str]:
     layer = _LAYER.search(name)
     kind = next((kind for kind, pattern in _KINDS if pattern.search(name)), "other")
     return None if layer is None else int(layer[1]), kind
+
+
+def expert(name: str) -> tuple[str, int] | None:
+    """Which experts a tensor belongs to, and which one of them it is of; None for any other tensor.
+
+    >>> expert("model.layers.3.mlp.experts.17.up_proj.weight")
+    ('model.layers.3.mlp.experts', 17)
+    """
+    number = _EXPERT.search(name)
+    return None if number is None else (name[: number.start(1) - 1], int(number[1]))
+
+
+def fused_experts(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor has all experts of a layer, one after the other in its first dimension."""
+    return len(shape) >= 3 and _FUSED_EXPERTS.search(name) is not None
+
+
+def expert_group(name: str) -> str:
+    """The experts that a tensor with all experts of a layer belongs to, as `expert` names them.
+
+    >>> expert_group("model.layers.3.mlp.experts.gate_up_proj")
+    'model.layers.3.mlp.experts'
+    """
+    found = _FUSED_EXPERTS.search(name)
+    return name if found is None else name[: found.end() - 1]

@@ -11,9 +11,9 @@ from typing import Any
 from ..humanize import duration, short_size, size
 from ..plan import Link
 from . import plots
+from .counts import EXPONENTS
 from .kinds import ORDER, place
 from .recording import Recording, Sync
-from .statistics import EXPONENTS
 from .summary import summary
 
 STAGES = ("find", "encode", "upload", "transfer", "fetch", "stage", "pause")
@@ -78,7 +78,20 @@ def _cards(name: str, figures: Mapping[str, Any]) -> str:
     )
     first, last = figures["versions"]
     about = f"{figures['elements']:,} elements, {figures['syncs']} sync(s), versions {first} to {last}"
-    return f'<section><h2>{escape(name)}</h2><p>{about}</p><div class="cards">{"".join(cards)}</div></section>'
+    activity = _list([*_activity(figures)])
+    return (
+        f'<section><h2>{escape(name)}</h2><p>{about}</p><div class="cards">{"".join(cards)}</div>{activity}</section>'
+    )
+
+
+def _activity(figures: Mapping[str, Any]) -> Iterable[str]:
+    """Sentences about experts and locality, where the recording has them."""
+    if (experts := figures["experts"]) is not None:
+        kinds = ", ".join(f"{experts[kind]} {kind}" for kind in ("never", "sometimes", "always"))
+        yield f"Experts that change in these syncs: {kinds}, of {experts['experts']}."
+    if figures["syncs"] > 1 and (locality := figures["locality"]) is not None:
+        quartiles = ", ".join(f"{name} {share(value)}" for name, value in locality.items())
+        yield f"Share of a tensor's last changes where it changed before, over tensors: {quartiles}."
 
 
 def _sent_cards(sent: Mapping[str, Any]) -> str:
@@ -126,8 +139,9 @@ def _of_precision(recording: Recording, name: str, figures: Mapping[str, Any]) -
             "Bits per change, by profile", figures["bits_per_change"], "{:.2f}".format, "Tensor table left out."
         ),
         *_classes(syncs),
-        plots.columns("Size of the changes", labels, {"all changes": shares}, share, below=unit),
     ]
+    if labels:
+        drawn.append(plots.columns("Size of the changes", labels, {"all changes": shares}, share, below=unit))
     return _section(f"Where and how {name} changes", drawn)
 
 
@@ -158,7 +172,7 @@ def _classes(syncs: Sequence[Sync]) -> Iterable[str]:
         members: dict[int, int] = {}
         changed: dict[int, int] = {}
         for sync in syncs:
-            classes = sync.classes[dtype]
+            classes = sync.classes.get(dtype, {"keys": [], "members": [], "changed": []})
             rows = zip(classes["keys"], classes["members"], classes["changed"], strict=True)
             for key, class_members, class_changed in rows:
                 members[key] = members.get(key, 0) + class_members

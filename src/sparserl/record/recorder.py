@@ -17,10 +17,14 @@ from typing import Any
 
 from ..errors import SparserlError
 from ..parallel import Progress
+from ..patch import Patch
 from ..session import Callback, SyncReport
 from ..weights.memory import Weights
+from ..weights.shards import Shards
+from ..weights.table import TensorTable
 from ..weights.tensors import tensor_table
-from .statistics import ChangedBefore, observe
+from .counts import ChangedBefore
+from .statistics import observe, observe_patch
 
 FORMAT = 1
 
@@ -90,14 +94,55 @@ class Recorder(Callback):
         """
         before = _on_host(old)
         after = _on_host(new)
-        table = tensor_table(before)
-        name = precision or _commonest(before)
-        changed_before = self._seen.get(name)
-        figures, self._seen[name] = observe(before, after, changed_before, threads, progress)
-        if changed_before is None:
-            columns = {"names": [s.name for s in table.specs], "dtypes": [s.dtype.name for s in table.specs]}
-            self._write("tensors", {"precision": name, **columns, "elements": table.numel.tolist()})
-        line = {"version": version, "precision": name, **figures} | _measurements(seconds, {"reward": reward})
+        name = precision or _commonest(tensor_table(before))
+        figures, changed_before = observe(before, after, self._seen.get(name), threads, progress)
+        return self._write_sync(name, version, figures, changed_before, _measurements(seconds, {"reward": reward}))
+
+    def observe_patch(
+        self,
+        patch: Patch,
+        old: Weights | Shards | None,
+        *,
+        version: int,
+        precision: str | None = None,
+        seconds: Mapping[str, float] | None = None,
+        reward: float | None = None,
+        threads: int | None = None,
+    ) -> dict[str, Any]:
+        """Write down what a sync is, from its patch: no second copy of the weights is needed.
+
+        The patch may be that of one rank, which covers the parts that it has; `merge` joins the recordings of all.
+
+        Args:
+            patch: The patch from the version before to this one.
+            old: The weights of the version before. None where nobody has them any more: then steps, magnitudes and
+                other profiles are left out.
+            version: The number of this version.
+            precision: As for `observe`.
+            seconds: As for `observe`.
+            reward: As for `observe`.
+            threads: How many threads count and encode; by default all cores, at most 16.
+
+        Raises:
+            TensorMismatch: The patch is of other tensors, or parts, than `old` or the syncs before.
+            NeedsBase: The patch cannot be decoded without `old`.
+        """
+        name = precision or _commonest(patch.table)
+        figures, changed_before = observe_patch(patch, old, self._seen.get(name), threads)
+        return self._write_sync(name, version, figures, changed_before, _measurements(seconds, {"reward": reward}))
+
+    def _write_sync(
+        self,
+        precision: str,
+        version: int,
+        figures: Mapping[str, Any],
+        changed_before: ChangedBefore,
+        measurements: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        if precision not in self._seen:
+            self._write("tensors", {"precision": precision, **_tensor_columns(changed_before)})
+        self._seen[precision] = changed_before
+        line = {"version": version, "precision": precision, **figures, **measurements}
         self._write("sync", line)
         return line
 
@@ -164,8 +209,23 @@ def _on_host(weights: Weights) -> Weights:
     return {n: t.cpu() if isinstance(t, torch.Tensor) and not t.is_cpu else t for n, t in weights.items()}
 
 
-def _commonest(weights: Weights) -> str:
+def _commonest(table: TensorTable) -> str:
     sizes: dict[str, int] = {}
-    for spec in tensor_table(weights).specs:
+    for spec in table.specs:
         sizes[spec.dtype.name] = sizes.get(spec.dtype.name, 0) + spec.numel
     return max(sizes, key=lambda name: sizes[name], default="none")
+
+
+def _tensor_columns(changed_before: ChangedBefore) -> dict[str, list[Any]]:
+    """Names, dtypes and elements; of a rank that has parts, the elements that it has and those of the whole."""
+    table = changed_before.table
+    elements = [0] * len(table)
+    for tensor, region in changed_before.places:
+        elements[tensor] += table.specs[tensor].numel if region is None else region.numel
+    columns: dict[str, list[Any]] = {
+        "names": [spec.name for spec in table.specs],
+        "dtypes": [spec.dtype.name for spec in table.specs],
+        "elements": elements,
+    }
+    whole = table.numel.tolist()
+    return columns if elements == whole else columns | {"whole": whole}

@@ -19,6 +19,7 @@ class Tensors:
     names: list[str]
     dtypes: list[str]
     elements: list[int]
+    whole: list[int] | None = None  # elements of all ranks, in the recording of one that has parts
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Sync:
     steps: dict[str, int]
     classes: dict[str, dict[str, Any]]
     profiles: dict[str, dict[str, int]]  # bytes by what they are for
+    again_by_tensor: list[int] = field(default_factory=list)
+    experts: dict[str, list[int]] = field(default_factory=dict)  # changes by expert, of tensors that have all of them
 
     @property
     def total(self) -> int:
@@ -75,13 +78,16 @@ class Recording:
     A recording is a file of JSON lines. Each has a `kind`:
 
     - `run`, the first line: `format` (1), `time`, `meta`.
-    - `tensors`, before the first sync of a precision: `precision`, `names`, `dtypes`, `elements`, column by column.
+    - `tensors`, before the first sync of a precision: `precision`, `names`, `dtypes`, `elements`, column by column. Of
+      a rank that has parts, `elements` are its own, and `whole` those of all ranks.
     - `sync`, one sync in one precision: `version`, `precision`; `dense_bytes`, bytes of all weights; `changed`, changed
       elements of each tensor; `again`, changed elements that had changed in an earlier sync of this recorder and
-      precision; `ever`, elements that changed in any; `steps`, how far changes go, in neighbouring numbers of the
+      precision, and `again_by_tensor`; `experts`, by tensor that has all experts of a layer the changed elements of
+      each; `ever`, elements that changed in any; `steps`, how far changes go, in neighbouring numbers of the
       format (`-1`, `+1`, `-2`, `+2`, `more`); `classes`, by dtype the `keys`, `members` and `changed` elements of each
       magnitude (a key is the old magnitude shifted right by `shift`); `profiles`, by profile the bytes of `index`,
-      `value`, `dense` entries, `header` and tensor `table`; `seconds` and `numbers` as in a note.
+      `value`, `dense` entries, `header` and tensor `table`; `seconds` and `numbers` as in a note. Without the old bits
+      `steps` and `classes` are empty, and of `profiles` there is `auto` alone.
     - `note`: `version`, and any of `seconds` (by stage; of several receivers the slowest), `numbers` (by name, such as
       `reward`), `sent` (what a publisher reported).
     """

@@ -1,92 +1,37 @@
-"""What a recording holds of one sync: which elements changed, by how much, and what each profile takes for them."""
+"""What a recording holds of one sync: which elements changed, by how much, and what each profile takes for them.
+
+The changes come from comparing two versions, or from a patch and the version that it applies to.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from .. import plan
 from ..codec import PROFILES, Stream
-from ..codec.ctx import KEYS, magnitude
-from ..kernels import cpu
+from ..errors import NeedsBase
 from ..parallel import Progress, ordered
 from ..patch import Patch, diff
+from ..patch.assemble import Encoding, collect
+from ..patch.contents import BucketList, Contents
 from ..patch.cpu_compare import scan
-from ..plan import steps_between
+from ..patch.decode import Decoded
+from ..patch.staging import stage
+from ..plan import Changes, steps_between
 from ..weights.batches import Batch, batches
+from ..weights.boxes import select
 from ..weights.digest import Digest
-from ..weights.dtypes import DType
 from ..weights.local import LocalWeights
-from ..weights.marks import Bitmap
 from ..weights.memory import Weights
-from ..weights.table import TensorTable
+from ..weights.shards import Shards
+from .counts import ChangedBefore, ClassCounts, RegionChanges, SyncCounts, count_members
 
-Counts = npt.NDArray[np.int64]
-EXPONENTS = {  # of floats whose classes are their exponents: bits of the fraction, and the exponent that means 2^0
-    "bfloat16": (7, 127),
-    "float16": (10, 15),
-    "float32": (23, 127),
-    "float8_e4m3fn": (3, 7),
-    "float8_e5m2": (2, 15),
-    "float8_e4m3fnuz": (3, 8),
-    "float8_e5m2fnuz": (2, 16),
-}
-STEPS = ("-1", "+1", "-2", "+2", "more")  # in the order of zigzag
 PARTS = ("index", "value", "dense", "header", "table")
 READS = 1 + 1 + len(PROFILES)  # times that all weights are looked at: here, and once for `auto` and each profile
-
-
-def class_shift(dtype: DType) -> int:
-    """How far a magnitude is shifted to get its class: the exponent of a float, else the highest byte."""
-    if dtype.name in EXPONENTS:
-        return EXPONENTS[dtype.name][0]
-    return max(0, 8 * dtype.width - dtype.sign_magnitude - 8)
-
-
-@dataclass
-class ChangedBefore:
-    """Which elements have changed so far, one bit for each."""
-
-    table: TensorTable
-    marks: list[Bitmap] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.marks = [Bitmap(spec.numel) for spec in self.table.specs]
-
-    def add(self, tensor: int, positions: npt.NDArray[np.uint32], offset: int) -> int:
-        """Mark changes; returns how many of them were marked before."""
-        marks = self.marks[tensor]
-        elements = positions.astype(np.int64) + offset
-        again = (marks.words[elements >> 6] >> (elements & 63).astype(np.uint64)) & np.uint64(1)
-        marks.add(positions, offset)
-        return int(again.sum())
-
-
-@dataclass
-class _ClassCounts:
-    """Elements and changes of one dtype, by magnitude class."""
-
-    members: Counts = field(default_factory=lambda: np.zeros(KEYS, np.int64))
-    changed: Counts = field(default_factory=lambda: np.zeros(KEYS, np.int64))
-
-    def add(self, other: _ClassCounts) -> None:
-        self.members += other.members
-        self.changed += other.changed
-
-
-@dataclass(frozen=True)
-class _BatchCounts:
-    """The changes of one batch, counted."""
-
-    batch: Batch
-    positions: npt.NDArray[np.uint32]
-    counts: Counts
-    classes: _ClassCounts
-    steps: Counts
+_MEMORY_BYTES = 256 << 20  # of a patch that is encoded only for its size
 
 
 def observe(
@@ -100,60 +45,25 @@ def observe(
     local_old = LocalWeights.of(old)
     table = local_old.table
     local_new = LocalWeights.of(new, table)
-    changed_before = changed_before or ChangedBefore(table)
-    changed_before.table.require(table, "the syncs before", "this one")
-    changed = np.zeros(len(table), np.int64)
-    steps = np.zeros(len(STEPS), np.int64)
-    again = 0
-    classes: dict[DType, _ClassCounts] = defaultdict(_ClassCounts)
+    changed_before = changed_before or ChangedBefore(table, table.places)
+    changed_before.require(table, table.places)
+    sync = SyncCounts(changed_before)
     counted = ordered(lambda batch: _count(local_old, local_new, batch), batches(table, local_old.places), threads)
-    for counts in counted:
-        batch = counts.batch
-        np.add.at(changed, batch.tensor, counts.counts)
-        steps += counts.steps
-        classes[batch.dtype].add(counts.classes)
-        cuts = np.cumsum(counts.counts)[:-1]
-        for tensor, positions in zip(batch.tensor.tolist(), np.split(counts.positions, cuts), strict=True):
-            again += changed_before.add(tensor, positions, batch.offset)
+    for batch, members, changes in counted:
+        sync.add_members(batch.dtype, members)
+        sync.add(changes)
         if progress is not None:
             progress(batch.elements * batch.dtype.width)
-    return {
-        "dense_bytes": table.dense_bytes,
-        "changed": changed.tolist(),
-        "again": again,
-        "ever": sum(marks.count for marks in changed_before.marks),
-        "steps": dict(zip(STEPS, steps.tolist(), strict=True)),
-        "classes": {dtype.name: _by_class(dtype, class_counts) for dtype, class_counts in classes.items()},
-        "profiles": _profiles(old, new, threads, progress),
-    }, changed_before
+    return sync.line() | {"profiles": _profiles(old, new, threads, progress)}, changed_before
 
 
-def _count(local_old: LocalWeights, local_new: LocalWeights, batch: Batch) -> _BatchCounts:
-    dtype = batch.dtype
+def _count(local_old: LocalWeights, local_new: LocalWeights, batch: Batch) -> tuple[Batch, ClassCounts, RegionChanges]:
     old, old_alive = local_old.read(batch)
     new, new_alive = local_new.read(batch)
-    positions, before, after, counts = scan(np.empty(0, dtype.uint), old, new, batch.numel)
-    kind, keep = magnitude(dtype)
-    shift = np.uint64(class_shift(dtype))
-    classes = _ClassCounts()
-    cpu.classes.key_histogram(kind, old, batch.numel, keep, shift, 1, classes.members)
+    positions, before, after, counts = scan(np.empty(0, batch.dtype.uint), old, new, batch.numel)
+    members = ClassCounts.of_members(batch, old)
     del old_alive, new_alive  # copies may go only now
-    steps = steps_between(dtype, before, after)
-    by_step = np.zeros((KEYS, 4), np.int64)
-    cpu.classes.change_histogram(kind, keep, shift, 1, before, steps, by_step)
-    classes.changed += by_step.sum(1)
-    sizes = np.bincount(np.minimum(steps, len(STEPS)).astype(np.int64), minlength=len(STEPS) + 1)[1:]
-    return _BatchCounts(batch, positions, counts, classes, sizes)
-
-
-def _by_class(dtype: DType, classes: _ClassCounts) -> dict[str, Any]:
-    keys = np.flatnonzero(classes.members)
-    return {
-        "shift": class_shift(dtype),
-        "keys": keys.tolist(),
-        "members": classes.members[keys].tolist(),
-        "changed": classes.changed[keys].tolist(),
-    }
+    return batch, members, RegionChanges.of(batch.dtype, batch.tensor, batch.region, counts, positions, before, after)
 
 
 def _profiles(old: Weights, new: Weights, threads: int | None, progress: Progress | None) -> dict[str, dict[str, int]]:
@@ -165,6 +75,124 @@ def _profiles(old: Weights, new: Weights, threads: int | None, progress: Progres
         base = patch.base
         out[name] = dict(zip(PARTS, breakdown(patch), strict=True))
     return out
+
+
+def observe_patch(
+    patch: Patch, old: Weights | Shards | None, changed_before: ChangedBefore | None, threads: int | None
+) -> tuple[dict[str, Any], ChangedBefore]:
+    """The figures of a patch, which may be that of one rank; as `observe` returns them.
+
+    Nothing is copied but what changed: the patch is decoded bucket by bucket, once for each profile.
+
+    old: the version that the patch applies to. Without it, nothing is known of steps, magnitudes and other profiles.
+    """
+    contents = patch.contents
+    table = contents.table
+    places = list(contents.covers)
+    local = None if old is None else LocalWeights.of(old, table, "the patch", "the version before")
+    changed_before = changed_before or ChangedBefore(table, places)
+    changed_before.require(table, places)
+    sync = SyncCounts(changed_before)
+    for parts in ordered(lambda i: [_counted(c) for c in _changes(contents, local, i)], range(len(contents)), threads):
+        for changes in parts:
+            sync.add(changes)
+    if local is None:
+        profiles = {"auto": dict(zip(PARTS, breakdown(patch), strict=True))}
+    else:
+        weights = local
+        for dtype, members in ordered(lambda b: count_members(weights, b), batches(table, local.places), threads):
+            sync.add_members(dtype, members)
+        profiles = {name: _recoded(contents, local, name, threads) for name in ("auto", *PROFILES)}
+    return sync.line(with_bits=local is not None) | {"profiles": profiles}, changed_before
+
+
+def _counted(changes: Changes) -> RegionChanges:
+    assert changes.after is not None
+    return RegionChanges.of(
+        changes.dtype,
+        changes.tensor,
+        changes.region,
+        changes.count,
+        changes.positions,
+        changes.before,
+        changes.after,
+    )
+
+
+def _changes(patch: Contents, weights: LocalWeights | None, index: int) -> list[Changes]:
+    """The changes of a bucket, with their old bits where these are known; none are dense."""
+    parts = patch.decode(index, weights).in_order().without_dense()
+    return [_without_base(part) if weights is None else _real_changes(part, weights) for part in parts]
+
+
+def _without_base(decoded: Decoded) -> Changes:
+    if not decoded.head.profile.absolute:
+        raise NeedsBase(f"a patch in profile {decoded.head.profile.name!r} cannot be counted without the base weights")
+    entries = decoded.head.entries
+    return Changes(
+        decoded.head.dtype,
+        entries.tensor,
+        entries.region,
+        entries.numel,
+        decoded.sparse_count,
+        decoded.positions,
+        decoded.words,
+        None,
+        int(entries.numel.sum()),
+    )
+
+
+def _real_changes(decoded: Decoded, weights: LocalWeights) -> Changes:
+    """What differs from the old bits: a patch may also name elements that stay what they are."""
+    entries = decoded.head.entries
+    staged = stage(weights, decoded)
+    differs = staged.old_bits != staged.new.bits
+    owner = np.repeat(np.arange(len(entries)), decoded.sparse_count)[differs]
+    count = np.bincount(owner, minlength=len(entries)).astype(np.int64)
+    live = np.flatnonzero(count)
+    tensor = entries.tensor[live]
+    region = select(entries.region, live)
+    count = count[live]
+    positions = decoded.positions[differs]
+    before = staged.old_bits[differs]
+    after = staged.new.bits[differs]
+    begin = np.cumsum(count) - count
+
+    def bits(entry: int) -> Any:
+        new_bits = weights.bits(int(tensor[entry]), region[entry]).copy()
+        inside = slice(int(begin[entry]), int(begin[entry] + count[entry]))
+        new_bits[positions[inside]] = after[inside]
+        return new_bits
+
+    return Changes(
+        decoded.head.dtype,
+        tensor,
+        region,
+        entries.numel[live],
+        count,
+        positions,
+        after,
+        steps_between(decoded.head.dtype, before, after),
+        int(entries.numel.sum()),
+        bits,
+        before=before,
+        base=weights,
+    )
+
+
+def _recoded(patch: Contents, weights: LocalWeights, profile: str, threads: int | None) -> dict[str, int]:
+    """Bytes of the same changes in a profile, by what they are for."""
+    names = plan.candidates(profile)
+
+    def routed() -> Iterator[Changes]:
+        for parts in ordered(lambda index: _changes(patch, weights, index), range(len(patch)), threads):
+            for changes in parts:
+                yield from plan.route(changes, names, patch.table)
+
+    buckets = Encoding(names, threads=threads).buckets(patch.table, plan.cut(routed()))
+    to = BucketList(memory_bytes=_MEMORY_BYTES)
+    recoded = collect(patch.table, buckets, lambda changed: patch.ends._replace(changed=changed), to)
+    return dict(zip(PARTS, breakdown(Patch(recoded)), strict=True))
 
 
 def breakdown(patch: Patch) -> Sequence[int]:

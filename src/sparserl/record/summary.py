@@ -6,8 +6,10 @@ from collections import Counter
 from statistics import median
 from typing import Any
 
+from ..codec import PROFILES
 from ..parallel import default_threads
 from ..plan import Link, Speeds, best, predict
+from .activity import expert_activity, locality
 from .recording import Recording, Sync
 from .statistics import PARTS
 
@@ -32,6 +34,8 @@ def missing(recording: Recording) -> list[str]:
     out = []
     if not recording.syncs:
         out.append("no weights were observed: nothing is said about tensors, classes, profiles or other models")
+    if any(not sync.steps for sync in recording.syncs):
+        out.append("old bits were not at hand: nothing is said about magnitudes, sizes of changes and all profiles")
     if not recording.seconds:
         out.append("no timings were recorded: there is no timeline")
     if not recording.rewards:
@@ -48,6 +52,7 @@ def _precision(recording: Recording, name: str) -> dict[str, Any]:
     for sync in syncs:
         steps.update(sync.steps)
     changes = sum(sync.total for sync in syncs)
+    profiles = [profile for profile in last.profiles if all(profile in sync.profiles for sync in syncs)]
     return {
         "syncs": len(syncs),
         "versions": [syncs[0].version, last.version],
@@ -57,14 +62,16 @@ def _precision(recording: Recording, name: str) -> dict[str, Any]:
         "changed": changes,
         "density": median(sync.density for sync in syncs),
         "density_range": [min(sync.density for sync in syncs), max(sync.density for sync in syncs)],
-        "bytes": {profile: median(sync.bytes(profile) for sync in syncs) for profile in last.profiles},
+        "bytes": {profile: median(sync.bytes(profile) for sync in syncs) for profile in profiles},
         "ratio": sum(s.dense_bytes for s in syncs) / max(1, sum(s.bytes() for s in syncs)),
-        "bits_per_change": {profile: bits(syncs, profile) for profile in last.profiles},
+        "bits_per_change": {profile: bits(syncs, profile) for profile in profiles},
         "steps": {step: count / max(1, changes) for step, count in steps.items()},
         "inactive_tensors": median(sync.inactive for sync in syncs),
         "changed_before": last.again / max(1, last.total),
         "ever_changed": last.ever / max(1, last.elements),
-        "projection": projection(syncs) if changes else [],
+        "locality": locality(last),
+        "experts": expert_activity(recording, name),
+        "projection": projection(syncs) if changes and set(PROFILES) <= set(profiles) else [],
     }
 
 

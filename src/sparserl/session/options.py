@@ -90,11 +90,12 @@ class BaselineOptions:
 
 @dataclass(frozen=True)
 class CommitHooks:
-    """What is called around each commit, and how often all bits are audited."""
+    """What is called around each commit, how often all bits are audited, and what they are compared with."""
 
     before: Callable[[], None] | None
     after: Callable[[], None] | None
     audit_every: int | None
+    validate: Any = None
 
     def __post_init__(self) -> None:
         require_callable("before", self.before)

@@ -20,6 +20,7 @@ from .arrival import ArrivingPatch, arriving_parts, arriving_weights
 from .callbacks import Callback, Callbacks
 from .options import CommitHooks
 from .report import SyncReport
+from .validation import Validation
 
 Targets = Target | Weights | Sequence[Target | Weights]
 
@@ -62,6 +63,7 @@ class Receiver(ABC):
         self.targets = [_as_target(target, threads) for target in several]
         self.threads = threads
         self._hooks = hooks
+        self._validation = None if hooks.validate is None else Validation(hooks.validate, threads)
         self._commits = 0
         self._callbacks = Callbacks(callbacks, place)
         self._table: TensorTable | None = None
@@ -120,6 +122,12 @@ class Receiver(ABC):
         audit_every = self._hooks.audit_every
         if audit_every is not None and self._commits % audit_every == 0:
             self.audit()
+        if self._validation is not None and self._table is not None:
+            try:
+                self._validation.require_same_bits(staged.run_version.version, self.targets, self._table)
+            except BaseException:
+                self._is_uncertain = True
+                raise
         return staged.report
 
     def audit(self) -> None:

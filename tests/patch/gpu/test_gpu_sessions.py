@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 import sparserl
+from sparserl.record import Recorder, Recording
 from sparserl.session import anchors
 from sparserl.session.baseline import NoBaseline, choose_baseline
 from sparserl.session.options import BaselineOptions
 from sparserl.weights.dtypes import Bits
 from tests.patch.gpu.gpu_weights import DEVICE, TWO, needs_gpu, on_gpu, on_host, same_bits, two_versions
+from tests.record.test_observing import figures
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
@@ -27,14 +29,15 @@ class Model(torch.nn.Module):
 
 @needs_gpu
 def test_published_and_followed(tmp_path):
-    """A trainer with its baseline on the device, and a module there that follows it over a store."""
+    """A trainer with its baseline on the device, observed, and a module there that follows it, validated."""
     one, two = two_versions("bfloat16", {"w": (300, 9), "v": (70,)}, changes=9)
     _, other = two_versions("bfloat16", {"w": (300, 9), "v": (70,)}, changes=9, seed=1)
     trainer, rollout = Model(one), Model(other)
+    recorder = Recorder(tmp_path / "observed.jsonl")
     publisher = sparserl.Publisher(
-        tmp_path.as_uri(), sparserl.sources.module(trainer), baseline="device", profile="ctx"
+        tmp_path / "store", sparserl.sources.module(trainer), baseline="device", profile="ctx", observe=recorder
     )
-    subscriber = sparserl.Subscriber(tmp_path.as_uri(), sparserl.targets.module(rollout))
+    subscriber = sparserl.Subscriber(tmp_path / "store", sparserl.targets.module(rollout), validate=trainer)
     publisher.publish()
     assert "where the weights are" in publisher.baseline
     subscriber.goto(None)
@@ -46,6 +49,10 @@ def test_published_and_followed(tmp_path):
         publisher.publish()
         subscriber.goto(None)
         assert same_bits(rollout.state_dict(), weights)
+    on_hosts = Recorder(tmp_path / "host.jsonl")
+    for version, (old, new) in enumerate(((one, two), (two, one)), 1):
+        on_hosts.observe(on_host(old), on_host(new), version=version)
+    assert figures(Recording.read(recorder.path)) == figures(Recording.read(on_hosts.path))
 
 
 @needs_gpu

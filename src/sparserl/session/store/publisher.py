@@ -3,8 +3,7 @@
     find changes ──► encode ──► buckets ──► manifest ──► index ──► head, if it is still ours ──► baseline
     └─ captured: the trainer may go on                              └─ committed
 
-A publish that fails anywhere before the head moved has changed nothing: the baseline is still the committed one, and
-the next publish finds the changes against it again.
+A publish that fails before the head moved has changed nothing: the next one finds the changes again.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from ..background import BackgroundPublish, BackgroundSlot
 from ..baseline import Baseline, CapturedChanges, HostBaseline, choose_baseline
 from ..callbacks import Callback, Callbacks
 from ..logs import log
+from ..observing import Observing, PatchObserver
 from ..options import BaselineOptions, EncodingOptions, require_count, require_number, require_timeout
 from ..report import SyncReport, Watch
 from ..source_check import SourceCheck
@@ -74,10 +74,8 @@ class Publisher:
             a function that returns one, the `Shards` of one rank, or a source such as
             `sparserl.sources.module(model, cast=torch.bfloat16)`.
         signing_key: The secret Ed25519 key to sign heads with (see `sparserl keygen`); None to sign nothing.
-        trusted_keys: Further public keys whose runs this publisher may go on with. When a key is replaced, give the
-            old one here: the publisher then goes on with the run that the old key has signed.
-        files: Files that travel with the weights (config, tokenizer): names and contents, or a folder. They are added
-            to those that the source brings along, as a transformers model brings its config.
+        trusted_keys: Further public keys whose runs this publisher may go on with, such as a key that was replaced.
+        files: Files that travel with the weights, by name or in a folder, beside those that the source brings along.
         state: A folder on this machine that survives a restart. With it, a publisher that was killed goes on with its
             run from the anchor that it saved there, and fetches only the patches since then. Without it, or when it
             does not fit the run in the store, the publisher fetches the anchor too. One publisher at a time has the
@@ -101,13 +99,13 @@ class Publisher:
         writers: The process group of a sharded trainer, each rank of which has a publisher with the `Shards` it holds.
             All make their publishers and call `publish` in step; each uploads its own buckets, and rank 0 moves the
             head when all are there. After a restart they may be more or fewer.
-        timeout: How many seconds writers wait for one another. A process that was stopped or killed is noticed within
-            30 seconds.
+        timeout: How many seconds writers wait for one another; one that was stopped is noticed within 30 seconds.
         baseline: Where the bits of the last version are kept, to find changes: `host` for host memory; `device` for
             where the weights are, so that changes on a GPU are found and encoded there; `none` for a source that
             tracks changes itself (see `sparserl.sources.track`), which costs one read of all weights per publish, and
             the profiles `ulp` and `ctx`. `auto` takes `host` if `memory` has room for it, and `none` if not.
         memory: How many bytes a baseline may take in this process; None for as many as it needs.
+        observe: A `sparserl.record.Recorder` of statistics from what has changed; of several writers each has its own.
         callbacks: What is told about every publish, and about what went wrong; see `sparserl.metrics`.
         clock: Gives the time in seconds since 1970.
 
@@ -143,6 +141,7 @@ class Publisher:
         timeout: float = 600.0,
         baseline: str = "auto",
         memory: int | None = None,
+        observe: PatchObserver | None = None,
         callbacks: Sequence[Callback] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -150,6 +149,7 @@ class Publisher:
         self._source = as_source(source)
         encoding = EncodingOptions(profile, link, threads, progress)
         self._baseline_options = BaselineOptions(baseline, memory)
+        self._observing = Observing(observe)
         retention = RetentionOptions(anchor_after, keep_anchors, ladder, grace, lease)
         keys = PublisherKeys.of(signing_key, trusted_keys)
         clock = checked_clock(clock)
@@ -476,6 +476,7 @@ class Publisher:
         step = label.on(sent.step(head.version, head.version + 1, self._run_writer.clock()))
 
         def advance() -> None:
+            self._observing.committed(step.version, patch, committed.baseline, encoding.threads, watch)
             with watch.stage("baseline"):
                 self._maintenance.add_changes(step.version, changes)
                 committed.baseline.advance(patch, changes, encoding.threads)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...errors import InvalidField, NotFound, NotRetained, StoreError, Unavailable, Untrusted, WrongBase
 from ...parallel import Progress
+from ...sources import PublishedSource
 from ...targets import Change, Prepared
 from ...transport.stores.base import Store, StoredObject
 from ...transport.stores.deadline import current, within
@@ -81,8 +82,8 @@ class Subscriber(Receiver):
             nothing is written to a store that can only be read.
         before: Called before each commit, for an engine to pause.
         after: Called after each commit whose `before` was called, whether or not it worked, for an engine to resume.
-        audit_every: After so many commits all bits of the targets are read and compared with the digest; None to leave
-            that to `audit`.
+        audit_every: After so many commits all bits of the targets are read, as by `audit`; None for never.
+        validate: A source, as of a publisher, of the full weights: after each commit all bits are compared with them.
         token: The token that an `http(s)://` store asks for, and that neighbours ask for and are asked for.
         near: The URLs of other receivers of the run that serve what they have: they are asked before the store.
         serve: The address `HOST:PORT` at which neighbours may fetch what this subscriber has fetched; port 0 for any
@@ -110,6 +111,7 @@ class Subscriber(Receiver):
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
         audit_every: int | None = None,
+        validate: PublishedSource | None = None,
         token: str | None = None,
         near: Sequence[str] = (),
         serve: str | None = None,
@@ -119,7 +121,7 @@ class Subscriber(Receiver):
         callbacks: Sequence[Callback] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        hooks = CommitHooks(before, after, audit_every)
+        hooks = CommitHooks(before, after, audit_every, validate)
         super().__init__(targets, hooks, threads, callbacks, "")
         signing.public_keys(trusted_keys)
         require_callable("progress", progress)
@@ -239,8 +241,7 @@ class Subscriber(Receiver):
 
         Args:
             once: Whether to stop at the newest version; a store that cannot be reached is then an error.
-            timeout: How many seconds to follow; None for no limit. If the targets hold no version by then, that is an
-                error.
+            timeout: How many seconds to follow; None for no limit. Targets that hold no version by then are an error.
             stop: Called now and then; following ends when it returns true.
             on_commit: Called with the report of every commit.
             on_trouble: Called with the error whenever the store could not be reached.

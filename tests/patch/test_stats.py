@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import sparserl
 from sparserl import Patch, Region, codec
 from sparserl.kernels import reference
+from sparserl.patch import stats as patch_stats
 from sparserl.patch.contents import Contents
 from sparserl.weights.dtypes import BY_NAME, Bits
 from tests.boxed_shards import diff_shards
@@ -122,6 +124,19 @@ def test_the_reason_for_a_profile_that_was_chosen():
         assert sorted(set(names) - {"ctx"}) == ["gap", "raw", "ulp"]  # `ctx` is left out where it became `ulp`
         assert names[0] == bucket.profile
         assert list(sizes) == sorted(sizes)
+
+
+def test_the_reason_for_a_profile_that_another_estimate_beats():
+    """`ctx` is chosen before its classes are; where these make it larger, the reason says what it was."""
+    rng = np.random.default_rng(1)
+    old = {"w": rng.standard_normal(20_000).astype(np.float32)}
+    new = {"w": old["w"].copy()}
+    new["w"].view(np.uint32)[rng.permutation(20_000)[:100]] += 1
+    patch = sparserl.diff(old, new, profile="auto")
+    (bucket,) = patch.stats().buckets
+    head = patch.contents.heads[0]
+    larger = replace(head, estimates=tuple((p, 10**6 if p == head.profile.id else b) for p, b in head.estimates))
+    assert patch_stats._reason(larger).startswith(f"{bucket.profile} by a first estimate; now ")
 
 
 def test_the_reason_where_all_is_dense():

@@ -237,6 +237,9 @@ def test_masters_of_strided_weights(small_pieces):
 
 
 def test_what_is_refused():
-    """No optimizer and nothing that says what is written."""
+    """No optimizer and nothing that says what is written; the two the other way around."""
+    layer = torch.nn.Linear(2, 2)
     with pytest.raises(errors.TensorMismatch, match="params"):
-        track(None, torch.nn.Linear(2, 2))
+        track(None, layer)
+    with pytest.raises(errors.UnsupportedTensor, match=r"Linear is no optimizer of torch: track\(optimizer, model\)"):
+        track(layer, torch.optim.SGD(layer.parameters()))

@@ -38,8 +38,7 @@ _EPILOG = """Examples:
 
     sparserl verify-engine http://localhost:30000 s3://bucket/run@42 --json
 
-A vLLM server must run with VLLM_SERVER_DEV_MODE=1, an SGLang server with --custom-weight-loader
-sparserl.integrations.sglang.load, and sparserl must be installed there.
+sparserl must be installed where the server runs, and a vLLM server run with VLLM_SERVER_DEV_MODE=1.
 """
 
 
@@ -69,8 +68,8 @@ def verify_engine(
     """Compare the live weights of an engine with a checkpoint or a run, bit by bit, however it got them.
 
     Exits with code 1 if a tensor differs, or cannot be compared; these are named. The checkpoint or the store is read
-    here, not by the engine. Nothing in the engine changes. It pauses between two steps while it reads its weights, and
-    longer the first time, when it finds out where it keeps the tensors of the checkpoint.
+    here, not by the engine. The engine pauses between two steps while it reads its weights, and longer the first time,
+    when it finds out where it keeps the tensors of the checkpoint; afterwards it is what it was.
     """
     from ..integrations.verify import asking, compare, expected_checkpoint, expected_version, is_run
 

@@ -199,6 +199,8 @@ def _reason(head: Head) -> str:
     link = dict(head.estimates).get(LINK)
     if link is not None:
         return f"least predicted time at {bandwidth(link)}: {head.profile.name}, of {sizes}{note}"
+    if ranked[0][0] != head.profile.id:  # its classes are chosen afterwards, and change the estimate
+        return f"{head.profile.name} by a first estimate; now {sizes}{note}"
     return f"smallest estimate: {sizes}{note}"
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import TensorMismatch
+from ..errors import TensorMismatch, UnsupportedTensor
 from ..parallel import ordered
 from ..weights.dtypes import BY_NAME
 from ..weights.memory import Weights
@@ -99,6 +99,9 @@ def track(
     if optimizer is None and params is None:
         raise TensorMismatch("without an optimizer, give the tensors that are written as `params`")
     optimizers = [] if optimizer is None else [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+    for one in optimizers:
+        if not hasattr(one, "register_step_pre_hook"):
+            raise UnsupportedTensor(f"{type(one).__name__} is no optimizer of torch: track(optimizer, model)")
     base = source if isinstance(source, Source) else module(source)
     return Tracker(optimizers, base, tuple(params or ()), masters or {}, cast_of(cast), threads)
 

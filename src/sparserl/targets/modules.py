@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from .. import sources
@@ -183,5 +184,6 @@ def module(module: Any, threads: int | None = None, lock: AbstractContextManager
     if callable(getattr(module, "state_dict", None)):
         return ModuleTarget(sources.module(module).weights, threads, lock)
     if not isinstance(module, Mapping):
-        raise UnsupportedTensor(f"expected a torch module or a mapping to tensors, got {type(module).__name__}")
+        hint = f"; for a checkpoint on disk, targets.folder({str(module)!r})" if isinstance(module, str | Path) else ""
+        raise UnsupportedTensor(f"expected a torch module or a mapping to tensors, got {type(module).__name__}{hint}")
     return ModuleTarget(module, threads, lock)

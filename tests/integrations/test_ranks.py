@@ -14,10 +14,11 @@ from sparserl.errors import ChecksumMismatch, CommitFailed, NotRetained, Session
 from sparserl.integrations.ranks import EngineSubscriber
 from sparserl.plan import buckets
 from sparserl.session import receiver
+from sparserl.session.store import receivers as receivers_module
 from sparserl.session.store.holding_records import HoldingRecord
 from sparserl.targets.engine import EngineTarget
 from sparserl.targets.engine_layout import find_pieces
-from sparserl.weights.digest import Digest
+from sparserl.weights import holdings as holdings_module
 from sparserl.weights.holdings import Holdings
 from tests.class_choice import always
 from tests.targets.engines import Engine, checkpoint, named
@@ -137,7 +138,7 @@ def test_patches_are_cut_along_ranks(tmp_path, ranks, profile, caplog, monkeypat
         if profile == "ctx":
             assert step.profiles == ("ctx",)
         assert it.all(lambda s: s.audit()) == [None] * ranks
-        assert "has parts of the weights: patches are cut along them from now on" in caplog.text
+        assert "a receiver has parts of the weights: patches are cut along them from now on" in caplog.text
 
 
 def test_engines_of_different_sizes_follow_one_run(tmp_path, monkeypatch):
@@ -206,6 +207,94 @@ def test_a_rank_that_is_not_given_a_bucket_notices(tmp_path, monkeypatch):
         it.train(2)
 
 
+def test_a_rank_that_is_not_given_what_another_has_too_notices(tmp_path, monkeypatch):
+    """Ranks agree on the changes of parts that several of them have."""
+    touched = Holdings.touched
+
+    def forget(self, places):
+        found = [*places]
+        marks = touched(self, found)
+        bias = it.publisher._committed.run.layout.index["model.layers.0.o.bias"]
+        return marks._replace(holdings=1) if {tensor for tensor, _ in found} == {bias} else marks
+
+    with fleet(tmp_path, 2, profile="ulp", anchor_after=100) as it:
+        it.all(lambda s: s.commit_version())
+        it.train(1)
+        it.all(lambda s: s.commit_version())
+        monkeypatch.setattr(Holdings, "touched", forget)
+        it.weights["model.layers.0.o.bias"] += 1
+        it.publisher.publish()
+        before = it.live()
+        for error in it.all(lambda s: s.commit_version()):
+            assert isinstance(error, ChecksumMismatch)
+        for live, old in zip(it.live(), before, strict=True):
+            assert all(torch.equal(live[name], old[name]) for name in old)
+
+
+@pytest.mark.parametrize("change", ["more rows", "fewer rows", "one more", "another"])
+def test_other_tensors_in_a_run_that_ranks_follow(tmp_path, change):
+    """They are published as an anchor, which is not cut along parts of the tensors before."""
+    with fleet(tmp_path, 2, profile="auto") as it:
+        it.all(lambda s: s.commit_version())
+        it.train(1)
+        it.all(lambda s: s.commit_version())
+        if change.endswith("rows"):
+            it.weights["model.layers.0.o.weight"] = torch.ones(24 if change == "more rows" else 6, 8).bfloat16()
+        else:
+            it.weights["a.new"] = torch.ones(5).bfloat16()
+        if change == "another":
+            del it.weights["model.scale"]
+        for _ in range(3):
+            version = it.publisher.publish().version
+            live = {name: torch.zeros_like(tensor) for name, tensor in it.weights.items()}
+            with sparserl.Subscriber(f"file://{tmp_path}/run", live) as subscriber:
+                assert subscriber.sync().version == version
+            assert sparserl.digest(live) == sparserl.digest(it.weights)
+            it.weights["model.layers.0.o.bias"] += 1
+
+
+def test_a_cold_engine_of_another_size_joins(tmp_path, monkeypatch):
+    """It says which parts it has before it holds a version; the publisher then writes an anchor for it."""
+    monkeypatch.setattr(buckets, "choose_classes", always)
+    with fleet(tmp_path, 2, profile="ctx", anchor_after=100) as it, fleet(tmp_path, 4, other=it) as cold:
+        it.all(lambda s: s.commit_version())
+        for seed in range(4):
+            it.train(seed)
+            it.all(lambda s: s.commit_version())
+        for engine in cold.engines:
+            engine.load(checkpoint(seed=9).items())
+        assert {type(error) for error in cold.all(lambda s: s.commit_version())} == {NotRetained}
+        it.publisher._maintenance.receivers.look()
+        it.train(5)
+        for every in (it, cold):
+            every.all(lambda s: s.commit_version())
+            every.require_exact()
+        it.train(6)
+        for every in (it, cold):
+            assert {report.kind for report in every.all(lambda s: s.commit_version())} == {"patch"}
+            every.require_exact()
+        assert len(it.last_patch().holdings) == 6
+
+
+@pytest.mark.parametrize("trouble", ["cells", "names", "groups"])
+def test_parts_that_patches_cannot_be_cut_along(tmp_path, monkeypatch, trouble):
+    """Then patches keep to the profile that everybody takes."""
+    monkeypatch.setattr(buckets, "choose_classes", always)
+    if trouble == "cells":
+        monkeypatch.setattr(holdings_module, "_MOST_CELLS", 1)
+    elif trouble == "groups":
+        monkeypatch.setattr(holdings_module, "_SPARE_GROUPS", -4)
+    else:
+        monkeypatch.setattr(receivers_module, "holding_name", lambda _: "0" * 16)
+    with fleet(tmp_path, 2, profile="ctx") as it:
+        it.all(lambda s: s.commit_version())
+        for seed in range(3):
+            it.train(seed)
+            assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
+            it.require_exact()
+            assert it.last_patch().profiles == ("ulp",)
+
+
 def test_a_rank_that_nothing_is_for(tmp_path):
     """It fetches nothing, and has the version all the same."""
     with fleet(tmp_path, 2, profile="ulp", anchor_after=100) as it:
@@ -233,8 +322,8 @@ def test_receivers_whose_parts_cannot_be_read(tmp_path, monkeypatch, caplog):
         assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
         it.require_exact()
         assert it.last_patch().profiles == ("ulp",)
-        assert "patches are in ulp from now on" in caplog.text
-        assert "cannot be used" in caplog.text
+        assert "the parts of a receiver cannot be used" in caplog.text
+        assert "; patches are in ulp" in caplog.text
 
 
 def test_a_profile_that_cannot_be_taken_is_named(tmp_path, monkeypatch):
@@ -272,17 +361,19 @@ def test_several_versions_at_once(tmp_path, ranks):
 
 def test_ranks_that_share_a_part_must_build_the_same(tmp_path, monkeypatch):
     """What one of them has built wrong is found out before anything is written, although another one owns it."""
-    build = EngineTarget._part_sums
+    fresh = EngineTarget._fresh
 
-    def built(self, parts):
-        sums = build(self, parts)
-        shared = [place for place in sums if place not in self._owned]
-        return sums | {place: sums[place] + Digest(1, 0) for place in shared[:1]}
+    def spoilt(self, change, local):
+        weights = fresh(self, change, local)
+        if self is it.subscribers[1].targets[0]:  # the second rank, in a bias that both have
+            (bias,) = (part for part in weights.parts if part.tensor.endswith("o.bias"))
+            bias.data.array.view("u2")[3] ^= 1
+        return weights
 
     with fleet(tmp_path, 2) as it:
         for engine in it.engines:
             engine.load(checkpoint(seed=7).items())
-        monkeypatch.setattr(EngineTarget, "_part_sums", built)
+        monkeypatch.setattr(EngineTarget, "_fresh", spoilt)
         before = it.live()
         errors = it.all(lambda s: s.commit_version())
         assert {type(error) for error in errors} == {ChecksumMismatch}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -90,4 +91,27 @@ def test_too_many_cells(monkeypatch, most):
     monkeypatch.setattr(holdings_module, "_MOST_CELLS", most)
     weights = table()
     lists = {str(i): [(1, Region((i,), (1,)))] for i in range(5)}
-    assert Holdings(weights, lists).cells([(1, None)]) == [[(1, None)]]
+    cut = Holdings(weights, lists)
+    assert cut.cells([(1, None)]) == [[(1, None)]]
+    assert not cut.are_cut
+
+
+def test_too_many_groups(monkeypatch):
+    """Nor are buckets made for very many different receivers."""
+    weights = table()
+    lists = {str(i): [(1, Region((i,), (1,)))] for i in range(5)}
+    assert len(Holdings(weights, lists).cells([(1, None)])) == 5
+    monkeypatch.setattr(holdings_module, "_SPARE_GROUPS", -6)
+    cut = Holdings(weights, lists)
+    assert cut.cells([(1, None)]) == [[(1, None)]]
+    assert not cut.are_cut
+
+
+def test_many_boxes_take_little_time():
+    """However many there are: a tensor of which receivers have very many boxes is not cut."""
+    big = table_of(memories({"w": np.zeros((4096, 4), np.float32)}))
+    lists = {"x": [(0, Region((i, 0), (1, 4))) for i in range(4096)]}
+    begun = time.process_time()
+    cut = Holdings(big, lists)
+    assert cut.cells(big.places) == [[(0, None)]]
+    assert time.process_time() - begun < 2

@@ -9,7 +9,7 @@ rank is then raised on all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from ..session import Subscriber, SyncReport
 from ..session.logs import log
 from ..session.receiver import StagedVersion
 from ..session.store.subscriber import StoreSnapshot
-from ..targets.engine import EngineTarget, PreparedEngine
+from ..targets.engine import EngineTarget, Members, MovedSums, PreparedEngine
 from ..weights.digest import Digest, table_digest
 from ..weights.shards import Place, require_whole
 from ..weights.table import TensorTable
@@ -84,9 +84,8 @@ class EngineSubscriber(Subscriber):
         staged = self._staged
         if staged is None:
             return None
-        partial = [difference for difference, _ in answers if difference is not None]
-        is_whole = not partial or sum(partial, self._engine_digest) == staged.run_version.digest
-        if not is_whole or not _agree([sums for _, sums in answers]):
+        partial = {rank: sums for rank, sums in enumerate(answers) if sums is not None}
+        if partial and _moved(partial, self._engine_digest) != staged.run_version.digest:
             self.discard()
             self._is_uncertain = True
             raise ChecksumMismatch(f"version {goal} would not have its digest on these ranks; nothing was written")
@@ -123,21 +122,17 @@ class EngineSubscriber(Subscriber):
                 "The next commit starts from an anchor"
             )
 
-    def _stage_version(self, version: int) -> tuple[Digest | None, dict[Place, Digest]]:
-        """Stage a version, unless the engine has it.
-
-        Returns:
-            Its change of the digest, if this rank has only parts, and the sums of parts that come from an anchor.
-        """
+    def _stage_version(self, version: int) -> Mapping[Members, MovedSums] | None:
+        """Stage a version, unless the engine has it; returns its sums, if this rank has only parts."""
         staged = self._staged
         if staged is None or (staged.run_version.run, staged.run_version.version) != (self._run_name, version):
             self.stage(version)
             staged = self._staged
         if staged is None:
-            return None, {}
+            return None
         (prepared,) = staged.prepared
         assert isinstance(prepared, PreparedEngine)
-        return prepared.moved, prepared.part_sums
+        return prepared.sums
 
     @property
     def _run_name(self) -> str | None:
@@ -158,14 +153,16 @@ class EngineSubscriber(Subscriber):
             self._engine.attach(table)
             return self._engine.sums()
 
-        first: dict[Place, tuple[int, Digest]] = {}
+        first: dict[Place, Digest] = {}
+        members: dict[Place, Members] = {}
         is_consistent = True
         for rank, sums in enumerate(self._on_all_ranks(read)):
             for place, part_digest in sums.items():
-                is_consistent &= first.setdefault(place, (rank, part_digest))[1] == part_digest
+                is_consistent &= first.setdefault(place, part_digest) == part_digest
+                members[place] = (*members.get(place, ()), rank)
         require_whole(table, [[*first]])
-        self._engine.own([place for place, (rank, _) in first.items() if rank == self._rank])
-        self._engine_digest = sum((part_digest for _, part_digest in first.values()), table_digest(table))
+        self._engine.share(members)
+        self._engine_digest = sum(first.values(), table_digest(table))
         self._table = table
         self._is_uncertain = False
         return self._engine_digest if is_consistent else None
@@ -203,14 +200,16 @@ class EngineSubscriber(Subscriber):
         return [result for result, _ in answers]
 
 
-def _agree(sums_by_rank: list[dict[Place, Digest]]) -> bool:
-    """Whether all ranks that have a part have the same bits of it."""
-    first: dict[Place, Digest] = {}
-    return all(
-        first.setdefault(place, part_digest) == part_digest
-        for sums in sums_by_rank
-        for place, part_digest in sums.items()
-    )
+def _moved(ranks: Mapping[int, Mapping[Members, MovedSums]], before: Digest) -> Digest | None:
+    """The digest that a version has on all ranks; None if ranks do not agree on parts that they share."""
+    total = before
+    for members in {members for sums in ranks.values() for members in sums}:
+        sums = [ranks[rank].get(members) for rank in members if rank in ranks]
+        first = sums[0] if sums else None
+        if first is None or any(other is None or other.after != first.after for other in sums):
+            return None
+        total += first.after - first.before
+    return total
 
 
 def gather_over(group: Any) -> Gather:

@@ -47,10 +47,10 @@ class Replacement:
             return None
         return cls(weights, fresh, exchange=exchange)
 
-    def moved(self, threads: int | None = None) -> Digest:
-        """By how much the digest of the parts will change."""
-        before = element_sums(self._weights, self._weights.places, threads)
-        return element_sums(self._fresh, self._weights.places, threads) - before
+    def sums(self, threads: int | None = None) -> tuple[Digest, Digest]:
+        """The element sums of the parts, before and after."""
+        places = self._weights.places
+        return element_sums(self._weights, places, threads), element_sums(self._fresh, places, threads)
 
     def commit(self, threads: int | None = None) -> Callable[[], None]:
         """Write the new bits, and return a function that takes them back. If anything fails, they are taken back."""

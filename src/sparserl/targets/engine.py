@@ -3,14 +3,14 @@
     pieces (see `find_pieces`) ──► parts: views of the engine's memory in checkpoint coordinates ──► stage ──► commit
 
 An engine of one rank has all of every tensor, and any patch can be applied to it. A rank of several has parts, and
-applies the changes in these; parts that several ranks have are written by each of them. The ranks must
-add up how their parts change the digest (`moved`) before any of them commits.
+applies the changes in these; parts that several ranks have are written by each of them. Before any of them commits, the
+ranks must add up how their parts change the digest, and agree on those that several of them have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..errors import SessionError, WrongBase
 from ..parallel import ordered
@@ -21,7 +21,7 @@ from ..patch.staging import Staged, refuse_conflicts, stage
 from ..weights.digest import Digest, place_sums
 from ..weights.dtypes import Bits, UIntArray
 from ..weights.local import LocalWeights
-from ..weights.memory import Weights
+from ..weights.memory import Memory, Weights
 from ..weights.region import Region, whole
 from ..weights.shards import Part, Place, Shards
 from ..weights.table import TensorTable
@@ -30,6 +30,15 @@ from ..weights.warmup import warm_up
 from .modules import ModuleTarget
 from .pieces import Piece, moved_name
 from .target import Change, Undo
+
+Members = tuple[int, ...]  # ranks that have a part
+
+
+class MovedSums(NamedTuple):
+    """The element sums of some parts before and after a change; both count from zero where a patch is staged."""
+
+    before: Digest
+    after: Digest
 
 
 class EngineTarget:
@@ -61,7 +70,7 @@ class EngineTarget:
         self._threads = threads
         self._local: LocalWeights | None = None
         self._tensors: Mapping[str, Any] = {}
-        self._owned: frozenset[Place] = frozenset()
+        self._members: Mapping[Place, Members] = {}
 
     @property
     def local_weights(self) -> LocalWeights:
@@ -104,9 +113,9 @@ class EngineTarget:
         """The element sums of every part, from its bits as they are now."""
         return place_sums(self.local_weights, self._threads)
 
-    def own(self, places: Collection[Place]) -> None:
-        """Set which parts this rank counts in `moved`, of those that several ranks have."""
-        self._owned = frozenset(places)
+    def share(self, members: Mapping[Place, Members]) -> None:
+        """Set which ranks have each of the parts; sums are then told apart by them."""
+        self._members = members
 
     def remembered_version(self) -> None:
         """Memory does not outlive its process."""
@@ -120,23 +129,23 @@ class EngineTarget:
         if local.complete:
             prepared = ModuleTarget(_tensors_by_name(local), self._threads).prepare(change)
             return PreparedEngine(self, [prepared.commit], None, prepared.changed)
-        owned = [part for part in local.parts if part[0] in self._owned]
-        shared = [part for part in local.parts if part[0] not in self._owned]
-        halves = [LocalWeights(local.table, parts) for parts in (owned, shared)]
+        parts_of: dict[Members, list[tuple[Place, Memory]]] = {}
+        for part in local.parts:
+            parts_of.setdefault(self._members.get(part[0], ()), []).append(part)
+        groups = [LocalWeights(local.table, parts) for parts in parts_of.values()]
         if change.fresh is None and change.fresh_parts is None and len(change.patches) == 1:
-            applications: Sequence[Application | Replacement] = self._slice(change.patches[0], local, halves)
+            applications: Sequence[Application | Replacement] = self._slice(change.patches[0], local, groups)
         else:
             fresh = self._fresh(change, local)
-            applications = [self._rebuild(fresh, half, exchange=change.owns_fresh) for half in halves]
-        first = applications[0]
-        moved = first.moved(self._threads) if isinstance(first, Replacement) else first.result - first.base
+            applications = [self._rebuild(fresh, group, exchange=change.owns_fresh) for group in groups]
+        sums = {members: self._sums(change) for members, change in zip(parts_of, applications, strict=True)}
         commits = [application.commit for application in applications]
-        changed = sum(application.changed for application in applications)
-        return PreparedEngine(self, commits, moved, changed, self._part_sums(change.fresh_parts))
+        return PreparedEngine(self, commits, sums, sum(application.changed for application in applications))
 
-    def _part_sums(self, parts: Shards | None) -> dict[Place, Digest]:
-        """The element sums of new parts that were built from an anchor: those of ranks that share a part must agree."""
-        return {} if parts is None else place_sums(LocalWeights.of(parts), self._threads)
+    def _sums(self, application: Application | Replacement) -> MovedSums:
+        if isinstance(application, Replacement):
+            return MovedSums(*application.sums(self._threads))
+        return MovedSums(application.base, application.result)
 
     def _slice(self, patch: Patch, base: LocalWeights, weights: Sequence[LocalWeights]) -> list[Application]:
         """Stage a patch of all weights on several sets of parts, which are those of `base`. Digests count from zero."""
@@ -190,18 +199,13 @@ class PreparedEngine:
         self,
         target: EngineTarget,
         applications: Sequence[Callable[[], Undo]],
-        moved: Digest | None,
+        sums: Mapping[Members, MovedSums] | None,
         changed: int,
-        part_sums: dict[Place, Digest] | None = None,
     ) -> None:
-        """moved: how the parts that this rank owns change the digest; None if it has all of every tensor.
-
-        part_sums: the element sums of all its new parts, where these were built from an anchor.
-        """
-        self.part_sums = part_sums or {}
+        """sums: those of the parts, by the ranks that have them; None if all of every tensor is here."""
         self._target = target
         self._applications = applications
-        self.moved = moved
+        self.sums = sums
         self.changed = changed
 
     def commit(self) -> Undo:

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from .region import Region, intersection, whole
+import numpy as np
+import numpy.typing as npt
+
+from .region import Numbers, Region, whole
 from .shards import Place
 from .table import TensorTable
 
 MOST_HOLDINGS = 64  # that weights are cut along
-_MOST_CELLS = 1 << 12  # of a place
+MOST_PLACES = 1 << 19  # of all holdings together
+_MOST_BOXES = 512  # of a tensor: one that has more is not cut
+_MOST_CELLS = 256  # of a place
+_MOST_ENTRIES = 1 << 19  # cells of all places
+_SPARE_GROUPS = 8  # there may be twice as many groups of cells as holdings, and so many more
+_KEPT_PLACES = 1 << 16  # of which it is remembered which holdings they are in
 
 
 class Touched(NamedTuple):
@@ -30,22 +38,39 @@ class Touched(NamedTuple):
         return Touched(self.holdings | other.holdings, self.partly | other.partly)
 
 
+class _Boxes(NamedTuple):
+    """The parts of one tensor that receivers have."""
+
+    start: Numbers
+    stop: Numbers
+    bit: npt.NDArray[np.uint64]  # of the holding of each
+
+    def touched(self, start: Numbers, stop: Numbers) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """For each of some regions the holdings that have a part of it, and those that have all of it in one part."""
+        overlaps = ((start[:, None] < self.stop) & (self.start < stop[:, None])).all(-1)
+        inside = ((start[:, None] >= self.start) & (stop[:, None] <= self.stop)).all(-1)
+        none = np.uint64(0)
+        partly, wholly = (np.bitwise_or.reduce(np.where(which, self.bit, none), axis=1) for which in (overlaps, inside))
+        return partly, wholly
+
+
 class Holdings:
     """The holdings of several receivers.
 
     Args:
         table: The tensor table of the weights.
         places: The places of every holding, by its name.
+
+    Attributes:
+        are_cut: Whether no receiver has a part of a cell. Where it would take too many cells, some have.
     """
 
     def __init__(self, table: TensorTable, places: Mapping[str, Sequence[Place]]) -> None:
         self.table = table
         self.names = tuple(places)
-        self._boxes: dict[int, list[tuple[int, Region]]] = {}  # of every tensor, with the number of their holding
-        for number, holding in enumerate(places.values()):
-            for tensor, region in holding:
-                self._boxes.setdefault(tensor, []).append((number, region or whole(table[tensor].shape)))
+        self._boxes = self._collect(places)
         self._touched: dict[Place, Touched] = {}
+        self.are_cut = not any(self._touched_by(cell).partly for cells in self.cells(table.places) for cell in cells)
 
     def touched(self, places: Iterable[Place]) -> Touched:
         """Which holdings some places are in."""
@@ -54,49 +79,74 @@ class Holdings:
             touched |= self._touched_by(place)
         return touched
 
-    def cells(self, places: Iterable[Place]) -> list[list[Place]]:
-        """Places cut along the holdings, those that are in the same holdings together, in the order of the places."""
+    def cells(self, places: Sequence[Place]) -> list[list[Place]]:
+        """Places cut along the holdings, those that are in the same holdings together, in the order of the places.
+
+        If there would be too many cells or groups, the places are returned as they are.
+        """
         groups: dict[int, list[Place]] = {}
+        count = 0
         for place in places:
-            for cell in self._cells_of(place):
+            cells = self._cells_of(place)
+            count += len(cells)
+            for cell in cells:
                 groups.setdefault(self._touched_by(cell).holdings, []).append(cell)
+            if count > max(_MOST_ENTRIES, len(places)) or len(groups) > 2 * len(self.names) + _SPARE_GROUPS:
+                return [[*places]]
         return [groups[key] for key in sorted(groups)]
+
+    def _collect(self, places: Mapping[str, Sequence[Place]]) -> dict[int, _Boxes]:
+        rows: dict[int, list[tuple[Region, int]]] = {}
+        for number, holding in enumerate(places.values()):
+            for tensor, region in holding:
+                rows.setdefault(tensor, []).append((region or whole(self.table[tensor].shape), number))
+        boxes = {}
+        for tensor, own in rows.items():
+            start = np.array([box.start for box, _ in own], np.int64)
+            bit = np.array([1 << number for _, number in own], np.uint64)
+            boxes[tensor] = _Boxes(start, start + np.array([box.size for box, _ in own], np.int64), bit)
+        return boxes
 
     def _touched_by(self, place: Place) -> Touched:
         touched = self._touched.get(place)
-        if touched is None:
-            box = self._box(place)
-            holdings = 0
-            inside = 0
-            for number, other in self._boxes.get(place[0], ()):
-                if intersection(box, other) is not None:
-                    holdings |= 1 << number
-                    inside |= box.inside(other) << number
-            touched = self._touched[place] = Touched(holdings, holdings & ~inside)
+        if touched is not None:
+            return touched
+        box = self._box(place)
+        boxes = self._boxes.get(place[0])
+        if boxes is None or not box.numel:
+            touched = Touched(0, 0)
+        else:
+            start = np.array([box.start], np.int64)
+            holdings, inside = boxes.touched(start, start + np.array([box.size], np.int64))
+            touched = Touched(int(holdings[0]), int(holdings[0] & ~inside[0]))
+        if len(self._touched) >= _KEPT_PLACES:
+            self._touched.clear()
+        self._touched[place] = touched
         return touched
 
-    def _cells_of(self, place: Place) -> Iterator[Place]:
+    def _cells_of(self, place: Place) -> list[Place]:
         tensor, _ = place
+        if not self._touched_by(place).partly:
+            return [place]
         box = self._box(place)
-        if not box.numel or not self._touched_by(place).partly:
-            yield place
-            return
-        spans = [[*itertools.pairwise(sorted(edges))] for edges in self._edges(tensor, box)]
+        boxes = self._boxes[tensor]
+        start = np.array(box.start, np.int64)
+        stop = start + np.array(box.size, np.int64)
+        overlaps = ((boxes.start < stop) & (start < boxes.stop)).all(-1)
+        if int(overlaps.sum()) > _MOST_BOXES:
+            return [place]  # receivers slice it
+        firsts = np.maximum(boxes.start[overlaps], start)
+        lasts = np.minimum(boxes.stop[overlaps], stop)
+        spans = []
+        for axis in range(start.size):
+            edges = np.unique(np.concatenate([firsts[:, axis], lasts[:, axis], [start[axis], stop[axis]]])).tolist()
+            spans.append([*itertools.pairwise(edges)])
         if math.prod(map(len, spans)) > _MOST_CELLS:
-            yield place  # receivers slice it
-            return
-        for cell in itertools.product(*spans):
-            yield tensor, Region(tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell))
-
-    def _edges(self, tensor: int, box: Region) -> list[set[int]]:
-        """Where a box is cut, axis by axis: at its own ends, and at those of holdings in it."""
-        edges = [{start, start + size} for start, size in zip(box.start, box.size, strict=True)]
-        for _, other in self._boxes[tensor]:
-            common = intersection(box, other)
-            if common is not None:
-                for cuts, start, size in zip(edges, common.start, common.size, strict=True):
-                    cuts.update((start, start + size))
-        return edges
+            return [place]
+        return [
+            (tensor, Region(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)))
+            for cell in itertools.product(*spans)
+        ]
 
     def _box(self, place: Place) -> Region:
         return place[1] or whole(self.table[place[0]].shape)

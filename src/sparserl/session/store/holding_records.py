@@ -18,7 +18,7 @@ from .fields import Fields, counted, parse, read_list, sha256, written
 from .records import HOLDING, get_named, path
 
 _TABLE_HASH = re.compile(r"[0-9a-f]{32}")
-_NAME_DIGITS = 8
+_NAME_DIGITS = 16
 _MOST_TENSORS = 1 << 21
 _MOST_INDEX = 1 << 40  # of an element along an axis
 

@@ -97,7 +97,7 @@ class Maintenance:
     def encode_anchor(self, weights: Weights | Shards, upload: Upload) -> Patch:
         """An anchor of weights, which is sent while it is encoded, and kept only where it is needed here too."""
         to = upload.bucket_list(keep=self.saves_anchors, memory_bytes=SPOOL_BYTES)
-        return anchor_of(weights, self._encoding, to, self._writer.holdings)
+        return anchor_of(weights, self._encoding, to, upload.holdings)
 
     def begin_layout(self, anchor: Patch, run: str, version: int) -> None:
         """A new run, or other tensors, are about to begin: save the anchor first, for whoever is killed after that."""

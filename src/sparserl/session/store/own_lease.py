@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import time
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from ...errors import SessionError, StoreError
 from ...transport.stores.base import Store
@@ -14,10 +16,17 @@ from ..receiver import RunVersion
 from .holding_records import HoldingRecord
 from .leases import Lease, lease_name
 from .rates import Rates
-from .records import path
+from .records import RunRecord, path
 
 _RENEW = 30.0  # seconds after which a lease is written again
 _RENEW_HOLDING = 3600.0
+
+
+class HasRun(Protocol):
+    """What a store has at a time."""
+
+    @property
+    def run(self) -> RunRecord: ...
 
 
 class OwnLease:
@@ -64,8 +73,6 @@ class OwnLease:
         self._written = version
         self._written_at = time.monotonic()
         try:
-            if holding is not None:
-                self._put_holding(version.run, holding)
             lease = Lease(
                 self._name,
                 version.version,
@@ -78,14 +85,21 @@ class OwnLease:
         except (StoreError, SessionError):
             return
 
-    def _put_holding(self, run: str, holding: HoldingRecord) -> None:
-        """Write it again now and then: like a lease, it goes when that has not been done for a day."""
+    def put_holding(self, snapshot: HasRun | None, holding: HoldingRecord | None) -> None:
+        """Write down the parts that are here, whatever version they are, so that publishers cut patches along them.
+
+        It is done again now and then: like a lease, the record goes when that has not been done for a day.
+        """
+        if self._name is None or holding is None or snapshot is None:
+            return
+        run = snapshot.run.run
         key = run, holding.hash
         if self._holding == key and time.monotonic() - self._holding_at < _RENEW_HOLDING:
             return
-        holding.put(self._store, run)
-        self._holding = key
-        self._holding_at = time.monotonic()
+        with contextlib.suppress(StoreError, SessionError):
+            holding.put(self._store, run)
+            self._holding = key
+            self._holding_at = time.monotonic()
 
 
 def _host() -> str:

@@ -409,8 +409,9 @@ class Publisher:
 
     def _anchor_now(self, weights: Weights | Shards, watch: Watch) -> Patch:
         """An anchor of weights that may change before it is sent."""
+        holdings = self._run_writer.holdings_for(LocalWeights.of(weights).table)
         with watch.stage("encode"):
-            return anchor_of(weights, self._encoding, holdings=self._run_writer.holdings)
+            return anchor_of(weights, self._encoding, holdings=holdings)
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -461,8 +462,7 @@ class Publisher:
         self, committed: CommittedVersion, changes: CapturedChanges, anchor: Patch | None, label: Label, watch: Watch
     ) -> SyncReport:
         """A version after the first: a patch."""
-        link = self._run_writer.measured_link
-        encoding = link.resolve(self._encoding_options, is_coded=committed.baseline.is_on_gpu)
+        encoding = self._run_writer.measured_link.resolve(self._encoding_options, is_coded=committed.baseline.is_on_gpu)
 
         def encode(upload: Upload) -> Patch:
             with watch.stage("encode"):

@@ -10,28 +10,31 @@ from typing import Any, NamedTuple
 from ...errors import SparserlError
 from ...patch.slicing import PROFILES
 from ...plan import VaryingLink
-from ...weights.holdings import MOST_HOLDINGS, Holdings
+from ...weights.holdings import MOST_HOLDINGS, MOST_PLACES, Holdings
 from ...weights.shards import Place
+from ...weights.table import TensorTable
 from ...wire import encoded_table
 from ..logs import log
 from ..options import MEASURED, EncodingOptions
 from .holding_records import holding_name, read_holding
 from .leases import Lease
+from .records import RouteStep
 from .run_writer import RunWriter
 
 _EVERY = 10.0  # seconds between looks at leases
 _MOST_LEASES = 64  # the newest, that are looked at
+_MOST_LISTED = 2 * MOST_HOLDINGS  # holdings that are looked at
 _END_SECONDS = 1.0  # that the end of a publisher waits for a look
 _FIRST_LOOKS = 3  # publishes that look at leases before they encode, as long as there are none
 FOR_PARTS = "ulp"  # the smallest profile that a rank can take which has only parts of the weights
 
 
 class _Heard(NamedTuple):
-    """What the leases of a run say of its receivers."""
+    """What leases and holdings of a run say of its receivers."""
 
-    have_parts: bool  # whether one has parts of the weights that patches cannot be cut along
+    have_parts: bool  # whether one has parts of the weights, and does not say which
     need_anchor: bool  # whether there are patches that one cannot take
-    holdings: Sequence[str] = ()  # hashes of the parts that patches are cut along
+    holdings: Sequence[str] = ()  # hashes of the parts that they have
 
 
 class Receivers:
@@ -46,7 +49,8 @@ class Receivers:
     def __init__(self, writer: RunWriter, encoding: EncodingOptions, lease_seconds: float) -> None:
         self.need_anchor = False  # whether patches were written that one of them cannot take
         self._have_parts = False  # whether one of them has parts of the weights that patches cannot be cut along
-        self._places: dict[tuple[str, bytes], tuple[Place, ...]] = {}  # of holdings, by hash and that of the table
+        self._agreed: object = None  # the hashes of the writer's holdings, and that of their table
+        self._trouble = ""  # the last that was logged
         self._heard = _Heard(False, False)  # by this rank; what counts is what all ranks have heard
         self._writer = writer
         self._encoding = encoding
@@ -63,24 +67,22 @@ class Receivers:
     def agree(self, ranks: Iterable[Sequence[Any]]) -> None:
         """On all ranks of a publish: go by what any of them has heard."""
         heard = [_Heard(*row) for row in ranks]
-        self._have_parts = any(row.have_parts for row in heard)
         self.need_anchor = any(row.need_anchor for row in heard)
-        hashes = sorted({hash for row in heard for hash in row.holdings})[:MOST_HOLDINGS]
-        unknown = {hash for hash in hashes if not self._read_holding(hash)}
+        hashes = sorted({hash for row in heard for hash in row.holdings})
         committed = self._writer.committed
-        if unknown:  # such as those of other tensors, which the run had before
-            self._have_parts = True
-            self._heard = self._heard._replace(
-                have_parts=True, holdings=[hash for hash in self._heard.holdings if hash not in unknown]
-            )
-        if committed is None or not hashes or unknown:
-            self._writer.holdings = None
-            return
-        table = committed.run.layout
-        places = {holding_name(hash): self._places[hash, encoded_table(table).hash] for hash in hashes}
-        last = self._writer.holdings
-        if last is None or last.table is not table or last.names != tuple(places):
-            self._writer.holdings = Holdings(table, places)
+        holdings = self._writer.holdings
+        table = None if committed is None else committed.run.layout
+        key = (*hashes,), None if table is None else encoded_table(table).hash
+        if key != self._agreed:
+            holdings = None if table is None or not hashes else self._read_holdings(hashes, table)
+        if hashes:
+            can_read = self._writer.writers.together("read holdings", lambda: b"" if holdings is None else b"+")
+            if not all(can_read):
+                holdings = None
+        self._agreed = None if holdings is None else key  # what could not be read is tried again
+        self._writer.holdings = holdings
+        can_cut = not hashes or (holdings is not None and holdings.are_cut)
+        self._have_parts = any(row.have_parts for row in heard) or not can_cut
 
     def anchor_written(self) -> None:
         """All can go on from an anchor."""
@@ -108,12 +110,13 @@ class Receivers:
         now = self._writer.clock()
         try:
             leases = self._writer.leases(_MOST_LEASES)
+            hashes = self._writer.holding_hashes(_MOST_LISTED)
         except SparserlError:
             return  # a later publish looks again
         current = [lease for lease in leases if now - lease.time < self._lease_seconds]
-        if current:
+        if current or hashes:
             self._first_looks = _FIRST_LOOKS
-        self._hear_profiles(current)
+        self._hear_parts(current, hashes)
         if self._encoding.profile == "auto" and self._encoding.link == MEASURED:
             self._hear_rates(current)
 
@@ -122,49 +125,53 @@ class Receivers:
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
 
-    def _hear_profiles(self, leases: Iterable[Lease]) -> None:
+    def _hear_parts(self, leases: Sequence[Lease], hashes: Iterable[str]) -> None:
+        """Hear of receivers that have parts of the weights."""
         committed = self._writer.committed
-        for lease in leases:
-            if committed is None or lease.profiles is None or lease.holding in self._heard.holdings:
-                continue
-            can_cut = (
-                lease.holding is not None
-                and len(self._heard.holdings) < MOST_HOLDINGS
-                and self._read_holding(lease.holding)
-            )
-            if not can_cut and self._heard.have_parts:
-                continue
-            name = holding_name(lease.holding or "")
-            need_anchor = any(
-                not PROFILES.issuperset(step.profiles) and name not in step.holdings for step in committed.index.steps
-            )
+        steps = () if committed is None else committed.index.steps
+        named = {*hashes, *(lease.holding for lease in leases if lease.holding is not None)}
+        unheard = sorted(named - {*self._heard.holdings})
+        others = [lease.name for lease in leases if lease.profiles is not None and lease.holding is None]
+        for hash in unheard:
+            need_anchor = _are_some_for_others(steps, holding_name(hash))
             self._heard = _Heard(
-                self._heard.have_parts or not can_cut,
-                self._heard.need_anchor or need_anchor,
-                (*self._heard.holdings, lease.holding or "") if can_cut else self._heard.holdings,
+                self._heard.have_parts, self._heard.need_anchor or need_anchor, (*self._heard.holdings, hash)
             )
-            how = "are cut along them" if can_cut else f"are in {FOR_PARTS}"
-            log.info(
-                "%s: %s has parts of the weights: patches %s from now on%s",
-                self._writer.store.url,
-                lease.name,
-                how,
-                ", after an anchor" if need_anchor else "",
-            )
+            self._log("patches are cut along them", need_anchor)
+        if others and not self._heard.have_parts:
+            need_anchor = _are_some_for_others(steps, "")
+            self._heard = _Heard(True, self._heard.need_anchor or need_anchor, self._heard.holdings)
+            self._log(f"patches are in {FOR_PARTS}", need_anchor)
 
-    def _read_holding(self, hash: str) -> bool:
-        """Read which parts of the current tensors a receiver has; whether they are known then."""
+    def _log(self, how: str, need_anchor: bool) -> None:
+        anchor = ", after an anchor" if need_anchor else ""
+        log.info("%s: a receiver has parts of the weights: %s from now on%s", self._writer.store.url, how, anchor)
+
+    def _read_holdings(self, hashes: Sequence[str], table: TensorTable) -> Holdings | None:
+        """The parts of these tensors that receivers have; None if they are not known, or too many."""
         committed = self._writer.committed
-        if committed is None:
-            return False
-        table = committed.run.layout
-        key = hash, encoded_table(table).hash
-        if key not in self._places:
+        assert committed is not None
+        places: dict[str, tuple[Place, ...]] = {}
+        count = 0
+        for hash in hashes[: MOST_HOLDINGS + 1]:
             try:
-                self._places[key] = read_holding(self._writer.store, committed.run.run, hash, table)
+                places[holding_name(hash)] = read_holding(self._writer.store, committed.run.run, hash, table)
             except SparserlError as error:
-                log.warning("%s: the parts of a receiver cannot be used: %s", self._writer.store.url, error)
-        return key in self._places
+                self._warn(f"the parts of a receiver cannot be used: {error}")
+                return None
+            count += len(places[holding_name(hash)])
+            if count > MOST_PLACES or len(places) > MOST_HOLDINGS:
+                self._warn("receivers have too many different parts for patches to be cut along them")
+                return None
+        if len(places) < len(hashes):
+            self._warn("two receivers have parts of the same name")
+            return None
+        return Holdings(table, places)
+
+    def _warn(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            log.warning("%s: %s; patches are in %s", self._writer.store.url, trouble, FOR_PARTS)
 
     def _hear_rates(self, leases: Iterable[Lease]) -> None:
         measured = self._writer.measured_link
@@ -173,3 +180,8 @@ class Receivers:
         if link is not None and (self._logged_link is None or link.has_changed(self._logged_link)):
             self._logged_link = link
             log.info("%s: transfers take place at %s: profiles are chosen for that", self._writer.store.url, link)
+
+
+def _are_some_for_others(steps: Iterable[RouteStep], holding: str) -> bool:
+    """Whether there are patches that a receiver with this holding cannot take."""
+    return any(not PROFILES.issuperset(step.profiles) and holding not in step.holdings for step in steps)

@@ -60,7 +60,7 @@ MOST_CHANGED_FILES = 1 << 16  # that an index names for all its versions togethe
 MOST_NOTE = 200  # characters
 _RUN = re.compile(r"[0-9a-f]{16}")
 _HASH = re.compile(r"[0-9a-f]{64}")
-_HOLDING = re.compile(r"[0-9a-f]{8}")
+_HOLDING = re.compile(r"[0-9a-f]{16}")
 _OBJECT = re.compile(
     rf"runs/{_RUN.pattern}/(run\.json|(index|manifests|files|holdings|buckets/{_RUN.pattern})/{_HASH.pattern}|leases/{LEASE_NAME.pattern})"
 )
@@ -69,7 +69,7 @@ _OBJECT = re.compile(
 RUN = Bound(limits.TABLE_BYTES * 4 // 3 + MOST_FILES * 6200 + 4096, 1 << 21, 1 << 20)
 INDEX = Bound(MOST_STEPS * 512, MOST_STEPS * 18 + MOST_CHANGED_FILES * 6, MOST_STEPS * 11 + MOST_CHANGED_FILES * 4)
 MANIFEST = Bound(limits.BUCKETS * 120, limits.BUCKETS * 4 + 128, 16)
-HOLDING = Bound(1 << 26, 1 << 23, 16)
+HOLDING = Bound(1 << 22, 1 << 20, 16)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from .records import (
     PlacedFile,
     RouteStep,
     RunRecord,
+    is_own,
     path,
     run_path,
 )
@@ -95,7 +96,8 @@ class RunWriter:
 
         def send_share() -> transfer.UploadedPatch:
             wait = functools.partial(watch.stage, "upload")
-            with transfer.Upload(self.store, run.run, place, run.layout, self._progress, wait, self.holdings) as upload:
+            holdings = self.holdings_for(run.layout)
+            with transfer.Upload(self.store, run.run, place, run.layout, self._progress, wait, holdings) as upload:
                 patches.append(encode(upload))
                 share = upload.finish(patches[0])
             self.measured_link.uploads.add(upload.meter)
@@ -125,6 +127,11 @@ class RunWriter:
                     f"rank {rank} uploads to another place than rank 0, which finds nothing of it in {self.store.url}"
                 )
             self._known_ranks.add(rank)
+
+    def holdings_for(self, table: TensorTable) -> Holdings | None:
+        """The parts that receivers have of these tensors; None if those that are known are of others."""
+        known = self.holdings
+        return known if known is not None and (known.table is table or known.table.specs == table.specs) else None
 
     def send_alone(self, run: RunRecord, patch: Patch) -> transfer.UploadedPatch:
         """Upload a patch that this process has all of."""
@@ -218,6 +225,14 @@ class RunWriter:
             except (NotFound, FormatError):
                 continue
         return leases
+
+    def holding_hashes(self, most: int) -> list[str]:
+        """The hashes of the parts that subscribers of the run have; of very many, the newest."""
+        if self.committed is None:
+            return []
+        prefix = path(self.committed.run.run, "holdings", "")
+        items = sorted(self.store.list(prefix), key=lambda item: -item.time)
+        return [item.name.removeprefix(prefix) for item in items[:most] if is_own(item.name)]
 
 
 def published_report(

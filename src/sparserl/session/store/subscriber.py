@@ -480,12 +480,11 @@ class Subscriber(Receiver):
 
     def _tell_version(self) -> None:
         """Tell the store and the neighbours which version is held."""
-        self._lease.renew(self._current, self._rates.extremes, self._profiles, self._holding.record(self._table))
         snapshot = self._snapshot
-        if self._served is not None and snapshot is not None and self._current is not None:
-            head = snapshot.head
-            if (self._current.run, self._current.version) == (head.run, head.version):
-                self._served.show(head.run, snapshot.tag)
+        self._lease.put_holding(snapshot, self._holding.record(self._table))
+        self._lease.renew(self._current, self._rates.extremes, self._profiles, self._holding.record(self._table))
+        if self._served is not None and snapshot is not None and self._versions_behind(snapshot) == 0:
+            self._served.show(snapshot.head.run, snapshot.tag)
 
     def _wait_for_change(self, seconds: float) -> StoredObject | None:
         """Wait for another head, for so long; None if there is none."""

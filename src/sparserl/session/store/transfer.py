@@ -113,7 +113,7 @@ class Upload:
     ) -> None:
         self._store = store
         self._manifest = Manifest(run, place, Digest(), Digest(), 0, ())
-        self._holdings = holdings
+        self.holdings = holdings
         self._touched: list[int] = []  # by each bucket
         self._refused = 0  # holdings that cannot take a bucket, since they have a part of what it takes to decode it
         self._table = table
@@ -144,9 +144,9 @@ class Upload:
         head, _ = read_bucket(body, self._table, encoded_table(self._table).hash, "a bucket that was encoded")
         self._profiles.add(head.profile.name)
         self._entries += len(head.entries)
-        if self._holdings is not None:
+        if self.holdings is not None:
             entries = head.entries
-            touched = self._holdings.touched(zip(entries.tensor.tolist(), entries.region, strict=True))
+            touched = self.holdings.touched(zip(entries.tensor.tolist(), entries.region, strict=True))
             self._touched.append(touched.holdings)
             self._refused |= touched.partly if head.profile.conditional else 0
         with self._wait():
@@ -163,7 +163,7 @@ class Upload:
         with self._wait():
             self._sink.finish()
         terms = table_digest(self._table) if patch.complete else Digest()
-        names = () if self._holdings is None else self._holdings.names
+        names = () if self.holdings is None else self.holdings.names
         manifest = replace(
             self._manifest,
             base=patch.base - terms,

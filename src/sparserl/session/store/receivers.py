@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import SparserlError
+from ...errors import SparserlError, TensorMismatch
 from ...patch.slicing import PROFILES
 from ...plan import VaryingLink
 from ...weights.holdings import MOST_HOLDINGS, MOST_PLACES, Holdings
@@ -153,19 +153,20 @@ class Receivers:
         assert committed is not None
         places: dict[str, tuple[Place, ...]] = {}
         count = 0
-        for hash in hashes[: MOST_HOLDINGS + 1]:
+        for hash in hashes:
+            name = holding_name(hash)
             try:
-                places[holding_name(hash)] = read_holding(self._writer.store, committed.run.run, hash, table)
+                own = read_holding(self._writer.store, committed.run.run, hash, table)
+            except TensorMismatch:
+                continue  # it follows no more: the run goes on with other tensors
             except SparserlError as error:
                 self._warn(f"the parts of a receiver cannot be used: {error}")
                 return None
-            count += len(places[holding_name(hash)])
-            if count > MOST_PLACES or len(places) > MOST_HOLDINGS:
+            count += len(own)
+            if name in places or count > MOST_PLACES or len(places) == MOST_HOLDINGS:
                 self._warn("receivers have too many different parts for patches to be cut along them")
                 return None
-        if len(places) < len(hashes):
-            self._warn("two receivers have parts of the same name")
-            return None
+            places[name] = own
         return Holdings(table, places)
 
     def _warn(self, trouble: str) -> None:

@@ -84,8 +84,12 @@ class Layout:
             for slice_ in local.slices:
                 _require_fit(name, local, slice_, _spec(table, slice_.tensor))
 
-    def shards(self, tensors: Mapping[str, Any]) -> Shards:
-        """The parts of the checkpoint that the parameters are: views, not copies."""
+    def require(self, tensors: Mapping[str, Any]) -> None:
+        """Check that these are the parameters of the layout: their names and their shapes.
+
+        Raises:
+            TensorMismatch: parameters are missing, not in the layout, or of another shape; the message names them.
+        """
         missing = self.parameters.keys() - tensors.keys()
         unknown = tensors.keys() - self.parameters.keys()
         if missing or unknown:
@@ -93,10 +97,15 @@ class Layout:
                 f"the layout and the parameters differ: {sorted(missing)[:10]} are missing, "
                 f"{sorted(unknown)[:10]} are not in the layout"
             )
-        parts = []
         for name, local in self.parameters.items():
             if (shape := tuple(tensors[name].shape)) != local.shape:
                 raise TensorMismatch(f"parameter {name!r} has shape {list(shape)}, in the layout {list(local.shape)}")
+
+    def shards(self, tensors: Mapping[str, Any]) -> Shards:
+        """The parts of the checkpoint that the parameters are: views, not copies."""
+        self.require(tensors)
+        parts = []
+        for name, local in self.parameters.items():
             for slice_ in local.slices:
                 data = _view(name, tensors[name][slice_.local.slices], slice_.region.size)
                 parts.append(Part(slice_.tensor, slice_.region, data))

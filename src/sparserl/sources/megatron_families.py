@@ -1,0 +1,194 @@
+"""Which parameters of Megatron-core are which tensors of the Hugging Face checkpoint, for each family of models.
+
+How Megatron-core stores them:
+
+    query, key, value   fused, by query group: (its q heads, k, v); these rows are cut into equal parts
+    gate, up            fused on each rank: its rows of gate, then its rows of up
+    o_proj, down_proj   cut along columns
+    embeddings          padded to a vocabulary that can be cut; only the real rows are published
+    experts             spread over expert-parallel ranks, numbered from 0 on each
+    norms, routers      the same on every tensor-parallel rank: rank 0 publishes them
+
+`megatron_map` says what a row means. Names are those of the local layers; those of Transformer Engine's fused layers
+come to the same.
+"""
+
+from __future__ import annotations
+
+from .megatron_map import Family, Piece, Row
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+
+_SIZES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "groups": "num_key_value_heads or heads",
+    "head_dim": "head_dim or hidden // heads",
+    "queries": "heads * head_dim",
+    "keys": "groups * head_dim",
+    "width": "intermediate_size",
+    "experts": "0",
+    "sparse": "0",
+    "tied": "tie_word_embeddings",
+}
+_MODEL = {
+    EMBEDDING: Row("vocabulary", {"model.embed_tokens.weight": "vocab_size, hidden"}),
+    FINAL_NORM: Row("whole", {"model.norm.weight": "hidden"}),
+    OUTPUT: Row("vocabulary", {"lm_head.weight": "vocab_size, hidden"}, when="not tied"),
+}
+_NORMS = {
+    "input_layernorm.weight": Row("whole", {"input_layernorm.weight": "hidden"}),
+    "pre_mlp_layernorm.weight": Row("whole", {"post_attention_layernorm.weight": "hidden"}),
+}
+
+
+def _qkv(kind: str, when: str = "1", columns: str = ", hidden") -> Row:
+    """Fused query, key and value: for each group the queries that share a key, the key and the value."""
+    query, key, value = (f"self_attn.{name}_proj.{kind}" for name in "qkv")
+    shapes = {query: f"queries{columns}", key: f"keys{columns}", value: f"keys{columns}"}
+    return Row("segments", shapes, when, groups="groups", segments=[[Piece(query), Piece(key), Piece(value)]])
+
+
+def _gated(gate: str, up: str, shape: str = "width, hidden", when: str = "1") -> Row:
+    """A rank's rows of gate, then its rows of up."""
+    return Row("segments", {gate: shape, up: shape}, when, segments=[[Piece(gate)], [Piece(up)]])
+
+
+def _mlp(parameter: str, tensor: str, width: str, when: str) -> dict[str, Row]:
+    """A gated MLP without biases."""
+    return {
+        f"{parameter}.linear_fc1.weight": _gated(
+            f"{tensor}.gate_proj.weight", f"{tensor}.up_proj.weight", f"{width}, hidden", when
+        ),
+        f"{parameter}.linear_fc2.weight": Row("columns", {f"{tensor}.down_proj.weight": f"hidden, {width}"}, when),
+    }
+
+
+def _experts(
+    moe: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", width: str = "expert_width"
+) -> dict[str, Row]:
+    """A router, and experts that are gated MLPs."""
+    expert = f"{moe}.experts.{{expert}}"
+    return {
+        "mlp.router.weight": Row("whole", {f"{moe}.gate.weight": "experts, hidden"}, "sparse"),
+        "mlp.experts.linear_fc1.weight{expert}": _gated(
+            f"{expert}.{gate}.weight", f"{expert}.{up}.weight", f"{width}, hidden", "sparse"
+        ),
+        "mlp.experts.linear_fc2.weight{expert}": Row(
+            "columns", {f"{expert}.{down}.weight": f"hidden, {width}"}, "sparse"
+        ),
+    }
+
+
+_QKV = {
+    "self_attention.linear_qkv.weight": _qkv("weight"),
+    "self_attention.linear_proj.weight": Row("columns", {"self_attn.o_proj.weight": "hidden, queries"}),
+}
+_QKV_BIAS = {"self_attention.linear_qkv.bias": _qkv("bias", "attention_bias", "")}
+_OUT_BIAS = {"self_attention.linear_proj.bias": Row("whole", {"self_attn.o_proj.bias": "hidden"}, "attention_bias")}
+_QK_NORM = {
+    "self_attention.q_layernorm.weight": Row("whole", {"self_attn.q_norm.weight": "head_dim"}),
+    "self_attention.k_layernorm.weight": Row("whole", {"self_attn.k_norm.weight": "head_dim"}),
+}
+_QWEN2_BIAS = {"self_attention.linear_qkv.bias": _qkv("bias", "not qkv_bias == 0", "")}  # unless it is False
+_DENSE = _mlp("mlp", "mlp", "width", "not sparse")
+_MLP_BIAS = {
+    "mlp.linear_fc1.bias": _gated("mlp.gate_proj.bias", "mlp.up_proj.bias", "width", "mlp_bias"),
+    "mlp.linear_fc2.bias": Row("whole", {"mlp.down_proj.bias": "hidden"}, "mlp_bias"),
+}
+_LLAMA = _NORMS | _QKV | _DENSE
+
+_QWEN_MOE = (
+    {"mlp_only": "mlp_only_layers and layer in mlp_only_layers"}
+    | _SIZES
+    | {
+        "experts": "num_experts",
+        "expert_width": "moe_intermediate_size",
+        "shared_width": "shared_expert_intermediate_size",
+        "sparse": "experts and (layer + 1) % (decoder_sparse_step or 1) == 0 and not mlp_only",
+    }
+)
+_SHARED_EXPERT = _mlp("mlp.shared_experts", "mlp.shared_expert", "shared_width", "sparse and shared_width") | {
+    "mlp.shared_experts.gate_weight": Row(
+        "whole", {"mlp.shared_expert_gate.weight": "1, hidden"}, "sparse and shared_width"
+    )
+}
+
+# Experts with a bias that balances them, and experts that all tokens go through.
+_DEEPSEEK_MOE = _SIZES | {
+    "experts": "n_routed_experts",
+    "expert_width": "moe_intermediate_size",
+    "shared_width": "(n_shared_experts or 0) * expert_width",
+    "sparse": "experts and layer >= (first_k_dense_replace or 0) and layer % (moe_layer_freq or 1) == 0",
+}
+_BALANCED = (
+    _experts()
+    | {
+        "mlp.router.expert_bias": Row(
+            "whole", {"mlp.gate.e_score_correction_bias": "experts"}, "sparse", dtype="float32"
+        )
+    }
+    | _mlp("mlp.shared_experts", "mlp.shared_experts", "shared_width", "sparse and shared_width")
+)
+
+# Multi-latent attention. Transformer Engine's layers keep the two down projections whole, the local ones cut them.
+_LATENT_SIZES = _DEEPSEEK_MOE | {
+    "query_dim": "qk_nope_head_dim + qk_rope_head_dim",
+    "latent": "kv_lora_rank + qk_rope_head_dim",
+    "keys_values": "heads * (qk_nope_head_dim + v_head_dim)",
+}
+_LATENT = {
+    "self_attention.linear_q_proj.weight": Row(
+        "rows", {"self_attn.q_proj.weight": "heads * query_dim, hidden"}, "not q_lora_rank"
+    ),
+    "self_attention.linear_q_down_proj.weight": Row(
+        "duplicated", {"self_attn.q_a_proj.weight": "q_lora_rank, hidden"}, "q_lora_rank"
+    ),
+    "self_attention.linear_q_down_proj.bias": Row(
+        "duplicated", {"self_attn.q_a_proj.bias": "q_lora_rank"}, "q_lora_rank and attention_bias"
+    ),
+    "self_attention.q_layernorm.weight": Row("whole", {"self_attn.q_a_layernorm.weight": "q_lora_rank"}, "q_lora_rank"),
+    "self_attention.linear_q_up_proj.weight": Row(
+        "rows", {"self_attn.q_b_proj.weight": "heads * query_dim, q_lora_rank"}, "q_lora_rank"
+    ),
+    "self_attention.linear_kv_down_proj.weight": Row(
+        "duplicated", {"self_attn.kv_a_proj_with_mqa.weight": "latent, hidden"}
+    ),
+    "self_attention.linear_kv_down_proj.bias": Row(
+        "duplicated", {"self_attn.kv_a_proj_with_mqa.bias": "latent"}, "attention_bias"
+    ),
+    "self_attention.kv_layernorm.weight": Row("whole", {"self_attn.kv_a_layernorm.weight": "kv_lora_rank"}),
+    "self_attention.linear_kv_up_proj.weight": Row("rows", {"self_attn.kv_b_proj.weight": "keys_values, kv_lora_rank"}),
+    "self_attention.linear_proj.weight": Row("columns", {"self_attn.o_proj.weight": "hidden, heads * v_head_dim"}),
+}
+_DEEPSEEK_V3 = Family(_NORMS | _LATENT | _OUT_BIAS | _DENSE | _BALANCED, _MODEL, _LATENT_SIZES)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_LLAMA | _QKV_BIAS | _OUT_BIAS | _MLP_BIAS, _MODEL, _SIZES),
+    "mistral": Family(_LLAMA, _MODEL, _SIZES),
+    "qwen2": Family(_LLAMA | _QWEN2_BIAS, _MODEL, _SIZES),
+    "qwen3": Family(_LLAMA | _QKV_BIAS | _OUT_BIAS | _QK_NORM, _MODEL, _SIZES),
+    "mixtral": Family(
+        _NORMS | _QKV | _experts("block_sparse_moe", "w1", "w3", "w2", "width"),
+        _MODEL,
+        _SIZES | {"experts": "num_local_experts", "sparse": "1"},
+    ),
+    "qwen2_moe": Family(_LLAMA | _QWEN2_BIAS | _experts() | _SHARED_EXPERT, _MODEL, _QWEN_MOE),
+    "qwen3_moe": Family(_LLAMA | _QKV_BIAS | _OUT_BIAS | _QK_NORM | _experts() | _SHARED_EXPERT, _MODEL, _QWEN_MOE),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe": Family(
+        _LLAMA
+        | _QKV_BIAS
+        | {
+            "self_attention.q_layernorm.weight": Row("whole", {"self_attn.q_norm.weight": "head_dim"}, "use_qk_norm"),
+            "self_attention.k_layernorm.weight": Row("whole", {"self_attn.k_norm.weight": "head_dim"}, "use_qk_norm"),
+        }
+        | _BALANCED,
+        _MODEL,
+        _DEEPSEEK_MOE,
+    ),
+}

@@ -1,0 +1,181 @@
+"""The form of a map from Megatron-core's parameters to the tensors of a Hugging Face checkpoint.
+
+A `Family` has a table of rows: for each parameter, the tensors that it consists of and how ranks cut it. Shapes and
+conditions are expressions over the fields of the config, so that a map is data: strings that can be read, compared and
+checked. The families that are known are in `megatron_families`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+from ..errors import TensorMismatch
+
+Cut = Literal["whole", "duplicated", "rows", "columns", "vocabulary", "segments", "transposed", "interleaved"]
+CUTS: frozenset[str] = frozenset(Cut.__args__)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a tensor in each of the groups of a row.
+
+    A tensor's rows are divided evenly among the groups. Of each group, the piece is `repeat` runs of rows: the first
+    begins at `start`, the others `step` rows after the one before, and each has `count` rows (by default, the group's).
+    """
+
+    tensor: str
+    start: str = "0"
+    count: str = ""
+    repeat: str = "1"
+    step: str = "0"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of a Megatron-core model: which tensors it consists of, and how ranks cut it.
+
+    Args:
+        cut: how tensor-parallel ranks share the parameter.
+            `whole`: every rank has all of it. `duplicated`: the same, or cut by rows: the parameter's shape says which.
+            `rows` and `columns`: each rank has an equal part. `vocabulary`: rows, with padding at the end.
+            `segments`: the parameter consists of `segments`, and each rank has an equal part of each segment.
+            `transposed` and `interleaved`: an expert of a tensor with all experts that stores columns as rows; if
+            interleaved, gate and up take turns in it. These are copied for every publish.
+        tensors: the shapes of the tensors by name; a shape is expressions, separated by commas.
+        when: an expression: whether models have this parameter; for layers, whether the layer `layer` has it.
+        dtype: the dtype of the tensors, if it is not that of the config.
+        groups: into how many groups the rows of the tensors of `segments` are divided.
+        segments: pieces, which follow one another in every group.
+        plus: what must be added to the parameter to get the tensor; such a parameter is copied for every publish.
+
+    In the name of a parameter and its tensors, `{expert}` stands for the number of an expert.
+    """
+
+    cut: Cut
+    tensors: Mapping[str, str]
+    when: str = "1"
+    dtype: str = ""
+    groups: str = "1"
+    segments: Sequence[Sequence[Piece]] = ()
+    plus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.cut not in CUTS:
+            raise TensorMismatch(f"unknown cut {self.cut!r}; there are {', '.join(sorted(CUTS))}")
+        if not self.tensors:
+            raise TensorMismatch("a row must name a tensor")
+        unknown = {piece.tensor for segment in self.segments for piece in segment} - self.tensors.keys()
+        if unknown:
+            raise TensorMismatch(f"pieces of {sorted(unknown)}, which the row does not name")
+
+    @property
+    def copied(self) -> bool:
+        """Whether the tensor is computed from the parameter, so that it is no view of it."""
+        return self.cut in ("transposed", "interleaved") or bool(self.plus)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A map from the parameters of Megatron-core to the checkpoints of a family of models.
+
+    Args:
+        layer: rows of the layers, by the parameter's name below `decoder.layers.N.`.
+        model: rows of all else, by the parameter's name.
+        sizes: names for expressions; each may use fields of the config and the names before it. `layers` and `experts`
+            must be the numbers of layers and experts, `tied` whether the head is the embedding.
+        prefix: what stands before the names of a layer's tensors; `{layer}` is its number.
+
+    Example:
+        >>> from sparserl.sources import Family, Row
+        >>> norm = Row("whole", {"norm.weight": "hidden_size"})
+        >>> family = Family({"input_layernorm.weight": norm}, model={}, sizes={"layers": "2"}, prefix="h.{layer}.")
+    """
+
+    layer: Mapping[str, Row]
+    model: Mapping[str, Row]
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = "model.layers.{layer}."
+
+
+class Sizes:
+    """The values of a family's expressions for one config."""
+
+    def __init__(self, config: Any, sizes: Mapping[str, str]) -> None:
+        self._config = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+        self._sizes = dict(sizes)
+        self._names = tuple(sizes)
+
+    def __call__(self, expression: str, **names: Any) -> Any:
+        """The value of an expression. Fields that the config does not have are None.
+
+        Raises:
+            TensorMismatch: a number is needed and the config has none, or the expression is not understood.
+        """
+        try:
+            return self._value(_parsed(expression), names, len(self._names))
+        except (TypeError, ZeroDivisionError, IndexError, KeyError, SyntaxError) as error:
+            raise TensorMismatch(f"the config gives no value for {expression!r}: {error}") from error
+
+    def shape(self, expressions: str, **names: Any) -> tuple[int, ...]:
+        """The values of expressions that are separated by commas, each of them a number of at least 1."""
+        values = tuple(self(part.strip(), **names) for part in expressions.split(","))
+        if not all(isinstance(value, int) and value > 0 for value in values):
+            raise TensorMismatch(f"the config gives no shape for {expressions!r}: {list(values)}")
+        return values
+
+    def _value(self, node: ast.expr, names: Mapping[str, Any], known: int) -> Any:
+        """The value of a node. A size may use only the `known` sizes before it: its own name is the config's field."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            if node.id in names:
+                return names[node.id]
+            if node.id in self._names[:known]:
+                return self._value(_parsed(self._sizes[node.id]), names, self._names.index(node.id))
+            return self._config(node.id)
+        if isinstance(node, ast.BoolOp):
+            stops = isinstance(node.op, ast.Or)
+            for operand in node.values:
+                value = self._value(operand, names, known)
+                if bool(value) is stops:
+                    break
+            return value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return not self._value(node.operand, names, known)
+        operands = _operands(node)
+        return operands[0](*(self._value(operand, names, known) for operand in operands[1]))
+
+
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Eq: operator.eq,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.In: lambda item, container: item in container,
+    ast.NotIn: lambda item, container: item not in container,
+}
+
+
+def _operands(node: ast.expr) -> tuple[Callable[[Any, Any], Any], tuple[ast.expr, ast.expr]]:
+    """The operator of a node and what it is applied to."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)], (node.left, node.right)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
+        return _OPERATORS[type(node.ops[0])], (node.left, node.comparators[0])
+    if isinstance(node, ast.Subscript):
+        return operator.getitem, (node.value, node.slice)
+    raise TensorMismatch(f"{ast.unparse(node)!r} is not an expression of a map")
+
+
+@cache
+def _parsed(expression: str) -> ast.expr:
+    return ast.parse(expression, mode="eval").body

@@ -8,16 +8,16 @@ Layers are spread over pipeline stages and numbered from 0 on each. What their p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from ..errors import TensorMismatch, UnsupportedTensor
 from ..weights.dtypes import BY_NAME
-from ..weights.region import Shape
+from ..weights.region import Region, Shape, whole
 from ..weights.table import TensorSpec, TensorTable
-from .layout import Layout, LayoutSource, Local, Span, joined, local_tensors, split, stack
+from .layout import Layout, LayoutSource, Local, Slice, Span, joined, local_tensors, split, stack
 from .megatron_families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT
 from .megatron_map import Family, Piece, Row, Sizes
 from .modules import Source
@@ -187,15 +187,35 @@ class _Stage:
         cut = row.cut
         if cut == "duplicated":
             cut = self._cut_of(parameter, tensors[0], size)
-        if cut == "whole":
-            return split(self.table, tensors[0], 0, 0, 1).owned(rank == 0 and replica == 0)
-        if cut == "segments":
+        if cut in ("whole", "one"):
+            local = split(self.table, tensors[0], 0, 0, 1) if cut == "whole" else self._one(tensors[0], names)
+            return replace(local, convert=_added(row.plus)).owned(rank == 0 and replica == 0)
+        if cut in ("transposed", "interleaved"):
+            local = self._transposed(cut, tensors[0], names, rank, size)
+        elif cut == "segments":
             local = self._segments(row, names, rank, size)
-        elif cut == "columns":
-            local = split(self.table, tensors[0], 1, rank, size)
         else:
-            local = split(self.table, tensors[0], 0, rank, size)
+            local = split(self.table, tensors[0], 1 if cut == "columns" else 0, rank, size)
         return local.owned(replica == 0)
+
+    def _one(self, tensor: str, names: Mapping[str, Any]) -> Local:
+        """One expert of a tensor that has all."""
+        slice_ = split(self.table, tensor, 0, names["expert"], self.model.experts).slices[0]
+        shape = slice_.region.size[1:]
+        return Local(shape, (Slice(tensor, slice_.region, whole(shape)),))
+
+    def _transposed(self, cut: str, tensor: str, names: Mapping[str, Any], rank: int, size: int) -> Local:
+        """One expert of a tensor that has all and stores columns as rows: its columns are cut, or its fused rows."""
+        region = self._one(tensor, names).slices[0].region
+        dim = 1 if cut == "transposed" else len(region.size) - 1
+        count, remainder = divmod(region.size[dim], size)
+        if remainder:
+            raise TensorMismatch(f"{tensor!r}: dimension {dim} cannot be cut into {size} equal parts")
+        start = (*region.start[:dim], rank * count, *region.start[dim + 1 :])
+        extent = (*region.size[:dim], count, *region.size[dim + 1 :])
+        shape = extent[:0:-1]
+        convert = _interleaved if cut == "interleaved" else _transposed
+        return Local(shape, (Slice(tensor, Region(start, extent), whole(shape)),), convert)
 
     def _cut_of(self, parameter: str, tensor: str, size: int) -> str:
         """Whether a parameter that may be whole on every rank is cut by rows."""
@@ -241,6 +261,20 @@ class _Stage:
             locals_.append(stack(self.table, [Span(tensor, 0, vocab), Span(None, 0, padding)], ranks.tp, ranks.tp_size))
         slices = tuple(slice_ for local in locals_ for slice_ in local.slices)
         return Local(locals_[0].shape, slices).owned(ranks.dp == 0)
+
+
+def _added(number: float) -> Callable[[Any], Any] | None:
+    return (lambda tensor: tensor + number) if number else None
+
+
+def _transposed(tensor: Any) -> Any:
+    return tensor.T[None]
+
+
+def _interleaved(tensor: Any) -> Any:
+    """Rows of gate and up as columns that take turns."""
+    rows = tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+    return (rows.T if rows.ndim == 2 else rows)[None]
 
 
 def layout(

@@ -166,6 +166,54 @@ _LATENT = {
 }
 _DEEPSEEK_V3 = Family(_NORMS | _LATENT | _OUT_BIAS | _DENSE | _BALANCED, _MODEL, _LATENT_SIZES)
 
+# Gated delta nets. Megatron-core has query, key, value, gate (z), beta and alpha one after the other, each cut by rows;
+# the checkpoint has them by key head.
+_DELTA_NET_SIZES = _QWEN_MOE | {
+    "linear": "layer_types[layer] == 'linear_attention'",
+    "key_dim": "linear_key_head_dim",
+    "value_heads": "linear_num_value_heads // linear_num_key_heads",
+    "value_dim": "value_heads * linear_value_head_dim",
+    "linear_keys": "linear_num_key_heads * key_dim",
+    "linear_values": "linear_num_key_heads * value_dim",
+}
+_QKVZ = "linear_attn.in_proj_qkvz.weight"
+_BA = "linear_attn.in_proj_ba.weight"
+_CONV = "linear_attn.conv1d.weight"
+_DELTA_NET = {
+    "self_attention.in_proj.weight": Row(
+        "segments",
+        {_QKVZ: "2 * linear_keys + 2 * linear_values, hidden", _BA: "2 * linear_num_value_heads, hidden"},
+        "linear",
+        groups="linear_num_key_heads",
+        segments=[
+            [Piece(_QKVZ, "0", "key_dim")],
+            [Piece(_QKVZ, "key_dim", "key_dim")],
+            [Piece(_QKVZ, "2 * key_dim", "value_dim")],
+            [Piece(_QKVZ, "2 * key_dim + value_dim", "value_dim")],
+            [Piece(_BA, "0", "value_heads")],
+            [Piece(_BA, "value_heads", "value_heads")],
+        ],
+    ),
+    "self_attention.conv1d.weight": Row(
+        "segments",
+        {_CONV: "2 * linear_keys + linear_values, 1, linear_conv_kernel_dim"},
+        "linear",
+        segments=[
+            [Piece(_CONV, "0", "linear_keys")],
+            [Piece(_CONV, "linear_keys", "linear_keys")],
+            [Piece(_CONV, "2 * linear_keys", "linear_values")],
+        ],
+    ),
+    "self_attention.A_log": Row("rows", {"linear_attn.A_log": "linear_num_value_heads"}, "linear"),
+    "self_attention.dt_bias": Row("rows", {"linear_attn.dt_bias": "linear_num_value_heads"}, "linear"),
+    "self_attention.out_norm.weight": Row(
+        "whole", {"linear_attn.norm.weight": "linear_value_head_dim"}, "linear", plus=1.0
+    ),
+    "self_attention.out_proj.weight": Row(
+        "columns", {"linear_attn.out_proj.weight": "hidden, linear_values"}, "linear"
+    ),
+}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(_LLAMA | _QKV_BIAS | _OUT_BIAS | _MLP_BIAS, _MODEL, _SIZES),
     "mistral": Family(_LLAMA, _MODEL, _SIZES),
@@ -190,5 +238,79 @@ FAMILIES: dict[str, Family] = {
         | _BALANCED,
         _MODEL,
         _DEEPSEEK_MOE,
+    ),
+    "gemma3_text": Family(
+        {
+            "input_layernorm.weight": Row("whole", {"input_layernorm.weight": "hidden"}),
+            "pre_mlp_layernorm.weight": Row("whole", {"pre_feedforward_layernorm.weight": "hidden"}),
+            "self_attention.linear_proj.post_layernorm.weight": Row(
+                "whole", {"post_attention_layernorm.weight": "hidden"}
+            ),
+            "mlp.linear_fc2.post_layernorm.weight": Row("whole", {"post_feedforward_layernorm.weight": "hidden"}),
+        }
+        | _QKV
+        | _QKV_BIAS
+        | _OUT_BIAS
+        | _QK_NORM
+        | _DENSE,
+        _MODEL,
+        _SIZES | {"tied": "not tie_word_embeddings == 0"},
+    ),
+    "gpt_oss": Family(
+        _NORMS
+        | _QKV
+        | _QKV_BIAS
+        | _OUT_BIAS
+        | {
+            "self_attention.core_attention.softmax_offset": Row("rows", {"self_attn.sinks": "heads"}),
+            "mlp.router.weight": Row("whole", {"mlp.router.weight": "experts, hidden"}),
+            "mlp.router.bias": Row("whole", {"mlp.router.bias": "experts"}),
+            "mlp.experts.linear_fc1.weight{expert}": Row(
+                "interleaved", {"mlp.experts.gate_up_proj": "experts, hidden, 2 * width"}
+            ),
+            "mlp.experts.linear_fc1.bias{expert}": Row(
+                "interleaved", {"mlp.experts.gate_up_proj_bias": "experts, 2 * width"}
+            ),
+            "mlp.experts.linear_fc2.weight{expert}": Row(
+                "transposed", {"mlp.experts.down_proj": "experts, width, hidden"}
+            ),
+            "mlp.experts.linear_fc2.bias{expert}": Row("one", {"mlp.experts.down_proj_bias": "experts, hidden"}),
+        },
+        _MODEL,
+        _SIZES | {"experts": "num_local_experts"},
+    ),
+    "qwen3_next": Family(
+        _NORMS
+        | {
+            "self_attention.linear_qkv.weight": Row(
+                "segments",
+                {
+                    "self_attn.q_proj.weight": "2 * queries, hidden",
+                    "self_attn.k_proj.weight": "keys, hidden",
+                    "self_attn.v_proj.weight": "keys, hidden",
+                },
+                "not linear",
+                groups="groups",
+                segments=[
+                    [
+                        Piece("self_attn.q_proj.weight", "0", "head_dim", "heads // groups", "2 * head_dim"),
+                        Piece("self_attn.q_proj.weight", "head_dim", "head_dim", "heads // groups", "2 * head_dim"),
+                        Piece("self_attn.k_proj.weight"),
+                        Piece("self_attn.v_proj.weight"),
+                    ]
+                ],
+            ),
+            "self_attention.linear_proj.weight": Row(
+                "columns", {"self_attn.o_proj.weight": "hidden, queries"}, "not linear"
+            ),
+            "self_attention.q_layernorm.weight": Row("whole", {"self_attn.q_norm.weight": "head_dim"}, "not linear"),
+            "self_attention.k_layernorm.weight": Row("whole", {"self_attn.k_norm.weight": "head_dim"}, "not linear"),
+        }
+        | _DELTA_NET
+        | _DENSE
+        | _experts()
+        | _SHARED_EXPERT,
+        _MODEL,
+        _DELTA_NET_SIZES,
     ),
 }

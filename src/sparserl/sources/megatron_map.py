@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ..errors import TensorMismatch
 
-Cut = Literal["whole", "duplicated", "rows", "columns", "vocabulary", "segments", "transposed", "interleaved"]
+Cut = Literal["whole", "duplicated", "rows", "columns", "vocabulary", "segments", "one", "transposed", "interleaved"]
 CUTS: frozenset[str] = frozenset(Cut.__args__)  # type: ignore[attr-defined]
 
 
@@ -44,14 +44,15 @@ class Row:
             `whole`: every rank has all of it. `duplicated`: the same, or cut by rows: the parameter's shape says which.
             `rows` and `columns`: each rank has an equal part. `vocabulary`: rows, with padding at the end.
             `segments`: the parameter consists of `segments`, and each rank has an equal part of each segment.
-            `transposed` and `interleaved`: an expert of a tensor with all experts that stores columns as rows; if
-            interleaved, gate and up take turns in it. These are copied for every publish.
+            `one`, `transposed` and `interleaved`: one expert of a tensor with all experts, which has it as it is; with
+            columns as rows; or with columns as rows, among which gate and up take turns. The last is copied when it is
+            published.
         tensors: the shapes of the tensors by name; a shape is expressions, separated by commas.
         when: an expression: whether models have this parameter; for layers, whether the layer `layer` has it.
         dtype: the dtype of the tensors, if it is not that of the config.
         groups: into how many groups the rows of the tensors of `segments` are divided.
         segments: pieces, which follow one another in every group.
-        plus: what must be added to the parameter to get the tensor; such a parameter is copied for every publish.
+        plus: what is added to the parameter to get the tensor. Such a parameter is copied when it is published.
 
     In the name of a parameter and its tensors, `{expert}` stands for the number of an expert.
     """
@@ -72,11 +73,6 @@ class Row:
         unknown = {piece.tensor for segment in self.segments for piece in segment} - self.tensors.keys()
         if unknown:
             raise TensorMismatch(f"pieces of {sorted(unknown)}, which the row does not name")
-
-    @property
-    def copied(self) -> bool:
-        """Whether the tensor is computed from the parameter, so that it is no view of it."""
-        return self.cut in ("transposed", "interleaved") or bool(self.plus)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ dist = pytest.importorskip("torch.distributed")
 PADDED = 32
 RUNS = (  # tensor-parallel and expert-parallel ranks, and options of the config
     ("qwen2", 2, 1, {}),
-    ("llama", 2, 1, {}),
+    ("llama", 2, 1, {"attention_bias": False, "mlp_bias": False}),
     ("qwen3_moe", 1, 2, {}),
     ("deepseek_v3", 2, 1, {}),
     ("deepseek_v3", 1, 2, {"q_lora_rank": None}),

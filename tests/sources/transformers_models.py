@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -42,12 +44,28 @@ LATENT = {
     "n_shared_experts": 2,
 }
 CONFIGS = {
-    "llama": {},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {},
+    "qwen3": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": QWEN_MOE | {"shared_expert_intermediate_size": 4},
     "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3_moe": QWEN_MOE,
     "deepseek_v3": BALANCED | LATENT,
     "glm4_moe": BALANCED
     | {"n_shared_experts": 1, "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "gemma3_text": {"tie_word_embeddings": True},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_next": QWEN_MOE
+    | {
+        "shared_expert_intermediate_size": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_only_layers": [1],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+    },
 }
 
 
@@ -57,13 +75,17 @@ def transformers_model(kind, dtype, **options):
     from transformers.core_model_loading import revert_weight_conversion
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **CONFIGS[kind], **options, "dtype": dtype})
+    config = transformers.AutoConfig.for_model(kind, **deepcopy({**COMMON, **CONFIGS[kind], **options, "dtype": dtype}))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if name.endswith("e_score_correction_bias") and tensor.dtype != torch.float32:
-                tensor = model.get_submodule(name.rpartition(".")[0]).float().e_score_correction_bias
+            gate, _, attribute = name.rpartition(".")
+            if attribute == "e_score_correction_bias":  # float32 in every checkpoint, and where one is loaded
+                tensor = tensor.float()
+                setattr(model.get_submodule(gate), attribute, tensor)
             tensor.copy_(torch.randn(tensor.shape) * 0.3)
+            if name.endswith("linear_attn.norm.weight"):  # Megatron-core has one less, which must be exact
+                tensor.copy_(torch.randint(32, 96, tensor.shape) / 64)
     checkpoint = revert_weight_conversion(model, model.state_dict())  # as `save_pretrained` does
     if config.tie_word_embeddings:
         del checkpoint["lm_head.weight"]

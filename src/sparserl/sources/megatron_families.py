@@ -105,7 +105,7 @@ _QWEN_MOE = (
     {"mlp_only": "mlp_only_layers and layer in mlp_only_layers"}
     | _SIZES
     | {
-        "experts": "num_experts",
+        "experts": "num_experts or num_local_experts",
         "expert_width": "moe_intermediate_size",
         "shared_width": "shared_expert_intermediate_size",
         "sparse": "experts and (layer + 1) % (decoder_sparse_step or 1) == 0 and not mlp_only",
@@ -119,7 +119,7 @@ _SHARED_EXPERT = _mlp("mlp.shared_experts", "mlp.shared_expert", "shared_width",
 
 # Experts with a bias that balances them, and experts that all tokens go through.
 _DEEPSEEK_MOE = _SIZES | {
-    "experts": "n_routed_experts",
+    "experts": "n_routed_experts or num_local_experts",
     "expert_width": "moe_intermediate_size",
     "shared_width": "(n_shared_experts or 0) * expert_width",
     "sparse": "experts and layer >= (first_k_dense_replace or 0) and layer % (moe_layer_freq or 1) == 0",
@@ -169,7 +169,8 @@ _DEEPSEEK_V3 = Family(_NORMS | _LATENT | _OUT_BIAS | _DENSE | _BALANCED, _MODEL,
 # Gated delta nets. Megatron-core has query, key, value, gate (z), beta and alpha one after the other, each cut by rows;
 # the checkpoint has them by key head.
 _DELTA_NET_SIZES = _QWEN_MOE | {
-    "linear": "layer_types[layer] == 'linear_attention'",
+    "full": "not (layer + 1) % (full_attention_interval or 4)",
+    "linear": "layer_types[layer] == 'linear_attention' if layer_types else not full",
     "key_dim": "linear_key_head_dim",
     "value_heads": "linear_num_value_heads // linear_num_key_heads",
     "value_dim": "value_heads * linear_value_head_dim",

@@ -141,6 +141,9 @@ class Sizes:
                 if bool(value) is stops:
                     break
             return value
+        if isinstance(node, ast.IfExp):
+            chosen = node.body if self._value(node.test, names, known) else node.orelse
+            return self._value(chosen, names, known)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             return not self._value(node.operand, names, known)
         operands = _operands(node)

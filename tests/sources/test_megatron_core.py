@@ -26,6 +26,7 @@ RUNS = (  # tensor-parallel and expert-parallel ranks, and options of the config
     ("deepseek_v3", 1, 2, {"q_lora_rank": None}),
     ("glm4_moe", 2, 1, {}),
     ("glm4_moe", 1, 2, {"use_qk_norm": False, "attention_bias": False}),
+    ("gpt_oss", 2, 2, {}),
 )
 
 
@@ -48,7 +49,9 @@ def run_megatron(rank):
     moe_utils.te_general_gemm = None
     latent.TELinear = ()  # no class: Transformer Engine is not installed
     for kind, tp, ep, options in RUNS:
-        parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep)
+        parallel_state.initialize_model_parallel(
+            tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp if ep == 1 else 1
+        )
         require_same_model(kind, options)
         parallel_state.destroy_model_parallel()
 
@@ -80,7 +83,11 @@ def fill(model, config, checkpoint):
         layout = sparserl.sources.megatron(model, config, ranks).layout
         for name, local in layout.parameters.items():
             for piece in local.slices if name not in filled else ():
-                parameters[name][piece.local.slices] = checkpoint[piece.tensor][piece.region.slices]
+                data = checkpoint[piece.tensor][piece.region.slices]
+                if local.convert is not None:
+                    places = local.convert(torch.arange(data.numel()).view(local.shape))
+                    data = data.flatten()[places.flatten().argsort()].view(local.shape)
+                parameters[name][piece.local.slices] = data.view(piece.local.size)
         filled |= {name for name, local in layout.parameters.items() if local.slices}
     assert filled == {name for name in parameters if not name.endswith("_extra_state")}
 
@@ -108,6 +115,7 @@ def megatron_model(kind, config):
         "qk_layernorm": kind in ("qwen3_moe", "deepseek_v3") or getattr(config, "use_qk_norm", False),
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "gradient_accumulation_fusion": False,
@@ -186,4 +194,22 @@ def latent_attention(config):
     }
 
 
-EXPERTS = {"qwen3_moe": qwen_experts, "deepseek_v3": latent_attention, "glm4_moe": balanced_experts}
+def gpt_oss(config):
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    return {
+        "num_moe_experts": config.num_local_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.intermediate_size,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_router_load_balancing_type": "none",
+        "add_bias_linear": True,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "bias_activation_fusion": False,
+        "softmax_type": "learnable",
+    }
+
+
+EXPERTS = {"gpt_oss": gpt_oss, "qwen3_moe": qwen_experts, "deepseek_v3": latent_attention, "glm4_moe": balanced_experts}

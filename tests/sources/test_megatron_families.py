@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
 import sparserl
 from sparserl.errors import TensorMismatch, UnsupportedTensor
-from sparserl.sources import Family, Ranks, Row, megatron, require_cover
+from sparserl.sources import Family, GroupRows, Ranks, Row, megatron, require_cover
 from sparserl.sources.megatron_core import Model, canonical, layout
 from sparserl.sources.megatron_families import FAMILIES
 from tests.sources.megatron_shards import columns, fused_qkv, gated, grid, rows
@@ -226,8 +227,31 @@ def test_a_family_of_ones_own():
         megatron(as_module(wrong, 0), config, Ranks(), family=family)
 
 
+def test_maps_are_data():
+    """Every map survives JSON, and can be given as what JSON has."""
+    for kind, family in FAMILIES.items():
+        assert Family.of(json.loads(json.dumps(asdict(family)))) == family, kind
+    config = {"model_type": "own", "layers": 2, "width": 3}
+    data = {"layer": {"w": {"cut": "whole", "tensors": {"w": "width"}}}, "model": {}, "sizes": {"layers": "layers"}}
+    tensors = {f"decoder.layers.{i}.w": torch.zeros(3, dtype=torch.bfloat16) for i in range(2)}
+    parts = megatron(as_module(tensors, 0), config, Ranks(), family=data).weights().parts
+    assert [part.tensor for part in parts] == ["model.layers.0.w", "model.layers.1.w"]
+    with pytest.raises(TensorMismatch, match="not the map of a family: 'layer'"):
+        megatron(as_module(tensors, 0), config, Ranks(), family={"model": {}})
+    with pytest.raises(TensorMismatch, match="no shape for 'layers'"):
+        megatron(as_module(tensors, 0), {}, Ranks(), family=data)
+
+
 def test_wrong_maps_are_refused():
-    """Unknown cuts, expressions that are none, and sizes that the config does not have."""
+    """Unknown cuts and dtypes, forgotten tensors, expressions that are none, sizes that the config does not have."""
+    with pytest.raises(TensorMismatch, match="unknown dtype 'float33'"):
+        Row("whole", {"w": "2"}, dtype="float33")
+    with pytest.raises(TensorMismatch, match="a parameter that is 'rows' is one tensor"):
+        Row("rows", {"w": "2", "v": "2"})
+    with pytest.raises(TensorMismatch, match=r"rows of \['w'\], not of \['v', 'w'\]"):
+        Row("segments", {"w": "2", "v": "2"}, segments=[[GroupRows("w")]])
+    with pytest.raises(TensorMismatch, match="`plus` is for parameters that are whole, this one is 'rows'"):
+        Row("rows", {"w": "2"}, plus=1.0)
     with pytest.raises(TensorMismatch, match="unknown cut 'diagonal'; there are columns"):
         Row("diagonal", {"w": "2"})
     for shape, message in (

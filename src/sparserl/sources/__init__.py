@@ -10,7 +10,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .dtensors import ShardedSource, fsdp
 from .layout import Layout, LayoutSource, Local, Slice, Span, joined, mapped, require_cover
 from .megatron_core import Ranks, megatron
-from .megatron_map import Family, Piece, Row
+from .megatron_map import Family, GroupRows, Row
 from .modules import ModuleSource, PublishedSource, Source, module
 from .quantize import Blockwise, QuantizedSource, fp8_blockwise, int8, linear_weights, quantized
 from .tracker import Tracker, track
@@ -20,12 +20,12 @@ __all__ = [
     "Blockwise",
     "Checkpoint",
     "Family",
+    "GroupRows",
     "Layout",
     "LayoutSource",
     "Local",
     "MergedSource",
     "ModuleSource",
-    "Piece",
     "PublishedSource",
     "QuantizedSource",
     "Ranks",

@@ -19,7 +19,7 @@ from ..weights.region import Region, Shape, whole
 from ..weights.table import TensorSpec, TensorTable
 from .layout import Layout, LayoutSource, Local, Slice, Span, joined, local_tensors, split, stack
 from .megatron_families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT
-from .megatron_map import Family, Piece, Row, Sizes
+from .megatron_map import Family, GroupRows, Row, Sizes
 from .modules import Source
 
 _NAMES = (
@@ -95,7 +95,7 @@ class Model:
         UnsupportedTensor: there is no map for this type of model.
     """
 
-    def __init__(self, config: Any, family: Family | None = None) -> None:
+    def __init__(self, config: Any, family: Family | Mapping[str, Any] | None = None) -> None:
         read: Any = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
         kind = read("model_type")
         if family is None and kind not in FAMILIES:
@@ -103,10 +103,10 @@ class Model:
                 f"no map for models of type {kind!r}; there are maps for {', '.join(sorted(FAMILIES))}. "
                 "Give the map of this family as `family`"
             )
-        self.family = FAMILIES[kind] if family is None else family
+        self.family = FAMILIES[kind] if family is None else Family.of(family)
         self.sizes = Sizes(config, self.family.sizes)
         self.dtype = str(read("dtype") or read("torch_dtype") or "bfloat16").removeprefix("torch.")
-        self.layers: int = self.sizes("layers")
+        (self.layers,) = self.sizes.shape("layers")
         self.experts: int = self.sizes("experts") or 0
         self.tied = bool(self.sizes("tied"))
 
@@ -184,7 +184,7 @@ class _Stage:
         rank, size = ranks.expert if "expert" in names else (ranks.tp, ranks.tp_size)
         replica = ranks.edp if "expert" in names else ranks.dp
         tensors = [self.model.tensor(name, names) for name in row.tensors]
-        cut = row.cut
+        cut: str = row.cut
         if cut == "duplicated":
             cut = self._cut_of(parameter, tensors[0], size)
         if cut in ("whole", "one"):
@@ -232,7 +232,7 @@ class _Stage:
             spans += [Span(s.tensor, s.region.start[0], s.region.size[0]) for s in part.slices]
         return stack(self.table, spans)
 
-    def _spans(self, row: Row, pieces: Sequence[Piece], names: Mapping[str, Any]) -> Iterator[Span]:
+    def _spans(self, row: Row, pieces: Sequence[GroupRows], names: Mapping[str, Any]) -> Iterator[Span]:
         """The rows of a segment: in every group, those of each piece."""
         sizes = self.model.sizes
         (groups,) = sizes.shape(row.groups, **names)
@@ -340,7 +340,7 @@ def megatron(
     config: Any,
     ranks: Ranks | None = None,
     *,
-    family: Family | None = None,
+    family: Family | Mapping[str, Any] | None = None,
     table: TensorTable | None = None,
 ) -> Source:
     """The weights that this rank publishes of a Megatron-core model, in the coordinates of the Hugging Face checkpoint.
@@ -349,7 +349,7 @@ def megatron(
         model: the model, or the list of its chunks if the pipeline is interleaved; wrapped or not.
         config: the Hugging Face config of the model.
         ranks: the ranks of this process; by default Megatron-core is asked for them.
-        family: the map of the model's family; by default the one for the config's `model_type`.
+        family: the map of the model's family, or the dict of its fields; by default that for the config's `model_type`.
         table: the tensor table of the checkpoint, if not all tensors have the dtype of the config.
 
     Returns:

@@ -15,7 +15,7 @@ come to the same.
 
 from __future__ import annotations
 
-from .megatron_map import Family, Piece, Row
+from .megatron_map import Family, GroupRows, Row
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -49,12 +49,14 @@ def _qkv(kind: str, when: str = "1", columns: str = ", hidden") -> Row:
     """Fused query, key and value: for each group the queries that share a key, the key and the value."""
     query, key, value = (f"self_attn.{name}_proj.{kind}" for name in "qkv")
     shapes = {query: f"queries{columns}", key: f"keys{columns}", value: f"keys{columns}"}
-    return Row("segments", shapes, when, groups="groups", segments=[[Piece(query), Piece(key), Piece(value)]])
+    return Row(
+        "segments", shapes, when, groups="groups", segments=[[GroupRows(query), GroupRows(key), GroupRows(value)]]
+    )
 
 
 def _gated(gate: str, up: str, shape: str = "width, hidden", when: str = "1") -> Row:
     """A rank's rows of gate, then its rows of up."""
-    return Row("segments", {gate: shape, up: shape}, when, segments=[[Piece(gate)], [Piece(up)]])
+    return Row("segments", {gate: shape, up: shape}, when, segments=[[GroupRows(gate)], [GroupRows(up)]])
 
 
 def _mlp(parameter: str, tensor: str, width: str, when: str) -> dict[str, Row]:
@@ -187,12 +189,12 @@ _DELTA_NET = {
         "linear",
         groups="linear_num_key_heads",
         segments=[
-            [Piece(_QKVZ, "0", "key_dim")],
-            [Piece(_QKVZ, "key_dim", "key_dim")],
-            [Piece(_QKVZ, "2 * key_dim", "value_dim")],
-            [Piece(_QKVZ, "2 * key_dim + value_dim", "value_dim")],
-            [Piece(_BA, "0", "value_heads")],
-            [Piece(_BA, "value_heads", "value_heads")],
+            [GroupRows(_QKVZ, "0", "key_dim")],
+            [GroupRows(_QKVZ, "key_dim", "key_dim")],
+            [GroupRows(_QKVZ, "2 * key_dim", "value_dim")],
+            [GroupRows(_QKVZ, "2 * key_dim + value_dim", "value_dim")],
+            [GroupRows(_BA, "0", "value_heads")],
+            [GroupRows(_BA, "value_heads", "value_heads")],
         ],
     ),
     "self_attention.conv1d.weight": Row(
@@ -200,9 +202,9 @@ _DELTA_NET = {
         {_CONV: "2 * linear_keys + linear_values, 1, linear_conv_kernel_dim"},
         "linear",
         segments=[
-            [Piece(_CONV, "0", "linear_keys")],
-            [Piece(_CONV, "linear_keys", "linear_keys")],
-            [Piece(_CONV, "2 * linear_keys", "linear_values")],
+            [GroupRows(_CONV, "0", "linear_keys")],
+            [GroupRows(_CONV, "linear_keys", "linear_keys")],
+            [GroupRows(_CONV, "2 * linear_keys", "linear_values")],
         ],
     ),
     "self_attention.A_log": Row("rows", {"linear_attn.A_log": "linear_num_value_heads"}, "linear"),
@@ -294,10 +296,10 @@ FAMILIES: dict[str, Family] = {
                 groups="groups",
                 segments=[
                     [
-                        Piece("self_attn.q_proj.weight", "0", "head_dim", "heads // groups", "2 * head_dim"),
-                        Piece("self_attn.q_proj.weight", "head_dim", "head_dim", "heads // groups", "2 * head_dim"),
-                        Piece("self_attn.k_proj.weight"),
-                        Piece("self_attn.v_proj.weight"),
+                        GroupRows("self_attn.q_proj.weight", "0", "head_dim", "heads // groups", "2 * head_dim"),
+                        GroupRows("self_attn.q_proj.weight", "head_dim", "head_dim", "heads // groups", "2 * head_dim"),
+                        GroupRows("self_attn.k_proj.weight"),
+                        GroupRows("self_attn.v_proj.weight"),
                     ]
                 ],
             ),

@@ -15,17 +15,18 @@ from functools import cache
 from typing import Any, Literal
 
 from ..errors import TensorMismatch
+from ..weights.dtypes import BY_NAME
 
 Cut = Literal["whole", "duplicated", "rows", "columns", "vocabulary", "segments", "one", "transposed", "interleaved"]
 CUTS: frozenset[str] = frozenset(Cut.__args__)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Rows of a tensor in each of the groups of a row.
+class GroupRows:
+    """Rows of a tensor whose rows are divided evenly among groups: the same of every group.
 
-    A tensor's rows are divided evenly among the groups. Of each group, the piece is `repeat` runs of rows: the first
-    begins at `start`, the others `step` rows after the one before, and each has `count` rows (by default, the group's).
+    Of each group these are `repeat` runs of `count` rows, by default all of the group's. The first begins at `start`,
+    each of the others `step` rows after the one before.
     """
 
     tensor: str
@@ -51,7 +52,7 @@ class Row:
         when: an expression: whether models have this parameter; for layers, whether the layer `layer` has it.
         dtype: the dtype of the tensors, if it is not that of the config.
         groups: into how many groups the rows of the tensors of `segments` are divided.
-        segments: pieces, which follow one another in every group.
+        segments: for each segment, the rows that follow one another in every group.
         plus: what is added to the parameter to get the tensor. Such a parameter is copied when it is published.
 
     In the name of a parameter and its tensors, `{expert}` stands for the number of an expert.
@@ -62,17 +63,23 @@ class Row:
     when: str = "1"
     dtype: str = ""
     groups: str = "1"
-    segments: Sequence[Sequence[Piece]] = ()
+    segments: Sequence[Sequence[GroupRows]] = field(default_factory=list)
     plus: float = 0.0
 
     def __post_init__(self) -> None:
         if self.cut not in CUTS:
             raise TensorMismatch(f"unknown cut {self.cut!r}; there are {', '.join(sorted(CUTS))}")
-        if not self.tensors:
-            raise TensorMismatch("a row must name a tensor")
-        unknown = {piece.tensor for segment in self.segments for piece in segment} - self.tensors.keys()
-        if unknown:
-            raise TensorMismatch(f"pieces of {sorted(unknown)}, which the row does not name")
+        if self.dtype and self.dtype not in BY_NAME:
+            raise TensorMismatch(f"unknown dtype {self.dtype!r}; there are {', '.join(sorted(BY_NAME))}")
+        if self.plus and self.cut != "whole":
+            raise TensorMismatch(f"`plus` is for parameters that are whole, this one is {self.cut!r}")
+        if self.cut != "segments":
+            if len(self.tensors) != 1 or self.segments:
+                raise TensorMismatch(f"a parameter that is {self.cut!r} is one tensor, without segments")
+            return
+        in_segments = {rows.tensor for segment in self.segments for rows in segment}
+        if not in_segments or in_segments != self.tensors.keys():
+            raise TensorMismatch(f"the segments have rows of {sorted(in_segments)}, not of {sorted(self.tensors)}")
 
 
 @dataclass(frozen=True)
@@ -97,12 +104,36 @@ class Family:
     sizes: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "model.layers.{layer}."
 
+    @classmethod
+    def of(cls, data: Family | Mapping[str, Any]) -> Family:
+        """A family from the dict of its fields, such as JSON has it: rows and their segments are dicts too.
+
+        Raises:
+            TensorMismatch: fields are missing or unknown.
+        """
+        if isinstance(data, Family):
+            return data
+        try:
+            fields = dict(data)
+            for table in ("layer", "model"):
+                fields[table] = {name: _row(row) for name, row in fields[table].items()}
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TensorMismatch(f"this is not the map of a family: {error}") from error
+
+
+def _row(data: Row | Mapping[str, Any]) -> Row:
+    if isinstance(data, Row):
+        return data
+    segments = [[GroupRows(**rows) for rows in segment] for segment in data.get("segments", ())]
+    return Row(**{**data, "segments": segments})
+
 
 class Sizes:
     """The values of a family's expressions for one config."""
 
     def __init__(self, config: Any, sizes: Mapping[str, str]) -> None:
-        self._config = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+        self._config: Any = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
         self._sizes = dict(sizes)
         self._names = tuple(sizes)
 

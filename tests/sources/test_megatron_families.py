@@ -188,6 +188,28 @@ def test_bits(kind):
             assert torch.equal(published[name].view(torch.uint8), tensor.view(torch.uint8)), (name, sizes)
 
 
+def test_converted_parameters_are_tracked(tmp_path):
+    """Steps of an optimizer arrive, also in tensors that are transposed or interleaved copies of parameters."""
+    _, config, checkpoint = transformers_model("gpt_oss", "bfloat16")
+    model = as_module(megatron_tensors("gpt_oss", config, checkpoint, Ranks()), 0)
+    optimizer = torch.optim.SGD([p.requires_grad_() for p in model.parameters()], lr=0.5)
+    source = megatron(model, config, Ranks())
+    received = {name: torch.zeros_like(tensor) for name, tensor in checkpoint.items()}
+    tracked = sparserl.sources.track(optimizer, source)
+    with sparserl.Publisher(tmp_path, tracked) as publisher, sparserl.Subscriber(tmp_path, received) as subscriber:
+        publisher.publish()
+        subscriber.sync()
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape).bfloat16() * (torch.rand(parameter.shape) < 0.3)
+        optimizer.step()
+        publisher.publish()
+        subscriber.sync()
+    for part in source.weights().parts:
+        assert torch.equal(received[part.tensor][part.region.slices], part.data), part.tensor
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    assert not torch.equal(received[experts], checkpoint[experts])
+
+
 def test_shared_experts_of_qwen3_moe():
     """A Qwen3-MoE whose config has a shared expert gets one, with its gate."""
     _, config, _ = transformers_model("qwen3_moe", "bfloat16")

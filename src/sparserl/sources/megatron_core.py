@@ -226,28 +226,27 @@ class _Stage:
     def _segments(self, row: Row, names: Mapping[str, Any], rank: int, size: int) -> Local:
         """The rank's part of each segment, one below the other."""
         spans: list[Span] = []
-        for pieces in row.segments:
-            segment = self._spans(row, pieces, names)
-            part = stack(self.table, segment, rank, size)
+        for segment in row.segments:
+            part = stack(self.table, self._spans(row, segment, names), rank, size)
             spans += [Span(s.tensor, s.region.start[0], s.region.size[0]) for s in part.slices]
         return stack(self.table, spans)
 
-    def _spans(self, row: Row, pieces: Sequence[GroupRows], names: Mapping[str, Any]) -> Iterator[Span]:
-        """The rows of a segment: in every group, those of each piece."""
+    def _spans(self, row: Row, segment: Sequence[GroupRows], names: Mapping[str, Any]) -> Iterator[Span]:
+        """The rows of a segment, group by group."""
         sizes = self.model.sizes
         (groups,) = sizes.shape(row.groups, **names)
         runs = []
-        for piece in pieces:
-            tensor = self.model.tensor(piece.tensor, names)
-            rows, remainder = divmod(sizes.shape(row.tensors[piece.tensor], **names)[0], groups)
+        for rows in segment:
+            tensor = self.model.tensor(rows.tensor, names)
+            in_group, remainder = divmod(sizes.shape(row.tensors[rows.tensor], **names)[0], groups)
             if remainder:
                 raise TensorMismatch(f"the rows of {tensor!r} cannot be divided into {groups} groups")
-            start, repeat, step = (sizes(part, **names) for part in (piece.start, piece.repeat, piece.step))
-            count = sizes(piece.count, **names) if piece.count else rows
-            runs += [(tensor, rows, start + i * step, count) for i in range(repeat)]
+            start, repeat, step = (sizes(number, **names) for number in (rows.start, rows.repeat, rows.step))
+            count = sizes(rows.count, **names) if rows.count else in_group
+            runs += [(tensor, in_group, start + i * step, count) for i in range(repeat)]
         for group in range(groups):
-            for tensor, rows, start, count in runs:
-                yield Span(tensor, group * rows + start, count)
+            for tensor, in_group, start, count in runs:
+                yield Span(tensor, group * in_group + start, count)
 
     def vocabulary(self, tensors: Sequence[str], padded: int | None) -> Local:
         """Rows of a padded vocabulary, under each name that they have in the checkpoint."""

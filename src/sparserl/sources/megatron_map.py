@@ -26,7 +26,11 @@ class GroupRows:
     """Rows of a tensor whose rows are divided evenly among groups: the same of every group.
 
     Of each group these are `repeat` runs of `count` rows, by default all of the group's. The first begins at `start`,
-    each of the others `step` rows after the one before.
+    each of the others `step` rows after the one before. All but the tensor's name are expressions.
+
+    Example:
+        >>> from sparserl.sources import GroupRows
+        >>> gates = GroupRows("q_proj.weight", start="head_dim", count="head_dim", repeat="4", step="2 * head_dim")
     """
 
     tensor: str
@@ -56,6 +60,12 @@ class Row:
         plus: what is added to the parameter to get the tensor. Such a parameter is copied when it is published.
 
     In the name of a parameter and its tensors, `{expert}` stands for the number of an expert.
+
+    Example:
+        >>> from sparserl.sources import GroupRows, Row
+        >>> down = Row("columns", {"mlp.down_proj.weight": "hidden_size, intermediate_size"})
+        >>> shapes = {"gate.weight": "width, hidden_size", "up.weight": "width, hidden_size"}
+        >>> fused = Row("segments", shapes, segments=[[GroupRows("gate.weight")], [GroupRows("up.weight")]])
     """
 
     cut: Cut

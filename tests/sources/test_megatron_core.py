@@ -27,6 +27,7 @@ RUNS = (  # tensor-parallel and expert-parallel ranks, and options of the config
     ("glm4_moe", 2, 1, {}),
     ("glm4_moe", 1, 2, {"use_qk_norm": False, "attention_bias": False}),
     ("gpt_oss", 2, 2, {}),
+    ("qwen3_next", 2, 1, {}),
 )
 
 
@@ -64,11 +65,19 @@ def require_same_model(kind, options):
     assert source.layout.table == sparserl.tensor_table(checkpoint), kind
     with torch.no_grad():
         fill(model, config, checkpoint)
+        require_same_bits(kind, source, checkpoint)
+        if kind == "qwen3_next":  # its norms add 1 to their weights, which those that run without a GPU do not
+            for name, parameter in model.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter += 1
         ids = torch.arange(VOCAB).view(1, -1)
         mask = torch.ones(1, 1, VOCAB, VOCAB).triu(1).bool()
         logits = model(ids, ids, mask)[..., :VOCAB]
         expected = reference(ids).logits
     assert (logits - expected).abs().max() < 1e-5 * expected.abs().max(), kind  # sums are taken in another order
+
+
+def require_same_bits(kind, source, checkpoint):
     digests = [None, None]
     dist.all_gather_object(digests, sparserl.digest(source.weights(), threads=1))
     assert sum(digests, table_digest(source.layout.table)) == sparserl.digest(checkpoint, threads=1), kind
@@ -87,6 +96,7 @@ def fill(model, config, checkpoint):
                 if local.convert is not None:
                     places = local.convert(torch.arange(data.numel()).view(local.shape))
                     data = data.flatten()[places.flatten().argsort()].view(local.shape)
+                    data = data - int(places.is_floating_point())  # `plus=1.0` makes floats
                 parameters[name][piece.local.slices] = data.view(piece.local.size)
         filled |= {name for name, local in layout.parameters.items() if local.slices}
     assert filled == {name for name in parameters if not name.endswith("_extra_state")}
@@ -112,7 +122,7 @@ def megatron_model(kind, config):
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": kind == "qwen2" or config.attention_bias,
-        "qk_layernorm": kind in ("qwen3_moe", "deepseek_v3") or getattr(config, "use_qk_norm", False),
+        "qk_layernorm": kind in ("qwen3_moe", "qwen3_next", "deepseek_v3") or getattr(config, "use_qk_norm", False),
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
@@ -129,6 +139,10 @@ def megatron_model(kind, config):
     if kind == "deepseek_v3":
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = LatentCore
+    if kind == "qwen3_next":
+        for layer, name in zip(spec.layer_specs, config.layer_types, strict=True):
+            if name == "linear_attention":
+                layer.submodules.self_attention = delta_net_spec()
     model = GPTModel(
         transformer,
         spec,
@@ -136,7 +150,7 @@ def megatron_model(kind, config):
         max_sequence_length=64,
         share_embeddings_and_output_weights=config.tie_word_embeddings,
         position_embedding_type="rope",
-        rotary_percent=config.rope_parameters.get("partial_rotary_factor", 1.0) if kind == "glm4_moe" else 1.0,
+        rotary_percent=config.rope_parameters.get("partial_rotary_factor", 1.0),
         parallel_output=False,
     )
     return model.eval()
@@ -153,6 +167,36 @@ class LatentCore(torch.nn.Module):
         heads = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         mixed = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale)
         return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+def delta_net_spec():
+    """A gated delta net with local layers; the package it asks for is needed on GPUs only."""
+    import megatron.core.ssm.gated_delta_net as delta_net
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    delta_net.HAVE_FLA = True
+    delta_net.l2norm = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    parts = delta_net.GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
+    return ModuleSpec(module=delta_net.GatedDeltaNet, submodules=parts)
+
+
+def qwen3_next(config):
+    return qwen_experts(config) | {
+        "moe_layer_freq": [int(i not in config.mlp_only_layers) for i in range(config.num_hidden_layers)],
+        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+        "attention_output_gate": True,
+        "deterministic_mode": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(name == "linear_attention") for name in config.layer_types],
+        "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
+        "linear_key_head_dim": config.linear_key_head_dim,
+        "linear_value_head_dim": config.linear_value_head_dim,
+        "linear_num_key_heads": config.linear_num_key_heads,
+        "linear_num_value_heads": config.linear_num_value_heads,
+    }
 
 
 def qwen_experts(config):
@@ -212,4 +256,10 @@ def gpt_oss(config):
     }
 
 
-EXPERTS = {"gpt_oss": gpt_oss, "qwen3_moe": qwen_experts, "deepseek_v3": latent_attention, "glm4_moe": balanced_experts}
+EXPERTS = {
+    "qwen3_next": qwen3_next,
+    "gpt_oss": gpt_oss,
+    "qwen3_moe": qwen_experts,
+    "deepseek_v3": latent_attention,
+    "glm4_moe": balanced_experts,
+}

@@ -61,6 +61,7 @@ CONFIGS = {
         "shared_expert_intermediate_size": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "mlp_only_layers": [1],
+        "partial_rotary_factor": 0.5,
         "linear_num_value_heads": 4,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 4,

@@ -10,6 +10,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .dtensors import ShardedSource, fsdp
 from .layout import Layout, LayoutSource, Local, Slice, Span, joined, mapped, require_cover
 from .megatron_core import Ranks, megatron
+from .megatron_map import Family, GroupRows, Row
 from .modules import ModuleSource, PublishedSource, Source, module
 from .quantize import Blockwise, QuantizedSource, fp8_blockwise, int8, linear_weights, quantized
 from .tracker import Tracker, track
@@ -18,6 +19,8 @@ __all__ = [
     "AdapterSource",
     "Blockwise",
     "Checkpoint",
+    "Family",
+    "GroupRows",
     "Layout",
     "LayoutSource",
     "Local",
@@ -26,6 +29,7 @@ __all__ = [
     "PublishedSource",
     "QuantizedSource",
     "Ranks",
+    "Row",
     "ShardedSource",
     "Slice",
     "Source",

@@ -39,10 +39,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A parameter of one rank. What is in no slice is not published: it is padding, or another rank publishes it."""
+    """A parameter of one rank. What is in no slice is not published: it is padding, or another rank publishes it.
+
+    `convert` makes what is published of a slice's data, where the checkpoint does not have the parameter's own elements
+    in their order.
+    """
 
     shape: Shape
     slices: tuple[Slice, ...] = ()
+    convert: Callable[[Any], Any] | None = None
 
     def owned(self, own: bool) -> Local:
         """The parameter as it is, if this rank publishes it; else without slices."""
@@ -84,8 +89,12 @@ class Layout:
             for slice_ in local.slices:
                 _require_fit(name, local, slice_, _spec(table, slice_.tensor))
 
-    def shards(self, tensors: Mapping[str, Any]) -> Shards:
-        """The parts of the checkpoint that the parameters are: views, not copies."""
+    def require(self, tensors: Mapping[str, Any]) -> None:
+        """Check that these are the parameters of the layout: their names and their shapes.
+
+        Raises:
+            TensorMismatch: parameters are missing, not in the layout, or of another shape; the message names them.
+        """
         missing = self.parameters.keys() - tensors.keys()
         unknown = tensors.keys() - self.parameters.keys()
         if missing or unknown:
@@ -93,13 +102,20 @@ class Layout:
                 f"the layout and the parameters differ: {sorted(missing)[:10]} are missing, "
                 f"{sorted(unknown)[:10]} are not in the layout"
             )
-        parts = []
         for name, local in self.parameters.items():
             if (shape := tuple(tensors[name].shape)) != local.shape:
                 raise TensorMismatch(f"parameter {name!r} has shape {list(shape)}, in the layout {list(local.shape)}")
+
+    def shards(self, tensors: Mapping[str, Any]) -> Shards:
+        """The parts of the checkpoint that the parameters are: views, not copies, where nothing is converted."""
+        self.require(tensors)
+        parts = []
+        for name, local in self.parameters.items():
             for slice_ in local.slices:
-                data = _view(name, tensors[name][slice_.local.slices], slice_.region.size)
-                parts.append(Part(slice_.tensor, slice_.region, data))
+                data = tensors[name][slice_.local.slices]
+                if local.convert is not None:
+                    data = local.convert(data)
+                parts.append(Part(slice_.tensor, slice_.region, _view(name, data, slice_.region.size)))
         return Shards(self.table, parts)
 
 

@@ -1,46 +1,35 @@
 """Layouts of Megatron-core models in the coordinates of their Hugging Face checkpoints.
 
-How Megatron-core stores Llama-, Qwen- and Mixtral-style models:
-
-    query, key, value   fused, by query group: (its q heads, k, v); these rows are cut into equal parts
-    gate, up            fused on each rank: its rows of gate, then its rows of up
-    o_proj, down_proj   cut along columns
-    embeddings          padded to a vocabulary that can be cut; only the real rows are published
-    experts             spread over expert-parallel ranks, numbered from 0 on each
-    layers              spread over pipeline stages, numbered from 0 on each
-    norms, routers      the same on every tensor-parallel rank: rank 0 publishes them
-
-Names are those of the Transformer Engine layers or of the local ones, with or without the `module.` of wrappers.
+Layers are spread over pipeline stages and numbered from 0 on each. What their parameters are is in the maps of
+`megatron_families`. Names are those of the Transformer Engine layers or of the local ones, with or without the
+`module.` of wrappers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ..errors import TensorMismatch, UnsupportedTensor
 from ..weights.dtypes import BY_NAME
-from ..weights.region import Shape
+from ..weights.region import Region, Shape, whole
 from ..weights.table import TensorSpec, TensorTable
-from .layout import Layout, LayoutSource, Local, Span, joined, local_tensors, split, stack
+from .layout import Layout, LayoutSource, Local, Slice, Span, joined, local_tensors, split, stack
+from .megatron_families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT
+from .megatron_map import Family, GroupRows, Row, Sizes
 from .modules import Source
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-NORM = "model.norm.weight"
-_EMBEDDING = "embedding.word_embeddings.weight"
-_OUTPUT = "output_layer.weight"
-_FINAL_NORM = "decoder.final_layernorm.weight"
 _NAMES = (
     (r"^(module\.)+", ""),
-    (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
+    (r"self_attention\.linear_q_up_proj\.layer_norm_weight$", "self_attention.q_layernorm.weight"),
+    (r"self_attention\.linear_kv_up_proj\.layer_norm_weight$", "self_attention.kv_layernorm.weight"),
+    (r"self_attention\.(linear_qkv|linear_q_proj|in_proj)\.layer_norm_weight$", "input_layernorm.weight"),
     (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
-    (r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r"mlp.experts.\2.weight\1"),
+    (r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"mlp.experts.\2.\3\1"),
 )
-_KINDS = frozenset(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"))
-_GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -95,237 +84,196 @@ class Ranks:
         )
 
 
-@dataclass(frozen=True)
 class Model:
-    """What the shapes of a checkpoint depend on; `Model.of` reads it from a Hugging Face config.
+    """A model of a family: its config, its rows and the tensor table of its checkpoint.
 
-    `groups` are the key and value heads, `width` the rows of gate and up, `moe` the name of the mixture of experts in a
-    layer.
+    Args:
+        config: a Hugging Face config, which is an object or the dict of its JSON.
+        family: the map of the family; by default that of the config's `model_type`.
+
+    Raises:
+        UnsupportedTensor: there is no map for this type of model.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    width: int
-    vocab: int
-    dtype: str = "bfloat16"
-    tied: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    experts: int = 0
-    expert_width: int = 0
-    shared_width: int = 0
-    dense: frozenset[int] = frozenset()  # layers without experts, in a model that has them
-    moe: str = "mlp"
-    expert_names: tuple[str, str, str] = _GATED
-
-    @classmethod
-    def of(cls, config: Any) -> Model:
-        """The model of a Hugging Face config, which is an object or the dict of its JSON."""
+    def __init__(self, config: Any, family: Family | Mapping[str, Any] | None = None) -> None:
         read: Any = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
         kind = read("model_type")
-        if kind not in _KINDS:
-            supported = ", ".join(sorted(_KINDS))
+        if family is None and kind not in FAMILIES:
             raise UnsupportedTensor(
-                f"no layout for models of type {kind!r}; supported are {supported}. Write a `Layout` for this one"
+                f"no map for models of type {kind!r}; there are maps for {', '.join(sorted(FAMILIES))}. "
+                "Give the map of this family as `family`"
             )
-        heads = read("num_attention_heads")
-        hidden = read("hidden_size")
-        bias = bool(read("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe")
-        layers = read("num_hidden_layers")
-        return cls(
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            groups=read("num_key_value_heads") or heads,
-            head_dim=read("head_dim") or hidden // heads,
-            width=read("intermediate_size"),
-            vocab=read("vocab_size"),
-            dtype=str(read("dtype") or read("torch_dtype") or "bfloat16").removeprefix("torch."),
-            tied=bool(read("tie_word_embeddings")),
-            qkv_bias=bias or (kind.startswith("qwen2") and read("qkv_bias") is not False),
-            out_bias=bias,
-            mlp_bias=bool(read("mlp_bias")) and kind == "llama",
-            qk_norm=kind.startswith("qwen3"),
-            **_expert_options(kind, layers, read),
-        )
+        self.family = FAMILIES[kind] if family is None else Family.of(family)
+        self.sizes = Sizes(config, self.family.sizes)
+        self.dtype = str(read("dtype") or read("torch_dtype") or "bfloat16").removeprefix("torch.")
+        (self.layers,) = self.sizes.shape("layers")
+        self.experts: int = self.sizes("experts") or 0
+        self.tied = bool(self.sizes("tied"))
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer is a mixture of experts."""
-        return bool(self.experts) and layer not in self.dense
-
-    @property
+    @cached_property
     def table(self) -> TensorTable:
         """The tensor table of the whole checkpoint."""
-        return TensorTable(TensorSpec(name, BY_NAME[self.dtype], shape) for name, shape in self._shapes())
+        return TensorTable(spec for row, names in self._all_rows() for spec in self._specs(row, names))
 
-    def _shapes(self) -> Iterator[tuple[str, Shape]]:
-        yield EMBEDDING, (self.vocab, self.hidden)
-        yield NORM, (self.hidden,)
-        if not self.tied:
-            yield HEAD, (self.vocab, self.hidden)
+    def rows(self, layer: int | None = None) -> Iterator[tuple[str, Row]]:
+        """The rows of a layer, which the checkpoint counts from 0, or without a layer those of all else."""
+        table = self.family.model if layer is None else self.family.layer
+        for name, row in table.items():
+            if self.sizes(row.when, layer=layer):
+                yield name, row
+
+    def _all_rows(self) -> Iterator[tuple[Row, dict[str, Any]]]:
+        for _, row in self.rows():
+            yield row, {}
         for layer in range(self.layers):
-            prefix = f"model.layers.{layer}"
-            yield f"{prefix}.input_layernorm.weight", (self.hidden,)
-            yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
-            yield from self._attention(f"{prefix}.self_attn")
-            if not self.has_experts(layer):
-                yield from self._gated(f"{prefix}.mlp", self.width, _GATED, self.mlp_bias)
-                continue
-            moe = f"{prefix}.{self.moe}"
-            yield f"{moe}.gate.weight", (self.experts, self.hidden)
-            for expert in range(self.experts):
-                yield from self._gated(f"{moe}.experts.{expert}", self.expert_width, self.expert_names)
-            if self.shared_width:
-                yield from self._gated(f"{moe}.shared_expert", self.shared_width, _GATED)
-                yield f"{moe}.shared_expert_gate.weight", (1, self.hidden)
+            for name, row in self.rows(layer):
+                each_expert = "{expert}" in name and all("{expert}" in tensor for tensor in row.tensors)
+                for expert in range(self.experts if each_expert else 1):
+                    yield row, {"layer": layer, "expert": expert}
 
-    def _attention(self, prefix: str) -> Iterator[tuple[str, Shape]]:
-        queries = self.heads * self.head_dim
-        keys = self.groups * self.head_dim
-        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-            yield f"{prefix}.{name}_proj.weight", (rows, self.hidden)
-            if self.qkv_bias:
-                yield f"{prefix}.{name}_proj.bias", (rows,)
-        yield f"{prefix}.o_proj.weight", (self.hidden, queries)
-        if self.out_bias:
-            yield f"{prefix}.o_proj.bias", (self.hidden,)
-        if self.qk_norm:
-            yield f"{prefix}.q_norm.weight", (self.head_dim,)
-            yield f"{prefix}.k_norm.weight", (self.head_dim,)
+    def _specs(self, row: Row, names: Mapping[str, Any]) -> Iterator[TensorSpec]:
+        for tensor, shape in row.tensors.items():
+            dtype = BY_NAME[row.dtype or self.dtype]
+            yield TensorSpec(self.tensor(tensor, names), dtype, self.sizes.shape(shape, **names))
 
-    def _gated(
-        self, prefix: str, width: int, names: tuple[str, str, str], bias: bool = False
-    ) -> Iterator[tuple[str, Shape]]:
-        gate, up, down = names
-        for name, shape in ((gate, (width, self.hidden)), (up, (width, self.hidden)), (down, (self.hidden, width))):
-            yield f"{prefix}.{name}.weight", shape
-            if bias:
-                yield f"{prefix}.{name}.bias", shape[:1]
+    def names_of(self, parameter: str, table: TensorTable) -> list[str]:
+        """The names of a vocabulary's rows in the checkpoint, which may have a tied head under its own name too."""
+        tensors = list(self.family.model[parameter].tensors)
+        if self.tied and parameter == EMBEDDING and OUTPUT in self.family.model:
+            tensors += [head for head in self.family.model[OUTPUT].tensors if head in table.index]
+        return tensors
 
-
-def _expert_options(kind: str, layers: int, read: Callable[[str], Any]) -> dict[str, Any]:
-    """What a config says about experts."""
-    if kind == "mixtral":
-        return {
-            "experts": read("num_local_experts"),
-            "expert_width": read("intermediate_size"),
-            "moe": "block_sparse_moe",
-            "expert_names": ("w1", "w3", "w2"),
-        }
-    if kind in ("qwen2_moe", "qwen3_moe"):
-        step = read("decoder_sparse_step") or 1
-        mlp_only = read("mlp_only_layers") or ()
-        return {
-            "experts": read("num_experts"),
-            "expert_width": read("moe_intermediate_size"),
-            "dense": frozenset(i for i in range(layers) if i in mlp_only or (i + 1) % step),
-            "shared_width": read("shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
-        }
-    return {}
+    def tensor(self, name: str, names: Mapping[str, Any]) -> str:
+        """The name of a tensor in the checkpoint."""
+        prefix = self.family.prefix if "layer" in names else ""
+        return (prefix + name).format(**names)
 
 
 class _Stage:
-    """The parameters of one rank, by their names in Megatron-core."""
+    """The parameters of one rank. `shapes` are those that they have, where they are known."""
 
-    def __init__(self, model: Model, ranks: Ranks, table: TensorTable) -> None:
+    def __init__(self, model: Model, ranks: Ranks, table: TensorTable, shapes: Mapping[str, Shape]) -> None:
         self.model = model
         self.ranks = ranks
         self.table = table
-        self.tp = (ranks.tp, ranks.tp_size)
+        self.shapes = shapes
 
-    def embedding(self, tensors: Sequence[str], padded: int) -> Local:
-        """Rows of a padded vocabulary, under each name that they have in the checkpoint."""
-        vocab = self.model.vocab
-        if padded < vocab:
-            raise TensorMismatch(f"an embedding of {padded} rows is too small for a vocabulary of {vocab}")
-        locals_ = [stack(self.table, [Span(t, 0, vocab), Span(None, 0, padded - vocab)], *self.tp) for t in tensors]
-        slices = tuple(slice_ for local in locals_ for slice_ in local.slices)
-        return Local(locals_[0].shape, slices).owned(self.ranks.dp == 0)
+    def layer(self, number: int, layer: int) -> Iterator[tuple[str, Local]]:
+        """The parameters of a layer, which has this number on the rank and is `layer` in the checkpoint."""
+        for name, row in self.model.rows(layer):
+            parameter = f"decoder.layers.{number}.{name}"
+            if "{expert}" not in name:
+                yield parameter, self.local(parameter, row, {"layer": layer})
+                continue
+            for i, expert in enumerate(self._experts()):
+                each = parameter.format(expert=i)
+                yield each, self.local(each, row, {"layer": layer, "expert": expert})
 
-    def layer(self, layer: int) -> Iterator[tuple[str, Local]]:
-        """The parameters of a layer, which the checkpoint counts from 0."""
-        prefix = f"model.layers.{layer}"
-        yield "input_layernorm.weight", self.replicated(f"{prefix}.input_layernorm.weight")
-        yield "pre_mlp_layernorm.weight", self.replicated(f"{prefix}.post_attention_layernorm.weight")
-        yield from self._attention(f"{prefix}.self_attn")
-        if self.model.has_experts(layer):
-            yield from self._experts(f"{prefix}.{self.model.moe}")
-        else:
-            kinds = ("weight", "bias") if self.model.mlp_bias else ("weight",)
-            owned = self.ranks.dp == 0
-            yield from self._gated("mlp.linear_fc{}.{}", f"{prefix}.mlp", _GATED, self.tp, owned, kinds)
-
-    def replicated(self, tensor: str) -> Local:
-        """A tensor that every tensor-parallel rank has all of."""
-        return split(self.table, tensor, 0, 0, 1).owned(self.ranks.tp == 0 and self.ranks.dp == 0)
-
-    def _attention(self, prefix: str) -> Iterator[tuple[str, Local]]:
-        model = self.model
-        owned = self.ranks.dp == 0
-        for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
-            spans = query_groups(f"{prefix}.{{}}_proj.{kind}", model.heads, model.groups, model.head_dim)
-            yield f"self_attention.linear_qkv.{kind}", stack(self.table, spans, *self.tp).owned(owned)
-        yield (
-            "self_attention.linear_proj.weight",
-            split(self.table, f"{prefix}.o_proj.weight", 1, *self.tp).owned(owned),
-        )
-        if model.out_bias:
-            yield "self_attention.linear_proj.bias", self.replicated(f"{prefix}.o_proj.bias")
-        if model.qk_norm:
-            yield "self_attention.q_layernorm.weight", self.replicated(f"{prefix}.q_norm.weight")
-            yield "self_attention.k_layernorm.weight", self.replicated(f"{prefix}.k_norm.weight")
-
-    def _experts(self, prefix: str) -> Iterator[tuple[str, Local]]:
-        model = self.model
-        ranks = self.ranks
-        yield "mlp.router.weight", self.replicated(f"{prefix}.gate.weight")
-        local_experts, remainder = divmod(model.experts, ranks.ep_size)
+    def _experts(self) -> range:
+        """The experts of this rank."""
+        count, remainder = divmod(self.model.experts, self.ranks.ep_size)
         if remainder:
-            raise TensorMismatch(f"{model.experts} experts cannot be spread evenly over {ranks.ep_size} ranks")
-        for i in range(local_experts):
-            name = f"mlp.experts.linear_fc{{}}.{{}}{i}"
-            expert = f"{prefix}.experts.{ranks.ep * local_experts + i}"
-            yield from self._gated(name, expert, model.expert_names, ranks.expert, ranks.edp == 0)
-        if model.shared_width:
-            shared = f"{prefix}.shared_expert"
-            yield from self._gated("mlp.shared_experts.linear_fc{}.{}", shared, _GATED, self.tp, ranks.dp == 0)
-            yield "mlp.shared_experts.gate_weight", self.replicated(f"{prefix}.shared_expert_gate.weight")
+            raise TensorMismatch(
+                f"{self.model.experts} experts cannot be spread evenly over {self.ranks.ep_size} ranks"
+            )
+        return range(self.ranks.ep * count, (self.ranks.ep + 1) * count)
 
-    def _gated(
-        self,
-        name: str,
-        prefix: str,
-        names: tuple[str, str, str],
-        cut: tuple[int, int],
-        owned: bool,
-        kinds: Sequence[str] = ("weight",),
-    ) -> Iterator[tuple[str, Local]]:
-        """A gated MLP: a rank's rows of gate and up in one parameter, its columns of down in another."""
-        gate, up, down = names
-        for kind in kinds:
-            slices = [split(self.table, f"{prefix}.{tensor}.{kind}", 0, *cut).slices[0] for tensor in (gate, up)]
-            spans = [Span(slice_.tensor, slice_.region.start[0], slice_.region.size[0]) for slice_ in slices]
-            yield name.format(1, kind), stack(self.table, spans).owned(owned)
-        yield name.format(2, "weight"), split(self.table, f"{prefix}.{down}.weight", 1, *cut).owned(owned)
-        if "bias" in kinds:
-            yield name.format(2, "bias"), self.replicated(f"{prefix}.{down}.bias")
+    def local(self, parameter: str, row: Row, names: Mapping[str, Any]) -> Local:
+        """A parameter, with slices if this rank publishes it."""
+        ranks = self.ranks
+        rank, size = ranks.expert if "expert" in names else (ranks.tp, ranks.tp_size)
+        replica = ranks.edp if "expert" in names else ranks.dp
+        tensors = [self.model.tensor(name, names) for name in row.tensors]
+        cut: str = row.cut
+        if cut == "duplicated":
+            cut = self._cut_of(parameter, tensors[0], size)
+        if cut in ("whole", "one"):
+            local = split(self.table, tensors[0], 0, 0, 1) if cut == "whole" else self._one(tensors[0], names)
+            return replace(local, convert=_added(row.plus)).owned(rank == 0 and replica == 0)
+        if cut in ("transposed", "interleaved"):
+            local = self._transposed(cut, tensors[0], names, rank, size)
+        elif cut == "segments":
+            local = self._segments(row, names, rank, size)
+        else:
+            local = split(self.table, tensors[0], 1 if cut == "columns" else 0, rank, size)
+        return local.owned(replica == 0)
+
+    def _one(self, tensor: str, names: Mapping[str, Any]) -> Local:
+        """One expert of a tensor that has all."""
+        slice_ = split(self.table, tensor, 0, names["expert"], self.model.experts).slices[0]
+        shape = slice_.region.size[1:]
+        return Local(shape, (Slice(tensor, slice_.region, whole(shape)),))
+
+    def _transposed(self, cut: str, tensor: str, names: Mapping[str, Any], rank: int, size: int) -> Local:
+        """One expert of a tensor that has all and stores columns as rows: its columns are cut, or its fused rows."""
+        region = self._one(tensor, names).slices[0].region
+        dim = 1 if cut == "transposed" else len(region.size) - 1
+        count, remainder = divmod(region.size[dim], size)
+        if remainder:
+            raise TensorMismatch(f"{tensor!r}: dimension {dim} cannot be cut into {size} equal parts")
+        start = (*region.start[:dim], rank * count, *region.start[dim + 1 :])
+        extent = (*region.size[:dim], count, *region.size[dim + 1 :])
+        shape = extent[:0:-1]
+        convert = _interleaved if cut == "interleaved" else _transposed
+        return Local(shape, (Slice(tensor, Region(start, extent), whole(shape)),), convert)
+
+    def _cut_of(self, parameter: str, tensor: str, size: int) -> str:
+        """Whether a parameter that may be whole on every rank is cut by rows."""
+        rows = self.table[self.table.index[tensor]].shape[0] if tensor in self.table.index else 0
+        shape = self.shapes.get(parameter)
+        return "rows" if shape and rows == shape[0] * size and size > 1 else "whole"
+
+    def _segments(self, row: Row, names: Mapping[str, Any], rank: int, size: int) -> Local:
+        """The rank's part of each segment, one below the other."""
+        spans: list[Span] = []
+        for segment in row.segments:
+            part = stack(self.table, self._spans(row, segment, names), rank, size)
+            spans += [Span(s.tensor, s.region.start[0], s.region.size[0]) for s in part.slices]
+        return stack(self.table, spans)
+
+    def _spans(self, row: Row, segment: Sequence[GroupRows], names: Mapping[str, Any]) -> Iterator[Span]:
+        """The rows of a segment, group by group."""
+        sizes = self.model.sizes
+        (groups,) = sizes.shape(row.groups, **names)
+        runs = []
+        for rows in segment:
+            tensor = self.model.tensor(rows.tensor, names)
+            in_group, remainder = divmod(sizes.shape(row.tensors[rows.tensor], **names)[0], groups)
+            if remainder:
+                raise TensorMismatch(f"the rows of {tensor!r} cannot be divided into {groups} groups")
+            start, repeat, step = (sizes(number, **names) for number in (rows.start, rows.repeat, rows.step))
+            count = sizes(rows.count, **names) if rows.count else in_group
+            runs += [(tensor, in_group, start + i * step, count) for i in range(repeat)]
+        for group in range(groups):
+            for tensor, in_group, start, count in runs:
+                yield Span(tensor, group * in_group + start, count)
+
+    def vocabulary(self, tensors: Sequence[str], padded: int | None) -> Local:
+        """Rows of a padded vocabulary, under each name that they have in the checkpoint."""
+        ranks = self.ranks
+        locals_ = []
+        for tensor in tensors:
+            vocab = split(self.table, tensor, 0, 0, 1).shape[0]
+            padding = 0 if padded is None else padded - vocab
+            if padding < 0:
+                raise TensorMismatch(f"an embedding of {padded} rows is too small for a vocabulary of {vocab}")
+            locals_.append(stack(self.table, [Span(tensor, 0, vocab), Span(None, 0, padding)], ranks.tp, ranks.tp_size))
+        slices = tuple(slice_ for local in locals_ for slice_ in local.slices)
+        return Local(locals_[0].shape, slices).owned(ranks.dp == 0)
 
 
-def query_groups(tensor: str, heads: int, groups: int, head_dim: int) -> Iterator[Span]:
-    """Rows of a fused query, key and value: for each group the queries that share a key, the key and the value.
+def _added(number: float) -> Callable[[Any], Any] | None:
+    return (lambda tensor: tensor + number) if number else None
 
-    `tensor` is the name in the checkpoint, with `{}` for `q`, `k` or `v`.
-    """
-    queries = heads // groups * head_dim
-    for group in range(groups):
-        yield Span(tensor.format("q"), group * queries, queries)
-        yield Span(tensor.format("k"), group * head_dim, head_dim)
-        yield Span(tensor.format("v"), group * head_dim, head_dim)
+
+def _transposed(tensor: Any) -> Any:
+    return tensor.T[None]
+
+
+def _interleaved(tensor: Any) -> Any:
+    """Rows of gate and up as columns that take turns."""
+    rows = tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+    return (rows.T if rows.ndim == 2 else rows)[None]
 
 
 def layout(
@@ -337,23 +285,25 @@ def layout(
     last: bool | None = None,
     padded_vocab: int | None = None,
     table: TensorTable | None = None,
+    shapes: Mapping[str, Shape] | None = None,
 ) -> Layout:
     """The layout of one rank of a Megatron-core model.
 
     Args:
-        config: a Hugging Face config of a Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE, or a `Model`.
+        config: a Hugging Face config of a family with a map, or a `Model`.
         ranks: the ranks of the process.
         layers: the layers of the rank, as the checkpoint counts them; by default every stage has as many.
         first: whether the rank has the embedding; by default, if it has the first layer.
         last: whether the rank has the final norm and the head; by default, if it has the last layer.
         padded_vocab: rows of the embedding on all ranks together; by default as many as there are tokens.
         table: the tensor table of the checkpoint, if not all tensors have the dtype of the config.
+        shapes: the shapes of the parameters, where the kind of layers decides how they are cut.
 
     Raises:
-        UnsupportedTensor: the model is of another kind.
+        UnsupportedTensor: there is no map for this type of model.
         TensorMismatch: layers, experts or the vocabulary cannot be spread over these ranks.
     """
-    model = config if isinstance(config, Model) else Model.of(config)
+    model = config if isinstance(config, Model) else Model(config)
     table = model.table if table is None else table
     if layers is None:
         each, remainder = divmod(model.layers, ranks.pp_size)
@@ -362,22 +312,18 @@ def layout(
                 f"{model.layers} layers cannot be spread evenly over {ranks.pp_size} stages: give `layers`"
             )
         layers = range(ranks.pp * each, (ranks.pp + 1) * each)
-    padded = model.vocab if padded_vocab is None else padded_vocab
     first = layers.start == 0 if first is None else first
     last = layers.stop == model.layers if last is None else last
-    stage = _Stage(model, ranks, table)
+    stage = _Stage(model, ranks, table, shapes or {})
     parameters: dict[str, Local] = {}
-    if first:
-        tensors = [EMBEDDING, HEAD] if model.tied and HEAD in table.index else [EMBEDDING]
-        parameters[_EMBEDDING] = stage.embedding(tensors, padded)
-    for i, layer in enumerate(layers):
-        parameters |= {f"decoder.layers.{i}.{name}": local for name, local in stage.layer(layer)}
-    if last:
-        parameters[_FINAL_NORM] = stage.replicated(NORM)
-        if not model.tied:
-            parameters[_OUTPUT] = stage.embedding([HEAD], padded)
-        elif not first:  # a copy of the embedding, which the first stage publishes
-            parameters[_OUTPUT] = stage.embedding([EMBEDDING], padded).owned(False)
+    for name, row in model.rows():
+        if first if name.startswith("embedding.") else last:
+            tensors = model.names_of(name, table) if row.cut == "vocabulary" else []
+            parameters[name] = stage.vocabulary(tensors, padded_vocab) if tensors else stage.local(name, row, {})
+    if model.tied and last and not first:  # a copy of the embedding, which the first stage publishes
+        parameters[OUTPUT] = stage.vocabulary(model.names_of(EMBEDDING, table), padded_vocab).owned(False)
+    for number, layer in enumerate(layers):
+        parameters.update(stage.layer(number, layer))
     return Layout(table, parameters)
 
 
@@ -388,27 +334,35 @@ def canonical(name: str) -> str:
     return name
 
 
-def megatron(model: Any, config: Any, ranks: Ranks | None = None, *, table: TensorTable | None = None) -> Source:
+def megatron(
+    model: Any,
+    config: Any,
+    ranks: Ranks | None = None,
+    *,
+    family: Family | Mapping[str, Any] | None = None,
+    table: TensorTable | None = None,
+) -> Source:
     """The weights that this rank publishes of a Megatron-core model, in the coordinates of the Hugging Face checkpoint.
 
     Args:
         model: the model, or the list of its chunks if the pipeline is interleaved; wrapped or not.
-        config: a Hugging Face config of a Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE.
+        config: the Hugging Face config of the model.
         ranks: the ranks of this process; by default Megatron-core is asked for them.
+        family: the map of the model's family, or the dict of its fields; by default that for the config's `model_type`.
         table: the tensor table of the checkpoint, if not all tensors have the dtype of the config.
 
     Returns:
         A source of the parts of this rank. Every rank publishes its own, with `writers`.
 
     Raises:
-        UnsupportedTensor: the model is of another kind; write a `Layout` for it.
-        TensorMismatch: the parameters are not those of the config.
+        UnsupportedTensor: there is no map for this type of model; give one as `family`.
+        TensorMismatch: the parameters are not those of the config; the message names them.
 
     >>> source = sparserl.sources.megatron(model, AutoConfig.from_pretrained("Qwen/Qwen3-8B"))     # doctest: +SKIP
     >>> publisher = sparserl.Publisher(url, source, writers=dist.group.WORLD)                      # doctest: +SKIP
     """
     ranks = Ranks.here() if ranks is None else ranks
-    model_config = config if isinstance(config, Model) else Model.of(config)
+    model_config = config if isinstance(config, Model) else Model(config, family)
     chunks = model if isinstance(model, Sequence) else [model]
     return joined(*(_chunk(chunk, model_config, ranks, table) for chunk in chunks))
 
@@ -418,17 +372,19 @@ def _chunk(chunk: Any, model: Model, ranks: Ranks, table: TensorTable | None) ->
         return {canonical(name): tensor for name, tensor in local_tensors(chunk).items()}
 
     parameters = tensors()
-    rows = next((parameters[name].shape[0] for name in (_EMBEDDING, _OUTPUT) if name in parameters), None)
+    rows = next((parameters[name].shape[0] for name in (EMBEDDING, OUTPUT) if name in parameters), None)
     padded = None if rows is None else rows * ranks.tp_size
     chunk_layout = layout(
         model,
         ranks,
         layers=_layers(chunk),
-        first=_EMBEDDING in parameters,
-        last=_FINAL_NORM in parameters,
+        first=EMBEDDING in parameters,
+        last=FINAL_NORM in parameters,
         padded_vocab=padded,
         table=table,
+        shapes={name: tuple(tensor.shape) for name, tensor in parameters.items()},
     )
+    chunk_layout.require(parameters)
     return LayoutSource(chunk_layout, tensors)
 
 

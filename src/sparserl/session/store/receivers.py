@@ -49,7 +49,8 @@ class Receivers:
     def __init__(self, writer: RunWriter, encoding: EncodingOptions, lease_seconds: float) -> None:
         self.need_anchor = False  # whether patches were written that one of them cannot take
         self._have_parts = False  # whether one of them has parts of the weights that patches cannot be cut along
-        self._agreed: object = None  # the hashes of the writer's holdings, and that of their table
+        self._holdings: Holdings | None = None  # that all ranks have read
+        self._agreed: object = None  # their hashes, and that of their table
         self._trouble = ""  # the last that was logged
         self._heard = _Heard(False, False)  # by this rank; what counts is what all ranks have heard
         self._writer = writer
@@ -70,17 +71,18 @@ class Receivers:
         self.need_anchor = any(row.need_anchor for row in heard)
         hashes = sorted({hash for row in heard for hash in row.holdings})
         committed = self._writer.committed
-        holdings = self._writer.holdings
         table = None if committed is None else committed.run.layout
         key = (*hashes,), None if table is None else encoded_table(table).hash
-        if key != self._agreed:
-            holdings = None if table is None or not hashes else self._read_holdings(hashes, table)
+        holdings = self._holdings if key == self._agreed else None
+        if holdings is None and table is not None:
+            holdings = self._read_holdings(hashes, table)
         if hashes:
             can_read = self._writer.writers.together("read holdings", lambda: b"" if holdings is None else b"+")
             if not all(can_read):
                 holdings = None
+        self._holdings = holdings
         self._agreed = None if holdings is None else key  # what could not be read is tried again
-        self._writer.holdings = holdings
+        self._writer.holdings = holdings if holdings is not None and holdings.names else None
         can_cut = not hashes or (holdings is not None and holdings.are_cut)
         self._have_parts = any(row.have_parts for row in heard) or not can_cut
 

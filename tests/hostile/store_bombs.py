@@ -14,6 +14,8 @@ import numpy as np
 
 import sparserl
 from sparserl.session.store import records, retention
+from sparserl.session.store.holding_records import parse_places
+from sparserl.session.store.manifests import Manifest
 from sparserl.transport import open_store
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.table import TensorSpec, TensorTable
@@ -25,7 +27,12 @@ from tests.hostile.watched_runs import apart, slowness
 STORES: dict[str, Callable[[Path], None]] = {}
 RECORDS: dict[str, Callable[[], bytes]] = {}
 LARGE = 250 << 20  # bytes of an object that is only there in name: a file with a hole
-PARSERS = {"run": records.RunRecord.parse, "index": records.Index.parse, "manifest": records.Manifest.parse}
+PARSERS = {
+    "run": records.RunRecord.parse,
+    "index": records.Index.parse,
+    "manifest": Manifest.parse,
+    "holding": parse_places,
+}
 
 
 def store(build: Callable[[Path], None]) -> Callable[[Path], None]:

@@ -90,16 +90,22 @@ class OwnHolding:
 def read_holding(store: Store, run: str, hash: str, table: TensorTable) -> tuple[Place, ...]:
     """The places of a receiver, which must be places of these tensors."""
     label = path(run, "holdings", hash)
-    fields = Fields(parse(get_named(store, run, "holdings", hash), label, HOLDING), label)
-    table_hash = fields.text("table", _TABLE_HASH)
-    places = fields.take("places", read_list(_read_place))
-    fields.finish()
+    table_hash, places = parse_places(get_named(store, run, "holdings", hash), label)
     if table_hash != encoded_table(table).hash.hex():
         raise TensorMismatch(f"{label} is about other tensors")
     for tensor, region in places:
         if tensor >= len(table) or (region is not None and not region.fits(table[tensor].shape)):
             raise InvalidField(f"{label}: the tensor table has no region {region} of tensor {tensor}")
     return places
+
+
+def parse_places(data: bytes, label: str) -> tuple[str, tuple[Place, ...]]:
+    """The hash of the table, and the places, that a record has."""
+    fields = Fields(parse(data, label, HOLDING), label)
+    table_hash = fields.text("table", _TABLE_HASH)
+    places = fields.take("places", read_list(_read_place))
+    fields.finish()
+    return table_hash, places
 
 
 def _read_place(value: Any) -> Place:

@@ -1,4 +1,4 @@
-"""What a publisher hears of its receivers, by their leases: how fast they fetch, and which profiles they can take."""
+"""What a publisher hears of its receivers: how fast they fetch, and which parts of the weights they have."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class _Heard(NamedTuple):
 
 
 class Receivers:
-    """The receivers of a run, as far as their leases tell.
+    """The receivers of a run, as far as their leases and holdings tell.
 
     Args:
-        writer: Reads the leases.
+        writer: Reads these.
         encoding: How patches are encoded.
         lease_seconds: After which a lease is too old to count.
     """
@@ -108,7 +108,7 @@ class Receivers:
         self._thread.start()
 
     def look(self) -> None:
-        """Read the leases."""
+        """Read the leases, and which holdings there are."""
         now = self._writer.clock()
         try:
             leases = self._writer.leases(_MOST_LEASES)

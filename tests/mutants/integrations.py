@@ -6,6 +6,13 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "ranks do not compare what they share",
+        "integrations/ranks.py",
+        "if first is None or any(other is None or other.after != first.after for other in sums):",
+        "if first is None:",
+        Tests("integrations/test_ranks.py", "another_has_too"),
+    ),
+    Mutant(
         "a version of any run will do",
         "integrations/vllm_versions.py",
         "elif demanded_run is not None and actual[1] != demanded_run:",

@@ -6,6 +6,13 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "a bucket goes across a boundary",
+        "plan/buckets.py",
+        "if isinstance(part, Boundary):",
+        "if part is None:",
+        Tests("patch/test_cut_patches.py", "test_patches"),
+    ),
+    Mutant(
         "positions of a split entry count from the old start",
         "plan/routing.py",
         "piece.positions = piece.positions - np.uint32(begin)",

@@ -10,7 +10,14 @@ MUTANTS = (
         "session/store/receivers.py",
         "return FOR_PARTS if self._have_parts and name not in PROFILES else name",
         "return name",
-        Tests("integrations/test_ranks.py", "agreed"),
+        Tests("integrations/test_ranks.py", "cannot_be_read"),
+    ),
+    Mutant(
+        "patches are cut along parts of other tensors",
+        "session/store/run_writer.py",
+        "return known if known is not None and (known.table is table or known.table.specs == table.specs) else None",
+        "return known",
+        Tests("integrations/test_ranks.py", "other_tensors"),
     ),
     Mutant(
         "receivers wait for an anchor that is due some day",

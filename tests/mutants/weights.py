@@ -6,6 +6,13 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "torch writes the first change alone",
+        "weights/on_gpu.py",
+        "base[offsets] = new_bits",
+        "base[offsets[:1]] = new_bits[:1]",
+        Tests("patch/test_torch_writes.py", "every_layout"),
+    ),
+    Mutant(
         "copies on two ranks of an engine may differ",
         "weights/engine_sums.py",
         "if sums.setdefault(place, part) != part:",

@@ -138,7 +138,7 @@ class EngineTarget:
         else:
             fresh = self._fresh(change, local)
             applications = [self._rebuild(fresh, group, exchange=change.owns_fresh) for group in groups]
-        sums = {members: self._sums(change) for members, change in zip(parts_of, applications, strict=True)}
+        sums = dict(zip(parts_of, map(self._sums, applications), strict=True))
         commits = [application.commit for application in applications]
         return PreparedEngine(self, commits, sums, sum(application.changed for application in applications))
 

@@ -148,7 +148,7 @@ def _bucket(head: Head, coded: Coded, table: sparserl.TensorTable, old: Weights,
     """One bucket: what its streams take, and the bound of its classes (one class where it has none)."""
     if head.entries.dense.any():
         raise AssertionError("a bucket has dense entries, to which the bound does not speak")
-    entries = list(zip(head.entries.tensor.tolist(), head.entries.region, strict=True))
+    entries = list(head.entries.places())
     before, after = (
         np.concatenate([side[table[t].name][... if r is None else r.slices].ravel() for t, r in entries])
         for side in (old, new)

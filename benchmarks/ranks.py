@@ -101,8 +101,7 @@ def measure(old: dict[str, Bits], new: dict[str, Bits], threads: int | None) -> 
             for index, head in enumerate(contents.heads):
                 size = len(contents.bucket(index))
                 total += size
-                places = zip(head.entries.tensor.tolist(), head.entries.region, strict=True)
-                mask = 1 if holdings is None else holdings.touched(places).holdings
+                mask = 1 if holdings is None else holdings.touched(head.entries.places()).holdings
                 for rank in range(ranks):
                     fetched[rank] += size * (mask >> rank & 1)
             yield Result(kind, ranks, total, max(fetched), min(seconds))

@@ -47,8 +47,7 @@ def require_cut(patch, holdings):
     """Every bucket is in the same holdings as each of its entries, and in none of them partly."""
     masks = set()
     for head in patch.contents.heads:
-        entries = zip(head.entries.tensor.tolist(), head.entries.region, strict=True)
-        touched = {holdings.touched([place]) for place in entries}
+        touched = {holdings.touched([place]) for place in head.entries.places()}
         assert len(touched) == 1
         (only,) = touched
         assert not only.partly
@@ -88,7 +87,7 @@ def test_patches_of_shards():
     plain = sparserl.diff(*sides)
     assert (patch.base, patch.result, patch.changed) == (plain.base, plain.result, plain.changed)
     for head in patch.contents.heads:
-        touched = holdings.touched(zip(head.entries.tensor.tolist(), head.entries.region, strict=True))
+        touched = holdings.touched(head.entries.places())
         assert not touched.partly
 
 

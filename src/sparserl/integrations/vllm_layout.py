@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from ..errors import UnsupportedTensor
 from ..targets.attributes import attribute_tensors
 from ..targets.engine_layout import changed_names, find_pieces
-from ..targets.pieces import CheckpointTensor, Piece, moved_name, parts_of
+from ..targets.pieces import CheckpointTensor, Piece, by_tensor, moved_name, parts_of
 from ..weights.digest import Digest, digest, place_sums
 from ..weights.local import LocalWeights
 from .vllm_reload import reload_weights
@@ -111,11 +111,9 @@ def _compare(
     pieces: Iterable[Piece], live: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
     """Refuse pieces that do not have the bits of the checkpoint: what makes no difference to numbers may to weights."""
-    by_tensor: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_tensor.setdefault(piece.tensor, []).append(piece)
+    pieces_of = by_tensor(pieces)
     for name, tensor in weights:
-        for piece in by_tensor.get(name, ()):
+        for piece in pieces_of.get(name, ()):
             view = piece.view(live)
             if digest({name: tensor[piece.region.slices].to(view.dtype)}) != digest({name: view}):
                 raise UnsupportedTensor(

@@ -41,10 +41,9 @@ class PatchSlicer:
 
     def touches(self, head: Head) -> bool:
         """Whether a bucket changes anything in the parts."""
-        entries = head.entries
         return any(
             intersection(region or whole(self._shape(tensor)), part or whole(self._shape(tensor))) is not None
-            for tensor, region in zip(entries.tensor.tolist(), entries.region, strict=True)
+            for tensor, region in head.entries.places()
             for part in self._parts.get(tensor, ())
         )
 

@@ -28,7 +28,7 @@ from ..weights.table import TensorTable
 from ..weights.tensors import memories, memory_of, require_writable
 from ..weights.warmup import warm_up
 from .modules import ModuleTarget
-from .pieces import Piece, moved_name
+from .pieces import Piece, by_tensor, moved_name
 from .target import Change, Undo
 
 Members = tuple[int, ...]  # ranks that have a part
@@ -62,9 +62,7 @@ class EngineTarget:
         tied: Mapping[str, str] | None = None,
         threads: int | None = None,
     ) -> None:
-        self._pieces: dict[str, list[Piece]] = {}
-        for piece in pieces:
-            self._pieces.setdefault(piece.tensor, []).append(piece)
+        self._pieces = by_tensor(pieces)
         self._live = live
         self._tied = tied or {}
         self._threads = threads

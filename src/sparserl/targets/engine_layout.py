@@ -15,7 +15,7 @@ from ..errors import UnsupportedTensor
 from ..weights.digest import Digest, digest
 from ..weights.region import first_overlap
 from .numbering import number_pieces
-from .pieces import CheckpointTensor, Load, Piece, layer_of, span
+from .pieces import CheckpointTensor, Load, Piece, by_tensor, layer_of, span
 from .watching import watch_pieces
 
 _log = logging.getLogger("sparserl.engine")
@@ -86,11 +86,8 @@ def find_pieces(
 
 def _copies(pieces: Iterable[Piece]) -> dict[str, str]:
     """Tensors of which the engine has some elements in several places, and which these are."""
-    by_tensor: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_tensor.setdefault(piece.tensor, []).append(piece)
     copies = {}
-    for name, own in by_tensor.items():
+    for name, own in by_tensor(pieces).items():
         if (pair := first_overlap([piece.region for piece in own])) is not None:
             first, second = (own[index].live for index in pair)
             copies[name] = f"{first!r} and {second!r} both have some elements of {name!r}"

@@ -91,6 +91,14 @@ def _end(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + reach(tensor) * tensor.element_size()
 
 
+def by_tensor(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """The pieces of every checkpoint tensor."""
+    grouped: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        grouped.setdefault(piece.tensor, []).append(piece)
+    return grouped
+
+
 def moved_name(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> str | None:
     """The first tensor that is gone, or is in other memory than before."""
     moved = (name for name in before if name not in after or after[name].data_ptr() != before[name].data_ptr())

@@ -13,7 +13,7 @@ from ..weights.local import LocalWeights
 from ..weights.region import first_overlap
 from ..weights.shards import Part, Shards
 from ..weights.table import TensorTable
-from .pieces import CheckpointTensor, Piece
+from .pieces import CheckpointTensor, Piece, by_tensor
 
 
 def checkpoint_tensors(table: TensorTable) -> list[CheckpointTensor]:
@@ -40,10 +40,8 @@ def rank_sums(
         unclear_names: What could not be found in the engine, and why.
     """
     uncompared = dict(unclear_names)
-    by_tensor: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_tensor.setdefault(piece.tensor, []).append(piece)
-    reached = {piece.live for own in by_tensor.values() for piece in own}
+    pieces_of = by_tensor(pieces)
+    reached = {piece.live for own in pieces_of.values() for piece in own}
     uncompared |= {
         name: "no tensor of the checkpoint is loaded into this parameter of the engine"
         for name in parameters
@@ -53,7 +51,7 @@ def rank_sums(
     parts = []
     dtypes = {}
     for spec in table.specs:
-        own = by_tensor.get(spec.name) or by_tensor.get(tied.get(spec.name, ""), [])
+        own = pieces_of.get(spec.name) or pieces_of.get(tied.get(spec.name, ""), [])
         if (reason := _why_not(own, live)) is not None:
             uncompared[spec.name] = reason
             own = []

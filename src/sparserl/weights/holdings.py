@@ -70,6 +70,7 @@ class Holdings:
         self.names = tuple(places)
         self._boxes = self._collect(places)
         self._touched: dict[Place, Touched] = {}
+        self._cells: dict[Place, list[Place]] = {}  # of places that were cut, as every publish cuts them
         self.are_cut = not any(self._touched_by(cell).partly for cells in self.cells(table.places) for cell in cells)
 
     def touched(self, places: Iterable[Place]) -> Touched:
@@ -87,7 +88,9 @@ class Holdings:
         groups: dict[int, list[Place]] = {}
         count = 0
         for place in places:
-            cells = self._cells_of(place)
+            cells = self._cells.get(place)
+            if cells is None:
+                cells = self._cells[place] = self._cells_of(place)
             count += len(cells)
             for cell in cells:
                 groups.setdefault(self._touched_by(cell).holdings, []).append(cell)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -30,6 +30,7 @@ from ..kernels import cpu
 from ..weights.boxes import Boxes
 from ..weights.dtypes import BY_CODE, DType
 from ..weights.region import Region
+from ..weights.shards import Place
 from ..weights.table import TensorSpec, TensorTable
 from . import limits
 from .cursor import CHECKSUM_BYTES, Cursor, checksum, strip_checksum, varint, varints
@@ -67,6 +68,10 @@ class Entries:
     @cached_property
     def sparse(self) -> npt.NDArray[np.bool_]:
         return ~self.dense
+
+    def places(self) -> Iterator[Place]:
+        """The place of every entry."""
+        return zip(self.tensor.tolist(), self.region, strict=True)
 
     @cached_property
     def coded(self) -> tuple[int, tuple[Coder, list[Buffer]]]:

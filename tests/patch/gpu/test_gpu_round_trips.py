@@ -287,7 +287,7 @@ def test_cut_along_receivers(profile):
         assert (patch.base, patch.result, patch.changed) == (expected.base, expected.result, expected.changed)
         masks = set()
         for head in patch.contents.heads:
-            touched = holdings.touched(zip(head.entries.tensor.tolist(), head.entries.region, strict=True))
+            touched = holdings.touched(head.entries.places())
             assert not touched.partly
             masks.add(touched.holdings)
         assert masks == {0b00, 0b01, 0b10}

@@ -8,7 +8,6 @@ import re
 import socket
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from ...errors import SessionError, StoreError
 from ...transport.stores.base import Store
@@ -16,17 +15,10 @@ from ..receiver import RunVersion
 from .holding_records import HoldingRecord
 from .leases import Lease, lease_name
 from .rates import Rates
-from .records import RunRecord, path
+from .records import path
 
 _RENEW = 30.0  # seconds after which a lease is written again
 _RENEW_HOLDING = 3600.0
-
-
-class HasRun(Protocol):
-    """What a store has at a time."""
-
-    @property
-    def run(self) -> RunRecord: ...
 
 
 class OwnLease:
@@ -85,14 +77,13 @@ class OwnLease:
         except (StoreError, SessionError):
             return
 
-    def put_holding(self, snapshot: HasRun | None, holding: HoldingRecord | None) -> None:
+    def put_holding(self, run: str | None, holding: HoldingRecord | None) -> None:
         """Write down the parts that are here, whatever version they are, so that publishers cut patches along them.
 
         It is done again now and then: like a lease, the record goes when that has not been done for a day.
         """
-        if self._name is None or holding is None or snapshot is None:
+        if self._name is None or holding is None or run is None:
             return
-        run = snapshot.run.run
         key = run, holding.hash
         if self._holding == key and time.monotonic() - self._holding_at < _RENEW_HOLDING:
             return

@@ -74,9 +74,9 @@ class Receivers:
         table = None if committed is None else committed.run.layout
         key = (*hashes,), None if table is None else encoded_table(table).hash
         holdings = self._holdings if key == self._agreed else None
-        if holdings is None and table is not None:
-            holdings = self._read_holdings(hashes, table)
         if hashes:
+            if holdings is None and table is not None:
+                holdings = self._read_holdings(hashes, table)
             can_read = self._writer.writers.together("read holdings", lambda: b"" if holdings is None else b"+")
             if not all(can_read):
                 holdings = None

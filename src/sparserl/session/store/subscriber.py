@@ -481,8 +481,9 @@ class Subscriber(Receiver):
     def _tell_version(self) -> None:
         """Tell the store and the neighbours which version is held."""
         snapshot = self._snapshot
-        self._lease.put_holding(snapshot, self._holding.record(self._table))
-        self._lease.renew(self._current, self._rates.extremes, self._profiles, self._holding.record(self._table))
+        holding = self._holding.record(self._table)
+        self._lease.put_holding(None if snapshot is None else snapshot.run.run, holding)
+        self._lease.renew(self._current, self._rates.extremes, self._profiles, holding)
         if self._served is not None and snapshot is not None and self._versions_behind(snapshot) == 0:
             self._served.show(snapshot.head.run, snapshot.tag)
 

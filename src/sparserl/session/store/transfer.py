@@ -145,8 +145,7 @@ class Upload:
         self._profiles.add(head.profile.name)
         self._entries += len(head.entries)
         if self.holdings is not None:
-            entries = head.entries
-            touched = self.holdings.touched(zip(entries.tensor.tolist(), entries.region, strict=True))
+            touched = self.holdings.touched(head.entries.places())
             self._touched.append(touched.holdings)
             self._refused |= touched.partly if head.profile.conditional else 0
         with self._wait():

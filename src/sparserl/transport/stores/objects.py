@@ -137,21 +137,20 @@ class ObjectStore:
     def _delete(self, paths: Sequence[str]) -> None:
         label = f"{self.url}: deleting {len(paths)} objects"
 
-        async def delete_all() -> None:
+        async def delete(what: str | Sequence[str]) -> bool:
+            """Whether nothing was found to be gone already."""
             try:
-                await _own(self._obstore.delete_async(self._store, paths))
+                await _own(self._obstore.delete_async(self._store, what))
             except Exception as error:
                 if not isinstance(self._translated(error, label), NotFound):
                     raise
-                # Azure says no more than that one object is gone, perhaps because this request is a repeated one.
-                await asyncio.gather(*map(delete_one, paths))
+                return False
+            return True
 
-        async def delete_one(path: str) -> None:
-            try:
-                await _own(self._obstore.delete_async(self._store, path))
-            except Exception as error:
-                if not isinstance(self._translated(error, label), NotFound):
-                    raise
+        async def delete_all() -> None:
+            if not await delete(paths):
+                # Azure says no more than that one object is gone, perhaps because this request is a repeated one.
+                await asyncio.gather(*map(delete, paths))
 
         self.retry.run(label, lambda: self._call(paths[0], delete_all))
 

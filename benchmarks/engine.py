@@ -454,24 +454,34 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _row(model: str, mode: str, ways: dict[str, dict[str, Any]]) -> str:
-    follow = ways["follow"]
+    follow = ways.get("follow", {})
+    syncs = follow.get("syncs", [])
     alone = ways.get("alone", {})
-    same = "equal" if follow["same_bits"] and follow["same_generations"] else "**differ**"
     cells = [
         f"{model}, {mode}",
         _number(alone.get("start_s")),
-        _number(follow["start_s"]),
-        *(_range(follow["syncs"], f"{stage}_ms") for stage in ("publish", "staged_after", "pause")),
-        _number(follow["late_ms"]),
-        _range(follow["syncs"], "audit_ms"),
+        _number(follow.get("start_s")),
+        *(_range(syncs, f"{stage}_ms") for stage in ("publish", "staged_after", "pause")),
+        _number(follow.get("late_ms")),
+        _range(syncs, "audit_ms"),
         *(_number(alone.get(key)) for key in ("memory_ms", "disk_ms")),
         _number(ways.get("ipc", {}).get("send_ms")),
-        same,
+        _verdict(follow),
     ]
     return f"| {' | '.join(cells)} |"
 
 
+def _verdict(follow: dict[str, Any]) -> str:
+    if not follow:
+        return ""
+    if "failed" in follow:
+        return "**failed**"
+    return "equal" if follow["same_bits"] and follow["same_generations"] else "**differ**"
+
+
 def _range(syncs: list[dict[str, Any]], key: str) -> str:
+    if not syncs:
+        return ""
     values = [sync[key] for sync in syncs]
     return f"{_number(min(values))} to {_number(max(values))}"
 

@@ -231,19 +231,21 @@ def test_digest_of_boxes(uint):
     dims, size, stride = columns(rows, 4)
     start = int64(*((0, 2**31 + 1, 2**40)[i % 3] + int(np.dot(r[0], r[2])) for i, r in enumerate(rows)))
     keys = rng.integers(0, 2**64, (len(rows), 2), np.uint64)
-    addresses, alive, expected = [], [], []
+    addresses, alive, expected, of_zeros = [], [], [], []
     for e, (_, box, strides, _) in enumerate(rows):
         bits = random_bits(rng, int(np.prod(box)), uint)
         at = [reference.locate(p, int(start[e]), tuple(box), tuple(strides)) for p in range(bits.size)]
         first, second = reference.mix(keys[e], np.array(at, np.uint64), bits)
         expected.append((int(first.sum(dtype=np.uint64)), int(second.sum(dtype=np.uint64))))
+        first, second = reference.mix(keys[e], np.array(at, np.uint64), np.zeros_like(bits))
+        of_zeros.append((int(first.sum(dtype=np.uint64)), int(second.sum(dtype=np.uint64))))
         buffer, address = unaligned(bits, e % 9)
         alive.append(buffer)
         addresses.append(address)
     tag, where = np.empty(0, uint), int64(*addresses)
-    assert tuple(map(int, cpu.changes.digest_boxes(tag, where, InTensor(start, dims, size, stride, keys)))) == add(
-        expected
-    )
+    in_tensor = InTensor(start, dims, size, stride, keys)
+    assert tuple(map(int, cpu.changes.digest_boxes(tag, where, in_tensor))) == add(expected)
+    assert tuple(map(int, cpu.changes.digest_zeros(in_tensor))) == add(of_zeros)
     for e, one in enumerate(expected[-5:], len(rows) - 5):
         it = slice(e, e + 1)
         box = InTensor(start[it], dims[it], size[it], stride[it], keys[it])

@@ -14,7 +14,7 @@ from ..parallel import Progress, ordered
 from ..plan import Changes, Dense, Draft
 from ..plan.routing import BUCKET_PAYLOAD_BYTES
 from ..weights.batches import Batch, batches
-from ..weights.digest import Digest, digest, sums, table_digest
+from ..weights.digest import Digest, digest, sums, table_digest, zero_sums
 from ..weights.dtypes import Bits
 from ..weights.holdings import Holdings
 from ..weights.local import LocalWeights
@@ -71,15 +71,12 @@ def snapshot(
     table = local.table
     names = (_CODED if coded else _AS_THEY_ARE,)
     table_hash = encoded_table(table).hash
-    nothing = np.zeros(BUCKET_PAYLOAD_BYTES, np.uint8)
     known_base = _digests_of_zeros.get(table_hash) if local.complete else None
 
     def encode(batch: Batch) -> _Part:
         addresses, owners = local.read(batch)
         bucket = plan.write(_draft(batch, addresses.tolist()), names, table_hash)
-        base = Digest()
-        if known_base is None:
-            base = sums(table, batch, np.full(len(batch), nothing.ctypes.data, np.int64))
+        base = zero_sums(table, batch) if known_base is None else Digest()
         result = sums(table, batch, addresses)
         del owners  # copies may go only now
         return _Part(bucket, base, result, batch.elements * batch.dtype.width)

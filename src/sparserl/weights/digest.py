@@ -103,6 +103,12 @@ def sums(table: TensorTable, batch: Batch, addresses: Numbers) -> Digest:
     return Digest(int(first), int(second))
 
 
+def zero_sums(table: TensorTable, batch: Batch) -> Digest:
+    """The element sums that a batch would have, if all its bits were zero."""
+    first, second = cpu.changes.digest_zeros(tensor_geometry(table, batch.tensor, batch.region).in_tensor)
+    return Digest(int(first), int(second))
+
+
 def element_sums(
     weights: LocalWeights, places: Iterable[Place], threads: int | None = None, progress: Progress | None = None
 ) -> Digest:

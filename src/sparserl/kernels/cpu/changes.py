@@ -24,6 +24,7 @@ from .llvm import (
     digest_blocks,
     digest_delta16,
     digest_delta_blocks,
+    digest_zero_blocks,
     falls16,
     highest,
     keep_alive,
@@ -166,6 +167,21 @@ def _digest_run(tag: Any, address: Any, size: Any, weyl: Any, key: Any) -> Any:
     return first, second
 
 
+@inline
+def _digest_zero_run(size: Any, weyl: Any, key: Any) -> Any:
+    """Both sums over consecutive zeros; `weyl` belongs to the first."""
+    first = np.uint64(0)
+    second = np.uint64(0)
+    blocks = size // 16
+    if blocks:
+        first, second = digest_zero_blocks(blocks, weyl, key)
+    for i in range(blocks * 16, size):
+        z = _mix(weyl + np.uint64(i) * _GOLDEN, key, np.uint64(0))
+        first += z
+        second += _turn(z)
+    return first, second
+
+
 @kernel
 def digest(tag: Any, address: Any, size: Any, start: Any, keys: Any) -> tuple[Any, Any]:
     """Both sums over a batch of runs: each is `size` consecutive elements of a tensor, the first at `start`."""
@@ -191,6 +207,33 @@ def _offset(p: Any, e: Any, regions: Any) -> Any:
     return out
 
 
+@inline
+def _elements_and_run(e: Any, boxes: Any) -> Any:
+    """How many elements a box has, and how many at a time are consecutive in the tensor."""
+    dims = boxes.dims[e]
+    inner = boxes.size[e, dims - 1]
+    elements = inner
+    for d in range(dims - 1):
+        elements *= boxes.size[e, d]
+    return elements, inner if boxes.stride[e, dims - 1] == 1 else np.int64(1)
+
+
+@kernel
+def digest_zeros(boxes: InTensor) -> tuple[Any, Any]:
+    """Both sums over a batch of boxes in which every bit is zero."""
+    keys = boxes.keys
+    first = np.uint64(0)
+    second = np.uint64(0)
+    for e in range(boxes.start.size):
+        elements, run = _elements_and_run(e, boxes)
+        for p in range(0, elements, run):
+            at = boxes.start[e] + _offset(p, e, boxes)
+            x, y = _digest_zero_run(run, keys[e, 0] + np.uint64(at) * _GOLDEN, keys[e, 1])
+            first += x
+            second += y
+    return first, second
+
+
 @kernel
 def digest_boxes(tag: Any, address: Any, boxes: InTensor) -> tuple[Any, Any]:
     """Both sums over a batch of boxes, whose bits lie in row-major order at addresses."""
@@ -199,14 +242,8 @@ def digest_boxes(tag: Any, address: Any, boxes: InTensor) -> tuple[Any, Any]:
     first = np.uint64(0)
     second = np.uint64(0)
     for e in range(boxes.start.size):
-        dims = boxes.dims[e]
-        inner = boxes.size[e, dims - 1]
-        rows = np.int64(1)
-        for d in range(dims - 1):
-            rows *= boxes.size[e, d]
-        whole = boxes.stride[e, dims - 1] == 1
-        run = inner if whole else np.int64(1)
-        for p in range(0, rows * inner, run):
+        elements, run = _elements_and_run(e, boxes)
+        for p in range(0, elements, run):
             at = boxes.start[e] + _offset(p, e, boxes)
             x, y = _digest_run(tag, address[e] + p * width, run, keys[e, 0] + np.uint64(at) * _GOLDEN, keys[e, 1])
             first += x

@@ -22,8 +22,8 @@ MUTANTS = (
     Mutant(
         "the digest forgets positions inside a block",
         "kernels/cpu/llvm.py",
-        "weyl = b.add(first, mix.constant(*(i * GOLDEN for i in range(mix.lanes))))",
-        "weyl = first",
+        "return b.add(start, self.constant(*(i * GOLDEN for i in range(self.lanes))))",
+        "return start",
         Tests("kernels/test_cpu_regions.py", "digest"),
     ),
     Mutant(

@@ -6,6 +6,27 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "announcements are followed without end",
+        "session/store/coming.py",
+        "if is_late or self._nbytes + blob.size > FLIGHT_BYTES:",
+        "if is_late:",
+        Tests("session/test_coming.py", "memory_allows"),
+    ),
+    Mutant(
+        "nothing is announced",
+        "session/store/run_writer.py",
+        "announced_base = base if self.writers.rank == 0 else None",
+        "announced_base = None",
+        Tests("session/test_coming.py", "before_the_head_moves and anchor"),
+    ),
+    Mutant(
+        "what is announced is believed",
+        "session/store/coming.py",
+        "except (SparserlError, CancelledError):",
+        "except CancelledError:",
+        Tests("session/test_coming.py", "could_not_be_fetched"),
+    ),
+    Mutant(
         "what receivers can take does not matter",
         "session/store/receivers.py",
         "return FOR_PARTS if self._have_parts and name not in PROFILES else name",

@@ -162,6 +162,21 @@ def test_a_request_for_the_head_is_held(tmp_path: Path) -> None:
     store.close()
 
 
+def test_what_is_announced_is_held_too(tmp_path: Path) -> None:
+    """Where nothing was ever announced, there is something to wait with; no cache keeps it."""
+    store, _ = begun(tmp_path)
+    with serving(tmp_path) as (url, _):
+        nothing = ask(url, "/coming.json")
+        assert (nothing.status, nothing.body, nothing.headers["cache-control"]) == (200, b"{}", "no-cache")
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ask, url, "/coming.json", if_none_match=nothing.headers["etag"], prefer="wait=9999")
+            time.sleep(0.2)
+            assert not waiting.done()
+            store.put("coming.json", b"something")
+            assert waiting.result().body == b"something"
+    store.close()
+
+
 def test_requests_are_written_down(tmp_path: Path) -> None:
     """One line for each: method, path, status, bytes."""
     folder = tmp_path / "store"

@@ -18,7 +18,7 @@ from ..errors import ChecksumMismatch, NotFound, SessionError, Unavailable
 from ..session import Subscriber, SyncReport
 from ..session.logs import log
 from ..session.receiver import StagedVersion
-from ..session.store.subscriber import StoreSnapshot
+from ..session.store.records import StoreSnapshot
 from ..targets.engine import EngineTarget, Members, MovedSums, PreparedEngine
 from ..weights.digest import Digest, table_digest
 from ..weights.shards import Place, require_whole

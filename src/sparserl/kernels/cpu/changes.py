@@ -227,8 +227,8 @@ def digest_zeros(boxes: InTensor) -> tuple[Any, Any]:
     for e in range(boxes.start.size):
         elements, run = _elements_and_run(e, boxes)
         for p in range(0, elements, run):
-            at = boxes.start[e] + _offset(p, e, boxes)
-            x, y = _digest_zero_run(run, keys[e, 0] + np.uint64(at) * _GOLDEN, keys[e, 1])
+            weyl = keys[e, 0] + np.uint64(boxes.start[e] + _offset(p, e, boxes)) * _GOLDEN
+            x, y = _digest_zero_run(run, weyl, keys[e, 1])
             first += x
             second += y
     return first, second

@@ -20,10 +20,10 @@ from ..options import require_timeout
 from ..receiver import RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from ..store import routes, transfer
-from ..store.records import RouteStep
+from ..store.records import RouteStep, StoreSnapshot
 from ..store.side_files import StoredFiles
 from ..store.signing import PublicKeys
-from ..store.subscriber import StoreSnapshot, Subscriber
+from ..store.subscriber import Subscriber
 from . import rounds
 from .incoming import IncomingVersion
 from .rounds import Round

@@ -468,8 +468,8 @@ class Publisher:
             with watch.stage("encode"):
                 return changes.encode(link=encoding.link, to=upload.bucket_list(), threads=encoding.threads)
 
-        patch, sent = self._run_writer.send(committed.run, encode, watch)
         head = committed.head
+        patch, sent = self._run_writer.send(committed.run, encode, watch, head.digest)
         if sent.manifest.base != head.digest:
             self._run_writer.committed = None
             raise SessionError("the baseline is not the last version any more; the next publish begins a new run")

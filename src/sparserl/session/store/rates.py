@@ -65,10 +65,9 @@ class RecentRates:
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)
 
-    def add(self, meter: RateMeter) -> None:
-        """One more transfer."""
-        if (rate := meter.rate) is not None:
-            self._rates.append(rate)
+    def add(self, *meters: RateMeter) -> None:
+        """Some more transfers."""
+        self._rates += [meter.rate for meter in meters if meter.rate is not None]
 
     @property
     def extremes(self) -> Rates | None:

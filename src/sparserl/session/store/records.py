@@ -398,6 +398,16 @@ class Index:
         return index
 
 
+@dataclass(frozen=True)
+class StoreSnapshot:
+    """What a store has at a time: the head and its tag, and what the head leads to."""
+
+    head: HeadRecord
+    tag: str
+    run: RunRecord
+    index: Index
+
+
 def file_name(name: str) -> str:
     """A name under which a file can travel: a path below the checkpoint, and nowhere else."""
     try:

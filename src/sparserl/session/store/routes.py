@@ -88,6 +88,11 @@ def versions(steps: Iterable[RouteStep]) -> dict[int, Digest]:
     return {step.version: step.digest for step in steps}
 
 
+def span(digests: Collection[int]) -> str:
+    """Some versions, in words."""
+    return f"versions {min(digests)} to {max(digests)}" if digests else "none"
+
+
 def retained(steps: Sequence[RouteStep], anchors: int, needed: Collection[int], most: int) -> tuple[RouteStep, ...]:
     """The steps that are worth keeping: the last anchors, what builds on the oldest of them, and what leases need.
 

@@ -12,11 +12,13 @@ from ...errors import FormatError, NotFound, SessionError
 from ...parallel import Progress
 from ...patch import Patch
 from ...transport.stores.base import Store, exists
+from ...weights.digest import Digest
 from ...weights.holdings import Holdings
 from ...weights.table import TensorTable
 from ..baseline import Baseline
 from ..report import SyncReport, Watch
 from . import side_files, transfer
+from .coming import NOTHING
 from .head import HeadMove, HeadWriter, Steps
 from .leases import Lease
 from .rates import MeasuredLink
@@ -84,9 +86,11 @@ class RunWriter:
         return self.writers.lead("begin", begin, RunRecord.to_bytes, lambda data: RunRecord.parse(data, "the run"))
 
     def send(
-        self, run: RunRecord, encode: Callable[[transfer.Upload], Patch], watch: Watch
+        self, run: RunRecord, encode: Callable[[transfer.Upload], Patch], watch: Watch, base: Digest = NOTHING
     ) -> tuple[Patch, transfer.UploadedPatch]:
         """Every rank encodes and uploads what it has; when all of it is there, the manifest is written.
+
+        base: the digest of the version that the patch starts from.
 
         Returns:
             The patch of this rank, and what all ranks have uploaded.
@@ -97,7 +101,10 @@ class RunWriter:
         def send_share() -> transfer.UploadedPatch:
             wait = functools.partial(watch.stage, "upload")
             holdings = self.holdings_for(run.layout)
-            with transfer.Upload(self.store, run.run, place, run.layout, self._progress, wait, holdings) as upload:
+            announced_base = base if self.writers.rank == 0 else None
+            with transfer.Upload(
+                self.store, run.run, place, run.layout, self._progress, wait, holdings, announced_base
+            ) as upload:
                 patches.append(encode(upload))
                 share = upload.finish(patches[0])
             self.measured_link.uploads.add(upload.meter)

@@ -11,11 +11,10 @@ from ...errors import SessionError
 from ...sources.checkpoint_files import files_left_behind, travelling_files
 from ...sources.modules import files_of
 from ...transport.stores.base import Store, fetch
-from ...transport.stores.deadline import Transfers
+from ...transport.stores.deadline import AT_ONCE, FLIGHT_BYTES, Transfers
 from ..logs import log
 from .fields import sha256
 from .records import MOST_FILE, Blob, StoredFile, file_name, require_files, require_hash
-from .transfer import AT_ONCE, FLIGHT_BYTES
 
 Contents = Mapping[str, bytes | Path]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import InvalidField, NotFound, NotRetained, StoreError, Unavailable, Untrusted, WrongBase
@@ -19,7 +18,6 @@ from ...targets import Change, Prepared
 from ...transport.stores.base import Store, StoredObject
 from ...transport.stores.deadline import current, within
 from ...transport.stores.opening import open_store
-from ...weights.digest import Digest
 from ...weights.table import TensorTable
 from ..arrival import Arrival
 from ..callbacks import Callback
@@ -28,28 +26,20 @@ from ..options import CommitHooks, require_callable
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
+from .coming import NOTHING, BucketsAhead
 from .fields import checked_clock
 from .holding_records import OwnHolding
 from .layouts import run_at
+from .manifests import Manifest
 from .neighbours import NeighbourOptions, Served
 from .own_lease import OwnLease
 from .rates import RecentRates
-from .records import HEAD, HeadRecord, Index, RouteStep, RunRecord, run_id
+from .records import HEAD, Blob, HeadRecord, RouteStep, RunRecord, StoreSnapshot, run_id
 from .retention import read_head, read_index, read_run
 from .side_files import StoredFiles
 from .signing import PublicKeys
 
 _REPLANS = 4  # times that a route is planned anew because objects of it went away
-
-
-@dataclass(frozen=True)
-class StoreSnapshot:
-    """What the store has at a time: the head, and what it leads to."""
-
-    head: HeadRecord
-    tag: str
-    run: RunRecord
-    index: Index
 
 
 class Subscriber(Receiver):
@@ -145,6 +135,7 @@ class Subscriber(Receiver):
         self._awaited_head: StoredObject | None = None  # for the next look at the store
         self._unfinished: transfer.Fetch | None = None  # what was fetched when a store failed in the middle
         self._holding = OwnHolding(self.targets)
+        self._ahead = BucketsAhead(self.store, self._coming_buckets)
 
     @property
     def served_url(self) -> str | None:
@@ -202,7 +193,7 @@ class Subscriber(Receiver):
         number = head.version if version is None else version
         digests = routes.versions(snapshot.index.steps)
         if number not in digests:
-            raise NotRetained(f"version {number} is not in the store; it has {_span(digests)}")
+            raise NotRetained(f"version {number} is not in the store; it has {routes.span(digests)}")
         return snapshot, RunVersion(head.run, head.created, number, digests[number])
 
     def sync(self, version: int | None = None) -> SyncReport | None:
@@ -253,7 +244,7 @@ class Subscriber(Receiver):
         trouble = TroubleLog(self.store.url)
         awaited_head = None
         known = self._snapshot
-        with within(timeout) as deadline:
+        with within(timeout) as deadline, self._ahead.running():
             while stop is None or not stop():
                 try:
                     with self._turn:
@@ -410,10 +401,15 @@ class Subscriber(Receiver):
         if any(target.keeps_files for target in self.targets) and (is_anchor or self._files_change(snapshot, goal)):
             files = StoredFiles(self.store, snapshot.index.files_of(goal.version, run))
         with watch.stage("fetch"):
-            route = [(step, run.layout) for step in steps]
-            holding = self._holding.name(self._table)
-            begun = self._unfinished
-            fetch = transfer.Fetch(self.store, run.run, route, self._progress, begun=begun, holding=holding)
+            fetch = transfer.Fetch(
+                self.store,
+                run.run,
+                [(step, run.layout) for step in steps],
+                self._progress,
+                begun=self._unfinished,
+                holding=self._holding.name(self._table),
+                ahead=self._ahead,
+            )
 
         def prepare() -> list[Prepared]:
             patches = [] if is_anchor else fetch.patches
@@ -445,7 +441,8 @@ class Subscriber(Receiver):
         try:
             with watch.stage("fetch"):
                 fetch.fetch_into(arrival)
-                self._rates.add(fetch.meter)
+                self._rates.add(fetch.meter, self._ahead.meter)
+                self._ahead.clear()
             with watch.stage("stage"):
                 prepared = arrival.finish()
         except BaseException:
@@ -457,6 +454,13 @@ class Subscriber(Receiver):
             raise
         self._unfinished = None
         return prepared
+
+    def _coming_buckets(self, coming: Manifest) -> tuple[Blob, ...]:
+        """The buckets that are needed of a patch that may become the next version."""
+        current = self._current
+        is_first = current is None and self._snapshot is None and coming.base == NOTHING
+        is_next = current is not None and (coming.run, coming.base) == (current.run, current.digest)
+        return coming.for_holding(self._holding.name(self._table)) if is_first or is_next else ()
 
     def _files_change(self, snapshot: StoreSnapshot, goal: RunVersion) -> bool:
         """Whether a version has other files than the one that is held, as far as the store can tell."""
@@ -494,7 +498,3 @@ class Subscriber(Receiver):
         except StoreError:
             current().sleep(1.0)
             return None
-
-
-def _span(digests: dict[int, Digest]) -> str:
-    return f"versions {min(digests)} to {max(digests)}" if digests else "none"

@@ -17,22 +17,21 @@ from ...parallel import Progress
 from ...patch import Patch
 from ...patch.contents import Bucket, BucketList, Ends
 from ...patch.slicing import PROFILES
-from ...transport.stores.base import Store, fetch
-from ...transport.stores.deadline import Transfers
+from ...transport.stores.base import Store
+from ...transport.stores.deadline import AT_ONCE, FLIGHT_BYTES, Transfers
 from ...weights.digest import Digest, table_digest
 from ...weights.holdings import Holdings
 from ...weights.table import TensorTable
 from ...wire import encoded_table, limits, read_bucket
 from ...wire.cursor import CHECKSUM_BYTES
 from ..arrival import Arrival, ArrivingPatch
+from .coming import Announcer, BucketsAhead, fetch_bucket
 from .fields import canonical, sha256
 from .manifests import Manifest
 from .rates import RateMeter
-from .records import Blob, RouteStep, get_named, path, require_hash
+from .records import Blob, RouteStep, get_named, path
 
 R = TypeVar("R")
-AT_ONCE = 8  # transfers
-FLIGHT_BYTES = 128 << 20  # of buckets that are fetched ahead; one that is larger comes alone
 _ENTRY_BYTES = 512  # more than an entry takes besides its changes
 _BUCKET_BYTES = 1 << 15  # more than a bucket takes besides its entries
 
@@ -99,6 +98,8 @@ class Upload:
         progress: Called with the number of bytes just written.
         wait: Entered while an encoder has to wait because too much is on its way.
         holdings: The holdings of receivers: which of them each bucket is for is written to the manifest.
+        announced_base: The digest of the version that the patch starts from, to announce buckets to those who hold it;
+            zero to announce an anchor to those who hold nothing, None to announce nothing.
     """
 
     def __init__(
@@ -110,10 +111,15 @@ class Upload:
         progress: Progress | None = None,
         wait: Callable[[], AbstractContextManager[None]] = nullcontext,
         holdings: Holdings | None = None,
+        announced_base: Digest | None = None,
     ) -> None:
         self._store = store
         self._manifest = Manifest(run, place, Digest(), Digest(), 0, ())
+        self._announcer: Announcer | None = None
+        if announced_base is not None:
+            self._announcer = Announcer(store, replace(self._manifest, base=announced_base))
         self.holdings = holdings
+        self._holding_names = () if holdings is None else holdings.names
         self._touched: list[int] = []  # by each bucket
         self._refused = 0  # holdings that cannot take a bucket, since they have a part of what it takes to decode it
         self._table = table
@@ -144,12 +150,14 @@ class Upload:
         head, _ = read_bucket(body, self._table, encoded_table(self._table).hash, "a bucket that was encoded")
         self._profiles.add(head.profile.name)
         self._entries += len(head.entries)
+        mark = 0
         if self.holdings is not None:
             touched = self.holdings.touched(head.entries.places())
-            self._touched.append(touched.holdings)
+            mark = touched.holdings
+            self._touched.append(mark)
             self._refused |= touched.partly if head.profile.conditional else 0
         with self._wait():
-            self._sink.add(bucket, len(bucket))
+            self._sink.add((bucket, mark), len(bucket))
 
     def add_all(self, patch: Patch) -> Patch:
         """Write all buckets of a patch that is encoded already."""
@@ -162,7 +170,7 @@ class Upload:
         with self._wait():
             self._sink.finish()
         terms = table_digest(self._table) if patch.complete else Digest()
-        names = () if self.holdings is None else self.holdings.names
+        names = self._holding_names
         manifest = replace(
             self._manifest,
             base=patch.base - terms,
@@ -175,10 +183,13 @@ class Upload:
         takers = tuple(name for number, name in enumerate(names) if not self._refused >> number & 1)
         return UploadedPatch(manifest, frozenset(self._profiles), self._entries, takers)
 
-    def _put(self, bucket: Bucket) -> Blob:
+    def _put(self, row: tuple[Bucket, int]) -> Blob:
+        bucket, mark = row
         blob = Blob(sha256(bucket), len(bucket))
         with self.meter.transfer(blob.size):
             self._store.put(self._manifest.bucket(blob), bucket)
+        if self._announcer is not None:
+            self._announcer.add(blob, mark, self._holding_names)
         return blob
 
     def _written(self, blob: Blob) -> None:
@@ -246,6 +257,7 @@ class Fetch:
         restore: Whether an anchor becomes weights as it arrives (see `ArrivingPatch.restored`), instead of being kept.
         begun: An earlier fetch that has failed; what it has fetched of the same steps is not fetched again.
         holding: The name of the parts that are here: buckets that change nothing in them are left out. None for all.
+        ahead: Buckets that were fetched before.
     """
 
     def __init__(
@@ -258,8 +270,10 @@ class Fetch:
         restore: bool = True,
         begun: Fetch | None = None,
         holding: str | None = None,
+        ahead: BucketsAhead | None = None,
     ) -> None:
         self._holding = holding
+        self._ahead = ahead
         self._store = store
         self._run = run
         self._progress = progress
@@ -314,10 +328,9 @@ class Fetch:
 
             def get(row: tuple[int, Manifest, Blob]) -> tuple[int, bytes]:
                 number, manifest, blob = row
-                name = manifest.bucket(blob)
-                with self.meter.transfer(blob.size):
-                    data = fetch(self._store, name, blob.size, ranges)
-                require_hash(data, blob.hash, name)
+                data = None if self._ahead is None else self._ahead.take(manifest, blob)
+                if data is None:
+                    data = fetch_bucket(self._store, manifest, blob, self.meter, ranges)
                 return number, data
 
             for number, bucket in transfers.ahead(get, missing, lambda row: row[2].size, FLIGHT_BYTES):

@@ -1,8 +1,8 @@
 """The ASGI application of `sparserl serve`: the objects of a folder, the head, `/auth` and `/metrics`.
 
-Objects never change, so that caches may keep them for ever; only the head is revalidated. A request for the head that
-names the tag it knows (`If-None-Match`) and how long it would wait (`Prefer: wait=20`) is held until there is another
-head.
+Objects never change, so that caches may keep them for ever; only the head and what is announced are revalidated. A
+request for one of these that names the tag it knows (`If-None-Match`) and how long it would wait (`Prefer: wait=20`) is
+held until there is another.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ...errors import InvalidField, SparserlError
-from ..stores.base import require_name
+from ..stores.base import COMING, require_name
 from .connections import ADMIT, MAX_HEADER_BYTES
-from .head import HEAD, HeadWatcher, ServedHead, open_object
+from .head import HeadWatcher, ServedHead, open_object
 from .responses import (
     FileRange,
     content_headers,
@@ -92,6 +92,7 @@ class App:
     ) -> None:
         self.root = root
         self.head = HeadWatcher(root)
+        self.coming = HeadWatcher(root, COMING, missing=b"{}")
         self.metrics = ServerMetrics()
         self._record = record
         self._fill = fill
@@ -145,7 +146,10 @@ class App:
             return refusal(404)
         if "leases" in name.split("/"):
             return refusal(404)
-        return await (self._respond_head(request) if name == HEAD else self._respond_object(request, name))
+        for watcher in (self.head, self.coming):
+            if name == watcher.name:
+                return await self._respond_watched(request, watcher)
+        return await self._respond_object(request, name)
 
     def _reject(self, request: Request, target: str) -> Response | None:
         """The response to a request that is too long or has no right token."""
@@ -169,9 +173,9 @@ class App:
         text = self.metrics.text(await asyncio.to_thread(self.head.read), self.head.waiting)
         return Response(text, headers={"Cache-Control": "no-store", "Content-Type": _EXPOSITION})
 
-    async def _respond_head(self, request: Request) -> Response:
+    async def _respond_watched(self, request: Request, watcher: HeadWatcher) -> Response:
         wait = wait_seconds(request) if request.method == "GET" else 0.0
-        head = await self.head.wait_while(lambda tag: knows(request, tag), wait, request.is_disconnected)
+        head = await watcher.wait_while(lambda tag: knows(request, tag), wait, request.is_disconnected)
         if head is None:
             return refusal(404)
         headers = {"ETag": head.tag, "Cache-Control": "no-cache"}
@@ -181,7 +185,7 @@ class App:
         bytes_ = requested_range(request, total, head.tag)
         if bytes_ is None:
             return range_refusal(total)
-        headers |= content_headers(HEAD, bytes_, total)
+        headers |= content_headers(watcher.name, bytes_, total)
         return Response(head.data[bytes_.start :][: bytes_.size], bytes_.status(total), headers)
 
     async def _respond_object(self, request: Request, name: str) -> Response:

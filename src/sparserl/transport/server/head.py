@@ -1,4 +1,4 @@
-"""The head of a served folder, and requests that wait for another one."""
+"""The objects of a served folder that change, and requests that wait for that."""
 
 from __future__ import annotations
 
@@ -43,12 +43,20 @@ class ServedHead(NamedTuple):
 
 
 class HeadWatcher:
-    """Reads the head. While requests wait for another one, a single task looks at the file for all of them."""
+    """Reads the head. While requests wait for another one, a single task looks at the file for all of them.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: the folder.
+        name: the name of another object to watch.
+        missing: what is served where there is no such object; None for nothing.
+    """
+
+    def __init__(self, root: Path, name: str = HEAD, missing: bytes | None = None) -> None:
         self.closing = False
         self.waiting = 0
+        self.name = name
         self._root = root
+        self._missing = None if missing is None else _served(missing)
         self._newest: ServedHead | None = None
         self._change: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
@@ -85,7 +93,7 @@ class HeadWatcher:
             try:
                 head = await asyncio.to_thread(self.read)
             except OSError as error:
-                _log.error("%s cannot be read: %s", HEAD, error)
+                _log.error("%s cannot be read: %s", self.name, error)
                 head = seen
             if head != seen or self.closing:
                 seen = head
@@ -99,15 +107,19 @@ class HeadWatcher:
 
     def read(self) -> ServedHead | None:
         """The head as it is now; None if there is none."""
-        file = open_object(self._root, HEAD)
+        file = open_object(self._root, self.name)
         if file is None:
-            return None
+            return self._missing
         with file:
             size = os.fstat(file.fileno()).st_size
             if size > _MAX_HEAD_BYTES:
                 raise OSError(f"it has {size} bytes; at most {_MAX_HEAD_BYTES} are served")
             data = os.pread(file.fileno(), size, 0)
-        return ServedHead(data, f'"{hashlib.sha256(data).hexdigest()}"')
+        return _served(data)
+
+
+def _served(data: bytes) -> ServedHead:
+    return ServedHead(data, f'"{hashlib.sha256(data).hexdigest()}"')
 
 
 def open_object(root: Path, name: str) -> io.FileIO | None:

@@ -23,6 +23,7 @@ R = TypeVar("R")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _HASH = re.compile(r"[0-9a-f]{64}")
 MAX_NAME = 400
+COMING = "coming.json"  # what is announced of the next version
 RANGE_BYTES = 8 << 20  # larger objects are read in ranges of this size, several at once
 MAX_WATCHED_BYTES = 1 << 20  # of an object whose changes are awaited: it is read each time
 
@@ -45,7 +46,8 @@ class ObjectInfo(NamedTuple):
 class Store(Protocol):
     """Named objects. `FolderStore`, `ObjectStore` and `WebStore` have these methods, and others may.
 
-    `sparserl.testing` has a suite of tests that every store passes.
+    `sparserl.testing` has a suite of tests that every store passes. A store in which waiting for a change costs next to
+    nothing may say so by `announces = True`: then publishers announce there what is coming.
     """
 
     url: str

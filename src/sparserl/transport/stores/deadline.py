@@ -22,6 +22,8 @@ from ...parallel import ReadAhead
 
 T = TypeVar("T")
 R = TypeVar("R")
+AT_ONCE = 8  # transfers
+FLIGHT_BYTES = 128 << 20  # of objects that are on their way at a time; one that is larger comes alone
 SLICE = 0.2  # seconds after which a wait checks whether it should go on
 
 
@@ -150,8 +152,12 @@ class Transfers:
         """`ahead` for items that are given one by one."""
         return Sink(self._submit(work), ReadAhead(2 * self._threads, max_bytes), on_result, self._label)
 
+    def submit(self, work: Callable[[T], R], item: T) -> Future[R]:
+        """Begin one transfer."""
+        return self._pool.submit(self._deadline.run, work, item)
+
     def _submit(self, work: Callable[[T], R]) -> Callable[[T], Future[R]]:
-        return lambda item: self._pool.submit(self._deadline.run, work, item)
+        return lambda item: self.submit(work, item)
 
 
 class Sink(Generic[T, R]):

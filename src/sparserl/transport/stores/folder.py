@@ -40,6 +40,7 @@ class FolderStore:
     """
 
     writable = True
+    announces = True
 
     def __init__(self, path: str | os.PathLike[str], wait: float = 10.0) -> None:
         self.root = Path(path).absolute()

@@ -45,6 +45,7 @@ class MirrorStore:
     def __init__(self, store: Store, folder: str | os.PathLike[str], head: str) -> None:
         self.url = store.url
         self.writable = store.writable
+        self.announces = getattr(store, "announces", False)
         self._lock = _own(Path(folder), store)
         self.folder = FolderStore(folder)
         self._store = store

@@ -28,6 +28,7 @@ class NearestStore:
     def __init__(self, store: Store, neighbours: Sequence[Store]) -> None:
         self.url = store.url
         self.writable = store.writable
+        self.announces = getattr(store, "announces", False)
         self.origin = store
         self._neighbours = neighbours
         self._failures: Counter[str] = Counter()  # in a row, by the URL of a neighbour

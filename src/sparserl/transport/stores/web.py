@@ -35,6 +35,7 @@ class WebStore:
     """A folder of a web server."""
 
     writable = False
+    announces = True
 
     def __init__(self, url: str, *, token: str | None, retry: Retry, options: dict[str, Any]) -> None:
         self.url = without_password(url)

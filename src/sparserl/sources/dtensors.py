@@ -1,4 +1,4 @@
-"""Weights of a module whose parameters are DTensors: FSDP2, HSDP, tensor parallel, or several of these at once.
+"""Weights of a sharded module: DTensors (FSDP2, HSDP, tensor parallel, or several of these), FSDP1, ZeRO-3.
 
 A rank publishes its own shard of each tensor. If several ranks hold the same shard, the one at coordinate 0 of every
 replicated mesh dimension publishes it. Nothing is gathered.
@@ -7,7 +7,7 @@ replicated mesh dimension publishes it. Nothing is gathered.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..errors import TensorMismatch, UnsupportedTensor
@@ -16,6 +16,8 @@ from ..weights.shards import Part, Shards
 from ..weights.staging import lazy_bits
 from ..weights.table import TensorTable
 from ..weights.tensors import tensor_table
+from .flat_shards import FlatShard, flattened_tensors, partition
+from .layout import boxes
 
 Spans = list[tuple[int, int]]  # runs of indices: the first, and how many
 Cast = Callable[[str], Any]
@@ -32,34 +34,53 @@ class ShardedSource:
 
     def weights(self) -> Shards:
         """The parts of this rank."""
-        import torch
+        tensors = flattened_tensors(self._module)
+        if tensors is None:
+            tensors = self._module.state_dict(keep_vars=True)  # makes FSDP2 reshard its parameters
+        return shards_of(tensors, self._group, self._cast, self._table)
 
-        tensors = self._module.state_dict(keep_vars=True)  # makes FSDP2 reshard its parameters
-        dtypes = {name: self._cast_dtype(name, tensor) for name, tensor in tensors.items()}
-        published = {
-            name: tensor if dtypes[name] is None else torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
-            for name, tensor in tensors.items()
-        }
-        table = tensor_table(published)  # refuses what is not a tensor
-        parts = []
-        first_rank, rank = _ranks(self._group)
-        for name, tensor in tensors.items():
-            for region, data in _owned(name, tensor, first_rank, rank):
-                parts.append(Part(name, region, data if dtypes[name] is None else lazy_bits(data, dtypes[name])))
-        return Shards(table if self._table is None else self._table, parts)
 
-    def _cast_dtype(self, name: str, tensor: Any) -> Any:
-        """The dtype that a parameter is cast to; None if its bits are published as they are."""
-        from torch.nn import Parameter
+def shards_of(
+    tensors: Mapping[str, Any], group: Any = None, cast: Cast | None = None, table: TensorTable | None = None
+) -> Shards:
+    """The parts that this rank publishes of tensors as a sharded module has them; see `fsdp`."""
+    import torch
 
-        if self._cast is None or not isinstance(tensor, Parameter) or not tensor.is_floating_point():
-            return None
-        dtype = self._cast(name)
-        return None if dtype == tensor.dtype else dtype
+    tensors = {name: partition(name, tensor) for name, tensor in tensors.items()}
+    dtypes = {name: _cast_dtype(name, tensor, cast) for name, tensor in tensors.items()}
+    published = {name: _published(tensor, dtypes[name], torch) for name, tensor in tensors.items()}
+    published_table = tensor_table(published)  # refuses what is not a tensor
+    parts = []
+    first_rank, rank = _ranks(group)
+    for name, tensor in tensors.items():
+        for region, data in _owned(name, tensor, first_rank, rank):
+            parts.append(Part(name, region, data if dtypes[name] is None else lazy_bits(data, dtypes[name])))
+    return Shards(published_table if table is None else table, parts)
+
+
+def _cast_dtype(name: str, tensor: Any, cast: Cast | None) -> Any:
+    """The dtype that a parameter is cast to; None if its bits are published as they are."""
+    from torch.nn import Parameter
+
+    if cast is None or not isinstance(tensor, Parameter | FlatShard) or not tensor.dtype.is_floating_point:
+        return None
+    dtype = cast(name)
+    return None if dtype == tensor.dtype else dtype
+
+
+def _published(tensor: Any, dtype: Any, torch: Any) -> Any:
+    """A tensor of the shape and the dtype that are published."""
+    if dtype is None and not isinstance(tensor, FlatShard):
+        return tensor
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
 
 
 def _owned(name: str, tensor: Any, first_rank: int, rank: int) -> Iterator[tuple[Region, Any]]:
     """The regions of a tensor that this rank publishes, and their memory."""
+    if isinstance(tensor, FlatShard):
+        if first_rank in tensor.ranks:
+            yield from _flat_regions(tensor)
+        return
     if not hasattr(tensor, "device_mesh") or not tensor.numel():
         if rank == first_rank:
             yield whole(tuple(tensor.shape)), tensor.detach() if tensor.numel() else _empty(tensor)
@@ -78,6 +99,14 @@ def _owned(name: str, tensor: Any, first_rank: int, rank: int) -> Iterator[tuple
     if any(p.is_replicate() and index for p, index in zip(tensor.placements, coordinate, strict=True)):
         return
     yield from _shard_regions(name, tensor, coordinate)
+
+
+def _flat_regions(shard: FlatShard) -> Iterator[tuple[Region, Any]]:
+    """The regions of a parameter that a range of its flattened elements consists of, and their memory."""
+    offset = 0
+    for box in boxes(shard.shape, shard.start, shard.start + shard.data.numel()):
+        yield box, shard.data[offset : offset + box.numel].view(box.size)
+        offset += box.numel
 
 
 def _ranks(group: Any) -> tuple[int, int]:
@@ -153,13 +182,14 @@ def _with_offsets(spans: Spans) -> Iterator[tuple[int, int, int]]:
 
 
 def fsdp(module: Any, *, group: Any = None, cast: Any = None, table: TensorTable | None = None) -> ShardedSource:
-    """The shards that this rank publishes of a module whose parameters are DTensors, with any placements on any mesh.
+    """The shards that this rank publishes of a sharded module: DTensors with any placements on any mesh, FSDP1, ZeRO-3.
 
-    Tensors that are not DTensors must be the same on every rank: the first rank of the group publishes them. Tied
+    Tensors that are not sharded must be the same on every rank: the first rank of the group publishes them. Tied
     weights appear under every name that they have.
 
     Args:
-        module: the sharded module: FSDP2, HSDP, tensor parallel, or several of these.
+        module: the sharded module: FSDP2, HSDP, tensor parallel, or several of these; the outermost module of FSDP1,
+            with `use_orig_params` or without; the module of a DeepSpeed engine with ZeRO-3.
         group: the process group of the ranks that hold the module; by default all ranks. A pipeline stage has its own.
         cast: the dtype to publish if training keeps wider parameters: a torch dtype for all floating-point parameters,
             or a function from a name to a dtype, or to None for a parameter that is published as it is.
@@ -169,7 +199,7 @@ def fsdp(module: Any, *, group: Any = None, cast: Any = None, table: TensorTable
         A source of the parts of this rank. Every rank publishes its own, with `writers`.
 
     Raises:
-        UnsupportedTensor: the object is not a torch module.
+        UnsupportedTensor: the object is not a torch module. Its `weights` raises it for shards that cannot be read.
 
     >>> model = fully_shard(model)                                                                 # doctest: +SKIP
     >>> source = sparserl.sources.fsdp(model, cast=torch.bfloat16)                                 # doctest: +SKIP

@@ -12,6 +12,7 @@ from ..weights.memory import Weights
 from ..weights.shards import Shards
 from ..weights.staging import lazy_bits
 from .casting import Cast, cast_of
+from .flat_shards import refuse_flat_shards
 
 
 @runtime_checkable
@@ -102,7 +103,12 @@ class ModuleSource:
         self._cast = cast
 
     def weights(self) -> Weights:
-        """All tensors of the module's `state_dict`."""
+        """All tensors of the module's `state_dict`.
+
+        Raises:
+            UnsupportedTensor: The module has no whole tensors, since FSDP1 or ZeRO-3 has sharded it.
+        """
+        refuse_flat_shards(self._module)
         return {name: self._published(name, value) for name, value in self._module.state_dict(keep_vars=True).items()}
 
     def published_as(self, cast: Cast | None) -> ModuleSource:

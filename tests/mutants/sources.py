@@ -19,4 +19,25 @@ MUTANTS = (
         ("first = plan.first[changes.rows]\nself.words[:] = 0"),
         Tests("sources/test_track.py", "add_up"),
     ),
+    Mutant(
+        "flat shards are put at the beginning of their parameters",
+        "sources/dtensors.py",
+        "boxes(shard.shape, shard.start, shard.start + shard.data.numel())",
+        "boxes(shard.shape, 0, shard.data.numel())",
+        Tests("sources/test_flat_shards.py", "partitions_of_zero3"),
+    ),
+    Mutant(
+        "the padding of a partition is published",
+        "sources/flat_shards.py",
+        "count = min(data.ds_numel, max(0, parameter.ds_numel - start))",
+        "count = data.ds_numel",
+        Tests("sources/test_flat_shards.py", "partitions_of_zero3"),
+    ),
+    Mutant(
+        "of two tensors that get one name, one is dropped whatever its bits are",
+        "sources/renaming.py",
+        "return bool(mine.address) and mine[:4] == others[:4]",
+        "return mine[:2] == others[:2]",
+        Tests("sources/test_renaming.py", "tied or cannot_be_meant"),
+    ),
 )

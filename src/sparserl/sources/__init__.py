@@ -13,6 +13,7 @@ from .megatron_core import Ranks, megatron
 from .megatron_map import Family, GroupRows, Row
 from .modules import ModuleSource, PublishedSource, Source, module
 from .quantize import Blockwise, QuantizedSource, fp8_blockwise, int8, linear_weights, quantized
+from .renaming import RenamedSource, renamed
 from .tracker import Tracker, track
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "PublishedSource",
     "QuantizedSource",
     "Ranks",
+    "RenamedSource",
     "Row",
     "ShardedSource",
     "Slice",
@@ -46,6 +48,7 @@ __all__ = [
     "module",
     "open_checkpoint",
     "quantized",
+    "renamed",
     "require_cover",
     "track",
 ]

@@ -27,24 +27,28 @@ class FlatShard(NamedTuple):
     ranks: list[int]  # the ranks that have the parameter together
 
 
+def sharding_of(module: Any) -> str | None:
+    """What has sharded a module so that it has no whole tensors: FSDP1 or ZeRO-3; None if neither has."""
+    if next(_fsdp1_modules(module), None) is not None:
+        return "FSDP1"
+    for parameter in module.parameters() if hasattr(module, "parameters") else ():
+        if _is_flattened(parameter):
+            return "FSDP1"
+        if is_partitioned(parameter):
+            return "DeepSpeed ZeRO-3"
+    return None
+
+
 def refuse_flat_shards(module: Any) -> None:
     """Refuse a module that has no whole tensors; without this, its shards would pass for them.
 
     Raises:
         UnsupportedTensor: It is a module of FSDP1 or ZeRO-3, or a part of one.
     """
-    if not callable(getattr(module, "named_parameters", None)):
-        return
-    kind = "FSDP1" if next(_fsdp1_modules(module), None) is not None else None
-    for name, parameter in () if kind else module.named_parameters():
-        if _is_partitioned(parameter):
-            kind = "DeepSpeed ZeRO-3"
-        elif _is_flattened(parameter):
-            raise _inside_fsdp1(name)
-    if kind is not None:
+    if (kind := sharding_of(module)) is not None:
         raise UnsupportedTensor(
             f"{type(module).__name__} is sharded by {kind}, so that it has no whole tensors: publish "
-            "sparserl.sources.fsdp(model) on every rank"
+            "sparserl.sources.fsdp(model) on every rank, where `model` is the outermost module"
         )
 
 
@@ -84,7 +88,7 @@ def partition(name: str, parameter: Any) -> Any:
     """
     if _is_flattened(parameter):
         raise _inside_fsdp1(name)
-    if not _is_partitioned(parameter):
+    if not is_partitioned(parameter):
         return parameter
     import torch.distributed as dist
 
@@ -100,7 +104,8 @@ def partition(name: str, parameter: Any) -> Any:
     return FlatShard(tuple(parameter.ds_shape), parameter.dtype, start, data.detach()[:count], ranks)
 
 
-def _is_partitioned(tensor: Any) -> bool:
+def is_partitioned(tensor: Any) -> bool:
+    """Whether a tensor is a parameter that ZeRO-3 has partitioned."""
     return hasattr(tensor, "ds_id") and hasattr(tensor, "ds_tensor")
 
 

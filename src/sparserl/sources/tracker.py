@@ -36,6 +36,7 @@ from ..weights.table import TensorTable
 from ..weights.tensors import memories, table_of
 from .casting import Cast, cast_of
 from .modules import ModuleSource, Source, files_of, module
+from .renaming import RenamedSource
 from .tracked_rows import (
     Copy,
     Extents,
@@ -137,7 +138,7 @@ class Tracker:
     def files(self) -> dict[str, bytes]:
         """The files that the source brings along; a config names the dtype that is published."""
         source = self._source
-        if isinstance(source, ModuleSource) and self._cast is not None:
+        if isinstance(source, ModuleSource | RenamedSource) and self._cast is not None:
             source = source.published_as(self._cast)
         return files_of(source)
 

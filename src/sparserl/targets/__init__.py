@@ -5,7 +5,7 @@ from __future__ import annotations
 from .adapters import AdapterTarget, MergedTarget, lora
 from .checkpoint import PatchedCheckpoint, apply_to_checkpoint
 from .checkpoint_folder import FolderTarget, folder
-from .modules import ModuleTarget, module
+from .modules import ModuleTarget, module, renamed
 from .target import Change, Prepared, Target
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "folder",
     "lora",
     "module",
+    "renamed",
 ]

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from .. import sources
 from ..errors import UnsupportedTensor
 from ..sources.adapters import AdapterSource, adapter_layers
+from ..weights.memory import Weights
+from ..weights.shards import Shards
 from .modules import ModuleTarget, PreparedModule
 from .target import Change
 
@@ -25,7 +28,7 @@ class AdapterTarget(ModuleTarget):
     def __init__(
         self, model: Any, source: AdapterSource, threads: int | None, lock: AbstractContextManager[Any] | None
     ) -> None:
-        super().__init__(source.weights, threads, lock)
+        super().__init__(partial(_whole_weights, source), threads, lock)
         self._model = model
 
     def prepare(self, change: Change) -> PreparedModule:
@@ -39,7 +42,7 @@ class MergedTarget(ModuleTarget):
     def __init__(
         self, model: Any, source: AdapterSource, threads: int | None, lock: AbstractContextManager[Any] | None
     ) -> None:
-        super().__init__(source.weights, threads, lock)
+        super().__init__(partial(_whole_weights, source), threads, lock)
         _refuse_merged(model)
         self._adapter = source.adapter
         expected = sources.lora(model, merged=True, adapter=self._adapter).weights()  # refuses what peft cannot merge
@@ -93,6 +96,13 @@ def _equal(tensor: Any, expected: Any) -> bool:
     if expected is None:
         return False
     return torch.equal(*(t.detach().contiguous().view(torch.uint8) for t in (tensor, expected)))
+
+
+def _whole_weights(source: AdapterSource) -> Weights:
+    weights = source.weights()
+    if isinstance(weights, Shards):
+        raise UnsupportedTensor(f"adapter {source.adapter!r} is sharded; a target needs whole tensors")
+    return weights
 
 
 def _refuse_merged(model: Any) -> None:

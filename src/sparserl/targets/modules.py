@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .. import sources
 from ..errors import ChecksumMismatch, UnsupportedTensor, WrongBase
 from ..patch import Application, Patch, Replacement, diff, squash, stage_all
+from ..sources.renaming import Renaming
 from ..weights.local import LocalWeights
-from ..weights.memory import Weights
+from ..weights.memory import Weights, tied_groups
 from ..weights.table import TensorTable
-from ..weights.tensors import require_writable
+from ..weights.tensors import memories, require_writable
 from ..weights.warmup import warm_up
 from .target import Change, Undo
 
@@ -43,10 +45,14 @@ class ModuleTarget:
         self._threads = threads
         self.lock = nullcontext() if lock is None else lock
         self._local: LocalWeights | None = None  # the weights as they were last looked at, so that they are known
+        self._tied_names: frozenset[str] = frozenset()  # tensors that the run has under another name only
 
     def weights(self) -> Weights:
-        """The tensors as they are now."""
-        return self._weights() if callable(self._weights) else self._weights
+        """The tensors as they are now, without those that the run has under another name."""
+        weights = self._weights() if callable(self._weights) else self._weights
+        if self._tied_names:
+            weights = {name: tensor for name, tensor in weights.items() if name not in self._tied_names}
+        return weights
 
     def weights_on_gpu(self) -> Weights | None:
         """The tensors as they are now, if they lie on GPUs."""
@@ -55,12 +61,20 @@ class ModuleTarget:
 
     def attach(self, table: TensorTable) -> Weights:
         is_new = self._local is None
+        self._tied_names = frozenset()
+        self._tied_names = _tied_names(self.weights(), table)
         weights = self.weights()
         self._local = LocalWeights.of(weights, table, "the run", "the target")
         require_writable(self._local.memory_by_name().items())
         if is_new:
             warm_up(self._local)
         return weights
+
+    def renamed(self, renaming: Renaming) -> ModuleTarget:
+        """The same target, whose tensors have other names."""
+        target = copy.copy(self)
+        target._weights = lambda: cast(Weights, renaming.rename(self.weights()))  # a target has no shards
+        return target
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -139,6 +153,14 @@ class PreparedModule:
         """Nothing was written."""
 
 
+def _tied_names(weights: Weights, table: TensorTable) -> frozenset[str]:
+    """Tensors that the run does not have, and that are the same memory as one that it has."""
+    if table.index.keys() >= weights.keys():
+        return frozenset()
+    groups = [group for group in tied_groups(memories(weights)) if not table.index.keys().isdisjoint(group)]
+    return frozenset(name for group in groups for name in group if name not in table.index)
+
+
 def _joined_on_gpu(weights: Weights, patches: Sequence[Patch], threads: int | None) -> Patch | None:
     """The patch that some patches are together, found by applying them to a copy; None if there is no room for one."""
     import torch
@@ -146,10 +168,10 @@ def _joined_on_gpu(weights: Weights, patches: Sequence[Patch], threads: int | No
     if not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         return None
     try:
-        copy = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        clones = {name: tensor.detach().clone() for name, tensor in weights.items()}
         for patch in patches:
-            patch.apply(copy, digest=patch.base, threads=threads)
-        return diff(weights, copy, profile="raw", base_digest=patches[0].base, threads=threads)
+            patch.apply(clones, digest=patch.base, threads=threads)
+        return diff(weights, clones, profile="raw", base_digest=patches[0].base, threads=threads)
     except torch.cuda.OutOfMemoryError:
         return None
 
@@ -187,3 +209,28 @@ def module(module: Any, threads: int | None = None, lock: AbstractContextManager
         hint = f"; for a checkpoint on disk, targets.folder({str(module)!r})" if isinstance(module, str | Path) else ""
         raise UnsupportedTensor(f"expected a torch module or a mapping to tensors, got {type(module).__name__}{hint}")
     return ModuleTarget(module, threads, lock)
+
+
+def renamed(target: Any, rules: Mapping[str, str]) -> ModuleTarget:
+    """A target in memory whose tensors have other names than those of the run.
+
+    Args:
+        target: a torch module, a mapping from names to tensors, or a target of `module` or `lora`. Folders have the
+            names of their run, and engines load names of checkpoints: rename the source for these.
+        rules: from the names in the target to those in the run, as for `sparserl.sources.renamed`.
+
+    Returns:
+        A target for a `Subscriber`.
+
+    Raises:
+        TensorMismatch: a rule is none. The subscriber raises it where a rule matches nothing, or where two tensors that
+            are not the same memory get one name.
+        UnsupportedTensor: the target is not in memory.
+
+    >>> target = sparserl.targets.renamed(model, {"language_model.model.": "model.language_model."})  # doctest: +SKIP
+    """
+    if callable(getattr(target, "prepare", None)):
+        if not isinstance(target, ModuleTarget):
+            raise UnsupportedTensor(f"the tensors of a {type(target).__name__} cannot be renamed; rename the source")
+        return target.renamed(Renaming(rules))
+    return module(target).renamed(Renaming(rules))

@@ -92,9 +92,9 @@ def refused(model):
         sparserl.targets.module(model).weights()
     with pytest.raises(UnsupportedTensor, match="sharded by FSDP1"):
         sparserl.sources.module(model.module.blocks[0].module).weights()
-    with pytest.raises(UnsupportedTensor, match="'(_flat_param|norm.weight)' is a flat shard of FSDP1; pass the out"):
+    with pytest.raises(UnsupportedTensor, match=r"'(_flat_param|norm\.weight)' is a flat shard of FSDP1; pass the out"):
         sparserl.sources.fsdp(model.module.blocks[0].module).weights()
-    with pytest.raises(UnsupportedTensor, match="'(_flat_param|scale)' is a flat shard of FSDP1"):
+    with pytest.raises(UnsupportedTensor, match=r"'(_flat_param|scale)' is a flat shard of FSDP1"):
         sparserl.sources.fsdp(model.module).weights()
     with (
         type(model).summon_full_params(model),
@@ -190,6 +190,6 @@ def zero3_attributes(rank, group, pipe, folder):
 
 
 def test_partitions_of_zero3(tmp_path):
-    """Partitions are put where they are in the parameters, padding is left out, and what is not in memory is refused."""
+    """Partitions are put where they belong, padding is left out, and what is not in memory is refused."""
     with ranks(2, zero3_attributes, str(tmp_path)) as started:
         assert results(started) == [7, 6]

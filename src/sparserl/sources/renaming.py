@@ -1,7 +1,7 @@
 """Other names for tensors: trainers and engines do not always call the same tensor the same.
 
-"model.visual."  ──►  "visual."                           a prefix, which ends in a dot
-"lm_head.weight" ──►  "model.embed_tokens.weight"         one name; tied to it, so that both are published once
+"model.visual."  ──►  "visual."                        a prefix, which ends in a dot
+"lm_head.weight" ──►  "model.embed_tokens.weight"      a name; here that of the tensor it is tied to: published once
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import TensorMismatch
 from ..weights.memory import Weights
 from ..weights.shards import Part, Shards
 from ..weights.staging import LazyBits
-from ..weights.table import TensorTable
+from ..weights.table import TensorSpec, TensorTable
 from ..weights.tensors import memory_of
 from .casting import Cast
 from .modules import ModuleSource, PublishedSource, Source, as_source, files_of, weights_of
@@ -96,7 +96,7 @@ class Renaming:
             if part.moved is not None:
                 raise TensorMismatch("rename what is tracked, not the tracker: track(optimizer, renamed(model, rules))")
             parts[part.tensor].append(part)
-        specs = {}
+        specs: dict[str, TensorSpec] = {}
         chosen: dict[str, str] = {}
         for spec in shards.table.specs:
             new_name = new_names[spec.name]

@@ -73,7 +73,7 @@ class ModuleTarget:
     def renamed(self, renaming: Renaming) -> ModuleTarget:
         """The same target, whose tensors have other names."""
         target = copy.copy(self)
-        target._weights = lambda: cast(Weights, renaming.rename(self.weights()))  # a target has no shards
+        target._weights = lambda: cast("Weights", renaming.rename(self.weights()))  # noqa: SLF001  # whole, not shards
         return target
 
     def close(self) -> None:

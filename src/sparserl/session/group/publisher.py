@@ -31,6 +31,7 @@ from ..anchors import anchor_of
 from ..background import BackgroundPublish, BackgroundSlot
 from ..baseline import HostBaseline
 from ..callbacks import Callback, Callbacks
+from ..observing import Observing, PatchObserver
 from ..options import MEASURED, EncodingOptions, require_timeout, require_writers
 from ..report import SyncReport, Watch
 from . import rounds
@@ -70,6 +71,7 @@ class GroupPublisher:
         threads: How many threads to use; None for one a core.
         progress: Called with the number of bytes whenever some have been compared.
         callbacks: What is told about every publish, and about what went wrong; see `sparserl.metrics`.
+        observe: A `sparserl.record.Recorder` of statistics from what has changed; of several writers each has its own.
         device: The torch device that buckets are broadcast from; `cuda` for NCCL.
 
     Raises:
@@ -91,9 +93,11 @@ class GroupPublisher:
         threads: int | None = None,
         progress: Progress | None = None,
         callbacks: Sequence[Callback] = (),
+        observe: PatchObserver | None = None,
         device: str = "cpu",
     ) -> None:
         require_timeout("timeout", timeout)
+        self._observing = Observing(observe)
         self._source = as_source(source)
         self._files = dict(files or {})
         if link == MEASURED:
@@ -365,10 +369,14 @@ class GroupPublisher:
     def _advance(self, captured: CapturedPublish, plan: TransferPlan, watch: Watch) -> None:
         """Every rank has committed: what was published is the baseline now."""
         baseline = captured.baseline
+        threads = self._encoding.threads
+        patch = None if captured.patch is None else Patch(captured.patch.contents)
+        if patch is not None:
+            self._observing.committed(plan.version, patch, baseline.bits, threads, watch)
         with watch.stage("baseline"):
-            if captured.changes is not None and captured.patch is not None:
+            if captured.changes is not None and patch is not None:
                 self._baseline = None  # were this interrupted, a copy would be taken anew
-                baseline.bits.advance(Patch(captured.patch.contents), captured.changes, self._encoding.threads)
+                baseline.bits.advance(patch, captured.changes, threads)
             self._baseline = replace(baseline, version=plan.version)
         if (committed := getattr(self._source, "committed", None)) is not None:
             committed()  # a source that tracks changes counts them from here

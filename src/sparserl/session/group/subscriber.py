@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import PeerLost, SessionError
+from ...sources import PublishedSource
 from ...transport.groups.line import TIMEOUT, CalledOff, Line
 from ...weights.digest import Digest
 from ..callbacks import Callback
@@ -40,6 +41,7 @@ class GroupSubscriber(Receiver):
         after: Called after each commit whose `before` was called, whether or not it worked, for an engine to resume.
         audit_every: After so many commits all bits of the targets are read and compared with the digest; None to leave
             that to `audit`.
+        validate: A source, as of a publisher, of the full weights: after each commit all bits are compared with them.
         timeout: How many seconds any single wait inside a sync may take.
         threads: How many threads to use; None for one a core.
         callbacks: What is told about every commit, and about what went wrong; see `sparserl.metrics`.
@@ -59,12 +61,13 @@ class GroupSubscriber(Receiver):
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
         audit_every: int | None = None,
+        validate: PublishedSource | None = None,
         timeout: float = TIMEOUT,
         threads: int | None = None,
         callbacks: Sequence[Callback] = (),
         device: str = "cpu",
     ) -> None:
-        super().__init__(targets, CommitHooks(before, after, audit_every), threads, callbacks)
+        super().__init__(targets, CommitHooks(before, after, audit_every, validate), threads, callbacks)
         require_timeout("timeout", timeout)
         self._line = Line(process_group, timeout, device)
         self._writers = list(writers)

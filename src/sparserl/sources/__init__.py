@@ -12,8 +12,19 @@ from .layout import Layout, LayoutSource, Local, Slice, Span, joined, mapped, re
 from .megatron_core import Ranks, megatron
 from .megatron_map import Family, GroupRows, Row
 from .modules import ModuleSource, PublishedSource, Source, module
-from .quantize import Blockwise, QuantizedSource, fp8_blockwise, int8, linear_weights, quantized
+from .quantize import QuantizedSource, quantized
 from .renaming import RenamedSource, renamed
+from .schemes import (
+    Blockwise,
+    fp8_blockwise,
+    fp8_per_channel,
+    fp8_per_tensor,
+    int8,
+    linear_weights,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+)
 from .tracker import Tracker, track
 
 __all__ = [
@@ -38,6 +49,8 @@ __all__ = [
     "Span",
     "Tracker",
     "fp8_blockwise",
+    "fp8_per_channel",
+    "fp8_per_tensor",
     "fsdp",
     "int8",
     "joined",
@@ -46,6 +59,9 @@ __all__ = [
     "mapped",
     "megatron",
     "module",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
     "open_checkpoint",
     "quantized",
     "renamed",

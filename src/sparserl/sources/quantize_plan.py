@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from ..errors import UnsupportedTensor
+from ..kernels.gpu.ints import INTS
+from ..weights import memory
 from ..weights.dtypes import BY_NAME
 from ..weights.region import Region, Shape, whole
 from ..weights.shards import Part, Shards
@@ -125,7 +127,7 @@ class QuantizationPlan:
             data = _tensor(parts[part.number])
             if part.is_aligned and part.global_scales is None:
                 continue  # it is measured when it is quantized
-            blocks = magnitudes(data, part.region, part.grid)
+            blocks = _measured(data, part)
             self._magnitudes[part.number] = blocks
             if part.global_scales is not None:
                 intact = blocks.masked_fill(blocks.isinf(), 0.0).amax((-2, -1))
@@ -177,8 +179,16 @@ class QuantizationPlan:
 
     def _encode(self, part: QuantizedPart, data: torch.Tensor, blocks: torch.Tensor | None) -> None:
         """Write the elements and scales of a part, given the magnitudes of its blocks where they are known."""
+        if _has_kernels(data, part):
+            from . import block_kernels
+
+            if blocks is None and part.region.size[-2:] == part.grid.block[-2:]:
+                blocks = _measured(data, part)
+            args = (part.codes, part.scales, blocks, part.global_scales)
+            block_kernels.quantize(data, part.grid, self._scheme, *args)
+            return
         if blocks is None:
-            blocks = magnitudes(data, part.region, part.grid)
+            blocks = _measured(data, part)
         per_matrix = None if part.global_scales is None else part.global_scales[..., None]
         scales = block_scales(blocks, self._scheme, per_matrix)
         part.scales.copy_(scales.stored)
@@ -240,12 +250,16 @@ class QuantizationPlan:
             tensor=part.tensor,
             region=region,
             grid=grid,
-            codes=torch.zeros(shape, dtype=getattr(torch, scheme.element_dtype), device=device),
-            scales=torch.zeros(
-                grid.touched(region).size, dtype=getattr(torch, scheme.stored_scale_dtype), device=device
-            ),
+            codes=_zeros(shape, scheme.element_dtype, device),
+            scales=_zeros(grid.touched(region).size, scheme.stored_scale_dtype, device),
             global_scales=torch.zeros((*region.size[:-2], 1), device=device) if scheme.has_global_scale else None,
         )
+
+
+def _zeros(shape: Shape, dtype: str, device: torch.device) -> torch.Tensor:
+    """Zeros of any dtype, made as integers."""
+    torch_dtype = getattr(torch, dtype)
+    return torch.zeros(shape, dtype=INTS[torch_dtype.itemsize], device=device).view(torch_dtype)
 
 
 def _packed(region: Region) -> Region:
@@ -271,6 +285,24 @@ def _tensor(part: Part) -> torch.Tensor:
         kind = type(data).__name__
         raise UnsupportedTensor(f"{part.tensor!r}: only torch tensors can be quantized, not a {kind}")
     return data.detach()
+
+
+def _has_kernels(data: torch.Tensor, part: QuantizedPart) -> bool:
+    """Whether kernels quantize a part."""
+    if not memory.is_on_gpu(data):
+        return False  # Triton is not needed
+    from . import block_kernels
+
+    return block_kernels.fits(data, part.region, part.grid)
+
+
+def _measured(data: torch.Tensor, part: QuantizedPart) -> torch.Tensor:
+    """The largest magnitudes of the blocks that a part touches."""
+    if not _has_kernels(data, part):
+        return magnitudes(data, part.region, part.grid)
+    from . import block_kernels
+
+    return block_kernels.magnitudes(data, part.region, part.grid)
 
 
 def _number_matrices(specs: Sequence[TensorSpec]) -> dict[str, slice]:

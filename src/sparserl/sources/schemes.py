@@ -3,7 +3,7 @@
 | scheme | elements | a scale for | scales | reference |
 | --- | --- | --- | --- | --- |
 | `fp8_per_tensor`, `fp8_per_channel`, `fp8_blockwise` | e4m3 | tensor, row, block | float32, largest / 448 | `FP8*` |
-| `int8` | int8 | row, or tensor | float32, largest / 127.5 | `INT8_W8A8` |
+| `int8` | int8 | row, or tensor | float32, largest / 127.5 | `INT8` |
 | `mxfp8`, `mxfp4` | e4m3, two e2m1 a byte | 32 columns | a power of two (E8M0) | `MXFP8`, `MXFP4` |
 | `nvfp4` | two e2m1 a byte | 16 columns | e4m3, and one float32 for a tensor | `NVFP4` |
 

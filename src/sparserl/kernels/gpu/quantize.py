@@ -1,0 +1,308 @@
+"""Quantized blocks on a GPU, in Triton: one read of the weights measures, quantizes and compares them.
+
+    weights ──► largest magnitude of a block ──► its scale ──► codes ──► differ from those of the last time? written
+
+`sources/block_codes.py` specifies every step with operations of torch; the bits are the same. Rounding is done on
+integers, since GPUs before Hopper do not have the formats. Blocks of one row whose columns are a power of two are taken
+as runs of memory, many by each program. A program takes one of any other blocks; of one that is larger than a tile, the
+weights are read twice, the second time out of the cache.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .changes import add_sums, digest_delta, unsigned, weyl_number
+
+_FP8 = tl.constexpr(0)
+_INT8 = tl.constexpr(1)
+_FP4 = tl.constexpr(2)
+_POWERS = tl.constexpr(1)
+_E4M3 = tl.constexpr(2)
+ELEMENTS = {"float8_e4m3fn": 0, "int8": 1, "float4_e2m1": 2}
+SCALES = {"float32": 0, "float8_e8m0fnu": 1, "float8_e4m3fn": 2}
+_OFFSETS = {"float8_e4m3fn": 8, "float4_e2m1": 2}  # the exponent of the format's largest number
+_TILE = 16384  # elements that a program holds at a time
+_RUN = 4096  # elements of a program that takes runs
+_LARGEST_RUN = 64  # columns of the widest blocks that are taken as runs
+
+
+class Format(NamedTuple):
+    """The formats of elements and of scales, and what a magnitude is divided by to get a scale."""
+
+    elements: str
+    scales: str
+    limit: float
+
+
+class Output(NamedTuple):
+    """Where codes or scales are written, and changes are noted.
+
+    Attributes:
+        bits: the codes or scales of the last time, as integers.
+        marks: a bitmap with a bit for each of them, in words of 64 bits.
+        place: both digest keys of the tensor, and where its part begins in it.
+        sums: both sums of the digest; what changes is added.
+    """
+
+    bits: torch.Tensor
+    marks: torch.Tensor
+    place: torch.Tensor
+    sums: torch.Tensor
+
+
+@triton.jit
+def _largest_of(x, ok):
+    """Magnitudes as float32, with infinity for NaN."""
+    a = tl.abs(x.to(tl.float32))
+    return tl.where(ok, tl.where(a != a, float("inf"), a), 0.0)
+
+
+@triton.jit
+def _e4m3(y):
+    """Numbers of at most 448 as bits of float8_e4m3fn."""
+    bits = y.to(tl.int32, bitcast=True)
+    m = bits & 0x7FFFFFFF
+    subnormal = (m.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    normal = (m + ((m >> 20) & 1) + 0x7FFFF - (120 << 23)) >> 20
+    return tl.where(m < (121 << 23), subnormal, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _e4m3_value(code):
+    """The numbers of bits of float8_e4m3fn without sign."""
+    normal = (((code >> 3) + 120) << 23) | ((code & 7) << 20)
+    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _scale(largest, global_scale, LIMIT: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr):
+    """The stored bits of scales, what elements are divided by, and whether the block has a NaN or an infinity."""
+    broken = largest == float("inf")
+    if SCALE == _POWERS:
+        exponent = ((largest.to(tl.int32, bitcast=True) + (1 << 21)) >> 23) - OFFSET
+        exponent = tl.minimum(tl.maximum(exponent, 0), 254)
+        divisor = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
+        stored = tl.where(broken, 255, exponent)
+    else:
+        divisor = tl.div_rn(largest, tl.zeros_like(largest) + LIMIT)
+        if SCALE == _E4M3:
+            code = _e4m3(tl.minimum(global_scale * divisor, 448.0))
+            code = tl.where(code == 0, 0x20, code)
+            divisor = tl.div_rn(_e4m3_value(code), tl.zeros_like(largest) + global_scale)
+            stored = tl.where(broken, 0x7F, code)
+        else:
+            divisor = tl.where(divisor < 1.1754943508222875e-38, 1.0, divisor)
+            stored = tl.where(broken, 0x7FC00000, divisor.to(tl.int32, bitcast=True))
+    return stored, tl.where(broken, 1.0, divisor), broken
+
+
+@triton.jit
+def _code(x, divisor, broken, ELEMENT: tl.constexpr):
+    """The bits of quantized elements, as int32; of float4_e2m1, four bits."""
+    y = tl.div_rn(x.to(tl.float32), divisor)
+    y = tl.where(broken, 0.0, y)
+    if ELEMENT == _FP8:
+        return _e4m3(y)
+    elif ELEMENT == _INT8:
+        y = tl.minimum(tl.maximum(y, -128.0), 127.0)
+        return (y + 12582912.0).to(tl.int32, bitcast=True) & 0xFF  # 1.5 · 2^23 leaves no room for a fraction
+    else:
+        a = tl.abs(y)
+        code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32)
+        code += (a >= 1.75).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+        return code | tl.where(y < 0.0, 8, 0)
+
+
+@triton.jit
+def _write_changed(out, index, new, ok, N: tl.constexpr, TRACK: tl.constexpr):
+    """Write N codes or scales where they differ from those in memory; mark these, and add to the digest sums."""
+    new = new.to(out.bits.dtype.element_ty)
+    old = tl.load(out.bits + index, mask=ok, other=0)
+    changed = ok & (old != new)
+    tl.store(out.bits + index, new, mask=changed)
+    if TRACK:
+        if tl.sum(tl.reshape(changed.to(tl.int32), [N]), axis=0) > 0:
+            bit = (tl.zeros_like(index) + 1) << (index & 63)
+            tl.atomic_or(out.marks + (index >> 6), bit, mask=changed, sem="relaxed")
+            weyl = weyl_number(tl.load(out.place), tl.load(out.place + 2) + index)
+            second_key = tl.load(out.place + 1).to(tl.uint64, bitcast=True)
+            first, second = digest_delta(weyl, second_key, unsigned(old), unsigned(new), changed)
+            add_sums(out.sums, 0, tl.reshape(first, [N]), tl.reshape(second, [N]))
+
+
+@triton.jit
+def _runs_kernel(
+    weights,
+    codes,
+    scales,
+    largest,
+    global_scale,
+    numel,
+    SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+    SHARED: tl.constexpr,
+    MEASURED: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TRACK: tl.constexpr,
+):
+    """COUNT runs of SIZE elements, with a scale each. SHARED: all of them have the same scale."""
+    run = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    index = run[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    ok = index < numel
+    x = tl.load(weights + index, mask=ok, other=0.0)
+    number = run * 0 if SHARED else run
+    exists = run * SIZE < numel
+    if MEASURED:
+        most = tl.load(largest + number, mask=exists, other=0.0)
+    else:
+        most = tl.max(_largest_of(x, ok), axis=1)
+    total = tl.load(global_scale) if SCALE == _E4M3 else 1.0
+    stored, divisor, broken = _scale(most, total, LIMIT, SCALE, OFFSET)
+    if SHARED:
+        exists = run == 0
+    _write_changed(scales, number, stored, exists, COUNT, TRACK)
+    code = _code(x, divisor[:, None], broken[:, None], ELEMENT)
+    if ELEMENT == _FP4:
+        low, high = tl.split(tl.reshape(code, [COUNT, SIZE // 2, 2]))
+        pair = run[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
+        _write_changed(codes, pair, low | (high << 4), pair * 2 < numel, COUNT * SIZE // 2, TRACK)
+    else:
+        _write_changed(codes, index, code, ok, COUNT * SIZE, TRACK)
+
+
+@triton.jit
+def _run_magnitudes_kernel(weights, largest, numel, SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """The largest magnitude of each of COUNT runs of SIZE elements."""
+    run = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    index = run[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    ok = index < numel
+    x = tl.load(weights + index, mask=ok, other=0.0)
+    tl.store(largest + run, tl.max(_largest_of(x, ok), axis=1), mask=run * SIZE < numel)
+
+
+@triton.jit
+def _blocks_kernel(
+    weights,
+    codes,
+    scales,
+    rows,
+    columns,
+    height,
+    width,
+    grid_rows,
+    grid_columns,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    ONE: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TRACK: tl.constexpr,
+):
+    """One block with a float32 scale, in tiles of TALL rows and WIDE columns. ONE: it fits one tile."""
+    number = tl.program_id(0).to(tl.int64)
+    row = (number // grid_columns) % grid_rows * height
+    column = number % grid_columns * width
+    origin = number // grid_columns // grid_rows * rows * columns
+    height = tl.minimum(height, rows - row)
+    width = tl.minimum(width, columns - column)
+    down = tl.arange(0, TALL)[:, None].to(tl.int64)
+    across = tl.arange(0, WIDE)[None, :].to(tl.int64)
+    origin += row * columns + column
+    if ONE:
+        index = origin + down * columns + across
+        ok = (down < height) & (across < width)
+        x = tl.load(weights + index, mask=ok, other=0.0)
+        most = tl.max(tl.max(_largest_of(x, ok), axis=1), axis=0)
+    else:
+        most = tl.zeros([TALL, WIDE], tl.float32)
+        for i in range(0, height, TALL):
+            for j in range(0, width, WIDE):
+                ok = (i + down < height) & (j + across < width)
+                x = tl.load(weights + origin + (i + down) * columns + j + across, mask=ok, other=0.0)
+                most = tl.maximum(most, _largest_of(x, ok))
+        most = tl.max(tl.max(most, axis=1), axis=0)
+    stored, divisor, broken = _scale(tl.zeros([1], tl.float32) + most, 1.0, LIMIT, 0, 0)
+    place = tl.zeros([1], tl.int64) + number
+    _write_changed(scales, place, stored, place >= 0, 1, TRACK)
+    if ONE:
+        code = _code(x, divisor[:, None], broken[:, None], ELEMENT)
+        _write_changed(codes, index, code, ok, TALL * WIDE, TRACK)
+    else:
+        for i in range(0, height, TALL):
+            for j in range(0, width, WIDE):
+                index = origin + (i + down) * columns + j + across
+                ok = (i + down < height) & (j + across < width)
+                x = tl.load(weights + index, mask=ok, other=0.0)
+                code = _code(x, divisor[:, None], broken[:, None], ELEMENT)
+                _write_changed(codes, index, code, ok, TALL * WIDE, TRACK)
+
+
+def run_magnitudes(weights: torch.Tensor, size: int) -> torch.Tensor:
+    """The largest magnitude of each run of `size` elements of a contiguous tensor; infinity for NaN."""
+    numel = weights.numel()
+    largest = torch.empty(-(-numel // size), dtype=torch.float32, device=weights.device)
+    count = max(1, _RUN // size)
+    _run_magnitudes_kernel[(-(-largest.numel() // count),)](weights, largest, numel, size, count, num_warps=4)
+    return largest
+
+
+def quantize(
+    weights: torch.Tensor,
+    codes: Output,
+    scales: Output,
+    kind: Format,
+    block: tuple[int, int],
+    largest: torch.Tensor | None = None,
+    global_scale: torch.Tensor | None = None,
+    *,
+    track: bool = False,
+) -> None:
+    """Quantize a contiguous matrix, or a stack of them, that consists of whole blocks.
+
+    Args:
+        weights: the matrix.
+        codes: what becomes the quantized elements.
+        scales: what becomes the scales of the blocks.
+        kind: the formats of both.
+        block: the rows and columns of a block.
+        largest: the largest magnitudes of the blocks, which must be given if a block is all of a tensor.
+        global_scale: a scale for the scales, if the format has one.
+        track: whether changes are noted.
+    """
+    options = (ELEMENTS[kind.elements], SCALES[kind.scales], kind.limit)
+    rows, columns = weights.shape[-2:]
+    height, width = block
+    is_one = (height, width) == (rows, columns) and largest is not None
+    if is_one or (height == 1 and is_run(width) and columns % width == 0):
+        size = 64 if is_one else width
+        count = _RUN // size
+        _runs_kernel[(-(-weights.numel() // _RUN),)](
+            *(weights, codes, scales, weights if largest is None else largest),
+            *(weights if global_scale is None else global_scale, weights.numel(), size, count),
+            *(is_one, largest is not None, *options, _OFFSETS.get(kind.elements, 0), track),
+            num_warps=4,
+        )
+        return
+    grid = (-(-rows // height), -(-columns // width))
+    matrices = weights.numel() // (rows * columns)
+    tall = min(triton.next_power_of_2(height), _TILE // min(triton.next_power_of_2(width), _TILE))
+    wide = min(triton.next_power_of_2(width), _TILE // tall)
+    is_tile = height <= tall and width <= wide
+    _blocks_kernel[(matrices * grid[0] * grid[1],)](
+        *(weights, codes, scales, rows, columns, height, width, *grid, tall, wide, is_tile),
+        *(options[0], kind.limit, track),
+        num_warps=8 if tall * wide > 4096 else 4,
+    )
+
+
+def is_run(width: int) -> bool:
+    """Whether blocks of one row and so many columns are taken as runs."""
+    return width <= _LARGEST_RUN and width & (width - 1) == 0

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from ..kernels import gpu
-from ..kernels.gpu.ints import INTS
 from ..weights import memory
 from ..weights.region import Region
 from .block_codes import BlockGrid
+from .quantize_marks import QuantizedMarks, integers
 from .schemes import LIMITS, Blockwise
 
 _RUN = 64  # elements that are measured at a time where one scale is for all
 
 
-def fits(data: torch.Tensor, region: Region, grid: BlockGrid) -> bool:
+def fits(data: torch.Tensor, region: Region, grid: BlockGrid, scheme: Blockwise) -> bool:
     """Whether kernels can quantize a part: on a GPU that has them, contiguous, and of whole blocks.
 
-    Matrices of a stack are left to torch if each is one block.
+    A stack is left to torch if there are scales for each of its matrices.
     """
     return bool(
         memory.is_on_gpu(data)
         and gpu.support.obstacle(data.device) is None
         and data.is_contiguous()
         and grid.is_aligned(region)
-        and (data.dim() == 2 or grid.block[-2:] != grid.spec.shape[-2:])
+        and (data.dim() == 2 or (scheme.block != (None, None) and not scheme.has_global_scale))
     )
 
 
 def magnitudes(data: torch.Tensor, region: Region, grid: BlockGrid) -> torch.Tensor:
-    """The largest magnitude of each block of a part that fits, if a block is a run or all of a matrix."""
+    """The largest magnitude of each block of a part that fits, if blocks are runs, or the part is one block."""
     size = grid.touched(region).size
     with _on(data.device):
-        if region.size[-2:] == grid.block[-2:]:
+        if math.prod(size) == 1:
             return gpu.quantize.run_magnitudes(data, _RUN).amax().view(size)
         return gpu.quantize.run_magnitudes(data, grid.block[-1]).view(size)
 
@@ -44,23 +45,37 @@ def quantize(
     data: torch.Tensor,
     grid: BlockGrid,
     scheme: Blockwise,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
+    codes: gpu.quantize.Output,
+    scales: gpu.quantize.Output,
     largest: torch.Tensor | None,
     global_scale: torch.Tensor | None,
+    *,
+    track: bool,
 ) -> None:
-    """Write the codes and scales of a part that fits, where they are not yet what they must be."""
+    """Write the codes and scales of a part that fits, where they are not yet what they must be.
+
+    Args:
+        data: the part.
+        grid: the blocks of its tensor.
+        scheme: how it is quantized.
+        codes: where the quantized elements are.
+        scales: where the scales of its blocks are.
+        largest: the largest magnitudes of its blocks, where they are known; they must be if it is one block.
+        global_scale: the scale for its scales, if it has one.
+        track: whether changes are noted.
+    """
     kind = gpu.quantize.Format(scheme.dtype, scheme.scale_dtype, LIMITS[scheme.dtype])
     height, width = grid.block[-2:]
     with _on(data.device):
-        gpu.quantize.quantize(
-            data, _output(codes), _output(scales), kind, (height, width), largest, global_scale
-        )
+        gpu.quantize.quantize(data, codes, scales, kind, (height, width), largest, global_scale, track=track)
 
 
-def _output(tensor: torch.Tensor) -> Any:
-    bits = tensor.view(INTS[tensor.element_size()])
-    return gpu.quantize.Output(bits, bits, bits, bits)
+def output(tensor: torch.Tensor, marks: QuantizedMarks | None) -> gpu.quantize.Output:
+    """Where kernels write codes or scales, and where they note changes, if they do."""
+    bits = integers(tensor)
+    if marks is None:
+        return gpu.quantize.Output(bits, bits, bits, bits)
+    return gpu.quantize.Output(bits, marks.words, marks.place, marks.sums)
 
 
 def _on(device: Any) -> AbstractContextManager[Any]:

@@ -39,6 +39,8 @@ class QuantizedSource:
     One quantized copy is kept, and overwritten by the next call. Results of a function are not kept.
     """
 
+    _track = False
+
     def __init__(self, source: Source | Weights, scheme: Blockwise | Function, process_group: Any = None) -> None:
         self._source = source
         self._scheme = scheme
@@ -69,7 +71,9 @@ class QuantizedSource:
                 )
             agreed = largest, plan.cut, plan.cut_magnitudes(plan.cut, largest.device)
         parts = plan.quantize(shards.parts, *agreed)
-        return Shards(plan.table, parts) if self._sharded else {part.tensor: part.data for part in parts}
+        if self._sharded or self._track:
+            return Shards(plan.table, parts)
+        return {part.tensor: part.data for part in parts}
 
     def files(self) -> dict[str, bytes]:
         """The files that the source brings along; a `config.json` says how the weights are quantized."""
@@ -98,7 +102,7 @@ class QuantizedSource:
         for _ in shards.located():
             pass  # which checks that the shards have the shapes of their regions
         if self._plan is None or not self._plan.fits(shards):
-            self._plan = QuantizationPlan(scheme, shards)
+            self._plan = QuantizationPlan(scheme, shards, track=self._track)
         return self._plan
 
     def _has_peers(self) -> bool:
@@ -106,6 +110,19 @@ class QuantizedSource:
         import torch.distributed as dist
 
         return self._group is not None or (dist.is_available() and dist.is_initialized())
+
+
+class TrackedQuantizedSource(QuantizedSource):
+    """The same, with marks of what has changed: a publisher needs no copy of the version before. Made by `quantized`."""
+
+    _track = True
+
+    def committed(self) -> None:
+        """Called by the publisher when the weights that it got last are a committed version."""
+        if self._plan is not None:
+            self._plan.committed()
+        if (committed := getattr(self._source, "committed", None)) is not None:
+            committed()
 
 
 def _agree(plan: QuantizationPlan, largest: torch.Tensor, group: Any) -> tuple[torch.Tensor, list[str], torch.Tensor]:
@@ -176,7 +193,9 @@ def _by_function(function: Function, weights: Weights | Shards) -> Weights:
     return quantized
 
 
-def quantized(source: Any, scheme: Blockwise | str | Function, process_group: Any = None) -> QuantizedSource:
+def quantized(
+    source: Any, scheme: Blockwise | str | Function, process_group: Any = None, *, track: bool = False
+) -> QuantizedSource:
     """The weights of a source as a quantized rollout holds them.
 
     Args:
@@ -185,6 +204,8 @@ def quantized(source: Any, scheme: Blockwise | str | Function, process_group: An
             function from a name and a tensor to a mapping of named tensors, which must give equal bits for equal bits.
         process_group: for shards, the processes that have them; all must publish at the same time. By default all
             processes of torch.distributed.
+        track: whether to mark what changes, for a publisher with `baseline="none"`. Tensors that are not quantized are
+            marked only if the source is a tracker.
 
     Returns:
         A source of quantized weights and their scales.
@@ -204,4 +225,6 @@ def quantized(source: Any, scheme: Blockwise | str | Function, process_group: An
         raise ValueError(f"scheme is a {type(scheme).__name__}; it must be a scheme, the name of one, or a function")
     if not isinstance(source, Source | Mapping):
         source = module(source)
-    return QuantizedSource(source, scheme, process_group)
+    if track and not isinstance(scheme, Blockwise):
+        raise ValueError("track=True takes a scheme: what a function returns is not kept, so nothing can be marked")
+    return (TrackedQuantizedSource if track else QuantizedSource)(source, scheme, process_group)

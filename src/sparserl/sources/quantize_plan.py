@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..weights.shards import Part, Shards
 from ..weights.staging import LazyBits
 from ..weights.table import TensorSpec, TensorTable
 from .block_codes import BlockGrid, block_scales, global_scales, magnitudes, write_codes
+from .quantize_marks import QuantizedMarks, integers
 from .schemes import Blockwise, fused_name
 
 
@@ -37,6 +38,7 @@ class QuantizedPart:
         codes: the quantized elements.
         scales: of the blocks that the part touches.
         global_scales: of the matrices that the part touches; None for schemes without.
+        marks: of codes, scales and global scales, those that changes are noted of, by the name of the tensor.
     """
 
     number: int
@@ -46,6 +48,7 @@ class QuantizedPart:
     codes: torch.Tensor
     scales: torch.Tensor
     global_scales: torch.Tensor | None
+    marks: dict[str, QuantizedMarks] = field(default_factory=dict)
 
     @property
     def is_aligned(self) -> bool:
@@ -64,12 +67,13 @@ class QuantizationPlan:
     Args:
         scheme: how they are quantized.
         shards: the parts.
+        track: whether changes are noted.
 
     Raises:
         UnsupportedTensor: a tensor or a part cannot be quantized by the scheme.
     """
 
-    def __init__(self, scheme: Blockwise, shards: Shards) -> None:
+    def __init__(self, scheme: Blockwise, shards: Shards, *, track: bool = False) -> None:
         self._scheme = scheme
         self._key = _key(shards)
         self.grids: dict[str, BlockGrid] = {}
@@ -87,6 +91,11 @@ class QuantizationPlan:
             self._quantized_part(number, part) for number, part in enumerate(shards.parts) if part.tensor in self.grids
         ]
         self._magnitudes: dict[int, torch.Tensor] = {}
+        for part in self._parts if track else ():
+            for result in self._results(part):
+                if result.tensor != scheme.scale_name(part.tensor) or part.is_aligned:  # else the data is a copy
+                    bits = integers(result.data)
+                    part.marks[result.tensor] = QuantizedMarks(self.table, result.tensor, result.region, bits)
 
     def fits(self, shards: Shards) -> bool:
         """Whether it is the plan for these parts."""
@@ -124,10 +133,11 @@ class QuantizationPlan:
         measured: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._magnitudes = {}
         for part in self._parts:
-            data = _tensor(parts[part.number])
+            _require_torch(parts[part.number])
             if part.is_aligned and part.global_scales is None:
                 continue  # it is measured when it is quantized
-            blocks = _measured(data, part)
+            data = _tensor(parts[part.number])
+            blocks = _measured(data, part, self._scheme)
             self._magnitudes[part.number] = blocks
             if part.global_scales is not None:
                 intact = blocks.masked_fill(blocks.isinf(), 0.0).amax((-2, -1))
@@ -170,25 +180,73 @@ class QuantizationPlan:
             if not part.is_aligned:
                 cells = grids[part.tensor].view(part.grid.size)[part.grid.touched(part.region).slices]
                 blocks = cells.to(part.codes.device)
-            if part.global_scales is not None:
-                matrices = largest[self._numbers(part)].view(part.global_scales.shape)
-                part.global_scales.copy_(global_scales(matrices))
-            self._encode(part, _tensor(parts[part.number]), blocks)
-            quantized += self._results(part)
+            self._encode(part, _tensor(parts[part.number]), blocks, largest)
+            quantized += [self._marked(part, result) for result in self._results(part)]
         return quantized
 
-    def _encode(self, part: QuantizedPart, data: torch.Tensor, blocks: torch.Tensor | None) -> None:
-        """Write the elements and scales of a part, given the magnitudes of its blocks where they are known."""
-        if _has_kernels(data, part):
-            from . import block_kernels
+    def committed(self) -> None:
+        """What was quantized last is a committed version: changes are noted from here."""
+        for part in self._parts:
+            for marks in part.marks.values():
+                marks.clear()
 
-            if blocks is None and part.region.size[-2:] == part.grid.block[-2:]:
-                blocks = _measured(data, part)
-            args = (part.codes, part.scales, blocks, part.global_scales)
-            block_kernels.quantize(data, part.grid, self._scheme, *args)
-            return
-        if blocks is None:
-            blocks = _measured(data, part)
+    def _marked(self, part: QuantizedPart, result: Part) -> Part:
+        """A part with the marks of what has changed in it."""
+        if (marks := part.marks.get(result.tensor)) is None:
+            return result
+        bitmap, moved = marks.published()
+        return replace(result, marks=bitmap, moved=moved)
+
+    def _encode(
+        self, part: QuantizedPart, data: torch.Tensor, blocks: torch.Tensor | None, largest: torch.Tensor
+    ) -> None:
+        """Write the elements and scales of a part, given the magnitudes of its blocks where they are known."""
+        has_kernels = _has_kernels(data, part, self._scheme)
+        by_kernel = self._noted_by_kernel(part) if has_kernels else None
+        compared = [marks for marks in part.marks.values() if by_kernel is None or marks not in by_kernel]
+        old = [marks.bits.clone() for marks in compared]
+        if part.global_scales is not None:
+            matrices = largest[self._numbers(part)].view(part.global_scales.shape)
+            part.global_scales.copy_(global_scales(matrices))
+        if has_kernels:
+            if blocks is None and part.grid.touched(part.region).numel == 1:
+                blocks = _measured(data, part, self._scheme)
+            self._encode_with_kernels(part, data, blocks, by_kernel)
+        else:
+            self._encode_with_torch(part, data, _measured(data, part, self._scheme) if blocks is None else blocks)
+        for marks, before in zip(compared, old, strict=True):
+            marks.note(before)
+
+    def _noted_by_kernel(self, part: QuantizedPart) -> tuple[QuantizedMarks, QuantizedMarks] | None:
+        """The marks of codes and scales, if they are runs of their tensors: kernels can note changes of these."""
+        codes = part.marks.get(self._scheme.element_name(part.tensor))
+        scales = part.marks.get(self._scheme.scale_name(part.tensor))
+        if codes is None or scales is None or codes.run_start is None or scales.run_start is None:
+            return None
+        return codes, scales
+
+    def _encode_with_kernels(
+        self,
+        part: QuantizedPart,
+        data: torch.Tensor,
+        blocks: torch.Tensor | None,
+        noted: tuple[QuantizedMarks, QuantizedMarks] | None,
+    ) -> None:
+        from . import block_kernels
+
+        codes, scales = noted or (None, None)
+        block_kernels.quantize(
+            data,
+            part.grid,
+            self._scheme,
+            block_kernels.output(part.codes, codes),
+            block_kernels.output(part.scales, scales),
+            blocks,
+            part.global_scales,
+            track=noted is not None,
+        )
+
+    def _encode_with_torch(self, part: QuantizedPart, data: torch.Tensor, blocks: torch.Tensor) -> None:
         per_matrix = None if part.global_scales is None else part.global_scales[..., None]
         scales = block_scales(blocks, self._scheme, per_matrix)
         part.scales.copy_(scales.stored)
@@ -236,7 +294,7 @@ class QuantizationPlan:
         return specs
 
     def _quantized_part(self, number: int, part: Part) -> QuantizedPart:
-        device = _tensor(part).device
+        device = _require_torch(part).device
         scheme = self._scheme
         grid = self.grids[part.tensor]
         region = part.region
@@ -274,31 +332,41 @@ def _key(shards: Shards) -> tuple[Any, ...]:
 
 
 def _device(part: Part) -> Any:
-    origin = part.data.origin if isinstance(part.data, LazyBits) else part.data
-    return getattr(origin, "device", None)
+    return getattr(_origin(part), "device", None)
+
+
+def _origin(part: Part) -> Any:
+    """The data of a part before it is cast."""
+    return part.data.origin if isinstance(part.data, LazyBits) else part.data
+
+
+def _require_torch(part: Part) -> torch.Tensor:
+    """The tensor that a part is made of."""
+    origin = _origin(part)
+    if not isinstance(origin, torch.Tensor):
+        kind = type(origin).__name__
+        raise UnsupportedTensor(f"{part.tensor!r}: only torch tensors can be quantized, not a {kind}")
+    return origin
 
 
 def _tensor(part: Part) -> torch.Tensor:
     """The data of a part as a torch tensor."""
-    data = part.data.tensor() if isinstance(part.data, LazyBits) else part.data
-    if not isinstance(data, torch.Tensor):
-        kind = type(data).__name__
-        raise UnsupportedTensor(f"{part.tensor!r}: only torch tensors can be quantized, not a {kind}")
+    data: torch.Tensor = part.data.tensor() if isinstance(part.data, LazyBits) else _require_torch(part)
     return data.detach()
 
 
-def _has_kernels(data: torch.Tensor, part: QuantizedPart) -> bool:
+def _has_kernels(data: torch.Tensor, part: QuantizedPart, scheme: Blockwise) -> bool:
     """Whether kernels quantize a part."""
     if not memory.is_on_gpu(data):
         return False  # Triton is not needed
     from . import block_kernels
 
-    return block_kernels.fits(data, part.region, part.grid)
+    return block_kernels.fits(data, part.region, part.grid, scheme)
 
 
-def _measured(data: torch.Tensor, part: QuantizedPart) -> torch.Tensor:
+def _measured(data: torch.Tensor, part: QuantizedPart, scheme: Blockwise) -> torch.Tensor:
     """The largest magnitudes of the blocks that a part touches."""
-    if not _has_kernels(data, part):
+    if not _has_kernels(data, part, scheme):
         return magnitudes(data, part.region, part.grid)
     from . import block_kernels
 

@@ -273,14 +273,14 @@ def quantize(
         scales: what becomes the scales of the blocks.
         kind: the formats of both.
         block: the rows and columns of a block.
-        largest: the largest magnitudes of the blocks, which must be given if a block is all of a tensor.
+        largest: the largest magnitudes of the blocks, which must be given if there is only one block.
         global_scale: a scale for the scales, if the format has one.
         track: whether changes are noted.
     """
     options = (ELEMENTS[kind.elements], SCALES[kind.scales], kind.limit)
     rows, columns = weights.shape[-2:]
     height, width = block
-    is_one = (height, width) == (rows, columns) and largest is not None
+    is_one = largest is not None and largest.numel() == 1
     if is_one or (height == 1 and is_run(width) and columns % width == 0):
         size = 64 if is_one else width
         count = _RUN // size

@@ -1,0 +1,146 @@
+"""Kernels that quantize: in Triton's interpreter, bit for bit against operations of torch; and compiled.
+
+Both happen in processes of their own, as in `test_gpu.py`. `tests/sources/gpu` says the same on a real GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from tests.triton_runs import hasten_interpreter, only_compile, run
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, see test_interpreted")
+outside = pytest.mark.skipif(INTERPRETED, reason="starts a process of its own")
+NAMES = ("fp8_blockwise", "fp8_per_channel", "fp8_per_tensor", "int8", "mxfp4", "mxfp8", "nvfp4")
+
+if INTERPRETED:
+    hasten_interpreter()
+
+
+@outside
+@pytest.mark.long
+def test_interpreted():
+    """The tests below pass in Triton's interpreter."""
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    assert "passed" in run("-m", "pytest", *options, __file__, TRITON_INTERPRET="1")
+
+
+@outside
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled(capability):
+    """The compiler takes every kernel, for Ampere and Hopper, with and without marks."""
+    assert "compiled 3 kernels" in run(__file__, str(capability), TRITON_INTERPRET="0")
+
+
+def compile_all(capability):
+    """Hand the kernels to the compiler, in every format."""
+    made = only_compile(capability)
+    from sparserl.kernels import gpu
+    from sparserl.sources.schemes import LIMITS, SCHEMES
+
+    for dtype in (torch.bfloat16, torch.float32):
+        w = torch.zeros(256, 256, dtype=dtype)
+        gpu.quantize.run_magnitudes(w, 16)
+        for name in NAMES:
+            scheme = SCHEMES[name]()
+            kind = gpu.quantize.Format(scheme.dtype, scheme.scale_dtype, LIMITS[scheme.dtype])
+            block = tuple(n or 256 for n in scheme.block)
+            bits = torch.zeros(256 * 256, dtype=torch.uint8)
+            scales = bits.view(torch.int32) if scheme.scale_dtype == "float32" else bits
+            numbers = torch.zeros(1024, dtype=torch.int64)
+            outputs = [gpu.quantize.Output(tensor, numbers, numbers, numbers) for tensor in (bits, scales)]
+            largest = torch.zeros(1 if block == (256, 256) else 4096) if name in ("fp8_per_tensor", "nvfp4") else None
+            track = dtype is torch.bfloat16
+            gpu.quantize.quantize(w, *outputs, kind, block, largest, torch.ones(1), track=track)
+    assert made == {name for name in vars(gpu.quantize) if name.endswith("_kernel")}
+    print("compiled", len(made), "kernels")
+
+
+def weights_like(shape, dtype, seed=0):
+    """Weights with a NaN, an infinity, zeros and numbers that are hardly any."""
+    from tests.sources.quantized_reference import weight
+
+    w = weight(shape[-2], shape[-1], seed)
+    w[8] /= 2.0**10  # float16 has no larger numbers
+    w[5, 7] = float("nan")
+    w[9, 40] = float("inf")
+    w[10, :32] = 0
+    w[11, 32:] = 1e-42
+    return w.expand(shape).clone().to(dtype)
+
+
+def quantize_twice(monkeypatch, name, first, second, on_gpu):
+    """A plan of one tensor that was quantized, committed and quantized again; its parts."""
+    from sparserl.sources import quantized
+    from sparserl.sources.schemes import SCHEMES
+    from sparserl.weights import memory
+
+    monkeypatch.setattr(memory, "is_on_gpu", lambda _: on_gpu)
+    weights = {"fc.weight": first.clone()}
+    source = quantized(weights, SCHEMES[name](names=lambda _: True), track=True)
+    source.weights()
+    source.committed()
+    weights["fc.weight"].copy_(second)
+    return source.weights().parts
+
+
+@inside
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((12, 96), torch.float32), ((130, 160), torch.bfloat16), ((2, 12, 64), torch.float16)],
+)
+def test_kernels_do_what_torch_does(monkeypatch, name, shape, dtype):
+    """Codes, scales, marks and the digest are those of torch, after a change of some elements too."""
+    first = weights_like(shape, dtype)
+    if name in ("fp8_per_channel", "int8"):
+        first = first[..., :40, :]  # the interpreter takes a row at a time
+    second = first.clone()
+    second[..., 3, 5:20] *= -2
+    second[..., 5, 7] = 1.0
+    second[..., 9, 40] = 0.5
+    expected = quantize_twice(monkeypatch, name, first, second, on_gpu=False)
+    results = quantize_twice(monkeypatch, name, first, second, on_gpu=True)
+    assert [part.tensor for part in results] == [part.tensor for part in expected]
+    for part, wanted in zip(results, expected, strict=True):
+        assert torch.equal(part.data.view(torch.uint8), wanted.data.view(torch.uint8)), part.tensor
+        assert part.marks.words.tolist() == wanted.marks.words.tolist(), part.tensor
+        assert part.moved == wanted.moved, part.tensor
+    assert sum(part.marks.count for part in results) > 10
+
+
+@inside
+def test_kernels_are_used(monkeypatch):
+    """A contiguous part of whole blocks never comes to the operations of torch; one that cuts blocks does."""
+    from sparserl import Part, Region, Shards, tensor_table
+    from sparserl.sources import quantize_plan, quantized
+    from sparserl.weights import memory
+
+    monkeypatch.setattr(memory, "is_on_gpu", lambda _: True)
+    w = weights_like((12, 64), torch.bfloat16)
+    halves = [Region((0, 0), (12, 40)), Region((0, 40), (12, 24))]
+    shards = Shards(tensor_table({"fc.weight": w}), [Part("fc.weight", box, w[box.slices]) for box in halves])
+
+    class Halves:
+        def weights(self):
+            return shards
+
+    cut = quantized(Halves(), "mxfp8").weights()
+    monkeypatch.setattr(quantize_plan, "write_codes", None)
+    whole = quantized({"fc.weight": w}, "mxfp8").weights()
+    for part in cut.parts:
+        assert torch.equal(part.data.view(torch.uint8), whole[part.tensor][part.region.slices].view(torch.uint8))
+    with pytest.raises(TypeError):
+        quantized(Halves(), "mxfp8").weights()
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]))

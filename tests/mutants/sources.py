@@ -40,4 +40,25 @@ MUTANTS = (
         "return mine[:2] == others[:2]",
         Tests("sources/test_renaming.py", "tied or cannot_be_meant"),
     ),
+    Mutant(
+        "quantized layers that engines fuse have global scales of their own",
+        "sources/schemes.py",
+        "_FUSED.get(layer, layer)",
+        "layer",
+        Tests("sources/test_quantized_formats.py", "engines_fuse"),
+    ),
+    Mutant(
+        "quantized changes of a publish that failed are forgotten",
+        "sources/quantize_marks.py",
+        "self.words |= words.index_add_(",
+        "self.words[:] = words.index_add_(",
+        Tests("sources/test_quantized_formats.py", "failed"),
+    ),
+    Mutant(
+        "a block with an infinity spoils the global scale of its matrix",
+        "sources/quantize_plan.py",
+        "blocks.masked_fill(blocks.isinf(), 0.0).amax",
+        "blocks.amax",
+        Tests("sources/test_quantized_formats.py", "infinity"),
+    ),
 )

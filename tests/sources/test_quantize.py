@@ -202,7 +202,7 @@ def test_what_cannot_be_quantized_is_refused() -> None:
 
     assert len(quantized(rows(4), fp8_blockwise((4, 4))).weights().parts) == 2
     with pytest.raises(
-        TensorMismatch, match=r"'a.weight': other processes have the rest of some blocks.*process group"
+        TensorMismatch, match=r"'a.weight': other processes have the rest of some blocks .*process group"
     ):
         quantized(rows(5), fp8_blockwise((4, 4))).weights()
     with pytest.raises(TensorMismatch, match="cannot be"):

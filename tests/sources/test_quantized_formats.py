@@ -8,7 +8,7 @@ import pytest
 
 import sparserl
 from sparserl import Part, Region, Shards
-from sparserl.errors import UnsupportedTensor
+from sparserl.errors import TensorMismatch, UnsupportedTensor
 from sparserl.sources import Blockwise, mxfp4, mxfp8, nvfp4, quantized
 from sparserl.sources.schemes import SCHEMES
 from tests.sources.quantized_reference import GOLDEN, PRESETS, as_compressed_tensors, load, weight
@@ -182,11 +182,25 @@ def test_shards_of_one_process(name):
         assert same_bits(joined, whole[spec.name]), spec
 
 
+def test_a_global_scale_takes_all_of_a_matrix():
+    """Rows of one process, or a layer without those that it is fused with, are refused if there is no group to ask."""
+    w = {name: weight(12, 32) for name in ("k_proj.weight", "q_proj.weight")}
+    table = sparserl.tensor_table(w)
+    keys = Part("k_proj.weight", Region((0, 0), (12, 32)), w["k_proj.weight"])
+    queries = Part("q_proj.weight", Region((0, 0), (12, 32)), w["q_proj.weight"])
+    rows = Part("q_proj.weight", Region((0, 0), (8, 32)), w["q_proj.weight"][:8])
+    assert len(quantized(Fixed(Shards(table, [keys, queries])), "nvfp4").weights().parts) == 6
+    for parts, name in (([keys, rows], "k_proj"), ([queries], "q_proj")):
+        with pytest.raises(TensorMismatch, match=f"'{name}.weight': other processes have the rest"):
+            quantized(Fixed(Shards(table, parts)), "nvfp4").weights()
+    assert len(quantized(Fixed(Shards(table, [rows])), "mxfp4").weights().parts) == 2
+
+
 def test_what_does_not_fit_a_format_is_refused(tmp_path):
-    """Unknown schemes, formats, columns that do not divide, bytes that two parts share: by name, and nothing is sent."""
+    """Unknown schemes and formats, columns that do not divide, bytes that parts share: by name; nothing is sent."""
     with pytest.raises(ValueError, match="no scheme 'nvfp5'; there are fp8_blockwise"):
         quantized({"a.weight": torch.ones(2, 32)}, "nvfp5")
-    with pytest.raises(ValueError, match="scheme is a int"):
+    with pytest.raises(TypeError, match="scheme is a int"):
         quantized({"a.weight": torch.ones(2, 32)}, 8)
     with pytest.raises(ValueError, match="elements of 'int4' are not supported"):
         Blockwise("int4", (1, 32), "_scale")

@@ -66,7 +66,7 @@ class QuantizedSource:
         else:
             if self._sharded and (name := plan.incomplete_tensor()) is not None:
                 raise TensorMismatch(
-                    f"{name!r}: other processes have the rest of some blocks; "
+                    f"{name!r}: other processes have the rest of some blocks or of a matrix with one scale; "
                     "give their process group as `process_group`"
                 )
             agreed = largest, plan.cut, plan.cut_magnitudes(plan.cut, largest.device)
@@ -113,7 +113,7 @@ class QuantizedSource:
 
 
 class TrackedQuantizedSource(QuantizedSource):
-    """The same, with marks of what has changed: a publisher needs no copy of the version before. Made by `quantized`."""
+    """The same with marks of what has changed, so that a publisher needs no baseline. Made by `quantized`."""
 
     _track = True
 
@@ -140,8 +140,9 @@ def _agree(plan: QuantizationPlan, largest: torch.Tensor, group: Any) -> tuple[t
     message = torch.cat((is_cut, largest)).to(device)
     if message.numel():
         dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
-    is_cut, largest = message.cpu().split((len(plan.grids), largest.numel()))
-    names = [name for name, flag in zip(plan.grids, is_cut.tolist(), strict=True) if flag]
+    message = message.cpu()
+    largest = message[len(plan.grids) :]
+    names = [name for name, flag in zip(plan.grids, message.tolist(), strict=False) if flag]
     cut = plan.cut_magnitudes(names, device)
     if names:
         dist.all_reduce(cut, dist.ReduceOp.MAX, group=group)
@@ -149,7 +150,7 @@ def _agree(plan: QuantizationPlan, largest: torch.Tensor, group: Any) -> tuple[t
 
 
 def _tell_peers(signature: int | None, group: Any) -> None:
-    """Tell all processes what this one quantizes; None if it has failed. Raises if another has, or has other tensors."""
+    """Tell all processes what this one quantizes, or by None that it has failed; raise if they do not do the same."""
     import torch
     import torch.distributed as dist
 
@@ -212,7 +213,8 @@ def quantized(
 
     Raises:
         UnsupportedTensor: the source is none of these.
-        ValueError: there is no scheme of this name.
+        TypeError: the scheme is none of these.
+        ValueError: there is no scheme of this name, or `track` is given with a function.
 
     >>> import torch, sparserl
     >>> source = sparserl.sources.quantized({"q.weight": torch.ones(2, 4)}, sparserl.sources.int8())
@@ -222,7 +224,7 @@ def quantized(
     if isinstance(scheme, str):
         scheme = scheme_named(scheme)
     if not isinstance(scheme, Blockwise) and not callable(scheme):
-        raise ValueError(f"scheme is a {type(scheme).__name__}; it must be a scheme, the name of one, or a function")
+        raise TypeError(f"scheme is a {type(scheme).__name__}; it must be a scheme, the name of one, or a function")
     if not isinstance(source, Source | Mapping):
         source = module(source)
     if track and not isinstance(scheme, Blockwise):

@@ -1,10 +1,11 @@
-"""How the parts of one process are quantized: memory for the results, what must be measured first, and who has which scale.
+"""How the parts of one process are quantized: what is measured first, where results are written, who has which scale.
 
 The process with the first element of a block publishes its scale; so it is with the global scale of a matrix.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -113,7 +114,9 @@ class QuantizationPlan:
         return [name for name in self.grids if name in names]
 
     def incomplete_tensor(self) -> str | None:
-        """A tensor with a block of which this process has only some elements; None if there is none."""
+        """A tensor of which this process has only some of the elements that have a scale together; None if none is."""
+        if self._scheme.has_global_scale and (name := self._incomplete_matrix()) is not None:
+            return name
         for name in self.cut:
             grid = self.grids[name]
             counts = np.zeros(grid.size, np.int64)
@@ -122,6 +125,21 @@ class QuantizationPlan:
                     counts[grid.touched(part.region).slices] += grid.counts(part.region)
             if ((counts > 0) & (counts < grid.counts(whole(grid.spec.shape)))).any():
                 return name
+        return None
+
+    def _incomplete_matrix(self) -> str | None:
+        """A tensor with a matrix, or one that engines fuse with it, of which this process has only some elements."""
+        missing = np.zeros(self.matrix_count, np.int64)
+        touched = np.zeros(self.matrix_count, bool)
+        for name, grid in self.grids.items():
+            missing[self._matrices[name]] += math.prod(grid.spec.shape[-2:])
+        for part in self._parts:
+            numbers = self._numbers(part).numpy()
+            missing[numbers] -= math.prod(part.region.size[-2:])
+            touched[numbers] = True
+        for part in self._parts:
+            if (touched & (missing > 0))[self._numbers(part).numpy()].any():
+                return part.tensor
         return None
 
     def measure(self, parts: Sequence[Part]) -> torch.Tensor:
@@ -150,14 +168,24 @@ class QuantizationPlan:
 
     def cut_magnitudes(self, names: Sequence[str], device: torch.device) -> torch.Tensor:
         """The magnitudes of all blocks of some tensors, one tensor behind the other, as far as cut parts have them."""
-        sizes = [int(np.prod(self.grids[name].size)) for name in names]
-        flat = torch.zeros(sum(sizes), device=device)
-        grids = dict(zip(names, flat.split(sizes), strict=True))
+        flat = torch.zeros(sum(int(np.prod(self.grids[name].size)) for name in names), device=device)
+        cut_blocks = self._by_tensor(names, flat)
         for part in self._parts:
             if not part.is_aligned:
-                cells = grids[part.tensor].view(part.grid.size)[part.grid.touched(part.region).slices]
-                cells.copy_(cells.maximum(self._magnitudes[part.number].to(device)))
+                blocks = cut_blocks[part.tensor][part.grid.touched(part.region).slices]
+                blocks.copy_(blocks.maximum(self._magnitudes[part.number].to(device)))
         return flat
+
+    def _by_tensor(self, names: Sequence[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Numbers for all blocks of some tensors, by tensor."""
+        by_tensor = {}
+        offset = 0
+        for name in names:
+            size = self.grids[name].size
+            stop = offset + int(np.prod(size))
+            by_tensor[name] = flat[offset:stop].view(size)
+            offset = stop
+        return by_tensor
 
     def quantize(
         self, parts: Sequence[Part], largest: torch.Tensor, names: Sequence[str], cut: torch.Tensor
@@ -173,13 +201,12 @@ class QuantizationPlan:
         Returns:
             The parts that are not quantized, and those of quantized elements and scales.
         """
-        grids = dict(zip(names, cut.split([int(np.prod(self.grids[name].size)) for name in names]), strict=True))
+        cut_blocks = self._by_tensor(names, cut)
         quantized = [part for part in parts if part.tensor not in self.grids]
         for part in self._parts:
             blocks = self._magnitudes.pop(part.number, None)
             if not part.is_aligned:
-                cells = grids[part.tensor].view(part.grid.size)[part.grid.touched(part.region).slices]
-                blocks = cells.to(part.codes.device)
+                blocks = cut_blocks[part.tensor][part.grid.touched(part.region).slices].to(part.codes.device)
             self._encode(part, _tensor(parts[part.number]), blocks, largest)
             quantized += [self._marked(part, result) for result in self._results(part)]
         return quantized

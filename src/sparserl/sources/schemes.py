@@ -143,8 +143,8 @@ class Blockwise:
         rows, columns = (n or d for n, d in zip(self.block, spec.shape[-2:], strict=True))
         if self.scale_dtype != "float32" and spec.shape[-1] % columns:
             raise UnsupportedTensor(
-                f"{spec} cannot be quantized to {self.dtype}: its {spec.shape[-1]} columns are no multiple of {columns}; "
-                "leave it out with `names=`"
+                f"{spec} cannot be quantized to {self.dtype}: its {spec.shape[-1]} columns are no multiple of "
+                f"{columns}; leave it out with `names=`"
             )
         return (*(1 for _ in spec.shape[:-2]), rows, columns)
 

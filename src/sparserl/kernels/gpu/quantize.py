@@ -125,8 +125,9 @@ def _write_changed(out, index, new, ok, N: tl.constexpr, TRACK: tl.constexpr):
     old = tl.load(out.bits + index, mask=ok, other=0)
     changed = ok & (old != new)
     tl.store(out.bits + index, new, mask=changed)
-    if TRACK:
-        if tl.sum(tl.reshape(changed.to(tl.int32), [N]), axis=0) > 0:
+    if TRACK:  # known when it is compiled; the sum is not
+        count = tl.sum(tl.reshape(changed.to(tl.int32), [N]), axis=0)
+        if count > 0:
             bit = (tl.zeros_like(index) + 1) << (index & 63)
             tl.atomic_or(out.marks + (index >> 6), bit, mask=changed, sem="relaxed")
             weyl = weyl_number(tl.load(out.place), tl.load(out.place + 2) + index)
@@ -160,7 +161,7 @@ def _runs_kernel(
     x = tl.load(weights + index, mask=ok, other=0.0)
     number = run * 0 if SHARED else run
     exists = run * SIZE < numel
-    if MEASURED:
+    if MEASURED:  # noqa: SIM108  # only one of them is compiled
         most = tl.load(largest + number, mask=exists, other=0.0)
     else:
         most = tl.max(_largest_of(x, ok), axis=1)

@@ -317,8 +317,23 @@ def one_rank(rank: int, port: int, folder: str) -> None:
         torch.save(saved, Path(folder) / f"{name}-{rank}.pt")
     model = fully_shard(policy(), mesh=init_device_mesh("cpu", (2,)))
     torch.save(sparserl.digest(quantized(fsdp(model), SCHEMES["fp8"]).weights()), Path(folder) / f"fsdp-{rank}.pt")
+    _agrees_on_global_scales(rank, dist.group.WORLD)
     _fails_alone(rank, dist.group.WORLD)
     dist.destroy_process_group()
+
+
+def _agrees_on_global_scales(rank: int, group) -> None:
+    """Of layers that engines fuse each rank has one, and of a matrix the columns to the middle of a block."""
+    weights = {f"{name}_proj.weight": matrix(40, 96, seed=i) * 3**i for i, name in enumerate("kqo")}
+    first = ("k_proj.weight", Region((0, 0), (40, 96))), ("o_proj.weight", Region((0, 0), (40, 40)))
+    second = ("q_proj.weight", Region((0, 0), (40, 96))), ("o_proj.weight", Region((0, 40), (40, 56)))
+    own = [Part(name, box, weights[name][box.slices]) for name, box in (first, second)[rank]]
+    for scheme in ("nvfp4", "mxfp4"):
+        whole = quantized(weights, scheme).weights()
+        parts = quantized(_Fixed(Shards(sparserl.tensor_table(weights), own)), scheme, group).weights().parts
+        assert len(parts) == {"nvfp4": 6 - rank, "mxfp4": 4}[scheme]
+        for part in parts:
+            assert (bits(part.data) == bits(whole[part.tensor][part.region.slices])).all(), part.tensor
 
 
 class _Broken:

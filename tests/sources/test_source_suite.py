@@ -69,6 +69,13 @@ class TestQuantized(Trained):
         return sources.quantized(model, sources.fp8_blockwise((8, 8)))
 
 
+class TestQuantizedAndTracked(Trained):
+    """What a rollout holds, with marks of what changed."""
+
+    def source_of(self, model):
+        return sources.quantized(sources.track(self.optimizer, model), sources.int8(), track=True)
+
+
 class TestLayout(Trained):
     """Two tensors that lie in one parameter."""
 

@@ -28,7 +28,7 @@ SCALES = {"float32": 0, "float8_e8m0fnu": 1, "float8_e4m3fn": 2}
 _OFFSETS = {"float8_e4m3fn": 8, "float4_e2m1": 2}  # the exponent of the format's largest number
 _TILE = 16384  # elements that a program holds at a time
 _RUN = 4096  # elements of a program that takes runs
-_LARGEST_RUN = 64  # columns of the widest blocks that are taken as runs
+_LARGEST_RUN = 1024  # columns of the widest blocks that are taken as runs
 
 
 class Format(NamedTuple):
@@ -119,15 +119,19 @@ def _code(x, divisor, broken, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _write_changed(out, index, new, ok, N: tl.constexpr, TRACK: tl.constexpr):
-    """Write N codes or scales where they differ from those in memory; mark these, and add to the digest sums."""
+def _write_changed(out, base, offset, new, ok, N: tl.constexpr, TRACK: tl.constexpr):
+    """Write N codes or scales where they differ from those in memory; mark these, and add to the digest sums.
+
+    They are at `base`, of 64 bits, plus `offset`, of 32: many numbers of 64 bits would take too many registers.
+    """
     new = new.to(out.bits.dtype.element_ty)
-    old = tl.load(out.bits + index, mask=ok, other=0)
+    old = tl.load(out.bits + base + offset, mask=ok, other=0)
     changed = ok & (old != new)
-    tl.store(out.bits + index, new, mask=changed)
+    tl.store(out.bits + base + offset, new, mask=changed)
     if TRACK:  # known when it is compiled; the sum is not
         count = tl.sum(tl.reshape(changed.to(tl.int32), [N]), axis=0)
         if count > 0:
+            index = base + offset
             bit = (tl.zeros_like(index) + 1) << (index & 63)
             tl.atomic_or(out.marks + (index >> 6), bit, mask=changed, sem="relaxed")
             weyl = weyl_number(tl.load(out.place), tl.load(out.place + 2) + index)
@@ -155,28 +159,32 @@ def _runs_kernel(
     TRACK: tl.constexpr,
 ):
     """COUNT runs of SIZE elements, with a scale each. SHARED: all of them have the same scale."""
-    run = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    first = tl.program_id(0).to(tl.int64) * COUNT
+    run = tl.arange(0, COUNT)
+    left = tl.minimum(numel - first * SIZE, COUNT * SIZE).to(tl.int32)
     index = run[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    ok = index < numel
-    x = tl.load(weights + index, mask=ok, other=0.0)
+    ok = index < left
+    x = tl.load(weights + first * SIZE + index, mask=ok, other=0.0)
+    exists = run * SIZE < left
+    first_scale = first * 0 if SHARED else first
     number = run * 0 if SHARED else run
-    exists = run * SIZE < numel
     if MEASURED:  # noqa: SIM108  # only one of them is compiled
-        most = tl.load(largest + number, mask=exists, other=0.0)
+        most = tl.load(largest + first_scale + number, mask=exists, other=0.0)
     else:
         most = tl.max(_largest_of(x, ok), axis=1)
     total = tl.load(global_scale) if SCALE == _E4M3 else 1.0
     stored, divisor, broken = _scale(most, total, LIMIT, SCALE, OFFSET)
     if SHARED:
-        exists = run == 0
-    _write_changed(scales, number, stored, exists, COUNT, TRACK)
+        exists = first + run == 0
+    _write_changed(scales, first_scale, number, stored, exists, COUNT, TRACK)
     code = _code(x, divisor[:, None], broken[:, None], ELEMENT)
     if ELEMENT == _FP4:
         low, high = tl.split(tl.reshape(code, [COUNT, SIZE // 2, 2]))
         pair = run[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
-        _write_changed(codes, pair, low | (high << 4), pair * 2 < numel, COUNT * SIZE // 2, TRACK)
+        packed = low | (high << 4)
+        _write_changed(codes, first * (SIZE // 2), pair, packed, pair * 2 < left, COUNT * SIZE // 2, TRACK)
     else:
-        _write_changed(codes, index, code, ok, COUNT * SIZE, TRACK)
+        _write_changed(codes, first * SIZE, index, code, ok, COUNT * SIZE, TRACK)
 
 
 @triton.jit
@@ -212,38 +220,39 @@ def _blocks_kernel(
     row = (number // grid_columns) % grid_rows * height
     column = number % grid_columns * width
     origin = number // grid_columns // grid_rows * rows * columns
-    height = tl.minimum(height, rows - row)
-    width = tl.minimum(width, columns - column)
-    down = tl.arange(0, TALL)[:, None].to(tl.int64)
-    across = tl.arange(0, WIDE)[None, :].to(tl.int64)
+    height = tl.minimum(height, rows - row).to(tl.int32)
+    width = tl.minimum(width, columns - column).to(tl.int32)
+    down = tl.arange(0, TALL)[:, None]
+    across = tl.arange(0, WIDE)[None, :]
     origin += row * columns + column
+    index = down * columns + across
     if ONE:
-        index = origin + down * columns + across
         ok = (down < height) & (across < width)
-        x = tl.load(weights + index, mask=ok, other=0.0)
+        x = tl.load(weights + origin + index, mask=ok, other=0.0)
         most = tl.max(tl.max(_largest_of(x, ok), axis=1), axis=0)
     else:
         most = tl.zeros([TALL, WIDE], tl.float32)
         for i in range(0, height, TALL):
             for j in range(0, width, WIDE):
-                ok = (i + down < height) & (j + across < width)
-                x = tl.load(weights + origin + (i + down) * columns + j + across, mask=ok, other=0.0)
+                ok = (down < height - i) & (across < width - j)
+                base = origin + (tl.zeros_like(origin) + i) * columns + j
+                x = tl.load(weights + base + index, mask=ok, other=0.0)
                 most = tl.maximum(most, _largest_of(x, ok))
         most = tl.max(tl.max(most, axis=1), axis=0)
     stored, divisor, broken = _scale(tl.zeros([1], tl.float32) + most, 1.0, LIMIT, 0, 0)
-    place = tl.zeros([1], tl.int64) + number
-    _write_changed(scales, place, stored, place >= 0, 1, TRACK)
+    place = tl.arange(0, 1)
+    _write_changed(scales, number, place, stored, place == 0, 1, TRACK)
     if ONE:
         code = _code(x, divisor[:, None], broken[:, None], ELEMENT)
-        _write_changed(codes, index, code, ok, TALL * WIDE, TRACK)
+        _write_changed(codes, origin, index, code, ok, TALL * WIDE, TRACK)
     else:
         for i in range(0, height, TALL):
             for j in range(0, width, WIDE):
-                index = origin + (i + down) * columns + j + across
-                ok = (i + down < height) & (j + across < width)
-                x = tl.load(weights + index, mask=ok, other=0.0)
+                ok = (down < height - i) & (across < width - j)
+                base = origin + (tl.zeros_like(origin) + i) * columns + j
+                x = tl.load(weights + base + index, mask=ok, other=0.0)
                 code = _code(x, divisor[:, None], broken[:, None], ELEMENT)
-                _write_changed(codes, index, code, ok, TALL * WIDE, TRACK)
+                _write_changed(codes, base, index, code, ok, TALL * WIDE, TRACK)
 
 
 def run_magnitudes(weights: torch.Tensor, size: int) -> torch.Tensor:

@@ -168,7 +168,7 @@ def _runs_kernel(
     exists = run * SIZE < left
     first_scale = first * 0 if SHARED else first
     number = run * 0 if SHARED else run
-    if MEASURED:  # noqa: SIM108  # only one of them is compiled
+    if MEASURED:  # only one of them is compiled
         most = tl.load(largest + first_scale + number, mask=exists, other=0.0)
     else:
         most = tl.max(_largest_of(x, ok), axis=1)

@@ -102,6 +102,12 @@ def advance(old: UInts, step: UInts, sign_magnitude: bool) -> UInts:
     return unorder(order(old, sign_magnitude) + delta, sign_magnitude)
 
 
+def to_bf16(bits: UInts, nan: int) -> UInts:
+    """fp32 patterns as bf16: to the nearest, ties to even; every NaN becomes one pattern."""
+    rounded = (bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, nan, rounded).astype(np.uint16)
+
+
 def token(value: int) -> tuple[int, int, int]:
     """A number as (token, low bits, how many): below 16 itself, else exponent and two mantissa bits."""
     if value < 16:

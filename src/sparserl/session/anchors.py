@@ -20,7 +20,7 @@ from ..weights.local import LocalWeights
 from ..weights.memory import Memory, Weights
 from ..weights.region import Shape, whole
 from ..weights.shards import Part, Place, Shards
-from ..weights.staging import gpu_tensor
+from ..weights.staging import LazyBits, cast_origin, gpu_tensor
 from ..weights.table import TensorTable
 from ..weights.tensors import memories, memory_of
 from .memory_limit import require_memory
@@ -50,6 +50,8 @@ def copy_weights(weights: Weights | Shards, threads: int | None = None, *, on_gp
     def copy(memory: Memory) -> Any:
         if on_gpu and (tensor := gpu_tensor(memory)) is not None:
             return tensor.new_empty(tensor.shape).copy_(tensor.detach())
+        if on_gpu and cast_origin(memory) is not None and isinstance(memory.owner, LazyBits):
+            return memory.owner.tensor()
         return Bits(memory.copied(), memory.dtype)
 
     threads = 1 if on_gpu else threads  # a GPU copies in the order of this thread

@@ -97,7 +97,7 @@ class HostBaseline:
         """
         self.weights = copy_weights(weights, threads, on_gpu=on_gpu) if copy else weights
         self._local = LocalWeights.of(self.weights)  # kept, so that their tensors are known
-        warm_up(self._local)
+        warm_up(self._local, LocalWeights.of(weights))
         self._digest = digest
         self._threads = threads
 

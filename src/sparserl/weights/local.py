@@ -19,7 +19,7 @@ from .known import KnownTensors, collector_paused, find_known, remember
 from .memory import Memory, Weights, tied_groups
 from .region import Numbers, Region, collapse, row_major, whole
 from .shards import Place, Shards
-from .staging import gpu_tensor
+from .staging import cast_origin, gpu_tensor
 from .table import TensorTable
 from .tensors import memories, require_like, table_of
 
@@ -33,8 +33,8 @@ class _Parts:
         whole: The memory of each tensor that is here as a whole.
         address: Its address.
         contiguous: Whether it is contiguous in host memory.
-        gpu_number: Which GPU with kernels it lies on, contiguous; -1 for none.
-        devices: The GPUs that parts lie on.
+        gpu_number: Which GPU with kernels it lies on, contiguous and not to be cast; -1 for none.
+        devices: The GPUs that parts lie on, or are cast on.
     """
 
     def __init__(self, table: TensorTable, located: Iterable[tuple[Place, Memory]]) -> None:
@@ -60,6 +60,8 @@ class _Parts:
                 number = numbers.setdefault(on_gpu.device, len(numbers))
                 if region is None and on_gpu.is_contiguous() and gpu.support.obstacle(on_gpu.device) is None:
                     self.gpu_number[tensor] = number
+            elif (origin := cast_origin(memory)) is not None:
+                numbers.setdefault(origin.device, len(numbers))
         self.devices = list(numbers)
 
     @cached_property

@@ -1,7 +1,8 @@
 """Weights on GPUs, as the kernels there read and write them.
 
-A run is a place whose elements are consecutive both in memory and in their tensor. Kernels read runs where they lie;
-other places on a GPU, such as a slice of columns, are read through host memory and written element by element.
+A run is a place whose elements are consecutive both in memory and in their tensor. Kernels read runs where they lie,
+and cast fp32 to bf16 as they read it; other places on a GPU, such as a slice of columns, are read through host memory
+and written element by element.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from .dtypes import DType, UIntArray
 from .geometry import Geometry
 from .gpu_copies import fetch, upload
 from .local import LocalWeights
+from .memory import Memory
 from .region import Numbers, Region, run_start, whole
 from .shards import Place
-from .staging import gpu_tensor
+from .staging import cast_origin, gpu_tensor
 from .table import TensorTable
 
 LARGE_BYTES = 128 << 20  # of a piece: kernels look at all pieces in one launch, but each costs host time
 _SPARE = 2  # times the bytes of a copy that a GPU must have free: others work there, too
-_warm = set[tuple[DType, Any, bool]]()  # dtypes, GPUs and alignments whose kernels are compiled
+_warm = set[tuple[DType, Any, bool, bool]]()  # dtypes, GPUs, alignments and casts whose kernels are compiled
 GROUP_BYTES = 8 << 30  # of weights that kernels look at together; their results take up to a fifth of that
 
 
@@ -58,12 +60,17 @@ class Runs:
     numel: Numbers
     start: Numbers  # position of each run's first element in its tensor
     address: Numbers  # versions × runs
-    base: torch.Tensor  # some tensor on the GPU, of the same width
+    bases: tuple[torch.Tensor, ...]  # of each version some tensor on the GPU, of its width
     owners: Sequence[LocalWeights]
 
     @property
     def nbytes(self) -> int:
         return int(self.numel.sum()) * self.dtype.width
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the last version is fp32, which kernels cast where they read it."""
+        return self.bases[-1].element_size() != self.dtype.width
 
     @property
     def aligned(self) -> npt.NDArray[np.bool_]:
@@ -126,14 +133,16 @@ class Runs:
             numel[its_pieces] = [region.numel for region in regions]
         before = np.cumsum(numel) - numel
         offset = before - before[(end - count)[run]]  # elements of its run that precede a piece
-        return replace(cut, start=cut.start + offset, address=cut.address + offset * self.dtype.width)
+        widths = np.array([[base.element_size()] for base in self.bases])
+        return replace(cut, start=cut.start + offset, address=cut.address + offset * widths)
 
     def blocks(self, keys: np.ndarray[Any, Any]) -> tuple[gpu.changes.Blocks, list[gpu.changes.Side]]:
         """The blocks that kernels work on, and one side per version; `keys` are the digest keys of all tensors."""
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         columns = (self.numel.tobytes(), self.start.tobytes(), keys[self.tensor].tobytes())
         blocks = _blocks(self.dtype.width, self.device, stream, *columns)
-        return blocks, [blocks.side_at(address, self.base, self.owners) for address in self.address]
+        versions = zip(self.address, self.bases, strict=True)
+        return blocks, [blocks.side_at(address, base, self.owners) for address, base in versions]
 
 
 @lru_cache(maxsize=8)
@@ -150,7 +159,7 @@ def _blocks(width: int, device: Any, _stream: int, numel: bytes, start: bytes, k
 def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list[Place], list[Runs]]:
     """Split places into those for the CPU, and those that are runs on the same GPU in all versions.
 
-    The runs are grouped by dtype and GPU.
+    In versions after the first, runs may have to be cast. They are grouped by dtype and GPU, and casts apart.
     """
     all_places = [*places]
     devices = [*versions[0].gpu_streams]
@@ -160,6 +169,7 @@ def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list
     tensor = np.array([tensor for tensor, _ in all_places], np.int64)
     start = np.zeros(tensor.size, np.int64)
     numel = table.numel[tensor]
+    is_cast = np.zeros(tensor.size, bool)
     gpu_number, address = map(
         np.stack, zip(*(weights.gpu_addresses(tensor, devices) for weights in versions), strict=True)
     )
@@ -172,20 +182,21 @@ def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list
             numel[i] = run.numel
             start[i] = run.start
             address[:, i] = run.addresses
-    kind = np.where(gpu_number[0] < 0, -1, gpu_number[0] * 256 + table.codes[tensor])
+            is_cast[i] = run.is_cast
+    kind = np.where(gpu_number[0] < 0, -1, (2 * gpu_number[0] + is_cast) * 256 + table.codes[tensor])
     by_kind = []
     for code in np.unique(kind[kind >= 0]).tolist():
         rows = np.flatnonzero(kind == code)
         first = int(rows[np.argmax(numel[rows] > 0)])  # an empty tensor has no address
         runs = Runs(
             dtype=table.specs[int(tensor[first])].dtype,
-            device=devices[code >> 8],
+            device=devices[code >> 9],
             places=[all_places[i] for i in rows.tolist()],
             tensor=tensor[rows],
             numel=numel[rows],
             start=start[rows],
             address=address[:, rows],
-            base=gpu_tensor(versions[0].locate(*all_places[first])[0]),
+            bases=tuple(_tensor_to_read(weights.locate(*all_places[first])[0]) for weights in versions),
             owners=versions,
         )
         by_kind.append(runs)
@@ -208,7 +219,7 @@ def runs_of(batch: Batch, weights: LocalWeights) -> Runs | None:
         numel=batch.numel,
         start=np.zeros(gpu_number.size, np.int64),
         address=address[None],
-        base=gpu_tensor(weights.locate(*places[0])[0]),
+        bases=(gpu_tensor(weights.locate(*places[0])[0]),),
         owners=(weights,),
     )
 
@@ -220,6 +231,13 @@ class _Run(NamedTuple):
     numel: int
     start: int
     addresses: list[int]
+    is_cast: bool
+
+
+def _tensor_to_read(memory: Memory) -> Any:
+    """The tensor on a GPU that kernels read for these bits, as it is or with a cast; None if they cannot."""
+    on_gpu = gpu_tensor(memory)
+    return cast_origin(memory) if on_gpu is None else on_gpu
 
 
 def _run(place: Place, versions: Sequence[LocalWeights]) -> _Run | None:
@@ -229,19 +247,21 @@ def _run(place: Place, versions: Sequence[LocalWeights]) -> _Run | None:
     start = 0 if region is None else run_start(region, spec.shape)
     devices = set[Any]()
     addresses = list[int]()
+    is_cast = False
     for weights in versions:
         memory, local = weights.locate(tensor, region)
-        on_gpu = gpu_tensor(memory)
+        is_cast = weights is not versions[0] and cast_origin(memory) is not None
+        on_gpu = cast_origin(memory) if is_cast else gpu_tensor(memory)
         local_start = 0 if local is None else run_start(local, memory.shape)
         if on_gpu is None or start is None or local_start is None or not on_gpu.is_contiguous():
             return None
         if gpu.support.obstacle(on_gpu.device) is not None:
             return None
         devices.add(on_gpu.device)
-        addresses.append(memory.address + local_start * spec.dtype.width)
+        addresses.append(on_gpu.data_ptr() + local_start * on_gpu.element_size())
     if len(devices) > 1:
         return None
-    return _Run(devices.pop(), spec.numel if region is None else region.numel, start or 0, addresses)
+    return _Run(devices.pop(), spec.numel if region is None else region.numel, start or 0, addresses, is_cast)
 
 
 def groups(all_runs: Iterable[Runs], table: TensorTable, piece_bytes: int | None = None) -> Iterator[Runs]:
@@ -263,22 +283,23 @@ def groups(all_runs: Iterable[Runs], table: TensorTable, piece_bytes: int | None
                 yield pieces.select(group)
 
 
-def warm_up(weights: LocalWeights) -> None:
-    """Compile the kernels that syncs of weights on GPUs need."""
+def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
+    """Compile the kernels that syncs of weights on GPUs need, or comparisons of them with new ones."""
+    rest, compared = (weights.places, []) if new is None else split_by_gpu(weights.places, weights, new)
     kinds = {
-        (runs.dtype, runs.device, aligned)
-        for runs in split_by_gpu(weights.places, weights)[1]
+        (runs.dtype, runs.device, aligned, runs.is_cast)
+        for runs in (*compared, *split_by_gpu(rest, weights)[1])
         for aligned in np.unique(runs.aligned).tolist()
     }
     if not kinds or gpu.changes.INTERPRETED:
         return
-    for dtype, device, aligned in kinds - _warm:
+    for dtype, device, aligned, is_cast in kinds - _warm:
         order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
         with on_stream(weights, device):
-            gpu.warmup.warm_up(dtype.width, device, aligned=aligned, **order)
+            gpu.warmup.warm_up(dtype.width, device, aligned=aligned, is_cast=is_cast, **order)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        _warm.add((dtype, device, aligned))
+        _warm.add((dtype, device, aligned, is_cast))
 
 
 def group_sums(weights: LocalWeights, all_runs: Iterable[Runs]) -> Iterator[tuple[int, int, int]]:

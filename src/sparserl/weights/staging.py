@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedTensor
+from . import memory as memory_module
 from .dtypes import DType, UIntArray, dtype_of_torch
 from .memory import Memory, address_of
 from .region import Region, Shape, whole
@@ -63,7 +64,9 @@ def lazy_bits(tensor: Any, dtype: Any = None) -> LazyBits:
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)  # this thread has another stream than whoever wrote the tensor
         with torch.no_grad():
-            destination.copy_(tensor[region.slices].contiguous())
+            source = tensor[region.slices].contiguous()
+            # A GPU casts before it sends: fewer bytes are copied, and a NaN becomes the one that its kernels make.
+            destination.copy_(source.to(torch_dtype) if tensor.is_cuda else source)
 
     return LazyBits(bits_dtype, tuple(tensor.shape), fill, tensor, pinned=tensor.is_cuda)
 
@@ -105,6 +108,15 @@ class StagedMemory(Memory):
 def gpu_tensor(memory: Memory) -> Any:
     """The torch tensor on a GPU that this memory belongs to; None for other memory."""
     return memory.owner if isinstance(memory, StagedMemory) and memory.writable else None
+
+
+def cast_origin(memory: Memory) -> Any:
+    """The fp32 tensor on a GPU whose elements kernels can cast to these bits, which are bf16; None for other memory."""
+    lazy = memory.owner
+    if not isinstance(lazy, LazyBits) or lazy.dtype.name != "bfloat16" or lazy.origin is None:
+        return None
+    is_wide = str(lazy.origin.dtype) == "torch.float32"
+    return lazy.origin if is_wide and memory_module.is_on_gpu(lazy.origin) else None
 
 
 class StagingBuffer:

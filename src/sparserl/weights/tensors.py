@@ -32,6 +32,8 @@ def memory_of(name: str, tensor: Any) -> Memory:
     if isinstance(tensor, Bits):
         return _of_array(name, tensor.array, tensor.dtype)
     if isinstance(tensor, LazyBits):
+        if tensor.origin is not None:
+            memory_of(name, tensor.origin)  # refuses what cannot be read
         return StagedMemory(tensor.dtype, tensor.shape, 0, row_major(tensor.shape), False, tensor)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):

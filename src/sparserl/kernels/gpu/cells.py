@@ -22,6 +22,7 @@ from .changes import (
     load_keys,
     load_marks,
     load_uint32,
+    narrowed,
     new_sums,
     popcount,
     store_word,
@@ -294,7 +295,8 @@ def _sample_kernel(old, new, blocks, words, ends, which, out, N, NB, leap, B: tl
     part = tl.load(blocks.part + block)
     position = (block - tl.load(blocks.first + part)) * B + place
     tl.store(out + i, tl.load(old.base + tl.load(old.at + part) + position))
-    tl.store(out + N + i, tl.load(new.base + tl.load(new.at + part) + position))
+    y = tl.load(new.base + tl.load(new.at + part) + position)
+    tl.store(out + N + i, narrowed(y, out.dtype.element_ty.primitive_bitwidth))
 
 
 def sample(

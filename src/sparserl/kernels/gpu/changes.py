@@ -5,8 +5,8 @@ Each kernel is specified by `reference.py`. All tensors of a call are one launch
     tensors ──► Blocks ──► diff: a bitmap, changes per block ──► compact: positions and bits
                                                              └─► classes: ranks by magnitude class
 
-A bitmap has one bit per element, the first element lowest, and every tensor begins with a word of its own. Nothing here
-waits for the GPU. With TRITON_INTERPRET=1, set before the import, everything runs on CPU tensors, slowly.
+A bitmap has one bit per element, the first element lowest, and every tensor begins with a word of its own. New bits may
+be fp32 where the old ones are bf16: kernels cast what they read of them. Nothing here waits for the GPU. With TRITON_INTERPRET=1, set before the import, everything runs on CPU tensors, slowly.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 BLOCK = 8192  # elements per program; tiles are whole numbers of blocks
+_CPU_NAN = tl.constexpr(0x7FC0)  # the bf16 pattern that the interpreter casts a NaN to
 _SLOTS = tl.constexpr(512)  # digest sums that programs add to, so that few programs add to the same one
 _SMALL_COPY = 1 << 16  # bytes up to which a copy to the GPU needs no pinned memory
 _CACHED_TABLES = 8  # tables that `Blocks.cached` keeps
@@ -169,9 +170,12 @@ class Blocks:
         return self.side_at(np.array([t.data_ptr() for t in flat], np.int64), base, flat)
 
     def side_at(self, address: np.ndarray[Any, Any], base: torch.Tensor, owners: Sequence[Any]) -> Side:
-        """One version of the weights, by the parts' addresses; `owners` keep their memory alive."""
+        """One version of the weights, by the parts' addresses; `owners` keep their memory alive.
+
+        base: some tensor of that version's dtype: as wide as the blocks' elements, or fp32 that is cast to bf16.
+        """
         base = as_ints(base)
-        offset = (address - base.data_ptr()) // self.width
+        offset = (address - base.data_ptr()) // base.element_size()
         at = self.cached(("side", offset.tobytes()), lambda: self.upload(offset))
         return Side(base, at, not (address % 16).any(), owners)
 
@@ -205,9 +209,10 @@ class Side:
     def pointers(self) -> Pointers:
         return Pointers(self.base, self.at)
 
-    def step(self, width: int) -> int:
+    @property
+    def step(self) -> int:
         """What the distances of parts are multiples of, in elements."""
-        return 16 // width if self.aligned else 1
+        return 16 // self.base.element_size() if self.aligned else 1
 
 
 @triton.jit
@@ -252,6 +257,18 @@ def unsigned(x):
 def load_bits(pointer, ok):
     """Bits as uint64, zero where `ok` is false."""
     return unsigned(tl.load(pointer, mask=ok, other=0)).to(tl.uint64)
+
+
+@triton.jit
+def narrowed(x, BITS: tl.constexpr):
+    """Patterns of so many bits: wider ones are fp32, and are cast to bf16."""
+    return cast(x, x.dtype.primitive_bitwidth > BITS, _CPU_NAN)
+
+
+@triton.jit
+def load_new_bits(pointer, ok, BITS: tl.constexpr):
+    """New bits as uint64, cast where they are wider than BITS; zero where `ok` is false."""
+    return unsigned(narrowed(tl.load(pointer, mask=ok, other=0), BITS)).to(tl.uint64)
 
 
 @triton.jit
@@ -328,6 +345,17 @@ def read_pairs(bits, a, n, W: tl.constexpr, ONCE: tl.constexpr = True, PAST: tl.
 
 
 @triton.jit
+def read_new_pairs(bits, a, n, W: tl.constexpr, CAST: tl.constexpr, NAN: tl.constexpr):
+    """`read_pairs` of elements that are not needed again, cast from fp32 if asked for: four of them are 16 bytes."""
+    if CAST:
+        j = tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        wide = bits.to(tl.pointer_type(tl.int64)) + a // 2 + j
+        return _cast_pairs(tl.load(wide, mask=(j // 2) * 4 < n, other=0, eviction_policy="evict_first"), NAN)
+    else:
+        return read_pairs(bits, a, n, W)
+
+
+@triton.jit
 def _differing_halves(x, y):
     """1 in the lowest bit of each half in which two pairs differ."""
     d = (x ^ y).to(tl.uint32, bitcast=True)
@@ -346,17 +374,19 @@ def pair_difference_mask(x, y, n, W: tl.constexpr):
 
 @triton.jit
 def difference_mask(old, new, a, b, n, W: tl.constexpr, PAIRED: tl.constexpr):
-    """W words of a bitmap: which of the `n` elements that are left at `a` and `b` differ."""
+    """W words of a bitmap: which of the `n` elements that are left at `a` and `b` differ; new ones may be cast."""
+    BITS: tl.constexpr = old.dtype.element_ty.primitive_bitwidth
     if PAIRED:
-        return pair_difference_mask(read_pairs(old, a, n, W), read_pairs(new, b, n, W), n, W)
+        y = read_new_pairs(new, b, n, W, new.dtype.element_ty.primitive_bitwidth > BITS, _CPU_NAN)
+        return pair_difference_mask(read_pairs(old, a, n, W), y, n, W)
     else:
         bit = tl.arange(0, 32)
         j = tl.arange(0, W)[:, None] * 32 + bit[None, :]
         if n >= W * 32:
-            x = (tl.load(old + a + j) != tl.load(new + b + j)).to(tl.uint32)
+            x = (tl.load(old + a + j) != narrowed(tl.load(new + b + j), BITS)).to(tl.uint32)
         else:
-            x = tl.load(old + a + j, mask=j < n, other=0) != tl.load(new + b + j, mask=j < n, other=0)
-            x = x.to(tl.uint32)
+            y = narrowed(tl.load(new + b + j, mask=j < n, other=0), BITS)
+            x = (tl.load(old + a + j, mask=j < n, other=0) != y).to(tl.uint32)
         return tl.sum(x << bit[None, :].to(tl.uint32), axis=1).to(tl.uint32)
 
 
@@ -394,7 +424,7 @@ def diff(blocks: Blocks, old: Side, new: Side) -> tuple[torch.Tensor, torch.Tens
     if blocks.count:
         _diff_kernel[(blocks.count,)](
             *(old.pointers, new.pointers, blocks.table, words, counts, blocks.block),
-            *(old.step(blocks.width), new.step(blocks.width), blocks.width == 2 and old.aligned and new.aligned),
+            *(old.step, new.step, blocks.width == 2 and old.aligned and new.aligned),
             min(nbytes // blocks.width, blocks.block) // 32,
             num_warps=warps,
         )
@@ -542,7 +572,7 @@ def _compact_kernel(
             k = first + i + tl.arange(0, Q)
             position = load_uint32(out.positions + k, ok)
             x = load_bits(old_at + position, ok)
-            y = load_bits(new_at + position, ok)
+            y = load_new_bits(new_at + position, ok, BITS)
             if TILED:
                 in_tile = (into + position - begin) | ((k == tile_first).to(tl.int64) << 31)
                 tl.store(out.positions + k, in_tile.to(tl.int32), mask=ok)
@@ -626,7 +656,7 @@ def digest(blocks: Blocks, side: Side) -> torch.Tensor:
     sums = new_sums(blocks.device)
     if blocks.count:
         _digest_kernel[(blocks.count,)](
-            side.pointers, blocks.table, sums, blocks.block, side.step(blocks.width), num_warps=4
+            side.pointers, blocks.table, sums, blocks.block, side.step, num_warps=4
         )
     return sum_slots(sums)
 
@@ -646,13 +676,11 @@ def cast(x, CAST: tl.constexpr, NAN: tl.constexpr):
 
 
 @triton.jit
-def _cast_pairs(x, CAST: tl.constexpr, NAN: tl.constexpr):
-    """Two fp32 patterns in one number as a pair of bf16; or a pair unchanged."""
-    if not CAST:
-        return x
-    elif _INTERPRETED:
-        even = cast(x.to(tl.int32), CAST, NAN).to(tl.int32) & 0xFFFF
-        return even | (cast((x >> 32).to(tl.int32), CAST, NAN).to(tl.int32) << 16)
+def _cast_pairs(x, NAN: tl.constexpr):
+    """Two fp32 patterns in one number as a pair of bf16."""
+    if _INTERPRETED:
+        even = cast(x.to(tl.int32), True, NAN).to(tl.int32) & 0xFFFF
+        return even | (cast((x >> 32).to(tl.int32), True, NAN).to(tl.int32) << 16)
     else:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 a, b; mov.b64 {a, b}, $1; cvt.rn.bf16x2.f32 $0, b, a; }",
@@ -700,12 +728,7 @@ def _mark_kernel(
 def _write_changed_pairs(master, weight, a, b, n, W: tl.constexpr, CAST: tl.constexpr, NAN: tl.constexpr):
     """`_write_changed` for weights of two bytes, by pairs."""
     k = tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    if CAST:
-        wide = master.to(tl.pointer_type(tl.int64)) + a // 2 + k
-        new = tl.load(wide, mask=(k // 2) * 4 < n, other=0, eviction_policy="evict_first")
-    else:
-        new = read_pairs(master, a, n, W)
-    new = _cast_pairs(new, CAST, NAN)
+    new = read_new_pairs(master, a, n, W, CAST, NAN)
     mask = pair_difference_mask(new, read_pairs(weight, b, n, W, False), n, W)
     # A word without changes is not written, and any other is written whole: memory has less to do.
     changed, _ = tl.broadcast((mask != 0)[:, None], new)
@@ -755,7 +778,7 @@ def mark(blocks: Blocks, masters: Side, weights: Side, words: torch.Tensor, coun
     if blocks.count:
         _mark_kernel[(blocks.count,)](
             *(masters.pointers, weights.pointers, blocks.table, words, counts, blocks.block),
-            *(masters.step(wide), weights.step(blocks.width), wide != blocks.width, nan_of(blocks.device)),
+            *(masters.step, weights.step, wide != blocks.width, nan_of(blocks.device)),
             blocks.width == 2 and masters.aligned and weights.aligned,
             min(2 * at_a_time // max(blocks.width, 2), blocks.block // 32),
             num_warps=warps,

@@ -31,6 +31,7 @@ from .changes import (
     load_bits,
     load_keys,
     load_marks,
+    load_new_bits,
     load_uint32,
     natural_order,
     new_sums,
@@ -86,7 +87,7 @@ class Classification:
 
     def paired(self, blocks: Blocks, side: Side) -> bool:
         """Whether elements can be compared two at a time."""
-        return blocks.width == 2 and self.kind == _FLOAT and side.aligned
+        return side.base.element_size() == blocks.width == 2 and self.kind == _FLOAT and side.aligned
 
 
 class ClassRanks(NamedTuple):
@@ -352,7 +353,7 @@ def _classify_kernel(
         ok = i + tl.arange(0, Q) < changes
         j = tl.load(out.places + change, mask=ok, other=0).to(tl.int32) & 0xFFFF
         u = load_bits(old.base + a + j, ok)
-        v = load_bits(new.base + b + j, ok)
+        v = load_new_bits(new.base + b + j, ok, BITS)
         word = j // 32
         x = _read_rows(old.base, a + word * 32, n - word * 32, n >= B, PAIRED)
         low, high = _load_ranks(ranks, block.to(tl.int64) * (B // 32) + word, K)
@@ -790,7 +791,7 @@ def _class_ranks(
     if blocks.count:
         _count_kernel[(blocks.count,)](
             *(old.pointers, new.pointers, blocks.table, classification.limits, out, blocks.count, blocks.block),
-            *(old.step(blocks.width), new.step(blocks.width), K, classification.kind, 8 * blocks.width),
+            *(old.step, new.step, K, classification.kind, 8 * blocks.width),
             *(classification.paired(blocks, old), words.numel() > 0, classification.paired(blocks, new)),
             min(at_a_time, blocks.block // 32),
             num_warps=warps if blocks.width <= 2 else 2 * warps,

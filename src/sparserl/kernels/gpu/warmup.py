@@ -23,6 +23,7 @@ def warm_up(
     device: torch.device,
     *,
     aligned: bool,
+    is_cast: bool = False,
     sign_magnitude: bool,
     signed: bool,
     block: int = changes.BLOCK,
@@ -33,6 +34,7 @@ def warm_up(
         width: The bytes of an element.
         device: The GPU that the weights are on.
         aligned: Whether the parts of the weights begin at 16-byte boundaries.
+        is_cast: Whether new weights are fp32, and are compared as bf16.
         sign_magnitude: Whether the elements are floating-point numbers.
         signed: Whether they are signed integers.
         block: The elements of a program.
@@ -44,7 +46,11 @@ def warm_up(
     old = blocks.side([row[first].clone() if aligned else row[first] for row in bits])
     other = bits.clone()
     other[:, ::_EVERY] ^= 1
-    new = blocks.side([row[first].clone() if aligned else row[first] for row in other])
+    maker = blocks
+    if is_cast:
+        maker = changes.Blocks(4, [numel] * _PARTS, device, block=block)
+        other = other.to(torch.int32) << 16
+    new = maker.side([row[first].clone() if aligned else row[first] for row in other])
     order = {"sign_magnitude": sign_magnitude, "signed": signed}
     for thresholds in range(MOST_THRESHOLDS + 1):
         limits = np.tile(np.arange(1, thresholds + 1, dtype=np.uint64), (_PARTS, 1)) if thresholds else None

@@ -55,9 +55,7 @@ def compile_all(capability: int) -> None:
             gpu.changes.diff(blocks, side, other)
             gpu.changes.diff(blocks, side, gpu.changes.Blocks(4, [9000], "cpu").side([torch.zeros(9001)[1:]]))
             gpu.changes.compact(blocks, side, other, words, counts, 64, steps=True, tile_log=logs)
-            gpu.classes.classify_changes(
-                blocks, classification, side, other, words, counts.to(torch.int64), ranks, 64
-            )
+            gpu.classes.classify_changes(blocks, classification, side, other, words, counts.to(torch.int64), ranks, 64)
             gpu.cells.sample(blocks, side, other, words, counts, torch.zeros(4, dtype=torch.int64))
             packed.pack(0, 1, where, ranked=True)
             gpu.rans.lay_out(packed, gpu.rans.encode(packed), np.zeros(1, int), np.arange(2))

@@ -177,45 +177,6 @@ def test_cast_compare_mark_copy():
     assert int(counts.sum()) == marked.size + 1
 
 
-@inside
-@pytest.mark.parametrize("shift", [0, 1])
-def test_new_bits_are_cast_where_they_are_read(shift):
-    """Comparing bf16 with fp32 finds, samples, compacts and codes what comparing with its cast does."""
-    rng = np.random.default_rng(0)
-    sizes = [2051, 0, 49, 1024]
-    wide = [rng.integers(0, 2**32, n, dtype=np.uint32) for n in sizes]
-    wide[0][:8] = [0, 0x80000000, 0x7F800000, 0xFF800001, 0x7F7FFFFF, 1, 0x3F808000, 0x3F818000]
-    news = [reference.to_bf16(bits, 0x7FC0) for bits in wide]
-    olds = [bits.copy() for bits in news]
-    for bits in olds:
-        bits[::97] ^= 1
-    blocks = gpu.changes.Blocks(2, sizes, "cpu", block=1024)
-    old, narrow = (blocks.side([tensor(bits, shift) for bits in side]) for side in (olds, news))
-    new = gpu.changes.Blocks(4, sizes, "cpu").side([tensor(bits, shift) for bits in wide])
-    words, counts = gpu.changes.diff(blocks, old, new)
-    assert all(map(torch.equal, (words, counts), gpu.changes.diff(blocks, old, narrow)))
-    total = int(counts.sum())
-    assert total == sum(len(bits[::97]) for bits in olds)
-    which = torch.arange(0, total, 3)
-    limits = np.tile(np.array([6000, 19200], np.uint64), (len(sizes), 1))
-    order = {"sign_magnitude": True, "signed": False}
-    for make in (
-        lambda side: gpu.changes.compact(blocks, old, side, words, counts, total),
-        lambda side: [gpu.cells.sample(blocks, old, side, words, counts, which)],
-        lambda side: gpu.classes.diff_with_class_ranks(
-            blocks, gpu.classes.Classification.of(blocks, limits, 11, True), old, side
-        )[:2],
-        lambda side: [
-            gpu.streams.encode(plan, old, side, (words, counts)).data
-            for plan in (
-                gpu.streams.StreamPlan.of(blocks, [0] * 4, 11, classes, chunk=256, **order)
-                for classes in (None, limits)
-            )
-        ],
-    ):
-        assert all(map(torch.equal, make(new), make(narrow)))
-
-
 def cpu_streams(dtype, olds, news, log, chunk_log, classes):
     """What the CPU writes in `ctx`: coder and chunks by stream."""
     live = [(a, *reference.diff(a, b)) for a, b in zip(olds, news, strict=True) if (a != b).any()]

@@ -32,12 +32,12 @@ def upload_parts(parts: Sequence[bytes | memoryview], device: Any) -> torch.Tens
     offset = 0
     for part in parts:
         if len(part):
-            out[offset : offset + len(part)].copy_(_as_tensor(part), non_blocking=True)
+            out[offset : offset + len(part)].copy_(as_tensor(part), non_blocking=True)
         offset += len(part)
     return out
 
 
-def _as_tensor(buffer: bytes | memoryview) -> torch.Tensor:
+def as_tensor(buffer: bytes | memoryview) -> torch.Tensor:
     """A buffer as a tensor. It is called writable even if it is not, because torch warns otherwise."""
     array = np.frombuffer(buffer, np.uint8)
     return torch.from_numpy(Memory(BY_NAME["uint8"], array.shape, array.ctypes.data, None, True, buffer).view())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import sparserl
+from sparserl.kernels import gpu, reference
 from sparserl.patch.compare import diff
 from sparserl.session.baseline import choose_baseline
 from sparserl.session.options import BaselineOptions
@@ -48,6 +49,54 @@ class Trainer(torch.nn.Module):
             name: tensor.detach().bfloat16() if name != "counts" else tensor.detach().clone()
             for name, tensor in self.named_parameters()
         }
+
+
+def side_of(width, arrays, shift):
+    """Bit patterns on the device, each of which begins `shift` elements behind an aligned address."""
+    tensors = []
+    for bits in arrays:
+        room = torch.zeros(bits.size + 16, dtype=gpu.ints.INTS[width], device=DEVICE)
+        begin = -(room.data_ptr() // width) % (16 // width) + shift
+        tensors.append(room[begin : begin + bits.size].copy_(torch.from_numpy(bits.view(f"i{width}"))))
+    return gpu.changes.Blocks(width, [bits.size for bits in arrays], DEVICE).side(tensors)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shift", [0, 1])
+def test_kernels_cast_what_they_read(shift):
+    """Comparing bf16 with fp32 finds, samples, compacts and codes what comparing with its cast does."""
+    rng = np.random.default_rng(0)
+    sizes = [2051, 0, 49, 1024]
+    wide = [rng.integers(0, 2**32, n, dtype=np.uint32) for n in sizes]
+    wide[0][:8] = [0, 0x80000000, 0x7F800000, 0xFF800001, 0x7F7FFFFF, 1, 0x3F808000, 0x3F818000]
+    news = [reference.to_bf16(bits, gpu.changes.nan_of(DEVICE)) for bits in wide]
+    olds = [bits.copy() for bits in news]
+    for bits in olds:
+        bits[::97] ^= 1
+    blocks = gpu.changes.Blocks(2, sizes, DEVICE, block=1024)
+    old, narrow = side_of(2, olds, shift), side_of(2, news, shift)
+    new = side_of(4, wide, shift)
+    assert new.aligned == (shift == 0)
+    words, counts = gpu.changes.diff(blocks, old, new)
+    assert all(map(torch.equal, (words, counts), gpu.changes.diff(blocks, old, narrow)))
+    total = int(counts.sum())
+    assert total == sum(len(bits[::97]) for bits in olds)
+    which = torch.arange(0, total, 3, device=DEVICE)
+    limits = np.tile(np.array([6000, 19200], np.uint64), (len(sizes), 1))
+    classification = gpu.classes.Classification.of(blocks, limits, 11, True)
+    order = {"sign_magnitude": True, "signed": False}
+
+    def results(side):
+        yield from gpu.changes.compact(blocks, old, side, words, counts, total)[:2]
+        yield gpu.cells.sample(blocks, old, side, words, counts, which)
+        yield from gpu.classes.diff_with_class_ranks(blocks, classification, old, side)[:2]
+        for classes in (None, limits):
+            plan = gpu.streams.StreamPlan.of(blocks, [0] * len(sizes), 11, classes, chunk=256, **order)
+            encoded = gpu.streams.encode(plan, old, side, (words, counts))
+            yield encoded.data
+            yield encoded.digest_delta
+
+    assert all(map(torch.equal, results(new), results(narrow)))
 
 
 @needs_gpu

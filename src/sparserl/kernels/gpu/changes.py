@@ -6,7 +6,8 @@ Each kernel is specified by `reference.py`. All tensors of a call are one launch
                                                              └─► classes: ranks by magnitude class
 
 A bitmap has one bit per element, the first element lowest, and every tensor begins with a word of its own. New bits may
-be fp32 where the old ones are bf16: kernels cast what they read of them. Nothing here waits for the GPU. With TRITON_INTERPRET=1, set before the import, everything runs on CPU tensors, slowly.
+be fp32 where the old ones are bf16: kernels cast what they read of them. Nothing here waits for the GPU. With
+TRITON_INTERPRET=1, set before the import, everything runs on CPU tensors, slowly.
 """
 
 from __future__ import annotations
@@ -655,9 +656,7 @@ def digest(blocks: Blocks, side: Side) -> torch.Tensor:
     """The element sums of the digest (int64, modulo 2^64), without the terms of the tensor table."""
     sums = new_sums(blocks.device)
     if blocks.count:
-        _digest_kernel[(blocks.count,)](
-            side.pointers, blocks.table, sums, blocks.block, side.step, num_warps=4
-        )
+        _digest_kernel[(blocks.count,)](side.pointers, blocks.table, sums, blocks.block, side.step, num_warps=4)
     return sum_slots(sums)
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from ...errors import ChecksumMismatch, SessionError
-from ...patch.contents import Ends
+from ...patch.contents import Bucket, Ends
 from ...targets import Change, Prepared
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
@@ -52,10 +52,10 @@ class IncomingVersion:
         ]
         self._staging = Arrival(self._arriving, self._stage)
 
-    def add(self, leg: int, bucket: bytes) -> None:
+    def add(self, leg: int, bucket: Bucket) -> None:
         """A bucket of a leg, or a file behind the last one."""
         if leg == len(self._plan.legs):
-            self._received.append(bucket)
+            self._received.append(bytes(bucket))
         elif leg >= self._start:
             self._staging.add(leg - self._start, bucket)
 

@@ -24,18 +24,17 @@ from ...parallel import Progress
 from ...patch import Patch
 from ...sources import PublishedSource
 from ...sources.modules import as_source, weights_of
+from ...transport.groups.frames import Bucket
 from ...transport.groups.line import TIMEOUT, CalledOff, Line
 from ...weights.digest import Digest, table_digest
 from ...weights.shards import dump_places, load_places, require_whole
-from ..anchors import anchor_of
 from ..background import BackgroundPublish, BackgroundSlot
-from ..baseline import HostBaseline
 from ..callbacks import Callback, Callbacks
 from ..observing import Observing, PatchObserver
-from ..options import MEASURED, EncodingOptions, require_timeout, require_writers
+from ..options import MEASURED, BaselineOptions, EncodingOptions, require_timeout, require_writers
 from ..report import SyncReport, Watch
 from . import rounds
-from .outgoing import CapturedPublish, EncodeRequest, GroupBaseline, OutgoingPatch
+from .outgoing import CapturedPublish, EncodeRequest, GroupBaseline, capture
 from .rounds import Round, WriterBehind, WritersApart
 from .transfer_plan import Note, PatchLeg, TransferPlan, WriterLeg
 
@@ -69,15 +68,23 @@ class GroupPublisher:
         timeout: How many seconds any single wait may take: for a rank to come, for a bucket, for a rank to stage or
             commit.
         threads: How many threads to use; None for one a core.
+        baseline: Where the bits of the last version are kept, to find changes, as for `Publisher`: `host`, `device`,
+            `none` or `auto`. With `device`, changes of weights on a GPU are found and encoded there. With `none`, a
+            rank that holds another version gets all weights, which takes a `publish` that is not in the background.
+        memory: How many bytes a baseline may take in this process; None for as many as it needs.
         progress: Called with the number of bytes whenever some have been compared.
         callbacks: What is told about every publish, and about what went wrong; see `sparserl.metrics`.
         observe: A `sparserl.record.Recorder` of statistics from what has changed; of several writers each has its own.
-        device: The torch device that buckets are broadcast from; `cuda` for NCCL.
+        device: The torch device that buckets are broadcast from; None for `cuda` where the group's backend
+            is NCCL, and for `cpu` elsewhere.
 
     Raises:
         SessionError: An option cannot be used, or this rank is not among the writers.
         WeightsError: The source has no tensors, or is no source.
     """
+
+    baseline: str
+    """Where the bits of the last version are kept, in words; empty before the first publish."""
 
     def __init__(
         self,
@@ -91,10 +98,12 @@ class GroupPublisher:
         link: str | None = None,
         timeout: float = TIMEOUT,
         threads: int | None = None,
+        baseline: str = "auto",
+        memory: int | None = None,
         progress: Progress | None = None,
         callbacks: Sequence[Callback] = (),
         observe: PatchObserver | None = None,
-        device: str = "cpu",
+        device: str | None = None,
     ) -> None:
         require_timeout("timeout", timeout)
         self._observing = Observing(observe)
@@ -103,6 +112,8 @@ class GroupPublisher:
         if link == MEASURED:
             raise SessionError("link='measured' is for stores; name the bandwidth between the ranks, such as 25Gbit")
         self._encoding = EncodingOptions(profile, link, threads, progress)
+        self._baseline_options = BaselineOptions(baseline, memory)
+        self.baseline = ""
         self._callbacks = Callbacks(callbacks, "process group")
         self._background = BackgroundSlot()
         self._line = Line(process_group, timeout, device)
@@ -123,6 +134,7 @@ class GroupPublisher:
         self._run = previous._run
         self._created = previous._created
         self._baseline = previous._baseline
+        self.baseline = previous.baseline
         self._last_version = previous._last_version
 
     @property
@@ -148,7 +160,7 @@ class GroupPublisher:
             SessionError: A rank could not stage or commit; the message names it.
             SparserlError: Something else went wrong, perhaps with an earlier publish in the background.
         """
-        return self._capture()()
+        return self._capture(in_background=False)()
 
     def publish_in_background(self) -> BackgroundPublish:
         """Publish the weights as they are now, and return as soon as the changes are captured.
@@ -162,10 +174,13 @@ class GroupPublisher:
         Raises:
             SparserlError: The changes could not be captured, or an earlier publish in the background failed.
         """
-        return self._background.start(self._capture())
+        return self._background.start(self._capture(in_background=True))
 
-    def _capture(self) -> Callable[[], SyncReport]:
-        """Take all that a publish needs of the weights, which may change from now on; returns what is left to do."""
+    def _capture(self, *, in_background: bool) -> Callable[[], SyncReport]:
+        """Take what a publish needs of the weights; returns what is left to do.
+
+        in_background: whether the weights may change from now on.
+        """
         counts = _calls.setdefault(self._line.group, {})
         counts[self.writers] = counts.get(self.writers, 0) + 1
         call = counts[self.writers]
@@ -173,7 +188,7 @@ class GroupPublisher:
         self._line.require()
         watch = Watch()
         with self._callbacks.failures("publish"):
-            captured = self._capture_changes(call, watch)
+            captured = self._capture_weights(call, watch, in_background)
         leads = self._line.rank == self.writers[0]
 
         def complete() -> SyncReport:
@@ -214,37 +229,21 @@ class GroupPublisher:
 
     # -- what is to be sent --------------------------------------------------------------------------------------------
 
-    def _capture_changes(self, call: int, watch: Watch) -> CapturedPublish:
-        """Look at the weights: afterwards they may change."""
+    def _capture_weights(self, call: int, watch: Watch, in_background: bool) -> CapturedPublish:
+        """Look at the weights, and keep a baseline of them if there is none."""
         weights = weights_of(self._source)
-        encoding = self._encoding
         baseline = self._baseline
         if baseline is None:
             with watch.stage("capture"):
-                baseline = GroupBaseline.of(HostBaseline(weights, threads=encoding.threads))
-            return CapturedPublish(call, baseline, None, None)
-        with watch.stage("find"):
-            changes = baseline.bits.capture(
-                weights, profile=encoding.profile, threads=encoding.threads, progress=encoding.progress
-            )
-        with watch.stage("encode"):
-            patch = OutgoingPatch(changes.stream(link=encoding.link, threads=encoding.threads))
-        return CapturedPublish(call, baseline, changes, patch)
+                tracked = hasattr(self._source, "committed")
+                options = self._baseline_options
+                baseline = GroupBaseline.of(weights, options, tracked=tracked, threads=self._encoding.threads)
+            self.baseline = baseline.label
+        return capture(weights, baseline, self._encoding, watch, call=call, in_background=in_background)
 
     def _encode(self, captured: CapturedPublish, request: EncodeRequest) -> list[WriterLeg]:
-        """Get ready what this rank sends: the baseline from nothing, where it is asked for, and the changes since."""
-        encoding = self._encoding
-        captured.legs = []
-        if request.anchor:
-            anchor = anchor_of(captured.baseline.bits.weights, encoding)
-            captured.legs.append(OutgoingPatch(anchor.contents))
-        if captured.changes is not None and captured.patch is not None:
-            if request.profiles is not None:
-                contents = captured.changes.stream(
-                    link=encoding.link, profiles=request.profiles, threads=encoding.threads
-                )
-                captured.patch = OutgoingPatch(contents)
-            captured.legs.append(captured.patch)
+        """Get ready what this rank sends."""
+        captured.encode(request, self._encoding)
         return [patch.leg(self._line.rank) for patch in captured.legs]
 
     # -- the first writer ----------------------------------------------------------------------------------------------
@@ -296,7 +295,8 @@ class GroupPublisher:
         old = sum((Digest.from_hex(hello["old"]) for hello in writer_hellos), captured.baseline.digest + terms)
         new = sum((Digest.from_hex(hello["new"]) for hello in writer_hellos), captured.result + terms)
         receiver_hellos = [hello for rank, hello in hellos.items() if rank not in self.writers]
-        request = _request_for(receiver_hellos, (old, new))
+        has_bits = captured.baseline.has_bits and all(hello["has_bits"] for hello in writer_hellos)
+        request = _request_for(receiver_hellos, (old, new), has_bits)
         if self._other_writers:
             round.write("encode", request._asdict())
         own_legs = self._encode(captured, request)
@@ -334,7 +334,7 @@ class GroupPublisher:
             raise SessionError(f"not every writer could encode its part: {failed}")
         notes = [shares[rank] for rank in self._other_writers]
         if request.anchor:
-            places = [captured.baseline.local.places, *(load_places(note["places"]) for note in notes)]
+            places = [captured.baseline.places, *(load_places(note["places"]) for note in notes)]
             require_whole(captured.baseline.table, places)
         return notes
 
@@ -372,11 +372,11 @@ class GroupPublisher:
         threads = self._encoding.threads
         patch = None if captured.patch is None else Patch(captured.patch.contents)
         if patch is not None:
-            self._observing.committed(plan.version, patch, baseline.bits, threads, watch)
+            self._observing.committed(plan.version, patch, baseline.kept, threads, watch)
         with watch.stage("baseline"):
             if captured.changes is not None and patch is not None:
                 self._baseline = None  # were this interrupted, a copy would be taken anew
-                baseline.bits.advance(patch, captured.changes, threads)
+                baseline.kept.advance(patch, captured.changes, threads)
             self._baseline = replace(baseline, version=plan.version)
         if (committed := getattr(self._source, "committed", None)) is not None:
             committed()  # a source that tracks changes counts them from here
@@ -412,6 +412,7 @@ class GroupPublisher:
             "old": captured.baseline.digest.hex,
             "new": captured.result.hex,
             "version": captured.baseline.version,
+            "has_bits": captured.baseline.has_bits,
             "call": captured.call,
         }
         while True:
@@ -453,7 +454,7 @@ class GroupPublisher:
         if request.anchor:
             table, _ = rounds.table_of(round)
             table.require(baseline.table, f"rank {self.writers[0]}", f"rank {self._line.rank}")
-            note["places"] = dump_places(baseline.local.places)
+            note["places"] = dump_places(baseline.places)
         return note
 
     def _read_request(self, round: Round, lead: int) -> Note:
@@ -468,13 +469,17 @@ class GroupPublisher:
         raise PeerLost(f"rank {lead} did not plan the sync within {rounds.PATIENT * self._line.timeout:g} s")
 
 
-def _request_for(receiver_hellos: Sequence[Note], ends: tuple[Digest, Digest]) -> EncodeRequest:
-    """What all receivers can take: with an anchor, if one of them holds neither the old version nor the new."""
+def _request_for(receiver_hellos: Sequence[Note], ends: tuple[Digest, Digest], has_bits: bool) -> EncodeRequest:
+    """What all receivers can take: with an anchor, if one of them holds neither the old version nor the new.
+
+    has_bits: whether all writers have the bits of the old version, which an anchor can be made of.
+    """
     digests = [end.hex for end in ends]
     needs_anchor = any(hello["digest"] not in digests for hello in receiver_hellos)
     limits = [set(hello["profiles"]) for hello in receiver_hellos if hello["profiles"] is not None]
-    return EncodeRequest(needs_anchor, sorted(set.intersection(*limits)) if limits else None)
+    profiles = sorted(set.intersection(*limits)) if limits else None
+    return EncodeRequest(needs_anchor, profiles, of_new=needs_anchor and not has_bits)
 
 
-def _ignore(_leg: int, _bucket: bytes) -> None:
+def _ignore(_leg: int, _bucket: Bucket) -> None:
     """What another writer sends is for the subscribers."""

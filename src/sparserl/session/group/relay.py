@@ -58,7 +58,8 @@ class Relay(Subscriber):
         progress: Called with the number of bytes whenever some have been fetched.
         callbacks: What is told about every commit, and about what went wrong; see `sparserl.metrics`.
         clock: Gives the time in seconds since 1970.
-        device: The torch device that buckets are broadcast from; `cuda` for NCCL.
+        device: The torch device that buckets are broadcast from; None for `cuda` where the group's backend
+            is NCCL, and for `cpu` elsewhere.
 
     Raises:
         SessionError: An option cannot be used.
@@ -84,7 +85,7 @@ class Relay(Subscriber):
         progress: Progress | None = None,
         callbacks: Sequence[Callback] = (),
         clock: Callable[[], float] = time.time,
-        device: str = "cpu",
+        device: str | None = None,
     ) -> None:
         require_timeout("timeout", timeout)
         super().__init__(
@@ -300,5 +301,5 @@ class _Fetched(NamedTuple):
         return plan if self.files is None else plan.with_files(self.files, rank)
 
 
-def _ignore(_leg: int, _bucket: bytes) -> None:
+def _ignore(_leg: int, _bucket: Bucket) -> None:
     """No other rank sends."""

@@ -229,7 +229,7 @@ def transfer(
     plan: TransferPlan,
     own_buckets: Sequence[Iterator[Bucket]],
     files: Sequence[bytes],
-    receive: Callable[[int, bytes], None],
+    receive: Callable[[int, Bucket], None],
 ) -> None:
     """Send and receive all buckets of a transfer, in the same order on all ranks.
 

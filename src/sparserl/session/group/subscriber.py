@@ -45,7 +45,8 @@ class GroupSubscriber(Receiver):
         timeout: How many seconds any single wait inside a sync may take.
         threads: How many threads to use; None for one a core.
         callbacks: What is told about every commit, and about what went wrong; see `sparserl.metrics`.
-        device: The torch device that buckets are received on; `cuda` for NCCL.
+        device: The torch device that buckets are received on; None for `cuda` where the group's backend
+            is NCCL, and for `cpu` elsewhere.
 
     Raises:
         SessionError: An option cannot be used, or this rank is one of the writers.
@@ -65,7 +66,7 @@ class GroupSubscriber(Receiver):
         timeout: float = TIMEOUT,
         threads: int | None = None,
         callbacks: Sequence[Callback] = (),
-        device: str = "cpu",
+        device: str | None = None,
     ) -> None:
         super().__init__(targets, CommitHooks(before, after, audit_every, validate), threads, callbacks)
         require_timeout("timeout", timeout)

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ...errors import InvalidField, PeerLost, SessionError
 from ...wire import limits
-from .frames import END, TAIL, Bucket, Frame, read_tail
+from .frames import END, TAIL, Bucket, Frame, frame_device, frame_on, read_tail
 from .heartbeat import ALARM, PERIOD, Heartbeat
 
 T = TypeVar("T")
@@ -60,9 +60,10 @@ class Line:
         group: the process group; None is the group of all ranks.
         timeout: seconds that a single wait may take: for a rank to come, for a frame, for a rank to get ready.
         device: where frames are while they are broadcast; the backend of the group must be able to send from there.
+            None for a GPU where that backend is NCCL, and for host memory elsewhere.
     """
 
-    def __init__(self, group: Any, timeout: float, device: str = "cpu") -> None:
+    def __init__(self, group: Any, timeout: float, device: str | None = None) -> None:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d as c10d
 
@@ -74,7 +75,8 @@ class Line:
         self.timeout = timeout
         self.traffic = Traffic()
         self._group = group
-        self._frames = [Frame(device) for _ in range(_FRAMES)]
+        where = frame_device(group, device)
+        self._frames = [frame_on(where) for _ in range(_FRAMES)]
         self._heartbeat = Heartbeat(group, self.rank, self.size)
         self._beats: dict[int, tuple[int, float]] = {}  # the last count of each rank, and since when it has that count
         self.broken: PeerLost | None = None
@@ -268,7 +270,7 @@ class Line:
         if failure is not None:
             raise failure
 
-    def receive(self, source: int, first: int, count: int) -> Iterator[bytes]:
+    def receive(self, source: int, first: int, count: int) -> Iterator[Bucket]:
         """The buckets that a rank sends, each while the next one is on its way."""
         if not count:
             return

@@ -7,12 +7,11 @@ import pytest
 
 import sparserl
 from sparserl.errors import SessionError
+from sparserl.transport.groups.frames import Frame, GpuFrame, read_tail
 from tests.session.group_faults import LIMIT
 from tests.session.ranks import policy, ranks, results, seal, step, tensors
 
 torch = pytest.importorskip("torch")
-
-from sparserl.transport.groups.frames import Frame, GpuFrame, read_tail
 
 CPU = torch.device("cpu")
 

@@ -83,6 +83,26 @@ def test_an_anchor_is_built_where_the_weights_are(tmp_path, monkeypatch, coded):
     subscriber.audit()
 
 
+@needs_gpu
+def test_published_to_a_group(tmp_path, nothing_leaves_the_gpu):
+    """The baseline of a group's publisher lies where the weights are, and moves on there, patch by patch."""
+    one, two = two_versions("bfloat16", {"w": (300, 9), "v": (70,)}, changes=9)
+    trainer = Model(one)
+    store = torch.distributed.FileStore(str(tmp_path / "group"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with sparserl.GroupPublisher(None, trainer, baseline="device", profile="ulp", threads=1) as publisher:
+            publisher.publish()
+            assert "where the weights are" in publisher.baseline
+            for weights in (two, one):
+                for name, tensor in on_gpu(weights).items():
+                    getattr(trainer, name).copy_(tensor)
+                assert publisher.publish().kind == "patch"
+                assert same_bits(publisher._baseline.kept.weights, weights)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.long
 @needs_gpu
 def test_baselines():

@@ -291,6 +291,13 @@ MUTANTS = (
         Tests("session/test_group_syncs.py", "random_syncs"),
     ),
     Mutant(
+        "an anchor of the last version is asked for although no bits of it are kept",
+        "session/group/publisher.py",
+        "of_new=needs_anchor and not has_bits",
+        "of_new=False",
+        Tests("session/test_group_baselines.py", "without_bits and not writers1"),
+    ),
+    Mutant(
         "a rank that joined is sent patches it has no base for",
         "session/group/publisher.py",
         'needs_anchor = any(hello["digest"] not in digests for hello in receiver_hellos)',

@@ -6,6 +6,13 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "a bucket that came on a GPU changes with the next frame",
+        "transport/groups/frames.py",
+        "self._received = host.numpy()",
+        "self._received = self.tensor().numpy()",
+        Tests("session/test_group_baselines.py", "a_frame"),
+    ),
+    Mutant(
         "the condition of a swap in a folder is not looked at",
         "transport/stores/folder.py",
         "if current_tag != tag:",

@@ -6,6 +6,13 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "pieces of fp32 that is cast lie where those of bf16 would",
+        "weights/on_gpu.py",
+        "address=cut.address + offset * widths",
+        "address=cut.address + offset * self.dtype.width",
+        Tests("weights/test_cast_runs.py", "of_their_own"),
+    ),
+    Mutant(
         "torch writes the first change alone",
         "weights/on_gpu.py",
         "base[offsets] = new_bits",

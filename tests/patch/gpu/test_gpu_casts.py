@@ -10,8 +10,6 @@ from sparserl.kernels import gpu, reference
 from sparserl.patch.compare import diff
 from sparserl.session.baseline import choose_baseline
 from sparserl.session.options import BaselineOptions
-from sparserl.weights.local import LocalWeights
-from sparserl.weights.on_gpu import split_by_gpu
 from sparserl.weights.staging import lazy_bits
 from tests.patch.gpu.gpu_weights import CUDA, DEVICE, needs_gpu, needs_kernels, profiles_of, same_bits
 
@@ -125,33 +123,6 @@ def test_published(tmp_path, profile):
             )
             subscriber.sync()
             assert same_bits(rollout, new)
-
-
-@needs_kernels
-def test_cast_runs_are_apart():
-    """Casts make groups of their own, of the fp32 elements' addresses; the first version is never cast."""
-    trainer = Trainer()
-    old = LocalWeights.of(trainer.cast())
-    weights = sparserl.sources.module(trainer, cast=torch.bfloat16).weights()
-    weights["w"] = trainer.w.detach().bfloat16()
-    new = LocalWeights.of(weights)
-    on_host, runs = split_by_gpu(old.places, old, new)
-    assert on_host == []
-    names = {(part.dtype.name, part.is_cast): [old.table.specs[i].name for i in part.tensor] for part in runs}
-    assert names == {
-        ("bfloat16", True): ["none", "number", "odd"],
-        ("bfloat16", False): ["w"],
-        ("int32", False): ["counts"],
-    }
-    cast = next(part for part in runs if part.is_cast)
-    assert cast.address[1][2] == trainer.odd.data_ptr()
-    pieces = cast.pieces(old.table, 100)
-    assert pieces.address[:, -1].tolist() == [
-        old.locate(old.table.index["odd"], None)[0].address + 2 * pieces.start[-1],
-        trainer.odd.data_ptr() + 4 * pieces.start[-1],
-    ]
-    on_host, _ = split_by_gpu(new.places, new)
-    assert [old.table.specs[i].name for i, _ in on_host] == ["none", "number", "odd"]
 
 
 @needs_gpu

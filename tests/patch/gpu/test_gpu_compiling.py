@@ -7,6 +7,7 @@ import pytest
 import sparserl
 from sparserl.kernels import gpu
 from sparserl.plan.classes import _MAX_CLASSES
+from sparserl.weights.staging import lazy_bits
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
@@ -19,24 +20,31 @@ def step(weights, share, seed):
     """Change a share of all elements by one bit."""
     generator = torch.Generator("cuda").manual_seed(seed)
     for tensor in weights.values():
-        bits = tensor.view(-1).view(torch.int16)
-        bits ^= (torch.rand(bits.shape, generator=generator, device="cuda") < share).to(torch.int16)
+        is_wide = tensor.dtype == torch.float32
+        bits = tensor.view(-1).view(torch.int32 if is_wide else torch.int16)
+        bits ^= (torch.rand(bits.shape, generator=generator, device="cuda") < share).to(bits.dtype) << 16 * is_wide
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton compiles for a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("profile", ["auto", "ulp", "ctx", "gap", "raw"])
-def test_nothing_is_compiled_after_attaching(tmp_path, monkeypatch, profile):
-    """Patches of few and of many changes, several behind, and an audit, in every profile."""
+def test_nothing_is_compiled_after_attaching(tmp_path, monkeypatch, profile, dtype):
+    """Patches of few and of many changes, several behind, and an audit, in every profile; of casts, too."""
     from triton import knobs
 
     compiled = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["fn"].name))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    weights = {name: torch.randn(shape, device="cuda").bfloat16() for name, shape in SHAPES.items()}
-    received = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    weights = {name: torch.randn(shape, device="cuda").to(dtype) for name, shape in SHAPES.items()}
+    received = {name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in weights.items()}
+    wide = dtype == torch.float32
+
+    def published():
+        return {name: lazy_bits(tensor, torch.bfloat16) if wide else tensor for name, tensor in weights.items()}
+
     options = {"profile": profile, "baseline": "device", "ladder": None, "anchor_after": 1e9}
     with (
-        sparserl.Publisher(str(tmp_path / "run"), weights, **options) as publisher,
+        sparserl.Publisher(str(tmp_path / "run"), published, **options) as publisher,
         sparserl.Subscriber(str(tmp_path / "run"), received) as subscriber,
     ):
         publisher.publish()
@@ -49,7 +57,8 @@ def test_nothing_is_compiled_after_attaching(tmp_path, monkeypatch, profile):
                 subscriber.sync()
         subscriber.audit()
     assert compiled == []
-    assert all(torch.equal(received[name].view(torch.int16), weights[name].view(torch.int16)) for name in weights)
+    new = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    assert all(torch.equal(received[name].view(torch.int16), new[name].view(torch.int16)) for name in new)
 
 
 def test_every_number_of_classes_is_warm():

@@ -192,7 +192,8 @@ def fsdp(module: Any, *, group: Any = None, cast: Any = None, table: TensorTable
             with `use_orig_params` or without; the module of a DeepSpeed engine with ZeRO-3.
         group: the process group of the ranks that hold the module; by default all ranks. A pipeline stage has its own.
         cast: the dtype to publish if training keeps wider parameters: a torch dtype for all floating-point parameters,
-            or a function from a name to a dtype, or to None for a parameter that is published as it is.
+            or a function from a name to a dtype, or to None for a parameter that is published as it is. fp32 on a GPU,
+            with the baseline there, is cast by the kernels that compare it with bf16.
         table: the tensor table of the whole checkpoint, if the module is only a part of it.
 
     Returns:

@@ -154,7 +154,8 @@ def module(module: Any, *, cast: Any = None) -> ModuleSource:
         module: A `torch.nn.Module`.
         cast: The dtype to publish in, if the trainer keeps wider weights than its engines: `torch.bfloat16` for all
             floating-point tensors that are wider, or a function from a name to a dtype, or to None for a tensor that is
-            published as it is. A tensor is cast piece by piece while it is compared, not copied as a whole.
+            published as it is. A tensor is cast piece by piece while it is compared, not copied as a whole; fp32 on a
+            GPU, with the baseline there, by the kernels that compare it with bf16.
 
     Returns:
         A source that reads the module at every publish.

@@ -1,6 +1,8 @@
 """vLLM, worker side: where a model keeps its checkpoint. See docs/how-to/integrations/vllm.md.
 
-made-up numbers, watched as the model loads them ──► pieces ──► the checkpoint again ──► compare
+    vLLM's own load, watched ──► pieces ──► compare (`vllm_first_load`)
+    where that does not explain all: made-up numbers, watched as the model loads them ──► pieces
+    ──► the checkpoint again ──► compare
 """
 
 from __future__ import annotations
@@ -11,16 +13,21 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
 
 from ..errors import UnsupportedTensor
 from ..targets.attributes import attribute_tensors
 from ..targets.engine_layout import changed_names, find_pieces
-from ..targets.pieces import CheckpointTensor, Piece, by_tensor, moved_name, parts_of
-from ..weights.digest import Digest, digest, place_sums
+from ..targets.first_load import NotExplained
+from ..targets.pieces import CheckpointTensor, Piece, by_tensor, has_bits, moved_name, parts_of
+from ..weights.digest import Digest, place_sums
 from ..weights.local import LocalWeights
+from .vllm_first_load import take_first_load
 from .vllm_reload import reload_weights
+
+logger = init_logger(__name__)
 
 
 def tied_names(model_config: Any, names: Iterable[str]) -> dict[str, str]:
@@ -65,9 +72,10 @@ class LoadedModel:
         reload_weights(self.model, self.model_config, tensors)
 
     def learn_pieces(self) -> list[Piece]:
-        """Find out where the checkpoint is in the model's tensors by watching how the model loads made-up numbers.
+        """Find out where the checkpoint is in the model's tensors.
 
-        The checkpoint itself is loaded last, so that the weights are what they were before, or this raises.
+        The load with which the model was made shows it, if it was watched and explains all tensors. Otherwise the model
+        loads made-up numbers, and then the checkpoint, so that the weights are what they were before, or this raises.
         """
         model = self.model
         if empty := empty_names(model):
@@ -76,6 +84,12 @@ class LoadedModel:
                 "copy. On a CPU, start it with SPARSERL_VLLM_CPU=plain"
             )
         live = parts_of(model)
+        first_load = take_first_load(model)
+        if first_load is not None:
+            try:
+                return first_load.find_pieces(live, attribute_tensors(model, live))
+            except NotExplained as reason:
+                logger.info("sparserl: made-up weights are loaded, then the checkpoint once more: %s", reason)
         before = digests_of(live)
         derived_before = digests_of(attribute_tensors(model, live))
 
@@ -115,7 +129,7 @@ def _compare(
     for name, tensor in weights:
         for piece in pieces_of.get(name, ()):
             view = piece.view(live)
-            if digest({name: tensor[piece.region.slices].to(view.dtype)}) != digest({name: view}):
+            if not has_bits(view, tensor[piece.region.slices].to(view.dtype)):
                 raise UnsupportedTensor(
                     f"{name!r} {piece.region} is not a copy in {piece.live!r}: the engine computes it when it loads"
                 )

@@ -26,6 +26,7 @@ def register() -> None:
         except ValueError:
             continue  # vLLM may load plugins more than once
     setattr(WorkerWrapperBase, SUMS, _worker_sums)
+    WorkerWrapperBase.load_model = _load_model
     if os.environ.get("SPARSERL_VLLM_CPU") == "plain":
         keep_cpu_weights()
 
@@ -35,6 +36,18 @@ def _worker_sums(wrapper: Any, layout: str) -> dict[str, Any]:
     from .vllm_verify import worker_sums
 
     return worker_sums(wrapper.worker, layout)
+
+
+def _load_model(wrapper: Any, **options: Any) -> None:
+    """Let a worker load its models; with the backend, these loads are watched (see `vllm_first_load`)."""
+    config = wrapper.worker.vllm_config.weight_transfer_config
+    if config is None or config.backend != "sparserl":
+        wrapper.worker.load_model(**options)
+        return
+    from .vllm_first_load import watched_loads
+
+    with watched_loads():
+        wrapper.worker.load_model(**options)
 
 
 def keep_cpu_weights() -> None:

@@ -56,6 +56,10 @@ class ElementCopy(NamedTuple):
         """The offset behind the last element in the source."""
         return self.source + sum((dimension.size - 1) * dimension.source for dimension in self.dimensions) + 1
 
+    def at_source(self) -> ElementCopy:
+        """Its elements in the source, wherever they are copied to."""
+        return ElementCopy(0, self.source, tuple(dimension._replace(at=0) for dimension in self.dimensions))
+
     def through(self, earlier: ElementCopy) -> ElementCopy | None:
         """What this copy takes of the elements that an earlier one has brought into its source; None for nothing.
 

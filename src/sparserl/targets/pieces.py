@@ -19,6 +19,7 @@ Load = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 Numbers = npt.NDArray[np.int64]
 Bits = npt.NDArray[Any]
 _FRACTION = 2.0**-12
+_COMPARED_AT_ONCE = 1 << 24  # elements, so that a comparison needs little memory on a GPU
 _LAYER = re.compile(r".*?\.\d+\.")
 
 
@@ -114,6 +115,23 @@ def reach(tensor: torch.Tensor) -> int:
     """Elements from a tensor's first to its last in memory."""
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     return sum(stride * (size - 1) for stride, size in steps) + 1 if tensor.numel() else 0
+
+
+def has_bits(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether a tensor has the bits of another one of its dtype and shape, which is taken to its device part by part.
+
+    Example:
+        >>> has_bits(torch.zeros(2), torch.tensor([0.0, -0.0]))
+        False
+    """
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.data.view(integer)
+    expected_bits = expected.data.view(integer)
+    if tensor.dim() == 0:
+        return torch.equal(bits, expected_bits.to(bits.device))
+    rows = max(1, _COMPARED_AT_ONCE // max(1, math.prod(tensor.shape[1:])))
+    pairs = zip(bits.split(rows), expected_bits.split(rows), strict=True)
+    return all(torch.equal(part, other.to(part.device)) for part, other in pairs)
 
 
 def patterns(tensor: torch.Tensor) -> Bits:

@@ -2,14 +2,16 @@
 
     made-up tensors ──► the engine's own load, every operation of PyTorch watched ──► copies ──► pieces ──► compare
 
-One load is enough. What other operations than copies make of a checkpoint tensor is left to `numbering`, which loads
-numbers; so are elements that did not arrive where they were copied to, as when a loader has threads of its own.
+One load is enough, of made-up tensors here, or the engine's own first one (`first_load`). What other operations than
+copies make of a checkpoint tensor is left to `numbering`, which loads numbers; so are elements that did not arrive where
+they were copied to, as when a loader has threads of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import tempfile
@@ -26,11 +28,13 @@ from torch.utils._pytree import tree_leaves
 from ..weights.region import row_major
 from .copies import ElementCopy, Untraceable
 from .numbering import mixed
-from .pieces import CheckpointTensor, Load, Piece, letters, patterns, reach
+from .pieces import CheckpointTensor, Load, Piece, has_bits, letters, patterns, reach
 
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # noqa: SLF001
-_EMPTY = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
+_EMPTY = {"empty_like", "full_like", "new_empty", "new_full"}
+_FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _CONSTANTS = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar}
+_FRESH = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}  # made of Python numbers
 _MOST_PAGES = (256 << 20) // mmap.PAGESIZE  # tensors begin at different ones, so that equal shapes have other numbers
 _PERIOD = 1_000_003  # elements after which numbers are the same again; prime, so that no two rows are the same
 _STEP = 389  # pages from one tensor to the next; odd, so that all are used
@@ -49,14 +53,29 @@ class _Arrived(NamedTuple):
         return cls(copy.at, copy.end, name, copy)
 
 
+class Fill(NamedTuple):
+    """A place in some memory that was filled with a number."""
+
+    place: ElementCopy
+    number: Any
+
+    @property
+    def numel(self) -> int:
+        return math.prod(dimension.size for dimension in self.place.dimensions)
+
+
 @dataclass
 class _Memory:
-    """What one memory has of the checkpoint: copies that were followed, and tensors of which it has something else."""
+    """What one memory has of the checkpoint: copies that were followed, and tensors of which it has something else.
+
+    `fills` are constants; some may have been written over since.
+    """
 
     itemsize: int
     copies: list[_Arrived] = field(default_factory=list)
     unclear: set[str] = field(default_factory=set)
     end: int = 0  # of the last copy
+    fills: list[Fill] = field(default_factory=list)
 
     @property
     def names(self) -> set[str]:
@@ -83,6 +102,7 @@ class _Memory:
             self.copies = []
             self.unclear = set()
             self.end = 0
+            self.fills = []
         elif self.copies and self.itemsize != tensor.element_size():
             raise Untraceable
         self.itemsize = tensor.element_size()
@@ -106,6 +126,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def __init__(self) -> None:
         super().__init__()
         self._memories: dict[int, _Memory] = {}  # by the address of their storage
+        self.taken: dict[str, set[tuple[ElementCopy, torch.dtype]]] = {}  # what was copied of each tensor, to what dtypes
         self.read: set[str] = set()  # tensors of which elements were read as Python numbers, and then lost sight of
         self._number: tuple[float, torch.Tensor] | None = None  # the element that was just read as a Python number
 
@@ -120,6 +141,11 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def memory(self, tensor: torch.Tensor) -> _Memory | None:
         """What the memory of a tensor has of the checkpoint."""
         return self._memories.get(_address(tensor))
+
+    def read_unseen(self, tensor: torch.Tensor) -> None:
+        """What becomes of the elements of a tensor cannot be seen from now on."""
+        memory = self.memory(tensor)
+        self.read |= set() if memory is None else memory.names
 
     def finish(self) -> None:
         """No more operations follow."""
@@ -136,6 +162,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
             self._fill(args[0], args[1] if len(args) > 1 else None)
             return
         self._lose_number()
+        name = func._schema.name.partition("::")[2]  # noqa: SLF001
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor):
             self._write(args[0], args[1])
         elif func in _COPIES:
@@ -146,8 +173,15 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         elif func is torch.ops.aten.stack.default:
             axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             self._join(out, [tensor.unsqueeze(axis) for tensor in args[0]], axis)
-        elif func._schema.name.partition("::")[2] in _EMPTY:  # noqa: SLF001
+        elif func in _FRESH:
+            self._make([out], ())
+            if out.numel() == 1 and not out.is_meta:
+                self._fill(out, out.item())
+        elif name in _EMPTY:
             self._make(_tensors(out), args)
+        elif name in _FILLED:
+            self._make(_tensors(out), args)
+            self._fill(out, _FILLED[name])
         elif func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001
             self._number = out, args[0]
         else:
@@ -180,12 +214,14 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         else:
             self._lose_number()
             self._write(tensor, None)
+            if (memory := self.memory(tensor)) is not None and tensor.numel():
+                with contextlib.suppress(Untraceable):
+                    memory.fills.append(Fill(_copy(tensor, tensor), 0 if value is None else value))
 
     def _lose_number(self) -> None:
         """What becomes of a number that was read is not known."""
         if self._number is not None:
-            memory = self.memory(self._number[1])
-            self.read |= set() if memory is None else memory.names
+            self.read_unseen(self._number[1])
             self._number = None
 
     def _mix(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -227,6 +263,8 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         else:
             memory.add(arrived)
             memory.unclear |= unclear
+            for _, _, name, part in arrived:
+                self.taken.setdefault(name, set()).add((part.at_source(), tensor.dtype))
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
@@ -349,13 +387,13 @@ def watch_pieces(
         with watch:
             load(made_up.load(watch))
         watch.finish()
-        pieces, unclear = _arrived(watch, {tensor.name: tensor for tensor in made_up.tensors}, live)
+        pieces, unclear = arrived_pieces(watch, {tensor.name: tensor for tensor in made_up.tensors}, live)
         wrong = {piece.live for piece in _wrong(pieces, live, made_up)}
     unclear |= watch.read.union(piece.tensor for piece in pieces if piece.live in wrong)
     return pieces, unclear
 
 
-def _arrived(
+def arrived_pieces(
     watch: LoadWatch, tensors: Mapping[str, CheckpointTensor], live: Mapping[str, torch.Tensor]
 ) -> tuple[list[Piece], set[str]]:
     """The pieces in an engine's tensors after a load that was watched, and the names of tensors that are unclear."""
@@ -391,10 +429,5 @@ def _wrong(pieces: Iterable[Piece], live: Mapping[str, torch.Tensor], made_up: M
         if view.device not in sources:
             sources[view.device] = made_up.on(view.device)
         expected = sources[view.device](tensors[piece.tensor])[piece.region.slices]
-        if not torch.equal(_bytes(expected.to(view.dtype)), _bytes(view)):
+        if not has_bits(view, expected.to(view.dtype)):
             yield piece
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    row = tensor.contiguous().reshape(-1)
-    return row.as_strided(row.shape, (1,)).view(torch.uint8)  # the stride of a single element may be 0

@@ -1,0 +1,73 @@
+"""vLLM, worker side: the load with which a worker starts is watched, so that the checkpoint is loaded once.
+
+    WorkerWrapperBase.load_model ──► BaseModelLoader.load_model: its weights go through a `FirstLoad` ──► first_load_of
+
+Loaders that do not give their tensors one by one, as of sharded states, are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from ..targets.attributes import attribute_tensors
+from ..targets.first_load import FirstLoad
+from ..targets.pieces import parts_of
+
+_first_loads: weakref.WeakKeyDictionary[torch.nn.Module, FirstLoad] = weakref.WeakKeyDictionary()
+
+
+def take_first_load(model: torch.nn.Module) -> FirstLoad | None:
+    """The load of a model, if it was watched; it is forgotten then."""
+    return _first_loads.pop(model, None)
+
+
+@contextlib.contextmanager
+def watched_loads() -> Iterator[None]:
+    """Watch the loads of models that begin meanwhile: of the policy, and of its drafter."""
+    load_model = BaseModelLoader.load_model
+
+    def load_watched(loader: Any, *args: Any, **kwargs: Any) -> Any:
+        return _load_watched(loader, lambda: load_model(loader, *args, **kwargs))
+
+    BaseModelLoader.load_model = load_watched
+    try:
+        yield
+    finally:
+        BaseModelLoader.load_model = load_model
+
+
+def _load_watched(loader: Any, load_model: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    if not hasattr(loader, "get_all_weights"):
+        return load_model()
+    load_weights = loader.load_weights
+    get_all_weights = loader.get_all_weights
+    first_load: FirstLoad | None = None
+    with contextlib.ExitStack() as stack:
+
+        def load_watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            nonlocal first_load
+            parameters = dict(model.named_parameters())
+            first_load = FirstLoad(dict(model.named_buffers()) | attribute_tensors(model, parameters))
+            stack.enter_context(first_load)
+            load_weights(model, *args, **kwargs)
+
+        def watched_weights(*args: Any, **kwargs: Any) -> Any:
+            weights = get_all_weights(*args, **kwargs)
+            return weights if first_load is None else first_load.watched(weights)
+
+        loader.load_weights = load_watched
+        loader.get_all_weights = watched_weights
+        try:
+            model = load_model()
+        finally:
+            del loader.load_weights, loader.get_all_weights
+    if first_load is not None:
+        first_load.ended_with(parts_of(model))
+        _first_loads[model] = first_load
+    return model

@@ -1,0 +1,251 @@
+"""An engine's own load of its checkpoint, watched: where that explains all of the engine, nothing is loaded again.
+
+    a tensor of the checkpoint ──► the engine copies it ──► sums of what was copied, on other threads ──► the next one
+    ──► pieces ──► is every element a copy or a constant? ──► sums of the pieces, where they lie ──► compare
+
+Whatever is not explained is no error here: `engine_layout` then lets the engine load made-up tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..errors import SparserlError, UnsupportedTensor
+from ..weights.digest import Digest, place_sums
+from ..weights.dtypes import dtype_of_torch
+from ..weights.local import LocalWeights
+from ..weights.region import Region, Shape, first_overlap, intersection, whole
+from ..weights.shards import Part, Shards
+from ..weights.table import TensorSpec, TensorTable
+from .copies import Untraceable
+from .pieces import CheckpointTensor, Piece, by_tensor, has_bits, reach
+from .watching import Fill, LoadWatch, arrived_pieces
+
+_MOST_WAITING = 1 << 30  # bytes of tensors in host memory that wait for their sums, and would else be gone
+Position = tuple[torch.device, int, Shape, Shape, torch.dtype]
+_READS = {getattr(torch.Tensor, name) for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "tolist")}
+SumKey = tuple[str, Region, torch.dtype]
+
+
+class NotExplained(Exception):
+    """An engine has something of which the watched load does not show where it comes from."""
+
+
+class _ReadWatch(TorchFunctionMode):  # type: ignore[misc]  # PyTorch has no types for it
+    """Notes which tensors are given away to NumPy, to kernels by their address, and to Python as numbers."""
+
+    def __init__(self, watch: LoadWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            self._watch.read_unseen(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class FirstLoad:
+    """Watches an engine load its checkpoint while it is entered.
+
+    Args:
+        others: The tensors, by name, that the engine has before beside those that it loads. They are copied to host
+            memory.
+
+    Example:
+        >>> live = {"w": torch.zeros(4)}
+        >>> with FirstLoad({}) as load:
+        ...     for _, tensor in load.watched([("v", torch.arange(4.0))]):
+        ...         _ = live["w"].copy_(tensor)
+        >>> load.ended_with(live)
+        >>> [(piece.tensor, piece.live) for piece in load.find_pieces(live, {})]
+        [('v', 'w')]
+    """
+
+    def __init__(self, others: Mapping[str, torch.Tensor]) -> None:
+        self._watch = LoadWatch()
+        self._reads = _ReadWatch(self._watch)
+        self._others = {position(tensor): tensor.to("cpu", copy=True) for tensor in others.values()}
+        self._tensors: dict[str, CheckpointTensor] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sparserl-sums")
+        self._sums: dict[SumKey, Future[Digest]] = {}
+        self._waiting = deque[tuple[int, list[Future[Digest]]]]()
+        self._waiting_bytes = 0
+        self._positions: set[Position] = set()
+        self._obstacle = ""
+
+    def __enter__(self) -> FirstLoad:
+        self._watch.__enter__()
+        self._reads.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._reads.__exit__(kind, error, traceback)
+        self._watch.__exit__(kind, error, traceback)
+        self._watch.finish()
+
+    def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a checkpoint, for the engine to load."""
+        for name, tensor in weights:
+            self._register(name, tensor)
+            yield name, tensor
+            self._add_sums(name, tensor)
+
+    def ended_with(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Note which tensors the engine has when it has loaded: others may get the memory of tensors that are gone."""
+        self._positions = {position(tensor) for tensor in live.values()}
+        self._thread.shutdown(wait=False)
+
+    def find_pieces(self, live: Mapping[str, torch.Tensor], derived: Mapping[str, torch.Tensor]) -> list[Piece]:
+        """Where the checkpoint is in an engine's tensors; all bits are compared.
+
+        Args:
+            live: The engine's tensors.
+            derived: Tensors that it may have computed from them.
+
+        Raises:
+            NotExplained: A tensor of the engine may depend on the checkpoint in a way that was not seen.
+        """
+        if self._obstacle:
+            raise NotExplained(self._obstacle)
+        if moved := [name for name, tensor in live.items() if position(tensor) not in self._positions]:
+            raise NotExplained(f"{moved[0]!r} has moved since it was loaded")
+        pieces, unclear = arrived_pieces(self._watch, self._tensors, live)
+        if unclear := unclear | self._watch.read:
+            raise NotExplained(f"{min(unclear)!r} is more than copied")
+        self._require_explained(pieces, live, derived)
+        self._require_kept(pieces)
+        self._compare(pieces, live)
+        return pieces
+
+    def _register(self, name: str, tensor: torch.Tensor) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        if name in self._tensors:
+            self._obstacle = f"{name!r} comes twice"
+        elif not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != nbytes:
+            self._obstacle = f"{name!r} shares memory with other tensors of the checkpoint"
+        elif dtype_of_torch(tensor.dtype) is None:
+            self._obstacle = f"{name!r} is of {tensor.dtype}"
+        else:
+            self._watch.register(name, tensor)
+        self._tensors[name] = CheckpointTensor(name, tuple(tensor.shape), tensor.dtype)
+
+    def _add_sums(self, name: str, tensor: torch.Tensor) -> None:
+        """Have what was copied of a tensor summed, while the engine loads the next one."""
+        futures = []
+        for copy, dtype in () if self._obstacle else self._watch.taken.pop(name, ()):
+            try:
+                region, _ = copy.region(tuple(tensor.shape))
+            except Untraceable:
+                continue
+            future = self._thread.submit(_region_sums, name, tensor, region, dtype)
+            self._sums[name, region, dtype] = future
+            futures.append(future)
+        self._waiting.append((tensor.nbytes, futures))
+        self._waiting_bytes += tensor.nbytes
+        most = _MOST_WAITING if tensor.device.type == "cpu" else 0
+        while self._waiting_bytes > most:
+            nbytes, earlier = self._waiting.popleft()
+            self._waiting_bytes -= nbytes
+            wait(earlier)
+
+    def _require_explained(
+        self, pieces: Iterable[Piece], live: Mapping[str, torch.Tensor], derived: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Refuse elements that are neither a copy nor a constant, and tensors that have changed unseen."""
+        copied = dict.fromkeys(live, 0)
+        for piece in pieces:
+            copied[piece.live] += piece.region.numel
+        for name, tensor in (*live.items(), *derived.items()):
+            rest = reach(tensor) - copied.get(name, 0)
+            if not rest or self._is_constant(tensor, rest):
+                continue
+            before = self._others.get(position(tensor))
+            if rest < reach(tensor) or before is None or not has_bits(tensor, before):
+                raise NotExplained(f"{name!r} has {rest:,} elements that were not seen to be loaded")
+
+    def _require_kept(self, pieces: Iterable[Piece]) -> None:
+        """Refuse elements that were copied, but are in no tensor or in several: something may be made of them."""
+        regions = {name: [piece.region for piece in own] for name, own in by_tensor(pieces).items()}
+        for name, own in regions.items():
+            if first_overlap(own) is not None:
+                raise NotExplained(f"{name!r} is in several places")
+        for name, region, _ in self._sums:
+            shared = (intersection(region, kept) for kept in regions.get(name, ()))
+            if sum(part.numel for part in shared if part is not None) < region.numel:
+                raise NotExplained(f"{name!r} {region} was loaded, but is not there any longer")
+
+    def _is_constant(self, tensor: torch.Tensor, rest: int) -> bool:
+        """Whether the elements of a tensor that are no copies are constants, and have these values."""
+        memory = self._watch.memory(tensor)
+        fills = [] if memory is None or memory.unclear else _fills_of(memory.fills, tensor)
+        return sum(fill.numel for fill in fills) == rest and all(_has_number(tensor, fill) for fill in fills)
+
+    def _compare(self, pieces: Iterable[Piece], live: Mapping[str, torch.Tensor]) -> None:
+        """Compare the sums of all pieces, from their bits as they are now, with those of the checkpoint."""
+        specs: dict[str, TensorSpec] = {}
+        parts = []
+        expected: list[tuple[Piece, Future[Digest]]] = []
+        for piece in pieces:
+            view = piece.view(live)
+            dtype = dtype_of_torch(view.dtype)
+            future = self._sums.get((piece.tensor, piece.region, view.dtype))
+            if dtype is None or future is None:
+                raise NotExplained(f"{piece.tensor!r} {piece.region} was not summed when it was loaded")
+            spec = TensorSpec(piece.tensor, dtype, self._tensors[piece.tensor].shape)
+            if specs.setdefault(piece.tensor, spec) != spec:
+                raise NotExplained(f"{piece.tensor!r} is in several dtypes")
+            parts.append(Part(piece.tensor, piece.region, view))
+            expected.append((piece, future))
+        table = TensorTable(specs.values())
+        sums = {} if not parts else place_sums(LocalWeights.of(Shards(table, parts)))
+        by_region = {(tensor, region or whole(table[tensor].shape)): part for (tensor, region), part in sums.items()}
+        for piece, future in expected:
+            if by_region[table.index[piece.tensor], piece.region] != _result(piece, future):
+                raise NotExplained(f"{piece.tensor!r} {piece.region} does not have the bits of the checkpoint")
+
+
+def position(tensor: torch.Tensor) -> Position:
+    """Where a tensor is in memory."""
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _region_sums(name: str, tensor: torch.Tensor, region: Region, dtype: torch.dtype) -> Digest:
+    """The sums of a region of a checkpoint tensor as an engine has it, in a dtype of its own."""
+    part = tensor[region.slices].to(dtype)
+    element = dtype_of_torch(dtype)
+    if element is None:
+        raise UnsupportedTensor(f"{dtype} is not supported")
+    table = TensorTable([TensorSpec(name, element, tuple(tensor.shape))])
+    (sums,) = place_sums(LocalWeights.of(Shards(table, [Part(name, region, part)]))).values()
+    return sums
+
+
+def _result(piece: Piece, future: Future[Digest]) -> Digest:
+    try:
+        return future.result()
+    except SparserlError as error:
+        raise NotExplained(f"{piece.tensor!r} could not be summed: {error}") from error
+
+
+def _fills_of(fills: Iterable[Fill], tensor: torch.Tensor) -> list[Fill]:
+    """Those that lie in the memory of a tensor."""
+    start = int(tensor.storage_offset())
+    end = start + reach(tensor)
+    return [fill for fill in fills if start <= fill.place.at and fill.place.end <= end]
+
+
+def _has_number(tensor: torch.Tensor, fill: Fill) -> bool:
+    """Whether a tensor still has the number that it was filled with."""
+    dimensions = fill.place.dimensions
+    size = [dimension.size for dimension in dimensions]
+    place = tensor.as_strided(size, [dimension.at for dimension in dimensions], fill.place.at)
+    return bool((place == fill.number).all())

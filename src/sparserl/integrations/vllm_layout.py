@@ -1,8 +1,7 @@
 """vLLM, worker side: where a model keeps its checkpoint. See docs/how-to/integrations/vllm.md.
 
-    vLLM's own load, watched ──► pieces ──► compare (`vllm_first_load`)
-    where that does not explain all: made-up numbers, watched as the model loads them ──► pieces
-    ──► the checkpoint again ──► compare
+vLLM's own load, watched ──► pieces ──► compare. Where that load does not explain all:
+made-up numbers, watched as the model loads them ──► pieces ──► the checkpoint again ──► compare
 """
 
 from __future__ import annotations
@@ -87,9 +86,12 @@ class LoadedModel:
         first_load = take_first_load(model)
         if first_load is not None:
             try:
-                return first_load.find_pieces(live, attribute_tensors(model, live))
+                pieces = first_load.find_pieces(live, attribute_tensors(model, live))
             except NotExplained as reason:
                 logger.info("sparserl: made-up weights are loaded, then the checkpoint once more: %s", reason)
+            else:
+                logger.info("sparserl: learnt from the load with which the engine started")
+                return pieces
         before = digests_of(live)
         derived_before = digests_of(attribute_tensors(model, live))
 

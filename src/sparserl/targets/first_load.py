@@ -8,10 +8,10 @@ Whatever is not explained is no error here: `engine_layout` then lets the engine
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class NotExplained(Exception):
     """An engine has something of which the watched load does not show where it comes from."""
 
 
-class _ReadWatch(TorchFunctionMode):  # type: ignore[misc]  # PyTorch has no types for it
+class _ReadWatch(TorchFunctionMode):
     """Notes which tensors are given away to NumPy, to kernels by their address, and to Python as numbers."""
 
     def __init__(self, watch: LoadWatch) -> None:
@@ -71,6 +71,7 @@ class FirstLoad:
     def __init__(self, others: Mapping[str, torch.Tensor]) -> None:
         self._watch = LoadWatch()
         self._reads = _ReadWatch(self._watch)
+        self._modes = contextlib.ExitStack()
         self._others = {position(tensor): tensor.to("cpu", copy=True) for tensor in others.values()}
         self._tensors: dict[str, CheckpointTensor] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sparserl-sums")
@@ -81,15 +82,14 @@ class FirstLoad:
         self._obstacle = ""
 
     def __enter__(self) -> FirstLoad:
-        self._watch.__enter__()
-        self._reads.__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._watch)
+            stack.enter_context(self._reads)
+            self._modes = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._reads.__exit__(kind, error, traceback)
-        self._watch.__exit__(kind, error, traceback)
+    def __exit__(self, *_: object) -> None:
+        self._modes.close()
         self._watch.finish()
 
     def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

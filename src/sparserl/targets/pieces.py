@@ -130,8 +130,8 @@ def has_bits(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
     if tensor.dim() == 0:
         return torch.equal(bits, expected_bits.to(bits.device))
     rows = max(1, _COMPARED_AT_ONCE // max(1, math.prod(tensor.shape[1:])))
-    pairs = zip(bits.split(rows), expected_bits.split(rows), strict=True)
-    return all(torch.equal(part, other.to(part.device)) for part, other in pairs)
+    starts = range(0, tensor.shape[0], rows)
+    return all(torch.equal(bits[i : i + rows], expected_bits[i : i + rows].to(bits.device)) for i in starts)
 
 
 def patterns(tensor: torch.Tensor) -> Bits:

@@ -3,8 +3,8 @@
     made-up tensors ──► the engine's own load, every operation of PyTorch watched ──► copies ──► pieces ──► compare
 
 One load is enough, of made-up tensors here, or the engine's own first one (`first_load`). What other operations than
-copies make of a checkpoint tensor is left to `numbering`, which loads numbers; so are elements that did not arrive where
-they were copied to, as when a loader has threads of its own.
+copies make of a checkpoint tensor is left to `numbering`, which loads numbers; so are elements that did not arrive
+where they were copied to, as when a loader has threads of its own.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def __init__(self) -> None:
         super().__init__()
         self._memories: dict[int, _Memory] = {}  # by the address of their storage
-        self.taken: dict[str, set[tuple[ElementCopy, torch.dtype]]] = {}  # what was copied of each tensor, to what dtypes
+        self.taken: dict[str, set[tuple[ElementCopy, torch.dtype]]] = {}  # what was copied of a tensor, to which dtypes
         self.read: set[str] = set()  # tensors of which elements were read as Python numbers, and then lost sight of
         self._number: tuple[float, torch.Tensor] | None = None  # the element that was just read as a Python number
 

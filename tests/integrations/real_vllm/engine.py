@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import sys
 from pathlib import Path
 from unittest import mock
@@ -21,7 +22,15 @@ def start(folder, ranks=1, **options):
     config = json.loads((Path(folder) / "config.json").read_text())
     common = {"dtype": config["dtype"], "enable_prefix_caching": True, "enforce_eager": True, "seed": 0}
     common["skip_tokenizer_init"] = "vision_config" not in config  # its processor of images has one
-    return LLM(str(folder), tensor_parallel_size=ranks, **SMALL, **common, **options)
+    llm = LLM(str(folder), tensor_parallel_size=ranks, **SMALL, **common, **options)
+    if options.get("pipeline_parallel_size", 1) > 1:
+        llm.collective_rpc(warm_up)
+    return llm
+
+
+def warm_up(worker):
+    """Have later ranks of a pipeline make room for what comes from earlier ones: on a CPU, vLLM leaves that out."""
+    worker.model_runner.profile_run()
 
 
 def following(folder, ranks=1, **options):
@@ -112,19 +121,21 @@ class Trainer:
         self.engine.commit(version, audit=True)
 
 
-def follow(model, folder, kind, ranks, syncs):
+def follow(model, folder, kind, ranks, syncs, options=None):
     """Some syncs, after (for one kind of model) things have gone wrong; the new checkpoint is saved."""
     from . import faults, models
 
-    troubled = kind == "llama"
+    logging.basicConfig()
+    logging.getLogger("sparserl").setLevel(logging.INFO)
+    troubled = kind == "llama" and options is None
     weights = models.load(model, kind)
-    llm = following(model, ranks)
+    llm = following(model, ranks, **options or {})
     out = {"before": generate(llm), "live before": live(llm), "generations": []}
     trainer = Trainer(llm, weights, f"file://{folder}/run", ahead=not troubled)
     if troubled:
         trainer.sync()
         out |= faults.one_rank(trainer, folder / "run") if ranks == 1 else faults.one_of_two(trainer)
-    out["first"] = trainer.seed
+    out |= {"first": trainer.seed, "model": str(model)}
     for i in range(1, syncs + 1):
         trainer.sync()
         if i % 4 == 0 or i == syncs:
@@ -141,6 +152,11 @@ def fresh(folder, ranks, run=None, version=None, **options):
     llm = start(folder, ranks, **options)
     out = {"generations": generate(llm), "live": live(llm)}
     return out if run is None else out | {"verified": verified(llm, folder, run, version)}
+
+
+def fresh_with(folder, ranks, options):
+    """The same of ranks that share the weights in another way."""
+    return fresh(folder, ranks, **options)
 
 
 def verified(llm, folder, run, version):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -167,3 +168,11 @@ def copied_halves(folder):
     split = mla_attention.split_kv_b_proj
     mla_attention.split_kv_b_proj = lambda *args: [half.clone() for half in split(*args)]
     return {"start": attempt(lambda: following(folder))}
+
+
+def raised_beside_an_engine(folder, answers):
+    """An error of the program that has an engine of two ranks."""
+    llm = start(folder, 2)
+    pids = llm.collective_rpc(lambda _: os.getpid())
+    (answers / "pids.json").write_text(json.dumps(pids))
+    raise ValueError("this is no answer")

@@ -6,13 +6,16 @@ are started at once, two at a time, and tests wait for those that they judge.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +34,13 @@ KINDS = ("llama", "qwen2", "moe")
 FAMILIES = ("mla", "gpt-oss", "vlm", "glm", "gemma3", "mixtral")
 MANY = FAMILIES[3:]  # load as others do
 DRAFTERS = (("mtp", 1), ("eagle", 1), ("mtp", 2), ("draft_model", 2))  # methods and ranks
+PIPELINE = {"pipeline_parallel_size": 2}
+ARRANGEMENTS = {  # a model, ranks that share each tensor, and how other ranks share the rest
+    "pipeline": ("llama", 1, PIPELINE),
+    "experts": ("moe", 2, {"enable_expert_parallel": True}),
+    "four ranks": ("llama", 4, {}),
+    "both": ("llama", 2, PIPELINE),
+}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -53,29 +63,42 @@ def job(folder, module, name, *args, ranks=1):
     )
     process.start()
     process.join(280)
-    if process.is_alive():
-        process.kill()
-        process.join()
+    with contextlib.suppress(ProcessLookupError):  # an engine that failed has left processes
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
     assert process.exitcode == 0, f"{module}.{name} ended with {process.exitcode}:\n{log.read_text()[-6000:]}"
     return json.loads(found.read_text())
 
 
 def work(log, found, module, name, args, ranks):
     """What such a process does."""
+    os.setsid()
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     if ranks > 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    function = getattr(importlib.import_module(f"{HERE}.{module}"), name)
-    found.write_text(json.dumps(function(*args)))
+    try:
+        function = getattr(importlib.import_module(f"{HERE}.{module}"), name)
+        found.write_text(json.dumps(function(*args)))
+    except BaseException:  # noqa: BLE001  # Python would wait for an engine's processes, which nobody has told to end
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def followed(model, folder, kind, ranks, syncs=SYNCS):
     """An engine that followed a run, and a fresh one on the checkpoint that was saved in the end."""
     out = job(folder, "engine", "follow", model, folder, kind, ranks, syncs, ranks=ranks)
+    out["log"] = (folder / "follow.log").read_text()
     same = (f"file://{folder}/run", out["first"] + SYNCS) if kind in KINDS else ()
     return out | {"fresh": job(folder, "engine", "fresh", folder / "new", ranks, *same, ranks=ranks)}
+
+
+def arranged(model, folder, kind, ranks, options):
+    """The same of several ranks that share the weights in another way, and a few syncs."""
+    out = job(folder, "engine", "follow", model, folder, kind, ranks, 2, options, ranks=2)
+    return out | {"fresh": job(folder, "engine", "fresh_with", folder / "new", ranks, options, ranks=2)}
 
 
 def family(root, kind):
@@ -147,6 +170,10 @@ def seen(request, tmp_path_factory):
         jobs["unfollowed"] = (job, root, "drafts", "unfollowed", llama, root / "eagle", root)
         chosen = {item.callspec.params["drafter"] for item in request.session.items if "test_drafters" in item.name}
         jobs |= {(m, n): (drafted, *drafters[m], root / f"{m}-{n}", m, n) for m, n in DRAFTERS if (m, n) in chosen}
+        chosen = {item.callspec.params["way"] for item in request.session.items if "test_arrangements" in item.name}
+        for way in chosen:
+            kind, ranks, options = ARRANGEMENTS[way]
+            jobs[way] = (arranged, models[kind], root / way.replace(" ", "-"), kind, ranks, options)
         chosen = {item.callspec.params["ranks"] for item in request.session.items if "test_adapters" in item.name}
         jobs |= {("adapters", n): (adapted, llama, root / f"adapters-{n}", n) for n in chosen}
         yield {name: pool.submit(function, *args) for name, (function, *args) in jobs.items()}
@@ -172,6 +199,43 @@ def test_syncs(seen, kind, ranks):
     assert tokens(found["generations"][-1]) == tokens(fresh["generations"])
     told_apart = {json.dumps(one) for one in (found["before"], *found["generations"])}
     assert len(told_apart) == 1 + len(found["generations"]) > 2
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.long) for way in ARRANGEMENTS])
+def test_arrangements(seen, way):
+    """Ranks that have other layers or other experts, and four of them, have what ranks of a fresh engine have."""
+    found = seen[way].result()
+    assert len(found["live"]) == (2 if way in ("pipeline", "experts") else 4)
+    assert found["live"] == found["fresh"]["live"]
+    assert tokens(found["generations"][-1]) == tokens(found["fresh"]["generations"])
+    assert found["generations"][-1] != found["before"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_checkpoint_is_loaded_once(seen, kind, ranks):
+    """Where vLLM keeps weights as they are, the load with which it starts shows where: none follows it."""
+    log = seen[kind, ranks].result()["log"]
+    assert "sparserl: made-up weights are loaded" not in log
+    assert log.count("sparserl: learnt from the load") == ranks
+    warnings = [line for line in log.splitlines() if "WARNING" in line and "sparserl" in line]
+    assert kind == "llama" or not warnings  # in which things go wrong
+
+
+def test_a_checkpoint_that_is_loaded_again(seen):
+    """Where a kernel permutes experts, made-up weights are loaded, and the log says why."""
+    log = seen["moe", 1].result()["log"]
+    assert "sparserl: made-up weights are loaded, then the checkpoint once more: 'model.layers" in log
+
+
+@pytest.mark.long
+def test_an_error_comes_out_at_once(seen, tmp_path):
+    """What a job of two ranks raises is in its log when it ends, and its engine ends with it."""
+    llama = seen["llama", 2].result()["model"]
+    with pytest.raises(AssertionError, match=r"ended with 1:(?s:.*)this is no answer"):
+        job(tmp_path, "faults", "raised_beside_an_engine", llama, tmp_path, ranks=2)
+    for pid in json.loads((tmp_path / "pids.json").read_text()):
+        assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,0 +1,170 @@
+"""How long vLLM takes to start alone and with sparserl's backend, phase by phase.
+
+    python -m benchmarks.engine_start --models 6.7B --modes graphs --folder /dev/shm/engine
+
+Ways, each in a process of its own after one that warms the caches of kernels: `alone`; `follow`, which learns where
+weights are from vLLM's own load; `again`, which loads made-up weights and then the checkpoint once more, as where that
+load does not explain all. Phases may contain others. Prints the results and writes them to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import MODELS, MODES, RESULTS, SETTINGS, Engine
+
+WAYS = ("alone", "follow", "again")
+MOST = 1.15  # times vLLM's own start
+
+
+class Phases:
+    """Seconds in named functions, added up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def time(self, owner: Any, name: str, label: str) -> None:
+        """Count the time in a function or method from now on."""
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - begun
+
+        setattr(owner, name, timed)
+
+    def time_load(self, way: str) -> None:
+        """Count the phases of a load. Those of sparserl are imported when vLLM loads: on a CPU not before."""
+        from vllm.model_executor.model_loader import base_loader, default_loader
+
+        self.time(default_loader.DefaultModelLoader, "load_weights", "vLLM loads weights")
+        self.time(base_loader.BaseModelLoader, "load_model", "vLLM makes and loads the model")
+        load_model = base_loader.BaseModelLoader.load_model
+
+        def load(*args: Any, **kwargs: Any) -> Any:
+            if way != "alone":
+                self._time_learning(way)
+            return load_model(*args, **kwargs)
+
+        base_loader.BaseModelLoader.load_model = load
+
+    def _time_learning(self, way: str) -> None:
+        from sparserl.integrations import vllm, vllm_layout
+        from sparserl.targets import engine_layout, first_load
+
+        self.time(vllm, "learn_layout", "learn")
+        if way == "again":
+            vllm_layout.take_first_load = lambda _: None
+        self.time(first_load.FirstLoad, "find_pieces", "learn: from the first load")
+        self.time(first_load, "place_sums", "learn: sums of live weights (and, on threads, of the checkpoint)")
+        self.time(vllm_layout, "digests_of", "learn: digests of live weights")
+        self.time(engine_layout, "watch_pieces", "learn: watch a load of made-up weights")
+        self.time(vllm_layout.LoadedModel, "load", "learn: loads")
+        self.time(vllm_layout, "_compare", "learn: compare with the checkpoint")
+
+
+def start(way: str, mode: str, folder: Path) -> dict[str, Any]:
+    """One start."""
+    phases = Phases()
+    phases.time_load(way)
+    engine = Engine(folder, mode, None if way == "alone" else "sparserl")
+    seconds = {label: round(value, 3) for label, value in phases.seconds.items()}
+    result = {"way": way, "start_s": engine.start_seconds, "peak_bytes": engine.peak_bytes, "phases": seconds}
+    if way != "alone":
+        result["pieces"] = engine.llm.collective_rpc(_pieces)[0]
+        result["attach_s"] = _attach(engine, folder)
+    return result
+
+
+def _pieces(worker: Any) -> int:
+    return len(worker.weight_transfer_engine.layout.pieces)
+
+
+def _attach(engine: Engine, folder: Path) -> float:
+    """Seconds until a run is followed: kernels are warmed up, and all weights are read."""
+    from sparserl import Publisher
+
+    url = str(folder.with_name(f"{folder.name}-start-{os.getpid()}"))
+    with Publisher(url, engine.weights()) as publisher:
+        publisher.publish()
+    begun = time.perf_counter()
+    engine.llm.init_weight_transfer_engine({"init_info": {"url": url, "ahead": False}})
+    return time.perf_counter() - begun
+
+
+def run(way: str, model: str, mode: str, folder: Path) -> dict[str, Any]:
+    """One start in a process of its own."""
+    result = folder / model / "start.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.engine_start", "--case", way, "--models", model, "--modes", mode]
+    log = folder / model / f"start-{way}-{mode}.log"
+    environment = os.environ | SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with log.open("wb") as output:
+        code = subprocess.call([*command, "--folder", str(folder)], env=environment, stdout=output, stderr=output)
+    if code or not result.exists():
+        raise SystemExit(f"{way}: {log.read_text(errors='replace')[-3000:]}")
+    lines = log.read_text(errors="replace").splitlines()
+    warnings = sum("WARNING" in line for line in lines)
+    return {"model": model, "mode": mode, "warnings": warnings} | json.loads(result.read_text())
+
+
+def report(results: list[dict[str, Any]]) -> str:
+    """The starts of one model, beside vLLM's own."""
+    alone = next(result for result in results if result["way"] == "alone")
+    lines = []
+    for result in results:
+        ratio = result["start_s"] / alone["start_s"]
+        more = (result["peak_bytes"] - alone["peak_bytes"]) / 2**20
+        lines.append(
+            f"{result['model']}, {result['mode']}, {result['way']}: {result['start_s']:.2f} s, {ratio:.2f} × alone "
+            f"(at most {MOST}); {more:+.0f} MiB at the peak; {result['warnings'] - alone['warnings']:+d} warnings"
+        )
+        if "attach_s" in result:
+            lines.append(f"    {result['attach_s']:8.3f} s  attach, after the start ({result['pieces']} pieces)")
+        lines += [f"    {value:8.3f} s  {label}" for label, value in result["phases"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the cases and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["6.7B"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["graphs"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/sparserl-engine"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "engine_start.json")
+    parser.add_argument("--case", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case is not None:
+        (model,) = options.models
+        result = start(options.case, options.modes[0], options.folder / model)
+        (options.folder / model / "start.json").write_text(json.dumps(result))
+        sys.stdout.flush()
+        os._exit(0)  # an engine's threads do not always end
+    results = []
+    for model in options.models:
+        make_it = f"from benchmarks.engine import make_checkpoint; make_checkpoint({model!r}, {str(options.folder)!r})"
+        subprocess.check_call([sys.executable, "-c", make_it])
+        for mode in options.modes:
+            run("follow", model, mode, options.folder)  # vLLM, Triton and Numba compile for the first start
+            ways = {"alone": None} | dict.fromkeys(options.ways)
+            rows = [run(way, model, mode, options.folder) for way in ways]
+            print(report(rows), flush=True)
+            results += rows
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

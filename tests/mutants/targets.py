@@ -22,9 +22,23 @@ MUTANTS = (
     Mutant(
         "copies that were watched are believed",
         "targets/watching.py",
-        "        if not torch.equal(_bytes(expected.to(view.dtype)), _bytes(view)):",
+        "        if not has_bits(view, expected.to(view.dtype)):",
         "        if False:",
         Tests("targets/test_watching.py", "changed_unseen"),
+    ),
+    Mutant(
+        "the first load is believed",
+        "targets/first_load.py",
+        "if by_region[table.index[piece.tensor], piece.region] != _result(piece, future):",
+        "if False:",
+        Tests("targets/test_first_load.py", "changed_unseen or rounded"),
+    ),
+    Mutant(
+        "what the first load does not explain is a constant",
+        "targets/first_load.py",
+        "if rest < reach(tensor) or before is None or not has_bits(tensor, before):",
+        "if False:",
+        Tests("targets/test_first_load.py", "no_load_touches or computed_of_weights"),
     ),
     Mutant(
         "what goes unseen stays unseen",

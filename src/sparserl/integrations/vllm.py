@@ -1,6 +1,6 @@
 """vLLM, worker side: the weight-transfer backend `sparserl`. See docs/how-to/integrations/vllm.md.
 
-    vLLM loads the model ──► watch how it loads made-up numbers ──► load the checkpoint again ──► compare ──► serve
+    vLLM loads the model, watched ──► where is each element of the checkpoint? ──► compare all bits ──► serve
     init_weight_transfer_engine ──► which version do all ranks have?      (meanwhile, on a thread: stage new versions)
     update_weights ──► stage on all ranks ──► commit on all, or on none
 

@@ -52,8 +52,8 @@ def _load_watched(loader: Any, load_model: Callable[[], torch.nn.Module]) -> tor
 
         def load_watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
             nonlocal first_load
-            parameters = dict(model.named_parameters())
-            first_load = FirstLoad(dict(model.named_buffers()) | attribute_tensors(model, parameters))
+            buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+            first_load = FirstLoad(buffers | attribute_tensors(model, dict(model.named_parameters())))
             stack.enter_context(first_load)
             load_weights(model, *args, **kwargs)
 

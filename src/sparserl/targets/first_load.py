@@ -127,10 +127,11 @@ class FirstLoad:
         return pieces
 
     def _register(self, name: str, tensor: torch.Tensor) -> None:
-        nbytes = tensor.numel() * tensor.element_size()
         if name in self._tensors:
             self._obstacle = f"{name!r} comes twice"
-        elif not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != nbytes:
+        elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            self._obstacle = f"{name!r} is a {type(tensor).__name__}"
+        elif not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
             self._obstacle = f"{name!r} shares memory with other tensors of the checkpoint"
         elif dtype_of_torch(tensor.dtype) is None:
             self._obstacle = f"{name!r} is of {tensor.dtype}"

@@ -127,13 +127,17 @@ def killed(trainer):
 def packed(folder):
     """Weights that vLLM packs, so that nothing can be written into them."""
     os.environ.pop("SPARSERL_VLLM_CPU")
-    out = {"start": attempt(lambda: following(folder))}
+    return {"start": attempt(lambda: following(folder))}
+
+
+def packed_and_verified(folder):
+    """The same in an engine that follows nothing."""
+    os.environ.pop("SPARSERL_VLLM_CPU")
     llm = start(folder)
     before = held(llm)
     from sparserl.integrations.verify import verify_engine
 
-    out["verified"] = told(verify_engine(llm, folder))
-    return out | {"verified left as it was": held(llm) == before}
+    return {"verified": told(verify_engine(llm, folder)), "left as it was": held(llm) == before}
 
 
 def derived(folder):

@@ -17,13 +17,13 @@ from ..errors import TensorMismatch, UnsupportedTensor
 from ..weights.dtypes import BY_NAME
 from ..weights.region import Region, Shape, whole
 from ..weights.table import TensorSpec, TensorTable
-from .layout import Layout, LayoutSource, Local, Slice, Span, joined, local_tensors, split, stack
-from .megatron_families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT
-from .megatron_map import Family, GroupRows, Row, Sizes
-from .modules import Source
+from .layout import Layout, Local, Slice, Span, split, stack
+from .megatron_families import EMBEDDING, FAMILIES, OUTPUT
+from .megatron_map import Family, GroupRows, Row, Sizes, fields_of
 
 _NAMES = (
     (r"^(module\.)+", ""),
+    (r"^mtp\.layers\.(\d+)\.mtp_model_layer\.", r"mtp.layers.\1.transformer_layer."),
     (r"self_attention\.linear_q_up_proj\.layer_norm_weight$", "self_attention.q_layernorm.weight"),
     (r"self_attention\.linear_kv_up_proj\.layer_norm_weight$", "self_attention.kv_layernorm.weight"),
     (r"self_attention\.(linear_qkv|linear_q_proj|in_proj)\.layer_norm_weight$", "input_layernorm.weight"),
@@ -90,21 +90,27 @@ class Model:
     Args:
         config: a Hugging Face config, which is an object or the dict of its JSON.
         family: the map of the family; by default that of the config's `model_type`.
+        mtp: the number of multi-token prediction layers.
 
     Raises:
-        UnsupportedTensor: there is no map for this type of model.
+        UnsupportedTensor: there is no map for this type of model, or none of its multi-token prediction.
     """
 
-    def __init__(self, config: Any, family: Family | Mapping[str, Any] | None = None) -> None:
-        read: Any = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
-        kind = read("model_type")
+    def __init__(self, config: Any, family: Family | Mapping[str, Any] | None = None, mtp: int = 0) -> None:
+        kind = fields_of(config)("model_type")
         if family is None and kind not in FAMILIES:
             raise UnsupportedTensor(
                 f"no map for models of type {kind!r}; there are maps for {', '.join(sorted(FAMILIES))}. "
                 "Give the map of this family as `family`"
             )
         self.family = FAMILIES[kind] if family is None else Family.of(family)
-        self.sizes = Sizes(config, self.family.sizes)
+        if mtp and not self.family.mtp:
+            raise UnsupportedTensor(
+                f"the map for models of type {kind!r} has no multi-token prediction: no rows in `mtp`"
+            )
+        self.mtp = mtp
+        read = fields_of(config, self.family.config)
+        self.sizes = Sizes(read, self.family.sizes)
         self.dtype = str(read("dtype") or read("torch_dtype") or "bfloat16").removeprefix("torch.")
         (self.layers,) = self.sizes.shape("layers")
         self.experts: int = self.sizes("experts") or 0
@@ -125,7 +131,10 @@ class Model:
     def _all_rows(self) -> Iterator[tuple[Row, dict[str, Any]]]:
         for _, row in self.rows():
             yield row, {}
-        for layer in range(self.layers):
+        for layer in range(self.layers, self.layers + self.mtp):
+            for row in self.family.mtp.values():
+                yield row, {"layer": layer}
+        for layer in range(self.layers + self.mtp):
             for name, row in self.rows(layer):
                 each_expert = "{expert}" in name and all("{expert}" in tensor for tensor in row.tensors)
                 for expert in range(self.experts if each_expert else 1):
@@ -137,10 +146,22 @@ class Model:
             yield TensorSpec(self.tensor(tensor, names), dtype, self.sizes.shape(shape, **names))
 
     def names_of(self, parameter: str, table: TensorTable) -> list[str]:
-        """The names of a vocabulary's rows in the checkpoint, which may have a tied head under its own name too."""
+        """The names of a vocabulary's rows in the checkpoint.
+
+        It may have a tied head under its own name too, and repeat embedding and head in layers of multi-token
+        prediction.
+        """
         tensors = list(self.family.model[parameter].tensors)
+        parameters = [parameter]
         if self.tied and parameter == EMBEDDING and OUTPUT in self.family.model:
             tensors += [head for head in self.family.model[OUTPUT].tensors if head in table.index]
+            parameters.append(OUTPUT)
+        repeated = [
+            tensor for name in parameters if name in self.family.mtp for tensor in self.family.mtp[name].tensors
+        ]
+        for layer in range(self.layers, self.layers + self.mtp):
+            in_layer = [self.tensor(tensor, {"layer": layer}) for tensor in repeated]
+            tensors += [tensor for tensor in in_layer if tensor in table.index]
         return tensors
 
     def tensor(self, name: str, names: Mapping[str, Any]) -> str:
@@ -158,16 +179,26 @@ class _Stage:
         self.table = table
         self.shapes = shapes
 
-    def layer(self, number: int, layer: int) -> Iterator[tuple[str, Local]]:
-        """The parameters of a layer, which has this number on the rank and is `layer` in the checkpoint."""
+    def layer(self, module: str, layer: int) -> Iterator[tuple[str, Local]]:
+        """The parameters of a layer, which is this module on the rank and `layer` in the checkpoint."""
         for name, row in self.model.rows(layer):
-            parameter = f"decoder.layers.{number}.{name}"
+            parameter = f"{module}.{name}"
             if "{expert}" not in name:
                 yield parameter, self.local(parameter, row, {"layer": layer})
                 continue
             for i, expert in enumerate(self._experts()):
                 each = parameter.format(expert=i)
                 yield each, self.local(each, row, {"layer": layer, "expert": expert})
+
+    def prediction(self) -> Iterator[tuple[str, Local]]:
+        """The parameters of the layers of multi-token prediction, which are all on one rank of the pipeline."""
+        for number in range(self.model.mtp):
+            layer = self.model.layers + number
+            for name, row in self.model.family.mtp.items():
+                if name not in (EMBEDDING, OUTPUT):
+                    parameter = f"mtp.layers.{number}.{name}"
+                    yield parameter, self.local(parameter, row, {"layer": layer})
+            yield from self.layer(f"mtp.layers.{number}.transformer_layer", layer)
 
     def _experts(self) -> range:
         """The experts of this rank."""
@@ -214,7 +245,7 @@ class _Stage:
         start = (*region.start[:dim], rank * count, *region.start[dim + 1 :])
         extent = (*region.size[:dim], count, *region.size[dim + 1 :])
         shape = extent[:0:-1]
-        convert = _interleaved if cut == "interleaved" else _transposed
+        convert = interleaved if cut == "interleaved" else transposed
         return Local(shape, (Slice(tensor, Region(start, extent), whole(shape)),), convert)
 
     def _cut_of(self, parameter: str, tensor: str, size: int) -> str:
@@ -266,11 +297,12 @@ def _added(number: float) -> Callable[[Any], Any] | None:
     return (lambda tensor: tensor + number) if number else None
 
 
-def _transposed(tensor: Any) -> Any:
+def transposed(tensor: Any) -> Any:
+    """Rows as columns, of one expert."""
     return tensor.T[None]
 
 
-def _interleaved(tensor: Any) -> Any:
+def interleaved(tensor: Any) -> Any:
     """Rows of gate and up as columns that take turns."""
     rows = tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
     return (rows.T if rows.ndim == 2 else rows)[None]
@@ -283,6 +315,7 @@ def layout(
     layers: range | None = None,
     first: bool | None = None,
     last: bool | None = None,
+    mtp: bool | None = None,
     padded_vocab: int | None = None,
     table: TensorTable | None = None,
     shapes: Mapping[str, Shape] | None = None,
@@ -295,6 +328,7 @@ def layout(
         layers: the layers of the rank, as the checkpoint counts them; by default every stage has as many.
         first: whether the rank has the embedding; by default, if it has the first layer.
         last: whether the rank has the final norm and the head; by default, if it has the last layer.
+        mtp: whether the rank has the layers of multi-token prediction, and then an embedding; by default, if `last`.
         padded_vocab: rows of the embedding on all ranks together; by default as many as there are tokens.
         table: the tensor table of the checkpoint, if not all tensors have the dtype of the config.
         shapes: the shapes of the parameters, where the kind of layers decides how they are cut.
@@ -314,16 +348,21 @@ def layout(
         layers = range(ranks.pp * each, (ranks.pp + 1) * each)
     first = layers.start == 0 if first is None else first
     last = layers.stop == model.layers if last is None else last
+    mtp = model.mtp > 0 and (last if mtp is None else mtp)
     stage = _Stage(model, ranks, table, shapes or {})
     parameters: dict[str, Local] = {}
     for name, row in model.rows():
         if first if name.startswith("embedding.") else last:
             tensors = model.names_of(name, table) if row.cut == "vocabulary" else []
             parameters[name] = stage.vocabulary(tensors, padded_vocab) if tensors else stage.local(name, row, {})
-    if model.tied and last and not first:  # a copy of the embedding, which the first stage publishes
-        parameters[OUTPUT] = stage.vocabulary(model.names_of(EMBEDDING, table), padded_vocab).owned(False)
+    # Copies of the embedding, which the first stage publishes.
+    has_head = last and model.tied and (not mtp or OUTPUT in stage.shapes)
+    for name in () if first else [EMBEDDING] * mtp + [OUTPUT] * has_head:
+        parameters[name] = stage.vocabulary(model.names_of(EMBEDDING, table), padded_vocab).owned(False)
     for number, layer in enumerate(layers):
-        parameters.update(stage.layer(number, layer))
+        parameters.update(stage.layer(f"decoder.layers.{number}", layer))
+    if mtp:
+        parameters.update(stage.prediction())
     return Layout(table, parameters)
 
 
@@ -332,66 +371,3 @@ def canonical(name: str) -> str:
     for pattern, replacement in _NAMES:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-def megatron(
-    model: Any,
-    config: Any,
-    ranks: Ranks | None = None,
-    *,
-    family: Family | Mapping[str, Any] | None = None,
-    table: TensorTable | None = None,
-) -> Source:
-    """The weights that this rank publishes of a Megatron-core model, in the coordinates of the Hugging Face checkpoint.
-
-    Args:
-        model: the model, or the list of its chunks if the pipeline is interleaved; wrapped or not.
-        config: the Hugging Face config of the model.
-        ranks: the ranks of this process; by default Megatron-core is asked for them.
-        family: the map of the model's family, or the dict of its fields; by default that for the config's `model_type`.
-        table: the tensor table of the checkpoint, if not all tensors have the dtype of the config.
-
-    Returns:
-        A source of the parts of this rank. Every rank publishes its own, with `writers`.
-
-    Raises:
-        UnsupportedTensor: there is no map for this type of model; give one as `family`.
-        TensorMismatch: the parameters are not those of the config; the message names them.
-
-    >>> source = sparserl.sources.megatron(model, AutoConfig.from_pretrained("Qwen/Qwen3-8B"))     # doctest: +SKIP
-    >>> publisher = sparserl.Publisher(url, source, writers=dist.group.WORLD)                      # doctest: +SKIP
-    """
-    ranks = Ranks.here() if ranks is None else ranks
-    model_config = config if isinstance(config, Model) else Model(config, family)
-    chunks = model if isinstance(model, Sequence) else [model]
-    return joined(*(_chunk(chunk, model_config, ranks, table) for chunk in chunks))
-
-
-def _chunk(chunk: Any, model: Model, ranks: Ranks, table: TensorTable | None) -> LayoutSource:
-    def tensors() -> dict[str, Any]:
-        return {canonical(name): tensor for name, tensor in local_tensors(chunk).items()}
-
-    parameters = tensors()
-    rows = next((parameters[name].shape[0] for name in (EMBEDDING, OUTPUT) if name in parameters), None)
-    padded = None if rows is None else rows * ranks.tp_size
-    chunk_layout = layout(
-        model,
-        ranks,
-        layers=_layers(chunk),
-        first=EMBEDDING in parameters,
-        last=FINAL_NORM in parameters,
-        padded_vocab=padded,
-        table=table,
-        shapes={name: tuple(tensor.shape) for name, tensor in parameters.items()},
-    )
-    chunk_layout.require(parameters)
-    return LayoutSource(chunk_layout, tensors)
-
-
-def _layers(chunk: Any) -> range:
-    """The layers of a chunk, as the checkpoint counts them. Megatron-core numbers its layers from 1."""
-    numbers = []
-    for name, module in chunk.named_modules():
-        if re.fullmatch(r"decoder\.layers\.\d+", canonical(name)):
-            numbers.append(module.layer_number - 1)
-    return range(numbers[0], numbers[0] + len(numbers)) if numbers else range(0)

@@ -15,6 +15,8 @@ come to the same.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .megatron_map import Family, GroupRows, Row
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -166,7 +168,16 @@ _LATENT = {
     "self_attention.linear_kv_up_proj.weight": Row("rows", {"self_attn.kv_b_proj.weight": "keys_values, kv_lora_rank"}),
     "self_attention.linear_proj.weight": Row("columns", {"self_attn.o_proj.weight": "hidden, heads * v_head_dim"}),
 }
-_DEEPSEEK_V3 = Family(_NORMS | _LATENT | _OUT_BIAS | _DENSE | _BALANCED, _MODEL, _LATENT_SIZES)
+# Multi-token prediction. The checkpoint repeats the embedding and the head, which Megatron-core's layers share.
+_MTP = {
+    "enorm.weight": Row("whole", {"enorm.weight": "hidden"}),
+    "hnorm.weight": Row("whole", {"hnorm.weight": "hidden"}),
+    "eh_proj.weight": Row("rows", {"eh_proj.weight": "hidden, 2 * hidden"}),
+    "final_layernorm.weight": Row("whole", {"shared_head.norm.weight": "hidden"}),
+    EMBEDDING: Row("vocabulary", {"embed_tokens.weight": "vocab_size, hidden"}),
+    OUTPUT: Row("vocabulary", {"shared_head.head.weight": "vocab_size, hidden"}),
+}
+_DEEPSEEK_V3 = Family(_NORMS | _LATENT | _OUT_BIAS | _DENSE | _BALANCED, _MODEL, _LATENT_SIZES, mtp=_MTP)
 
 # Gated delta nets. Megatron-core has query, key, value, gate (z), beta and alpha one after the other, each cut by rows;
 # the checkpoint has them by key head.
@@ -241,6 +252,7 @@ FAMILIES: dict[str, Family] = {
         | _BALANCED,
         _MODEL,
         _DEEPSEEK_MOE,
+        mtp=_MTP,
     ),
     "gemma3_text": Family(
         {
@@ -317,3 +329,27 @@ FAMILIES: dict[str, Family] = {
         _DELTA_NET_SIZES,
     ),
 }
+
+
+def _tower(base: str, name: str, replacement: str) -> Family:
+    """The language model of a vision-language model. Tensors whose names begin with `name` have another beginning."""
+    family = FAMILIES[base]
+
+    def renamed(tensor: str) -> str:
+        return replacement + tensor.removeprefix(name) if tensor.startswith(name) else tensor
+
+    def row(tensors: Row) -> Row:
+        return replace(tensors, tensors={renamed(tensor): shape for tensor, shape in tensors.tensors.items()})
+
+    model = {parameter: row(tensors) for parameter, tensors in family.model.items()}
+    return replace(family, model=model, prefix=renamed(family.prefix), module="language_model", config="text_config")
+
+
+FAMILIES.update(
+    {
+        "gemma3": _tower("gemma3_text", "", "language_model."),
+        "qwen2_vl": _tower("qwen2", "", ""),
+        "qwen2_5_vl": _tower("qwen2", "", ""),
+        "qwen3_vl": _tower("qwen3", "model.", "model.language_model."),
+    }
+)

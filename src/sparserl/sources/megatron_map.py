@@ -102,6 +102,11 @@ class Family:
         sizes: names for expressions; each may use fields of the config and the names before it. `layers` and `experts`
             must be the numbers of layers and experts, `tied` whether the head is the embedding.
         prefix: what stands before the names of a layer's tensors; `{layer}` is its number.
+        mtp: rows of the multi-token prediction layers, by the parameter's name below `mtp.layers.N.`. Their
+            transformer layers have the rows of `layer`. The checkpoint numbers them after all others. Rows of the
+            embedding and the head are further names of these.
+        module: the module whose parameters are published, if not the whole model: the language model of a VLM.
+        config: the field of the config that describes this module.
 
     Example:
         >>> from sparserl.sources import Family, Row
@@ -113,6 +118,9 @@ class Family:
     model: Mapping[str, Row]
     sizes: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "model.layers.{layer}."
+    mtp: Mapping[str, Row] = field(default_factory=dict)
+    module: str = ""
+    config: str = ""
 
     @classmethod
     def of(cls, data: Family | Mapping[str, Any]) -> Family:
@@ -125,8 +133,9 @@ class Family:
             return data
         try:
             fields = dict(data)
-            for table in ("layer", "model"):
-                fields[table] = {name: _row(row) for name, row in fields[table].items()}
+            for table in ("layer", "model", "mtp"):
+                rows = fields[table] if table != "mtp" else fields.get(table, {})
+                fields[table] = {name: _row(row) for name, row in rows.items()}
             return cls(**fields)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TensorMismatch(f"this is not the map of a family: {error}") from error
@@ -139,11 +148,29 @@ def _row(data: Row | Mapping[str, Any]) -> Row:
     return Row(**{**data, "segments": segments})
 
 
-class Sizes:
-    """The values of a family's expressions for one config."""
+def fields_of(config: Any, part: str = "") -> Callable[[str], Any]:
+    """A function that reads fields of a config, which is an object or a dict; None for those that it does not have.
 
-    def __init__(self, config: Any, sizes: Mapping[str, str]) -> None:
-        self._config: Any = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    Fields of `part` of the config come first, but for `tie_word_embeddings`, which only the whole says reliably.
+    """
+    read: Callable[[str], Any] = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    if not part or read(part) is None:
+        return read
+    of_part = fields_of(read(part))
+
+    def both(name: str) -> Any:
+        first, second = (read, of_part) if name == "tie_word_embeddings" else (of_part, read)
+        value = first(name)
+        return second(name) if value is None else value
+
+    return both
+
+
+class Sizes:
+    """The values of a family's expressions for one config, whose fields `read` returns."""
+
+    def __init__(self, read: Callable[[str], Any], sizes: Mapping[str, str]) -> None:
+        self._config = read
         self._sizes = dict(sizes)
         self._names = tuple(sizes)
 

@@ -16,6 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,store,serve,rl,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps megatron-core
 	touch $@
 
 demo: $(STAMP)  ## RL with two rollout workers that follow by patches; every version is verified at each of them

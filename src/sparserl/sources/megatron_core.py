@@ -68,7 +68,7 @@ class Ranks:
     @classmethod
     def here(cls) -> Ranks:
         """The ranks of this process, from Megatron-core's `parallel_state`."""
-        from megatron.core import parallel_state as state  # type: ignore[import-not-found, unused-ignore]
+        from megatron.core import parallel_state as state
 
         return cls(
             state.get_tensor_model_parallel_rank(),

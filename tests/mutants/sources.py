@@ -61,4 +61,18 @@ MUTANTS = (
         "blocks.amax",
         Tests("sources/test_quantized_formats.py", "infinity"),
     ),
+    Mutant(
+        "a data-parallel rank publishes a range of columns as a range of rows",
+        "sources/megatron_optimizer.py",
+        "steps.reverse()",
+        "",
+        Tests("sources/test_megatron_optimizer.py", "range_of_a_parameter"),
+    ),
+    Mutant(
+        "the stage with multi-token prediction publishes its copy of the embedding",
+        "sources/megatron_core.py",
+        "parameters[name] = stage.vocabulary(model.names_of(EMBEDDING, table), padded_vocab).owned(False)",
+        "parameters[name] = stage.vocabulary(model.names_of(EMBEDDING, table), padded_vocab)",
+        Tests("sources/test_megatron_families.py", "multi_token"),
+    ),
 )

@@ -28,7 +28,7 @@ VARIANTS = {
 
 
 def test_short(tmp_path):
-    """Tied embeddings on two stages, experts on two ranks, latent attention on two ranks with multi-token prediction."""
+    """Tied embeddings on two stages; experts on two ranks; latent attention cut in two, with multi-token prediction."""
     two_ranks(tmp_path, run_short)
 
 

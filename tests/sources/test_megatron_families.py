@@ -8,13 +8,13 @@ from dataclasses import asdict, replace
 import pytest
 
 import sparserl
-from sparserl.errors import TensorMismatch, UnsupportedTensor
+from sparserl.errors import RegionOverlap, TensorMismatch, UnsupportedTensor
 from sparserl.sources import Family, GroupRows, Ranks, Row, megatron, require_cover
 from sparserl.sources.megatron_core import Model, canonical, layout
 from sparserl.sources.megatron_families import FAMILIES
 from tests.sources.megatron_shards import columns, fused_qkv, gated, grid, rows
 from tests.sources.test_megatron_processes import as_module
-from tests.sources.transformers_models import CONFIGS, transformers_model
+from tests.sources.transformers_models import CONFIGS, transformers_model, vision_language_model
 
 torch = pytest.importorskip("torch")
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -210,6 +210,46 @@ def test_converted_parameters_are_tracked(tmp_path):
     assert not torch.equal(received[experts], checkpoint[experts])
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_language_models_of_vlms(kind):
+    """Of a vision-language model, the tensors of its language model are published, under the checkpoint's names."""
+    config, checkpoint = vision_language_model(kind)
+    model = Model(config)
+    table = model.table
+    assert Model(config.to_dict()).table == table
+    assert table == sparserl.tensor_table({name: checkpoint[name] for name in checkpoint if name in table.index})
+    others = [name for name in checkpoint if name not in table.index]
+    assert others
+    assert all(name.startswith(("visual.", "vision", "model.visual.", "multi_modal")) for name in others), others
+    require_cover([layout(model, r, padded_vocab=32) for r in grid(tp=2, pp=3)])
+    tensors = {name: torch.zeros(local.shape) for name, local in layout(model, Ranks()).parameters.items()}
+    named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    whole = megatron(as_module(named | {"vision_model.conv1.weight": torch.zeros(3)}, 0), config, Ranks())
+    assert {part.tensor for part in whole.weights().parts} == table.index.keys()
+    alone = megatron(as_module(tensors, 0), config, Ranks())
+    assert alone.layout.parameters == whole.layout.parameters
+
+
+def test_holes_and_overlaps_are_refused():
+    """A rank that is forgotten or counted twice is found before anything is published; the message names tensors."""
+    layouts = [layout(Model(transformers_model("qwen3_moe", "bfloat16")[1]), r, padded_vocab=32) for r in grid(tp=2)]
+    with pytest.raises(TensorMismatch, match=r"hold only .* of 336 elements of 'model.embed_tokens.weight'"):
+        require_cover(layouts[:1])
+    with pytest.raises(RegionOverlap, match=r"'lm_head.weight': regions \[16:21, 0:16\] and \[16:21, 0:16\] overlap"):
+        require_cover([*layouts, layouts[1]])
+
+
+def test_multi_token_prediction_without_a_map():
+    """A family whose map has no multi-token prediction is refused on every rank, not only where it is."""
+    _, config, _ = transformers_model("qwen3_next", "bfloat16")
+    with pytest.raises(UnsupportedTensor, match=r"'qwen3_next' has no multi-token prediction"):
+        Model(config, mtp=1)
+    _, config, _ = transformers_model("deepseek_v3", "bfloat16")
+    for sizes in ({"tp": 2, "pp": 3}, {"ep": 2, "dp": 2}):
+        require_cover([layout(Model(config, mtp=2), r, padded_vocab=32) for r in grid(**sizes)])
+    assert "model.layers.4.shared_head.head.weight" in Model(config, mtp=2).table.index
+
+
 def test_shared_experts_of_qwen3_moe():
     """A Qwen3-MoE whose config has a shared expert gets one, with its gate."""
     _, config, _ = transformers_model("qwen3_moe", "bfloat16")
@@ -260,6 +300,9 @@ def test_maps_are_data():
     assert [part.tensor for part in parts] == ["model.layers.0.w", "model.layers.1.w"]
     with pytest.raises(TensorMismatch, match="not the map of a family: 'layer'"):
         megatron(as_module(tensors, 0), config, Ranks(), family={"model": {}})
+    bridge = type("Bridge", (), {"mapping_registry": None})()
+    with pytest.raises(TensorMismatch, match="Bridge has a map of Megatron-Bridge, which is not read: give a `Family`"):
+        megatron(as_module(tensors, 0), config, Ranks(), family=bridge)
     with pytest.raises(TensorMismatch, match="no shape for 'layers'"):
         megatron(as_module(tensors, 0), {}, Ranks(), family=data)
 

@@ -91,3 +91,19 @@ def transformers_model(kind, dtype, **options):
     if config.tie_word_embeddings:
         del checkpoint["lm_head.weight"]
     return model, config, {name: tensor.detach().contiguous() for name, tensor in checkpoint.items()}
+
+
+def vision_language_model(kind):
+    """The config of a small vision-language model, and the checkpoint that it is saved as, without its bits."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.core_model_loading import revert_weight_conversion
+
+    unused = ["rope_parameters", "tie_word_embeddings"] + ["head_dim"] * kind.startswith("qwen2")
+    text = {name: value for name, value in COMMON.items() if name not in unused}
+    config = transformers.AutoConfig.for_model(kind, text_config=text, dtype="bfloat16")
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config).bfloat16()
+    checkpoint = revert_weight_conversion(model, model.state_dict())
+    if config.tie_word_embeddings:
+        checkpoint = {name: tensor for name, tensor in checkpoint.items() if not name.endswith("lm_head.weight")}
+    return config, {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in checkpoint.items()}

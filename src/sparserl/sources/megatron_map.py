@@ -131,6 +131,9 @@ class Family:
         """
         if isinstance(data, Family):
             return data
+        if hasattr(data, "mapping_registry") or hasattr(data, "megatron_to_hf_lookup"):
+            kind = type(data).__name__
+            raise TensorMismatch(f"{kind} has a map of Megatron-Bridge, which is not read: give a `Family`")
         try:
             fields = dict(data)
             for table in ("layer", "model", "mtp"):

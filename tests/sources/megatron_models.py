@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
-from torch.overrides import TorchFunctionMode
 
 import sparserl
 from sparserl.sources import Ranks
@@ -22,6 +21,7 @@ from tests.sources.transformers_models import VOCAB
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
+TorchFunctionMode = pytest.importorskip("torch.overrides").TorchFunctionMode
 
 PADDED = 32
 

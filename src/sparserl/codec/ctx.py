@@ -64,12 +64,13 @@ class Ctx:
         gap_ends = np.array([row.ctypes.data for row in gaps], np.int64)
         word_ends = np.array([row.ctypes.data for row in class_words], np.int64)
         written = 0
-        for part, steps, (entries, _) in zip(positions, words, layout.spans(positions), strict=True):
+        old_bits = [empty(0, layout.dtype.uint)] * len(positions) if layout.old_bits is None else layout.old_bits
+        for part, steps, old, (entries, _) in zip(positions, words, old_bits, layout.spans(positions), strict=True):
             regions = Tiled(
                 layout.old_addresses[entries], layout.numel[entries], layout.count[entries], layout.tile_log
             )
             ends = ClassEnds(counts[written:], gap_ends, word_ends)
-            written += cpu.classes.class_gaps(magnitude(layout.dtype), regions, limits, part, steps, ends)
+            written += cpu.classes.class_gaps(magnitude(layout.dtype), regions, limits, part, steps, old, ends)
         counts = counts.reshape(-1, rows)[:, spare:]
         streams: Chunks = {Stream.CLASSES: [write_classes(layout.classes)]}
         streams |= numbers.write(layout, counts.ravel(), Stream.TILE_TOKENS, Stream.TILE_LOWS)

@@ -28,11 +28,9 @@ def mark(words: U64, positions: UInts) -> U64:
     return np.packbits(bits, bitorder="little").view(np.uint64)
 
 
-def mark_parts(words: U64, first: list[int], offset: int, positions: list[UInts]) -> U64:
-    """Bitmaps in one array, each beginning at a word of its own, with the bits at some positions set as well."""
-    for word, part in zip(first, positions, strict=True):
-        words = mark(words, 64 * word + offset + part.astype(np.int64))
-    return words
+def merge_old(first: dict[int, int], then: dict[int, int]) -> dict[int, int]:
+    """The old bits of elements by position, where an element changed once and perhaps again: those that came first."""
+    return dict(sorted((then | first).items()))
 
 
 def collect(parts: list[UInts]) -> UInts:

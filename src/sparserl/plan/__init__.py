@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .buckets import Boundary, Draft, EncodedBucket, begin, cut, write
-from .changes import Changes, Dense, advance, steps_between
+from .changes import Changes, Dense, RestoredBase, advance, steps_between
 from .cost import (
     AnchorEstimate,
     AnchorSpeed,
@@ -33,6 +33,7 @@ __all__ = [
     "EncodedBucket",
     "Estimate",
     "Link",
+    "RestoredBase",
     "Speed",
     "Speeds",
     "VaryingLink",

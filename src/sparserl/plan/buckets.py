@@ -20,7 +20,7 @@ from ..weights.dtypes import UIntArray
 from ..weights.region import Region
 from ..weights.shards import Place
 from ..wire import LINK, EncodedStreams, Entries, Head, begin_bucket
-from .changes import Changes, Dense
+from .changes import Changes, Dense, RestoredBase
 from .classes import choose_classes
 from .cost import Chooser
 from .routing import BUCKET_CHANGES, BUCKET_PAYLOAD_BYTES
@@ -206,7 +206,10 @@ def _encode(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
     profile = head.profile
     layout = replace(head.layout, old_addresses=old, classes=classes)
     if sparse_parts:
-        streams = profile.encode(layout, *_sort_changes(sparse_parts, profile, order))
+        positions, words = _sort_changes(sparse_parts, [part.words(profile) for part in sparse_parts], order)
+        if any(isinstance(part.base, RestoredBase) for part in sparse_parts):
+            layout = replace(layout, old_bits=_old_bits(sparse_parts, order))
+        streams = profile.encode(layout, positions, words)
     del owners  # the copies of old bits were needed until here
     if dense:
         bits = dense[0].bits if len(dense) == 1 else np.concatenate([dense[i].bits for i in _dense_order(dense)])
@@ -274,12 +277,16 @@ def _order(tensors: Counts, regions: Sequence[Region | None]) -> npt.NDArray[np.
     return np.array(sorted(range(len(places)), key=lambda i: _sort_key(places[i])), np.int64)
 
 
+def _old_bits(parts: list[Changes], order: npt.NDArray[np.int64]) -> list[UIntArray]:
+    """The old bits of the changes in the order of the entry table, as `_sort_changes` gives the words."""
+    return _sort_changes(parts, [part.before for part in parts if part.before is not None], order)[1]
+
+
 def _sort_changes(
-    parts: list[Changes], profile: codec.Profile, order: npt.NDArray[np.int64]
+    parts: list[Changes], words: list[UIntArray], order: npt.NDArray[np.int64]
 ) -> tuple[list[Positions], list[UIntArray]]:
     """Positions and words in the order of the entry table: part by part, or all together where parts are mixed."""
     positions = [part.positions for part in parts]
-    words = [part.words(profile) for part in parts]
     if (np.diff(order) > 0).all():
         return positions, words
     counts = np.concatenate([p.count for p in parts])

@@ -12,9 +12,10 @@ import numpy.typing as npt
 from ..codec import Profile
 from ..codec.profile import Counts, Positions
 from ..kernels import cpu
+from ..weights.batches import Batch
 from ..weights.dtypes import DType, UIntArray
 from ..weights.local import LocalWeights
-from ..weights.region import Region
+from ..weights.region import Numbers, Region
 from ..weights.shards import Place
 
 
@@ -27,13 +28,24 @@ class Dense:
     bits: UIntArray
 
 
+@dataclass(frozen=True)
+class RestoredBase:
+    """Base weights that are not in memory: the weights now are, and `Changes.before` has what they had before."""
+
+    weights: LocalWeights
+
+    def read(self, batch: Batch) -> tuple[Numbers, list[object]]:
+        """Addresses of the new bits of a batch's regions, and the objects that keep them valid."""
+        return self.weights.read(batch)
+
+
 @dataclass
 class Changes:
     """The changes of some regions of one dtype, column by column.
 
     `after` has new bits, `steps` zigzag steps; one of them may be None. `covered` counts the elements that were
     compared, changed or not. `bits` reads the dense bits of an entry, where that is possible. If the base weights are
-    in memory, `base` has them all and `before` has the old bits of the changed elements.
+    in memory, or can be restored, `base` has them all and `before` has the old bits of the changed elements.
     """
 
     dtype: DType
@@ -49,7 +61,7 @@ class Changes:
     dense: list[Dense] = field(default_factory=list)
     cost: dict[str, float] = field(default_factory=dict)  # estimated bits of the sparse part, by profile
     before: UIntArray | None = None
-    base: LocalWeights | None = None
+    base: LocalWeights | RestoredBase | None = None
 
     @property
     def total(self) -> int:

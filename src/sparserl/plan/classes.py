@@ -18,7 +18,7 @@ from ..codec.profile import Classes, Counts
 from ..kernels import cpu
 from ..weights.dtypes import DType
 from ..wire import limits
-from .changes import Changes
+from .changes import Changes, RestoredBase
 from .estimates import number_bits
 
 _MAX_CLASSES = 5  # more would save a percent or two and cost more time than that
@@ -40,7 +40,13 @@ def choose_classes(
     kind, keep = magnitude(dtype)
     members = np.zeros(KEYS, np.int64)
     shift = key_shift(dtype, parts)
-    cpu.classes.key_histogram(kind, old, numel, keep, np.uint64(shift), sampling_interval(numel), members)
+    every = sampling_interval(numel)
+    cpu.classes.key_histogram(kind, old, numel, keep, np.uint64(shift), every, members)
+    for part in parts:
+        if isinstance(part.base, RestoredBase):
+            cpu.classes.restore_keys(
+                magnitude(dtype), np.uint64(shift), every, part.positions, part.after, part.before, members
+            )
     total = sum(part.positions.size for part in parts)
     return classes_from_histogram(dtype, shift, members, int(numel.sum()), parts, total, tiles)
 

@@ -76,6 +76,16 @@ def key_histogram(kind: Any, address: Any, numel: Any, keep: Any, shift: Any, ev
 
 
 @kernel
+def restore_keys(magnitudes: Magnitudes, shift: Any, every: Any, positions: Any, new: Any, old: Any, keys: Any) -> None:
+    """Turn the histogram that `key_histogram` counts over new bits into that of the old bits."""
+    kind, keep = magnitudes
+    for i in range(positions.size):
+        if (np.int64(positions[i]) >> 6) % every == 0:
+            keys[min(magnitude(kind, keep, new[i]) >> shift, np.uint64(511))] -= 1
+            keys[min(magnitude(kind, keep, old[i]) >> shift, np.uint64(511))] += 1
+
+
+@kernel
 def largest(kind: Any, keep: Any, old: Any) -> Any:
     """The largest magnitude among some elements."""
     most = np.uint64(0)
@@ -218,11 +228,25 @@ def _class_of(size: Any, limits: Any) -> Any:
     return c
 
 
+@inline
+def _restored_copy(kind: Any, a: Any, n: Any, low: Any, k: Any, end: Any, positions: Any, old: Any, to: Any) -> None:
+    """Copy the `n` elements at an address, which begin at position `low`, with the old bits of changes from `k` on."""
+    width = width_of(kind)
+    copy_bytes(a, n * width, to)
+    while k < end and np.int64(positions[k]) < low + n:
+        store(old, to + (np.int64(positions[k]) - low) * width, old[k])
+        k += 1
+
+
 @kernel
-def class_gaps(magnitudes: Magnitudes, regions: Tiled, limits: Any, positions: Any, words: Any, ends: ClassEnds) -> Any:
+def class_gaps(
+    magnitudes: Magnitudes, regions: Tiled, limits: Any, positions: Any, words: Any, old: Any, ends: ClassEnds
+) -> Any:
     """Gaps and words of all changes, class by class, and the changes per tile and class. Returns how many these are.
 
-    The addresses of `ends` are where the uint32 gaps and the words of each class go, and then where they end.
+    old: the old bits of the changes, if the regions have their new bits; else empty. They are put back in a copy of
+        one stretch at a time.
+    ends: the addresses where the uint32 gaps and the words of each class go, and then where they end.
     """
     kind, keep = magnitudes
     address, numel, counts, log = regions
@@ -230,6 +254,7 @@ def class_gaps(magnitudes: Magnitudes, regions: Tiled, limits: Any, positions: A
     width = width_of(kind)
     classes = len(limits) + 1
     masks, ranks, edge = _allocate_stretch(kind, classes)
+    stretch_copy = np.empty(64 * _BLOCKS if old.size else 1, kind.dtype)
     passed = np.empty(MOST_CLASSES, np.int64)  # members of each class in the tile before the stretch
     last = np.empty(MOST_CLASSES, np.int64)
     tile_at = np.empty(MOST_CLASSES, np.int64)
@@ -252,6 +277,10 @@ def class_gaps(magnitudes: Magnitudes, regions: Tiled, limits: Any, positions: A
             while low < stop and k < end and np.int64(positions[k]) < stop:
                 n = min(stop - low, np.int64(64 * _BLOCKS))
                 a = address[e] + low * width
+                ahead = a + 128 * _BLOCKS * width
+                if old.size:
+                    _restored_copy(kind, a, n, low, k, end, positions, old, np.int64(stretch_copy.ctypes.data))
+                    a = np.int64(stretch_copy.ctypes.data)
                 _classify(kind, keep, short, a, n, limits, masks, ranks, edge)
                 stretch = a, n, mask_at, edge_at
                 while k < end and np.int64(positions[k]) < low + n:
@@ -267,7 +296,7 @@ def class_gaps(magnitudes: Magnitudes, regions: Tiled, limits: Any, positions: A
                     gap_at[column] += 4
                     word_at[column] += width_of(words)
                     last[column] = rank
-                    prefetch(a + 128 * _BLOCKS * width + 64 * (k & 255))
+                    prefetch(ahead + 64 * (k & 255))
                     k += 1
                 for j in range(classes):
                     passed[j] += _before(rank_at + 2 * (_ROW * j + _BLOCKS))
@@ -278,6 +307,7 @@ def class_gaps(magnitudes: Magnitudes, regions: Tiled, limits: Any, positions: A
     keep_alive(masks)
     keep_alive(ranks)
     keep_alive(edge)
+    keep_alive(stretch_copy)
     return t
 
 

@@ -1,6 +1,6 @@
-"""Bitmaps of changes on a CPU, in Numba: one bit per element, 64 to a word, the first element lowest.
+"""Where changes are, on a CPU, in Numba: bitmaps, and lists of positions with the old bits there.
 
-If bitmaps of many parts lie in one array, each begins with a word of its own.
+A bitmap has one bit per element, 64 to a word, the first element lowest.
 """
 
 from __future__ import annotations
@@ -27,14 +27,27 @@ def mark(positions: Any, offset: Any, words: Any) -> None:
 
 
 @kernel
-def mark_parts(counts: Any, positions: Any, offset: Any, first: Any, words: Any) -> None:
-    """`mark` for a batch of parts; `counts` has how many positions each has, `first` the first word of each."""
-    k = 0
-    for e in range(counts.size):
-        for i in range(k, k + counts[e]):
-            p = np.int64(positions[i]) + offset
-            words[first[e] + (p >> 6)] |= _ONE << np.uint64(p & 63)
-        k += counts[e]
+def merge_old(first: Any, first_bits: Any, then: Any, then_bits: Any, positions: Any, bits: Any) -> Any:
+    """Join two rising lists of positions with the old bits there; of a position in both, the first bits count.
+
+    Returns how many there are.
+    """
+    i = np.int64(0)
+    j = np.int64(0)
+    n = np.int64(0)
+    while i < first.size or j < then.size:
+        if i < first.size and (j >= then.size or first[i] <= then[j]):
+            if j < then.size and first[i] == then[j]:
+                j += 1
+            positions[n] = first[i]
+            bits[n] = first_bits[i]
+            i += 1
+        else:
+            positions[n] = then[j]
+            bits[n] = then_bits[j]
+            j += 1
+        n += 1
+    return n
 
 
 @kernel

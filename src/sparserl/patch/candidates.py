@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..errors import TensorMismatch
 from ..weights.local import LocalWeights
 from ..weights.marks import Bitmap
+from ..weights.old_bits import OldBits
 from ..weights.shards import Shards
 
 
@@ -26,13 +27,13 @@ class PositionList:
         return (self._positions[first:last] - low).astype(np.uint32)
 
 
-Candidates = Mapping[int, Bitmap | PositionList]
+Candidates = Mapping[int, Bitmap | OldBits | PositionList]
 """Positions at which a part may have changed, by the number of the part; other parts may have changed anywhere."""
 
 
 def from_positions(weights: LocalWeights, positions: Mapping[str, Any]) -> Candidates:
     """Positions that a caller hands over for whole tensors, checked."""
-    candidates: dict[int, Bitmap | PositionList] = {}
+    candidates: dict[int, Bitmap | OldBits | PositionList] = {}
     for name, values in positions.items():
         tensor = weights.table.index.get(name)
         if tensor is None:
@@ -50,7 +51,7 @@ def from_positions(weights: LocalWeights, positions: Mapping[str, Any]) -> Candi
 
 def from_marks(weights: LocalWeights, shards: Shards) -> Candidates:
     """The marks that some parts of shards carry."""
-    candidates: dict[int, Bitmap | PositionList] = {}
+    candidates: dict[int, Bitmap | OldBits | PositionList] = {}
     for part in shards.parts:
         if part.marks is None:
             continue

@@ -1,44 +1,48 @@
-"""Finding changes without the bits of the version before: by marks, and by a digest of every part.
+"""Finding changes without a copy of the version before: by the old bits that a source kept, and a digest of every part.
 
-    every part ──► one read: its sum now ──► as before? nothing changed
-                                         ──► as the marks say? the marked elements, with the bits they have now
+    every part ──► one read: its sum now ──► as the old bits say? the elements that differ from these
                                          ──► anything else? all of it
 
-The sums tell whether marks speak for every change. Where something wrote to a part without marking it, or nobody marks
-it, the part is sent dense. A marked element whose bits are what they were is sent too: that does no harm.
+The sums tell whether old bits were kept of every change. Where something wrote to a part unseen, or nobody tracks it,
+the part is sent dense. Patches of all other parts are those that a comparison with a full copy gives, byte for byte.
+To encode `ctx`, weights that have changes are read once more, with old bits put back in a copy of 8192 elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import codec, plan
-from ..codec.profile import Positions
 from ..errors import NeedsBase, TensorMismatch
+from ..kernels import cpu
 from ..parallel import Progress, ordered
-from ..plan import Changes, Dense, Link
+from ..plan import Boundary, Changes, Dense, Draft, Link, RestoredBase
 from ..plan.routing import BUCKET_PAYLOAD_BYTES
 from ..weights.batches import Batch, batches
 from ..weights.digest import Digest, sums, table_digest
 from ..weights.dtypes import UIntArray
+from ..weights.holdings import Holdings
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
-from ..weights.region import Numbers, whole
+from ..weights.old_bits import OldBits, Positions
+from ..weights.region import Numbers, Region, whole
 from ..weights.shards import Place, Shards
 from ..weights.staging import gpu_tensor
 from ..weights.table import TensorTable
 from .assemble import Encoding, PatchPath, chooser_for, collect
-from .candidates import Candidates, from_marks
-from .contents import BucketList, Ends
-from .cpu_compare import candidate_positions, gather
+from .compare import Timed
+from .contents import Bucket, BucketList, Ends
+from .cpu_compare import BatchChanges, gather
 from .patch import Patch
 
 
 class TrackedChanges:
-    """All changes since sums were taken, found but not encoded; the weights are not read any more.
+    """All changes since sums were taken, found but perhaps not encoded. Made by `capture_tracked`.
 
     Attributes:
         sums: The sums of every part now.
@@ -47,16 +51,31 @@ class TrackedChanges:
     """
 
     def __init__(
-        self, weights: LocalWeights, changes: list[Changes], profile: str, old: Digest, new: dict[Place, Digest]
+        self,
+        weights: LocalWeights,
+        changes: Iterator[Changes | Draft],
+        names: Sequence[str],
+        old: Digest,
+        new: dict[Place, Digest],
     ) -> None:
         self._table = weights.table
         self._covers = None if weights.complete else weights.places
-        self._changes = changes
-        self._names = plan.candidates(profile)
+        self._changes: list[Changes | Draft] = []  # those that were routed
+        self._coming = changes
+        self._names = names
+        self._buckets: list[tuple[Bucket, int]] | None = None  # where they are encoded already
         table_terms = table_digest(weights.table) if weights.complete else Digest()
         self.sums = new
         self.base = old + table_terms
         self.result = sum(new.values(), table_terms)
+
+    def detach(self, link: Link | str | None = None, threads: int | None = None) -> TrackedChanges:
+        """Take all that is needed of the weights, which may change then; where `ctx` may be used, that is encoding."""
+        self._changes.extend(self._coming)
+        if any(codec.PROFILES[name].conditional for name in self._names):
+            self._buckets = [*self._encoded(link, threads)]
+            self._changes = []
+        return self
 
     def encode(
         self,
@@ -65,10 +84,20 @@ class TrackedChanges:
         to: PatchPath | BucketList | None = None,
         threads: int | None = None,
     ) -> Patch:
-        """Encode the patch."""
-        chooser = None if link is None else chooser_for(link, threads)
-        buckets = Encoding(self._names, chooser, threads).buckets(self._table, plan.cut(self._changes))
+        """Encode the patch. If it is not detached, the weights must still be as they were."""
+        buckets = self._encoded(link, threads) if self._buckets is None else self._buckets
         return Patch(collect(self._table, buckets, self._ends, to))
+
+    def _encoded(self, link: Link | str | None, threads: int | None) -> Iterator[tuple[Bucket, int]]:
+        chooser = None if link is None else chooser_for(link, threads)
+        return Encoding(self._names, chooser, threads).buckets(self._table, plan.cut(self._routed()))
+
+    def _routed(self) -> Iterator[Changes | Draft]:
+        """All changes: those that were routed, and those that are routed meanwhile."""
+        yield from self._changes
+        for change in self._coming:
+            self._changes.append(change)
+            yield change
 
     def _ends(self, changed: int) -> Ends:
         return Ends(self.base, self.result, changed, self._covers)
@@ -80,152 +109,272 @@ def capture_tracked(
     *,
     table: TensorTable | None = None,
     profile: str = "auto",
+    absolute: bool = False,
+    holdings: Holdings | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    timed: Timed | None = None,
 ) -> TrackedChanges:
-    """Find what changed since the parts had other sums: one read of everything, and a copy of what changed.
+    """Find what changed since the parts had other sums: one read of everything.
 
-    Of a dense entry all elements count as changed.
+    Of a part whose old bits are not known, all elements count as changed.
 
     Args:
-        new: The weights now; the parts of shards may carry marks.
+        new: The weights now; the marks of parts may be `OldBits`.
         old_sums: The sums that every part had.
         table: The tensor table they had.
-        profile: `raw`, `gap`, or `auto`, which takes the better of the two: others need the bits of the version before.
+        profile: As for `diff`.
+        absolute: Whether to take only profiles that can be read without the bits of the version before.
+        holdings: The parts that receivers have, along which buckets are cut.
         threads: How many threads to use; None for as many as there are cores.
         progress: Called with the number of bytes just read.
+        timed: What changes come through that are routed while others are encoded.
+
+    Returns:
+        The changes. They read the weights until they are encoded or detached.
     """
-    names = _absolute(profile)
+    names = _profiles(profile, absolute=absolute)
     weights = LocalWeights.of(new, table, "the last version", "the weights now")
     if set(weights.places) != old_sums.keys():
         raise TensorMismatch("these are not the parts whose sums are known")
-    new_sums = part_sums(weights, threads, progress)
-    marks = from_marks(weights, new) if isinstance(new, Shards) else {}
-    moved = _moved(weights, new) if isinstance(new, Shards) else {}
-    sparse: list[Place] = []
-    dense: list[Place] = []
-    for part, place in enumerate(weights.places):
-        if new_sums[place] != old_sums[place]:
-            marked = part in marks and part in moved and old_sums[place] + moved[part] == new_sums[place]
-            (sparse if marked else dense).append(place)
-    changes = list(_marked_changes(weights, marks, sparse, names, threads))
-    for place in dense:
-        changes += _whole(weights, place)
-    return TrackedChanges(weights, changes, profile, sum(old_sums.values(), Digest()), new_sums)
+    finder = _Finder(weights, _old_bits(weights, new) if isinstance(new, Shards) else {}, progress)
+    groups = [weights.places] if holdings is None else holdings.cells(weights.places)
+    found = [[*finder.find(places, threads)] for places in groups]
+    explained = {place for place, now in finder.sums.items() if old_sums[place] + finder.moved[place] == now}
+    router = _Router(weights, names, explained)
+    changes = router.route(groups, found, is_cut=holdings is not None)
+    if timed is not None:
+        changes = timed(changes)
+    return TrackedChanges(weights, changes, names, sum(old_sums.values(), Digest()), finder.sums)
 
 
 def part_sums(
     weights: LocalWeights, threads: int | None = None, progress: Progress | None = None
 ) -> dict[Place, Digest]:
     """The element sums of every part: one read of all bits."""
-    totals = dict.fromkeys(weights.places, Digest())
-    in_memory = weights.places
-    if weights.has_kernels:
-        from ..weights import on_gpu
-
-        in_memory, runs = on_gpu.split_by_gpu(in_memory, weights)
-        for place, first, second, nbytes in on_gpu.piece_sums(weights, runs):
-            totals[weights.parts[weights.part_index(*place)][0]] += Digest(first, second)
-            if progress is not None:
-                progress(nbytes)
-    for batch, digests in ordered(
-        lambda batch: _batch_sums(weights, batch), batches(weights.table, in_memory), threads
-    ):
-        for tensor, region, digest in zip(batch.tensor.tolist(), batch.region, digests, strict=True):
-            totals[weights.parts[weights.part_index(tensor, region)][0]] += digest
-        if progress is not None:
-            progress(batch.elements * batch.dtype.width)
-    return totals
+    finder = _Finder(weights, {}, progress)
+    for _ in finder.find(weights.places, threads):
+        pass
+    return finder.sums
 
 
-def _batch_sums(weights: LocalWeights, batch: Batch) -> tuple[Batch, list[Digest]]:
-    """A batch, and the element sums of each of its regions."""
-    addresses, owners = weights.read(batch)
-    digests = []
-    for e, tensor in enumerate(batch.tensor.tolist()):
-        row = Batch.of(weights.table, tensor, batch.region[e])
-        digests.append(sums(weights.table, row, addresses[e : e + 1]))
-    del owners  # copies may go only now
-    return batch, digests
-
-
-def _absolute(profile: str) -> tuple[str, ...]:
-    """The profiles that a request allows and that need no bits of the version before."""
-    names = tuple(name for name in plan.candidates(profile) if codec.PROFILES[name].absolute)
+def _profiles(profile: str, *, absolute: bool) -> tuple[str, ...]:
+    """The profiles that a request allows."""
+    names = plan.candidates(profile)
+    if absolute:
+        names = tuple(name for name in names if codec.PROFILES[name].absolute)
     if not names:
         raise NeedsBase(f"profile {profile!r} needs the bits of the version before; use 'gap', 'raw' or 'auto'")
     return names
 
 
-def _moved(weights: LocalWeights, shards: Shards) -> dict[int, Digest]:
-    """How the marked changes moved the sums, by the number of the part."""
-    index = shards.table.index
-    return {
-        weights.part_index(index[part.tensor], part.region): Digest(*part.moved)
-        for part in shards.parts
-        if part.moved is not None
-    }
+def _old_bits(weights: LocalWeights, shards: Shards) -> dict[Place, OldBits]:
+    """The old bits that some parts of shards carry."""
+    old = {}
+    for part in shards.parts:
+        if isinstance(part.marks, OldBits):
+            if part.marks.numel != part.region.numel:
+                raise TensorMismatch(
+                    f"{part.tensor!r}: old bits for {part.marks.numel} elements, the region has {part.region.numel}"
+                )
+            place, _ = weights.parts[weights.part_index(weights.table.index[part.tensor], part.region)]
+            old[place] = part.marks
+    return old
 
 
-def _marked_changes(
-    weights: LocalWeights, marks: Candidates, places: list[Place], names: Sequence[str], threads: int | None
-) -> Iterator[Changes]:
-    """The marked elements of parts, routed; those in host memory first, since a batch is read in one place."""
-    on_gpu = {place for place, memory in weights.parts if gpu_tensor(memory) is not None}
-    for side in ([p for p in places if p not in on_gpu], [p for p in places if p in on_gpu]):
-        found = ordered(lambda b: _marked_batch(weights, marks, b, names), batches(weights.table, side), threads)
-        for routed in found:
-            yield from routed
+class _Found(NamedTuple):
+    """What differs from the old bits in a batch, and how that moves the sums of its parts."""
+
+    batch: Batch
+    parts: list[Place]  # that each region is of
+    changes: BatchChanges
+    sums: dict[int, Digest]  # of regions; those of parts on a GPU are summed up there
+    moved: npt.NDArray[np.uint64]  # both sums of each region
 
 
-def _marked_batch(weights: LocalWeights, marks: Candidates, batch: Batch, names: Sequence[str]) -> list[Changes]:
-    """The marked elements of a batch and their bits, routed."""
-    counts, positions = candidate_positions(weights, marks, batch)
-    live = np.flatnonzero(counts)
-    tensors = batch.tensor[live]
-    regions = [batch.region[i] for i in live.tolist()]
-    marked = replace(batch, tensor=tensors, region=regions, numel=batch.numel[live])
-    changes = Changes(
-        batch.dtype,
-        tensors,
-        regions,
-        batch.numel[live],
-        counts[live],
-        positions,
-        _bits_at(weights, marked, counts[live], positions),
-        None,
-        batch.elements,
-        lambda entry: weights.bits(int(tensors[entry]), regions[entry]),
-    )
-    return list(plan.route(changes, names, weights.table))
+class _Finder:
+    """Sums up parts, and finds the elements that differ from the old bits. Each place is looked at once.
 
+    Attributes:
+        sums: The sums of every part.
+        moved: How the changes that were found have moved them.
+    """
 
-def _bits_at(weights: LocalWeights, batch: Batch, counts: Numbers, positions: Positions) -> UIntArray:
-    """The bits at positions of some parts."""
-    places = zip(batch.tensor.tolist(), batch.region, strict=True)
-    gpu_tensors = [gpu_tensor(weights.locate(*place)[0]) for place in places]
-    if gpu_tensors and all(tensor is not None for tensor in gpu_tensors):
-        from ..weights.on_gpu import GpuElements
+    def __init__(self, weights: LocalWeights, old: Mapping[Place, OldBits], progress: Progress | None) -> None:
+        self._weights = weights
+        self._old = old
+        self._progress = progress
+        self.sums = dict.fromkeys(weights.places, Digest())
+        self.moved = dict.fromkeys(weights.places, Digest())
+        self._on_gpu = set[Place]()  # parts that a GPU sums up
+        if weights.has_kernels:
+            self._sum_on_gpu()
 
+    def _sum_on_gpu(self) -> None:
+        from ..weights import on_gpu
+
+        on_host, runs = on_gpu.split_by_gpu(self._weights.places, self._weights)
+        self._on_gpu = {*self._weights.places} - {*on_host}
+        for place, first, second, nbytes in on_gpu.piece_sums(self._weights, runs):
+            self.sums[self._part(*place)] += Digest(first, second)
+            self._report(nbytes)
+
+    def _report(self, nbytes: int) -> None:
+        if self._progress is not None and nbytes:
+            self._progress(nbytes)
+
+    def _part(self, tensor: int, region: Region | None) -> Place:
+        """The part that contains a region of a tensor."""
+        return self._weights.parts[self._weights.part_index(tensor, region)][0]
+
+    def find(self, places: Sequence[Place], threads: int | None) -> Iterator[_Found]:
+        """Look at places, batch by batch."""
+        for found in ordered(self._look, batches(self._weights.table, places), threads):
+            for part, (first, second) in zip(found.parts, found.moved.tolist(), strict=True):
+                self.moved[part] += Digest(first, second)
+            for row, digest in found.sums.items():
+                self.sums[found.parts[row]] += digest
+            self._report(int(found.batch.numel[[*found.sums]].sum()) * found.batch.dtype.width)
+            yield found
+
+    def _look(self, batch: Batch) -> _Found:
+        """Sum up the regions of a batch, and compare elements with their old bits."""
+        parts = [self._part(*place) for place in zip(batch.tensor.tolist(), batch.region, strict=True)]
+        slices = [self._before(part, region) for part, region in zip(parts, batch.region, strict=True)]
+        counts = np.array([positions.size for positions, _ in slices], np.int64)
+        tag = np.empty(0, batch.dtype.uint)
+        positions = np.concatenate([positions for positions, _ in slices])
+        before = np.concatenate([bits if bits.size else tag for _, bits in slices])
+        on_host = np.array([part not in self._on_gpu for part in parts])
+        after, digests = self._read(batch, on_host, counts, positions)
+        differs = before != after
+        if not differs.all():
+            owner = np.repeat(np.arange(counts.size), counts)[differs]
+            counts = np.bincount(owner, minlength=counts.size)
+            positions, before, after = positions[differs], before[differs], after[differs]
+        moved = np.empty((counts.size, 2), np.uint64)
+        geometry = self._weights.geometry(batch.tensor, batch.region)
+        cpu.marks.digest_deltas(counts, geometry.in_tensor, positions, before, after, moved)
+        return _Found(batch, parts, BatchChanges(positions, before, after, counts), digests, moved)
+
+    def _before(self, part: Place, region: Region | None) -> tuple[Positions, UIntArray]:
+        """Where elements of a region may have changed, and their old bits."""
+        old = self._old.get(part)
+        if old is None:
+            return np.empty(0, np.uint32), np.empty(0, np.uint8)
+        origin = part[1] or whole(self._weights.table.specs[part[0]].shape)
+        if region is None or region == origin:
+            return old.run(0, old.numel)
+        start = tuple(a - o for a, o in zip(region.start, origin.start, strict=True))
+        return old.box(origin.size, Region(start, region.size))
+
+    def _read(
+        self, batch: Batch, on_host: npt.NDArray[np.bool_], counts: Numbers, positions: Positions
+    ) -> tuple[UIntArray, dict[int, Digest]]:
+        """The bits at positions of the regions, and the sums of those regions that no GPU sums up."""
         bits: UIntArray = np.empty(positions.size, batch.dtype.uint)
-        geometry = weights.geometry(batch.tensor, batch.region)
-        GpuElements(weights, gpu_tensors, geometry, counts, positions).read(bits)
-        return bits
-    addresses, owners = weights.read(batch)
-    bits = gather(np.empty(0, batch.dtype.uint), addresses, counts, positions)
-    del owners  # copies may go only now
-    return bits
+        is_on_host = np.repeat(on_host, counts)
+        gpu_rows = np.flatnonzero(~on_host & (counts > 0))
+        if gpu_rows.size:
+            from ..weights.on_gpu import GpuElements
+
+            rows = _rows(batch, gpu_rows)
+            places = zip(rows.tensor.tolist(), rows.region, strict=True)
+            tensors = [gpu_tensor(self._weights.locate(*place)[0]) for place in places]
+            geometry = self._weights.geometry(rows.tensor, rows.region)
+            gpu_bits = np.empty(int(counts[gpu_rows].sum()), batch.dtype.uint)
+            GpuElements(self._weights, tensors, geometry, counts[gpu_rows], positions[~is_on_host]).read(gpu_bits)
+            bits[~is_on_host] = gpu_bits
+        host_rows = np.flatnonzero(on_host)
+        if not host_rows.size:
+            return bits, {}
+        rows = _rows(batch, host_rows)
+        addresses, owners = self._weights.read(rows)
+        bits[is_on_host] = gather(np.empty(0, batch.dtype.uint), addresses, counts[host_rows], positions[is_on_host])
+        digests = {}
+        for i, row in enumerate(host_rows.tolist()):
+            one = Batch.of(self._weights.table, int(batch.tensor[row]), batch.region[row])
+            digests[row] = sums(self._weights.table, one, addresses[i : i + 1])
+        del owners  # copies may go only now
+        return bits, digests
 
 
-def _whole(weights: LocalWeights, place: Place) -> Iterator[Changes]:
-    """All bits of a part, in entries that fit a bucket."""
-    tensor, region = place
-    spec = weights.table.specs[tensor]
-    most = BUCKET_PAYLOAD_BYTES // spec.dtype.width
-    numel = spec.numel if region is None else region.numel
-    none = np.empty(0, np.int64)
-    words = np.empty(0, spec.dtype.uint)
-    for box in [region] if numel <= most else (region or whole(spec.shape)).split(most):
-        bits = weights.bits(tensor, box).copy()
-        entry = Dense((tensor, box), bits.size, bits)
-        yield Changes(spec.dtype, none, [], none, none, none.astype(np.uint32), words, None, bits.size, dense=[entry])
+def _rows(batch: Batch, which: Numbers) -> Batch:
+    """Some of the regions of a batch."""
+    if which.size == len(batch):
+        return batch
+    regions = [batch.region[i] for i in which.tolist()]
+    return replace(batch, tensor=batch.tensor[which], region=regions, numel=batch.numel[which])
+
+
+class _Router:
+    """Routes changes, dense or sparse, as they were found.
+
+    Args:
+        weights: The weights now.
+        names: The profiles that may be used.
+        explained: The parts of which all changes were found. Others are sent dense.
+    """
+
+    def __init__(self, weights: LocalWeights, names: Sequence[str], explained: set[Place]) -> None:
+        self._weights = weights
+        self._names = names
+        self._explained = explained
+
+    def route(
+        self, groups: Sequence[Sequence[Place]], found: Sequence[Sequence[_Found]], *, is_cut: bool
+    ) -> Iterator[Changes | Draft]:
+        """The changes of all groups of places; with a boundary behind each, if they are for different receivers."""
+        for places, batches_found in zip(groups, found, strict=True):
+            for one in batches_found:
+                yield from plan.route(self._changes(one), self._names, self._weights.table)
+            for tensor, region in places:
+                part, _ = self._weights.parts[self._weights.part_index(tensor, region)]
+                if part not in self._explained:
+                    yield from self._whole(tensor, region)
+            if is_cut:
+                yield Boundary()
+
+    def _changes(self, found: _Found) -> Changes:
+        batch = found.batch
+        columns = found.changes
+        known = np.array([part in self._explained for part in found.parts])
+        if not known.all():
+            selected = np.repeat(known, columns.counts)
+            columns = BatchChanges(
+                columns.positions[selected],
+                columns.before[selected],
+                columns.after[selected],
+                np.where(known, columns.counts, 0),
+            )
+        live = np.flatnonzero(columns.counts)
+        tensor = batch.tensor[live]
+        region = [batch.region[i] for i in live.tolist()]
+        return Changes(
+            batch.dtype,
+            tensor,
+            region,
+            batch.numel[live],
+            columns.counts[live],
+            columns.positions,
+            columns.after,
+            plan.steps_between(batch.dtype, columns.before, columns.after),
+            batch.elements,
+            lambda entry: self._weights.bits(int(tensor[entry]), region[entry]),
+            before=columns.before,
+            base=RestoredBase(self._weights),
+        )
+
+    def _whole(self, tensor: int, region: Region | None) -> Iterator[Changes]:
+        """All bits of a place, in entries that fit a bucket."""
+        spec = self._weights.table.specs[tensor]
+        most = BUCKET_PAYLOAD_BYTES // spec.dtype.width
+        numel = spec.numel if region is None else region.numel
+        none = np.empty(0, np.int64)
+        words = np.empty(0, spec.dtype.uint)
+        for box in [region] if numel <= most else (region or whole(spec.shape)).split(most):
+            bits = self._weights.bits(tensor, box).copy()
+            entry = Dense((tensor, box), bits.size, bits)
+            yield Changes(
+                spec.dtype, none, [], none, none, none.astype(np.uint32), words, None, bits.size, dense=[entry]
+            )

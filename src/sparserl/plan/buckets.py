@@ -207,7 +207,7 @@ def _encode(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
     layout = replace(head.layout, old_addresses=old, classes=classes)
     if sparse_parts:
         positions, words = _sort_changes(sparse_parts, [part.words(profile) for part in sparse_parts], order)
-        if any(isinstance(part.base, RestoredBase) for part in sparse_parts):
+        if profile.conditional and any(isinstance(part.base, RestoredBase) for part in sparse_parts):
             layout = replace(layout, old_bits=_old_bits(sparse_parts, order))
         streams = profile.encode(layout, positions, words)
     del owners  # the copies of old bits were needed until here

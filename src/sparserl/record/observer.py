@@ -78,7 +78,9 @@ class Observer:
         line = None
         if self._baseline is None:
             tracked = committed is not None
-            self._baseline, _ = choose_baseline(weights, self._options, tracked=tracked, threads=self._threads)
+            self._baseline, _ = choose_baseline(
+                weights, self._options, tracked=tracked, observed=True, threads=self._threads
+            )
         else:
             changes = self._baseline.capture(weights, threads=self._threads)
             patch = changes.encode(threads=self._threads)

@@ -2,9 +2,9 @@
 
 | baseline | memory | finding changes |
 | --- | --- | --- |
-| host | all bits at hand | a comparison of all bits; any profile |
+| host | all bits at hand | a comparison of all bits |
 | device | all bits at hand, where the weights are | the same, on the GPU |
-| none | 16 bytes a part | one full digest read; needs marks from the source; profiles `raw` and `gap` |
+| none | 16 bytes a part, beside the old bits that the source keeps | one full digest read; needs a source that tracks |
 
 With a baseline in host memory, weights on a GPU are compared in host memory: pieces are copied to staging buffers that
 are used again, on threads, so that some pieces are on their way while others are compared.
@@ -66,10 +66,12 @@ class Baseline(Protocol):
         threads: int | None = None,
         progress: Progress | None = None,
         timed: Timed | None = None,
+        link: Link | str | None = None,
     ) -> CapturedChanges:
         """What changed since the last committed version. With `timed`, it may be found while it is encoded.
 
         holdings: the parts that receivers have, along which it is cut where that is possible.
+        link: the link to the receivers, if it must be encoded now, before the weights may change.
         """
         ...
 
@@ -124,6 +126,7 @@ class HostBaseline:
         threads: int | None = None,
         progress: Progress | None = None,
         timed: Timed | None = None,
+        link: Link | str | None = None,  # noqa: ARG002  # the baseline is still there when it is encoded
     ) -> Captured:
         """What changed. All bits are compared: looking at marked elements alone is hardly faster, and trusts marks."""
         if isinstance(weights, Shards):
@@ -146,14 +149,19 @@ class HostBaseline:
 
 
 class NoBaseline:
-    """The sums of every part, and nothing else."""
+    """The sums of every part. The old bits of what changes are kept by the source, which tracks changes."""
 
     weights = None
     is_on_gpu = False
 
-    def __init__(self, weights: Weights | Shards, threads: int | None = None) -> None:
+    def __init__(self, weights: Weights | Shards, threads: int | None = None, *, observed: bool = False) -> None:
+        """The sums of weights.
+
+        observed: whether someone reads the patches here, who has no old bits either: then `ulp` and `ctx` are left out.
+        """
         local = LocalWeights.of(weights)
         self._table = local.table
+        self._observed = observed
         self.sums = part_sums(local, threads)
         self.digest = sum(self.sums.values(), table_digest(local.table) if local.complete else Digest())
 
@@ -162,15 +170,25 @@ class NoBaseline:
         weights: Weights | Shards,
         *,
         profile: str = "auto",
-        holdings: Holdings | None = None,  # noqa: ARG002  # these profiles can be sliced
+        holdings: Holdings | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
-        timed: Timed | None = None,  # noqa: ARG002  # all is read before it is known what changed
+        timed: Timed | None = None,
+        link: Link | str | None = None,
     ) -> TrackedChanges:
-        """What changed, by marks; one full digest read."""
-        return capture_tracked(
-            weights, self.sums, table=self._table, profile=profile, threads=threads, progress=progress
+        """What changed, by the old bits that the source kept; one full digest read. Encoded, unless it is timed."""
+        changes = capture_tracked(
+            weights,
+            self.sums,
+            table=self._table,
+            profile=profile,
+            absolute=self._observed and profile == "auto",
+            holdings=holdings,
+            threads=threads,
+            progress=progress,
+            timed=timed,
         )
+        return changes.detach(link, threads) if timed is None else changes
 
     def advance(self, patch: Patch, changes: CapturedChanges, threads: int | None = None) -> None:  # noqa: ARG002  # takes no work
         """Take the sums over that were read when the patch was captured."""
@@ -180,35 +198,78 @@ class NoBaseline:
         self.digest = changes.result
 
 
+class ResumedBaseline:
+    """All bits of the version that a run goes on from, until the next one is committed; from then on no baseline.
+
+    A source that tracks changes does not know what it had before a restart, and the bits were rebuilt anyway.
+    """
+
+    def __init__(self, weights: Weights | Shards, digest: Digest, threads: int | None, *, observed: bool) -> None:
+        self._baseline: HostBaseline | NoBaseline = HostBaseline(weights, digest, copy=False, threads=threads)
+        self._observed = observed
+
+    @property
+    def digest(self) -> Digest:
+        return self._baseline.digest
+
+    @property
+    def weights(self) -> None:
+        """They are not kept: anchors are made of what the source has."""
+        return None
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self._baseline.is_on_gpu
+
+    def capture(self, weights: Weights | Shards, *, profile: str = "auto", **options: Any) -> Captured | TrackedChanges:
+        """What changed."""
+        if self._observed and profile == "auto":
+            profile = "gap"
+        return self._baseline.capture(weights, profile=profile, **options)
+
+    def advance(self, patch: Patch, changes: CapturedChanges, threads: int | None = None) -> None:
+        """A patch is committed: the bits can go, when their sums were taken."""
+        baseline = self._baseline
+        baseline.advance(patch, changes, threads)
+        if isinstance(baseline, HostBaseline):
+            self._baseline = NoBaseline(baseline.weights, threads, observed=self._observed)
+
+
 def choose_baseline(
     weights: Weights | Shards,
     options: BaselineOptions,
     *,
     tracked: bool = False,
+    observed: bool = False,
     threads: int | None = None,
     own_digest: Digest | None = None,
-) -> tuple[HostBaseline | NoBaseline, str]:
+) -> tuple[HostBaseline | NoBaseline | ResumedBaseline, str]:
     """A baseline of the weights, and where it is, in words.
 
-    options: `auto` is `host`, but takes no baseline where the copy does not fit the memory.
-    tracked: whether the source marks changes, and is told of every commit.
+    options: `auto` is `none` for a source that tracks changes, unless it is observed and a copy fits the memory; for
+        other sources it is `host`.
+    tracked: whether the source keeps the old bits of changes, and is told of every commit.
+    observed: whether statistics of the changes are taken, for which old bits are needed.
     own_digest: the digest of weights that nobody else writes to: they need not be copied.
     """
     kind = options.kind
     local = LocalWeights.of(weights)
     dense_bytes = local.nbytes
-    mark_bytes = local.elements // 4 if tracked else 0  # two bits an element
-    fits = options.memory is None or dense_bytes + mark_bytes <= options.memory
+    fits = options.memory is None or dense_bytes <= options.memory
     limit = short_size(options.memory or 0)
-    marks = f", and up to {short_size(mark_bytes)} of marks" if tracked else ""
+    if kind == "auto" and tracked and not observed:
+        kind = "none"
     if kind != "none" and fits:
         on_gpu = kind == "device" and own_digest is None
         baseline = HostBaseline(weights, own_digest, copy=own_digest is None, on_gpu=on_gpu, threads=threads)
         place = "where the weights are" if on_gpu and local.gpu_streams else "in host memory"
-        return baseline, f"baseline: {short_size(dense_bytes)} {place}{marks}"
+        return baseline, f"baseline: {short_size(dense_bytes)} {place}"
     if kind in ("host", "device"):
-        raise SessionError(f"a baseline takes {short_size(dense_bytes + mark_bytes)}, the budget is {limit}")
+        raise SessionError(f"a baseline takes {short_size(dense_bytes)}, the budget is {limit}")
     reason = "" if kind == "none" else f": {short_size(dense_bytes)} would not fit {limit}"
     if not tracked:
         raise SessionError(f"baseline: none{reason}; that takes a source that tracks changes (sparserl.sources.track)")
-    return NoBaseline(weights, threads), f"baseline: none{reason}; one full digest read per publish{marks}"
+    words = f"baseline: none{reason}; the source keeps old bits of changes; one full digest read per publish"
+    if own_digest is not None and fits:
+        return ResumedBaseline(weights, own_digest, threads, observed=observed), words
+    return NoBaseline(weights, threads, observed=observed), words

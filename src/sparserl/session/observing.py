@@ -43,6 +43,11 @@ class Observing:
         self._observer = observer
         self._is_logged = False
 
+    @property
+    def is_active(self) -> bool:
+        """Whether there is an observer."""
+        return self._observer is not None
+
     def committed(self, version: int, patch: Patch, baseline: Baseline, threads: int | None, watch: Watch) -> None:
         """A version is committed, and the baseline is still the one before."""
         if self._observer is None:

@@ -1,46 +1,44 @@
-"""Tracked rows on a GPU: kernels there mark what steps change, and the host does not wait for them.
+"""Tracked rows on a GPU: they are compared there, and what changed is copied to host memory, where old bits are kept.
 
-    step ──► new bits (of masters, or of the weights), old bits ──► differences of the digest sums, and marks
+    step ──► old bits, new bits (of the weights, of masters or of wider parameters, cast) ──► positions and old bits
 
-Marks and sums are copied to host memory when they are needed. A row can be tracked on its GPU if its elements are
-contiguous in memory and in their tensor, and no other row shares them.
+A GPU takes a cut of at most 512 MiB of rows at a time. The host waits for the number of its changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..kernels import gpu
 from ..weights import memory
 from ..weights.gpu_copies import fetch
-
-Pair = tuple[Any, Any]  # the new elements of a row, which may be wider, and its old bits, which become the new ones
+from .tracked_rows import Cut, RowChanges
 
 
 def fits(new: Any, old: Any) -> bool:
-    """Whether kernels can compare two tensors: on one GPU, contiguous, of one dtype or cast from fp32 to bf16."""
+    """Whether kernels can compare two flat tensors, the first of which may have to be cast."""
     return bool(
-        (new.dtype is old.dtype or (new.dtype is torch.float32 and old.dtype is torch.bfloat16))
-        and memory.is_on_gpu(new)
+        memory.is_on_gpu(new)
         and gpu.support.obstacle(new.device) is None
         and new.device == old.device
-        and new.is_contiguous()
-        and old.is_contiguous()
         and new.shape == old.shape
     )
 
 
-def has_memory_for(tensors: Sequence[Any]) -> bool:
-    """Whether the GPUs of some tensors have memory for copies of them, and for a quarter more."""
+def has_memory_for(tensors: Sequence[Any], width: int | None = None) -> bool:
+    """Whether the GPUs of some tensors have memory for copies of them, and for a quarter more.
+
+    width: bytes of an element of the copies, if these are cast.
+    """
     needed: dict[Any, int] = {}
     for tensor in tensors:
-        needed[tensor.device] = needed.get(tensor.device, 0) + tensor.nbytes
+        nbytes = tensor.numel() * (width or tensor.element_size())
+        needed[tensor.device] = needed.get(tensor.device, 0) + nbytes
     return all(device.type != "cuda" or 1.25 * nbytes < _free_bytes(device) for device, nbytes in needed.items())
 
 
@@ -54,53 +52,32 @@ def _on(device: Any) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-class GpuMarks:
-    """Marks of some rows on one GPU, and how their digests have changed, since some moment.
+def copy(tensors: Sequence[Any], dtype: Any) -> list[Any]:
+    """Copies of flat tensors, cast to a dtype. (Which NaN a NaN is cast to is what torch does on their GPU.)"""
+    with torch.no_grad():
+        return [tensor.detach().to(dtype, copy=True) for tensor in tensors]
 
-    Args:
-        rows: the numbers of the rows.
-        old: the bits of one of them.
-        numel: the elements of each.
-        keys: the digest keys of their tensors.
-        start: where each begins in its tensor.
-    """
 
-    def __init__(self, rows: list[int], old: Any, numel: list[int], keys: Any, start: list[int]) -> None:
-        self._rows = rows
-        self._blocks = gpu.changes.Blocks(old.element_size(), numel, old.device, keys, start)
-        self._words = self._blocks.bitmap()
-        self._counts = self._blocks.empty(self._blocks.count, torch.int32)
-        self._sums = torch.zeros((len(rows), 2), dtype=torch.int64, device=old.device)
-
-    def add(self, pairs: list[Pair]) -> None:
-        """Add what a step has changed. The new bits are written over the old ones."""
-        blocks = self._blocks
-        sizes = blocks.sizes.tolist()
-        tensors = [new.detach() for new, _ in pairs]
-        new_blocks = (
-            blocks if tensors[0].element_size() == blocks.width else gpu.changes.Blocks(4, sizes, blocks.device)
+def compare(cut: Cut, some: np.ndarray[Any, Any], old: Sequence[Any], new: Sequence[Any]) -> RowChanges:
+    """What differs in some rows of a cut: flat tensors on one GPU, the new ones perhaps wider."""
+    uint = cut.batch.dtype.uint
+    device = old[0].device
+    with _on(device), torch.no_grad():
+        blocks = gpu.changes.Blocks(old[0].element_size(), [tensor.numel() for tensor in old], device)
+        new_side = blocks.side([tensor.detach().to(old[0].dtype) for tensor in new])
+        old_side = blocks.side([tensor.detach() for tensor in old])
+        bitmap, block_counts = gpu.changes.diff(blocks, old_side, new_side)
+        counts = fetch(gpu.streams.part_changes(blocks, block_counts))().astype(np.int64)
+        changes = gpu.changes.compact(
+            blocks, old_side, new_side, bitmap, block_counts, int(counts.sum()), keep_old=True
         )
-        new = new_blocks.side(tensors)
-        old = blocks.side([old.detach() for _, old in pairs])
-        with _on(blocks.device):
-            gpu.sums.digest_deltas(blocks, new, old, self._sums)
-            gpu.changes.mark(blocks, new, old, self._words, self._counts)
-
-    def settle(self, first: npt.NDArray[np.int64], words: npt.NDArray[np.uint64], moved: Any) -> None:
-        """Add the marks and sums to those in host memory, where `first` is the first word of each row."""
-        pending = (fetch(self._words), fetch(self._sums))
-        gpu_words, sums = (wait().view(np.uint64) for wait in pending)
-        words_per_block = self._blocks.block // 64
-        for row, block, row_sums in zip(self._rows, self._blocks.first_block.tolist(), sums, strict=True):
-            row_words = words[first[row] : first[row + 1]]
-            start = block * words_per_block
-            row_words |= gpu_words[start : start + row_words.size]
-            moved[row] += row_sums
+        del bitmap  # it is large
+        copies = [fetch(column) for column in (changes.positions, changes.old, changes.new)]
+        positions, old_bits, new_bits = (wait() for wait in copies)
+    return RowChanges(cut, some, counts, positions.view(np.uint32), old_bits.view(uint), new_bits.view(uint))
 
 
-def grouped(pairs: Mapping[int, Pair]) -> dict[tuple[Any, ...], list[int]]:
-    """Rows that kernels can take together, by device and dtypes."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for r, (new, old) in sorted(pairs.items()):
-        groups.setdefault((old.device, old.dtype, new.dtype), []).append(r)
-    return groups
+def write(weights: Sequence[Any], masters: Sequence[Any]) -> None:
+    """Copy masters to their weights, cast."""
+    with torch.no_grad():
+        torch._foreach_copy_([weight.detach() for weight in weights], [master.detach() for master in masters])

@@ -14,19 +14,18 @@ import numpy.typing as npt
 
 from ..errors import TensorMismatch
 from ..kernels import cpu, gpu
-from ..kernels.cpu.arguments import InTensor
 from ..patch.cpu_compare import scan
 from ..weights.batches import PIECE_BYTES, Batch, batches
 from ..weights.dtypes import UIntArray
-from ..weights.geometry import Geometry, runs_at, tensor_geometry
-from ..weights.marks import Bitmap
+from ..weights.geometry import runs_at
 from ..weights.memory import Memory, address_of
-from ..weights.region import Numbers, Region, run_start, whole
+from ..weights.region import Numbers, Region, whole
 from ..weights.shards import Place
 from ..weights.staging import LazyBits, StagingBuffer, gpu_tensor
 from ..weights.table import TensorTable
 from ..weights.tensors import memory_of
 
+GPU_CUT_BYTES = 512 << 20  # of rows that a GPU compares together: what it takes for that is a fraction of them
 Key = tuple[str, Region]
 Mask = npt.NDArray[np.bool_]
 Bits = tuple[Numbers, object]  # addresses of bits in row-major order, and what keeps them there
@@ -39,6 +38,7 @@ class TrackedRow(NamedTuple):
     key: Key
     weight: Any  # the key of its master in `masters`; None if it has none
     counted: bool  # whether torch's count of the writes to it shows writes by others
+    on_gpu: bool
 
 
 class Cut(NamedTuple):
@@ -47,16 +47,27 @@ class Cut(NamedTuple):
     batch: Batch
     rows: Numbers
     piece: Region | None  # in the coordinates of its part; None for all of it
-    geometry: Geometry
     mastered: bool  # whether the rows have masters
+
+
+class RowPiece(NamedTuple):
+    """Where consecutive elements of a row are: in which cut, and from which of its positions on."""
+
+    number: int  # of the cut
+    first: int
+    begin: int  # in the row
+    numel: int
 
 
 class Copy(NamedTuple):
     """The old bits of some rows of a cut. Nothing is copied of rows with masters, which still have their old bits."""
 
+    number: int  # of the cut
     cut: Cut
-    some: Numbers
+    some: Numbers  # rows that are compared in host memory
     bits: Bits
+    on_gpu: Numbers  # rows that are compared on their GPU
+    gpu_bits: list[Any]  # their bits, flat; nothing for rows with masters
 
 
 class OpenStep(NamedTuple):
@@ -67,26 +78,17 @@ class OpenStep(NamedTuple):
     addresses: list[int]  # of the watched tensors
     due: Mask  # which rows the step may change
     copies: list[Copy]
-    gpu_copies: dict[int, Any]  # old bits of rows without masters that are on a GPU, by row
 
 
 class RowChanges(NamedTuple):
-    """What a step changed in the rows of a cut: the new bits, and the differences of the digests."""
+    """What a step changed in some rows of a cut."""
 
     cut: Cut
-    rows: Numbers
+    some: Numbers
     counts: Numbers
     positions: npt.NDArray[np.uint32]
-    bits: UIntArray
-    moved: npt.NDArray[np.uint64]
-
-
-class PublishedMarks(NamedTuple):
-    """What is known of the changes of a part since the last committed version."""
-
-    marks: Bitmap
-    moved: npt.NDArray[np.uint64]
-    unknown: bool
+    old_bits: UIntArray
+    bits: UIntArray  # the new ones
 
 
 class Plan:
@@ -106,66 +108,64 @@ class Plan:
         self.rows = rows
         self._table = table
         self._roots = roots
-        words = [-(-row.key[1].numel // 64) for row in rows]
-        self.first = np.concatenate(([0], np.cumsum(words))).astype(np.int64)  # the first word of each in the bitmaps
-        self.cuts = [*self._cut(mastered=False), *self._cut(mastered=True)]
+        kinds = [(mastered, on_gpu) for mastered in (False, True) for on_gpu in (False, True)]
+        self.cuts = [cut for kind in kinds for cut in self._cut(*kind)]
+        self.starts = [np.cumsum(cut.batch.numel) - cut.batch.numel for cut in self.cuts]  # of rows in each cut
+        self.pieces = self._pieces()
         self.writes: list[int | None] = [None] * len(rows)  # how often each had been written to
         self.signatures: list[object] = []
         self._address = np.empty(0, np.int64)
-        self.on_gpu: Mask = np.zeros(len(rows), bool)  # rows that can be marked on a GPU
-        self.copied_on_gpu = self.on_gpu  # those of them without masters: a step copies their old bits there
-        self.start = [0] * len(rows)  # where they begin in their tensors
+        self.on_gpu: Mask = np.zeros(len(rows), bool)  # rows that can be compared on a GPU
         self._due_ids: list[int] = []
         self._due = np.zeros(len(rows), bool)
 
-    def _cut(self, mastered: bool) -> Iterator[Cut]:
-        """Cut the rows with masters, or those without, into pieces for threads."""
+    def _cut(self, mastered: bool, on_gpu: bool) -> Iterator[Cut]:
+        """Cut the rows with masters, or those without, on a GPU or in host memory, into pieces."""
         table = self._table
+        limit = GPU_CUT_BYTES if on_gpu else PIECE_BYTES
         small: dict[Place, int] = {}
         large: dict[Place, int] = {}
-        for r, (_, (name, region), weight, _) in enumerate(self.rows):
-            if (weight is not None) == mastered:
+        for r, row in enumerate(self.rows):
+            if (row.weight is not None) == mastered and row.on_gpu == on_gpu:
+                name, region = row.key
                 spec = table.specs[table.index[name]]
                 place = (table.index[name], None if region == whole(spec.shape) else region)
-                (large if region.numel * spec.dtype.width > PIECE_BYTES else small)[place] = r
-        for batch in batches(table, small):
+                (large if region.numel * spec.dtype.width > limit else small)[place] = r
+        for batch in batches(table, small, limit):
             rows = [small[place] for place in zip(batch.tensor.tolist(), batch.region, strict=True)]
-            yield Cut(batch, np.array(rows), None, tensor_geometry(table, batch.tensor, batch.region), mastered)
+            yield Cut(batch, np.array(rows), None, mastered)
         for place, r in large.items():
             corner = self.rows[r].key[1].start
-            for batch in batches(table, [place]):
+            for batch in batches(table, [place], limit):
                 cut_region = batch.region[0]
                 assert cut_region is not None  # since a large row is cut
                 piece = Region(tuple(a - c for a, c in zip(cut_region.start, corner, strict=True)), cut_region.size)
-                yield Cut(batch, np.array([r]), piece, tensor_geometry(table, batch.tensor, batch.region), mastered)
+                yield Cut(batch, np.array([r]), piece, mastered)
+
+    def _pieces(self) -> list[list[RowPiece]]:
+        """Of each row, where its elements are in the cuts."""
+        pieces: list[list[RowPiece]] = [[] for _ in self.rows]
+        for number, cut in enumerate(self.cuts):
+            columns = (cut.rows.tolist(), self.starts[number].tolist(), cut.batch.numel.tolist())
+            for r, first, numel in zip(*columns, strict=True):
+                pieces[r].append(RowPiece(number, first, cut.batch.offset, numel))
+        return pieces
 
     def locate(self, data: Sequence[Any]) -> None:
         """Note the addresses of the data. A row whose bits cannot be read in place has the address 0."""
         address = []
-        for r, ((_, (name, region), _, _), tensor) in enumerate(zip(self.rows, data, strict=True)):
+        for r, (row, tensor) in enumerate(zip(self.rows, data, strict=True)):
+            name, region = row.key
             memory = memory_of(name, tensor)
             spec = self._table.specs[self._table.index[name]]
             if memory.shape != region.size:
                 raise TensorMismatch(f"{name!r}: region {region} cannot be {list(memory.shape)}")
             address.append(memory.address if memory.strides is None and memory.dtype is spec.dtype else 0)
-            on_gpu = gpu_tensor(memory)
-            can_mark = on_gpu is not None and on_gpu.is_contiguous() and gpu.support.obstacle(on_gpu.device) is None
-            start = run_start(region, spec.shape) if can_mark else None
-            self.on_gpu[r] = start is not None
-            self.start[r] = start or 0
+            tensor = gpu_tensor(memory)
+            kernels = tensor is not None and gpu.support.obstacle(tensor.device) is None
+            self.on_gpu[r] = kernels and tensor.is_contiguous()
         self._address = np.array(address, np.int64)
         self.signatures = [signature(tensor) for tensor in data]
-        if self.on_gpu.any():
-            self.on_gpu &= _disjoint(extents(data))
-        self.copied_on_gpu = self.on_gpu & np.array([row.weight is None for row in self.rows], bool)
-
-    def keys(self, rows: Sequence[int]) -> Any:
-        """The digest keys of the tensors of some rows."""
-        return self._table.keys[[self._table.index[self.rows[r].key[0]] for r in rows]]
-
-    def span(self, r: int) -> slice:
-        """The words of a row in the bitmaps."""
-        return slice(self.first[r], self.first[r + 1])
 
     def due(self, params: list[Any]) -> Mask:
         """Which rows change when these parameters are written to."""
@@ -186,27 +186,36 @@ class Plan:
         address[elsewhere], owner = gather([data[r] for r in rows[elsewhere].tolist()], cut, some[elsewhere], keep)
         return address, owner
 
-    def copy(self, cut: Cut, some: Numbers, data: Sequence[Any]) -> Copy:
-        """Copy the bits of some rows of a cut."""
+    def copy(self, cut: Cut, some: Numbers, data: Sequence[Any]) -> Bits:
+        """Copy the bits of some rows of a cut; nothing of rows with masters."""
         if cut.mastered:
-            return Copy(cut, some, (some, None))
+            return some, None
         address, owner = self.read(cut, some, data, keep=True)
         in_place = np.flatnonzero(self._address[cut.rows[some]])
         nbytes = cut.batch.numel[some[in_place]] * cut.batch.dtype.width
         copy = np.empty(nbytes.sum(), np.uint8)
         cpu.marks.collect(address[in_place], nbytes, address_of(copy))
         address[in_place] = address_of(copy) + np.cumsum(nbytes) - nbytes
-        return Copy(cut, some, (address, (owner, copy)))
+        return address, (owner, copy)
+
+    def all_bits(self, cut: Cut, data: Sequence[Any]) -> UIntArray:
+        """A copy of the bits of all rows of a cut, one behind the other."""
+        address, owner = self.read(cut, np.arange(cut.rows.size), data)
+        bits = np.empty(cut.batch.elements, cut.batch.dtype.uint)
+        cpu.marks.collect(address, cut.batch.numel * cut.batch.dtype.width, address_of(bits))
+        del owner  # a copy may go only now
+        return bits
 
     def write(self, changes: RowChanges, data: Sequence[Any]) -> None:
         """Write the new bits over the old ones."""
         batch = changes.cut.batch
-        address = self._address[changes.rows]
+        rows = changes.cut.rows[changes.some]
+        address = self._address[rows]
         ends = np.cumsum(changes.counts)
         for i in np.flatnonzero(address == 0).tolist():
             some = slice(ends[i] - changes.counts[i], ends[i])
             positions = changes.positions[some].astype(np.int64) + batch.offset
-            _write(data[changes.rows[i]], positions, changes.bits[some])
+            _write(data[rows[i]], positions, changes.bits[some])
         in_place = address != 0
         selected = np.repeat(in_place, changes.counts)
         first = address[in_place] + batch.offset * batch.dtype.width
@@ -215,62 +224,6 @@ class Plan:
         bits = changes.bits[selected]
         counts = changes.counts[in_place]
         cpu.changes.scatter(tag, counts, runs_at(first), positions.ctypes.data, bits)
-
-
-class RowMarks:
-    """What is known of the changes of all rows since some moment."""
-
-    def __init__(self, plan: Plan, unknown: bool = False) -> None:
-        self.words = np.zeros(plan.first[-1], np.uint64)  # the bitmaps of all rows
-        self.moved = np.zeros((len(plan.rows), 2), np.uint64)
-        self.unknown = np.full(len(plan.rows), unknown)
-        self._gpu_marks: dict[tuple[Any, ...], Any] = {}  # by rows, device and dtypes
-
-    def mark_on_gpu(self, plan: Plan, pairs: dict[int, tuple[Any, Any]]) -> None:
-        """Mark what a step changed in rows on GPUs, and write the new bits over the old ones."""
-        from .tracked_gpu import GpuMarks, grouped
-
-        groups = {(*kind, *rows): rows for kind, rows in grouped(pairs).items()}
-        if self._gpu_marks.keys() != groups.keys():
-            self.settle(plan)
-        for key, rows in groups.items():
-            if key not in self._gpu_marks:
-                numel = [plan.rows[r].key[1].numel for r in rows]
-                start = [plan.start[r] for r in rows]
-                self._gpu_marks[key] = GpuMarks(rows, pairs[rows[0]][1], numel, plan.keys(rows), start)
-            self._gpu_marks[key].add([pairs[r] for r in rows])
-
-    def settle(self, plan: Plan) -> None:
-        """Copy the marks on GPUs to host memory."""
-        while self._gpu_marks:
-            self._gpu_marks.popitem()[1].settle(plan.first, self.words, self.moved)
-
-    def add(self, plan: Plan, changes: RowChanges) -> None:
-        """Add what a step changed."""
-        first = plan.first[changes.rows]
-        cpu.marks.mark_parts(changes.counts, changes.positions, changes.cut.batch.offset, first, self.words)
-        self.moved[changes.rows] += changes.moved
-
-    def take_over(self, plan: Plan, r: int, old_marks: RowMarks, old_plan: Plan, old: int) -> None:
-        """Take over what is known of a row from an earlier plan. If it has moved since, its changes are unknown."""
-        old_marks.settle(old_plan)
-        self.words[plan.span(r)] = old_marks.words[old_plan.span(old)]
-        self.moved[r] = old_marks.moved[old]
-        self.unknown[r] = old_marks.unknown[old] or plan.signatures[r] != old_plan.signatures[old]
-
-    def publish(self, plan: Plan, r: int, earlier: PublishedMarks | None) -> PublishedMarks:
-        """What is known of a row, together with what was known earlier. It must not be written to any more."""
-        self.settle(plan)
-        marks = Bitmap(0)
-        marks.numel = plan.rows[r].key[1].numel
-        marks.words = self.words[plan.span(r)]
-        moved = self.moved[r]
-        unknown = bool(self.unknown[r])
-        if earlier is not None:
-            marks.unite(earlier.marks)
-            moved += earlier.moved
-            unknown |= earlier.unknown
-        return PublishedMarks(marks, moved, unknown)
 
 
 class Extents:
@@ -298,12 +251,7 @@ def compare(cut: Cut, some: Numbers, old: Bits, new: Bits) -> RowChanges:
     """What differs in some rows of a cut."""
     tag = np.empty(0, cut.batch.dtype.uint)
     positions, old_bits, new_bits, counts = scan(tag, old[0], new[0], cut.batch.numel[some])
-    changed = some[counts > 0]
-    counts = counts[counts > 0]
-    moved = np.empty((changed.size, 2), np.uint64)
-    regions = InTensor(*(column[changed] for column in cut.geometry.in_tensor))
-    cpu.marks.digest_deltas(counts, regions, positions, old_bits, new_bits, moved)
-    return RowChanges(cut, cut.rows[changed], counts, positions, new_bits, moved)
+    return RowChanges(cut, some, counts, positions, old_bits, new_bits)
 
 
 def gather(data: Sequence[Any], cut: Cut, some: Numbers, keep: bool = False) -> Bits:
@@ -323,14 +271,14 @@ def gather(data: Sequence[Any], cut: Cut, some: Numbers, keep: bool = False) -> 
         torch.cuda.synchronize(data[0].device)  # this thread has another stream than the one that wrote the tensors
     with torch.no_grad():
         joined = torch.empty_like(host, device=data[0].device) if on_gpu and len(data) > 1 else host
-        flat = [_flat(tensor, cut, n) for tensor, n in zip(data, sizes.tolist(), strict=True)]
+        flat = [flat_bits(tensor, cut, n) for tensor, n in zip(data, sizes.tolist(), strict=True)]
         torch._foreach_copy_(torch.split(joined, sizes.tolist()), flat)
         if joined is not host:
             host.copy_(joined)
     return address_of(array) + np.cumsum(nbytes) - nbytes, staging or array
 
 
-def _flat(data: Any, cut: Cut, numel: int) -> Any:
+def flat_bits(data: Any, cut: Cut, numel: int) -> Any:
     """The elements of a row as a contiguous torch tensor. (Which NaN a NaN is cast to depends on that.)"""
     import torch
 
@@ -357,19 +305,6 @@ def signature(data: Any) -> object:
     if isinstance(data, LazyBits):
         return data.dtype, signature(data.origin)
     return getattr(getattr(data, "array", data), "__array_interface__", None)
-
-
-def _disjoint(extents: Numbers) -> Mask:
-    """Which extents overlap with no other."""
-    order = np.argsort(extents[:, 0], kind="stable")
-    low, high = extents[order].T
-    reach = np.maximum.accumulate(high)
-    free = np.ones(order.size, bool)
-    free[1:] &= low[1:] >= reach[:-1]
-    free[:-1] &= low[1:] >= high[:-1]
-    disjoint = np.empty_like(free)
-    disjoint[order] = free
-    return disjoint
 
 
 def addresses(tensors: Iterable[Any]) -> list[int]:

@@ -1,13 +1,12 @@
-"""Tracking: every optimizer step marks the elements that it changes, so that a publish need not compare all weights.
+"""Tracking: every optimizer step leaves the old bits of the elements that it changes, so that no copy is needed.
 
-    step ──► copy of the old bits ──► compare ──► marks: one bit per element, ORed over all steps
-                                             └──► difference of the digest of the part
+    step ──► copy of the old bits ──► compare ──► positions and old bits, merged with those of earlier steps
 
-What is compared are the bits that are published, which change less often than wider parameters behind them. Every part
-has two bitmaps: changes since the last call of `weights`, and changes that were published but are not committed yet. So
-a publish that fails loses nothing, and steps go on during a publish.
+What is compared are the bits that are published, which change less often than wider parameters behind them. Of every
+element the first old bits count, since the last committed version. Those of changes that were published but are not
+committed yet are kept apart: a publish that fails loses nothing, and steps go on during a publish.
 
-Parts that the optimizer does not write (buffers, frozen parameters) have no marks and are compared in full at every
+Parts that the optimizer does not write (buffers, frozen parameters) have no old bits and are compared in full at every
 publish. So is, once, a part that was not tracked since the last publish, or that something else wrote to: torch counts
 the writes to a tensor. Writes that torch does not count, through `.data` or NumPy, must happen between `before` and
 `after`.
@@ -28,30 +27,35 @@ import numpy as np
 
 from ..errors import TensorMismatch, UnsupportedTensor
 from ..parallel import ordered
+from ..weights import memory
 from ..weights.dtypes import BY_NAME
 from ..weights.memory import Weights
+from ..weights.region import Numbers
 from ..weights.shards import Shards
 from ..weights.staging import lazy_bits
 from ..weights.table import TensorTable
 from ..weights.tensors import memories, table_of
 from .casting import Cast, cast_of
+from .kept_bits import KeptBits, PublishedBits
 from .modules import ModuleSource, Source, files_of, module
 from .renaming import RenamedSource
 from .tracked_rows import (
+    Bits,
     Copy,
+    Cut,
     Extents,
     Key,
+    Mask,
     OpenStep,
     Plan,
-    PublishedMarks,
     RowChanges,
-    RowMarks,
     TrackedRow,
     addresses,
     compare,
     count_writes,
     extent,
     extents,
+    flat_bits,
     gather,
     local,
     signature,
@@ -67,7 +71,7 @@ def track(
     cast: Any = None,
     threads: int | None = None,
 ) -> Tracker:
-    """A source that knows what has changed, because it marks the changes of every optimizer step.
+    """A source that knows what has changed, because it keeps the old bits of what every optimizer step changes.
 
     Args:
         optimizer: a torch optimizer, or several. None if something else writes the weights: then `Tracker.step` is put
@@ -108,7 +112,7 @@ def track(
 
 
 class Tracker:
-    """The weights of a source, with marks of what has changed. Made by `track`, for one publisher."""
+    """The weights of a source, with the old bits of what has changed. Made by `track`, for one publisher."""
 
     def __init__(
         self,
@@ -127,8 +131,8 @@ class Tracker:
         self._threads = threads
         self._table = TensorTable(())
         self._plan = Plan((), self._table, [], extents(()))
-        self._marks = RowMarks(self._plan)
-        self._published: dict[Key, PublishedMarks] = {}  # not committed yet
+        self._kept = KeptBits(self._plan)
+        self._published: dict[Key, PublishedBits] = {}  # not committed yet
         self._step: OpenStep | None = None
         self._hooks: list[Any] = []
         for optimizer in optimizers:
@@ -143,22 +147,26 @@ class Tracker:
         return files_of(source)
 
     def weights(self) -> Shards:
-        """All weights. Their marks contain every change since the last committed version."""
+        """All weights. Their marks contain the old bits of every change since the last committed version."""
         self.after()  # for a step that raised
         weights, _ = self._follow()
         shards, casts = self._shards(weights)
         parts = [replace(p, data=lazy_bits(p.data, casts[p.tensor])) if p.tensor in casts else p for p in shards.parts]
-        marks = self._marks
+        kept = self._kept
         earlier = self._published
-        self._marks = RowMarks(self._plan)  # the publisher has the old ones, which are not written to any more
+        self._kept = KeptBits(self._plan)  # the publisher has the old ones, which are not written to any more
         self._published = {}
         for r, row in enumerate(self._plan.rows):
-            published = marks.publish(self._plan, r, earlier.get(row.key))
+            published = kept.publish(r, earlier.get(row.key))
             self._published[row.key] = published
             if not published.unknown:
-                moved = (int(published.moved[0]), int(published.moved[1]))
-                parts[row.part] = replace(parts[row.part], marks=published.marks, moved=moved)
+                parts[row.part] = replace(parts[row.part], marks=published.old)
         return Shards(shards.table, parts)
+
+    @property
+    def old_bytes(self) -> int:
+        """How many bytes of host memory the old bits take now."""
+        return self._kept.nbytes + sum(published.nbytes for published in self._published.values())
 
     def committed(self) -> None:
         """Called by the publisher when the weights that it got last are a committed version."""
@@ -173,17 +181,19 @@ class Tracker:
         if (step := self._step) is None:
             return
         if (data := self._data_after(step)) is None:
-            self._marks.unknown |= step.due
+            self._kept.unknown |= step.due
             self._step = None
             return
-        mastered = []
-        copies = self._mark_on_gpu(step, data) if self._plan.on_gpu.any() or step.gpu_copies else step.copies
-        for changes in ordered(lambda copy: self._compare(copy, data), copies, self._threads):
-            self._marks.add(self._plan, changes)
-            if changes.cut.mastered:
-                mastered.append(changes)
-        for changes in mastered:  # only now, since tied weights are compared under each of their names
-            self._plan.write(changes, data)
+        writes: list[tuple[Any, Any]] = []  # weights on GPUs and their masters
+        jobs = ((copy, self._compare_on_gpu(copy, data, writes)) for copy in step.copies)
+        found = [*ordered(lambda job: self._keep(*job, data), jobs, self._threads)]
+        for changes in found:  # only now, since tied weights are compared under each of their names
+            if changes is not None:
+                self._plan.write(changes, data)
+        if writes:
+            from . import tracked_gpu
+
+            tracked_gpu.write(*zip(*writes, strict=True))
         for r in np.flatnonzero(step.due).tolist():
             self._plan.writes[r] = count_writes(self._plan.rows[r], data[r])
         self._step = None
@@ -216,13 +226,47 @@ class Tracker:
         self.after()  # for a step that raised
         _, data = self._follow()
         due = self._plan.due(params)
-        gpu_copies = self._copy_on_gpu(np.flatnonzero(due & self._plan.copied_on_gpu).tolist(), data)
-        on_host = due.copy()
-        on_host[[*gpu_copies]] = False
-        cuts = [(cut, some) for cut in self._plan.cuts if (some := np.flatnonzero(on_host[cut.rows])).size]
-        copies = list(ordered(lambda cut: self._plan.copy(*cut, data), cuts, self._threads))
+        on_gpu = due & self._rows_for_gpu(due, data)
+        cuts = [(i, cut, some) for i, cut in enumerate(self._plan.cuts) if (some := np.flatnonzero(due[cut.rows])).size]
+        on_gpus = (self._copy_on_gpu(*cut, on_gpu, data) for cut in cuts)  # in this thread, on its stream
+        copies = list(ordered(lambda copy: copy._replace(bits=self._copied(copy, data)), on_gpus, self._threads))
         watched = [*params, *(weight for weight in self._masters if not isinstance(weight, str))]
-        self._step = OpenStep(data, watched, addresses(watched), due, copies, gpu_copies)
+        self._step = OpenStep(data, watched, addresses(watched), due, copies)
+
+    def _rows_for_gpu(self, due: Mask, data: Sequence[Any]) -> Mask:
+        """The rows that are compared on their GPUs; those without masters only if there is memory to copy them."""
+        on_gpu = self._plan.on_gpu
+        copied = [r for r in np.flatnonzero(due & on_gpu).tolist() if self._plan.rows[r].weight is None]
+        if not copied:
+            return on_gpu
+        from .tracked_gpu import has_memory_for
+
+        if has_memory_for([data[r] for r in copied]):
+            return on_gpu
+        on_gpu = on_gpu.copy()
+        on_gpu[copied] = False
+        return on_gpu
+
+    def _copy_on_gpu(self, number: int, cut: Cut, some: Numbers, on_gpu: Mask, data: Sequence[Any]) -> Copy:
+        """The old bits of those of some rows of a cut that are compared on GPUs."""
+        there = on_gpu[cut.rows[some]]
+        gpu_bits = []
+        if there.any() and not cut.mastered:
+            import torch
+
+            from . import tracked_gpu
+
+            gpu_bits = tracked_gpu.copy(self._flat(cut, some[there], data), getattr(torch, cut.batch.dtype.name))
+        return Copy(number, cut, some[~there], (some[:0], None), some[there], gpu_bits)
+
+    def _copied(self, copy: Copy, data: Sequence[Any]) -> Bits:
+        """The old bits of the rows that are compared in host memory."""
+        return self._plan.copy(copy.cut, copy.some, data) if copy.some.size else copy.bits
+
+    def _flat(self, cut: Cut, some: Numbers, data: Sequence[Any] | Mapping[int, Any]) -> list[Any]:
+        """The elements of some rows of a cut, flat, where they are."""
+        sizes = cut.batch.numel[some].tolist()
+        return [flat_bits(data[r], cut, n) for r, n in zip(cut.rows[some].tolist(), sizes, strict=True)]
 
     def _data_after(self, step: OpenStep) -> list[Any] | None:
         """The data of the tracked parts after a step, which may have moved it; None if the source has other parts."""
@@ -238,49 +282,50 @@ class Tracker:
             self._plan.locate(tracked)
         return tracked
 
+    def _keep(self, copy: Copy, on_gpu: list[RowChanges], data: Sequence[Any]) -> RowChanges | None:
+        """Keep the old bits of what a step changed in a cut. Returns what is to be copied from masters in host memory.
+
+        on_gpu: what was found on GPUs.
+        """
+        changes = [*on_gpu, self._compare(copy, data)] if copy.some.size else on_gpu
+        for found in changes:
+            self._kept.add(copy.number, found, lambda: self._plan.all_bits(copy.cut, data))
+        return changes[-1] if copy.some.size and copy.cut.mastered else None
+
     def _compare(self, copy: Copy, data: Sequence[Any]) -> RowChanges:
-        """What a step changed. Weights with masters still have their old bits."""
-        cut, some, old = copy
-        current = self._plan.read(cut, some, data)
-        if not cut.mastered:
-            return compare(cut, some, old, current)
-        masters = [self._master(self._plan.rows[r], data[r]) for r in cut.rows[some].tolist()]
-        return compare(cut, some, current, gather(masters, cut, some))
+        """What a step changed in host memory. Weights with masters still have their old bits."""
+        current = self._plan.read(copy.cut, copy.some, data)
+        if not copy.cut.mastered:
+            return compare(copy.cut, copy.some, copy.bits, current)
+        masters = [self._master(self._plan.rows[r], data[r]) for r in copy.cut.rows[copy.some].tolist()]
+        return compare(copy.cut, copy.some, current, gather(masters, copy.cut, copy.some))
 
-    def _copy_on_gpu(self, rows: list[int], data: Sequence[Any]) -> dict[int, Any]:
-        """Copies of rows on their GPUs, by row; none if a GPU has too little memory."""
-        if not rows:
-            return {}
-        from .tracked_gpu import has_memory_for
+    def _compare_on_gpu(self, copy: Copy, data: Sequence[Any], writes: list[tuple[Any, Any]]) -> list[RowChanges]:
+        """What a step changed on GPUs. Adds weights with masters, and these, to what is to be written."""
+        if not copy.on_gpu.size:
+            return []
+        from . import tracked_gpu
 
-        return {r: data[r].detach().clone() for r in rows} if has_memory_for([data[r] for r in rows]) else {}
-
-    def _mark_on_gpu(self, step: OpenStep, data: Sequence[Any]) -> list[Copy]:
-        """Mark the rows that can be marked on their GPU. Returns what is left to compare in host memory."""
-        from .tracked_gpu import fits
-
-        pairs: dict[int, tuple[Any, Any]] = {}
-        for r, old in step.gpu_copies.items():
-            if self._plan.on_gpu[r] and fits(data[r], old):
-                pairs[r] = (data[r], old)
+        cut = copy.cut
+        current = self._flat(cut, copy.on_gpu, data)
+        if cut.mastered:
+            masters = {r: self._master(self._plan.rows[r], data[r]) for r in cut.rows[copy.on_gpu].tolist()}
+            old = current
+            new = self._flat(cut, copy.on_gpu, masters)
+            writes += zip(old, new, strict=True)
+        else:
+            old = copy.gpu_bits
+            new = current
+        groups: dict[Any, list[int]] = {}
+        for i, r in enumerate(cut.rows[copy.on_gpu].tolist()):
+            if tracked_gpu.fits(new[i], old[i]):
+                groups.setdefault((old[i].device, new[i].dtype), []).append(i)
             else:  # the step has moved it
-                self._marks.unknown[r] = True
-        rest = []
-        for copy in step.copies:
-            on_host = []
-            for i, r in zip(copy.some.tolist(), copy.cut.rows[copy.some].tolist(), strict=True):
-                on_gpu = copy.cut.mastered and self._plan.on_gpu[r]
-                master = self._master(self._plan.rows[r], data[r]) if on_gpu else None
-                if master is not None and fits(master, data[r]):
-                    pairs[r] = (master, data[r])
-                else:
-                    on_host.append(i)
-            if len(on_host) == copy.some.size:
-                rest.append(copy)
-            elif on_host:
-                rest.append(Copy(copy.cut, np.array(on_host), (np.array(on_host), None)))
-        self._marks.mark_on_gpu(self._plan, pairs)
-        return rest
+                self._kept.unknown[r] = True
+        return [
+            tracked_gpu.compare(cut, copy.on_gpu[group], [old[i] for i in group], [new[i] for i in group])
+            for group in groups.values()
+        ]
 
     def _written(self) -> list[Any]:
         """Everything that steps may write; frozen parameters are left out."""
@@ -299,7 +344,7 @@ class Tracker:
         tracked = [data[row.part] for row in plan.rows]
         writes = [count_writes(row, tensor) for row, tensor in zip(plan.rows, tracked, strict=True)]
         if writes != plan.writes:
-            self._marks.unknown |= np.array([a != b for a, b in zip(writes, plan.writes, strict=True)], bool)
+            self._kept.unknown |= np.array([a != b for a, b in zip(writes, plan.writes, strict=True)], bool)
             plan.writes = writes
         return weights, tracked
 
@@ -310,21 +355,21 @@ class Tracker:
         data = [part.data for part in shards.parts]
         counted = ~Extents(self._params).contain(extents(data))
         rows = [
-            TrackedRow(i, (part.tensor, part.region), master_keys.get(i), bool(counted[i]))
+            TrackedRow(i, (part.tensor, part.region), master_keys.get(i), bool(counted[i]), _is_on_gpu(part.data))
             for i, part in enumerate(shards.parts)
         ]
         roots = extents([d if r.weight is None else self._master(r, d) for r, d in zip(rows, data, strict=True)])
         tracked = np.flatnonzero(Extents(written).contain(roots)).tolist()
         plan = Plan(look, shards.table, [rows[i] for i in tracked], roots[tracked])
         plan.locate([data[i] for i in tracked])
-        marks = RowMarks(plan, unknown=True)
+        kept = KeptBits(plan, unknown=True)
         old_rows = {row.key: r for r, row in enumerate(self._plan.rows)}
         for r, row in enumerate(plan.rows):
             if (old := old_rows.get(row.key)) is not None:
-                marks.take_over(plan, r, self._marks, self._plan, old)
+                kept.take_over(r, self._kept, old)
                 plan.writes[r] = self._plan.writes[old]
         self._plan = plan
-        self._marks = marks
+        self._kept = kept
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -384,6 +429,10 @@ def _parts_of(weights: Weights | Shards) -> tuple[TensorTable | None, list[Any],
         keys = [(part.tensor, part.region) for part in weights.parts]
         return weights.table, keys, [part.data for part in weights.parts]
     return None, [*weights], [*weights.values()]
+
+
+def _is_on_gpu(data: Any) -> bool:
+    return hasattr(data, "data_ptr") and memory.is_on_gpu(data)
 
 
 def _params_of(optimizer: Any) -> list[Any]:

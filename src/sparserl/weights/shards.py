@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import TensorMismatch
 from .marks import Bitmap
 from .memory import Memory, Weights
+from .old_bits import OldBits
 from .region import Region, refuse_overlap, whole
 from .table import TensorTable
 from .tensors import memory_of
@@ -24,8 +25,8 @@ class Part:
         tensor: The tensor's name in the checkpoint.
         region: Which box of the tensor it is.
         data: A torch tensor, NumPy array or `Bits` of the region's size, in any memory layout.
-        marks: Where changes may be, from sources that know it; without marks, all elements are compared.
-        moved: By how much all marked changes have changed the digest of this part, from sources that track it.
+        marks: Where changes may be, from sources that know it; without marks, all elements are compared. Sources that
+            track changes give the old bits too.
 
     Example:
         >>> import numpy as np
@@ -36,8 +37,7 @@ class Part:
     tensor: str
     region: Region
     data: Any
-    marks: Bitmap | None = None
-    moved: tuple[int, int] | None = None
+    marks: Bitmap | OldBits | None = None
 
 
 class Shards:

@@ -101,9 +101,9 @@ class Publisher:
             head when all are there. After a restart they may be more or fewer.
         timeout: How many seconds writers wait for one another; one that was stopped is noticed within 30 seconds.
         baseline: Where the bits of the last version are kept, to find changes: `host` for host memory; `device` for
-            where the weights are, so that changes on a GPU are found and encoded there; `none` for a source that
-            tracks changes itself (see `sparserl.sources.track`), which costs one read of all weights per publish, and
-            the profiles `ulp` and `ctx`. `auto` takes `host` if `memory` has room for it, and `none` if not.
+            where the weights are, so that changes on a GPU are found and encoded there; `none` for a source that keeps
+            the old bits of what changes itself (see `sparserl.sources.track`). `auto` takes `none` for such a source,
+            unless there is an observer and `memory` has room for a copy, and `host` for others.
         memory: How many bytes a baseline may take in this process; None for as many as it needs.
         observe: A `sparserl.record.Recorder` of statistics from what has changed; of several writers each has its own.
         callbacks: What is told about every publish, and about what went wrong; see `sparserl.metrics`.
@@ -311,6 +311,7 @@ class Publisher:
                 resumed.weights,
                 options,
                 tracked=self._tracks_changes,
+                observed=self._observing.is_active,
                 threads=self._encoding.threads,
                 own_digest=resumed.digest,
             )
@@ -357,7 +358,11 @@ class Publisher:
             weights = weights_of(self._source)
             with watch.stage("capture"):
                 baseline, self.baseline = choose_baseline(
-                    weights, options, tracked=self._tracks_changes, threads=self._encoding.threads
+                    weights,
+                    options,
+                    tracked=self._tracks_changes,
+                    observed=self._observing.is_active,
+                    threads=self._encoding.threads,
                 )
             anchor = self._anchor_now(weights, watch) if baseline.weights is None else None
             named = label._replace(files=self._capture_files())
@@ -386,6 +391,7 @@ class Publisher:
                         threads=encoding.threads,
                         progress=encoding.progress,
                         timed=None if at_once else functools.partial(watch.timed, "find"),
+                        link=encoding.link,
                     )
             except TensorMismatch as error:
                 if self._writers.size == 1 and has_new_layout(self.store, committed.run, weights):

@@ -111,6 +111,19 @@ def specified(entries, thresholds, magnitude, tile):
 
 
 def run_gaps(view, entries, addresses, limits, log, words):
+    """Gaps and words class by class, and counts by tile and class: the same if the regions have new bits."""
+    uint = entries[0][0].dtype
+    mine = run_gaps_from(view, entries, addresses, limits, log, words, np.empty(0, uint))
+    new = [bits.copy() for bits, _ in entries]
+    for bits, (_, where) in zip(new, entries, strict=True):
+        bits[where] ^= uint.type(0x55)
+    old = np.concatenate([bits[where] for bits, where in entries])
+    restored = run_gaps_from(view, entries, [bits.ctypes.data for bits in new], limits, log, words, old)
+    assert all(np.array_equal(a, b) for a, b in zip(mine, restored, strict=True))
+    return mine
+
+
+def run_gaps_from(view, entries, addresses, limits, log, words, old):
     """Gaps and words class by class, and counts by tile and class; nothing behind them is written."""
     positions = np.concatenate([where for _, where in entries])
     numel, count = int64(*(b.size for b, _ in entries)), int64(*(w.size for _, w in entries))
@@ -120,7 +133,7 @@ def run_gaps(view, entries, addresses, limits, log, words):
     room = [column[: rows * positions.size].reshape(rows, -1) for column in (gaps, sorted_words)]
     regions = Tiled(int64(*addresses), numel, count, log)
     ends = ClassEnds(counts[: tiles * rows], *(int64(*(row.ctypes.data for row in column)) for column in room))
-    cpu.classes.class_gaps(Magnitudes(*view), regions, limits, positions, words, ends)
+    cpu.classes.class_gaps(Magnitudes(*view), regions, limits, positions, words, old, ends)
     assert untouched(counts, tiles * rows)
     counts = counts[: tiles * rows].reshape(-1, rows)
     for column, used in ((gaps, room[0]), (sorted_words, room[1])):
@@ -385,6 +398,17 @@ def test_histograms(width, magnitude):
             expected = np.bincount(np.concatenate(sampled).astype(np.int64), minlength=512)
             assert (keys == expected).all()
             assert seen == expected.sum()
+            where = [np.flatnonzero(rng.random(b.size) < 0.1).astype(np.uint32) for b in regions]
+            new = [b[w] ^ b.dtype.type(0x51) for b, w in zip(regions, where, strict=True)]
+            for bits, w, others in zip(regions, where, new, strict=True):
+                changed = keys_of(others, magnitude, shift)[w // 64 % every == 0].astype(np.int64)
+                np.add.at(keys, changed, 1)
+                of_old = keys_of(bits[w], magnitude, shift)[w // 64 % every == 0].astype(np.int64)
+                np.add.at(keys, of_old, -1)
+            old = np.concatenate([b[w] for b, w in zip(regions, where, strict=True)])
+            both = np.concatenate(where), np.concatenate(new), old
+            cpu.classes.restore_keys(Magnitudes(kind, keep), np.uint64(shift), every, *both, keys)
+            assert (keys == expected).all()
 
 
 def test_the_histogram_of_magnitudes_past_63_bits():

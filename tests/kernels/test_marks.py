@@ -9,22 +9,20 @@ from sparserl.kernels import cpu, reference
 from sparserl.kernels.cpu.arguments import InTensor
 
 
-def test_mark_parts():
-    """Every part's positions are set in its own words, beside what was set; parts without changes stay as they are."""
+def test_merge_old():
+    """Lists of positions become one, in order; of an element in both, the old bits of the first count."""
     rng = np.random.default_rng(0)
-    for offset in (0, 1, 63, 64, 1000):
-        numels = [1, 63, 64, 65, 5, 4096, 130]
-        first = np.cumsum([0, *(-(-(n + offset) // 64) for n in numels)])
-        words = rng.integers(0, 2**64, int(first[-1]) + 1, np.uint64)
-        words &= rng.integers(0, 2**64, words.size, np.uint64)
-        positions = [
-            np.flatnonzero(rng.random(n) < share).astype(np.uint32)
-            for n, share in zip(numels, [1, 0.3, 0.3, 1, 0, 0.1, 0.5], strict=True)
-        ]
-        wanted = reference.mark_parts(words, first[:-1].tolist(), offset, positions)
-        counts = np.array([p.size for p in positions])
-        cpu.marks.mark_parts(counts, np.concatenate(positions), offset, first[:-1], words)
-        assert (words == wanted).all()
+    for sizes in ((0, 0), (0, 9), (9, 0), (50, 60), (1, 300)):
+        lists = []
+        for size in sizes:
+            positions = np.sort(rng.choice(400, size, replace=False)).astype(np.uint32)
+            lists.append((positions, rng.integers(0, 2**16, size, np.uint16)))
+        first, then = (dict(zip(positions.tolist(), bits.tolist(), strict=True)) for positions, bits in lists)
+        positions = np.full(sum(sizes), 0xA5A5, np.uint32)
+        bits = np.full(sum(sizes), 0xA5A5, np.uint16)
+        count = cpu.marks.merge_old(*lists[0], *lists[1], positions, bits)
+        merged = dict(zip(positions[:count].tolist(), bits[:count].tolist(), strict=True))
+        assert [*merged.items()] == [*reference.merge_old(first, then).items()]
 
 
 @pytest.mark.parametrize("uint", [np.uint8, np.uint16, np.uint32, np.uint64])

@@ -1,4 +1,4 @@
-"""Changes found by marks and sums, without the bits of the version before."""
+"""Changes found by kept old bits and sums, without a copy of the version before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparserl.patch import capture_tracked
 from sparserl.patch import tracked as marked
 from sparserl.weights.digest import Digest
 from sparserl.weights.local import LocalWeights
-from sparserl.weights.marks import Bitmap
+from sparserl.weights.old_bits import OldBits, OldPiece
 from sparserl.weights.region import whole
 
 TABLE = sparserl.tensor_table(
@@ -19,13 +19,11 @@ TABLE = sparserl.tensor_table(
 )
 
 
-def shards(bits, marks=None, moved=None):
+def shards(bits, marks=None):
     """Whole `a` and `b`, the middle of `c`."""
     regions = {"a": whole((40, 50)), "b": whole((7,)), "c": Region((1, 10), (4, 900))}
-    marks, moved = marks or {}, moved or {}
-    return Shards(
-        TABLE, [Part(name, r, bits[name][r.slices], marks.get(name), moved.get(name)) for name, r in regions.items()]
-    )
+    marks = marks or {}
+    return Shards(TABLE, [Part(name, r, bits[name][r.slices], marks.get(name)) for name, r in regions.items()])
 
 
 def some_bits(rng):
@@ -44,18 +42,21 @@ def sums(weights):
     return marked.part_sums(LocalWeights.of(weights))
 
 
+def kept(old, positions):
+    """The old bits of a contiguous part at some positions."""
+    positions = np.unique(positions).astype(np.uint32)
+    return OldBits(old.size, [OldPiece(0, old.size, positions, old.reshape(-1)[positions])])
+
+
 def told(old, new, more=0):
-    """Marks and moved sums of all changes, and marks of a few elements that did not change."""
-    before, after = sums(shards(old)), sums(shards(new))
-    moved = {TABLE[t].name: after[t, r] - d for (t, r), d in before.items()}
+    """The old bits of all changes, and of a few elements that did not change."""
     marks = {}
     for part, is_now in zip(shards(old).parts, shards(new).parts, strict=True):
         width = f"u{part.data.dtype.itemsize}"
-        differ = np.flatnonzero(part.data.copy().view(width) != is_now.data.copy().view(width))
-        marks[part.tensor] = Bitmap(part.region.numel)
-        marks[part.tensor].add(differ.astype(np.uint32))
-        marks[part.tensor].add(np.arange(more, dtype=np.uint32))
-    return marks, {name: (d.first, d.second) for name, d in moved.items()}
+        was = part.data.copy().view(width)
+        differ = np.flatnonzero(was != is_now.data.copy().view(width))
+        marks[part.tensor] = kept(was, np.concatenate((differ, np.arange(more))))
+    return marks
 
 
 def lands(found, old, new):
@@ -70,22 +71,22 @@ def lands(found, old, new):
     return patch
 
 
-@pytest.mark.parametrize("profile", ["auto", "gap", "raw"])
+@pytest.mark.parametrize("profile", ["auto", "gap", "raw", "ulp", "ctx"])
 @pytest.mark.parametrize("more", [0, 5])
-def test_marked_elements_are_sent_with_their_bits(profile, more):
-    """Sparse entries at the marks, also where these are too many; digests as those of a full comparison."""
+def test_changes_are_those_of_a_full_comparison(profile, more):
+    """The same patch, byte for byte, also where more old bits are kept than there are changes."""
     rng = np.random.default_rng(more)
     old = some_bits(rng)
     new = copies(old)
     new["a"][3, 4:9] ^= 1
     new["b"].view(np.uint32)[2] = 0x7FC00123  # a NaN
     new["c"][2, rng.integers(10, 900, 30)] ^= 255
-    marks, moved = told(old, new, more)
-    found = capture_tracked(shards(new, marks, moved), sums(shards(old)), profile=profile)
+    marks = told(old, new, more)
+    found = capture_tracked(shards(new, marks), sums(shards(old)), profile=profile)
     patch = lands(found, old, new)
     assert not any(entry.dense for entry in patch if entry.tensor != "b")
-    assert patch.changed >= 6
-    assert {entry.profile for entry in patch} <= {"gap", "raw"}
+    full = sparserl.diff(shards(old), shards(new), profile=profile)
+    assert patch.to_bytes() == full.to_bytes()
 
 
 def test_new_bits_are_captured():
@@ -96,10 +97,10 @@ def test_new_bits_are_captured():
     new["a"][0, 0] ^= 1
     new["b"].view(np.uint32)[1] ^= 1
     new["c"][2, 500] ^= 1
-    marks, moved = told(old, new)
+    marks = told(old, new)
     del marks["b"], marks["c"]  # one lies in one piece, the other does not
     going_on = copies(new)
-    found = capture_tracked(shards(going_on, marks, moved), sums(shards(old)))
+    found = capture_tracked(shards(going_on, marks), sums(shards(old))).detach()
     for array in going_on.values():
         array.view(np.uint8)[...] ^= 77
     lands(found, old, new)
@@ -112,9 +113,9 @@ def test_a_write_without_a_mark_makes_the_part_dense():
     new = copies(old)
     new["a"][5, 5] ^= 1
     new["c"][3, 300] ^= 1
-    marks, moved = told(old, new)
+    marks = told(old, new)
     new["a"][9, 9] ^= 1
-    patch = lands(capture_tracked(shards(new, marks, moved), sums(shards(old))), old, new)
+    patch = lands(capture_tracked(shards(new, marks), sums(shards(old))), old, new)
     assert {entry.tensor: entry.dense for entry in patch} == {"a": True, "c": False}
 
 
@@ -132,9 +133,8 @@ def test_without_marks_a_part_is_dense_or_not_there():
 def test_changes_that_were_undone_are_not_sent():
     """Marks, but the bits of before: the sum is the same, and nothing is sent."""
     old = some_bits(np.random.default_rng(3))
-    marks = {"a": Bitmap(2000)}
-    marks["a"].fill()
-    assert capture_tracked(shards(old, marks, {"a": (0, 0)}), sums(shards(old))).encode().nbytes < 500
+    marks = {"a": kept(old["a"], np.arange(2000))}
+    assert capture_tracked(shards(old, marks), sums(shards(old))).encode().nbytes < 500
 
 
 def test_whole_weights_and_large_tensors():
@@ -145,14 +145,8 @@ def test_whole_weights_and_large_tensors():
     where = rng.choice(12_000_000, 50_000, replace=False)
     new["w"].reshape(-1)[where] ^= 1
     table = sparserl.tensor_table(old)
-    before, after = sums(old), sums(new)
-    moved = after[1, None] - before[1, None]
-    marks = Bitmap(12_000_000)
-    marks.add(where.astype(np.uint32))
-    parts = [
-        Part("w", whole((3000, 4000)), new["w"], marks, (moved.first, moved.second)),
-        Part("v", whole(()), new["v"]),
-    ]
+    before = sums(old)
+    parts = [Part("w", whole((3000, 4000)), new["w"], kept(old["w"], where)), Part("v", whole(()), new["v"])]
     patch = capture_tracked(Shards(table, parts), before).encode(link="10Gbit")
     assert patch.complete
     assert patch.changed == 50_000
@@ -166,11 +160,13 @@ def test_whole_weights_and_large_tensors():
 
 
 def test_what_is_refused():
-    """Profiles that need the old bits, and other parts than those whose sums are known."""
+    """Profiles that an observer cannot read, other parts than those whose sums are known, bits of other elements."""
     old = some_bits(np.random.default_rng(5))
     known = sums(shards(old))
     for profile in ("ulp", "ctx"):
         with pytest.raises(errors.NeedsBase, match=profile):
-            capture_tracked(shards(old), known, profile=profile)
+            capture_tracked(shards(old), known, profile=profile, absolute=True)
     with pytest.raises(errors.TensorMismatch):
         capture_tracked(shards(old), known | {(0, Region((0, 0), (1, 1))): Digest()})
+    with pytest.raises(errors.TensorMismatch, match="old bits for 7 elements, the region has 2000"):
+        capture_tracked(shards(old, {"a": kept(np.zeros(7, np.uint16), [1])}), known)

@@ -87,16 +87,16 @@ def choose(weights, memory=None, kind="auto", **options):
 
 
 def test_the_budget_chooses():
-    """A copy where it fits, none where it does not and the source tracks; the words say which, and what it costs."""
+    """No copy where the source tracks, but for an observer if it fits; the words say which, and what it costs."""
     held = {"a": np.zeros(500_000, np.float32)}
     for options in ({}, {"kind": "host"}, {"kind": "device"}, {"memory": 2_000_000}):
         found, words = choose(held, **options)
         assert isinstance(found, HostBaseline)
         assert words == "baseline: 2 MB in host memory"
-    found, words = choose(held, 2_125_000, tracked=True)
+    found, words = choose(held, 2_000_000, tracked=True, observed=True)
     assert isinstance(found, HostBaseline)
-    assert words == "baseline: 2 MB in host memory, and up to 125 kB of marks"
-    for options in ({"memory": 2_124_999}, {"kind": "none"}):
+    assert words == "baseline: 2 MB in host memory"
+    for options in ({}, {"memory": 1_999_999, "observed": True}, {"kind": "none"}):
         found, words = choose(held, tracked=True, **options)
         assert isinstance(found, NoBaseline)
         assert found.weights is None

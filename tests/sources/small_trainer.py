@@ -7,6 +7,7 @@ import pytest
 import sparserl
 from sparserl.session.baseline import HostBaseline, NoBaseline
 from sparserl.sources import track
+from sparserl.weights.tensors import memory_of
 
 torch = pytest.importorskip("torch")
 BF16 = torch.bfloat16
@@ -129,6 +130,13 @@ def adam(params):
 
 
 SHAPES = ("pure", "masters", "cast")
+
+
+def changed(part):
+    """The positions of a part whose bits are not the old ones."""
+    positions, old = part.marks.run(0, part.region.numel)
+    current = memory_of(part.tensor, part.data).copied().reshape(-1)
+    return positions[current[positions] != old]
 
 
 def known(shards):

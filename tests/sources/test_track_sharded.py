@@ -13,7 +13,7 @@ from sparserl import Patch
 from sparserl.session.baseline import HostBaseline, NoBaseline
 from sparserl.sources import track
 from tests.session.ranks import CONTEXT
-from tests.sources.small_trainer import BF16, bits
+from tests.sources.small_trainer import BF16, bits, changed
 
 torch = pytest.importorskip("torch")
 
@@ -49,7 +49,7 @@ def sharded_steps(make, wanted, train, rank):
             assert whole.changed >= full.changed
             assert (full.changed > 0) == (round > 0)
         assert all(part.marks is not None for part in shards.parts)
-        assert sum(part.marks.count for part in shards.parts) <= 0.7 * sum(part.marks.numel for part in shards.parts)
+        assert sum(changed(part).size for part in shards.parts) <= 0.7 * sum(part.marks.numel for part in shards.parts)
         source.committed()
         before = now
 

@@ -14,7 +14,7 @@ from sparserl import Part, Region, Shards
 from sparserl.session.baseline import HostBaseline, NoBaseline
 from sparserl.sources import track
 from sparserl.sources import tracked_rows as rows
-from tests.sources.small_trainer import BF16, SHAPES, Both, Fixed, Line, Trainer, adam, known, sgd
+from tests.sources.small_trainer import BF16, SHAPES, Both, Fixed, Line, Trainer, adam, changed, known, sgd
 
 torch = pytest.importorskip("torch")
 
@@ -103,8 +103,7 @@ def test_failed_publishes_and_steps_in_flight():
     again = source.weights()
     assert seen(failed) == [1]
     assert seen(again) == [1, 2]
-    moved = sparserl.digest({"w": weight.detach()}) - sparserl.digest({"w": torch.zeros(100, dtype=BF16)})
-    assert again.parts[0].moved == (moved.first, moved.second)
+    assert again.parts[0].marks.run(0, 100)[1].tolist() == [0, 0]
     step(3)
     assert seen(again) == [1, 2]
     source.committed()
@@ -133,7 +132,7 @@ class Experts:
 
 
 def test_many_parts_and_gradients_that_come_and_go():
-    """Any subset of parameters has gradients; marks and sums of every part are those of its own changes."""
+    """Any subset of parameters has gradients; the old bits of every part are those of its own changes."""
     rng = np.random.default_rng(0)
     experts = Experts(60)
     optimizer = torch.optim.SGD(experts.params, lr=0.05)
@@ -152,9 +151,7 @@ def test_many_parts_and_gradients_that_come_and_go():
         for part, was in zip(shards.parts, before, strict=True):
             old, new = (Shards(experts.table, [Part(part.tensor, part.region, data)]) for data in (was, part.data))
             patch = sparserl.diff(old, new)
-            moved = patch.result - patch.base
-            assert part.moved == (moved.first, moved.second)
-            assert part.marks.count == patch.changed
+            assert changed(part).size == patch.changed
         source.committed()
 
 
@@ -240,7 +237,7 @@ def test_steps_that_move_parameters():
             model[1].weight.data = new
         shards = source.weights()
         assert all(known(shards))
-        assert [part.marks.count for part in shards.parts if part.marks.count] == [8]
+        assert [n for part in shards.parts if (n := changed(part).size)] == [8]
         for line in lines:
             assert not any(entry.dense for entry in line.publish(shards, model.state_dict()))
         source.committed()

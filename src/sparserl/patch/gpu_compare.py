@@ -36,7 +36,7 @@ _WORD_BITS = 2  # taken for a word where buckets are cut, which is what steps ta
 R = TypeVar("R")
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """What is wanted of a comparison."""
 
     names: Sequence[str]
@@ -65,17 +65,17 @@ def compare(
         keep: Whether buckets may be wanted in another profile than the one with the fewest bits, or later.
     """
     capacity = Capacity.of_gpu(sum(runs.nbytes for runs in all_runs))
-    return _compare(old, new, all_runs, _Options(names, capacity, digest_base, keep))
+    return _compare(old, new, all_runs, Options(names, capacity, digest_base, keep))
 
 
 def compare_to_host(
     old: LocalWeights, new: LocalWeights, all_runs: Sequence[Runs], digest_base: bool
 ) -> Iterator[Compared]:
     """The changes of runs in host memory, neither routed nor encoded."""
-    return _compare(old, new, all_runs, _Options((), Capacity.of_gpu(0), digest_base, keep=False, to_host=True))
+    return _compare(old, new, all_runs, Options((), Capacity.of_gpu(0), digest_base, keep=False, to_host=True))
 
 
-def _compare(old: LocalWeights, new: LocalWeights, all_runs: Sequence[Runs], options: _Options) -> Iterator[Compared]:
+def _compare(old: LocalWeights, new: LocalWeights, all_runs: Sequence[Runs], options: Options) -> Iterator[Compared]:
     jobs = ((runs, _compare_group(old, new, runs, options)) for runs in groups(all_runs, old.table))
     return in_turn(_on_gpu(old, runs, job) for runs, job in jobs)
 
@@ -93,7 +93,7 @@ def _on_gpu(weights: LocalWeights, runs: Runs, job: Generator[Waiting, None, R])
 
 
 def _compare_group(
-    old_weights: LocalWeights, new_weights: LocalWeights, runs: Runs, options: _Options
+    old_weights: LocalWeights, new_weights: LocalWeights, runs: Runs, options: Options
 ) -> Generator[Waiting, None, Compared]:
     """Find and encode the changes of a group of runs."""
     blocks, (old, new) = runs.blocks(old_weights.table.keys)
@@ -110,25 +110,25 @@ def _compare_group(
     return Compared(routed, Digest() if base is None else fetched_digest(base), moved, runs.nbytes)
 
 
-def _route(compared: ComparedRuns, options: _Options) -> Generator[Waiting, None, tuple[list[Changes | Draft], Digest]]:
+def _route(compared: ComparedRuns, options: Options) -> Generator[Waiting, None, tuple[list[Changes | Draft], Digest]]:
     """Buckets that are coded on the GPU, and changes that are left to the CPU; how the digest moves."""
     live = np.flatnonzero(compared.changes)
     if options.to_host:
         packed = compared.select(live).compacted()
         return [packed.on_host(slice(i, i + 1)) for i in range(live.size)], packed.moved
-    for_cpu = _is_for_cpu(compared, live, options.names)
+    for_cpu = is_for_cpu(compared, live, options.names)
     routed: list[Changes | Draft] = []
     moved = Digest()
     cpu_runs = live[for_cpu]
     if cpu_runs.size:
         packed = compared.select(cpu_runs).compacted()
-        for part in _cut(packed, options):
+        for part in cut_buckets(packed, options):
             routed += plan.route(packed.on_host(part), options.names, compared.old_weights.table)
         moved += packed.moved
     gpu_runs = live[~for_cpu]
     if gpu_runs.size:
         compared = compared.select(gpu_runs)
-        rest = encode(compared, [*_cut(compared, options)], options.names, options.keep)
+        rest = encode(compared, [*cut_buckets(compared, options)], options.names, options.keep)
         del compared
         drafts, delta = yield from rest
         routed += drafts
@@ -136,7 +136,7 @@ def _route(compared: ComparedRuns, options: _Options) -> Generator[Waiting, None
     return routed, moved
 
 
-def _is_for_cpu(compared: ComparedRuns, live: Numbers, names: Sequence[str]) -> npt.NDArray[np.bool_]:
+def is_for_cpu(compared: CountedRuns, live: Numbers, names: Sequence[str]) -> npt.NDArray[np.bool_]:
     """Which runs are left to the CPU: those that may be dense or are too heavy for a bucket; all if they are few."""
     count = compared.changes[live]
     few = min(FEW_CHANGES, _FEW_FOR_CTX) if "ctx" in names else FEW_CHANGES
@@ -146,7 +146,7 @@ def _is_for_cpu(compared: ComparedRuns, live: Numbers, names: Sequence[str]) -> 
     return heavy | (count > BUCKET_CHANGES)
 
 
-def _cut(compared: CountedRuns, options: _Options) -> Iterator[slice]:
+def cut_buckets(compared: CountedRuns, options: Options) -> Iterator[slice]:
     """Runs that make a bucket each."""
     width = compared.runs.dtype.width
     bits = index_bits(compared.runs.numel, compared.changes) + _WORD_BITS * compared.changes

@@ -33,7 +33,7 @@ from ..wire import EncodedStreams, Entries, Head
 from ..wire.cursor import CHECKSUM_BYTES
 from .gpu_changes import CompactedChanges, ComparedRuns, CountedRuns, fetched_digest
 
-_LOT_BUCKETS = 4  # one after the other, for which profile and classes are chosen together
+LOT_BUCKETS = 4  # one after the other, for which profile and classes are chosen together
 _GPU_PROFILES = ("ctx", "ulp")  # those that are coded on the GPU
 
 
@@ -173,7 +173,7 @@ def _estimated_lots(
     compared: ComparedRuns, parts: list[slice], names: Sequence[str]
 ) -> Generator[Waiting, None, list[_Lot]]:
     """Lots of buckets, with what they cost in each profile, and with classes where `ctx` is the smallest."""
-    buckets = [parts[i : i + _LOT_BUCKETS] for i in range(0, len(parts), _LOT_BUCKETS)]
+    buckets = [parts[i : i + LOT_BUCKETS] for i in range(0, len(parts), LOT_BUCKETS)]
     spans = [slice(lot[0].start, lot[-1].stop) for lot in buckets]
     dtype = compared.runs.dtype
     shifts = [key_shift(dtype, ())] * len(spans)  # of integers it depends on the changes

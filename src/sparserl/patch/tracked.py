@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ from ..weights.dtypes import UIntArray
 from ..weights.holdings import Holdings
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
-from ..weights.old_bits import OldBits, Positions
+from ..weights.old_bits import OldBits, OldPiece, Positions
 from ..weights.region import Numbers, Region, whole
 from ..weights.shards import Place, Shards
 from ..weights.staging import gpu_tensor
@@ -138,11 +139,13 @@ def capture_tracked(
     if set(weights.places) != old_sums.keys():
         raise TensorMismatch("these are not the parts whose sums are known")
     finder = _Finder(weights, _old_bits(weights, new) if isinstance(new, Shards) else {}, progress)
-    groups = [weights.places] if holdings is None else holdings.cells(weights.places)
+    on_gpu = [] if holdings is not None else [place for place in weights.places if finder.is_on_gpu(place)]
+    found_on_gpu = [*finder.find(on_gpu, threads)]
+    groups = holdings.cells(weights.places) if holdings is not None else [finder.without(on_gpu)]
     found = [[*finder.find(places, threads)] for places in groups]
     explained = {place for place, now in finder.sums.items() if old_sums[place] + finder.moved[place] == now}
     router = _Router(weights, names, explained)
-    changes = router.route(groups, found, is_cut=holdings is not None)
+    changes = chain(router.route_on_gpu(on_gpu, found_on_gpu), router.route(groups, found, is_cut=holdings is not None))
     if timed is not None:
         changes = timed(changes)
     return TrackedChanges(weights, changes, names, sum(old_sums.values(), Digest()), finder.sums)
@@ -218,6 +221,15 @@ class _Finder:
         for place, first, second, nbytes in on_gpu.piece_sums(self._weights, runs):
             self.sums[self._part(*place)] += Digest(first, second)
             self._report(nbytes)
+
+    def is_on_gpu(self, part: Place) -> bool:
+        """Whether a part lies on a GPU as kernels read it."""
+        return part in self._on_gpu
+
+    def without(self, parts: Sequence[Place]) -> list[Place]:
+        """All parts but some."""
+        left_out = {*parts}
+        return [place for place in self._weights.places if place not in left_out]
 
     def _report(self, nbytes: int) -> None:
         if self._progress is not None and nbytes:
@@ -320,6 +332,33 @@ class _Router:
         self._weights = weights
         self._names = names
         self._explained = explained
+
+    def route_on_gpu(self, places: Sequence[Place], found: Sequence[_Found]) -> Iterator[Changes | Draft]:
+        """The changes of parts on GPUs, encoded there."""
+        if not places:
+            return
+        from ..weights.on_gpu import split_by_gpu
+        from . import gpu_tracked
+
+        pieces: dict[Place, list[tuple[OldPiece, OldPiece]]] = {}
+        for one in found:
+            ends = np.cumsum(one.changes.counts)
+            for i, part in enumerate(one.parts):
+                if part in self._explained:
+                    inside = slice(ends[i] - one.changes.counts[i], ends[i])
+                    positions = one.changes.positions[inside]
+                    span = (one.batch.offset, one.batch.offset + int(one.batch.numel[i]), positions)
+                    sides = (one.changes.before[inside], one.changes.after[inside])
+                    pieces.setdefault(part, []).append((OldPiece(*span, sides[0]), OldPiece(*span, sides[1])))
+        changes = {}
+        for part, both in pieces.items():
+            old, new = zip(*both, strict=True)
+            changes[part] = gpu_tracked.FoundBits(OldBits(old[-1].end, old), OldBits(new[-1].end, new))
+        _, runs = split_by_gpu(places, self._weights)
+        yield from gpu_tracked.route(self._weights, runs, changes, self._names)
+        for place in places:
+            if place not in self._explained:
+                yield from self._whole(*place)
 
     def route(
         self, groups: Sequence[Sequence[Place]], found: Sequence[Sequence[_Found]], *, is_cut: bool

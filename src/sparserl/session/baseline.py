@@ -152,7 +152,6 @@ class NoBaseline:
     """The sums of every part. The old bits of what changes are kept by the source, which tracks changes."""
 
     weights = None
-    is_on_gpu = False
 
     def __init__(self, weights: Weights | Shards, threads: int | None = None, *, observed: bool = False) -> None:
         """The sums of weights.
@@ -162,6 +161,7 @@ class NoBaseline:
         local = LocalWeights.of(weights)
         self._table = local.table
         self._observed = observed
+        self.is_on_gpu = local.has_kernels
         self.sums = part_sums(local, threads)
         self.digest = sum(self.sums.values(), table_digest(local.table) if local.complete else Digest())
 

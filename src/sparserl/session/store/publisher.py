@@ -25,6 +25,7 @@ from ...sources.modules import as_source, weights_of
 from ...transport.groups.gather import RankGather
 from ...transport.stores.base import Store
 from ...transport.stores.opening import open_writable
+from ...weights.digest import Digest
 from ...weights.local import LocalWeights
 from ...weights.memory import Weights
 from ...weights.shards import Shards
@@ -294,9 +295,18 @@ class Publisher:
     def _encoding(self) -> EncodingOptions:
         return self._run_writer.measured_link.resolve(self._encoding_options)
 
-    @property
-    def _tracks_changes(self) -> bool:
-        return hasattr(self._source, "committed")
+    def _choose_baseline(
+        self, weights: Weights | Shards, own_digest: Digest | None, options: BaselineOptions
+    ) -> Baseline:
+        baseline, self.baseline = choose_baseline(
+            weights,
+            options,
+            tracked=hasattr(self._source, "committed"),
+            observed=self._observing.is_active,
+            threads=self._encoding.threads,
+            own_digest=own_digest,
+        )
+        return baseline
 
     def _continue_run(self, writer: HeadWriter, saved_anchor: SavedAnchor | None) -> None:
         """Go on with the run that the store has; where that cannot be done, it is not replaced without a word."""
@@ -306,17 +316,7 @@ class Publisher:
         weights = functools.partial(weights_of, self._source)
         resumed = resume_run(self.store, self._writers, head, saved_anchor, weights, self._encoding)
 
-        def choose(options: BaselineOptions) -> Baseline:
-            baseline, self.baseline = choose_baseline(
-                resumed.weights,
-                options,
-                tracked=self._tracks_changes,
-                observed=self._observing.is_active,
-                threads=self._encoding.threads,
-                own_digest=resumed.digest,
-            )
-            return baseline
-
+        choose = functools.partial(self._choose_baseline, resumed.weights, resumed.digest)
         baseline = self._writers.choose_alike(self._baseline_options, choose)
         self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baseline)
         self._source_check.resume()
@@ -357,13 +357,7 @@ class Publisher:
         def capture(options: BaselineOptions) -> Baseline:
             weights = weights_of(self._source)
             with watch.stage("capture"):
-                baseline, self.baseline = choose_baseline(
-                    weights,
-                    options,
-                    tracked=self._tracks_changes,
-                    observed=self._observing.is_active,
-                    threads=self._encoding.threads,
-                )
+                baseline = self._choose_baseline(weights, None, options)
             anchor = self._anchor_now(weights, watch) if baseline.weights is None else None
             named = label._replace(files=self._capture_files())
             local = LocalWeights.of(weights)

@@ -6,17 +6,17 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
-        "marks that were not committed are forgotten",
-        "sources/tracked_rows.py",
-        "marks.unite(earlier.marks)",
-        "",
+        "old bits that were not committed are forgotten",
+        "sources/tracker.py",
+        "published = kept.publish(r, earlier.get(row.key))",
+        "published = kept.publish(r, None)",
         Tests("sources/test_track_steps.py", "failed_publishes"),
     ),
     Mutant(
-        "only the marks of the last step are sent",
-        "sources/tracked_rows.py",
-        "first = plan.first[changes.rows]",
-        ("first = plan.first[changes.rows]\nself.words[:] = 0"),
+        "only the changes of the last step are sent",
+        "sources/kept_bits.py",
+        "positions, old_bits = merge_old(kept.positions, kept.bits, positions, old_bits)",
+        "pass",
         Tests("sources/test_track.py", "add_up"),
     ),
     Mutant(
@@ -74,5 +74,12 @@ MUTANTS = (
         "parameters[name] = stage.vocabulary(model.names_of(EMBEDDING, table), padded_vocab).owned(False)",
         "parameters[name] = stage.vocabulary(model.names_of(EMBEDDING, table), padded_vocab)",
         Tests("sources/test_megatron_families.py", "multi_token"),
+    ),
+    Mutant(
+        "the last old bits of an element count, not the first",
+        "sources/kept_bits.py",
+        "positions, old_bits = merge_old(kept.positions, kept.bits, positions, old_bits)",
+        "positions, old_bits = merge_old(positions, old_bits, kept.positions, kept.bits)",
+        Tests("sources/test_track_old_bits.py", "same_bytes"),
     ),
 )

@@ -145,7 +145,8 @@ def capture_tracked(
     found = [[*finder.find(places, threads)] for places in groups]
     explained = {place for place, now in finder.sums.items() if old_sums[place] + finder.moved[place] == now}
     router = _Router(weights, names, explained)
-    changes = chain(router.route_on_gpu(on_gpu, found_on_gpu), router.route(groups, found, is_cut=holdings is not None))
+    changes: Iterator[Changes | Draft] = router.route_on_gpu(on_gpu, found_on_gpu)
+    changes = chain(changes, router.route(groups, found, is_cut=holdings is not None))
     if timed is not None:
         changes = timed(changes)
     return TrackedChanges(weights, changes, names, sum(old_sums.values(), Digest()), finder.sums)

@@ -89,7 +89,8 @@ def test_changes_are_those_of_a_full_comparison(profile, more):
     assert patch.to_bytes() == full.to_bytes()
 
 
-def test_new_bits_are_captured():
+@pytest.mark.parametrize("profile", ["auto", "gap"])
+def test_new_bits_are_captured(profile):
     """What the trainer writes afterwards does not get into the patch, be it sparse or dense."""
     rng = np.random.default_rng(0)
     old = some_bits(rng)
@@ -100,7 +101,7 @@ def test_new_bits_are_captured():
     marks = told(old, new)
     del marks["b"], marks["c"]  # one lies in one piece, the other does not
     going_on = copies(new)
-    found = capture_tracked(shards(going_on, marks), sums(shards(old))).detach()
+    found = capture_tracked(shards(going_on, marks), sums(shards(old)), profile=profile).detach()
     for array in going_on.values():
         array.view(np.uint8)[...] ^= 77
     lands(found, old, new)

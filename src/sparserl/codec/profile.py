@@ -51,11 +51,11 @@ class BucketLayout:
     tile_log: int
     chunk_log: int
     old_addresses: Counts | None = None  # of the entries' old bits, in row-major order, if they are in memory
-    old_bits: Sequence[UIntArray] | None = None  # for a writer: of the changes, if the addresses have new bits
     classes: Classes | None = None  # for a writer; a reader decodes them from a stream
     overwrite: bool = False  # whether a reader that reads the old bits writes the new ones over them
     lend: bool = False  # whether decoded positions and words may lie in the bucket's own memory
     allocate: Allocator = empty  # makes arrays for positions, and for old bits or steps
+    old_bits: Sequence[UIntArray] | None = None  # for a writer: of the changes, if the addresses have new bits
 
     @cached_property
     def changes(self) -> int:

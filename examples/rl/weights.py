@@ -1,7 +1,7 @@
 """The weights at both ends: what the trainer publishes, and what a worker holds and answers with.
 
 What is published is narrower than what is trained: fp32 masters move a little at every step, and most of their bf16
-casts keep their bits. `sparserl.sources.track` looks at every optimizer step and keeps only old bits of what it changes, so no bf16 copy of
+casts keep their bits. `sparserl.sources.track` finds what steps change and keeps their old bits, so no bf16 copy of
 the model has to live beside the masters. Merged LoRA weights and fp8 codes are made anew at every publish.
 """
 

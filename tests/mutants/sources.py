@@ -49,9 +49,9 @@ MUTANTS = (
     ),
     Mutant(
         "quantized changes of a publish that failed are forgotten",
-        "sources/quantize_marks.py",
-        "self.words |= words.index_add_(",
-        "self.words[:] = words.index_add_(",
+        "sources/quantized_changes.py",
+        "merged = merge_old(self._positions, self._old, positions.astype(np.uint32), old.view(self._old.dtype))",
+        "merged = (positions.astype(np.uint32), old.view(self._old.dtype))",
         Tests("sources/test_quantized_formats.py", "failed"),
     ),
     Mutant(

@@ -244,14 +244,14 @@ def test_published_and_followed(tmp_path, name):
                 assert same_bits(rollout[key], tensor), key
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_marks_take_the_place_of_a_baseline(tmp_path, name):
+@pytest.mark.parametrize(("name", "profile"), [*((name, "gap") for name in SCHEMES), ("mxfp4", "auto")])
+def test_old_bits_take_the_place_of_a_baseline(tmp_path, name, profile):
     """With `track`, a publisher without a baseline sends just the codes and scales that changed, none of them dense."""
     w = {"fc.weight": weight(140, 160).to(torch.bfloat16)}
     source = quantized(w, name, track=True)
     rollout = {key: torch.zeros_like(tensor) for key, tensor in quantized(w, name).weights().items()}
     with (
-        sparserl.Publisher(tmp_path, source, baseline="none", profile="gap") as publisher,
+        sparserl.Publisher(tmp_path, source, baseline="none", profile=profile) as publisher,
         sparserl.Subscriber(tmp_path, rollout) as subscriber,
     ):
         for step in range(3):
@@ -267,8 +267,8 @@ def test_marks_take_the_place_of_a_baseline(tmp_path, name):
                 assert 0 < report.changed <= changed_bytes < 140 * 160
 
 
-def test_marks_of_shards_and_of_publishes_that_failed():
-    """Marks say what changed since the last commit, also of parts that are no runs; the digest moves as they say."""
+def test_old_bits_of_shards_and_of_publishes_that_failed():
+    """Old bits are those of the last commit, of all that has changed, also of parts that are no runs."""
     w = weight(40, 96)
     table = sparserl.tensor_table({"fc.weight": w})
     boxes = [Region((0, 0), (40, 32)), Region((0, 32), (40, 64))]
@@ -276,16 +276,15 @@ def test_marks_of_shards_and_of_publishes_that_failed():
     source = quantized(Fixed(Shards(table, parts)), "mxfp4", track=True)
     old = source.weights().map(lambda part: part.data.clone())
     source.committed()
-    assert all(part.marks.count == 0 and part.moved == (0, 0) for part in source.weights().parts)
+    assert not any(part.marks.between(0, part.region.numel).size for part in source.weights().parts)
     for step in range(2):  # the first is not committed
         w[5 + step, 20:50] *= 3
         new = source.weights()
     for before, after in zip(old.parts, new.parts, strict=True):
         changed = (before.data != after.data).view(-1).nonzero().view(-1)
-        assert after.marks.between(0, after.region.numel).tolist() == changed.tolist()
-        parts_of = [sparserl.digest(Shards(new.table, [part])) for part in (before, after)]
-        delta = parts_of[1] - parts_of[0]
-        assert after.moved == (delta.first, delta.second)
-    assert sum(part.marks.count for part in new.parts) > 10
+        positions, bits = after.marks.run(0, after.region.numel)
+        assert positions.tolist() == changed.tolist()
+        assert bits.tolist() == before.data.view(torch.uint8).view(-1)[changed].tolist()
+    assert sum(part.marks.between(0, part.region.numel).size for part in new.parts) > 10
     with pytest.raises(ValueError, match="track=True takes a scheme"):
         quantized({"a": w}, lambda name, tensor: {name: tensor}, track=True)

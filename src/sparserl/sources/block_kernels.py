@@ -1,4 +1,4 @@
-"""Quantized parts on GPUs that have kernels for it: their blocks are measured, quantized and compared in one read."""
+"""Quantized parts on GPUs that have kernels for it: their blocks are measured and quantized in one read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ..kernels import gpu
 from ..weights import memory
 from ..weights.region import Region
 from .block_codes import BlockGrid
-from .quantize_marks import QuantizedMarks, integers
 from .schemes import LIMITS, Blockwise
 
 _RUN = 64  # elements that are measured at a time where one scale is for all
@@ -45,37 +44,26 @@ def quantize(
     data: torch.Tensor,
     grid: BlockGrid,
     scheme: Blockwise,
-    codes: gpu.quantize.Output,
-    scales: gpu.quantize.Output,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
     largest: torch.Tensor | None,
     global_scale: torch.Tensor | None,
-    *,
-    track: bool,
 ) -> None:
-    """Write the codes and scales of a part that fits, where they are not yet what they must be.
+    """Write the codes and scales of a part that fits.
 
     Args:
         data: the part.
         grid: the blocks of its tensor.
         scheme: how it is quantized.
-        codes: where the quantized elements are.
-        scales: where the scales of its blocks are.
+        codes: what becomes the quantized elements, as integers.
+        scales: what becomes the scales of its blocks, as integers.
         largest: the largest magnitudes of its blocks, where they are known; they must be if it is one block.
         global_scale: the scale for its scales, if it has one.
-        track: whether changes are noted.
     """
     kind = gpu.quantize.Format(scheme.dtype, scheme.scale_dtype, LIMITS[scheme.dtype])
     height, width = grid.block[-2:]
     with _on(data.device):
-        gpu.quantize.quantize(data, codes, scales, kind, (height, width), largest, global_scale, track=track)
-
-
-def output(tensor: torch.Tensor, marks: QuantizedMarks | None) -> gpu.quantize.Output:
-    """Where kernels write codes or scales, and where they note changes, if they do."""
-    bits = integers(tensor)
-    if marks is None:
-        return gpu.quantize.Output(bits, bits, bits, bits)
-    return gpu.quantize.Output(bits, marks.words, marks.place, marks.sums)
+        gpu.quantize.quantize(data, codes, scales, kind, (height, width), largest, global_scale)
 
 
 def _on(device: Any) -> AbstractContextManager[Any]:

@@ -113,7 +113,7 @@ class QuantizedSource:
 
 
 class TrackedQuantizedSource(QuantizedSource):
-    """The same with marks of what has changed, so that a publisher needs no baseline. Made by `quantized`."""
+    """The same with the old bits of what has changed, so that a publisher needs no baseline. Made by `quantized`."""
 
     _track = True
 

@@ -23,7 +23,7 @@ from ..weights.shards import Part, Shards
 from ..weights.staging import LazyBits
 from ..weights.table import TensorSpec, TensorTable
 from .block_codes import BlockGrid, block_scales, global_scales, magnitudes, write_codes
-from .quantize_marks import QuantizedMarks, integers
+from .quantized_changes import MOST_NOTED, NotedChanges, integers
 from .schemes import Blockwise, fused_name
 
 
@@ -39,7 +39,7 @@ class QuantizedPart:
         codes: the quantized elements.
         scales: of the blocks that the part touches.
         global_scales: of the matrices that the part touches; None for schemes without.
-        marks: of codes, scales and global scales, those that changes are noted of, by the name of the tensor.
+        noted: what has changed of codes, scales and global scales, by the name of the tensor, where that is noted.
     """
 
     number: int
@@ -49,7 +49,7 @@ class QuantizedPart:
     codes: torch.Tensor
     scales: torch.Tensor
     global_scales: torch.Tensor | None
-    marks: dict[str, QuantizedMarks] = field(default_factory=dict)
+    noted: dict[str, NotedChanges] = field(default_factory=dict)
 
     @property
     def is_aligned(self) -> bool:
@@ -94,9 +94,9 @@ class QuantizationPlan:
         self._magnitudes: dict[int, torch.Tensor] = {}
         for part in self._parts if track else ():
             for result in self._results(part):
-                if result.tensor != scheme.scale_name(part.tensor) or part.is_aligned:  # else the data is a copy
-                    bits = integers(result.data)
-                    part.marks[result.tensor] = QuantizedMarks(self.table, result.tensor, result.region, bits)
+                is_copy = result.tensor == scheme.scale_name(part.tensor) and not part.is_aligned
+                if not is_copy and result.region.numel <= MOST_NOTED:
+                    part.noted[result.tensor] = NotedChanges(integers(result.data))
 
     def fits(self, shards: Shards) -> bool:
         """Whether it is the plan for these parts."""
@@ -214,64 +214,37 @@ class QuantizationPlan:
     def committed(self) -> None:
         """What was quantized last is a committed version: changes are noted from here."""
         for part in self._parts:
-            for marks in part.marks.values():
-                marks.clear()
+            for noted in part.noted.values():
+                noted.clear()
 
     def _marked(self, part: QuantizedPart, result: Part) -> Part:
-        """A part with the marks of what has changed in it."""
-        if (marks := part.marks.get(result.tensor)) is None:
-            return result
-        bitmap, moved = marks.published()
-        return replace(result, marks=bitmap, moved=moved)
+        """A part with the old bits of what has changed in it."""
+        noted = part.noted.get(result.tensor)
+        return result if noted is None else replace(result, marks=noted.old_bits)
 
     def _encode(
         self, part: QuantizedPart, data: torch.Tensor, blocks: torch.Tensor | None, largest: torch.Tensor
     ) -> None:
         """Write the elements and scales of a part, given the magnitudes of its blocks where they are known."""
         has_kernels = _has_kernels(data, part, self._scheme)
-        by_kernel = self._noted_by_kernel(part) if has_kernels else None
-        compared = [marks for marks in part.marks.values() if by_kernel is None or marks not in by_kernel]
-        old = [marks.bits.clone() for marks in compared]
+        old = [noted.bits.clone() for noted in part.noted.values()]
         if part.global_scales is not None:
             matrices = largest[self._numbers(part)].view(part.global_scales.shape)
             part.global_scales.copy_(global_scales(matrices))
         if has_kernels:
             if blocks is None and part.grid.touched(part.region).numel == 1:
                 blocks = _measured(data, part, self._scheme)
-            self._encode_with_kernels(part, data, blocks, by_kernel)
+            self._encode_with_kernels(part, data, blocks)
         else:
             self._encode_with_torch(part, data, _measured(data, part, self._scheme) if blocks is None else blocks)
-        for marks, before in zip(compared, old, strict=True):
-            marks.note(before)
+        for noted, before in zip(part.noted.values(), old, strict=True):
+            noted.add(before)
 
-    def _noted_by_kernel(self, part: QuantizedPart) -> tuple[QuantizedMarks, QuantizedMarks] | None:
-        """The marks of codes and scales, if they are runs of their tensors: kernels can note changes of these."""
-        codes = part.marks.get(self._scheme.element_name(part.tensor))
-        scales = part.marks.get(self._scheme.scale_name(part.tensor))
-        if codes is None or scales is None or codes.run_start is None or scales.run_start is None:
-            return None
-        return codes, scales
-
-    def _encode_with_kernels(
-        self,
-        part: QuantizedPart,
-        data: torch.Tensor,
-        blocks: torch.Tensor | None,
-        noted: tuple[QuantizedMarks, QuantizedMarks] | None,
-    ) -> None:
+    def _encode_with_kernels(self, part: QuantizedPart, data: torch.Tensor, blocks: torch.Tensor | None) -> None:
         from . import block_kernels
 
-        codes, scales = noted or (None, None)
-        block_kernels.quantize(
-            data,
-            part.grid,
-            self._scheme,
-            block_kernels.output(part.codes, codes),
-            block_kernels.output(part.scales, scales),
-            blocks,
-            part.global_scales,
-            track=noted is not None,
-        )
+        outputs = (integers(part.codes), integers(part.scales))
+        block_kernels.quantize(data, part.grid, self._scheme, *outputs, blocks, part.global_scales)
 
     def _encode_with_torch(self, part: QuantizedPart, data: torch.Tensor, blocks: torch.Tensor) -> None:
         per_matrix = None if part.global_scales is None else part.global_scales[..., None]

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import TensorMismatch
 from ..weights.memory import Weights
+from ..weights.old_bits import OldBits
 from ..weights.shards import Part, Shards
 from ..weights.staging import LazyBits
 from ..weights.table import TensorSpec, TensorTable
@@ -93,7 +94,7 @@ class Renaming:
         new_names = self.new_names(spec.name for spec in shards.table.specs)
         parts: dict[str, list[Part]] = {name: [] for name in new_names}
         for part in shards.parts:
-            if part.moved is not None:
+            if isinstance(part.marks, OldBits):
                 raise TensorMismatch("rename what is tracked, not the tracker: track(optimizer, renamed(model, rules))")
             parts[part.tensor].append(part)
         specs: dict[str, TensorSpec] = {}

@@ -1,6 +1,6 @@
-"""Quantized blocks on a GPU, in Triton: one read of the weights measures, quantizes and compares them.
+"""Quantized blocks on a GPU, in Triton: one read of the weights measures and quantizes them.
 
-    weights ──► largest magnitude of a block ──► its scale ──► codes ──► differ from those of the last time? written
+    weights ──► largest magnitude of a block ──► its scale ──► codes
 
 `sources/block_codes.py` specifies every step with operations of torch; the bits are the same. Rounding is done on
 integers, since GPUs before Hopper do not have the formats. Blocks of one row whose columns are a power of two are taken
@@ -15,8 +15,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-
-from .changes import add_sums, digest_delta, unsigned, weyl_number
 
 _FP8 = tl.constexpr(0)
 _INT8 = tl.constexpr(1)
@@ -37,22 +35,6 @@ class Format(NamedTuple):
     elements: str
     scales: str
     limit: float
-
-
-class Output(NamedTuple):
-    """Where codes or scales are written, and changes are noted.
-
-    Attributes:
-        bits: the codes or scales of the last time, as integers.
-        marks: a bitmap with a bit for each of them, in words of 64 bits.
-        place: both digest keys of the tensor, and where its part begins in it.
-        sums: both sums of the digest; what changes is added.
-    """
-
-    bits: torch.Tensor
-    marks: torch.Tensor
-    place: torch.Tensor
-    sums: torch.Tensor
 
 
 @triton.jit
@@ -119,25 +101,12 @@ def _code(x, divisor, broken, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _write_changed(out, base, offset, new, ok, N: tl.constexpr, TRACK: tl.constexpr):
-    """Write N codes or scales where they differ from those in memory; mark these, and add to the digest sums.
+def _write(out, base, offset, new, ok):
+    """Write codes or scales.
 
     They are at `base`, of 64 bits, plus `offset`, of 32: many numbers of 64 bits would take too many registers.
     """
-    new = new.to(out.bits.dtype.element_ty)
-    old = tl.load(out.bits + base + offset, mask=ok, other=0)
-    changed = ok & (old != new)
-    tl.store(out.bits + base + offset, new, mask=changed)
-    if TRACK:  # known when it is compiled; the sum is not
-        count = tl.sum(tl.reshape(changed.to(tl.int32), [N]), axis=0)
-        if count > 0:
-            index = base + offset
-            bit = (tl.zeros_like(index) + 1) << (index & 63)
-            tl.atomic_or(out.marks + (index >> 6), bit, mask=changed, sem="relaxed")
-            weyl = weyl_number(tl.load(out.place), tl.load(out.place + 2) + index)
-            second_key = tl.load(out.place + 1).to(tl.uint64, bitcast=True)
-            first, second = digest_delta(weyl, second_key, unsigned(old), unsigned(new), changed)
-            add_sums(out.sums, 0, tl.reshape(first, [N]), tl.reshape(second, [N]))
+    tl.store(out + base + offset, new.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -156,7 +125,6 @@ def _runs_kernel(
     SCALE: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
-    TRACK: tl.constexpr,
 ):
     """COUNT runs of SIZE elements, with a scale each. SHARED: all of them have the same scale."""
     first = tl.program_id(0).to(tl.int64) * COUNT
@@ -176,15 +144,15 @@ def _runs_kernel(
     stored, divisor, broken = _scale(most, total, LIMIT, SCALE, OFFSET)
     if SHARED:
         exists = first + run == 0
-    _write_changed(scales, first_scale, number, stored, exists, COUNT, TRACK)
+    _write(scales, first_scale, number, stored, exists)
     code = _code(x, divisor[:, None], broken[:, None], ELEMENT)
     if ELEMENT == _FP4:
         low, high = tl.split(tl.reshape(code, [COUNT, SIZE // 2, 2]))
         pair = run[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
         packed = low | (high << 4)
-        _write_changed(codes, first * (SIZE // 2), pair, packed, pair * 2 < left, COUNT * SIZE // 2, TRACK)
+        _write(codes, first * (SIZE // 2), pair, packed, pair * 2 < left)
     else:
-        _write_changed(codes, first * SIZE, index, code, ok, COUNT * SIZE, TRACK)
+        _write(codes, first * SIZE, index, code, ok)
 
 
 @triton.jit
@@ -213,7 +181,6 @@ def _blocks_kernel(
     ONE: tl.constexpr,
     ELEMENT: tl.constexpr,
     LIMIT: tl.constexpr,
-    TRACK: tl.constexpr,
 ):
     """One block with a float32 scale, in tiles of TALL rows and WIDE columns. ONE: it fits one tile."""
     number = tl.program_id(0).to(tl.int64)
@@ -241,10 +208,10 @@ def _blocks_kernel(
         most = tl.max(tl.max(most, axis=1), axis=0)
     stored, divisor, broken = _scale(tl.zeros([1], tl.float32) + most, 1.0, LIMIT, 0, 0)
     place = tl.arange(0, 1)
-    _write_changed(scales, number, place, stored, place == 0, 1, TRACK)
+    _write(scales, number, place, stored, place == 0)
     if ONE:
         code = _code(x, divisor[:, None], broken[:, None], ELEMENT)
-        _write_changed(codes, origin, index, code, ok, TALL * WIDE, TRACK)
+        _write(codes, origin, index, code, ok)
     else:
         for i in range(0, height, TALL):
             for j in range(0, width, WIDE):
@@ -252,7 +219,7 @@ def _blocks_kernel(
                 base = origin + (tl.zeros_like(origin) + i) * columns + j
                 x = tl.load(weights + base + index, mask=ok, other=0.0)
                 code = _code(x, divisor[:, None], broken[:, None], ELEMENT)
-                _write_changed(codes, base, index, code, ok, TALL * WIDE, TRACK)
+                _write(codes, base, index, code, ok)
 
 
 def run_magnitudes(weights: torch.Tensor, size: int) -> torch.Tensor:
@@ -266,26 +233,23 @@ def run_magnitudes(weights: torch.Tensor, size: int) -> torch.Tensor:
 
 def quantize(
     weights: torch.Tensor,
-    codes: Output,
-    scales: Output,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
     kind: Format,
     block: tuple[int, int],
     largest: torch.Tensor | None = None,
     global_scale: torch.Tensor | None = None,
-    *,
-    track: bool = False,
 ) -> None:
     """Quantize a contiguous matrix, or a stack of them, that consists of whole blocks.
 
     Args:
         weights: the matrix.
-        codes: what becomes the quantized elements.
-        scales: what becomes the scales of the blocks.
+        codes: what becomes the quantized elements, as integers.
+        scales: what becomes the scales of the blocks, as integers.
         kind: the formats of both.
         block: the rows and columns of a block.
         largest: the largest magnitudes of the blocks, which must be given if there is only one block.
         global_scale: a scale for the scales, if the format has one.
-        track: whether changes are noted.
     """
     options = (ELEMENTS[kind.elements], SCALES[kind.scales], kind.limit)
     rows, columns = weights.shape[-2:]
@@ -297,7 +261,7 @@ def quantize(
         _runs_kernel[(-(-weights.numel() // _RUN),)](
             *(weights, codes, scales, weights if largest is None else largest),
             *(weights if global_scale is None else global_scale, weights.numel(), size, count),
-            *(is_one, largest is not None, *options, _OFFSETS.get(kind.elements, 0), track),
+            *(is_one, largest is not None, *options, _OFFSETS.get(kind.elements, 0)),
             num_warps=4,
         )
         return
@@ -308,7 +272,7 @@ def quantize(
     is_tile = height <= tall and width <= wide
     _blocks_kernel[(matrices * grid[0] * grid[1],)](
         *(weights, codes, scales, rows, columns, height, width, *grid, tall, wide, is_tile),
-        *(options[0], kind.limit, track),
+        *(options[0], kind.limit),
         num_warps=8 if tall * wide > 4096 else 4,
     )
 

@@ -16,7 +16,7 @@ from ...weights.memory import Weights
 from ...weights.shards import Place, Shards
 from ...weights.table import TensorTable
 from ..anchors import SPOOL_BYTES, anchor_of
-from ..baseline import CapturedChanges, HostBaseline, NoBaseline, choose_baseline
+from ..baseline import CapturedChanges, HostBaseline, NoBaseline, ResumedBaseline, choose_baseline
 from ..options import BaselineOptions, EncodingOptions
 from ..report import Watch
 from .transfer_plan import RankShare, WriterLeg
@@ -55,7 +55,7 @@ class GroupBaseline:
     """What this rank keeps of the version that every rank committed last: the bits, or only their sums."""
 
     version: int
-    kept: HostBaseline | NoBaseline
+    kept: HostBaseline | NoBaseline | ResumedBaseline
     label: str  # where it is, in words
     table: TensorTable
     places: Sequence[Place]

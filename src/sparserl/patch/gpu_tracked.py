@@ -140,7 +140,8 @@ def _encode(
     parts = [slice(part.start - buckets[0].start, part.stop - buckets[0].start) for part in buckets]
     with on_stream(weights, lot.runs.device):
         copy, addresses = _restored(weights, lot)
-        runs = replace(lot.runs, address=np.stack((addresses, lot.runs.address[0])))
+        versions = np.stack((addresses, lot.runs.address[0]))
+        runs = replace(lot.runs, address=versions, bases=(copy, lot.runs.bases[0]))
         blocks, (old, new) = runs.blocks(weights.table.keys)
         bitmap, block_counts = gpu.changes.diff(blocks, old, new)
         compared = ComparedRuns(

@@ -164,7 +164,10 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         self._lose_number()
         name = func._schema.name.partition("::")[2]  # noqa: SLF001
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor):
-            self._write(args[0], args[1])
+            if isinstance(args[1], torch.Tensor):
+                self._write(args[0], args[1])
+            else:  # torch hands numbers on as they are
+                self._fill(args[0], args[1])
         elif func in _COPIES:
             self._make([out], args)
             self._write(out, args[0])

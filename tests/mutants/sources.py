@@ -50,8 +50,8 @@ MUTANTS = (
     Mutant(
         "quantized changes of a publish that failed are forgotten",
         "sources/quantized_changes.py",
-        "merged = merge_old(self._positions, self._old, positions.astype(np.uint32), old.view(self._old.dtype))",
-        "merged = (positions.astype(np.uint32), old.view(self._old.dtype))",
+        "self._piece = piece.under(later)",
+        "self._piece = later",
         Tests("sources/test_quantized_formats.py", "failed"),
     ),
     Mutant(

@@ -134,10 +134,10 @@ def test_no_more_is_fetched_ahead_than_memory_allows(url, monkeypatch):
     _, run, _, place, _ = steps[0].name.split("/")
     blobs = tuple(Blob(item.name.rpartition("/")[2], item.size) for item in steps)
     open_store(url).put(COMING, Manifest(run, place, NOTHING, NOTHING, 1, blobs).to_bytes())
-    ahead = coming.BucketsAhead(store, lambda manifest: manifest.buckets)
+    ahead = coming.BucketsAhead(store)
     taken = threading.Event()
     monkeypatch.setattr(coming, "_outcome", lambda _: taken.set())
-    with ahead.running():
+    with ahead.running(lambda manifest: manifest.buckets):
         assert taken.wait(SECONDS)
     assert sum(item.size for item in steps if item.name in store.reads) <= coming.FLIGHT_BYTES
     assert len(steps) > 1
@@ -158,7 +158,7 @@ def test_a_bucket_that_could_not_be_fetched_ahead_is_fetched_again(url):
         raise Unavailable("the link is down")
 
     store.before_read = fail
-    ahead = coming.BucketsAhead(store, lambda manifest: manifest.buckets)
+    ahead = coming.BucketsAhead(store)
     is_tried = threading.Event()
     outcome = coming._outcome
 
@@ -166,7 +166,48 @@ def test_a_bucket_that_could_not_be_fetched_ahead_is_fetched_again(url):
         outcome(future)
         is_tried.set()
 
-    with pytest.MonkeyPatch.context() as patched, ahead.running():
+    with pytest.MonkeyPatch.context() as patched, ahead.running(lambda manifest: manifest.buckets):
         patched.setattr(coming, "_outcome", tried)
         assert is_tried.wait(SECONDS)
         assert ahead.take(manifest, manifest.buckets[0]) is None
+
+
+def test_what_was_announced_before_is_not_fetched_by_those_who_begin_later(url, monkeypatch):
+    """An announcement of an anchor stays in the store; a follower that finds a head does not want it."""
+    monkeypatch.setattr(coming, "_LATER", 0.01)
+    policy = Policy()
+    with Publisher(url, policy.weights) as publisher:
+        publisher.publish()
+        step = publisher._committed.index.steps[0]
+        record = open_store(url).get(f"runs/{publisher.run}/manifests/{step.manifest}", 1 << 20).data
+    anchor = Manifest.parse(record, "")
+    open_store(url).put(COMING, replace(anchor, base=NOTHING).to_bytes())
+    store = WatchedStore(open_store(url))
+    is_asked = threading.Event()
+    wanted = []
+
+    def look(subscriber):
+        def buckets(manifest):
+            wanted.append(Subscriber._coming_buckets(subscriber, manifest))
+            is_asked.set()
+            return wanted[-1]
+
+        return buckets
+
+    with Subscriber(store, policy.weights) as subscriber, subscriber._ahead.running(look(subscriber)):
+        assert is_asked.wait(SECONDS)
+    assert wanted[0] == ()
+
+
+def test_an_announcement_that_is_too_large_ends_nothing(url, monkeypatch):
+    """It is passed over; the next one counts."""
+    monkeypatch.setattr(coming, "_LATER", 0.01)
+    store = open_store(url)
+    store.put(COMING, bytes((1 << 20) + 1))
+    is_read = threading.Event()
+    ahead = coming.BucketsAhead(WatchedStore(store))
+    with ahead.running(lambda _: is_read.set() or ()):
+        assert not is_read.wait(0.2)
+        blobs = (Blob("0" * 64, 1), Blob("1" * 64, 1))
+        store.put(COMING, Manifest("0" * 16, "0" * 16, NOTHING, NOTHING, 1, blobs).to_bytes())
+        assert is_read.wait(SECONDS)

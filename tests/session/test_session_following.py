@@ -20,6 +20,7 @@ from sparserl.errors import (
 )
 from sparserl.session.store import routes
 from sparserl.session.store.retention import collect, needed, read_head
+from sparserl.transport.stores.base import COMING
 from tests.session.policy import Policy, bits
 
 
@@ -52,7 +53,7 @@ def test_retention_and_leases(url):
     head = read_head(publisher.store)[0]
     collect(publisher.store, -1e12)
     lease = f"runs/{publisher.run}/leases/slow"
-    assert {item.name for item in publisher.store.list("")} == {*needed(publisher.store, head), lease}
+    assert {item.name for item in publisher.store.list("")} == {*needed(publisher.store, head), lease, COMING}
 
 
 def test_waiting_for_subscribers(url):
@@ -131,7 +132,8 @@ def test_what_was_needed_a_moment_ago_stays_for_the_grace_period(url):
     assert needed(publisher.store, old) <= there
     later = collect(publisher.store, 600, clock=lambda: time.time() + 601)
     assert later
-    assert {i.name for i in publisher.store.list("")} == needed(publisher.store, read_head(publisher.store)[0])
+    head = read_head(publisher.store)[0]
+    assert {i.name for i in publisher.store.list("")} == {*needed(publisher.store, head), COMING}
 
 
 def test_upkeep_that_fails_is_told_and_tried_again(url, tmp_path, monkeypatch):

@@ -274,6 +274,7 @@ def test_old_bits_of_shards_and_of_publishes_that_failed():
     boxes = [Region((0, 0), (40, 32)), Region((0, 32), (40, 64))]
     parts = [Part("fc.weight", box, w[box.slices]) for box in boxes]
     source = quantized(Fixed(Shards(table, parts)), "mxfp4", track=True)
+    assert all(part.marks is None for part in source.weights().parts)  # nothing was committed yet
     old = source.weights().map(lambda part: part.data.clone())
     source.committed()
     assert not any(part.marks.between(0, part.region.numel).size for part in source.weights().parts)
@@ -288,3 +289,43 @@ def test_old_bits_of_shards_and_of_publishes_that_failed():
     assert sum(part.marks.between(0, part.region.numel).size for part in new.parts) > 10
     with pytest.raises(ValueError, match="track=True takes a scheme"):
         quantized({"a": w}, lambda name, tensor: {name: tensor}, track=True)
+
+
+def test_a_config_from_elsewhere_says_how_weights_are_quantized(tmp_path):
+    """Files that are given to the publisher replace those of the source, but not what it says of its weights."""
+    import json
+
+    w = {"q_proj.weight": weight(32, 64), "experts.down_proj": torch.ones(2, 32, 64)}
+    with sparserl.Publisher(tmp_path / "run", quantized(w, "mxfp8"), files={"config.json": b'{"a": 1}'}) as publisher:
+        publisher.publish()
+    with sparserl.Subscriber(tmp_path / "run", sparserl.targets.folder(tmp_path / "model")) as subscriber:
+        subscriber.sync()
+    config = json.loads((tmp_path / "model" / "current" / "config.json").read_text())
+    assert config["a"] == 1
+    assert config["quantization_config"]["ignore"] == ["experts"]
+
+
+def test_what_is_no_scheme_is_refused_where_it_is_given():
+    """Not when the first version is published."""
+    w = {"q_proj.weight": weight(32, 64)}
+    with pytest.raises(TypeError, match="call it"):
+        quantized(w, sparserl.sources.nvfp4)
+    with pytest.raises(TypeError, match="names is"):
+        sparserl.sources.int8(names=["q_proj.weight"])
+    for block in (128, "128", (1, 2, 3)):
+        with pytest.raises(ValueError, match="number of rows and one of columns"):
+            sparserl.sources.fp8_blockwise(block)
+    with pytest.raises(sparserl.errors.TensorMismatch, match="rename what is quantized"):
+        sparserl.sources.renamed(quantized(w, "int8"), {"q_proj.": "q."})
+
+
+def test_old_bits_take_no_more_than_the_codes():
+    """Where everything changes, all old codes are kept, without positions."""
+    w = weight(32, 64)
+    source = quantized({"q_proj.weight": w}, "int8", track=True)
+    old = source.weights().parts[0].data.clone()
+    source.committed()
+    w.neg_()
+    (piece,) = source.weights().parts[0].marks.pieces
+    assert piece.positions is None
+    assert piece.bits.tolist() == old.view(torch.uint8).view(-1).tolist()

@@ -24,13 +24,21 @@ class TroubleLog:
     """Logs why a session waits: when it begins, when the reason changes, again after a long time, and when it ends.
 
     reason: why it waits; empty if it does not.
+    last_error: the last error, of which it may have logged nothing.
     """
 
     def __init__(self, place: str) -> None:
         self._place = place
         self.reason = ""
+        self.last_error = ""
         self._since = 0.0
         self._reminder = _FIRST_REMINDER
+
+    def failed(self, error: Exception, *, in_time: bool) -> None:
+        """An attempt ended with an error; if it did in time, the session waits for the next one."""
+        self.last_error = str(error).removeprefix(f"{self._place}: ")
+        if in_time:
+            self.waiting(error)
 
     def waiting(self, error: Exception) -> None:
         """The session waits because of an error."""

@@ -23,7 +23,7 @@ from ..weights.memory import Weights
 from ..weights.shards import Shards
 from ..weights.tensors import tensor_table
 from .modules import Source, files_of, module, weights_of
-from .schemes import Blockwise, scheme_named
+from .schemes import SCHEMES, Blockwise, scheme_named
 
 if TYPE_CHECKING:
     import torch
@@ -78,17 +78,25 @@ class QuantizedSource:
     def files(self) -> dict[str, bytes]:
         """The files that the source brings along; a `config.json` says how the weights are quantized."""
         files = files_of(self._source)
-        if isinstance(self._scheme, Blockwise) and "config.json" in files:
-            config = json.loads(files["config.json"])
-            config["quantization_config"] = self._scheme.config(self._unquantized_layers(self._scheme))
-            files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
-        return files
+        return {name: self.adapted(data) if name == "config.json" else data for name, data in files.items()}
+
+    def adapted(self, config: bytes) -> bytes:
+        """A `config.json`, of whatever origin, that says how the weights are quantized."""
+        if not isinstance(self._scheme, Blockwise):
+            return config
+        fields = json.loads(config)
+        fields["quantization_config"] = self._scheme.config(self._unquantized_layers(self._scheme))
+        return (json.dumps(fields, indent=2) + "\n").encode()
 
     def _unquantized_layers(self, scheme: Blockwise) -> list[str]:
-        """The layers with a matrix as weight that is not quantized: engines would take them for quantized ones."""
-        table = self._shards().table
-        matrices = [spec for spec in table.specs if len(spec.shape) == 2 and spec.name.endswith(".weight")]
-        return [spec.name.removesuffix(".weight") for spec in matrices if not scheme.names(spec)]
+        """The layers with matrices that are not quantized: engines would take them for quantized ones."""
+        layers: dict[str, None] = {}
+        for spec in self._shards().table.specs:
+            layer, _, last = spec.name.rpartition(".")
+            has_matrices = len(spec.shape) > 2 or (len(spec.shape) == 2 and last == "weight")
+            if has_matrices and not scheme.names(spec):
+                layers[layer] = None
+        return [*layers]
 
     def _shards(self) -> Shards:
         weights = weights_of(self._source)
@@ -223,6 +231,8 @@ def quantized(
     """
     if isinstance(scheme, str):
         scheme = scheme_named(scheme)
+    if getattr(scheme, "__name__", None) in SCHEMES:
+        raise TypeError("the scheme is a function that makes one; call it, or give its name, as in 'nvfp4'")
     if not isinstance(scheme, Blockwise) and not callable(scheme):
         raise TypeError(f"scheme is a {type(scheme).__name__}; it must be a scheme, the name of one, or a function")
     if not isinstance(source, Source | Mapping):

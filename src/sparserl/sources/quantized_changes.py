@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from ..kernels.gpu.ints import INTS
+from ..weights.dtypes import UIntArray
 from ..weights.gpu_copies import fetch
-from ..weights.old_bits import OldBits, OldPiece, Positions, merge_old
+from ..weights.old_bits import POSITION_BYTES, OldBits, OldPiece, Positions
 
 MOST_NOTED = 1 << 32  # elements of a part, which positions can tell apart
 
@@ -18,33 +19,44 @@ MOST_NOTED = 1 << 32  # elements of a part, which positions can tell apart
 class NotedChanges:
     """The changes of one part's codes or scales; the first old bits of each element are kept, in host memory.
 
+    Nothing is noted before the first version is committed. Where a list of changes would take more than all old bits
+    do, these are kept instead.
+
     Args:
         bits: the memory of the codes or scales, as integers.
     """
 
     def __init__(self, bits: torch.Tensor) -> None:
         self.bits = bits
-        self._positions: Positions
-        self.clear()
+        self._piece: OldPiece | None = None
 
     def clear(self) -> None:
-        """Forget all changes."""
-        self._positions = np.empty(0, np.uint32)
-        self._old = np.empty(0, f"u{self.bits.element_size()}")
+        """A version is committed: forget all changes."""
+        self._piece = self._piece_of(np.empty(0, np.uint32), np.empty(0, f"u{self.bits.element_size()}"))
 
     def add(self, before: torch.Tensor) -> None:
         """Note where the memory differs from what it was."""
+        piece = self._piece
+        if piece is None or piece.positions is None:
+            return
         changed = (before.reshape(-1) != self.bits.reshape(-1)).nonzero().view(-1)
-        pending = (fetch(changed), fetch(before.reshape(-1)[changed]))
-        positions, old = (wait() for wait in pending)
-        merged = merge_old(self._positions, self._old, positions.astype(np.uint32), old.view(self._old.dtype))
-        self._positions, self._old = merged
+        count = piece.positions.size + changed.numel()
+        width = self.bits.element_size()
+        if count * (POSITION_BYTES + width) > self.bits.numel() * width:
+            later = self._piece_of(None, fetch(before.reshape(-1))().view(piece.bits.dtype))
+        else:
+            pending = (fetch(changed), fetch(before.reshape(-1)[changed]))
+            positions, old = (wait() for wait in pending)
+            later = self._piece_of(positions.astype(np.uint32), old.view(piece.bits.dtype))
+        self._piece = piece.under(later)
 
     @property
-    def old_bits(self) -> OldBits:
-        """What a publisher needs instead of a baseline."""
-        numel = self.bits.numel()
-        return OldBits(numel, [OldPiece(0, numel, self._positions, self._old)])
+    def old_bits(self) -> OldBits | None:
+        """What a publisher needs instead of a baseline; None if nothing is known."""
+        return None if self._piece is None else OldBits(self.bits.numel(), [self._piece])
+
+    def _piece_of(self, positions: Positions | None, bits: UIntArray) -> OldPiece:
+        return OldPiece(0, self.bits.numel(), positions, bits)
 
 
 def integers(tensor: torch.Tensor) -> torch.Tensor:

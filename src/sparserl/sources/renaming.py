@@ -139,7 +139,7 @@ def renamed(source: PublishedSource, rules: Mapping[str, str]) -> RenamedSource:
 
     Args:
         source: what a `Publisher` takes: a torch module, a source, a mapping, a function. Of a tracked model, rename
-            the model: `track(optimizer, renamed(model, rules))`.
+            the model: `track(optimizer, renamed(model, rules))`. So it is with `quantized`.
         rules: from a prefix that ends in a dot to another one (either may be empty), or from one name to another. The
             longest rule that matches counts. A tied tensor is published once if its name is taken to the other's.
 
@@ -148,7 +148,7 @@ def renamed(source: PublishedSource, rules: Mapping[str, str]) -> RenamedSource:
         not the same memory get one name.
 
     Raises:
-        TensorMismatch: A rule is none, or the source is a tracker.
+        TensorMismatch: A rule is none, or the source is a tracker or a quantized one.
         WeightsError: The source is none.
 
     >>> import torch, sparserl
@@ -157,6 +157,8 @@ def renamed(source: PublishedSource, rules: Mapping[str, str]) -> RenamedSource:
     >>> sorted(source.weights())
     ['lm_head.weight', 'model.visual.bias', 'model.visual.weight']
     """
+    if hasattr(source, "adapted"):
+        raise TensorMismatch("rename what is quantized, not the result: quantized(renamed(model, rules), scheme)")
     if hasattr(source, "committed"):
         raise TensorMismatch("rename what is tracked, not the tracker: track(optimizer, renamed(model, rules))")
     return RenamedSource(as_source(source), Renaming(rules))

@@ -87,6 +87,10 @@ class Blockwise:
             raise ValueError(f"elements of {self.dtype!r} are not supported; supported are {', '.join(LIMITS)}")
         if self.scale_dtype not in SCALES:
             raise ValueError(f"scales of {self.scale_dtype!r} are not supported; supported are {', '.join(SCALES)}")
+        if not callable(self.names):
+            raise TypeError(f"names is {self.names!r}; it must be a function from a row of the tensor table to a bool")
+        if not isinstance(self.block, tuple | list) or [*map(type, self.block)].count(str) or len(self.block) != 2:
+            raise ValueError(f"a block is {self.block!r}; it must be a number of rows and one of columns")
         if any(n is not None and n < 1 for n in self.block):
             raise ValueError(f"a block of {self.block} has no elements")
         columns = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}.get(self.scale_dtype)

@@ -398,6 +398,9 @@ class Tracker:
 
     def _master_keys(self, shards: Shards) -> dict[int, Any]:
         """The keys of the masters of parts: the name of a tensor, or the weight whose memory a part is in."""
+        unknown = [name for name in self._masters if isinstance(name, str) and name not in shards.table.index]
+        if unknown:
+            raise TensorMismatch(f"masters has {unknown[0]!r}, and the source no tensor of that name")
         weights = [(*extent(local(w)), w) for w in self._masters if not isinstance(w, str)]
         weights.sort(key=lambda row: row[:2])
         keys: dict[int, Any] = {}

@@ -12,6 +12,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -188,6 +189,8 @@ class FirstLoad:
         """Whether the elements of a tensor that are no copies are constants, and have these values."""
         memory = self._watch.memory(tensor)
         fills = [] if memory is None or memory.unclear else _fills_of(memory.fills, tensor)
+        if any(before.place.end > after.place.at for before, after in pairwise(sorted(fills, key=_begin))):
+            return False  # they may overlap, and then say less than they seem to
         return sum(fill.numel for fill in fills) == rest and all(_has_number(tensor, fill) for fill in fills)
 
     def _compare(self, pieces: Iterable[Piece], live: Mapping[str, torch.Tensor]) -> None:
@@ -235,6 +238,10 @@ def _result(piece: Piece, future: Future[Digest]) -> Digest:
         return future.result()
     except SparserlError as error:
         raise NotExplained(f"{piece.tensor!r} could not be summed: {error}") from error
+
+
+def _begin(fill: Fill) -> int:
+    return fill.place.at
 
 
 def _fills_of(fills: Iterable[Fill], tensor: torch.Tensor) -> list[Fill]:

@@ -53,6 +53,9 @@ class _Arrived(NamedTuple):
         return cls(copy.at, copy.end, name, copy)
 
 
+_TOLD = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # operations that tell Python of elements
+
+
 class Fill(NamedTuple):
     """A place in some memory that was filled with a number."""
 
@@ -106,6 +109,7 @@ class _Memory:
         elif self.copies and self.itemsize != tensor.element_size():
             raise Untraceable
         self.itemsize = tensor.element_size()
+        self.fills = [fill for fill in self.fills if not _replaces(copy, fill.place)]
         if copy.at < self.end:
             end = copy.end
             self.copies = [
@@ -230,6 +234,9 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def _mix(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Any other operation: it makes something unclear of what it reads."""
         inputs = _tensors((args, kwargs))
+        if not _TOLD.isdisjoint(func.tags):
+            for tensor in inputs:
+                self.read_unseen(tensor)
         read = {name for tensor in inputs if (memory := self.memory(tensor)) for name in memory.names}
         for memory in self._make(_tensors(out), inputs):
             memory.unclear |= read
@@ -268,6 +275,13 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
             memory.unclear |= unclear
             for _, _, name, part in arrived:
                 self.taken.setdefault(name, set()).add((part.at_source(), tensor.dtype))
+
+
+def _replaces(copy: ElementCopy, place: ElementCopy) -> bool:
+    """Whether a copy is known to write to all elements of a place."""
+    with contextlib.suppress(Untraceable):
+        return copy.at < place.end and place.at < copy.end and copy.overwrites(place)
+    return False
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:

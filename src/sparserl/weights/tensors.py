@@ -84,7 +84,7 @@ def _supported_dtype(name: str, tensor: Any, torch: Any) -> DType:
             f"tensor {name!r}: a {tensor.layout} tensor on {tensor.device}; a strided CPU or CUDA tensor is needed"
         )
     if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
-        raise UnsupportedTensor(f"tensor {name!r} is a DTensor; pass its local shard with its region")
+        raise UnsupportedTensor(f"tensor {name!r} is a DTensor; publish sparserl.sources.fsdp(model) on every rank")
     if tensor.is_neg() or (dtype.name in _COMPLEX and tensor.is_conj()):
         raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative view; resolve it first")
     return dtype

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ...errors import FormatError, SparserlError, StoreError
+from ...errors import FormatError, SparserlError
 from ...transport.stores.base import COMING, Store, StoredObject, fetch
 from ...transport.stores.deadline import AT_ONCE, FLIGHT_BYTES, Deadline, Transfers, current
 from ...weights.digest import Digest
@@ -86,13 +86,11 @@ class BucketsAhead:
 
     Args:
         store: The store.
-        wanted: Which buckets of an announced patch are needed, if the next head names it.
     """
 
-    def __init__(self, store: Store, wanted: Callable[[Manifest], Iterable[Blob]]) -> None:
+    def __init__(self, store: Store) -> None:
         self.meter = RateMeter()
         self._store = store
-        self._wanted = wanted
         self._guard = threading.Lock()
         self._place = ""
         self._buckets: dict[str, Future[bytes]] = {}
@@ -100,11 +98,14 @@ class BucketsAhead:
         self._nbytes = 0
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Buckets are fetched ahead in this block."""
+    def running(self, wanted: Callable[[Manifest], Sequence[Blob]]) -> Iterator[None]:
+        """Buckets are fetched ahead in this block.
+
+        wanted: which buckets of an announced patch are needed, if the next head names it.
+        """
         deadline = Deadline(around=current())
         if getattr(self._store, "announces", False):
-            work = (self._run, None)
+            work = (self._run, wanted)
             threading.Thread(target=deadline.run, args=work, name="sparserl-ahead", daemon=True).start()
         try:
             yield
@@ -130,35 +131,42 @@ class BucketsAhead:
     def clear(self) -> None:
         """Throw away what nobody has asked for."""
         with self._guard:
+            for future in self._buckets.values():
+                future.cancel()
             self._buckets = {}
             self._nbytes = 0
             self.meter = RateMeter()
 
-    def _run(self, _: None) -> None:
+    def _run(self, wanted: Callable[[Manifest], Sequence[Blob]]) -> None:
         tag: str | None = None
         with Transfers(AT_ONCE, self._store.url) as transfers:
             while not current().over:
                 try:
                     announced = self._store.changed(COMING, tag, 0.0 if tag is None else _HOLD)
-                except StoreError:
+                except SparserlError:  # also of an announcement that is too large
                     announced = None
                     tag = None
                 if announced is not None:
                     tag = announced.tag
-                    self._fetch(announced, transfers)
+                    self._fetch(announced, wanted, transfers)
                 elif tag is None:
                     current().sleep(_LATER)
 
-    def _fetch(self, announced: StoredObject, transfers: Transfers) -> None:
+    def _fetch(
+        self, announced: StoredObject, wanted: Callable[[Manifest], Sequence[Blob]], transfers: Transfers
+    ) -> None:
         """Fetch what is announced and not here, as far as there is room."""
         try:
             manifest = Manifest.parse(announced.data, COMING)
         except FormatError:  # also of a server whose store has announced nothing yet
             return
+        blobs = wanted(manifest)
+        if not blobs:
+            return
         if manifest.place != self._place:
             self.clear()
             self._place = manifest.place
-        begun = [self._begin(manifest, blob, transfers) for blob in self._wanted(manifest)]
+        begun = [self._begin(manifest, blob, transfers) for blob in blobs]
         for future in begun:
             if future is not None:
                 _outcome(future)
@@ -180,5 +188,5 @@ def _outcome(future: Future[bytes]) -> None:
     """Wait until a bucket is here, or will not come."""
     try:
         current().result(future, COMING)
-    except SparserlError as error:
+    except (SparserlError, CancelledError) as error:
         log.debug("a bucket that was announced cannot be fetched: %s", error)

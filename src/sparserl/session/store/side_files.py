@@ -17,17 +17,19 @@ from .fields import sha256
 from .records import MOST_FILE, Blob, StoredFile, file_name, require_files, require_hash
 
 Contents = Mapping[str, bytes | Path]
+_CONFIG = "config.json"
 
 
-def contents_of(files: Mapping[str, bytes] | str | Path | None, source_files: Mapping[str, bytes]) -> Contents:
+def contents_of(files: Mapping[str, bytes] | str | Path | None, source: Any) -> Contents:
     """Names, and contents or where those are: of a folder, all but hidden files and the weights.
 
-    source_files: those that the source of the weights brings along, unless `files` has others of these names.
+    source: the source of the weights. It may bring files along, of which `files` may have others; and it may adapt a
+        `config.json` to the weights that it gives.
 
     Raises:
         SessionError: It is neither a folder nor contents by name, or there is too much of it.
     """
-    contents: dict[str, bytes | Path] = dict(source_files)
+    contents: dict[str, bytes | Path] = dict(files_of(source))
     if isinstance(files, Mapping):
         for name, content in files.items():
             if not isinstance(content, bytes | bytearray | memoryview):
@@ -40,9 +42,15 @@ def contents_of(files: Mapping[str, bytes] | str | Path | None, source_files: Ma
         if not root.is_dir():
             raise SessionError(f"files is {str(files)!r}, which is no folder; give a folder, or contents by name")
         contents.update(travelling_files(root))
+    if files is not None and _CONFIG in contents and (adapted := getattr(source, "adapted", None)) is not None:
+        contents[_CONFIG] = adapted(_bytes(contents[_CONFIG]))
     sizes = {file_name(name): _size(content) for name, content in contents.items()}
     require_files(sizes, "the files that travel with the weights")
     return contents
+
+
+def _bytes(content: bytes | Path) -> bytes:
+    return _read(content) if isinstance(content, Path) else content
 
 
 def _size(content: bytes | Path) -> int:
@@ -70,7 +78,7 @@ class SideFiles:
         self._source = source
         self._hashed: dict[Path, tuple[tuple[int, ...], Blob]] = {}  # with size, times and inode when it was read
         self._is_gone = False  # whether the folder was removed
-        contents_of(files, files_of(source))
+        contents_of(files, source)
         names = [] if files is None or isinstance(files, Mapping) else files_left_behind(Path(files))
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -84,7 +92,7 @@ class SideFiles:
             self._is_gone = True
             return None
         self._is_gone = False
-        contents = contents_of(self._files, files_of(self._source))
+        contents = contents_of(self._files, self._source)
         if self._files is None and not contents:
             return None
         files: dict[str, CapturedFile] = {}
@@ -119,7 +127,7 @@ def upload(store: Store, files: Captured, place: Callable[[CapturedFile], str]) 
     """Write files, a few at a time, each as the object that `place` names."""
 
     def put(file: CapturedFile) -> None:
-        data = _read(file.content) if isinstance(file.content, Path) else file.content
+        data = _bytes(file.content)
         if sha256(data) != file.blob.hash:
             raise SessionError(f"{str(file.content)!r} was written to while it was published")
         store.put(place(file), data)

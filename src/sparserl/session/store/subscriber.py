@@ -135,7 +135,8 @@ class Subscriber(Receiver):
         self._awaited_head: StoredObject | None = None  # for the next look at the store
         self._unfinished: transfer.Fetch | None = None  # what was fetched when a store failed in the middle
         self._holding = OwnHolding(self.targets)
-        self._ahead = BucketsAhead(self.store, self._coming_buckets)
+        self._ahead = BucketsAhead(self.store)
+        self._is_store_empty = False  # as far as is known
 
     @property
     def served_url(self) -> str | None:
@@ -244,7 +245,7 @@ class Subscriber(Receiver):
         trouble = TroubleLog(self.store.url)
         awaited_head = None
         known = self._snapshot
-        with within(timeout) as deadline, self._ahead.running():
+        with within(timeout) as deadline, self._ahead.running(self._coming_buckets):
             while stop is None or not stop():
                 try:
                     with self._turn:
@@ -257,16 +258,16 @@ class Subscriber(Receiver):
                     if once:
                         raise
                     report = None
-                    if not staging.over:
-                        trouble.waiting(error)
-                        if on_trouble is not None:
-                            on_trouble(error)
+                    self._is_store_empty = isinstance(error, NotFound)
+                    trouble.failed(error, in_time=not staging.over)
+                    if on_trouble is not None and not staging.over:
+                        on_trouble(error)
                 else:
                     trouble.over()
                 if report is not None and on_commit is not None:
                     on_commit(report)
                 if deadline.over and not self._has_held_a_version():
-                    reason = trouble.reason or "the first version was still being fetched"
+                    reason = trouble.last_error or "the first version was still being fetched"
                     raise Unavailable(f"{self.store.url}: no version within {timeout:g} s: {reason}")
                 if once or deadline.over:
                     return
@@ -458,7 +459,7 @@ class Subscriber(Receiver):
     def _coming_buckets(self, coming: Manifest) -> tuple[Blob, ...]:
         """The buckets that are needed of a patch that may become the next version."""
         current = self._current
-        is_first = current is None and self._snapshot is None and coming.base == NOTHING
+        is_first = self._is_store_empty and self._snapshot is None and coming.base == NOTHING
         is_next = current is not None and (coming.run, coming.base) == (current.run, current.digest)
         return coming.for_holding(self._holding.name(self._table)) if is_first or is_next else ()
 

@@ -99,6 +99,11 @@ class App:
         self._fillers = None if fill is None else ThreadPoolExecutor(_FILLERS, thread_name_prefix="sparserl-fill")
         self._tokens = [token.encode() for token in tokens]
 
+    def begin_closing(self) -> None:
+        """Answer requests that wait, and let no more wait."""
+        self.head.closing = True
+        self.coming.closing = True
+
     def close(self) -> None:
         """Begin nothing more."""
         if self._fillers is not None:
@@ -133,7 +138,8 @@ class App:
         rejection = self._reject(request, target)
         if rejection is not None:
             return rejection
-        request.scope.get(ADMIT, lambda: None)()  # requests that do not come from a socket have none
+        if target != f"/{COMING}":  # a hint must not take a connection from somebody who waits for the head
+            request.scope.get(ADMIT, lambda: None)()  # requests that do not come from a socket have none
         if target == "/auth":
             return Response(status_code=204, headers={"Cache-Control": "no-store"})
         if request.method not in ("GET", "HEAD"):

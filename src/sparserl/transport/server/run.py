@@ -91,7 +91,7 @@ class BackgroundServer:
 
     def close(self) -> None:
         """End the server: those who wait are answered, others get a few seconds."""
-        self._app.head.closing = True
+        self._app.begin_closing()
         self._server.should_exit = True
         self._thread.join(_END_SECONDS + 3)
         self._app.close()
@@ -148,7 +148,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # as uvicorn calls it
         self.force_exit = self.should_exit
         self.should_exit = True
-        self._app.head.closing = True
+        self._app.begin_closing()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Give unfinished answers a few seconds."""

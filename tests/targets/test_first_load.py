@@ -108,6 +108,23 @@ def read_by_address(live, tensor):
     live["w"].data_ptr()  # as a kernel of Triton is launched
 
 
+def compared(live, tensor):
+    live["w"].copy_(tensor)
+    torch.equal(live["w"], tensor)  # a loader may go one way or the other
+
+
+def counted(live, tensor):
+    live["w"].copy_(tensor)
+    live["w"].nonzero()
+
+
+def filled_twice(live, tensor):
+    live["w"][:2].copy_(tensor[:2])
+    in_a_thread({"w": live["w"][4:]}, tensor[4:])
+    for rows in (slice(2, 4), slice(2, 4)):  # as many elements as are left
+        live["w"][rows].zero_()
+
+
 def partly_written_over(live, tensor):
     live["w"].copy_(tensor)
     live["w"][1:3].copy_(tensor[3:5].clone())  # rows 1 and 2 were there
@@ -133,6 +150,9 @@ WAYS = [
     (read_as_a_number, "more than copied"),
     (read_as_numbers, "more than copied"),
     (read_by_address, "more than copied"),
+    (compared, "more than copied"),
+    (counted, "more than copied"),
+    (filled_twice, "not seen to be loaded"),
     (partly_written_over, "more than copied"),
     (dropped, r"'w' \[3:6, 0:8\] was loaded, but is not there any longer"),
     (twice, "several places"),

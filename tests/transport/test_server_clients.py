@@ -189,13 +189,15 @@ def test_signals_end_it_at_once(tmp_path: Path) -> None:
     """Ctrl-C and SIGTERM: requests that are held are answered, and the exit code is 0."""
     begun(tmp_path)[0].close()
     for number in (signal.SIGINT, signal.SIGTERM):
-        with serving(tmp_path) as (url, running), ThreadPoolExecutor(1) as pool:
-            known = ask(url, "/head.json").headers["etag"]
-            waiting = pool.submit(ask, url, "/head.json", if_none_match=known, prefer="wait=30")
+        with serving(tmp_path) as (url, running), ThreadPoolExecutor(2) as pool:
+            waiting = []
+            for path in ("/head.json", "/coming.json"):
+                known = ask(url, path).headers["etag"]
+                waiting.append(pool.submit(ask, url, path, if_none_match=known, prefer="wait=30"))
             time.sleep(0.3)
             began = time.monotonic()
             running.send_signal(number)
-            assert waiting.result().status == 304
+            assert [answer.result().status for answer in waiting] == [304, 304]
             assert running.wait(120) == 0
             assert time.monotonic() - began < 25, "it waited for the requests that it held"
 

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "announcements are followed without end",
         "session/store/coming.py",
-        "if is_late or self._nbytes + blob.size > FLIGHT_BYTES:",
+        "if is_late or self._nbytes + blob.size > AHEAD_BYTES:",
         "if is_late:",
         Tests("session/test_coming.py", "memory_allows"),
     ),

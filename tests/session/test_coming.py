@@ -130,7 +130,7 @@ def test_no_more_is_fetched_ahead_than_memory_allows(url, monkeypatch):
     with Publisher(url, policy.weights) as publisher:
         publisher.publish()
     steps = [item for item in open_store(url).list("runs/") if "/buckets/" in item.name]
-    monkeypatch.setattr(coming, "FLIGHT_BYTES", max(item.size for item in steps))
+    monkeypatch.setattr(coming, "AHEAD_BYTES", max(item.size for item in steps))
     _, run, _, place, _ = steps[0].name.split("/")
     blobs = tuple(Blob(item.name.rpartition("/")[2], item.size) for item in steps)
     open_store(url).put(COMING, Manifest(run, place, NOTHING, NOTHING, 1, blobs).to_bytes())
@@ -139,7 +139,7 @@ def test_no_more_is_fetched_ahead_than_memory_allows(url, monkeypatch):
     monkeypatch.setattr(coming, "_outcome", lambda _: taken.set())
     with ahead.running(lambda manifest: manifest.buckets):
         assert taken.wait(SECONDS)
-    assert sum(item.size for item in steps if item.name in store.reads) <= coming.FLIGHT_BYTES
+    assert sum(item.size for item in steps if item.name in store.reads) <= coming.AHEAD_BYTES
     assert len(steps) > 1
 
 

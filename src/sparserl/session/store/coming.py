@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ...errors import FormatError, SparserlError
 from ...transport.stores.base import COMING, Store, StoredObject, fetch
-from ...transport.stores.deadline import AT_ONCE, FLIGHT_BYTES, Deadline, Transfers, current
+from ...transport.stores.deadline import AT_ONCE, Deadline, Transfers, current
 from ...weights.digest import Digest
 from ..logs import log
 from .manifests import Manifest
@@ -23,6 +23,7 @@ from .rates import RateMeter
 from .records import Blob, require_hash
 
 NOTHING = Digest()  # what an announced anchor starts from
+AHEAD_BYTES = 256 << 20  # of buckets that are fetched before a head names them
 _MOST_NAMED = 64  # buckets: the last ones
 _PAUSE = 0.02  # seconds between two announcements
 _LATER = 5.0  # seconds after which a store that announces nothing is asked again
@@ -175,7 +176,7 @@ class BucketsAhead:
         name = manifest.bucket(blob)
         with self._guard:
             is_late = name in self._buckets or manifest.place == self._closed
-            if is_late or self._nbytes + blob.size > FLIGHT_BYTES:
+            if is_late or self._nbytes + blob.size > AHEAD_BYTES:
                 return None
             meter = self.meter
             future = transfers.submit(lambda blob: fetch_bucket(self._store, manifest, blob, meter), blob)

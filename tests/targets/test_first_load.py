@@ -172,6 +172,20 @@ def test_what_is_not_explained(way, reason):
         load_watched(live, load, weights(w=SHAPE))
 
 
+def test_what_cannot_be_followed_does_not_end_a_load(monkeypatch):
+    """An engine starts, whatever its operations are; then it is left to other ways."""
+    live = {"w": torch.zeros(SHAPE)}
+
+    def fail(*_):
+        raise AttributeError("an operation of a kind that is new")
+
+    monkeypatch.setattr(first_load.LoadWatch, "_note", fail)
+    tensors = weights(w=SHAPE)
+    with pytest.raises(NotExplained, match="of a kind that is new"):
+        load_watched(live, copy_all(live), tensors)
+    assert torch.equal(live["w"], tensors["w"])
+
+
 def test_a_copy_that_is_changed_unseen():
     """Bits that are written behind PyTorch's back are compared with the checkpoint."""
     live = {"w": torch.zeros(SHAPE)}

@@ -117,6 +117,8 @@ class FirstLoad:
         """
         if self._obstacle:
             raise NotExplained(self._obstacle)
+        if (failure := self._watch.failure) is not None:
+            raise NotExplained(f"an operation could not be followed: {failure!r}") from failure
         if moved := [name for name, tensor in live.items() if position(tensor) not in self._positions]:
             raise NotExplained(f"{moved[0]!r} has moved since it was loaded")
         pieces, unclear = arrived_pieces(self._watch, self._tensors, live)

@@ -125,10 +125,14 @@ class _Memory:
 
 
 class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no types for it
-    """Follows the elements of checkpoint tensors through copies while it is entered."""
+    """Follows the elements of checkpoint tensors through copies while it is entered.
+
+    An operation that it fails to follow is done all the same; `failure` is the first such error.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.failure: Exception | None = None
         self._memories: dict[int, _Memory] = {}  # by the address of their storage
         self.taken: dict[str, set[tuple[ElementCopy, torch.dtype]]] = {}  # what was copied of a tensor, to which dtypes
         self.read: set[str] = set()  # tensors of which elements were read as Python numbers, and then lost sight of
@@ -158,7 +162,10 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self._note(func, args, kwargs, out)
+        try:
+            self._note(func, args, kwargs, out)
+        except Exception as error:  # noqa: BLE001  # the engine's load does not depend on it
+            self.failure = self.failure or error
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -404,6 +411,8 @@ def watch_pieces(
         with watch:
             load(made_up.load(watch))
         watch.finish()
+        if watch.failure is not None:
+            return [], {tensor.name for tensor in made_up.tensors}
         pieces, unclear = arrived_pieces(watch, {tensor.name: tensor for tensor in made_up.tensors}, live)
         wrong = {piece.live for piece in _wrong(pieces, live, made_up)}
     unclear |= watch.read.union(piece.tensor for piece in pieces if piece.live in wrong)

@@ -177,3 +177,12 @@ class TestRenamed(SourceConformance):
     def step(self, source):
         with torch.no_grad():
             self.model["model"]["visual"].weight += 0.5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself
+def test_wrappers_are_not_in_names():
+    """A compiled module is published under the names of the module inside."""
+    model = torch.nn.Linear(3, 2)
+    compiled = torch.compile(torch.compile(model))
+    assert sparserl.sources.module(compiled).weights().keys() == {"weight", "bias"}
+    assert sparserl.sources.module(compiled).weights()["weight"].data_ptr() == model.weight.data_ptr()

@@ -242,3 +242,20 @@ def test_what_is_refused():
         track(None, layer)
     with pytest.raises(errors.UnsupportedTensor, match=r"Linear is no optimizer of torch: track\(optimizer, model\)"):
         track(layer, torch.optim.SGD(layer.parameters()))
+
+
+def test_an_optimizer_of_other_weights_is_told(caplog):
+    """Nothing is lost, and nothing is saved either."""
+    model, other = (torch.nn.Linear(4, 4) for _ in range(2))
+    source = track(torch.optim.SGD(other.parameters(), lr=1.0), model)
+    source.weights()
+    assert "nothing is tracked" in caplog.text
+
+
+def test_masters_of_unknown_names_are_refused():
+    """Else the weights would never follow their masters."""
+    model = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    master = torch.zeros(4, 4, requires_grad=True)
+    source = track(torch.optim.SGD([master], lr=1.0), model, masters={"wieght": master})
+    with pytest.raises(errors.TensorMismatch, match="'wieght', and the source no tensor"):
+        source.weights()

@@ -99,7 +99,7 @@ class ModuleSource:
     """The parameters and persistent buffers of a torch module, without a copy. Made by `module`."""
 
     def __init__(self, module: Any, cast: Cast | None) -> None:
-        self._module = module
+        self._module = _unwrapped(module)
         self._cast = cast
 
     def weights(self) -> Weights:
@@ -144,11 +144,25 @@ class ModuleSource:
         return tensor if dtype is None else lazy_bits(tensor, dtype)
 
 
+def _unwrapped(module: Any) -> Any:
+    """The module inside `torch.compile` and DistributedDataParallel, which put prefixes before all names."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return module
+    while True:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
+            module = module._orig_mod  # noqa: SLF001  # torch has no other name for it
+        else:
+            return module
+
+
 def module(module: Any, *, cast: Any = None) -> ModuleSource:
     """The weights of a torch module: everything in its `state_dict`, buffers included.
 
-    Tied weights appear under every name that they have there. A transformers model brings its config and its generation
-    config along.
+    Names are those of the module inside `torch.compile` and DistributedDataParallel. Tied weights appear under every
+    name that they have there. A transformers model brings its config and its generation config along.
 
     Args:
         module: A `torch.nn.Module`.

@@ -17,6 +17,7 @@ addresses is kept in a plan while nothing moves; kernels take many parts at a ti
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,8 @@ from .tracked_rows import (
     local,
     signature,
 )
+
+_log = logging.getLogger("sparserl.sources")
 
 
 def track(
@@ -360,6 +363,10 @@ class Tracker:
         ]
         roots = extents([d if r.weight is None else self._master(r, d) for r, d in zip(rows, data, strict=True)])
         tracked = np.flatnonzero(Extents(written).contain(roots)).tolist()
+        if written and shards.parts and not tracked:
+            _log.warning(
+                "no weight is in the memory that the optimizer writes: nothing is tracked, changes are sent dense"
+            )
         plan = Plan(look, shards.table, [rows[i] for i in tracked], roots[tracked])
         plan.locate([data[i] for i in tracked])
         kept = KeptBits(plan, unknown=True)

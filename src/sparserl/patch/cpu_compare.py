@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .. import plan
 from ..kernels import cpu
-from ..plan import Changes, Draft
+from ..plan import Changes, Draft, RestoredBase
 from ..weights.batches import Batch, batches
 from ..weights.digest import Digest, sums
 from ..weights.dtypes import UIntArray
@@ -75,7 +75,7 @@ class Comparer:
         new_addresses, new_owners = self.new.read(batch)
         batch_changes = self._find(batch, old_addresses, new_addresses)
         old_sums = sums(self.old.table, batch, old_addresses) if self.digest_base else Digest()
-        changes = self._changes(batch, batch_changes)
+        changes = changes_of(batch, batch_changes, self.new, self.old)
         moved = self._moved(changes, batch_changes.before)
         routed: list[Changes | Draft] = list(plan.route(changes, self.names, self.old.table))
         del old_owners, new_owners  # copies may go only now
@@ -97,29 +97,31 @@ class Comparer:
         real_counts = np.bincount(owner, minlength=counts.size)
         return BatchChanges(positions[differs], before[differs], after[differs], real_counts)
 
-    def _changes(self, batch: Batch, batch_changes: BatchChanges) -> Changes:
-        live = np.flatnonzero(batch_changes.counts)
-        tensor = batch.tensor[live]
-        region = [batch.region[i] for i in live.tolist()]
-        return Changes(
-            batch.dtype,
-            tensor,
-            region,
-            batch.numel[live],
-            batch_changes.counts[live],
-            batch_changes.positions,
-            batch_changes.after,
-            plan.steps_between(batch.dtype, batch_changes.before, batch_changes.after),
-            batch.elements,
-            lambda entry: self.new.bits(int(tensor[entry]), region[entry]),
-            before=batch_changes.before,
-            base=self.old,
-        )
-
     def _moved(self, changes: Changes, before: UIntArray) -> Digest:
         regions = self.old.geometry(changes.tensor, changes.region).in_tensor
         first, second = cpu.changes.digest_delta(changes.count, regions, changes.positions, before, changes.after)
         return Digest(int(first), int(second))
+
+
+def changes_of(batch: Batch, columns: BatchChanges, new: LocalWeights, base: LocalWeights | RestoredBase) -> Changes:
+    """The changes of those regions of a batch that have some."""
+    live = np.flatnonzero(columns.counts)
+    tensor = batch.tensor[live]
+    region = [batch.region[i] for i in live.tolist()]
+    return Changes(
+        batch.dtype,
+        tensor,
+        region,
+        batch.numel[live],
+        columns.counts[live],
+        columns.positions,
+        columns.after,
+        plan.steps_between(batch.dtype, columns.before, columns.after),
+        batch.elements,
+        lambda entry: new.bits(int(tensor[entry]), region[entry]),
+        before=columns.before,
+        base=base,
+    )
 
 
 def candidate_positions(

@@ -38,7 +38,7 @@ from ..weights.table import TensorTable
 from .assemble import Encoding, PatchPath, chooser_for, collect
 from .compare import Timed
 from .contents import Bucket, BucketList, Ends
-from .cpu_compare import BatchChanges, gather
+from .cpu_compare import BatchChanges, changes_of, gather
 from .patch import Patch
 
 
@@ -376,7 +376,6 @@ class _Router:
                 yield Boundary()
 
     def _changes(self, found: _Found) -> Changes:
-        batch = found.batch
         columns = found.changes
         known = np.array([part in self._explained for part in found.parts])
         if not known.all():
@@ -387,23 +386,7 @@ class _Router:
                 columns.after[selected],
                 np.where(known, columns.counts, 0),
             )
-        live = np.flatnonzero(columns.counts)
-        tensor = batch.tensor[live]
-        region = [batch.region[i] for i in live.tolist()]
-        return Changes(
-            batch.dtype,
-            tensor,
-            region,
-            batch.numel[live],
-            columns.counts[live],
-            columns.positions,
-            columns.after,
-            plan.steps_between(batch.dtype, columns.before, columns.after),
-            batch.elements,
-            lambda entry: self._weights.bits(int(tensor[entry]), region[entry]),
-            before=columns.before,
-            base=RestoredBase(self._weights),
-        )
+        return changes_of(found.batch, columns, self._weights, RestoredBase(self._weights))
 
     def _whole(self, tensor: int, region: Region | None) -> Iterator[Changes]:
         """All bits of a place, in entries that fit a bucket."""

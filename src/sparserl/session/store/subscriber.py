@@ -473,8 +473,7 @@ class Subscriber(Receiver):
 
     def _versions_behind(self, snapshot: StoreSnapshot) -> int | None:
         """How many versions the targets are behind the newest one; None if they hold none of the run."""
-        current = self._current
-        head = snapshot.head
+        current, head = self._current, snapshot.head
         return head.version - current.version if current is not None and current.run == head.run else None
 
     def _finish(self, staged: StagedVersion) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +21,16 @@ def served(folder: Path) -> Iterator[int]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "500"}) as running:
         assert running.stderr is not None
         try:
-            yield int(running.stderr.readline().rpartition(":")[2])
+            yield _port(running.stderr)
         finally:
             running.send_signal(signal.SIGTERM)
+
+
+def _port(lines: Iterable[str]) -> int:
+    """The port that a server tells of; there may be warnings before it."""
+    told: list[str] = []
+    for line in lines:
+        if (match := re.search(r"https?://[^\s/]*:(\d+)", line)) is not None:
+            return int(match[1])
+        told.append(line)
+    raise RuntimeError(f"the server has ended: {''.join(told)}")

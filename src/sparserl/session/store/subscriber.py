@@ -473,8 +473,8 @@ class Subscriber(Receiver):
 
     def _versions_behind(self, snapshot: StoreSnapshot) -> int | None:
         """How many versions the targets are behind the newest one; None if they hold none of the run."""
-        current, head = self._current, snapshot.head
-        return head.version - current.version if current is not None and current.run == head.run else None
+        current = self._current
+        return None if current is None or current.run != snapshot.head.run else snapshot.head.version - current.version
 
     def _finish(self, staged: StagedVersion) -> None:
         super()._finish(staged)

@@ -692,7 +692,9 @@ class _Part:
         regions = Tiled(self.address, layout.numel, layout.count, layout.tile_log)
         ends = (np.array([row.ctypes.data for row in rows], np.int64) for rows in (self.gaps[0], self.sorted[0]))
         places = ClassEnds(self.tiles[0].reshape(-1), *ends)
-        cpu.classes.class_gaps(magnitude(_BF16), regions, self.limits, self.positions, self.words, places)
+        cpu.classes.class_gaps(
+            magnitude(_BF16), regions, self.limits, self.positions, self.words, self.words[:0], places
+        )
 
     def encode_history(self) -> None:
         layout = self.layout

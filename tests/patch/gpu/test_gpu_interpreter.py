@@ -35,7 +35,9 @@ def run_all(which, **env):
         which,
         str(Path(__file__).parent),
     )
-    return run(*command, TRITON_INTERPRET="0" if CUDA else "1", **env)
+    if CUDA:
+        return run(*command, TRITON_INTERPRET="0", **env)
+    return run(*command, TRITON_INTERPRET="1", SPARSERL_THREADS="1", **env)  # the interpreter takes one at a time
 
 
 @outside

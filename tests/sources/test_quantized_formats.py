@@ -12,6 +12,7 @@ from sparserl.errors import TensorMismatch, UnsupportedTensor
 from sparserl.sources import Blockwise, mxfp4, mxfp8, nvfp4, quantized
 from sparserl.sources.schemes import SCHEMES
 from tests.sources.quantized_reference import GOLDEN, PRESETS, as_compressed_tensors, load, weight
+from tests.sources.small_trainer import Fixed
 
 torch = pytest.importorskip("torch")
 
@@ -147,16 +148,6 @@ def test_a_stack_is_as_good_as_its_matrices(name):
         for key, tensor in one.items():
             part = out[key.replace("w", "experts.up.weight", 1)][i]
             assert torch.equal(part.contiguous().view(torch.uint8).ravel(), tensor.view(torch.uint8).ravel()), key
-
-
-class Fixed:
-    """A source that has what it was given."""
-
-    def __init__(self, weights):
-        self._weights = weights
-
-    def weights(self):
-        return self._weights
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -329,3 +320,21 @@ def test_old_bits_take_no_more_than_the_codes():
     (piece,) = source.weights().parts[0].marks.pieces
     assert piece.positions is None
     assert piece.bits.tolist() == old.view(torch.uint8).view(-1).tolist()
+
+
+def test_a_source_is_asked_once_for_every_version(tmp_path):
+    """Its weights may take long to make; what the config says of them is known by then."""
+    calls = []
+
+    class Counted:
+        def weights(self):
+            calls.append(1)
+            return {"q_proj.weight": w}
+
+    w = weight(32, 64)
+    source = quantized(Counted(), "mxfp8")
+    with sparserl.Publisher(tmp_path / "run", source, files={"config.json": b"{}"}) as publisher:
+        publisher.publish()
+        calls.clear()
+        publisher.publish()
+    assert len(calls) == 1

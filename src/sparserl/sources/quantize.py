@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import TensorMismatch, UnsupportedTensor, WeightsError
 from ..weights.memory import Weights
 from ..weights.shards import Shards
+from ..weights.table import TensorTable
 from ..weights.tensors import tensor_table
 from .modules import Source, files_of, module, weights_of
 from .schemes import SCHEMES, Blockwise, scheme_named
@@ -46,6 +47,7 @@ class QuantizedSource:
         self._scheme = scheme
         self._group = process_group
         self._plan: QuantizationPlan | None = None
+        self._table: TensorTable | None = None  # of the source, when it was asked last
         self._sharded = process_group is not None  # until the source was asked
 
     def weights(self) -> Weights | Shards:
@@ -91,7 +93,8 @@ class QuantizedSource:
     def _unquantized_layers(self, scheme: Blockwise) -> list[str]:
         """The layers with matrices that are not quantized: engines would take them for quantized ones."""
         layers: dict[str, None] = {}
-        for spec in self._shards().table.specs:
+        table = self._shards().table if self._table is None else self._table
+        for spec in table.specs:
             layer, _, last = spec.name.rpartition(".")
             has_matrices = len(spec.shape) > 2 or (len(spec.shape) == 2 and last == "weight")
             if has_matrices and not scheme.names(spec):
@@ -101,7 +104,9 @@ class QuantizedSource:
     def _shards(self) -> Shards:
         weights = weights_of(self._source)
         self._sharded = isinstance(weights, Shards)
-        return weights if isinstance(weights, Shards) else Shards.of(tensor_table(weights), weights)
+        shards = weights if isinstance(weights, Shards) else Shards.of(tensor_table(weights), weights)
+        self._table = shards.table
+        return shards
 
     def _plan_for(self, scheme: Blockwise, shards: Shards) -> QuantizationPlan:
         """The plan for these shards: the last one, if it still fits."""

@@ -231,9 +231,11 @@ def test_digest_of_boxes(uint):
     dims, size, stride = columns(rows, 4)
     start = int64(*((0, 2**31 + 1, 2**40)[i % 3] + int(np.dot(r[0], r[2])) for i, r in enumerate(rows)))
     keys = rng.integers(0, 2**64, (len(rows), 2), np.uint64)
-    addresses, alive, expected, of_zeros = [], [], [], []
+    addresses, alive, expected, of_zeros, set_elements = [], [], [], [], []
     for e, (_, box, strides, _) in enumerate(rows):
         bits = random_bits(rng, int(np.prod(box)), uint)
+        bits[rng.random(bits.size) < 0.3] = 0
+        set_elements.append(np.count_nonzero(bits))
         at = [reference.locate(p, int(start[e]), tuple(box), tuple(strides)) for p in range(bits.size)]
         first, second = reference.mix(keys[e], np.array(at, np.uint64), bits)
         expected.append((int(first.sum(dtype=np.uint64)), int(second.sum(dtype=np.uint64))))
@@ -245,7 +247,10 @@ def test_digest_of_boxes(uint):
     tag, where = np.empty(0, uint), int64(*addresses)
     in_tensor = InTensor(start, dims, size, stride, keys)
     assert tuple(map(int, cpu.changes.digest_boxes(tag, where, in_tensor))) == add(expected)
-    assert tuple(map(int, cpu.changes.digest_zeros(in_tensor))) == add(of_zeros)
+    counts = np.empty(len(rows), np.int64)
+    both = cpu.changes.digest_boxes_and_zeros(tag, where, in_tensor, counts)
+    assert tuple(map(int, both)) == (*add(expected), *add(of_zeros))
+    assert counts.tolist() == set_elements
     for e, one in enumerate(expected[-5:], len(rows) - 5):
         it = slice(e, e + 1)
         box = InTensor(start[it], dims[it], size[it], stride[it], keys[it])

@@ -14,12 +14,12 @@ from ..parallel import Progress, ordered
 from ..plan import Changes, Dense, Draft
 from ..plan.routing import BUCKET_PAYLOAD_BYTES
 from ..weights.batches import Batch, batches
-from ..weights.digest import Digest, digest, sums, table_digest, zero_sums
+from ..weights.digest import Digest, SumsFromZeros, digest, sums_from_zeros, table_digest
 from ..weights.dtypes import Bits
 from ..weights.holdings import Holdings
 from ..weights.local import LocalWeights
 from ..weights.memory import Memory, Weights
-from ..weights.region import whole
+from ..weights.region import Numbers, whole
 from ..weights.shards import Part, Shards
 from ..weights.table import TensorTable
 from ..wire import Head, HeadGatherer, encoded_table
@@ -36,15 +36,12 @@ W = TypeVar("W", bound="dict[str, Any] | Shards")
 _AS_THEY_ARE = "raw"
 _CODED = "gap"  # whose dense entries are coded, and which every receiver takes
 
-_digests_of_zeros: dict[bytes, Digest] = {}  # by the hash of the table: they take as long as those of weights
-
 
 class _Part(NamedTuple):
     """A part of the weights, encoded: its bucket, if any bit of it is set, and what it adds to the digests."""
 
     bucket: tuple[Bucket, int] | None
-    base: Digest
-    result: Digest
+    sums: SumsFromZeros
     nbytes: int
 
 
@@ -71,43 +68,44 @@ def snapshot(
     table = local.table
     names = (_CODED if coded else _AS_THEY_ARE,)
     table_hash = encoded_table(table).hash
-    known_base = _digests_of_zeros.get(table_hash) if local.complete else None
 
     def encode(batch: Batch) -> _Part:
         addresses, owners = local.read(batch)
-        bucket = plan.write(_draft(batch, addresses.tolist()), names, table_hash)
-        base = zero_sums(table, batch) if known_base is None else Digest()
-        result = sums(table, batch, addresses)
+        sums = sums_from_zeros(table, batch, addresses)
+        bucket = plan.write(_draft(batch, addresses, sums.counts), names, table_hash)
         del owners  # copies may go only now
-        return _Part(bucket, base, result, batch.elements * batch.dtype.width)
+        return _Part(bucket, sums, batch.elements * batch.dtype.width)
 
     terms = table_digest(table) if local.complete else Digest()
-    totals = Ends(known_base or terms, terms, 0, None if local.complete else local.places)
+    totals = Ends(terms, terms, 0, None if local.complete else local.places)
 
     def buckets() -> Iterator[tuple[Bucket, int]]:
         nonlocal totals
         groups = [local.places] if holdings is None else holdings.cells(local.places)
         pieces = (batch for places in groups for batch in batches(table, places, BUCKET_PAYLOAD_BYTES))
         for part in ordered(encode, pieces, threads):
-            totals = totals._replace(base=totals.base + part.base, result=totals.result + part.result)
+            totals = totals._replace(base=totals.base + part.sums.base, result=totals.result + part.sums.result)
             if part.bucket is not None:
                 yield part.bucket
             if progress is not None:
                 progress(part.nbytes)
 
-    contents = collect(table, buckets(), lambda changed: totals._replace(changed=changed), to)
-    if local.complete:
-        _digests_of_zeros[table_hash] = contents.base
-    return contents
+    return collect(table, buckets(), lambda changed: totals._replace(changed=changed), to)
 
 
-def _draft(batch: Batch, addresses: list[int]) -> Draft:
-    """A bucket with all bits of a batch, which lie at the addresses; regions in which no bit is set are left out."""
+def _draft(batch: Batch, addresses: Numbers, counts: Numbers) -> Draft:
+    """A bucket with all bits of a batch, which lie at the addresses; regions in which no element is set are left out.
+
+    Args:
+        batch: The regions.
+        addresses: Where the bits of each lie.
+        counts: How many elements of each are not zero.
+    """
     dense = []
-    rows = zip(batch.tensor.tolist(), batch.region, batch.numel.tolist(), addresses, strict=True)
-    for tensor, region, numel, address in rows:
-        bits = Memory(batch.dtype, (numel,), address, None, False, None).view()
-        if count := int(np.count_nonzero(bits)):
+    columns = (batch.tensor.tolist(), batch.region, batch.numel.tolist(), addresses.tolist(), counts.tolist())
+    for tensor, region, numel, address, count in zip(*columns, strict=True):
+        if count:
+            bits = Memory(batch.dtype, (numel,), address, None, False, None).view()
             dense.append(Dense((tensor, region), count, bits))
     none = np.empty(0, np.int64)
     draft = Draft()

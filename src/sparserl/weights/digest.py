@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -103,10 +104,21 @@ def sums(table: TensorTable, batch: Batch, addresses: Numbers) -> Digest:
     return Digest(int(first), int(second))
 
 
-def zero_sums(table: TensorTable, batch: Batch) -> Digest:
-    """The element sums that a batch would have, if all its bits were zero."""
-    first, second = cpu.changes.digest_zeros(tensor_geometry(table, batch.tensor, batch.region).in_tensor)
-    return Digest(int(first), int(second))
+class SumsFromZeros(NamedTuple):
+    """What a batch adds to a digest, what zeros in its place would add, and how many elements of each place are set."""
+
+    base: Digest
+    result: Digest
+    counts: Numbers
+
+
+def sums_from_zeros(table: TensorTable, batch: Batch, addresses: Numbers) -> SumsFromZeros:
+    """The element sums of a batch, as `sums`, and of zeros, from which an anchor makes it: in one pass."""
+    width_tag = np.empty(0, batch.dtype.uint)
+    boxes = tensor_geometry(table, batch.tensor, batch.region).in_tensor
+    counts = np.empty(len(batch), np.int64)
+    *result, zero_first, zero_second = cpu.changes.digest_boxes_and_zeros(width_tag, addresses, boxes, counts)
+    return SumsFromZeros(Digest(int(zero_first), int(zero_second)), Digest(*map(int, result)), counts)
 
 
 def element_sums(

@@ -22,6 +22,7 @@ from .llvm import (
     copy_bytes,
     differ64,
     digest_blocks,
+    digest_blocks_and_zeros,
     digest_delta16,
     digest_delta_blocks,
     digest_zero_blocks,
@@ -168,18 +169,48 @@ def _digest_run(tag: Any, address: Any, size: Any, weyl: Any, key: Any) -> Any:
 
 
 @inline
-def _digest_zero_run(size: Any, weyl: Any, key: Any) -> Any:
-    """Both sums over consecutive zeros; `weyl` belongs to the first."""
+def _count_set(tag: Any, address: Any, size: Any) -> Any:
+    """How many of consecutive elements have a bit that is set."""
+    width = width_of(tag)
+    count = np.uint64(0)
+    for i in range(size):
+        count += np.uint64(load(tag, address + i * width) != 0)
+    return count
+
+
+@inline
+def _digest_blocks_and_zeros(tag: Any, address: Any, blocks: Any, weyl: Any, key: Any) -> Any:
+    """`digest_blocks_and_zeros`, in one loop only where there are registers enough for it."""
+    if not ARM:
+        return digest_blocks_and_zeros(tag, address, blocks, weyl, key)
+    first, second = digest_blocks(tag, address, blocks, weyl, key)
+    zero_first, zero_second = digest_zero_blocks(blocks, weyl, key)
+    return first, second, zero_first, zero_second, _count_set(tag, address, blocks * 16)
+
+
+@inline
+def _digest_run_and_zeros(tag: Any, address: Any, size: Any, weyl: Any, key: Any) -> Any:
+    """Both sums over consecutive elements, both over zeros in their place, and how many elements are not zero."""
+    width = width_of(tag)
     first = np.uint64(0)
     second = np.uint64(0)
+    zero_first = np.uint64(0)
+    zero_second = np.uint64(0)
+    count = np.uint64(0)
     blocks = size // 16
     if blocks:
-        first, second = digest_zero_blocks(blocks, weyl, key)
+        first, second, zero_first, zero_second, count = _digest_blocks_and_zeros(tag, address, blocks, weyl, key)
     for i in range(blocks * 16, size):
-        z = _mix(weyl + np.uint64(i) * _GOLDEN, key, np.uint64(0))
+        bits = np.uint64(load(tag, address + i * width))
+        place = weyl + np.uint64(i) * _GOLDEN
+        z = _mix(place, key, bits)
         first += z
         second += _turn(z)
-    return first, second
+        z = _mix(place, key, np.uint64(0))
+        zero_first += z
+        zero_second += _turn(z)
+        count += np.uint64(bits != np.uint64(0))
+    return first, second, zero_first, zero_second, count
 
 
 @kernel
@@ -219,19 +250,29 @@ def _elements_and_run(e: Any, boxes: Any) -> Any:
 
 
 @kernel
-def digest_zeros(boxes: InTensor) -> tuple[Any, Any]:
-    """Both sums over a batch of boxes in which every bit is zero."""
+def digest_boxes_and_zeros(tag: Any, address: Any, boxes: InTensor, counts: Any) -> tuple[Any, Any, Any, Any]:
+    """Both sums over a batch of boxes, and both over zeros in their place; the counts are of elements not zero.
+
+    The bits of boxes lie in row-major order at addresses.
+    """
+    width = width_of(tag)
     keys = boxes.keys
     first = np.uint64(0)
     second = np.uint64(0)
+    zero_first = np.uint64(0)
+    zero_second = np.uint64(0)
     for e in range(boxes.start.size):
         elements, run = _elements_and_run(e, boxes)
+        counts[e] = 0
         for p in range(0, elements, run):
             weyl = keys[e, 0] + np.uint64(boxes.start[e] + _offset(p, e, boxes)) * _GOLDEN
-            x, y = _digest_zero_run(run, weyl, keys[e, 1])
+            x, y, zero_x, zero_y, count = _digest_run_and_zeros(tag, address[e] + p * width, run, weyl, keys[e, 1])
             first += x
             second += y
-    return first, second
+            zero_first += zero_x
+            zero_second += zero_y
+            counts[e] += np.int64(count)
+    return first, second, zero_first, zero_second
 
 
 @kernel

@@ -1034,15 +1034,19 @@ class _Mix:
 
 
 class _Sums:
-    """Both sums of the digest over blocks of 16 elements; `step(mix, index)` gives what those from an index on add."""
+    """Sums, as both of the digest, over blocks of 16 elements.
 
-    def __init__(self, b: Any, key: Any, step: Callable[[_Mix, Any], list[Any]]) -> None:
+    `step(mix, index)` gives what the elements from an index on add to each; there are `many` sums.
+    """
+
+    def __init__(self, b: Any, key: Any, step: Callable[[_Mix, Any], list[Any]], many: int = 2) -> None:
         self.b = b
         self.step = step
+        self.many = many
         self.mixes = {lanes: _Mix(b, key, lanes) for lanes in _SIDE_BY_SIDE}
 
     def add(self, first: Any, accumulators: dict[int, list[Any]]) -> None:
-        """Add a block, from an index on, to the sums behind pointers, which are two for each number of lanes."""
+        """Add a block, from an index on, to the sums behind pointers, which are `many` for each number of lanes."""
         b = self.b
         lane = 0
         total: dict[int, list[Any]] = {}
@@ -1060,13 +1064,13 @@ class _Sums:
         """Add up blocks, and then the lanes."""
         b = self.b
         accumulators = {
-            lanes: [cgutils.alloca_once_value(b, mix.constant(0)) for _ in range(2)]
+            lanes: [cgutils.alloca_once_value(b, mix.constant(0)) for _ in range(self.many)]
             for lanes, mix in self.mixes.items()
         }
         with cgutils.for_range(b, blocks, intp=_I64) as loop:
             self.add(b.mul(loop.index, _I64(_BLOCK)), accumulators)
         out = []
-        for which in range(2):
+        for which in range(self.many):
             lanes = []
             for many, home in accumulators.items():
                 total = b.load(home[which])
@@ -1092,6 +1096,26 @@ def digest_blocks(_: Any, tag: Any, address: Any, blocks: Any, weyl: Any, key: A
         return ctx.make_tuple(b, sig.return_type, _Sums(b, args[4], step).run(args[2]))
 
     return _SUMS(tag, types.int64, types.int64, types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def digest_blocks_and_zeros(_: Any, tag: Any, address: Any, blocks: Any, weyl: Any, key: Any) -> Any:
+    """Both digest sums over blocks of 16 elements, both over zeros in their place, and how many are not zero."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        element = _element(ctx, sig.args[0])
+        base = _pointer(b, args[1], element)
+
+        def step(mix: _Mix, index: Any) -> list[Any]:
+            weyl = mix.weyl(args[3], index)
+            bits = mix.wide(element, base, index)
+            zero = mix.constant(0)
+            is_set = b.zext(b.icmp_unsigned("!=", bits, zero), mix.kind)
+            return [*mix.terms(weyl, bits), *mix.terms(weyl, zero), is_set]
+
+        return ctx.make_tuple(b, sig.return_type, _Sums(b, args[4], step, many=5).run(args[2]))
+
+    return types.UniTuple(types.uint64, 5)(tag, types.int64, types.int64, types.uint64, types.uint64), codegen
 
 
 @intrinsic

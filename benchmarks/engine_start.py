@@ -93,12 +93,10 @@ def _pieces(worker: Any) -> int:
 
 
 def _attach(engine: Engine, folder: Path) -> float:
-    """Seconds until a run is followed: kernels are warmed up, and all weights are read."""
-    from sparserl import Publisher
-
+    """Seconds until a run, which another process publishes, is followed: all weights are read."""
     url = str(folder.with_name(f"{folder.name}-start-{os.getpid()}"))
-    with Publisher(url, engine.weights()) as publisher:
-        publisher.publish()
+    publish = [sys.executable, "-m", "sparserl", "publish", str(folder), url, "--profile", "raw"]
+    subprocess.run(publish, check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     begun = time.perf_counter()
     engine.llm.init_weight_transfer_engine({"init_info": {"url": url, "ahead": False}})
     return time.perf_counter() - begun

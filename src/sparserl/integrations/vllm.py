@@ -78,6 +78,7 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
             self._layout = learn_layout(vllm_config, model)
         self.supports_draft_weight_update = bool(self._layout.drafted)
         pieces = self._layout.pieces
+        self._target().warm_up()  # later, vLLM warns of kernels that are compiled, or fails, if it is told to
         logger.info("sparserl: %d pieces of %d checkpoint tensors", len(pieces), len({p.tensor for p in pieces}))
 
     @property
@@ -102,7 +103,7 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         self.shutdown()
         if init_info is None:
             return
-        target = EngineTarget(self._layout.pieces, self._layout.live, self._layout.tied)
+        target = self._target()
         options = {"trusted_keys": init_info.trusted_keys, "run": init_info.run, "token": init_info.token}
         rank = self._world.rank_in_group
         gather = gather_over(self._world)
@@ -117,6 +118,9 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
             self._ended.clear()
             self._thread = threading.Thread(target=self._stage_ahead, name="sparserl-ahead", daemon=True)
             self._thread.start()
+
+    def _target(self) -> EngineTarget:
+        return EngineTarget(self._layout.pieces, self._layout.live, self._layout.tied)
 
     def start_weight_update(self) -> None:
         """Do nothing: versions are staged as they are published, or when they are committed."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 import sparserl
+from sparserl.integrations.ranks import EngineSubscriber
 from sparserl.kernels import gpu
 from sparserl.plan.classes import _MAX_CLASSES
+from sparserl.targets.engine import EngineTarget
+from sparserl.targets.pieces import Piece
+from sparserl.weights.region import whole
 from sparserl.weights.staging import lazy_bits
 
 pytest.importorskip("triton")
@@ -59,6 +63,40 @@ def test_nothing_is_compiled_after_attaching(tmp_path, monkeypatch, profile, dty
     assert compiled == []
     new = {name: tensor.bfloat16() for name, tensor in weights.items()}
     assert all(torch.equal(received[name].view(torch.int16), new[name].view(torch.int16)) for name in new)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton compiles for a GPU")
+def test_nothing_is_compiled_once_an_engine_is_warm(tmp_path, monkeypatch):
+    """An engine that compiles as it starts compiles nothing when it attaches to a run, or follows it."""
+    from triton import knobs
+
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["fn"].name))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr("sparserl.weights.on_gpu._warm", set())
+    weights = {"q": torch.randn(64, 96, device="cuda").bfloat16(), "k": torch.randn(32, 96, device="cuda").bfloat16()}
+    fused = torch.cat([*weights.values()])
+    pieces = [
+        Piece("q", whole((64, 96)), "qkv", 0, (96, 1)),
+        Piece("k", whole((32, 96)), "qkv", 64 * 96, (96, 1)),
+    ]
+    target = EngineTarget(pieces, lambda: {"qkv": fused})
+    target.warm_up()
+    assert compiled
+    compiled.clear()
+    host = {name: tensor.cpu() for name, tensor in weights.items()}  # the publisher needs no kernels of its own
+    with (
+        sparserl.Publisher(str(tmp_path / "run"), host) as publisher,
+        EngineSubscriber(str(tmp_path / "run"), target, 0, lambda value: [value]) as subscriber,
+    ):
+        publisher.publish()
+        subscriber.refresh()
+        for tensor in host.values():
+            tensor.view(torch.int16).view(-1)[::17] ^= 1
+        version = publisher.publish().version
+        subscriber.commit_version(version)
+    assert compiled == []
+    assert torch.equal(fused.cpu().view(torch.int16), torch.cat([*host.values()]).view(torch.int16))
 
 
 def test_every_number_of_classes_is_warm():

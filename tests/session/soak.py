@@ -128,7 +128,7 @@ class Soak(Lives):
                 threads=1,
             )
             for n in range(10**6):
-                if n == times or time.monotonic() > end:
+                if n == times or (times is None and time.monotonic() > end):
                     return
                 publish(publisher, weights, life * 10_000 + n, self.journal)
                 time.sleep(0.005)
@@ -137,27 +137,39 @@ class Soak(Lives):
             if times is not None:
                 raise
 
-    def folder(self, _life: int, times: int | None = None) -> None:
+    def folder(self, life: int, times: int | None = None) -> None:
         with closing(sparserl.targets.folder(self.target, threads=1)) as target:
             subscriber = sparserl.Subscriber(self.store(), target, name="folder", threads=1)
-            self._follow(subscriber, lambda: current(self.target), times)
+            self._receive(subscriber, lambda: current(self.target), life, times)
 
     def memory(self, life: int, times: int | None = None) -> None:
         mine = weights_at(10**8 + life)
         subscriber = sparserl.Subscriber(self.store(), mine, name="memory", threads=1)
-        self._follow(subscriber, lambda: sha(mine), times)
+        self._receive(subscriber, lambda: sha(mine), life, times)
 
-    def _follow(self, subscriber: sparserl.Subscriber, bits: Callable[[], str | None], times: int | None) -> None:
+    def _receive(
+        self, subscriber: sparserl.Subscriber, bits: Callable[[], str | None], life: int, times: int | None
+    ) -> None:
+        """Sync over and over, or in every other life follow, which fetches buckets before the head moves."""
         end = time.monotonic() + LIFE
+
+        def note_commit(_: sparserl.SyncReport | None = None) -> None:
+            self.journal.add("committed", run=subscriber.run, version=subscriber.version, sha=bits())
+
+        def note_trouble(error: StoreError) -> None:
+            about = " of the head" if "head.json" in str(error) else ""
+            self.journal.add("trouble", kind=f"{type(error).__name__}{about}")
+
         while time.monotonic() < end:
             try:
-                if subscriber.sync() is not None:
-                    self.journal.add("committed", run=subscriber.run, version=subscriber.version, sha=bits())
+                if times is None and life % 2:
+                    subscriber.follow(timeout=LIFE, on_commit=note_commit, on_trouble=note_trouble)
+                elif subscriber.sync() is not None:
+                    note_commit()
             except StoreError as error:  # no head yet, or it moves faster than we can follow
                 if times is not None:
                     raise
-                about = " of the head" if "head.json" in str(error) else ""
-                self.journal.add("trouble", kind=f"{type(error).__name__}{about}")
+                note_trouble(error)
             if times is not None:
                 subscriber.audit()
                 self.journal.add("final", version=subscriber.version, sha=bits())

@@ -31,12 +31,35 @@ def streams_of(directory, bucket):
 
 
 def hasten_interpreter() -> None:
-    """Sums wrap on purpose in these kernels, and looking for overflows takes a third of the interpreter's time."""
+    """Have Triton interpret the same kernels in half the time, in a process that does nothing else.
+
+    Sums wrap on purpose in these kernels: nothing looks for overflows. Triton exchanges the functions of its language at
+    every call of a function in a kernel; here once for all that a module of kernels sees, and they stay exchanged.
+    """
     import torch
-    from triton.runtime.interpreter import interpreter_builder
+    from triton.runtime import interpreter
+
+    exchange = interpreter._patch_lang
+    exchanged = set()
+    np_dtype = interpreter._get_np_dtype
+    np_dtypes = {}
+
+    def exchange_once(function):
+        if function.__module__ not in exchanged:
+            exchange(function)
+            exchanged.add(function.__module__)
+        return interpreter._LangPatchScope()  # in which nothing is to be restored
+
+    def remembered_np_dtype(dtype):
+        if dtype.scalar.name not in np_dtypes:
+            np_dtypes[dtype.scalar.name] = np_dtype(dtype)
+        return np_dtypes[dtype.scalar.name]
 
     torch.set_num_threads(1)
-    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_lang = exchange_once
+    interpreter._get_np_dtype = remembered_np_dtype
 
 
 def only_compile(capability: int) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -186,21 +187,26 @@ def parsed(parse: Callable[[bytes, str], object], data: bytes, folder: Path) -> 
     return str(parse(data, "a record"))
 
 
-def main() -> None:
+def main(chosen: set[str]) -> None:
+    """Watch what is done with stores and records: each `name/way` that was chosen, or all."""
     print(json.dumps({"slowness": slowness()}), flush=True)
     for name, build in STORES.items():
+        ways = [go for go in (in_memory, in_a_folder, fsck, collect) if not chosen or f"{name}/{go.__name__}" in chosen]
+        if not ways:
+            continue
         root = Path(tempfile.mkdtemp(prefix="bomb-"))
         build(root)
         files = [path for path in root.rglob("*") if path.is_file()]
         size = sum(path.stat().st_blocks << 9 for path in files)  # holes do not count
-        for go in (in_memory, in_a_folder, fsck, collect):
+        for go in ways:
             apart(name, partial(go, root), way=go.__name__, size=size)
         shutil.rmtree(root)
     for name, build_record in RECORDS.items():
         data = build_record()
         for kind, parse in PARSERS.items():
-            apart(name, partial(parsed, parse, data), way=kind, size=len(data))
+            if not chosen or f"{name}/{kind}" in chosen:
+                apart(name, partial(parsed, parse, data), way=kind, size=len(data))
 
 
 if __name__ == "__main__":
-    main()
+    main(set(sys.argv[1:]))

@@ -44,9 +44,12 @@ ENDS = {
 
 
 @pytest.fixture(scope="module")
-def watched():
+def watched(request):
+    """What the chosen tests ask for."""
+    items = [item for item in request.session.items if "watched" in getattr(item, "fixturenames", ())]
+    chosen = {f"{item.callspec.params['name']}/{item.callspec.params['way']}" for item in items}
     environment = {**os.environ, "SPARSERL_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-m", "tests.hostile.store_bombs"]
+    command = [sys.executable, "-m", "tests.hostile.store_bombs", *sorted(chosen)]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
     first, *found = map(json.loads, done)
     return first["slowness"], {(record["name"], record["way"]): record for record in found}

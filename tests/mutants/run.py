@@ -30,11 +30,15 @@ GREEN, RED = 0, 1  # pytest's exit codes: all passed, some failed
 
 @contextmanager
 def mutated(folder: Path, mutant: Mutant) -> Iterator[None]:
-    """The folder's code with the mutant in it; afterwards the file is as it was, to the nanosecond."""
+    """The folder's code with the mutant in it; afterwards the file is as it was, to the nanosecond.
+
+    Meanwhile the file has a date of which no bytecode was made.
+    """
     path = folder / "src" / "sparserl" / mutant.file
     before = path.read_text()
     stamp = path.stat()
     path.write_text(replaced(before, mutant.old, mutant.new))
+    os.utime(path, (0, 0))
     try:
         yield
     finally:
@@ -50,7 +54,7 @@ class Pytest:
         environment = {
             **os.environ,
             "PYTHONPATH": str(folder / "src"),
-            "PYTHONDONTWRITEBYTECODE": "1",  # stale bytecode would hide a mutant
+            "PYTHONDONTWRITEBYTECODE": "1",  # that of a mutant would outlive it
         }
         environment.pop("NUMBA_CACHE_DIR", None)
         self._process = subprocess.Popen(
@@ -110,7 +114,7 @@ def report(name: str, wrong: str | None, began: float) -> bool:
 
 def work(folder: Path, mutants: list[Mutant], green: bool) -> bool:
     """The tests without a mutant, if it is not known that they pass, then each mutant. True if all were noticed."""
-    skip = shutil.ignore_patterns("*.pyc", "data", ".hypothesis")  # what is compiled for the kernels comes along
+    skip = shutil.ignore_patterns("data", ".hypothesis")  # bytecode and compiled kernels come along
     for part in ("src", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=skip)
     shutil.copy2(ROOT / "pyproject.toml", folder)

@@ -135,10 +135,16 @@ def test_no_more_is_fetched_ahead_than_memory_allows(url, monkeypatch):
     blobs = tuple(Blob(item.name.rpartition("/")[2], item.size) for item in steps)
     open_store(url).put(COMING, Manifest(run, place, NOTHING, NOTHING, 1, blobs).to_bytes())
     ahead = coming.BucketsAhead(store)
-    taken = threading.Event()
-    monkeypatch.setattr(coming, "_outcome", lambda _: taken.set())
+    fetch = ahead._fetch
+    fetched = threading.Event()
+
+    def fetch_all(*announced):
+        fetch(*announced)
+        fetched.set()
+
+    monkeypatch.setattr(ahead, "_fetch", fetch_all)
     with ahead.running(lambda manifest: manifest.buckets):
-        assert taken.wait(SECONDS)
+        assert fetched.wait(SECONDS)
     assert sum(item.size for item in steps if item.name in store.reads) <= coming.AHEAD_BYTES
     assert len(steps) > 1
 

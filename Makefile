@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long coverage mutants fuzz soak load collective integrations vllm test-vllm slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,19 +38,28 @@ kernels: $(STAMP)  ## compile them once: processes of tests that begin together 
 	$(BIN)/python -m sparserl warmup --dtype bfloat16 --dtype float32
 
 unit: $(STAMP)  ## more processes than cores: much of it is waiting
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not alone and not long'
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not alone and not long and not nightly'
 
 alone: $(STAMP)  ## tests that measure the time or memory of their own process
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'alone and not long' $(ALONE)
 
-long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'long and not alone'
+long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same, and the mutants: much of both is waiting
+	$(MAKE) --jobs 2 --output-sync=line long-unit mutants-noticed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and alone' $(ALONE)
+
+long-unit: $(STAMP)
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'long and not alone'
+
+mutants-noticed: $(STAMP)  ## without the tests on the unbroken code, which run beside it
 	$(BIN)/python -m tests.mutants run --green
+
+nightly: $(STAMP)  ## what CI leaves out; see CONTRIBUTING.md
+	$(BIN)/python -m pytest -n 2 -m nightly
+	SPARSERL_KILLS=all $(BIN)/python -m pytest -n 2 -m 'long and not alone' -k 'at_any_moment'
 
 coverage: $(STAMP)  ## which lines no test reaches; takes a third longer
 	rm -f .coverage .coverage.*
-	$(BIN)/python -m pytest -n 2 -m 'not alone' --cov --cov-report=
+	$(BIN)/python -m pytest -n 2 -m 'not alone and not nightly' --cov --cov-report=
 	$(BIN)/python -m pytest -m alone --cov --cov-append --cov-report=
 	$(BIN)/coverage report --skip-covered --show-missing
 

@@ -33,8 +33,8 @@ def streams_of(directory, bucket):
 def hasten_interpreter() -> None:
     """Have Triton interpret the same kernels in half the time, in a process that does nothing else.
 
-    Sums wrap on purpose in these kernels: nothing looks for overflows. Triton exchanges the functions of its language at
-    every call of a function in a kernel; here once for all that a module of kernels sees, and they stay exchanged.
+    Sums wrap on purpose in these kernels: nothing looks for overflows. Triton exchanges the functions of its language
+    at every call of a function in a kernel; here once for every module of kernels, and they stay exchanged.
     """
     import torch
     from triton.runtime import interpreter

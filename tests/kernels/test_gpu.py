@@ -44,7 +44,9 @@ def test_interpreted(which):
 
 
 @outside
-@pytest.mark.parametrize("capability", [80, *(pytest.param(newer, marks=pytest.mark.long) for newer in (89, 90))])
+@pytest.mark.parametrize(
+    "capability", [80, pytest.param(89, marks=pytest.mark.nightly), pytest.param(90, marks=pytest.mark.long)]
+)
 def test_compiled(capability):
     """The compiler takes every kernel, from Ampere to Hopper, in pairs of two bytes and one by one.
 

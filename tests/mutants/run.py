@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from .catalogue import MUTANTS, ROOT, lost
@@ -53,6 +53,8 @@ class Pytest:
         self._folder = folder
         environment = {
             **os.environ,
+            "HYPOTHESIS_PROFILE": "first",
+            "SPARSERL_TESTS_RANKS": "fork",
             "PYTHONPATH": str(folder / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",  # that of a mutant would outlive it
         }
@@ -88,15 +90,29 @@ class Pytest:
 
 def judge(folder: Path, pytest: Pytest, mutant: Mutant) -> str | None:
     """None if the tests notice the mutant, else what went wrong."""
-    cache = None
-    if mutant.compiled:  # what is compiled from the mutant must not be found again
-        cache = folder / "numba-mutant"
-        shutil.rmtree(cache, ignore_errors=True)
     with mutated(folder, mutant):
-        code, output = pytest([mutant.tests], cache)
+        with kept_kernels(folder) if mutant.compiled else nullcontext():
+            code, output = pytest([mutant.tests])
+        if mutant.compiled and code == GREEN:  # kernels of other files have inlined what is broken
+            with tempfile.TemporaryDirectory() as cache:
+                code, output = pytest([mutant.tests], Path(cache))
     if code == RED:
         return None
     return "survived" if code == GREEN else f"pytest ended with {code}:\n{output[-2000:]}"
+
+
+@contextmanager
+def kept_kernels(folder: Path) -> Iterator[None]:
+    """Kernels in a mutant's file are compiled again, since it has another date, and forgotten; others are as they were."""
+    cache = folder / "src" / "sparserl" / "kernels" / "cpu" / "__pycache__"
+    cache.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as kept:
+        shutil.copytree(cache, kept, dirs_exist_ok=True)
+        try:
+            yield
+        finally:
+            shutil.rmtree(cache)
+            shutil.copytree(kept, cache)
 
 
 def control(pytest: Pytest, mutants: Iterable[Mutant]) -> str | None:

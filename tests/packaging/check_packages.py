@@ -95,9 +95,10 @@ def find_interpreters() -> Iterator[tuple[int, str]]:
 def use(python: str, wheel: Path, folder: Path, sessions: bool) -> bytes:
     """The patch that a Python makes with nothing installed but the wheel and what it depends on."""
     environment = folder / "venv"
-    run(python, "-m", "venv", str(environment))
+    run(python, "-m", "venv", "--without-pip", str(environment))
     inside = str(environment / "bin" / "python")
-    run(inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel))
+    install = ("install", "--quiet", "--no-compile", "--disable-pip-version-check", str(wheel))
+    run(sys.executable, "-m", "pip", "--python", inside, *install)  # most of what is installed is never imported
     output = folder / "fixed.patch"
     command = [inside, str(USE), str(output), *(["--sessions"] if sessions else [])]
     run(*command, cwd=folder, env=_clean_environment() | {"NUMBA_CACHE_DIR": str(folder / "numba")})

@@ -14,11 +14,9 @@ from tests.sources.transformers_models import VOCAB, transformers_model
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
-GROUPS = (  # processes are started once for each
-    ("llama", "mistral", "qwen2", "qwen3"),
-    ("mixtral", "qwen2_moe", "qwen3_moe"),
-    ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next"),
-)
+SIMPLE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+OTHERS = ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next")
+PREDICTING = ("deepseek_v3", "glm4_moe")
 WITHOUT_BIAS = {"attention_bias": False, "mlp_bias": False}
 OPTIONS = {"llama": WITHOUT_BIAS}  # Megatron-core has biases in all of its layers or in none
 VARIANTS = {
@@ -33,23 +31,21 @@ def test_short(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kinds", GROUPS, ids="-".join)
-def test_every_family(tmp_path, kinds):
-    """Megatron-core's models compute what the Hugging Face models do, and are published as their checkpoints."""
-    two_ranks(tmp_path, EveryWay(kinds))
+@pytest.mark.parametrize(("kinds", "predicting"), [(SIMPLE, PREDICTING), (OTHERS, ())], ids=["simple", "others"])
+def test_every_family(tmp_path, kinds, predicting):
+    """Megatron-core's models compute what the Hugging Face models do, and are published as their checkpoints.
 
-
-@pytest.mark.long
-def test_multi_token_prediction(tmp_path):
-    """The layers of multi-token prediction compute what the checkpoint's do, on any ranks."""
-    two_ranks(tmp_path, run_predictions)
+    So do the layers of multi-token prediction. Starting processes that import all this takes as long as two families.
+    """
+    two_ranks(tmp_path, EveryWay(kinds, predicting))
 
 
 class EveryWay:
     """Two ranks that share a model in every way: cut, as stages of a pipeline, with experts on each."""
 
-    def __init__(self, kinds):
+    def __init__(self, kinds, predicting):
         self.kinds = kinds
+        self.predicting = predicting
 
     def __call__(self, rank):
         for kind in self.kinds:
@@ -59,6 +55,10 @@ class EveryWay:
             for sizes, options in runs:
                 with megatron_ranks(**sizes):
                     require_same_model(kind, options)
+        for kind in self.predicting:
+            for sizes in ({"tp": 2}, {"pp": 2}, {"ep": 2}):
+                with megatron_ranks(**sizes):
+                    require_same_predictions(kind)
 
 
 def run_short(rank):
@@ -68,13 +68,6 @@ def run_short(rank):
         require_same_model("qwen3_moe", {})
     with megatron_ranks(tp=2):
         require_same_predictions("deepseek_v3")
-
-
-def run_predictions(rank):
-    for kind in ("deepseek_v3", "glm4_moe"):
-        for sizes in ({"tp": 2}, {"pp": 2}, {"ep": 2}):
-            with megatron_ranks(**sizes):
-                require_same_predictions(kind)
 
 
 def require_same_model(kind, options):

@@ -30,7 +30,7 @@ pytestmark = [
 
 HERE = "tests.integrations.real_vllm"
 ROOT = Path(__file__).parents[3]
-SYNCS = 20
+SYNCS = 8
 KINDS = ("llama", "qwen2", "moe")
 FAMILIES = ("mla", "gpt-oss", "vlm", "glm", "gemma3", "mixtral")
 MANY = FAMILIES[3:]  # load as others do

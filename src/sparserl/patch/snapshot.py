@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,10 @@ from .matching import require_result
 from .overlay import write_regions
 from .slicing import PatchSlicer, write_slices
 from .staging import entry_geometry, overlay, stage, stage_parts
+
+if TYPE_CHECKING:
+    from ..codec import Reader
+    from .gpu_restoration import DenseBucket, DenseDecoder
 
 W = TypeVar("W", bound="dict[str, Any] | Shards")
 _AS_THEY_ARE = "raw"
@@ -123,7 +127,7 @@ def restore(patch: Contents, weights: dict[str, Bits], threads: int | None = Non
 class Restoration(Generic[W]):
     """Turns zeros into the weights of a snapshot, bucket by bucket as they arrive, and releases these.
 
-    Nothing is kept to undo it. The bits are summed up once, at the end.
+    Nothing is kept to undo it. The bits are summed up once, at the end. Dense entries on a GPU are decoded there.
 
     Args:
         patch: The snapshot, whose buckets may still be arriving.
@@ -139,20 +143,29 @@ class Restoration(Generic[W]):
         self._gathered = 0  # buckets whose heads the gatherer has
         self._heads: dict[int, Head] = {}  # of further buckets that are written
         self._slicer = None if self._local.complete else PatchSlicer(self._local)
+        self._decoder = _gpu_decoder(self._local)
+        self._staged: dict[int, DenseBucket] = {}  # buckets that the decoder will write
 
     def run(self, threads: int | None = None) -> None:
         """Write all buckets. Where these stop arriving it raises, and goes on from there when it is called again."""
         for index in ordered(self._write, islice(self._patch.arrivals(), self._gathered, None), threads):
+            if self._decoder is not None and index in self._staged:
+                self._decoder.add(self._staged[index])
+                del self._staged[index]
             self._gatherer.add(self._heads.pop(index))
             self._gathered += 1
+        if self._decoder is not None:
+            self._decoder.finish()
         self._patch.accept_heads(self._gatherer)  # no entries overlap
         if set(self._local.places) == set(self._patch.covers):
             require_result(self._patch, digest(self.weights, threads=threads))
 
     def _write(self, index: int) -> int:
         if index not in self._heads:
-            head, _ = self._patch.open_bucket(index)
-            if self._slicer is not None:
+            head, reader = self._patch.open_bucket(index)
+            if self._stage_on_gpu(index, head, reader):
+                pass  # it is written with others
+            elif self._slicer is not None:
                 self._write_slices(self._slicer, head, index)
             elif head.layout.changes and self._local.gpu_streams:
                 for staged in stage_parts(self._local, self._patch.decode(index, self._local)):
@@ -164,6 +177,13 @@ class Restoration(Generic[W]):
             self._heads[index] = head
             self._patch.release(index)
         return index
+
+    def _stage_on_gpu(self, index: int, head: Head, reader: Reader) -> bool:
+        """Copy a bucket for the GPU, if that can decode it; whether it can."""
+        bucket = None if self._decoder is None else self._decoder.stage(index, head, reader)
+        if bucket is not None:
+            self._staged[index] = bucket
+        return bucket is not None
 
     def _write_dense(self, index: int) -> None:
         for part in self._patch.decode(index, overwrite=True).parts():
@@ -177,6 +197,15 @@ class Restoration(Generic[W]):
         if slicer.touches(head):
             base = _zeros(self._patch.table, head) if head.profile.conditional and head.layout.changes else None
             write_slices(self._local, slicer, self._patch.decode(index, base))
+
+
+def _gpu_decoder(weights: LocalWeights) -> DenseDecoder | None:
+    """What decodes dense entries on GPUs; None where there are none that it runs on."""
+    if not weights.gpu_streams:
+        return None
+    from .gpu_restoration import DenseDecoder
+
+    return DenseDecoder.of(weights)
 
 
 def _zeros(table: TensorTable, head: Head) -> LocalWeights:

@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import cells, changes, classes, ints, quantize, rans, streams, sums, support, warmup
+    from . import cells, changes, classes, ints, planes, quantize, rans, streams, sums, support, warmup
 
-__all__ = ["cells", "changes", "classes", "ints", "quantize", "rans", "streams", "sums", "support", "warmup"]
+__all__ = ["cells", "changes", "classes", "ints", "planes", "quantize", "rans", "streams", "sums", "support", "warmup"]
 
 
 def __getattr__(name: str) -> ModuleType:

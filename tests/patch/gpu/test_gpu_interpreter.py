@@ -59,7 +59,7 @@ def test_without_kernels(which):
 @outside
 def test_compiled():
     """The compiler takes the kernels that are used here alone, for an H200: the interpreter accepts what it rejects."""
-    assert "compiled 8 kernels" in run(__file__, "compile", TRITON_INTERPRET="0")
+    assert "compiled 9 kernels" in run(__file__, "compile", TRITON_INTERPRET="0")
 
 
 def compile_all():
@@ -83,11 +83,12 @@ def compile_all():
         gpu.cells.sample(blocks, side, side, blocks.bitmap(), torch.zeros(2, dtype=torch.int32), where)
         for kind in (0, 1, 2):
             gpu.cells.key_histogram(blocks, side, kind, 0 * one, one, one)
+        gpu.planes.join(blocks, side, where[:width], torch.zeros(64, dtype=torch.uint8), bad)
         sums = gpu.sums.digests(blocks, side)
         gpu.sums.digest_deltas(blocks, side, side, sums)
         if width == 2:
             gpu.sums.digest_deltas(blocks, gpu.changes.Blocks(4, [9000], "cpu").side([torch.zeros(9000)]), side, sums)
-    assert made == {n for m in (gpu.cells, gpu.sums) for n in vars(m) if n.endswith("_kernel")}
+    assert made == {n for m in (gpu.cells, gpu.planes, gpu.sums) for n in vars(m) if n.endswith("_kernel")}
     print("compiled", len(made), "kernels")
 
 

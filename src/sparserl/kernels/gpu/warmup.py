@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from . import cells, changes, classes, streams, sums
+from . import cells, changes, classes, planes, streams, sums
 from .ints import INTS
 
 MOST_THRESHOLDS = 4  # between the classes that publishers choose
@@ -57,6 +57,7 @@ def warm_up(
         tile_log = block.bit_length()  # a tile has two blocks, and a part two tiles
         _code(streams.StreamPlan.of(blocks, [0] * _PARTS, tile_log, limits, **order), old, new)
     _compare(blocks, old, new, 0 if sign_magnitude else 1 if signed else 2)
+    _join(blocks, old)
 
 
 def _code(plan: streams.StreamPlan, old: changes.Side, new: changes.Side) -> None:
@@ -85,3 +86,10 @@ def _compare(blocks: changes.Blocks, old: changes.Side, new: changes.Side, kind:
     offsets = torch.arange(4, device=blocks.device)
     cells.scatter(old.base, offsets, cells.gather(old.base, offsets))
     cells.swap(old, located, bad)
+
+
+def _join(blocks: changes.Blocks, target: changes.Side) -> None:
+    """What is done for anchors: elements from planes."""
+    data = torch.zeros(_BLOCKS * blocks.block, dtype=torch.uint8, device=blocks.device)
+    bad = torch.zeros(1, dtype=torch.int32, device=blocks.device)
+    planes.join(blocks, target, torch.zeros((_PARTS, blocks.width), dtype=torch.int64, device=blocks.device), data, bad)

@@ -73,3 +73,10 @@ def test_a_cast_of_freed_memory_is_refused():
     tensor.untyped_storage().resize_(0)
     with pytest.raises(UnsupportedTensor, match="its storage was freed"):
         sparserl.digest({"w": lazy_bits(tensor, torch.bfloat16)})
+
+
+def test_a_number_is_copied():
+    """A cast tensor of no dimensions is copied as any other: a publisher keeps such copies."""
+    for value in (2.5, -0.75):
+        copy = memory_of("w", lazy_bits(torch.tensor(value), torch.bfloat16)).copied()
+        assert int(copy) == int(torch.tensor(value).view(torch.int32)) >> 16 & 0xFFFF

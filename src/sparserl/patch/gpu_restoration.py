@@ -2,13 +2,14 @@
 
     buckets ──► coded planes, page-locked ──► the GPU: decode, many buckets at once ──► join planes into elements
 
-A bucket is decoded here if all its entries are dense and lie on one GPU; planes in zstd are decompressed on the host
-first. Any other bucket is decoded by the CPU. What does not decode here is handed to the CPU, which says why.
+A bucket is decoded here if all its entries are dense, and what is wanted of them lies on one GPU; planes in zstd are
+decompressed on the host first. Any other bucket is decoded by the CPU. What does not decode here is handed to the CPU,
+which says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,22 +22,26 @@ from ..errors import InvalidField
 from ..kernels import cpu, gpu
 from ..weights.batches import Batch
 from ..weights.boxes import select
+from ..weights.geometry import dot
 from ..weights.local import LocalWeights
 from ..weights.on_gpu import on_stream, runs_of
-from ..weights.region import Numbers
+from ..weights.region import Numbers, Region, collapse, row_major, whole
+from ..weights.staging import gpu_tensor
 from ..wire import Head
 from . import gpu_apply
 from .decode import decode
+from .slicing import PatchSlicer, inside
 
 LEAST_CHUNK_LOG = 14
 """Chunks of fewer symbols are decoded on the CPU: a GPU needs a table of 16 KiB for each, whatever its size."""
 _GROUP_BYTES = 96 << 20  # of GPU memory that buckets which are decoded together take
 _SHARE = 16  # of the weights' bytes, the most that a group of several buckets takes
+_LEAST_RUN = 64  # elements on average: shorter rows of parts are written by the host
 _TABLE_BYTES = 17 << 10  # of GPU memory that a coded chunk takes beside its bytes
 
 
 class _Plane(NamedTuple):
-    """A plane of a bucket: how it is coded, where its bytes begin among those of the bucket, and its chunks' lengths."""
+    """A plane of a bucket: how it is coded, where its bytes begin among the bucket's, and the lengths of its chunks."""
 
     stream: int
     coder: Coder
@@ -91,11 +96,11 @@ class DenseBucket:
 
     def require_decodable(self) -> None:
         """Decode it on the CPU, which raises where something is wrong."""
-        data = memoryview(self.coded.numpy())
-        streams = {
-            plane.stream: (plane.coder, AdjacentChunks(data[plane.at : plane.at + int(plane.lengths.sum())], plane.lengths))
-            for plane in self.planes
-        }
+        data = self.coded.numpy().data
+        streams = {}
+        for plane in self.planes:
+            end = plane.at + int(plane.lengths.sum())
+            streams[plane.stream] = plane.coder, AdjacentChunks(data[plane.at : end], plane.lengths)
         decode(self.head, Reader(streams, f"bucket {self.index}"))
 
 
@@ -104,24 +109,27 @@ class DenseDecoder:
 
     Args:
         weights: The weights to write to, which nobody uses yet.
+        slicer: Cuts entries along the parts of the weights; None for whole tensors.
     """
 
-    def __init__(self, weights: LocalWeights) -> None:
+    def __init__(self, weights: LocalWeights, slicer: PatchSlicer | None = None) -> None:
         self._weights = weights
+        self._slicer = slicer
         self._most = min(_GROUP_BYTES, weights.nbytes // _SHARE)
         self._waiting: list[DenseBucket] = []
         self._launched: list[tuple[list[DenseBucket], gpu.changes.HostCopy]] = []
 
     @classmethod
-    def of(cls, weights: LocalWeights) -> DenseDecoder | None:
+    def of(cls, weights: LocalWeights, slicer: PatchSlicer | None = None) -> DenseDecoder | None:
         """A decoder; None where it is not worth while, or no kernels run on the GPUs."""
-        return cls(weights) if weights.has_kernels and weights.nbytes >= gpu_apply.FEW_BYTES else None
+        return cls(weights, slicer) if weights.has_kernels and weights.nbytes >= gpu_apply.FEW_BYTES else None
 
     def stage(self, index: int, head: Head, reader: Reader) -> DenseBucket | None:
         """Copy a bucket to page-locked memory, on any thread; None where it is one for the CPU."""
         if head.layout.changes or not head.profile.planar or head.chunk_log < LEAST_CHUNK_LOG:
             return None
-        runs = _runs(self._weights, head)
+        batch = _dense(head)
+        runs = _runs(self._weights, batch) if self._slicer is None else _row_runs(self._weights, self._slicer, batch)
         if runs is None:
             return None
         planes = _planes(head, reader)
@@ -161,11 +169,60 @@ class DenseDecoder:
         self._launched = []
 
 
-def _runs(weights: LocalWeights, head: Head) -> _Runs | None:
-    """Where the entries of a bucket go; None if they are not all runs on one GPU."""
+def _dense(head: Head) -> Batch:
+    """The dense entries of a bucket."""
     entries = head.entries
     dense = entries.dense
-    batch = Batch(head.dtype, entries.tensor[dense], select(entries.region, dense), entries.numel[dense])
+    return Batch(head.dtype, entries.tensor[dense], select(entries.region, dense), entries.numel[dense])
+
+
+def _row_runs(weights: LocalWeights, slicer: PatchSlicer, batch: Batch) -> _Runs | None:
+    """Where the entries of a bucket go in parts of tensors, row by row; None if these are not on one GPU, or short."""
+    columns = [np.empty((3, 0), np.int64)]
+    tensors: list[torch.Tensor] = []
+    firsts = (np.cumsum(batch.numel) - batch.numel).tolist()
+    for entry_first, tensor, region in zip(firsts, batch.tensor.tolist(), batch.region, strict=True):
+        outer = region or whole(weights.table[tensor].shape)
+        for common in slicer.common_regions(tensor, region):
+            memory, local = weights.locate(tensor, common)
+            on_gpu = gpu_tensor(memory)
+            if on_gpu is None or gpu.support.obstacle(on_gpu.device) is not None:
+                return None
+            tensors.append(on_gpu)
+            source = inside(common, outer)
+            row = _rows(source, row_major(outer.size), local or whole(memory.shape), on_gpu.stride())
+            if row is None:
+                return None
+            first, address, length = row
+            begin = on_gpu.data_ptr() + address * batch.dtype.width
+            columns.append(np.stack((entry_first + first, np.full_like(first, length), begin)))
+    runs = np.concatenate(columns, axis=1)
+    if len({tensor.device for tensor in tensors}) != 1 or runs[1].sum() < _LEAST_RUN * runs.shape[1]:
+        return None
+    return _Runs(runs[0], runs[1], runs[2], tensors[0])
+
+
+def _rows(
+    source: Region, source_strides: Sequence[int], target: Region, target_strides: Sequence[int]
+) -> tuple[Numbers, Numbers, int] | None:
+    """The rows that a box consists of in two memories: where each begins in both, and how long all are.
+
+    None if elements of a row are not next to each other.
+    """
+    size, (from_strides, to_strides) = collapse(source.size, tuple(source_strides), tuple(target_strides))
+    begin = np.array([[dot(source.start, source_strides)], [dot(target.start, target_strides)]], np.int64)
+    if not size:
+        return begin[0], begin[1], 1
+    if from_strides[-1] != 1 or to_strides[-1] != 1:
+        return None
+    for n, a, b in zip(size[:-1], from_strides, to_strides, strict=False):
+        steps = np.arange(n) * np.array([[[a]], [[b]]])
+        begin = (begin[:, :, None] + steps).reshape(2, -1)
+    return begin[0], begin[1], size[-1]
+
+
+def _runs(weights: LocalWeights, batch: Batch) -> _Runs | None:
+    """Where the entries of a bucket go; None if they are not all runs on one GPU."""
     runs = runs_of(batch, weights)
     if runs is None:
         return None

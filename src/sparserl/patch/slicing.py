@@ -87,11 +87,21 @@ class PatchSlicer:
         """The intersection of a region with each part of its tensor, and the bits of the region in it."""
         whole_tensor = whole(self._shape(tensor))
         outer = region or whole_tensor
+        for common in self.common_regions(tensor, region):
+            share = bits.reshape(outer.size)[inside(common, outer).slices].reshape(-1)
+            yield (None if common == whole_tensor else common), share
+
+    def common_regions(self, tensor: int, region: Region | None) -> Iterator[Region]:
+        """The intersection of a region with each part of its tensor."""
+        whole_tensor = whole(self._shape(tensor))
         for part in self._parts.get(tensor, ()):
-            if (common := intersection(outer, part or whole_tensor)) is not None:
-                start = tuple(a - b for a, b in zip(common.start, outer.start, strict=True))
-                share = bits.reshape(outer.size)[Region(start, common.size).slices].reshape(-1)
-                yield (None if common == whole_tensor else common), share
+            if (common := intersection(region or whole_tensor, part or whole_tensor)) is not None:
+                yield common
+
+
+def inside(region: Region, outer: Region) -> Region:
+    """A region in the coordinates of one that contains it."""
+    return Region(tuple(a - b for a, b in zip(region.start, outer.start, strict=True)), region.size)
 
 
 def _entries(rows: list[tuple[Place, int, int, bool]]) -> Entries:
@@ -119,7 +129,7 @@ def write_slices(weights: LocalWeights, slicer: PatchSlicer, decoded: Decoded) -
     """Write the changes of a bucket that are in the parts. Nothing is kept to undo it."""
     for part in decoded.parts():
         sliced = slicer.slice(part)
-        if not sliced.head.profile.absolute:
+        if not sliced.head.profile.absolute or (weights.gpu_streams and sliced.positions.size):
             stage(weights, sliced).new.write(weights)
             continue
         if sliced.positions.size:

@@ -143,7 +143,7 @@ class Restoration(Generic[W]):
         self._gathered = 0  # buckets whose heads the gatherer has
         self._heads: dict[int, Head] = {}  # of further buckets that are written
         self._slicer = None if self._local.complete else PatchSlicer(self._local)
-        self._decoder = _gpu_decoder(self._local)
+        self._decoder = _gpu_decoder(self._local, self._slicer)
         self._staged: dict[int, DenseBucket] = {}  # buckets that the decoder will write
 
     def run(self, threads: int | None = None) -> None:
@@ -163,7 +163,9 @@ class Restoration(Generic[W]):
     def _write(self, index: int) -> int:
         if index not in self._heads:
             head, reader = self._patch.open_bucket(index)
-            if self._stage_on_gpu(index, head, reader):
+            if self._slicer is not None and not self._slicer.touches(head):
+                pass  # nothing of it is here
+            elif self._stage_on_gpu(index, head, reader):
                 pass  # it is written with others
             elif self._slicer is not None:
                 self._write_slices(self._slicer, head, index)
@@ -194,18 +196,17 @@ class Restoration(Generic[W]):
             write_regions(self._local, part.dense_bits)
 
     def _write_slices(self, slicer: PatchSlicer, head: Head, index: int) -> None:
-        if slicer.touches(head):
-            base = _zeros(self._patch.table, head) if head.profile.conditional and head.layout.changes else None
-            write_slices(self._local, slicer, self._patch.decode(index, base))
+        base = _zeros(self._patch.table, head) if head.profile.conditional and head.layout.changes else None
+        write_slices(self._local, slicer, self._patch.decode(index, base))
 
 
-def _gpu_decoder(weights: LocalWeights) -> DenseDecoder | None:
+def _gpu_decoder(weights: LocalWeights, slicer: PatchSlicer | None) -> DenseDecoder | None:
     """What decodes dense entries on GPUs; None where there are none that it runs on."""
     if not weights.gpu_streams:
         return None
     from .gpu_restoration import DenseDecoder
 
-    return DenseDecoder.of(weights)
+    return DenseDecoder.of(weights, slicer)
 
 
 def _zeros(table: TensorTable, head: Head) -> LocalWeights:

@@ -76,7 +76,7 @@ def begin_restoration(anchor: Contents, beside: Weights | None = None) -> Restor
     beside: weights on GPUs; the zeros are there too, if there is room.
     """
     if beside is not None:
-        from ..weights.on_gpu import zeros_like
+        from ..weights.gpu_zeros import zeros_like
 
         on_gpu = zeros_like(beside)
         if on_gpu is not None:
@@ -85,8 +85,17 @@ def begin_restoration(anchor: Contents, beside: Weights | None = None) -> Restor
     return Restoration(anchor, zeros(anchor.table))
 
 
-def begin_parts(anchor: Contents, places: Sequence[Place]) -> Restoration[Shards]:
-    """Zeros, if there is memory for them, that an anchor is about to turn into some parts of its weights."""
+def begin_parts(anchor: Contents, places: Sequence[Place], beside: Shards | None = None) -> Restoration[Shards]:
+    """Zeros, if there is memory for them, that an anchor is about to turn into some parts of its weights.
+
+    beside: the same parts on GPUs; the zeros are there too, if there is room.
+    """
+    if beside is not None:
+        from ..weights.gpu_zeros import zero_parts_like
+
+        on_gpu = zero_parts_like(beside)
+        if on_gpu is not None:
+            return Restoration(anchor, on_gpu)
     return Restoration(anchor, _zero_parts(anchor.table, places))
 
 

@@ -67,10 +67,15 @@ class ArrivingPatch:
         weights: dict[str, Any] = self._restore(self._restoration, threads)
         return weights
 
-    def restored_parts(self, places: Sequence[Place], threads: int | None = None) -> Shards:
-        """Some parts of the weights of an anchor: always the same ones."""
+    def restored_parts(
+        self, places: Sequence[Place], threads: int | None = None, beside: Shards | None = None
+    ) -> Shards:
+        """Some parts of the weights of an anchor: always the same ones.
+
+        beside: these parts on GPUs: what is built lies there too, if there is room.
+        """
         if self._restoration is None:
-            self._restoration = begin_parts(self.patch.contents, places)
+            self._restoration = begin_parts(self.patch.contents, places, beside)
         weights: Shards = self._restore(self._restoration, threads)
         return weights
 
@@ -101,14 +106,19 @@ def arriving_weights(
 
 
 def arriving_parts(
-    arriving: Sequence[ArrivingPatch], places: Sequence[Place], result: Digest, threads: int | None = None
+    arriving: Sequence[ArrivingPatch],
+    places: Sequence[Place],
+    result: Digest,
+    threads: int | None = None,
+    beside: Shards | None = None,
 ) -> Shards:
     """Some parts of what an anchor and patches after it lead to, built while they arrive; no other memory is taken.
 
     result: the digest of all the weights. That the parts have theirs must be checked by the caller.
+    beside: these parts on GPUs: what is built lies there too, if there is room.
     """
     anchor, *others = arriving
-    weights = anchor.restored_parts(places, threads)
+    weights = anchor.restored_parts(places, threads, beside)
     digest = anchor.patch.result
     for later in others:
         require_base(later.patch.contents, digest)

@@ -196,11 +196,11 @@ class Receiver(ABC):
         """
         sole = self.targets[0] if len(self.targets) == 1 else None
         places = getattr(sole, "places", None)
+        weights_on_gpu = getattr(sole, "weights_on_gpu", None) if _exchanges_fresh(sole) else None
+        beside = None if weights_on_gpu is None else weights_on_gpu()
         if places is None:
-            weights_on_gpu = getattr(sole, "weights_on_gpu", None) if _exchanges_fresh(sole) else None
-            beside = None if weights_on_gpu is None else weights_on_gpu()
             return replace(change, fresh=arriving_weights(arriving, change.digest, self.threads, beside))
-        return replace(change, fresh_parts=arriving_parts(arriving, places, change.digest, self.threads))
+        return replace(change, fresh_parts=arriving_parts(arriving, places, change.digest, self.threads, beside))
 
     def prepare(self, change: Change, *, only_files: bool = False) -> list[Prepared]:
         """Get every target ready, or none; where only files change, those that keep files."""

@@ -81,10 +81,12 @@ class EngineTarget:
         """The parts of the weights that it has; None for all of every tensor."""
         return None if self.local_weights.complete else self.local_weights.places
 
-    def weights_on_gpu(self) -> Weights | None:
-        """The engine's tensors by the names of the checkpoint, if they lie on GPUs."""
+    def weights_on_gpu(self) -> Weights | Shards | None:
+        """The engine's tensors by the names of the checkpoint, or the parts that it has, if they lie on GPUs."""
         local = self.local_weights
-        return _tensors_by_name(local) if local.gpu_streams else None
+        if not local.gpu_streams:
+            return None
+        return _tensors_by_name(local) if local.complete else _shards(local)
 
     def attach(self, table: TensorTable) -> Any:
         """The parts that this rank has of the tensors of a run."""

@@ -7,7 +7,7 @@ and written element by element.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -32,7 +32,6 @@ from .staging import cast_origin, gpu_tensor
 from .table import TensorTable
 
 LARGE_BYTES = 128 << 20  # of a piece: kernels look at all pieces in one launch, but each costs host time
-_SPARE = 2  # times the bytes of a copy that a GPU must have free: others work there, too
 _warm = set[tuple[DType, Any, bool, bool]]()  # dtypes, GPUs, alignments and casts whose kernels are compiled
 GROUP_BYTES = 8 << 30  # of weights that kernels look at together; their results take up to a fifth of that
 
@@ -454,26 +453,3 @@ def finish(weights: LocalWeights) -> None:
     for stream in weights.gpu_streams.values():
         if stream is not None:
             stream.synchronize()
-
-
-def zeros_like(weights: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """Zeros beside weights that all lie on GPUs; None if they do not, or where that would take too much room there."""
-    tensors = {name: gpu_tensor(memory) for name, memory in LocalWeights.of(weights).memory_by_name().items()}
-    if any(tensor is None for tensor in tensors.values()):
-        return None
-    needed: dict[Any, int] = {}
-    for tensor in tensors.values():
-        needed[tensor.device] = needed.get(tensor.device, 0) + tensor.nbytes
-    for device, nbytes in needed.items():
-        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _SPARE * nbytes:
-            return None
-    try:
-        return {name: _zeros_like(tensor) for name, tensor in tensors.items()}
-    except torch.cuda.OutOfMemoryError:
-        return None
-
-
-def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros in memory of their own, in row-major order; for every dtype, since they are made as integers."""
-    bits = torch.zeros(tensor.shape, dtype=INTS[tensor.element_size()], device=tensor.device)
-    return bits.view(tensor.dtype)

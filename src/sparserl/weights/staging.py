@@ -84,7 +84,7 @@ class StagedMemory(Memory):
         out = np.empty(self.shape, self.dtype.uint)
         lazy = self._lazy
         for region in whole(self.shape).split(_COPY_ELEMENTS):
-            lazy.fill(region, out[region.slices])
+            lazy.fill(region, out[(..., *region.slices)])  # a view, also of an array of no dimensions
         out.flags.writeable = False
         return out
 

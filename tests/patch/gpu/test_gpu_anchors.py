@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparserl
-from sparserl import codec, errors
+from sparserl import Part, Region, Shards, codec, errors
 from sparserl.codec.coders import CODERS, Rans, Stored, Zstd
 from sparserl.kernels import gpu, reference
 from sparserl.patch import gpu_restoration
@@ -16,13 +16,26 @@ from sparserl.patch import snapshot as snapshot_module
 from sparserl.patch.contents import BucketList, Contents
 from sparserl.patch.snapshot import Restoration, restore, snapshot
 from sparserl.plan import buckets
-from sparserl.session.anchors import zeros
+from sparserl.session import anchors
+from sparserl.session.anchors import begin_parts, zeros
+from sparserl.session.parts import apply_to_parts
 from sparserl.weights.dtypes import BY_NAME, Bits
+from sparserl.weights.gpu_zeros import zeros_like
 from sparserl.weights.local import LocalWeights
-from sparserl.weights.on_gpu import zeros_like
 from sparserl.wire import encode_bucket
 from tests.dtypes import long_if_rare
-from tests.patch.gpu.gpu_weights import CUDA, DEVICE, host_bits, needs_kernels, on_gpu, same_bits
+from tests.integrations.test_ranks import fleet
+from tests.patch.gpu.gpu_weights import (
+    CUDA,
+    DEVICE,
+    INTERPRETED,
+    WITHOUT_KERNELS,
+    host_bits,
+    needs_gpu,
+    needs_kernels,
+    on_gpu,
+    same_bits,
+)
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
@@ -114,8 +127,9 @@ def test_every_dtype(dtype, decoded_buckets):
 @needs_kernels
 @pytest.mark.parametrize("profile", [*(pytest.param(p, marks=pytest.mark.long) for p in ("raw", "ctx")), "ulp"])
 def test_every_profile(profile, monkeypatch):
-    """Anchors of earlier releases were compared with zeros, in any profile; some of their buckets have dense entries alone."""
-    weights = some_weights(shapes={"w": (31,), "v": (5,)}) | {"few": Bits(np.eye(9, dtype=np.uint16), BY_NAME["bfloat16"])}
+    """Anchors of earlier releases were compared with zeros, in any profile; some buckets have dense entries alone."""
+    weights = some_weights(shapes={"w": (31,), "v": (5,)})
+    weights["few"] = Bits(np.eye(9, dtype=np.uint16), BY_NAME["bfloat16"])
     nothing = {name: Bits(np.zeros_like(bits.array), bits.dtype) for name, bits in weights.items()}
     contents = sparserl.diff(nothing, weights, profile=profile).contents
     fresh = fresh_like(weights)
@@ -306,3 +320,93 @@ def test_few_weights_are_for_the_cpu(monkeypatch):
 
     monkeypatch.setattr(gpu_apply, "FEW_BYTES", 1 << 20)
     assert gpu_restoration.DenseDecoder.of(LocalWeights.of(on_gpu(some_weights(shapes={"w": (40,)})))) is None
+
+
+TENSOR = (30, 40, 50) if CUDA else (2, 3, 5)
+PARTS = {
+    "rows": Region((1, 0, 0), (TENSOR[0] - 1, *TENSOR[1:])),
+    "columns": Region((0, 0, 2), (*TENSOR[:2], TENSOR[2] - 3)),
+    "middle": Region((0, 1, 0), (TENSOR[0], 2, TENSOR[2])),
+    "one": Region((1, 2, 3), (1, 1, 1)),
+}
+
+
+def shards_on_gpu(table, places, weights):
+    """Parts on the device with bits of no meaning."""
+    data = [torch.ones_like(on_gpu(weights)[name][region.slices]) for name, region in places]
+    return Shards(table, [Part(name, region, bits) for (name, region), bits in zip(places, data, strict=True)])
+
+
+def same_parts(shards, weights):
+    return all(
+        np.array_equal(host_bits(part.data).array, weights[part.tensor].array[part.region.slices])
+        for part in shards.parts
+    )
+
+
+@needs_gpu
+@pytest.mark.parametrize("coded", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_parts(coded, monkeypatch):
+    """Parts of tensors, cut in any dimension, are built beside those on the device, from an anchor of everything."""
+    monkeypatch.setattr(gpu_restoration, "_LEAST_RUN", 1)
+    weights = some_weights(shapes={"w": TENSOR, "v": (9,), "other": (2,)})
+    contents = snapshot(weights, coded=coded)
+    table = contents.table
+    places = [("v", Region((2,), (5,))), ("w", PARTS["rows"])]
+    for name in ("rows", "columns", "middle", "one"):
+        places[1] = ("w", PARTS[name])
+        beside = shards_on_gpu(table, places, weights)
+        with monkeypatch.context() as context:
+            if coded and not WITHOUT_KERNELS:
+                context.setattr(Contents, "decode", None)  # by the CPU
+            restoration = begin_parts(contents, LocalWeights.of(beside).places, beside)
+            restoration.run()
+        built = restoration.weights
+        assert LocalWeights.of(built).places == LocalWeights.of(beside).places
+        assert all(isinstance(part.data, torch.Tensor) for part in built.parts)
+        assert same_parts(built, weights), name
+        assert all((part.data == 1).all() for part in beside.parts)
+
+
+@needs_kernels
+def test_short_rows_are_for_the_cpu(monkeypatch):
+    """A table of runs would take more memory than the elements."""
+    monkeypatch.setattr(gpu_restoration, "_decode", None)
+    weights = some_weights(shapes={"w": (12, 5)})
+    contents = snapshot(weights)
+    beside = shards_on_gpu(contents.table, [("w", Region((0, 1), (12, 2)))], weights)
+    restoration = begin_parts(contents, LocalWeights.of(beside).places, beside)
+    restoration.run()
+    assert same_parts(restoration.weights, weights)
+
+
+@needs_gpu
+@pytest.mark.parametrize("profile", ["raw", "ulp", pytest.param("gap", marks=pytest.mark.long)])
+def test_changes_of_parts(profile):
+    """Patches behind an anchor change the parts on the device, as do anchors that were compared with zeros."""
+    weights = {"w": Bits(np.arange(60, dtype=np.uint16).reshape(12, 5) % 7 // 6, BY_NAME["bfloat16"])}
+    nothing = {"w": Bits(np.zeros((12, 5), np.uint16), BY_NAME["bfloat16"])}
+    contents = sparserl.diff(nothing, weights, profile=profile).contents
+    assert all(head.layout.changes for head in contents.heads)
+    beside = shards_on_gpu(contents.table, [("w", Region((1, 1), (10, 3)))], weights)
+    restoration = begin_parts(contents, LocalWeights.of(beside).places, beside)
+    restoration.run()
+    assert same_parts(restoration.weights, weights)
+    back = sparserl.diff(weights, nothing, profile=profile)
+    apply_to_parts(restoration.weights, [back], 1)
+    assert same_parts(restoration.weights, nothing)
+
+
+@pytest.mark.skipif(CUDA, reason="the engine's tensors are not on it")
+@pytest.mark.skipif(not INTERPRETED, reason="torch tensors pass for those on a GPU")
+@pytest.mark.parametrize("profile", ["ulp", pytest.param("raw", marks=pytest.mark.long)])
+def test_ranks_of_an_engine(tmp_path, monkeypatch, profile):
+    """Each of two ranks builds its parts of an anchor where its tensors lie, and exchanges them there."""
+    monkeypatch.setenv("SPARSERL_GPU", "off")  # kernels take minutes
+    monkeypatch.setattr(anchors, "_zero_parts", None)  # in host memory
+    with fleet(tmp_path, 2, profile=profile) as engine:
+        for one in engine.engines:
+            one.live["o"].fill_(3)
+        assert {report.kind for report in engine.all(lambda s: s.commit_version())} == {"anchor"}
+        engine.require_exact()
+        assert engine.all(lambda s: s.audit()) == [None, None]

@@ -6,6 +6,27 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "planes that a GPU decodes lie on each other",
+        "patch/gpu_restoration.py",
+        "symbols_at += bucket.head.dense_elements",
+        "",
+        Tests("patch/test_gpu_restoration.py", "all_bits and float32"),
+    ),
+    Mutant(
+        "what a GPU does not decode is taken for decoded",
+        "patch/gpu_restoration.py",
+        "if bad()[0]:",
+        "if bad() is None:",
+        Tests("patch/test_gpu_restoration.py", "what_does_not_decode"),
+    ),
+    Mutant(
+        "parts on a GPU get the first entry of a bucket",
+        "patch/gpu_restoration.py",
+        "np.stack((entry_first + first,",
+        "np.stack((first,",
+        Tests("patch/test_gpu_restoration.py", "test_parts"),
+    ),
+    Mutant(
         "zeros compared by value: a flipped sign is lost",
         "patch/cpu_compare.py",
         "positions, before, after = (column[:n].copy() for column in columns)",

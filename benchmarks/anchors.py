@@ -2,6 +2,10 @@
 
 `python -m benchmarks.anchors` prints a line of JSON for each kind. Every turn is a process of its own, since the first
 anchor of a process also has to sum up the zeros that it is a patch of.
+
+`python -m benchmarks.anchors --gpu --bytes 2e9` takes an anchor on a GPU instead, from host memory to weights whose
+digest is right: coded and decoded there, coded and decoded by the host, and dense. Seconds are by the host's clock,
+medians after one turn that does not count; every result is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -9,14 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from benchmarks.fresh import told
-from sparserl.patch.contents import BucketList
-from sparserl.session.anchors import anchor_of, restored
+from sparserl.patch.contents import BucketList, Contents
+from sparserl.session.anchors import anchor_of, begin_restoration, restored
 from sparserl.session.options import EncodingOptions
 from sparserl.weights.dtypes import BY_NAME, Bits
 
@@ -58,12 +64,69 @@ def measure(kind: str, nbytes: int) -> dict[str, float]:
     return {"first": round(first / size, 3), "again": round(again / size, 3), "take": round(taken / size, 3)}
 
 
+def measure_on_gpu(nbytes: int, turns: int, device: str = "cuda") -> dict[str, dict[str, float]]:
+    """Seconds, CPU seconds and MiB of GPU memory beside the new weights that it takes to build these on a GPU."""
+    import torch
+
+    from sparserl.patch import gpu_apply
+
+    usual = gpu_apply.FEW_BYTES
+    tensors = weights(nbytes)
+    new = {name: torch.from_numpy(bits.array.view(np.int16)).view(torch.bfloat16) for name, bits in tensors.items()}
+    live = {name: torch.zeros_like(tensor, device=device) for name, tensor in new.items()}
+    size = sum(tensor.nbytes for tensor in live.values())
+    ways = {"coded, by the GPU": ("gap", usual), "coded, by the host": ("gap", 1 << 62), "dense": ("raw", usual)}
+    anchors = {}
+    for profile in ("gap", "raw"):
+        encoding = EncodingOptions(profile, link=None, threads=None, progress=None)
+        anchors[profile] = anchor_of(tensors, encoding, BucketList()).contents
+    rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for turn in range(turns + 1):
+        for way, (profile, gpu_apply.FEW_BYTES) in ways.items():
+            anchor = anchors[profile]
+            row, fresh = _taken(anchor, live, size)
+            if not all(torch.equal(fresh[name].cpu().view(torch.int16), new[name].view(torch.int16)) for name in new):
+                raise SystemExit(f"wrong: {way}")
+            del fresh
+            if turn:
+                rows[way].append({**row, "coded_bytes": anchor.nbytes, "bytes": size})
+    gpu_apply.FEW_BYTES = usual
+    return {way: {key: statistics.median(row[key] for row in some) for key in some[0]} for way, some in rows.items()}
+
+
+def _taken(anchor: Contents, live: dict[str, Any], size: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """What it takes to build weights beside others from an anchor whose buckets nobody has looked at yet."""
+    import torch
+
+    buckets = BucketList.of(anchor.bucket(index) for index in range(len(anchor)))
+    unread = Contents(anchor.table, anchor.ends, buckets)
+    on_gpu = next(iter(live.values())).is_cuda
+    before = 0
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    restoration = begin_restoration(unread, live)
+    began = time.perf_counter()
+    cpu = cpu_seconds(restoration.run)
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    peak = torch.cuda.max_memory_allocated() - before - size if on_gpu else 0
+    return {"s": seconds, "cpu_s": cpu, "peak_mib": peak / 2**20}, restoration.weights
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=float, default=1e9, help="of weights")
     parser.add_argument("--turns", type=int, default=3, help="processes of each kind")
     parser.add_argument("--kind", choices=sorted(_KINDS), help="measure one kind in this process")
+    parser.add_argument("--gpu", action="store_true", help="take a coded anchor on a GPU")
     options = parser.parse_args()
+    if options.gpu:
+        for way, figures in measure_on_gpu(int(options.bytes), options.turns).items():
+            print(json.dumps({"way": way, **{key: round(value, 4) for key, value in figures.items()}}), flush=True)
+        return
     if options.kind:
         print(json.dumps(measure(options.kind, int(options.bytes))))
         return

@@ -61,12 +61,13 @@ def _plain_kernels(monkeypatch):
 
 
 def some_weights(dtype, shapes):
-    """Weights whose highest bytes are few."""
+    """Weights whose upper bytes are few, so that these planes are coded."""
     rng = np.random.default_rng(3)
     weights = {}
     for name, shape in shapes.items():
         table = rng.integers(0, 256, (int(np.prod(shape)), dtype.width), np.uint8)
-        table[:, -1] = rng.choice([7, 8, 9], table.shape[0], p=[0.6, 0.25, 0.15])
+        upper = table[:, dtype.width // 2 :]
+        upper[...] = rng.choice([7, 8, 9], upper.shape, p=[0.6, 0.25, 0.15])
         weights[name] = Bits(table.reshape(-1).view(dtype.uint).reshape(shape), dtype)
     return weights
 

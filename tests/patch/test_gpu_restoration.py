@@ -143,6 +143,15 @@ def test_parts(is_cut):
     assert all((part.data == 1).all() for part in beside.parts)
 
 
+def test_planes_that_are_not_coded():
+    """Bits of no pattern are stored; there is nothing to decode, and they arrive all the same."""
+    bits = np.random.default_rng(0).integers(0, 256, 9000).astype(np.uint8)
+    weights = {"w": Bits(bits, BY_NAME["uint8"])}
+    fresh = zeros_like({"w": as_tensor(weights["w"])})
+    restore(snapshot(weights), fresh)
+    require_same(fresh, weights)
+
+
 def test_what_does_not_decode(monkeypatch):
     """It is refused, and refused again; the CPU says why, or that it does not know."""
     weights = some_weights(BY_NAME["bfloat16"], {"w": (5000,)})

@@ -36,8 +36,9 @@ LEAST_CHUNK_LOG = 14
 """Chunks of fewer symbols are decoded on the CPU: a GPU needs a table of 16 KiB for each, whatever its size."""
 _GROUP_BYTES = 96 << 20  # of GPU memory that buckets which are decoded together take
 _SHARE = 16  # of the weights' bytes, the most that a group of several buckets takes
-_LEAST_RUN = 64  # elements on average: shorter rows of parts are written by the host
+_LEAST_ROW = 64  # elements: where rows of a part are shorter, the host writes them
 _TABLE_BYTES = 17 << 10  # of GPU memory that a coded chunk takes beside its bytes
+_RUN_BYTES = 128  # of GPU memory that a run takes beside its elements
 
 
 class _Plane(NamedTuple):
@@ -92,7 +93,7 @@ class DenseBucket:
     def gpu_bytes(self) -> int:
         """GPU memory that it takes to decode it."""
         tables = _TABLE_BYTES * sum(plane.lengths.size for plane in self.coded_planes)
-        return self.coded.numel() + self.decoded_bytes + tables
+        return self.coded.numel() + self.decoded_bytes + tables + _RUN_BYTES * self.runs.numel.size
 
     def require_decodable(self) -> None:
         """Decode it on the CPU, which raises where something is wrong."""
@@ -117,6 +118,7 @@ class DenseDecoder:
         self._slicer = slicer
         self._most = min(_GROUP_BYTES, weights.nbytes // _SHARE)
         self._waiting: list[DenseBucket] = []
+        self._waiting_bytes = 0
         self._launched: list[tuple[list[DenseBucket], gpu.changes.HostCopy]] = []
 
     @classmethod
@@ -144,29 +146,33 @@ class DenseDecoder:
 
     def add(self, bucket: DenseBucket) -> None:
         """Decode a bucket together with others. Raises if one of those that were added before did not decode."""
-        if self._waiting and sum(other.gpu_bytes for other in self._waiting) + bucket.gpu_bytes > self._most:
+        if self._waiting and self._waiting_bytes + bucket.gpu_bytes > self._most:
             self._launch()
         self._waiting.append(bucket)
+        self._waiting_bytes += bucket.gpu_bytes
 
     def finish(self) -> None:
         """Return when all elements are written. Raises if a bucket did not decode; nothing of its group is written."""
         self._launch()
-        self._confirm()
+        self._confirm(len(self._launched))
 
     def _launch(self) -> None:
-        self._confirm()  # at most one group is at work: memory for two would be taken
+        """Give the GPUs what waits, and wait for what they were given before."""
+        earlier = len(self._launched)
         groups: dict[tuple[Any, int], list[DenseBucket]] = {}
         for bucket in self._waiting:
             groups.setdefault(bucket.kind, []).append(bucket)
-        self._launched = [(group, _decode(self._weights, group)) for group in groups.values()]
+        self._launched += [(group, _decode(self._weights, group)) for group in groups.values()]
         self._waiting = []
+        self._waiting_bytes = 0
+        self._confirm(earlier)
 
-    def _confirm(self) -> None:
-        """Wait for the GPUs."""
-        for group, bad in self._launched:
+    def _confirm(self, count: int) -> None:
+        """Wait until so many groups are written. One that did not decode stays, and is refused again."""
+        for group, bad in self._launched[:count]:
             if bad()[0]:
                 raise _refusal(group)
-        self._launched = []
+        del self._launched[:count]
 
 
 def _dense(head: Head) -> Batch:
@@ -177,7 +183,7 @@ def _dense(head: Head) -> Batch:
 
 
 def _row_runs(weights: LocalWeights, slicer: PatchSlicer, batch: Batch) -> _Runs | None:
-    """Where the entries of a bucket go in parts of tensors, row by row; None if these are not on one GPU, or short."""
+    """Where the entries of a bucket go in parts of tensors; None if these are not on one GPU, or have short rows."""
     columns = [np.empty((3, 0), np.int64)]
     tensors: list[torch.Tensor] = []
     firsts = (np.cumsum(batch.numel) - batch.numel).tolist()
@@ -197,7 +203,7 @@ def _row_runs(weights: LocalWeights, slicer: PatchSlicer, batch: Batch) -> _Runs
             begin = on_gpu.data_ptr() + address * batch.dtype.width
             columns.append(np.stack((entry_first + first, np.full_like(first, length), begin)))
     runs = np.concatenate(columns, axis=1)
-    if len({tensor.device for tensor in tensors}) != 1 or runs[1].sum() < _LEAST_RUN * runs.shape[1]:
+    if len({tensor.device for tensor in tensors}) != 1:
         return None
     return _Runs(runs[0], runs[1], runs[2], tensors[0])
 
@@ -207,13 +213,14 @@ def _rows(
 ) -> tuple[Numbers, Numbers, int] | None:
     """The rows that a box consists of in two memories: where each begins in both, and how long all are.
 
-    None if elements of a row are not next to each other.
+    None if elements of a row are not next to each other, or if it would take too many rows.
     """
     size, (from_strides, to_strides) = collapse(source.size, tuple(source_strides), tuple(target_strides))
     begin = np.array([[dot(source.start, source_strides)], [dot(target.start, target_strides)]], np.int64)
     if not size:
         return begin[0], begin[1], 1
-    if from_strides[-1] != 1 or to_strides[-1] != 1:
+    is_short = len(size) > 1 and size[-1] < _LEAST_ROW
+    if from_strides[-1] != 1 or to_strides[-1] != 1 or is_short:
         return None
     for n, a, b in zip(size[:-1], from_strides, to_strides, strict=False):
         steps = np.arange(n) * np.array([[[a]], [[b]]])

@@ -84,7 +84,7 @@ class StagedMemory(Memory):
         out = np.empty(self.shape, self.dtype.uint)
         lazy = self._lazy
         for region in whole(self.shape).split(_COPY_ELEMENTS):
-            lazy.fill(region, out[(..., *region.slices)])  # a view, also of an array of no dimensions
+            lazy.fill(region, out[region.slices] if self.shape else out)  # indexing a number would copy it
         out.flags.writeable = False
         return out
 

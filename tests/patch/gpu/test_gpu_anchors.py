@@ -142,6 +142,7 @@ def test_groups_of_buckets(monkeypatch, decoded_buckets):
     """Buckets of several dtypes, some of several chunks, are decoded in groups that take little memory."""
     monkeypatch.setattr(snapshot_module, "BUCKET_PAYLOAD_BYTES", 1 << 20 if CUDA else 48)
     monkeypatch.setattr(gpu_restoration, "_TABLE_BYTES", 0)
+    monkeypatch.setattr(gpu_restoration, "_RUN_BYTES", 0)
     weights = some_weights() | {"wide": some_weights("float32", {"w": (9,)})["w"]}
     contents = snapshot(weights)
     launched = []
@@ -348,7 +349,7 @@ def same_parts(shards, weights):
 @pytest.mark.parametrize("coded", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_parts(coded, monkeypatch):
     """Parts of tensors, cut in any dimension, are built beside those on the device, from an anchor of everything."""
-    monkeypatch.setattr(gpu_restoration, "_LEAST_RUN", 1)
+    monkeypatch.setattr(gpu_restoration, "_LEAST_ROW", 1)
     weights = some_weights(shapes={"w": TENSOR, "v": (9,), "other": (2,)})
     contents = snapshot(weights, coded=coded)
     table = contents.table

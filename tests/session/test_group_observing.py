@@ -76,3 +76,42 @@ def test_recordings_and_validation_of_a_group(tmp_path):
     assert [version for version, _ in failures] == [1]
     assert "first in tensor 'w' at [4, 2]" in failures[0][1]
     assert [sync.changed for sync in Recording.read(tmp_path / "run.jsonl").syncs] == [[3], [5]]
+
+
+def tracks(group, folder, memory):
+    """A tracked model: with room for a copy its old bits are at hand, without it they are not."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(20, 20, bias=False, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    source = sparserl.sources.track(optimizer, model)
+    recorder = Recorder(f"{folder}/tracked.jsonl")
+    with sparserl.GroupPublisher(group, source, observe=recorder, memory=memory) as publisher:
+        for version in range(3):
+            model.weight.grad = torch.zeros(20, 20, dtype=torch.bfloat16)
+            model.weight.grad[version, : 2 + version] = 8.0
+            optimizer.step()
+            publisher.publish()
+        return publisher.baseline
+
+
+def follow_tracked(group):
+    torch = pytest.importorskip("torch")
+    with sparserl.GroupSubscriber(group, {"weight": torch.zeros(20, 20, dtype=torch.bfloat16)}) as subscriber:
+        for _ in range(3):
+            subscriber.sync(60)
+
+
+def work_tracked(rank, group, pipe, folder, memory):
+    return tracks(group, folder, memory) if rank == 0 else follow_tracked(group)
+
+
+@pytest.mark.parametrize(("memory", "has_bits"), [(None, True), (10, False)])
+def test_a_tracked_source_is_observed_with_its_old_bits(tmp_path, memory, has_bits):
+    """As with a publisher to a store: a copy is kept where it fits the memory, and its old bits are counted."""
+    with ranks(2, work_tracked, str(tmp_path), memory) as started:
+        baseline, _ = results(started)
+    assert baseline.startswith("baseline: 800 B in host memory" if has_bits else "baseline: none")
+    syncs = Recording.read(tmp_path / "tracked.jsonl").syncs
+    assert [sync.changed for sync in syncs] == [[3], [4]]
+    assert [bool(sync.steps and sync.classes and len(sync.profiles) > 1) for sync in syncs] == [has_bits] * 2

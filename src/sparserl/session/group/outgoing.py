@@ -63,10 +63,16 @@ class GroupBaseline:
 
     @classmethod
     def of(
-        cls, weights: Weights | Shards, options: BaselineOptions, *, tracked: bool, threads: int | None
+        cls,
+        weights: Weights | Shards,
+        options: BaselineOptions,
+        *,
+        tracked: bool,
+        observed: bool,
+        threads: int | None,
     ) -> GroupBaseline:
         """A baseline of weights that no rank has committed yet."""
-        kept, label = choose_baseline(weights, options, tracked=tracked, threads=threads)
+        kept, label = choose_baseline(weights, options, tracked=tracked, observed=observed, threads=threads)
         local = LocalWeights.of(weights)
         terms = table_digest(local.table) if local.complete else Digest()
         return cls(-1, kept, label, local.table, local.places, terms)

@@ -235,9 +235,13 @@ class GroupPublisher:
         baseline = self._baseline
         if baseline is None:
             with watch.stage("capture"):
-                tracked = hasattr(self._source, "committed")
-                options = self._baseline_options
-                baseline = GroupBaseline.of(weights, options, tracked=tracked, threads=self._encoding.threads)
+                baseline = GroupBaseline.of(
+                    weights,
+                    self._baseline_options,
+                    tracked=hasattr(self._source, "committed"),
+                    observed=self._observing.is_active,
+                    threads=self._encoding.threads,
+                )
             self.baseline = baseline.label
         return capture(weights, baseline, self._encoding, watch, call=call, in_background=in_background)
 

@@ -19,7 +19,8 @@ from sparserl.cli.app import app
 from sparserl.humanize import short_size
 from sparserl.patch.measuring import synthetic
 from sparserl.record import Recorder, Recording
-from sparserl.record.page import page, share
+from sparserl.record.page import page
+from sparserl.record.plots import share
 from sparserl.record.summary import projection, summary
 from sparserl.weights.dtypes import BY_NAME, Bits
 

@@ -10,6 +10,7 @@ import pytest
 from sparserl.errors import UnsupportedTensor
 from sparserl.sources import megatron
 from sparserl.sources.layout import Local, Slice
+from sparserl.sources.master_sample import MasterSampler
 from sparserl.sources.megatron_core import interleaved, transposed
 from sparserl.sources.megatron_optimizer import OptimizerSteps, owned_ranges, within
 from sparserl.weights.region import Region, whole
@@ -91,15 +92,45 @@ def run_steps(kind, **options):
     return min(shares) / numel
 
 
+def sample_masters(**options):
+    """Masters and gradients are found for every published element, wherever the optimizer keeps them."""
+    trainer = Trainer("qwen2", **options)
+    source = trainer.source()
+    sampler = MasterSampler(None, 0)
+    sampler.watch(source)
+    trainer.train(0)
+    gradients = [parameter.main_grad.bfloat16() for parameter in trainer.model.parameters()]
+    trainer.model.zero_grad_buffer()
+    weights = source.weights()
+    sample = sampler.take(source, weights)
+    assert [*sample] == [(part.tensor, part.region) for part in weights.parts]
+    for part in weights.parts:
+        taken = sample[part.tensor, part.region]
+        masters = torch.from_numpy(taken.masters)
+        assert torch.equal(masters.bfloat16(), part.data.reshape(-1))
+        assert torch.equal(taken.published, part.data.reshape(-1))
+        assert masters.numel() < 9 or not torch.equal(masters, masters.bfloat16().float())
+    with torch.no_grad():
+        for parameter, gradient in zip(trainer.model.parameters(), gradients, strict=True):
+            parameter.copy_(gradient)
+    for part in source.weights().parts:  # now the parts of the gradients
+        taken = torch.from_numpy(sample[part.tensor, part.region].gradients)
+        assert torch.equal(taken.bfloat16(), part.data.reshape(-1))
+        assert taken.any()
+    return len(sample)
+
+
 def run_short(rank):
     with megatron_ranks():
         assert run_steps("qwen2", backward=True) > 0.3
+        assert sample_masters()
 
 
 def run_long(rank):
     with megatron_ranks():
         assert run_steps("qwen3_moe", overlap=True) > 0.3
         assert run_steps("qwen2", distributed=False) == 0
+        assert bool(sample_masters(distributed=False)) == (rank == 0)
         publish_interleaved()
     with megatron_ranks(tp=2):
         run_steps("qwen2")
@@ -190,7 +221,7 @@ def test_hooks_of_an_optimizer():
     """Hooks are called around each step, in order, until they are removed."""
     calls = []
     optimizer = SimpleNamespace(step=lambda: calls.append("step") or "result")
-    steps = OptimizerSteps(optimizer, [])
+    steps = OptimizerSteps(optimizer, [], {})
     hooks = [
         steps.register_step_pre_hook(lambda *_: calls.append("before")),
         steps.register_step_post_hook(lambda *_: calls.append("after")),

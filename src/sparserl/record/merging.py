@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import SparserlError
 from ..files import replacing
+from . import masters
 from .recorder import FORMAT
 from .recording import Recording, Sync, Tensors
 
@@ -114,7 +115,22 @@ def _merge_syncs(syncs: Sequence[Sync]) -> dict[str, Any]:
     names = syncs[0].experts
     if names:
         line["experts"] = {name: _added([sync.experts[name] for sync in syncs]) for name in names}
-    return line
+    return line | _merge_samples(syncs)
+
+
+def _merge_samples(syncs: Sequence[Sync]) -> dict[str, Any]:
+    """The samples of masters and gradients, which must be parts of one; a rank that has none adds nothing."""
+    samplings = [sync.sampling for sync in syncs if sync.sampling]
+    if not samplings:
+        return {}
+    if any(sampling != samplings[0] for sampling in samplings):
+        raise SparserlError(
+            f"version {syncs[0].version} was sampled in different ways: {samplings}; recorders of all ranks must have "
+            "the same `sample` and `seed`"
+        )
+    by_name = {"masters": masters.merged([sync.masters for sync in syncs])}
+    by_name["gradients"] = masters.merged([sync.gradients for sync in syncs])
+    return {"sampling": samplings[0]} | {name: kinds for name, kinds in by_name.items() if kinds}
 
 
 def _added(columns: Sequence[Sequence[int]]) -> list[int]:

@@ -10,6 +10,7 @@ from ..session.baseline import Baseline, choose_baseline
 from ..session.observing import require_observer
 from ..session.options import BaselineOptions
 from ..sources import PublishedSource
+from ..sources.master_sample import MasterSample, MasterUpdate
 from ..sources.modules import as_source, weights_of
 from .recorder import Recorder
 
@@ -56,6 +57,10 @@ class Observer:
         self._options = BaselineOptions(baseline, memory)
         self._threads = threads
         self._baseline: Baseline | None = None
+        self._sample: MasterSample | None = None
+        self._sampler = recorder.master_sampler()
+        if self._sampler is not None:
+            self._sampler.watch(self._source)
 
     def observe(
         self, *, version: int, seconds: Mapping[str, float] | None = None, reward: float | None = None
@@ -74,6 +79,7 @@ class Observer:
             TensorMismatch: The source has other tensors, or parts of them, than before.
         """
         weights = weights_of(self._source)
+        sample = None if self._sampler is None else self._sampler.take(self._source, weights)
         committed = getattr(self._source, "committed", None)
         line = None
         if self._baseline is None:
@@ -92,8 +98,10 @@ class Observer:
                 seconds=seconds,
                 reward=reward,
                 threads=self._threads,
+                masters=None if sample is None else MasterUpdate(self._sample, sample),
             )
             self._baseline.advance(patch, changes, self._threads)
+        self._sample = sample
         if committed is not None:
             committed()
         return line

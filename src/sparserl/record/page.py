@@ -13,11 +13,12 @@ from ..plan import Link
 from . import plots
 from .counts import EXPONENTS
 from .kinds import ORDER, place
+from .master_plots import gradient_table, master_plots, updates_sentence
+from .plots import power_of_two, share
 from .recording import Recording, Sync
 from .summary import summary
 
 STAGES = ("find", "encode", "upload", "transfer", "fetch", "stage", "pause")
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _BARS = 60  # versions that the timeline has room for
 _STYLE = Path(__file__).with_name("page.css")
 
@@ -43,6 +44,7 @@ def page(recording: Recording, *, title: str = "", lines: Sequence[str] = (), go
         "" if figures["precisions"] or not figures["sent"] else _sent_cards(figures["sent"]),
         _section("Over time", _over_time(recording)),
         *(_of_precision(recording, name, values) for name, values in figures["precisions"].items()),
+        *(_of_masters(recording, name, values) for name, values in figures["precisions"].items()),
         _section("Seconds of a sync", _timeline(recording)),
         *(_projected(name, values["projection"]) for name, values in figures["precisions"].items()),
         _table(recording),
@@ -53,11 +55,6 @@ def page(recording: Recording, *, title: str = "", lines: Sequence[str] = (), go
         f'<meta name="viewport" content="width=device-width, initial-scale=1"/><title>{escape(heading)}</title>'
         f"<style>{_STYLE.read_text()}</style></head><body>{''.join(body)}</body></html>\n"
     )
-
-
-def share(value: float) -> str:
-    """A share as a percentage, with as many digits as it needs."""
-    return f"{value:.0%}" if value in (0.0, 1.0) else f"{100 * value:.3g}%"
 
 
 def _card(id: str, value: float, shown: str, caption: str) -> str:
@@ -85,7 +82,9 @@ def _cards(name: str, figures: Mapping[str, Any]) -> str:
 
 
 def _activity(figures: Mapping[str, Any]) -> Iterable[str]:
-    """Sentences about experts and locality, where the recording has them."""
+    """Sentences about masters, experts and locality, where the recording has them."""
+    if (masters := figures["masters"]) is not None:
+        yield updates_sentence(masters)
     if (experts := figures["experts"]) is not None:
         kinds = ", ".join(f"{experts[kind]} {kind}" for kind in ("never", "sometimes", "always"))
         yield f"Experts that change in these syncs: {kinds}, of {experts['experts']}."
@@ -145,6 +144,12 @@ def _of_precision(recording: Recording, name: str, figures: Mapping[str, Any]) -
     return _section(f"Where and how {name} changes", drawn)
 
 
+def _of_masters(recording: Recording, name: str, figures: Mapping[str, Any]) -> str:
+    """What was sampled of the trainer's fp32 masters and gradients."""
+    drawn = _section(f"Masters and gradients ({name})", master_plots(recording.of(name)))
+    return drawn and drawn + gradient_table(figures["gradients"])
+
+
 def _heat(recording: Recording, name: str) -> str:
     counts: dict[tuple[str, str], list[int]] = {}
     layers: set[int] = set()
@@ -182,9 +187,7 @@ def _classes(syncs: Sequence[Sync]) -> Iterable[str]:
             continue
         keys = [key for key in sorted(members) if members[key] >= 1e-6 * total]
         bias = EXPONENTS.get(dtype, (0, None))[1]
-        labels = [
-            str(key) if bias is None else "0" if not key else "2" + str(key - bias).translate(_RAISED) for key in keys
-        ]
+        labels = [str(key) if bias is None else "0" if not key else power_of_two(key - bias) for key in keys]
         chance = [changed[key] / members[key] for key in keys]
         hover = [
             f"{label}: {share(p)} change, {changed[key]:,} of {members[key]:,}"

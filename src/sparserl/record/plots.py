@@ -19,7 +19,18 @@ POINTS = 150  # at most so many of a series are drawn
 _MOST_TICKS = 7  # of a logarithmic axis
 _FAR = 5.0  # columns so many times as high as the middle one are cut off, if they are few
 _CLOSE = 1.5  # curves whose highest value is at most so many times the lowest need no zero
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 Shown = Callable[[float], str]
+
+
+def share(value: float) -> str:
+    """A share as a percentage, with as many digits as it needs."""
+    return f"{value:.0%}" if value in (0.0, 1.0) else f"{100 * value:.3g}%"
+
+
+def power_of_two(exponent: int) -> str:
+    """A power of two, as the label of a column."""
+    return "2" + str(exponent).translate(_RAISED)
 
 
 def figure(title: str, drawn: str, height: float, legend: Sequence[str] = (), note: str = "") -> str:

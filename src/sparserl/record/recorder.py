@@ -19,11 +19,13 @@ from ..errors import SparserlError
 from ..parallel import Progress
 from ..patch import Patch
 from ..session import Callback, SyncReport
+from ..sources.master_sample import MasterSampler, MasterUpdate
 from ..weights.memory import Weights
 from ..weights.shards import Shards
 from ..weights.table import TensorTable
 from ..weights.tensors import tensor_table
 from .counts import ChangedBefore
+from .masters import figures as master_figures
 from .statistics import observe, observe_patch
 
 FORMAT = 1
@@ -56,13 +58,39 @@ class Recorder(Callback):
     Args:
         path: The file. An existing recording is continued; which elements changed before is counted anew.
         meta: Facts about the run for the report: the model, the algorithm, anything that is JSON.
+        sample: Of how many elements of the whole model publishers sample fp32 masters and gradients, where a source
+            has them; every tensor adds its share, rounded up. A sampled element takes about 32 bytes of memory on the
+            rank that has it, and some random reads at every publish. 0 for none; None for all, which takes a second
+            copy of the masters.
+        seed: Which elements are sampled depends on it, on names and on shapes. All ranks must have the same seed.
+
+    Raises:
+        SparserlError: The file is no recording, or an option cannot be used.
     """
 
-    def __init__(self, path: str | Path, meta: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        sample: int | None = 1 << 20,
+        seed: int = 0,
+    ) -> None:
+        if sample is not None and (isinstance(sample, bool) or not isinstance(sample, int) or sample < 0):
+            raise SparserlError(f"sample is {sample!r}; it must be a number of elements, or None for all")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise SparserlError(f"seed is {seed!r}; it must be a whole number that is not negative")
+        self._sampling = {"elements": sample, "seed": seed}
         self.path = Path(path)
         if not _is_begun(self.path):
             self._write("run", {"format": FORMAT, "time": time.time(), "meta": dict(meta or {})})
         self._seen: dict[str, ChangedBefore] = {}
+
+    def master_sampler(self) -> MasterSampler | None:
+        """What samples masters and gradients for one publisher; None where there is nothing to sample."""
+        elements = self._sampling["elements"]
+        seed = self._sampling["seed"] or 0
+        return None if elements == 0 else MasterSampler(elements, seed)
 
     def observe(
         self,
@@ -108,6 +136,7 @@ class Recorder(Callback):
         seconds: Mapping[str, float] | None = None,
         reward: float | None = None,
         threads: int | None = None,
+        masters: MasterUpdate | None = None,
     ) -> dict[str, Any]:
         """Write down what a sync is, from its patch: no second copy of the weights is needed.
 
@@ -122,6 +151,7 @@ class Recorder(Callback):
             seconds: As for `observe`.
             reward: As for `observe`.
             threads: How many threads count and encode; by default all cores, at most 16.
+            masters: Samples of masters and gradients that `master_sampler` took with the versions.
 
         Raises:
             TensorMismatch: The patch is of other tensors, or parts, than `old` or the syncs before.
@@ -129,6 +159,8 @@ class Recorder(Callback):
         """
         name = precision or _commonest(patch.table)
         figures, changed_before = observe_patch(patch, old, self._seen.get(name), threads)
+        if masters is not None and (sampled := master_figures(masters)):
+            figures |= {"sampling": self._sampling, **sampled}
         return self._write_sync(name, version, figures, changed_before, _measurements(seconds, {"reward": reward}))
 
     def _write_sync(

@@ -38,6 +38,9 @@ class Sync:
     profiles: dict[str, dict[str, int]]  # bytes by what they are for
     again_by_tensor: list[int] = field(default_factory=list)
     experts: dict[str, list[int]] = field(default_factory=dict)  # changes by expert, of tensors that have all of them
+    masters: dict[str, dict[str, Any]] = field(default_factory=dict)  # updates of fp32 masters, by kind of tensor
+    gradients: dict[str, dict[str, Any]] = field(default_factory=dict)  # by kind of tensor
+    sampling: dict[str, int | None] = field(default_factory=dict)  # of which elements these two are
 
     @property
     def total(self) -> int:
@@ -88,6 +91,12 @@ class Recording:
       magnitude (a key is the old magnitude shifted right by `shift`); `profiles`, by profile the bytes of `index`,
       `value`, `dense` entries, `header` and tensor `table`; `seconds` and `numbers` as in a note. Without the old bits
       `steps` and `classes` are empty, and of `profiles` there is `auto` alone.
+      `masters` and `gradients`, where a trainer has them, are of a sample of the elements: `sampling` says how many
+      (`elements`, None for all) and by which `seed`. `masters` has by kind of tensor the elements `sampled`; those of
+      which the fp32 bits `changed`; those whose published bits did (`visible`), or only the fp32 bits did (`hidden`);
+      and `bins` of the sizes of updates, in steps of the published format. `gradients` has by kind the elements
+      `sampled` of all `elements`, how many are `zero` or `not_finite`, the exact sum of their `squares` in units of
+      2^-298, and `bins` of their sizes. Bin `b` is from 2^(b/4) to 2^((b+1)/4).
     - `note`: `version`, and any of `seconds` (by stage; of several receivers the slowest), `numbers` (by name, such as
       `reward`), `sent` (what a publisher reported).
     """

@@ -10,6 +10,7 @@ from ..codec import PROFILES
 from ..parallel import default_threads
 from ..plan import Link, Speeds, best, predict
 from .activity import expert_activity, locality
+from .masters import gradient_figures, update_figures
 from .recording import Recording, Sync
 from .statistics import PARTS
 
@@ -71,8 +72,16 @@ def _precision(recording: Recording, name: str) -> dict[str, Any]:
         "ever_changed": last.ever / max(1, last.elements),
         "locality": locality(last),
         "experts": expert_activity(recording, name),
+        "masters": update_figures(sampled) if (sampled := [sync.masters for sync in syncs if sync.masters]) else None,
+        "gradients": _gradients(syncs),
         "projection": projection(syncs) if changes and set(PROFILES) <= set(profiles) else [],
     }
+
+
+def _gradients(syncs: list[Sync]) -> dict[str, Any] | None:
+    """The gradients of the last sync that has them, by kind of tensor."""
+    kinds = next((sync.gradients for sync in reversed(syncs) if sync.gradients), None)
+    return None if kinds is None else {kind: gradient_figures(counts) for kind, counts in kinds.items()}
 
 
 def bits(syncs: list[Sync], profile: str) -> dict[str, float]:

@@ -18,6 +18,7 @@ from ..weights.table import TensorTable
 from ..weights.tensors import tensor_table
 from .flat_shards import FlatShard, flattened_tensors, partition
 from .layout import boxes
+from .master_sample import ParameterState, state_of
 
 Spans = list[tuple[int, int]]  # runs of indices: the first, and how many
 Cast = Callable[[str], Any]
@@ -38,6 +39,10 @@ class ShardedSource:
         if tensors is None:
             tensors = self._module.state_dict(keep_vars=True)  # makes FSDP2 reshard its parameters
         return shards_of(tensors, self._group, self._cast, self._table)
+
+    def training_state(self) -> list[ParameterState]:
+        """The parameters, with their gradients."""
+        return [state_of(parameter) for parameter in self._module.parameters()]
 
 
 def shards_of(

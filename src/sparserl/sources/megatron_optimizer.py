@@ -8,7 +8,7 @@ equal part of every bucket, which respects no parameter, and gathers the rest fr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -24,11 +24,18 @@ class OptimizerSteps:
     Args:
         optimizer: what `get_megatron_optimizer` returned.
         params: the parameters of the model, which a step writes.
+        ranges: which elements of them the optimizer of this rank writes, as `owned_ranges` says.
     """
 
-    def __init__(self, optimizer: Any, params: Sequence[Any]) -> None:
+    def __init__(self, optimizer: Any, params: Sequence[Any], ranges: Mapping[int, range]) -> None:
         self.param_groups = [{"params": list(params)}]
         self._optimizer = optimizer
+        self._ranges = ranges
+
+    def master_of(self, parameter: Any) -> tuple[Any, int]:
+        """The fp32 master of a parameter, or the range of it that this rank updates, and where that begins."""
+        elements = self._ranges.get(id(parameter))
+        return getattr(parameter, "main_param", None), 0 if elements is None else elements.start
 
     def register_step_pre_hook(self, hook: Callable[[Any, Any, Any], Any]) -> MethodHook:
         """Call a function before every step."""

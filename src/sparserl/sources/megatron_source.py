@@ -73,7 +73,7 @@ def _tracked(chunks: list[Any], model: Model, ranks: Ranks, table: TensorTable |
         parameters = sources[i].layout.parameters | _owned(chunk, model, everything, ranges, gathers_late(optimizer))
         sources[i] = LayoutSource(Layout(everything.table, parameters), partial(_tensors, chunk, model))
     written = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
-    return track(OptimizerSteps(optimizer, written), joined(*sources))
+    return track(OptimizerSteps(optimizer, written, ranges), joined(*sources))
 
 
 def _owned(chunk: Any, model: Model, layout: Layout, ranges: Mapping[int, range], late: bool) -> dict[str, Local]:

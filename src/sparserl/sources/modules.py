@@ -13,6 +13,7 @@ from ..weights.shards import Shards
 from ..weights.staging import lazy_bits
 from .casting import Cast, cast_of
 from .flat_shards import refuse_flat_shards
+from .master_sample import ParameterState, state_of
 
 
 @runtime_checkable
@@ -110,6 +111,10 @@ class ModuleSource:
         """
         refuse_flat_shards(self._module)
         return {name: self._published(name, value) for name, value in self._module.state_dict(keep_vars=True).items()}
+
+    def training_state(self) -> list[ParameterState]:
+        """The parameters, with their gradients."""
+        return [state_of(parameter) for parameter in self._module.parameters()]
 
     def published_as(self, cast: Cast | None) -> ModuleSource:
         """The same module, published in other dtypes."""

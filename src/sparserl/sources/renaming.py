@@ -18,6 +18,7 @@ from ..weights.staging import LazyBits
 from ..weights.table import TensorSpec, TensorTable
 from ..weights.tensors import memory_of
 from .casting import Cast
+from .master_sample import ParameterState, TrainingSource
 from .modules import ModuleSource, PublishedSource, Source, as_source, files_of, weights_of
 
 
@@ -121,6 +122,10 @@ class RenamedSource:
     def weights(self) -> Weights | Shards:
         """The weights of the source, under their new names."""
         return self._renaming.rename(weights_of(self._source))
+
+    def training_state(self) -> list[ParameterState]:
+        """The parameters of the source, if it knows them."""
+        return self._source.training_state() if isinstance(self._source, TrainingSource) else []
 
     def files(self) -> dict[str, bytes]:
         """The files that the source brings along."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -38,6 +38,7 @@ from ..weights.table import TensorTable
 from ..weights.tensors import memories, table_of
 from .casting import Cast, cast_of
 from .kept_bits import KeptBits, PublishedBits
+from .master_sample import ParameterState, state_of
 from .modules import ModuleSource, Source, files_of, module
 from .renaming import RenamedSource
 from .tracked_rows import (
@@ -137,6 +138,7 @@ class Tracker:
         self._kept = KeptBits(self._plan)
         self._published: dict[Key, PublishedBits] = {}  # not committed yet
         self._step: OpenStep | None = None
+        self._before_steps: list[Callable[[Weights | Shards], Any]] = []
         self._hooks: list[Any] = []
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
@@ -174,6 +176,22 @@ class Tracker:
     def committed(self) -> None:
         """Called by the publisher when the weights that it got last are a committed version."""
         self._published = {}
+
+    def training_state(self) -> list[ParameterState]:
+        """The parameters that steps write, with their gradients, and the weights that have masters."""
+        states = [
+            ParameterState(local(tensor).detach(), None if master.grad is None else local(master.grad), master)
+            for weight, master in self._masters.items()
+            for tensor in self._tensors_of(weight)
+        ]
+        for optimizer in self._optimizers:
+            master_of = getattr(optimizer, "master_of", lambda _parameter: (None, 0))
+            states += [state_of(parameter, *master_of(parameter)) for parameter in _params_of(optimizer)]
+        return states
+
+    def before_steps(self, function: Callable[[Weights | Shards], Any]) -> None:
+        """Call a function with the weights of the source before every step, when gradients are at hand."""
+        self._before_steps.append(function)
 
     def before(self) -> None:
         """Begin a step that writes tracked parameters. An open step is ended first."""
@@ -227,7 +245,9 @@ class Tracker:
 
     def _begin(self, params: list[Any]) -> None:
         self.after()  # for a step that raised
-        _, data = self._follow()
+        weights, data = self._follow()
+        for function in self._before_steps:
+            function(weights)
         due = self._plan.due(params)
         on_gpu = due & self._rows_for_gpu(due, data)
         cuts = [(i, cut, some) for i, cut in enumerate(self._plan.cuts) if (some := np.flatnonzero(due[cut.rows])).size]
@@ -402,6 +422,13 @@ class Tracker:
         if self._table != table:
             self._table = table
         return self._table
+
+    def _tensors_of(self, weight: Any) -> list[Any]:
+        """The tensors of a weight that is given by name; or the weight itself."""
+        if not isinstance(weight, str):
+            return [weight]
+        shards, _ = self._shards(self._source.weights())
+        return [part.data for part in shards.parts if part.tensor == weight and hasattr(part.data, "data_ptr")]
 
     def _master_keys(self, shards: Shards) -> dict[int, Any]:
         """The keys of the masters of parts: the name of a tensor, or the weight whose memory a part is in."""

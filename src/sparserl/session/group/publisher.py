@@ -106,8 +106,8 @@ class GroupPublisher:
         device: str | None = None,
     ) -> None:
         require_timeout("timeout", timeout)
-        self._observing = Observing(observe)
         self._source = as_source(source)
+        self._observing = Observing(observe, self._source)
         self._files = dict(files or {})
         if link == MEASURED:
             raise SessionError("link='measured' is for stores; name the bandwidth between the ranks, such as 25Gbit")
@@ -231,7 +231,7 @@ class GroupPublisher:
 
     def _capture_weights(self, call: int, watch: Watch, in_background: bool) -> CapturedPublish:
         """Look at the weights, and keep a baseline of them if there is none."""
-        weights = weights_of(self._source)
+        weights = self._observing.captured(weights_of(self._source), watch)
         baseline = self._baseline
         if baseline is None:
             with watch.stage("capture"):
@@ -375,7 +375,9 @@ class GroupPublisher:
         baseline = captured.baseline
         threads = self._encoding.threads
         patch = None if captured.patch is None else Patch(captured.patch.contents)
-        if patch is not None:
+        if patch is None:
+            self._observing.begun()
+        else:
             self._observing.committed(plan.version, patch, baseline.kept, threads, watch)
         with watch.stage("baseline"):
             if captured.changes is not None and patch is not None:

@@ -8,12 +8,12 @@ A publish that fails before the head moved has changed nothing: the next one fin
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ class Publisher:
         self._source = as_source(source)
         encoding = EncodingOptions(profile, link, threads, progress)
         self._baseline_options = BaselineOptions(baseline, memory)
-        self._observing = Observing(observe)
+        self._observing = Observing(observe, self._source)
         retention = RetentionOptions(anchor_after, keep_anchors, ladder, grace, lease)
         keys = PublisherKeys.of(signing_key, trusted_keys)
         clock = checked_clock(clock)
@@ -313,10 +313,10 @@ class Publisher:
         head = writer.head_to_continue()
         if head is None:
             return
-        weights = functools.partial(weights_of, self._source)
+        weights = partial(weights_of, self._source)
         resumed = resume_run(self.store, self._writers, head, saved_anchor, weights, self._encoding)
 
-        choose = functools.partial(self._choose_baseline, resumed.weights, resumed.digest)
+        choose = partial(self._choose_baseline, resumed.weights, resumed.digest)
         baseline = self._writers.choose_alike(self._baseline_options, choose)
         self._run_writer.committed = CommittedVersion(resumed.run, head, resumed.index, baseline)
         self._source_check.resume()
@@ -355,13 +355,12 @@ class Publisher:
             log.warning("%s: the baseline was lost, so a new run begins: subscribers fetch all weights", self.store.url)
 
         def capture(options: BaselineOptions) -> Baseline:
-            weights = weights_of(self._source)
+            weights = self._observing.captured(weights_of(self._source), watch)
             with watch.stage("capture"):
                 baseline = self._choose_baseline(weights, None, options)
             anchor = self._anchor_now(weights, watch) if baseline.weights is None else None
             named = label._replace(files=self._capture_files())
-            local = LocalWeights.of(weights)
-            work[:] = [functools.partial(self._publish_first, local, baseline, anchor, named, watch, last)]
+            work[:] = [partial(self._publish_first, LocalWeights.of(weights), baseline, anchor, named, watch, last)]
             return baseline
 
         self._writers.choose_alike(self._baseline_options, capture)
@@ -375,7 +374,7 @@ class Publisher:
         encoding = self._encoding
 
         def capture() -> bytes:
-            weights = weights_of(self._source)
+            weights = self._observing.captured(weights_of(self._source), watch)
             try:
                 with watch.stage("find"):
                     changes = committed.baseline.capture(
@@ -384,7 +383,7 @@ class Publisher:
                         holdings=self._run_writer.holdings,
                         threads=encoding.threads,
                         progress=encoding.progress,
-                        timed=None if at_once else functools.partial(watch.timed, "find"),
+                        timed=None if at_once else partial(watch.timed, "find"),
                         link=encoding.link,
                     )
             except TensorMismatch as error:
@@ -397,7 +396,7 @@ class Publisher:
             needs_anchor = committed.baseline.weights is None and self._maintenance.anchor_is_due(committed)
             anchor = self._anchor_now(weights, watch) if needs_anchor else None
             named = label._replace(files=self._capture_files())
-            work[:] = [functools.partial(self._publish_next, committed, changes, anchor, named, watch)]
+            work[:] = [partial(self._publish_next, committed, changes, anchor, named, watch)]
             return b""
 
         self._writers.together("capture", capture)
@@ -453,6 +452,7 @@ class Publisher:
                 add_steps=(lambda _steps: (step,)) if last is None else self._maintenance.retaining(step),
                 notify=self._notify_source,
             )
+        self._observing.begun()
         self._maintenance.layout_begun(run.run)
         self._had_run = True
         notes = self._maintenance.run(version, anchor if self._maintenance.saves_anchors else ready_anchor, watch)

@@ -98,8 +98,9 @@ def sample_masters(**options):
     source = trainer.source()
     sampler = MasterSampler(None, 0)
     sampler.watch(source)
-    trainer.train(0)
-    gradients = [parameter.main_grad.bfloat16() for parameter in trainer.model.parameters()]
+    gradients = []
+    source.before_steps(lambda _: gradients.extend(p.main_grad.bfloat16() for p in trainer.model.parameters()))
+    trainer.train(0)  # clips gradients in place
     trainer.model.zero_grad_buffer()
     weights = source.weights()
     sample = sampler.take(source, weights)

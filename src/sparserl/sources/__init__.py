@@ -10,6 +10,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .dtensors import ShardedSource, fsdp
 from .layout import Layout, LayoutSource, Local, Slice, Span, joined, mapped, require_cover
 from .megatron_core import Ranks
+from .megatron_lora import MegatronAdapterSource, megatron_lora
 from .megatron_map import Family, GroupRows, Row
 from .megatron_source import megatron
 from .modules import ModuleSource, PublishedSource, Source, module
@@ -37,6 +38,7 @@ __all__ = [
     "Layout",
     "LayoutSource",
     "Local",
+    "MegatronAdapterSource",
     "MergedSource",
     "ModuleSource",
     "PublishedSource",
@@ -59,6 +61,7 @@ __all__ = [
     "lora",
     "mapped",
     "megatron",
+    "megatron_lora",
     "module",
     "mxfp4",
     "mxfp8",

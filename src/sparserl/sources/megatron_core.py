@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ from .megatron_map import Family, GroupRows, Row, Sizes, fields_of
 
 _NAMES = (
     (r"^(module\.)+", ""),
+    (r"\.to_wrap\.", "."),
     (r"^mtp\.layers\.(\d+)\.mtp_model_layer\.", r"mtp.layers.\1.transformer_layer."),
     (r"self_attention\.linear_q_up_proj\.layer_norm_weight$", "self_attention.q_layernorm.weight"),
     (r"self_attention\.linear_kv_up_proj\.layer_norm_weight$", "self_attention.kv_layernorm.weight"),
@@ -116,6 +118,13 @@ class Model:
         self.experts: int = self.sizes("experts") or 0
         self.tied = bool(self.sizes("tied"))
 
+    def renamed(self, family: Family) -> Model:
+        """The same model, with another map."""
+        model = copy(self)
+        model.family = family
+        model.__dict__.pop("table", None)  # that of the other names
+        return model
+
     @cached_property
     def table(self) -> TensorTable:
         """The tensor table of the whole checkpoint."""
@@ -170,7 +179,7 @@ class Model:
         return (prefix + name).format(**names)
 
 
-class _Stage:
+class Stage:
     """The parameters of one rank. `shapes` are those that they have, where they are known."""
 
     def __init__(self, model: Model, ranks: Ranks, table: TensorTable, shapes: Mapping[str, Shape]) -> None:
@@ -349,7 +358,7 @@ def layout(
     first = layers.start == 0 if first is None else first
     last = layers.stop == model.layers if last is None else last
     mtp = model.mtp > 0 and (last if mtp is None else mtp)
-    stage = _Stage(model, ranks, table, shapes or {})
+    stage = Stage(model, ranks, table, shapes or {})
     parameters: dict[str, Local] = {}
     for name, row in model.rows():
         if first if name.startswith("embedding.") else last:

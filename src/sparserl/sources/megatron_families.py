@@ -23,6 +23,15 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 
+# Adapters of Megatron-Bridge that belong to one tensor of a fused layer, and that tensor.
+ADAPTERS = {
+    "adapter_q": "q_proj",
+    "adapter_k": "k_proj",
+    "adapter_v": "v_proj",
+    "adapter_gate": "gate_proj",
+    "adapter_up": "up_proj",
+}
+
 _SIZES = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",

@@ -79,7 +79,7 @@ def _tracked(chunks: list[Any], model: Model, ranks: Ranks, table: TensorTable |
 def _owned(chunk: Any, model: Model, layout: Layout, ranges: Mapping[int, range], late: bool) -> dict[str, Local]:
     """What this rank publishes of the parameters of distributed optimizers, where that is not all or nothing."""
     owned = {}
-    for name, parameter in _parameters(chunk, model).items():
+    for name, parameter in parameters_of(chunk, model).items():
         if (elements := ranges.get(id(parameter))) is None:
             continue
         if (local := within(layout.parameters[name], elements)) is not None:
@@ -97,13 +97,13 @@ def _chunk(chunk: Any, model: Model, ranks: Ranks, table: TensorTable | None) ->
 
 
 def _chunk_layout(chunk: Any, model: Model, ranks: Ranks, table: TensorTable | None) -> Layout:
-    parameters = _parameters(chunk, model)
+    parameters = parameters_of(chunk, model)
     rows = next((parameters[name].shape[0] for name in (EMBEDDING, OUTPUT) if name in parameters), None)
     mtp = any(name.startswith("mtp.") for name in parameters)
     chunk_layout = layout(
         model,
         ranks,
-        layers=_layers(chunk, model),
+        layers=layers_of(chunk, model),
         first=EMBEDDING in parameters and not (mtp and ranks.pp),  # where MTP is, there is a copy of the embedding
         last=FINAL_NORM in parameters,
         mtp=mtp,
@@ -116,10 +116,10 @@ def _chunk_layout(chunk: Any, model: Model, ranks: Ranks, table: TensorTable | N
 
 
 def _tensors(chunk: Any, model: Model) -> dict[str, Any]:
-    return {name: tensor.detach() for name, tensor in _parameters(chunk, model).items()}
+    return {name: tensor.detach() for name, tensor in parameters_of(chunk, model).items()}
 
 
-def _parameters(chunk: Any, model: Model) -> dict[str, Any]:
+def parameters_of(chunk: Any, model: Model) -> dict[str, Any]:
     """The parameters and persistent buffers of a chunk, by the names that layouts have for them."""
     state = chunk.state_dict(keep_vars=True).items()
     return _of_module({canonical(name): tensor for name, tensor in state if not name.endswith("_extra_state")}, model)
@@ -132,10 +132,15 @@ def _of_module(named: dict[str, Any], model: Model) -> dict[str, Any]:
     return inside or named
 
 
-def _layers(chunk: Any, model: Model) -> range:
+def named_modules_of(chunk: Any, model: Model) -> dict[str, Any]:
+    """The modules of a chunk, by the names that layouts have for them."""
+    return _of_module({canonical(name): module for name, module in chunk.named_modules()}, model)
+
+
+def layers_of(chunk: Any, model: Model) -> range:
     """The layers of a chunk, as the checkpoint counts them. Megatron-core numbers its layers from 1."""
-    modules = _of_module({canonical(name): module for name, module in chunk.named_modules()}, model)
-    numbers = [m.layer_number - 1 for name, m in modules.items() if re.fullmatch(r"decoder\.layers\.\d+", name)]
+    modules = named_modules_of(chunk, model).items()
+    numbers = [m.layer_number - 1 for name, m in modules if re.fullmatch(r"decoder\.layers\.\d+", name)]
     if numbers != list(range(min(numbers, default=0), max(numbers, default=-1) + 1)):
         raise UnsupportedTensor(f"the layers of a chunk must follow one another; these are numbers {numbers}")
     return range(numbers[0], numbers[0] + len(numbers)) if numbers else range(0)

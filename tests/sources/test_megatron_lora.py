@@ -51,7 +51,7 @@ class ParallelAdapter(torch.nn.Module):
 
 
 class AdaptedLinear(torch.nn.Module):
-    """The shape of Megatron-Bridge's `LoRALinear`: the layer is `to_wrap`, which the names of a state dict leave out."""
+    """The shape of Megatron-Bridge's `LoRALinear`: the layer is `to_wrap`, which names of a state dict leave out."""
 
     def __init__(self, to_wrap, adapter):
         super().__init__()

@@ -99,7 +99,7 @@ def sample_masters(**options):
     sampler = MasterSampler(None, 0)
     sampler.watch(source)
     gradients = []
-    source.before_steps(lambda _: gradients.extend(p.main_grad.bfloat16() for p in trainer.model.parameters()))
+    source.before_steps(lambda _: gradients.extend(p.main_grad.clone() for p in trainer.model.parameters()))
     trainer.train(0)  # clips gradients in place
     trainer.model.zero_grad_buffer()
     weights = source.weights()

@@ -339,4 +339,18 @@ MUTANTS = (
         "or len(steps) >= _STEPS - 1",
         Tests("hostile/test_sessions.py", "far_behind"),
     ),
+    Mutant(
+        "updates of masters are counted from a publish that failed",
+        "session/observing.py",
+        "self._captured_sample = None\nif self._sampler is not None:",
+        "self._committed_sample = self._captured_sample\nif self._sampler is not None:",
+        Tests("record/test_masters.py", "from_the_last_version"),
+    ),
+    Mutant(
+        "a tracked source in a group is observed without old bits",
+        "session/group/publisher.py",
+        "observed=self._observing.is_active",
+        "observed=False",
+        Tests("session/test_group_observing.py", "tracked_source"),
+    ),
 )

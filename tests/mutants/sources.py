@@ -82,4 +82,18 @@ MUTANTS = (
         "positions, old_bits = merge_old(positions, old_bits, kept.positions, kept.bits)",
         Tests("sources/test_track_old_bits.py", "same_bytes"),
     ),
+    Mutant(
+        "each rank draws a sample of its own part",
+        "sources/master_sample.py",
+        "_inside(_sampled(name, numel, count, self._seed), shape, region)",
+        "_sampled(name, region.numel, min(count, region.numel), self._seed)",
+        Tests("record/test_masters.py", "which_elements"),
+    ),
+    Mutant(
+        "the A of a fused layer is published for one of its tensors alone",
+        "sources/megatron_lora.py",
+        '[f"{name}A.weight" for name in matrices]',
+        '[f"{matrices[0]}A.weight"]',
+        Tests("sources/test_megatron_lora.py", "cut_layers"),
+    ),
 )

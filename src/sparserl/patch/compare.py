@@ -25,7 +25,7 @@ from ..weights.shards import Place, Shards
 from ..weights.table import TensorTable
 from .assemble import Encoding, PatchPath, chooser_for, collect
 from .candidates import from_marks, from_positions
-from .contents import BucketList, Contents, Ends
+from .contents import Bucket, BucketList, Contents, Ends
 from .cpu_compare import Compared, Comparer
 from .patch import Patch
 
@@ -98,10 +98,26 @@ class Captured:
         self._comparison = comparison
         self._changes: list[Changes | Draft] = []  # those that were found
         self._coming = changes
+        self._buckets: list[tuple[Bucket, int]] | None = None  # where they are encoded already
+        self._way_back: Patch | None = None
 
     def find(self) -> Captured:
         """Find all changes now: `new` is not read any more."""
         self._changes.extend(self._coming)
+        return self
+
+    def detach(
+        self, link: Link | str | None = None, threads: int | None = None, *, with_way_back: bool = False
+    ) -> Captured:
+        """Take all that is needed of both versions, which may change then: that is encoding.
+
+        with_way_back: whether `back` will be called.
+        """
+        self.find()
+        self._buckets = [*self._comparison.buckets(self._changes, link, threads)]
+        if with_way_back:
+            self._way_back = self.back(threads=threads)
+        self._changes = []
         return self
 
     def _found(self) -> Iterator[Changes | Draft]:
@@ -119,6 +135,8 @@ class Captured:
         threads: int | None = None,
     ) -> Patch:
         """Encode the patch."""
+        if self._buckets is not None:
+            return Patch(self._comparison.collect(self._buckets, to))
         return Patch(self._comparison.encode(self._found(), link, to, threads))
 
     def stream(
@@ -135,6 +153,8 @@ class Captured:
 
     def back(self, *, threads: int | None = None) -> Patch:
         """The patch that undoes it, in `gap`, in a temporary file; `old` must not have been written to yet."""
+        if self._way_back is not None:
+            return self._way_back
         return Patch(self._comparison.back(self._changes, threads))
 
 
@@ -240,6 +260,8 @@ class Comparison:
             places, runs = split_by_gpu(places, self._old, self._new)
             yield from gpu_compare.compare(self._old, self._new, runs, self._names, self._digest_base, keep)
         comparer = Comparer(self._old, self._new, self._candidates, self._names, self._digest_base)
+        if not self._digest_base:
+            places = self._new.without_lazy_bits_of(self._old, places)
         yield from ordered(comparer.compare, comparer.batches(places), threads)
 
     def ends(self, changed: int) -> Ends:
@@ -255,7 +277,16 @@ class Comparison:
         threads: int | None,
     ) -> Contents:
         """Cut changes into buckets, encode them, and collect them."""
-        buckets = self._encoding(link, threads).buckets(self.table, plan.cut(changes))
+        return self.collect(self.buckets(changes, link, threads), to)
+
+    def buckets(
+        self, changes: Iterable[Changes | Draft], link: Link | str | None, threads: int | None
+    ) -> Iterator[tuple[Bucket, int]]:
+        """Cut changes into buckets, and encode them."""
+        return self._encoding(link, threads).buckets(self.table, plan.cut(changes))
+
+    def collect(self, buckets: Iterable[tuple[Bucket, int]], to: PatchPath | BucketList | None) -> Contents:
+        """Collect buckets that contain all changes."""
         return collect(self.table, buckets, self.ends, to)
 
     def stream(

@@ -34,6 +34,7 @@ class SyncReport:
         notes: What went wrong beside it, and will be tried again.
         messages: How many broadcasts it took, over a process group.
         behind: How many versions the targets were behind the newest one; None for a publish, or where they held none.
+        also: By their URLs, the reports of the quantized runs that were published with it.
     """
 
     run: str
@@ -48,6 +49,7 @@ class SyncReport:
     notes: tuple[str, ...] = ()
     messages: int = 0
     behind: int | None = None
+    also: dict[str, SyncReport] = field(default_factory=dict)
 
     @property
     def density(self) -> float:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     import torch
 
     from .quantize_plan import QuantizationPlan
+    from .quantized_view import QuantizedView
+
+    Measured = tuple[QuantizationPlan, Shards, tuple[torch.Tensor, list[str], torch.Tensor]]
 
 Function = Callable[[str, Any], Mapping[str, Any]]
 
@@ -54,9 +57,17 @@ class QuantizedSource:
         """The quantized weights, or shards of them."""
         if not isinstance(self._scheme, Blockwise):
             return _by_function(self._scheme, weights_of(self._source))
+        plan, shards, agreed = self._measure(self._scheme)
+        parts = plan.quantize(shards.parts, *agreed)
+        if self._sharded or self._track:
+            return Shards(plan.table, parts)
+        return {part.tensor: part.data for part in parts}
+
+    def _measure(self, scheme: Blockwise) -> Measured:
+        """Measure what must be known before anything is quantized, and agree on it with other processes."""
         try:
             shards = self._shards()
-            plan = self._plan_for(self._scheme, shards)
+            plan = self._plan_for(scheme, shards)
             largest = plan.measure(shards.parts)
         except BaseException:
             if self._sharded and self._has_peers():
@@ -64,18 +75,13 @@ class QuantizedSource:
                     _tell_peers(None, self._group)
             raise
         if self._sharded and self._has_peers():
-            agreed = _agree(plan, largest, self._group)
-        else:
-            if self._sharded and (name := plan.incomplete_tensor()) is not None:
-                raise TensorMismatch(
-                    f"{name!r}: other processes have the rest of some blocks or of a matrix with one scale; "
-                    "give their process group as `process_group`"
-                )
-            agreed = largest, plan.cut, plan.cut_magnitudes(plan.cut, largest.device)
-        parts = plan.quantize(shards.parts, *agreed)
-        if self._sharded or self._track:
-            return Shards(plan.table, parts)
-        return {part.tensor: part.data for part in parts}
+            return plan, shards, _agree(plan, largest, self._group)
+        if self._sharded and (name := plan.incomplete_tensor()) is not None:
+            raise TensorMismatch(
+                f"{name!r}: other processes have the rest of some blocks or of a matrix with one scale; "
+                "give their process group as `process_group`"
+            )
+        return plan, shards, (largest, plan.cut, plan.cut_magnitudes(plan.cut, largest.device))
 
     def files(self) -> dict[str, bytes]:
         """The files that the source brings along; a `config.json` says how the weights are quantized."""
@@ -136,6 +142,42 @@ class TrackedQuantizedSource(QuantizedSource):
             self._plan.committed()
         if (committed := getattr(self._source, "committed", None)) is not None:
             committed()
+
+
+class ViewedQuantizedSource(QuantizedSource):
+    """The same without a quantized copy: tensors are quantized when they are read. For one process.
+
+    Attributes:
+        view: Of the weights that were asked for last.
+        base: A view of the version before; parts that still have its bits are not quantized anew.
+    """
+
+    def __init__(self, source: Source | Weights, scheme: Blockwise) -> None:
+        super().__init__(source, scheme)
+        self._blockwise = scheme
+        self.view: QuantizedView | None = None
+        self.base: QuantizedView | None = None
+
+    def weights(self) -> Weights | Shards:
+        """The weights, quantized when they are read."""
+        self.view = self.view_of(weights_of(self._source), self.base)
+        return self.view.weights
+
+    def view_of(self, weights: Weights | Shards, base: QuantizedView | None = None) -> QuantizedView:
+        """A view of any weights: their blocks are measured, where the bits are not those of another view."""
+        from .quantized_view import ViewPlan, as_shards
+
+        shards = as_shards(weights)
+        self._table = shards.table
+        for _ in shards.located():
+            pass  # which checks that the shards have the shapes of their regions
+        plan = ViewPlan(self._blockwise, shards)
+        plan.compare(shards.parts, base)
+        largest = plan.measure(shards.parts)
+        if (name := plan.incomplete_tensor()) is not None:
+            raise TensorMismatch(f"{name!r}: other processes have the rest of some blocks or of a matrix")
+        cut = plan.cut_magnitudes(plan.cut, largest.device)
+        return plan.view(shards, largest, plan.cut, cut, sharded=isinstance(weights, Shards))
 
 
 def _agree(plan: QuantizationPlan, largest: torch.Tensor, group: Any) -> tuple[torch.Tensor, list[str], torch.Tensor]:

@@ -46,7 +46,7 @@ class QuantizedPart:
     tensor: str
     region: Region
     grid: BlockGrid
-    codes: torch.Tensor
+    codes: Any
     scales: torch.Tensor
     global_scales: torch.Tensor | None
     noted: dict[str, NotedChanges] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class QuantizationPlan:
         ]
         self._magnitudes: dict[int, torch.Tensor] = {}
         for part in self._parts if track else ():
-            for result in self._results(part):
+            for result in self.results(part):
                 is_copy = result.tensor == scheme.scale_name(part.tensor) and not part.is_aligned
                 if not is_copy and result.region.numel <= MOST_NOTED:
                     part.noted[result.tensor] = NotedChanges(integers(result.data))
@@ -152,8 +152,8 @@ class QuantizationPlan:
         self._magnitudes = {}
         for part in self._parts:
             _require_torch(parts[part.number])
-            if part.is_aligned and part.global_scales is None:
-                continue  # it is measured when it is quantized
+            if not self._is_measured_first(part):
+                continue
             data = _tensor(parts[part.number])
             blocks = _measured(data, part, self._scheme)
             self._magnitudes[part.number] = blocks
@@ -165,6 +165,10 @@ class QuantizationPlan:
             numbers, values = (torch.cat(column) for column in zip(*matrices, strict=True))
             largest.scatter_reduce_(0, numbers, values.cpu(), "amax")
         return largest
+
+    def _is_measured_first(self, part: QuantizedPart) -> bool:
+        """Whether a part is measured before anything is quantized; others are measured when they are quantized."""
+        return not part.is_aligned or part.global_scales is not None
 
     def cut_magnitudes(self, names: Sequence[str], device: torch.device) -> torch.Tensor:
         """The magnitudes of all blocks of some tensors, one tensor behind the other, as far as cut parts have them."""
@@ -208,7 +212,7 @@ class QuantizationPlan:
             if not part.is_aligned:
                 blocks = cut_blocks[part.tensor][part.grid.touched(part.region).slices].to(part.codes.device)
             self._encode(part, _tensor(parts[part.number]), blocks, largest)
-            quantized += [self._marked(part, result) for result in self._results(part)]
+            quantized += [self._marked(part, result) for result in self.results(part)]
         return quantized
 
     def committed(self) -> None:
@@ -252,7 +256,8 @@ class QuantizationPlan:
         part.scales.copy_(scales.stored)
         write_codes(data, part.region, part.grid, scales.divisor, self._scheme, part.codes)
 
-    def _results(self, part: QuantizedPart) -> list[Part]:
+    def results(self, part: QuantizedPart) -> list[Part]:
+        """The parts that a part becomes: its elements, and what it has of scales."""
         scheme = self._scheme
         region = _packed(part.region) if scheme.is_packed else part.region
         results = [Part(scheme.element_name(part.tensor), region, part.codes)]
@@ -302,16 +307,23 @@ class QuantizationPlan:
             raise UnsupportedTensor(
                 f"{part.tensor!r}: region {region} begins or ends at an odd column, but a byte has two columns"
             )
-        shape = _packed(region).size if scheme.is_packed else region.size
         return QuantizedPart(
             number=number,
             tensor=part.tensor,
             region=region,
             grid=grid,
-            codes=_zeros(shape, scheme.element_dtype, device),
+            codes=self._new_codes(self.code_shape(region), device),
             scales=_zeros(grid.touched(region).size, scheme.stored_scale_dtype, device),
             global_scales=torch.zeros((*region.size[:-2], 1), device=device) if scheme.has_global_scale else None,
         )
+
+    def code_shape(self, region: Region) -> Shape:
+        """The shape of the codes of a region."""
+        return _packed(region).size if self._scheme.is_packed else region.size
+
+    def _new_codes(self, shape: Shape, device: torch.device) -> torch.Tensor:
+        """Memory for codes."""
+        return _zeros(shape, self._scheme.element_dtype, device)
 
 
 def _zeros(shape: Shape, dtype: str, device: torch.device) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .known import KnownTensors, collector_paused, find_known, remember
 from .memory import Memory, Weights, tied_groups
 from .region import Numbers, Region, collapse, row_major, whole
 from .shards import Place, Shards
-from .staging import cast_origin, gpu_tensor
+from .staging import LazyBits, cast_origin, gpu_tensor
 from .table import TensorTable
 from .tensors import memories, require_like, table_of
 
@@ -221,6 +221,13 @@ class LocalWeights:
         return self.places == other.places and all(
             mine.address == theirs.address for (_, mine), (_, theirs) in zip(self.parts, other.parts, strict=True)
         )
+
+    def without_lazy_bits_of(self, other: LocalWeights, places: Sequence[Place]) -> Sequence[Place]:
+        """Places but for those where both weights have the very same `LazyBits`, which need not be compared."""
+        own = {id(memory.owner) for _, memory in self.parts if isinstance(memory.owner, LazyBits)}
+        if own.isdisjoint(id(memory.owner) for _, memory in other.parts):
+            return places
+        return [place for place in places if self.locate(*place)[0].owner is not other.locate(*place)[0].owner]
 
     def memory_by_name(self) -> dict[str, Memory]:
         """Every part's memory under a unique name: the tensor's, followed by the region if it is not whole."""

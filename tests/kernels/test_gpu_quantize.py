@@ -35,9 +35,9 @@ def test_interpreted():
 
 @outside
 @pytest.mark.long
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 89, 90])
 def test_compiled(capability):
-    """The compiler takes every kernel, for Ampere and Hopper."""
+    """The compiler takes every kernel, for Ampere, Ada and Hopper."""
     assert "compiled 3 kernels" in run(__file__, str(capability), TRITON_INTERPRET="0")
 
 
@@ -57,7 +57,8 @@ def compile_all(capability):
             bits = torch.zeros(256 * 256, dtype=torch.uint8)
             scales = bits.view(torch.int32) if scheme.scale_dtype == "float32" else bits
             largest = torch.zeros(1 if block == (256, 256) else 4096) if name in ("fp8_per_tensor", "nvfp4") else None
-            gpu.quantize.quantize(w, bits, scales, kind, block, largest, torch.ones(1))
+            for difference in (None, bits):
+                gpu.quantize.quantize(w, bits, scales, kind, block, largest, torch.ones(1), difference)
     assert made == {name for name in vars(gpu.quantize) if name.endswith("_kernel")}
     print("compiled", len(made), "kernels")
 
@@ -113,6 +114,73 @@ def test_kernels_do_what_torch_does(monkeypatch, name, shape, dtype):
         changes, wanted_changes = (one.marks.run(0, one.region.numel) for one in (part, wanted))
         assert all(map(np.array_equal, changes, wanted_changes)), part.tensor
     assert sum(part.marks.between(0, part.region.numel).size for part in results) > 10
+
+
+@inside
+@pytest.mark.parametrize(
+    ("elements", "scales", "block", "shape"),
+    [
+        ("float8_e4m3fn", "float32", (64, 48), (100, 112)),  # blocks in a tile, some of which are cut
+        ("float8_e4m3fn", "float32", (3, 5), (7, 11)),  # blocks with fewer elements than threads
+        ("int8", "float32", (1, 20000), (2, 20000)),  # blocks larger than a tile
+        ("int8", "float32", (200, 130), (250, 140)),
+        ("float8_e4m3fn", "float32", None, (130, 96)),  # one scale for all, which was measured before
+        ("float8_e4m3fn", "float8_e8m0fnu", (1, 32), (70, 96)),
+        ("float4_e2m1", "float8_e8m0fnu", (1, 32), (70, 96)),
+        ("float4_e2m1", "float8_e4m3fn", (1, 16), (70, 96)),
+    ],
+)
+def test_one_pass_is_both(elements, scales, block, shape):
+    """Codes that are compared as they are written: the same codes, each difference, and how many there are."""
+    from sparserl.kernels import gpu
+    from sparserl.sources.schemes import LIMITS
+
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    kind = gpu.quantize.Format(elements, scales, LIMITS[elements])
+    is_measured = block is None or scales == "float8_e4m3fn"
+    largest = gpu.quantize.run_magnitudes(w, 64 if block is None else block[1]) if is_measured else None
+    if block is None:
+        largest = largest.amax().view(1)
+    block = block or shape
+    size = w.numel() // 2 if elements == "float4_e2m1" else w.numel()
+    blocks = -(-shape[0] // block[0]) * -(-shape[1] // block[1])
+    expected, expected_scales = torch.zeros(size, dtype=torch.uint8), torch.zeros(blocks, dtype=torch.int32)
+    if scales != "float32":
+        expected_scales = expected_scales.to(torch.uint8)
+    arguments = (kind, block, largest, torch.full((1,), 0.5))
+    assert gpu.quantize.quantize(w, expected, expected_scales, *arguments) is None
+    for share in (0.0, 0.1, 1.0):
+        noise = torch.randint(1, 256, (size,), dtype=torch.uint8) * (torch.rand(size) < share)
+        codes = expected ^ noise
+        its_scales = torch.zeros_like(expected_scales)
+        difference = torch.full_like(codes, 0xA5)
+        counts = gpu.quantize.quantize(w, codes, its_scales, *arguments, difference)
+        assert torch.equal(codes, expected)
+        assert torch.equal(its_scales, expected_scales)
+        assert torch.equal(difference, noise)
+        assert int(counts.sum()) == int((noise != 0).sum())
+
+
+@inside
+def test_codes_are_compared_by_the_pass_that_writes_them(monkeypatch):
+    """Where kernels quantize, no copy of old codes is made, and no more is looked for if nothing has changed."""
+    from sparserl.sources import quantized_changes
+
+    sizes = []
+    fetch = quantized_changes.fetch
+
+    def fetched(tensor):
+        sizes.append(tensor.numel())
+        return fetch(tensor)
+
+    monkeypatch.setattr(quantized_changes, "fetch", fetched)
+    w = weights_like((12, 96), torch.bfloat16)
+    parts = quantize_twice(monkeypatch, "mxfp8", w, w, on_gpu=True)
+    assert [part.marks.count for part in parts] == [0, 0]
+    assert sizes == [0, 0]  # the scales, which torch compares: where they differ, and what they were
+    many = quantize_twice(monkeypatch, "mxfp8", w, w * -3, on_gpu=True)
+    assert many[0].marks.pieces[0].positions is None
+    assert many[0].marks.count == w.numel()
 
 
 @inside

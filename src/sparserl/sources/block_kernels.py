@@ -1,4 +1,4 @@
-"""Quantized parts on GPUs that have kernels for it: their blocks are measured and quantized in one read."""
+"""Quantized parts on GPUs that have kernels for it: blocks are measured, quantized and compared in one read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def quantize(
     scales: torch.Tensor,
     largest: torch.Tensor | None,
     global_scale: torch.Tensor | None,
-) -> None:
+    difference: torch.Tensor | None,
+) -> int | None:
     """Write the codes and scales of a part that fits.
 
     Args:
@@ -59,11 +60,16 @@ def quantize(
         scales: what becomes the scales of its blocks, as integers.
         largest: the largest magnitudes of its blocks, where they are known; they must be if it is one block.
         global_scale: the scale for its scales, if it has one.
+        difference: what becomes the bits in which codes differ from those before, if these are compared.
+
+    Returns:
+        How many codes differ; None if they are not compared.
     """
     kind = gpu.quantize.Format(scheme.dtype, scheme.scale_dtype, LIMITS[scheme.dtype])
     height, width = grid.block[-2:]
     with _on(data.device):
-        gpu.quantize.quantize(data, codes, scales, kind, (height, width), largest, global_scale)
+        counts = gpu.quantize.quantize(data, codes, scales, kind, (height, width), largest, global_scale, difference)
+        return None if counts is None else int(counts.sum())
 
 
 def _on(device: Any) -> AbstractContextManager[Any]:

@@ -231,24 +231,35 @@ class QuantizationPlan:
     ) -> None:
         """Write the elements and scales of a part, given the magnitudes of its blocks where they are known."""
         has_kernels = _has_kernels(data, part, self._scheme)
-        old = [noted.bits.clone() for noted in part.noted.values()]
+        codes_name = self._scheme.element_name(part.tensor)
+        noted = {name: changes for name, changes in part.noted.items() if changes.is_open}
+        written = noted.pop(codes_name, None) if has_kernels else None  # compared by the kernel that writes them
+        old = {name: changes.bits.clone() for name, changes in noted.items()}
         if part.global_scales is not None:
             matrices = largest[self._numbers(part)].view(part.global_scales.shape)
             part.global_scales.copy_(global_scales(matrices))
         if has_kernels:
             if blocks is None and part.grid.touched(part.region).numel == 1:
                 blocks = _measured(data, part, self._scheme)
-            self._encode_with_kernels(part, data, blocks)
+            self._encode_with_kernels(part, data, blocks, written)
         else:
             self._encode_with_torch(part, data, _measured(data, part, self._scheme) if blocks is None else blocks)
-        for noted, before in zip(part.noted.values(), old, strict=True):
-            noted.add(before)
+        for name, changes in noted.items():
+            changes.add(old[name].bitwise_xor_(changes.bits))
 
-    def _encode_with_kernels(self, part: QuantizedPart, data: torch.Tensor, blocks: torch.Tensor | None) -> None:
+    def _encode_with_kernels(
+        self, part: QuantizedPart, data: torch.Tensor, blocks: torch.Tensor | None, noted: NotedChanges | None
+    ) -> None:
+        """Write the elements and scales of a part, and note which elements have changed, where that is noted."""
         from . import block_kernels
 
-        outputs = (integers(part.codes), integers(part.scales))
-        block_kernels.quantize(data, part.grid, self._scheme, *outputs, blocks, part.global_scales)
+        codes = integers(part.codes)
+        difference = None if noted is None else torch.empty_like(codes)
+        changed = block_kernels.quantize(
+            data, part.grid, self._scheme, codes, integers(part.scales), blocks, part.global_scales, difference
+        )
+        if noted is not None and difference is not None:
+            noted.add(difference, changed)
 
     def _encode_with_torch(self, part: QuantizedPart, data: torch.Tensor, blocks: torch.Tensor) -> None:
         per_matrix = None if part.global_scales is None else part.global_scales[..., None]

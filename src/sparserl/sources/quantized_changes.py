@@ -1,6 +1,7 @@
 """What has changed of quantized codes and scales since the last committed version: where, and the bits there before.
 
-The memory that codes are written to still has those of the last time. They are compared with a copy, tensor by tensor.
+The memory that codes are written to still has those of the last time. Kernels compare codes as they write them; others
+are compared with a copy, tensor by tensor. Both give the bits in which new and old differ: the old are new ^ these.
 """
 
 from __future__ import annotations
@@ -34,20 +35,32 @@ class NotedChanges:
         """A version is committed: forget all changes."""
         self._piece = self._piece_of(np.empty(0, np.uint32), np.empty(0, f"u{self.bits.element_size()}"))
 
-    def add(self, before: torch.Tensor) -> None:
-        """Note where the memory differs from what it was."""
+    @property
+    def is_open(self) -> bool:
+        """Whether changes are noted: some version is committed, and not all old bits are kept already."""
+        return self._piece is not None and self._piece.positions is not None
+
+    def add(self, difference: torch.Tensor, changed: int | None = None) -> None:
+        """Note where the memory differs from what it was.
+
+        Args:
+            difference: The bits that differ.
+            changed: How many elements differ, if that is known.
+        """
         piece = self._piece
-        if piece is None or piece.positions is None:
+        if piece is None or piece.positions is None or changed == 0:
             return
-        changed = (before.reshape(-1) != self.bits.reshape(-1)).nonzero().view(-1)
-        count = piece.positions.size + changed.numel()
+        bits = self.bits.reshape(-1)
+        difference = difference.reshape(-1)
         width = self.bits.element_size()
-        if count * (POSITION_BYTES + width) > self.bits.numel() * width:
-            later = self._piece_of(None, fetch(before.reshape(-1))().view(piece.bits.dtype))
+        most = self.bits.numel() * width // (POSITION_BYTES + width) - piece.positions.size
+        positions = difference.nonzero().view(-1) if changed is None or changed <= most else None
+        if positions is None or positions.numel() > most:
+            later = self._piece_of(None, fetch(bits ^ difference)().view(piece.bits.dtype))
         else:
-            pending = (fetch(changed), fetch(before.reshape(-1)[changed]))
-            positions, old = (wait() for wait in pending)
-            later = self._piece_of(positions.astype(np.uint32), old.view(piece.bits.dtype))
+            pending = (fetch(positions), fetch(bits[positions] ^ difference[positions]))
+            where, old = (wait() for wait in pending)
+            later = self._piece_of(where.astype(np.uint32), old.view(piece.bits.dtype))
         self._piece = piece.under(later)
 
     @property

@@ -1,11 +1,14 @@
-"""Quantized blocks on a GPU, in Triton: one read of the weights measures and quantizes them.
+"""Quantized blocks on a GPU, in Triton: one read of the weights measures, quantizes and compares them.
 
-    weights ──► largest magnitude of a block ──► its scale ──► codes
+    weights ──► largest magnitude of a block ──► its scale ──► codes ──► their difference from those before, and a count
 
 `sources/block_codes.py` specifies every step with operations of torch; the bits are the same. Rounding is done on
 integers, since GPUs before Hopper do not have the formats. Blocks of one row whose columns are a power of two are taken
 as runs of memory, many by each program. A program takes one of any other blocks; of one that is larger than a tile, the
-weights are read twice, the second time out of the cache.
+weights are read twice, the second time out of the cache. Where a scale depends on a whole matrix (one scale for all, or
+global scales), no program has seen all of it: `run_magnitudes` reads the weights first.
+
+Codes are compared in the pass that writes them: the memory of the new ones still has the old.
 """
 
 from __future__ import annotations
@@ -110,9 +113,26 @@ def _write(out, base, offset, new, ok):
 
 
 @triton.jit
+def _write_codes(codes, difference, base, offset, new, ok, COMPARED: tl.constexpr):
+    """Write codes; if they are COMPARED, also the bits in which they differ from those before. How many differ."""
+    if COMPARED:
+        old = tl.load(codes + base + offset, mask=ok, other=0)
+        changed = tl.where(ok, old ^ new.to(codes.dtype.element_ty), 0)
+        tl.debug_barrier()  # threads may hold copies of an element: all of them must have read it before one writes
+        tl.store(difference + base + offset, changed, mask=ok)
+        count = tl.sum(tl.sum((changed != 0).to(tl.int32), axis=1), axis=0)
+    else:
+        count = 0
+    _write(codes, base, offset, new, ok)
+    return count
+
+
+@triton.jit
 def _runs_kernel(
     weights,
     codes,
+    difference,
+    counts,
     scales,
     largest,
     global_scale,
@@ -125,6 +145,7 @@ def _runs_kernel(
     SCALE: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    COMPARED: tl.constexpr,
 ):
     """COUNT runs of SIZE elements, with a scale each. SHARED: all of them have the same scale."""
     first = tl.program_id(0).to(tl.int64) * COUNT
@@ -150,9 +171,11 @@ def _runs_kernel(
         low, high = tl.split(tl.reshape(code, [COUNT, SIZE // 2, 2]))
         pair = run[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
         packed = low | (high << 4)
-        _write(codes, first * (SIZE // 2), pair, packed, pair * 2 < left)
+        count = _write_codes(codes, difference, first * (SIZE // 2), pair, packed, pair * 2 < left, COMPARED)
     else:
-        _write(codes, first * SIZE, index, code, ok)
+        count = _write_codes(codes, difference, first * SIZE, index, code, ok, COMPARED)
+    if COMPARED:
+        tl.store(counts + tl.program_id(0), count)
 
 
 @triton.jit
@@ -169,6 +192,8 @@ def _run_magnitudes_kernel(weights, largest, numel, SIZE: tl.constexpr, COUNT: t
 def _blocks_kernel(
     weights,
     codes,
+    difference,
+    counts,
     scales,
     rows,
     columns,
@@ -178,11 +203,13 @@ def _blocks_kernel(
     grid_columns,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
-    ONE: tl.constexpr,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
     ELEMENT: tl.constexpr,
     LIMIT: tl.constexpr,
+    COMPARED: tl.constexpr,
 ):
-    """One block with a float32 scale, in tiles of TALL rows and WIDE columns. ONE: it fits one tile."""
+    """One block with a float32 scale: DOWN times ACROSS tiles of TALL rows and WIDE columns."""
     number = tl.program_id(0).to(tl.int64)
     row = (number // grid_columns) % grid_rows * height
     column = number % grid_columns * width
@@ -193,14 +220,14 @@ def _blocks_kernel(
     across = tl.arange(0, WIDE)[None, :]
     origin += row * columns + column
     index = down * columns + across
-    if ONE:
+    if DOWN * ACROSS == 1:
         ok = (down < height) & (across < width)
         x = tl.load(weights + origin + index, mask=ok, other=0.0)
         most = tl.max(tl.max(_largest_of(x, ok), axis=1), axis=0)
     else:
         most = tl.zeros([TALL, WIDE], tl.float32)
-        for i in range(0, height, TALL):
-            for j in range(0, width, WIDE):
+        for i in range(0, DOWN * TALL, TALL):
+            for j in range(0, ACROSS * WIDE, WIDE):
                 ok = (down < height - i) & (across < width - j)
                 base = origin + (tl.zeros_like(origin) + i) * columns + j
                 x = tl.load(weights + base + index, mask=ok, other=0.0)
@@ -209,17 +236,29 @@ def _blocks_kernel(
     stored, divisor, broken = _scale(tl.zeros([1], tl.float32) + most, 1.0, LIMIT, 0, 0)
     place = tl.arange(0, 1)
     _write(scales, number, place, stored, place == 0)
-    if ONE:
+    if DOWN * ACROSS == 1:
         code = _code(x, divisor[:, None], broken[:, None], ELEMENT)
-        _write(codes, origin, index, code, ok)
+        count = _write_codes(codes, difference, origin, index, code, ok, COMPARED)
     else:
-        for i in range(0, height, TALL):
-            for j in range(0, width, WIDE):
+        count = tl.program_id(0) * 0
+        for i in range(0, DOWN * TALL, TALL):
+            for j in range(0, ACROSS * WIDE, WIDE):
                 ok = (down < height - i) & (across < width - j)
                 base = origin + (tl.zeros_like(origin) + i) * columns + j
                 x = tl.load(weights + base + index, mask=ok, other=0.0)
                 code = _code(x, divisor[:, None], broken[:, None], ELEMENT)
-                _write(codes, base, index, code, ok)
+                count += _write_codes(codes, difference, base, index, code, ok, COMPARED)
+    if COMPARED:
+        tl.store(counts + number, count)
+
+
+class _Compared:
+    """What a kernel needs to compare codes, if that is wanted."""
+
+    def __init__(self, codes: torch.Tensor, difference: torch.Tensor | None, programs: int) -> None:
+        self.is_wanted = difference is not None
+        self.counts = codes.new_empty(programs, dtype=torch.int32) if self.is_wanted else None
+        self.tensors = (codes if difference is None else difference, codes if self.counts is None else self.counts)
 
 
 def run_magnitudes(weights: torch.Tensor, size: int) -> torch.Tensor:
@@ -239,7 +278,8 @@ def quantize(
     block: tuple[int, int],
     largest: torch.Tensor | None = None,
     global_scale: torch.Tensor | None = None,
-) -> None:
+    difference: torch.Tensor | None = None,
+) -> torch.Tensor | None:
     """Quantize a contiguous matrix, or a stack of them, that consists of whole blocks.
 
     Args:
@@ -250,6 +290,10 @@ def quantize(
         block: the rows and columns of a block.
         largest: the largest magnitudes of the blocks, which must be given if there is only one block.
         global_scale: a scale for the scales, if the format has one.
+        difference: what becomes the bits in which codes differ from those that were there before, as integers.
+
+    Returns:
+        How many codes differ, by the programs that wrote them; None without `difference`.
     """
     options = (ELEMENTS[kind.elements], SCALES[kind.scales], kind.limit)
     rows, columns = weights.shape[-2:]
@@ -258,23 +302,27 @@ def quantize(
     if is_one or (height == 1 and is_run(width) and columns % width == 0):
         size = 64 if is_one else width
         count = _RUN // size
-        _runs_kernel[(-(-weights.numel() // _RUN),)](
-            *(weights, codes, scales, weights if largest is None else largest),
+        programs = -(-weights.numel() // _RUN)
+        compared = _Compared(codes, difference, programs)
+        _runs_kernel[(programs,)](
+            *(weights, codes, *compared.tensors, scales, weights if largest is None else largest),
             *(weights if global_scale is None else global_scale, weights.numel(), size, count),
-            *(is_one, largest is not None, *options, _OFFSETS.get(kind.elements, 0)),
+            *(is_one, largest is not None, *options, _OFFSETS.get(kind.elements, 0), compared.is_wanted),
             num_warps=4,
         )
-        return
+        return compared.counts
     grid = (-(-rows // height), -(-columns // width))
     matrices = weights.numel() // (rows * columns)
     tall = min(triton.next_power_of_2(height), _TILE // min(triton.next_power_of_2(width), _TILE))
     wide = min(triton.next_power_of_2(width), _TILE // tall)
-    is_tile = height <= tall and width <= wide
+    tiles = (-(-height // tall), -(-width // wide))
+    compared = _Compared(codes, difference, matrices * grid[0] * grid[1])
     _blocks_kernel[(matrices * grid[0] * grid[1],)](
-        *(weights, codes, scales, rows, columns, height, width, *grid, tall, wide, is_tile),
-        *(options[0], kind.limit),
+        *(weights, codes, *compared.tensors, scales, rows, columns, height, width, *grid, tall, wide, *tiles),
+        *(options[0], kind.limit, compared.is_wanted),
         num_warps=8 if tall * wide > 4096 else 4,
     )
+    return compared.counts
 
 
 def is_run(width: int) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import gpu_scenes
+from benchmarks import gpu_quantize, gpu_scenes
 from benchmarks.gpu_data import (
     buckets_of,
     cpu_streams,
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=8.0)
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--expected", type=Path)
-    parser.add_argument("--only", default="kernels,traces,training,crossover,nccl,library,small,7b")
+    parser.add_argument("--only", default="kernels,traces,training,quantize,crossover,nccl,library,small,7b")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--write-expected", type=Path)
     parser.add_argument("--write-traces", type=Path)
@@ -109,6 +109,7 @@ def _measure(args: argparse.Namespace, has_cpu: bool, expected: dict[str, Any] |
         scenes["traces"] = lambda: gpu_scenes.time_traces(args.traces, nbytes, results["kernels"]["ms"])
     scenes["training"] = gpu_scenes.training_step
     if has_cpu:
+        scenes["quantize"] = gpu_quantize.quantizing
         scenes |= {"crossover": gpu_scenes.crossover, "nccl": gpu_scenes.one_rank}
         scenes |= {"library": gpu_scenes.library, "small": gpu_scenes.small}
     scenes["7b"] = gpu_scenes.sync_7b

@@ -71,6 +71,16 @@ def test_the_first_example_of_the_readme(tmp_path: Path) -> None:
     run("example.py", folder=tmp_path)
 
 
+def test_the_example_of_two_runs_of_one_trainer(tmp_path: Path) -> None:
+    """It runs as it stands, and writes both runs."""
+    pytest.importorskip("torch")
+    page = ROOT / "docs" / "how-to" / "lora-and-quantized.md"
+    (code,) = [block for block in blocks(page) if "also=" in block]
+    (tmp_path / "example.py").write_text(code)
+    run("example.py", folder=tmp_path)
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"bf16", "fp8"}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("package", ["transformers", "peft", "trl", "ray"])
 def test_examples_of_integrations(package: str, tmp_path: Path) -> None:

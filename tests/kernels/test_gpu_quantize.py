@@ -59,6 +59,9 @@ def compile_all(capability):
             largest = torch.zeros(1 if block == (256, 256) else 4096) if name in ("fp8_per_tensor", "nvfp4") else None
             for difference in (None, bits):
                 gpu.quantize.quantize(w, bits, scales, kind, block, largest, torch.ones(1), difference)
+        kind = gpu.quantize.Format("int8", "float32", LIMITS["int8"])
+        bits = torch.zeros(256 * 256, dtype=torch.uint8)
+        gpu.quantize.quantize(w, bits, bits.view(torch.int32), kind, (256, 256), None, None, bits)  # several tiles
     assert made == {name for name in vars(gpu.quantize) if name.endswith("_kernel")}
     print("compiled", len(made), "kernels")
 

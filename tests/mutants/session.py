@@ -49,7 +49,7 @@ MUTANTS = (
     ),
     Mutant(
         "the baseline advances before the head moved",
-        "session/store/publisher.py",
+        "session/store/run_publisher.py",
         "return changes.encode(link=encoding.link, to=upload.bucket_list(), threads=encoding.threads)",
         (
             "early = changes.encode(link=encoding.link, to=upload.bucket_list(), threads=encoding.threads)\n"
@@ -57,6 +57,20 @@ MUTANTS = (
             "return early"
         ),
         Tests("session/test_session_publisher.py", "failed_publish"),
+    ),
+    Mutant(
+        "a quantized run trusts a baseline that has moved on without it",
+        "session/quantized_baseline.py",
+        "or self._viewed[1] != bits.digest",
+        "",
+        Tests("session/test_quantized_runs.py", "quantized_run_that_fails"),
+    ),
+    Mutant(
+        "a quantized run takes a leading run that failed for one that has committed",
+        "session/store/quantized_runs.py",
+        "self._baseline.is_ahead = self._leading.position() != before",
+        "self._baseline.is_ahead = True",
+        Tests("session/test_quantized_runs.py", "leading_run_that_fails"),
     ),
     Mutant(
         "the head is moved without a condition",
@@ -235,7 +249,7 @@ MUTANTS = (
     ),
     Mutant(
         "changes are found while the trainer writes",
-        "session/store/publisher.py",
+        "session/store/run_publisher.py",
         "None if at_once else functools.partial",
         "functools.partial",
         Tests("session/test_streaming.py", "captured_first"),

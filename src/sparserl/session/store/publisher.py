@@ -23,7 +23,7 @@ from ..report import SyncReport
 from .fields import checked_clock
 from .label import Label
 from .maintenance import RetentionOptions
-from .quantized_runs import CapturedWeights, QuantizedRuns, Schemes, checked_schemes, leading_options
+from .quantized_runs import CapturedWeights, LeadingRun, QuantizedRuns, Schemes, checked_schemes, leading_options
 from .run_publisher import Completion, RunOptions, RunPublisher
 from .signing import PublicKeys, PublisherKeys
 
@@ -148,9 +148,9 @@ class Publisher(RunPublisher):
         super().__init__(url, published, options, Observing(observe, published), callbacks)
         if schemes:
             try:
-                self._also = QuantizedRuns(self, self._captured_weights, schemes, options)
+                self._also = QuantizedRuns(self._as_leading_run(), self._captured_weights, schemes, options)
             except BaseException:
-                self.let_go()
+                self._let_go()
                 raise
 
     def publish(self, *, step: int | None = None, note: str | None = None) -> SyncReport:
@@ -217,12 +217,11 @@ class Publisher(RunPublisher):
         """
         require_count("subscribers", subscribers, 0)
         require_number("timeout", timeout, 0)
-        run: RunPublisher = self
-        if url is not None:
-            if self._also is None or url not in self._also.by_url:
-                raise SessionError(f"url is {url!r}, which is none of the runs of also=")
-            run = self._also.by_url[url]
-        return run.wait_for(version, subscribers, timeout)
+        if url is None:
+            return self._run_writer.wait(version, subscribers, timeout)
+        if self._also is None or url not in self._also.by_url:
+            raise SessionError(f"url is {url!r}, which is none of the runs of also=")
+        return self._also.by_url[url].wait(version, subscribers, timeout)
 
     def close(self) -> None:
         """Wait for a publish in the background, and let go of the store.
@@ -237,7 +236,7 @@ class Publisher(RunPublisher):
             self._is_closed = True
             if self._also is not None:
                 self._also.close()
-            self.let_go()
+            self._let_go()
 
     def __enter__(self) -> Publisher:
         return self
@@ -253,8 +252,19 @@ class Publisher(RunPublisher):
         """Capture a version of this run, and of those that go along with it."""
         if self._also is not None:
             return self._also.capture(label, at_once=at_once)
-        complete = self.capture(label, at_once=at_once)
-        return lambda: self.tell(complete())
+        complete = self._capture(label, at_once=at_once)
+        return lambda: self._tell(complete())
+
+    def _as_leading_run(self) -> LeadingRun:
+        """The run, as those see it that go along with it."""
+        return LeadingRun(
+            url=self.store.url,
+            baseline=self._host_baseline,
+            position=lambda: (self.run, self.version),
+            capture=self._capture,
+            tell=self._tell,
+            tell_failure=self._tell_failure,
+        )
 
     def _live_weights(self) -> Weights | Shards:
         weights = super()._live_weights()

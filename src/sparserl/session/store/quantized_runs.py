@@ -10,10 +10,10 @@ leading run fetches its own bits from its store, as after a restart.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import SessionError, WeightsError
 from ...sources.modules import files_of, weights_of
@@ -82,6 +82,35 @@ def leading_options(options: RunOptions, schemes: Mapping[str, Blockwise]) -> Ru
     return replace(options, baseline=BaselineOptions(kind, options.baseline.memory))
 
 
+class Capture(Protocol):
+    """Takes what a version needs of the weights."""
+
+    def __call__(self, label: Label, *, at_once: bool) -> Completion:
+        """Returns what is left to do."""
+        ...
+
+
+@dataclass(frozen=True)
+class LeadingRun:
+    """The run that quantized runs go along with.
+
+    Attributes:
+        url: Where it is published.
+        baseline: Returns all bits of its newest version; None where there is none.
+        position: Returns what changes with every version.
+        capture: Captures a version.
+        tell: Tells of a version that was published.
+        tell_failure: Tells of an error.
+    """
+
+    url: str
+    baseline: Callable[[], HostBaseline | None]
+    position: Callable[[], object]
+    capture: Capture
+    tell: Callable[[SyncReport], SyncReport]
+    tell_failure: Callable[[Exception], None]
+
+
 class CapturedWeights:
     """The source of a leading run, with the weights that it gave last as long as a publish captures them."""
 
@@ -115,6 +144,19 @@ class QuantizedRun(RunPublisher):
         self._quantized.base = baseline.view if isinstance(baseline, QuantizedBaseline) else None
         return super()._live_weights()
 
+    def capture(self, label: Label, *, at_once: bool) -> Completion:
+        """Take what a version needs of the weights; returns what is left to do."""
+        complete = self._capture(label, at_once=at_once)
+        return lambda: self._tell(complete())
+
+    def wait(self, version: int, subscribers: int, timeout: float) -> int:
+        """Wait until so many subscribers hold a version or a later one; how many do."""
+        return self._run_writer.wait(version, subscribers, timeout)
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._let_go()
+
     def forget_weights(self) -> None:
         """A publish has ended: what it captured may go."""
         self._quantized.view = None
@@ -137,7 +179,7 @@ class QuantizedRun(RunPublisher):
         self,
         weights: Weights | Shards,
         own_digest: Digest | None,
-        options: BaselineOptions,  # noqa: ARG002
+        options: BaselineOptions,  # noqa: ARG002  # it has no choice
     ) -> QuantizedBaseline:
         self.baseline = "baseline: quantized from that of the leading run"
         own = None
@@ -173,18 +215,18 @@ class QuantizedRuns:
     """The quantized runs that go along with a leading one.
 
     Args:
-        leading: The publisher of that run.
+        leading: That run.
         source: Its source.
         schemes: By their URLs, the schemes of the quantized runs.
         options: Those of the leading run; each quantized run has a state folder in that one.
     """
 
     def __init__(
-        self, leading: RunPublisher, source: CapturedWeights, schemes: Mapping[str, Blockwise], options: RunOptions
+        self, leading: LeadingRun, source: CapturedWeights, schemes: Mapping[str, Blockwise], options: RunOptions
     ) -> None:
         self._leading = leading
         self._source = source
-        self._baseline = LeadingBaseline(leading.host_baseline)
+        self._baseline = LeadingBaseline(leading.baseline)
         self.by_url: dict[str, QuantizedRun] = {}
         try:
             for url, scheme in schemes.items():
@@ -198,7 +240,7 @@ class QuantizedRuns:
     def _open_apart(self, url: str) -> Store:
         """The store of a run, in which no other one of these is published: it would be fenced off."""
         store = open_writable(url)
-        if store.url in [run.store.url for _, run in self._all_runs()]:
+        if store.url in [self._leading.url, *(run.store.url for run in self.by_url.values())]:
             store.close()
             raise SessionError(f"also has {url!r}, where another run is published; each needs a store of its own")
         return store
@@ -208,33 +250,35 @@ class QuantizedRuns:
         failures: dict[str, Exception] = {}
         completions: dict[str, Completion] = {}
         try:
-            for url, run in self._all_runs():
+            for url, capture in self._captures():
                 with _noting(failures, url):
-                    completions[url] = run.capture(label, at_once=at_once)
+                    completions[url] = capture(label, at_once=at_once)
         finally:
             self._source.latest = None
         return functools.partial(self._complete, completions, failures)
 
+    def _captures(self) -> Iterator[tuple[str, Capture]]:
+        """How each run is captured; the leading one first."""
+        yield self._leading.url, self._leading.capture
+        yield from ((url, run.capture) for url, run in self.by_url.items())
+
     def _complete(self, completions: dict[str, Completion], failures: dict[str, Exception]) -> SyncReport:
         """Commit the leading run first, and then the others, of which the report of the leading one tells."""
         reports: dict[str, SyncReport] = {}
-        before = self._leading.position
+        before = self._leading.position()
         try:
-            for url, run in self._all_runs():
-                if url in completions:
-                    with _noting(failures, url):
-                        reports[url] = completions[url]()
-                self._baseline.is_ahead = self._leading.position != before
-                if run is not self._leading and url in reports:
-                    run.tell(reports[url])
+            for url, complete in completions.items():
+                self._baseline.is_ahead = self._leading.position() != before
+                with _noting(failures, url):
+                    reports[url] = complete()
         finally:
             self._baseline.is_ahead = False
-            for quantized in self.by_url.values():
-                quantized.forget_weights()
+            for run in self.by_url.values():
+                run.forget_weights()
         return self._tell(reports, failures)
 
     def _tell(self, reports: dict[str, SyncReport], failures: dict[str, Exception]) -> SyncReport:
-        report = reports.pop(self._leading.store.url, None)
+        report = reports.pop(self._leading.url, None)
         if report is not None:
             report = self._leading.tell(replace(report, also=reports))
         for url, error in failures.items():
@@ -246,15 +290,10 @@ class QuantizedRuns:
         assert report is not None
         return report
 
-    def _all_runs(self) -> Iterator[tuple[str, RunPublisher]]:
-        """The leading run, and then the others."""
-        yield self._leading.store.url, self._leading
-        yield from self.by_url.items()
-
     def close(self) -> None:
         """Let go of all stores."""
         for run in self.by_url.values():
-            run.let_go()
+            run.close()
 
 
 @contextmanager

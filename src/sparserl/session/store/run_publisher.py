@@ -67,7 +67,7 @@ class RunOptions:
 
 
 class RunPublisher:
-    """Publishes one run to one store, one call at a time: `capture`, and then what `capture` returned.
+    """Publishes one run to one store, one call at a time. `Publisher` and `QuantizedRun` are the two kinds of it.
 
     Args:
         url: Where to publish.
@@ -129,31 +129,22 @@ class RunPublisher:
         """The newest committed version; None before the first."""
         return None if self._committed is None else self._committed.head.version
 
-    @property
-    def position(self) -> tuple[str | None, int | None]:
-        """Its run and its newest committed version."""
-        return self.run, self.version
-
-    def host_baseline(self) -> HostBaseline | None:
+    def _host_baseline(self) -> HostBaseline | None:
         """All bits of the newest committed version; None where they are not kept."""
         baseline = None if self._committed is None else self._committed.baseline
         return baseline if isinstance(baseline, HostBaseline) else None
 
-    def tell(self, report: SyncReport) -> SyncReport:
+    def _tell(self, report: SyncReport) -> SyncReport:
         """Tell the log, callbacks and checks of a version that was published."""
         self._callbacks.published(report)
         self._source_check.published(report)
         return report
 
-    def tell_failure(self, error: Exception) -> None:
+    def _tell_failure(self, error: Exception) -> None:
         """Tell callbacks of a version that was not published."""
         self._callbacks.failed("publish", error)
 
-    def wait_for(self, version: int, subscribers: int, timeout: float) -> int:
-        """Wait until so many subscribers hold a version or a later one; how many do."""
-        return self._run_writer.wait(version, subscribers, timeout)
-
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """Let go of the store, and of all that is kept for it."""
         self._writers.close()
         self._maintenance.close()
@@ -202,7 +193,7 @@ class RunPublisher:
         baseline = self._writers.choose_alike(self._baseline_options, choose)
         return CommittedVersion(resumed.run, head, resumed.index, baseline)
 
-    def capture(self, label: Label, *, at_once: bool) -> Completion:
+    def _capture(self, label: Label, *, at_once: bool) -> Completion:
         """Take what a publish needs of the weights; returns what is left to do.
 
         at_once: whether to take all of it, since the weights may change from now on; else changes are found while

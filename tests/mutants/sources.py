@@ -41,6 +41,13 @@ MUTANTS = (
         Tests("sources/test_renaming.py", "tied or cannot_be_meant"),
     ),
     Mutant(
+        "tensors are not quantized anew, whatever has changed",
+        "sources/quantized_view.py",
+        "if before.has_data(data)",
+        "",
+        Tests("session/test_quantized_runs.py", "separate_publishers"),
+    ),
+    Mutant(
         "quantized layers that engines fuse have global scales of their own",
         "sources/schemes.py",
         "_FUSED.get(layer, layer)",

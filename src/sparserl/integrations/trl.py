@@ -1,7 +1,7 @@
 """TRL: a callback that makes a trainer publish its weights after optimizer steps.
 
-`GRPOTrainer` and every other `transformers.Trainer` take it. Rollouts are subscribers in other processes; if the
-trainer uses what they generate, its `rollout_func` calls them.
+`GRPOTrainer` and every other `transformers.Trainer` take it. Rollouts are subscribers in other processes. Where the
+trainer generates through a vLLM server, `trl_server` takes the place of this callback.
 
 Limits: a model whose parameters are sharded (FSDP, ZeRO-3) needs `writers`, and a `source` with the parts of each rank.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,10 @@ class PublishCallback(TrainerCallback):
         optimizer = kwargs.get("optimizer")
         if args.process_index and self._options.get("writers") is None:
             return
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            model = model.module
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        source = (self._source or self._default_source)(model, inner)
-        options = {"files": _files(model, kwargs.get("processing_class"))} | self._options
-        self.publisher = Publisher(self._url, source, **options)
+        make_source = self._source or partial(default_source, cast=self._cast)
+        self.publisher = open_publisher(
+            self._url, model, optimizer, kwargs.get("processing_class"), make_source, self._options
+        )
         self._publish(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -126,18 +125,45 @@ class PublishCallback(TrainerCallback):
             self._step = -1
             _log.warning("not published; the next version will include these changes: %s", error)
 
-    def _default_source(self, model: Any, optimizer: Any) -> Any:
-        for name, parameter in model.named_parameters():
-            if hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor":
-                raise UnsupportedTensor(f"{name} is sharded: give `source` and `writers`, see sparserl.sources.fsdp")
-        is_peft = hasattr(model, "peft_config") and hasattr(model, "merge_and_unload")
-        if self._cast is not None:
-            if is_peft:
-                raise SessionError(
-                    "an adapter is merged in the dtype of the base model: load the base model in the dtype to publish"
-                )
-            return sources.track(optimizer, model, cast=self._cast)
+
+def open_publisher(
+    url: str | Store,
+    model: Any,
+    optimizer: Any,
+    tokenizer: Any,
+    make_source: Callable[[Any, Any], Any],
+    options: Mapping[str, Any],
+) -> Publisher:
+    """A publisher of a model as `transformers.Trainer` has it, with its config and tokenizer as files."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model = model.module
+    source = make_source(model, getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
+    return Publisher(url, source, **{"files": _files(model, tokenizer), **options})
+
+
+def default_source(model: Any, optimizer: Any, cast: Any = None) -> Any:
+    """The source of all weights of a model; of a peft model, of the base weights with the adapters merged in.
+
+    Args:
+        model: A model, all of whose weights are in this process.
+        optimizer: The optimizer whose changes are tracked if there is a `cast`; None if there is none yet.
+        cast: The dtype to publish in, if the model's weights are wider.
+
+    Raises:
+        UnsupportedTensor: A parameter is sharded.
+        SessionError: There is a `cast` for a peft model.
+    """
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor":
+            raise UnsupportedTensor(f"{name} is sharded: give `source` and `writers`, see sparserl.sources.fsdp")
+    is_peft = hasattr(model, "peft_config") and hasattr(model, "merge_and_unload")
+    if cast is None:
         return sources.lora(model, merged=True) if is_peft else sources.module(model)
+    if is_peft:
+        raise SessionError(
+            "an adapter is merged in the dtype of the base model: load the base model in the dtype to publish"
+        )
+    return sources.module(model, cast=cast) if optimizer is None else sources.track(optimizer, model, cast=cast)
 
 
 def _files(model: Any, tokenizer: Any) -> dict[str, bytes]:

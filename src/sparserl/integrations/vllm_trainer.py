@@ -6,8 +6,6 @@ pause ──► start, update, finish ──► reset caches ──► resume
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +16,9 @@ from ..session import Publisher, SyncReport
 from ..sources import Source
 from ..weights.memory import Weights
 from ..weights.shards import Shards
+from .vllm_client import HTTPClient, WeightUpdates, paused
+
+__all__ = ["AdapterTrainer", "HTTPClient", "OfflineClient", "SparserlTrainer", "SparserlTrainerInitInfo"]
 
 
 @dataclass
@@ -55,7 +56,7 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._info = init_info
         self._publisher: Publisher | None = None
-        self._open = False  # whether an update has begun and is not finished
+        self._updates = WeightUpdates(client)
         if init_info.is_sender or not isinstance(source, WeightSource):
             weights = _VLLMSource(source) if isinstance(source, WeightSource) else source
             self._publisher = Publisher(
@@ -83,20 +84,8 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
 
     def commit(self, version: int, *, audit: bool = False) -> None:
         """Let all workers commit a version. If one fails, this raises, and all keep the weights that they had."""
-        with _paused(self.client):
-            if self._open:  # after a failure one worker has ended its update, and the updates of the others are open
-                with contextlib.suppress(Exception):
-                    self.client.finish_weight_update()
-            self._open = True
-            self.client.start_weight_update()
-            self.client.update_weights({"version": version, "audit": audit})
-            self.client.finish_weight_update(self._weight_version(version))
-            self._open = False
-
-    def _weight_version(self, version: int) -> str:
-        """What vLLM calls the weights: the run and the version."""
         run = None if self._publisher is None else self._publisher.run
-        return str(version) if run is None else f"{run}:{version}"
+        self._updates.commit(version, run, audit=audit)
 
     def send_weights(self) -> SyncReport | None:
         """On all ranks of the trainer: publish a version, and commit it."""
@@ -153,7 +142,7 @@ class AdapterTrainer:
 
     def commit(self, version: int | None = None) -> None:
         """Let all workers commit a version, by default the newest. If one fails, this raises, and all keep theirs."""
-        with _paused(self.client):
+        with paused(self.client):
             self.client.collective_rpc("sparserl_commit_adapter", lora_id=self.lora_id, version=version)
 
     def send_weights(self) -> SyncReport:
@@ -164,21 +153,6 @@ class AdapterTrainer:
 
     def shutdown(self) -> None:
         self._publisher.close()
-
-
-@contextlib.contextmanager
-def _paused(client: Any) -> Iterator[None]:
-    """Pause vLLM for a commit, if a client can, and drop what was computed with the old weights."""
-    pause, resume, reset = (getattr(client, name, None) for name in ("pause", "resume", "reset_caches"))
-    if pause is not None:
-        pause()
-    try:
-        yield
-        if reset is not None:
-            reset()
-    finally:
-        if resume is not None:
-            resume()
 
 
 class _VLLMSource(Source):
@@ -217,48 +191,3 @@ class OfflineClient:
         """Drop what was computed with the old weights."""
         if not self.llm.reset_prefix_cache(reset_running_requests=True):
             raise SessionError("vLLM could not reset its prefix cache: it has entries of the old weights")
-
-
-class HTTPClient:
-    """Calls a vLLM server that was started with VLLM_SERVER_DEV_MODE=1. Requests wait during a commit."""
-
-    def __init__(self, base_url: str, timeout: float = 300) -> None:
-        self.base_url = base_url.rstrip("/")
-        self.timeout = timeout
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._post("init_weight_transfer_engine", {"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._post("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._post("update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._post("finish_weight_update", {"weight_version": weight_version})
-
-    def collective_rpc(self, method: str, **arguments: Any) -> None:
-        """Call a method of all workers."""
-        self._post("collective_rpc", {"method": method, "kwargs": arguments})
-
-    def pause(self) -> None:
-        """Stop the engine after its current step; requests are kept."""
-        self._post("pause?mode=keep")
-
-    def resume(self) -> None:
-        self._post("resume")
-
-    def reset_caches(self) -> None:
-        """Drop what was computed with the old weights; running requests are computed again."""
-        if not self._post("reset_prefix_cache?reset_running_requests=true&reset_external=true").get("success", True):
-            raise SessionError("vLLM could not reset its prefix cache: it has entries of the old weights")
-
-    def _post(self, path: str, json: dict[str, Any] | None = None) -> dict[str, Any]:
-        import requests
-
-        answer = requests.post(f"{self.base_url}/{path}", json=json, timeout=self.timeout)
-        if not answer.ok:
-            raise SessionError(f"vLLM answered {answer.status_code} to {path}: {answer.text[:2000]}")
-        fields: dict[str, Any] = answer.json()
-        return fields

@@ -1,0 +1,106 @@
+"""vLLM, trainer side: what reaches an engine. Nothing here imports vLLM, so trainers need not have it.
+
+pause ──► start, update, finish ──► reset caches ──► resume
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import SessionError
+
+
+class WeightUpdates:
+    """Commits versions in all workers of an engine.
+
+    Args:
+        client: An object with the methods of `HTTPClient`. If it lacks `pause`, `resume` and `reset_caches`, the caller
+            must do that.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._open = False  # whether an update has begun and is not finished
+
+    def commit(self, version: int, run: str | None = None, *, audit: bool = False) -> None:
+        """Let all workers commit a version. If one fails, this raises, and all keep the weights that they had."""
+        with paused(self._client):
+            if self._open:  # after a failure one worker has ended its update, and the updates of the others are open
+                with contextlib.suppress(Exception):
+                    self._client.finish_weight_update()
+            self._open = True
+            self._client.start_weight_update()
+            self._client.update_weights({"version": version, "audit": audit})
+            self._client.finish_weight_update(weight_version(run, version))
+            self._open = False
+
+
+def weight_version(run: str | None, version: int) -> str:
+    """What vLLM calls the weights: the run and the version.
+
+    >>> weight_version("12e9e740decf9cd4", 42)
+    '12e9e740decf9cd4:42'
+    """
+    return str(version) if run is None else f"{run}:{version}"
+
+
+@contextlib.contextmanager
+def paused(client: Any) -> Iterator[None]:
+    """Pause vLLM for a commit, if a client can, and drop what was computed with the old weights."""
+    pause, resume, reset = (getattr(client, name, None) for name in ("pause", "resume", "reset_caches"))
+    if pause is not None:
+        pause()
+    try:
+        yield
+        if reset is not None:
+            reset()
+    finally:
+        if resume is not None:
+            resume()
+
+
+class HTTPClient:
+    """Calls a vLLM server that was started with VLLM_SERVER_DEV_MODE=1. Requests wait during a commit."""
+
+    def __init__(self, base_url: str, timeout: float = 300) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.timeout = timeout
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._post("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("finish_weight_update", {"weight_version": weight_version})
+
+    def collective_rpc(self, method: str, **arguments: Any) -> None:
+        """Call a method of all workers."""
+        self._post("collective_rpc", {"method": method, "kwargs": arguments})
+
+    def pause(self) -> None:
+        """Stop the engine after its current step; requests are kept."""
+        self._post("pause?mode=keep")
+
+    def resume(self) -> None:
+        self._post("resume")
+
+    def reset_caches(self) -> None:
+        """Drop what was computed with the old weights; running requests are computed again."""
+        if not self._post("reset_prefix_cache?reset_running_requests=true&reset_external=true").get("success", True):
+            raise SessionError("vLLM could not reset its prefix cache: it has entries of the old weights")
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> dict[str, Any]:
+        import requests
+
+        answer = requests.post(f"{self.base_url}/{path}", json=json, timeout=self.timeout)
+        if not answer.ok:
+            raise SessionError(f"vLLM answered {answer.status_code} to {path}: {answer.text[:2000]}")
+        fields: dict[str, Any] = answer.json()
+        return fields

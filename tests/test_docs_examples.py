@@ -82,7 +82,7 @@ def test_the_example_of_two_runs_of_one_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("package", ["transformers", "peft", "trl", "ray"])
+@pytest.mark.parametrize("package", ["transformers", "peft", "ray"])
 def test_examples_of_integrations(package: str, tmp_path: Path) -> None:
     """The longest block of a page is a program, which checks what it shows."""
     if importlib.util.find_spec(package) is None:

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     import torch
     import transformers
 
-    from sparserl.integrations.trl import PublishCallback
+    from sparserl.integrations.trl import PublishCallback, default_source
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and what it stands on
 WORDS = ["<pad>", "<eos>", *"abcdefgh"]
@@ -234,9 +234,9 @@ def test_a_store_that_is_away_costs_no_training(
     """It is logged, and the next version has what was not published; the last one is made up for at the end."""
     notes, model, store = Notes(), llama(), Away(tmp_path / "store")
     with caplog.at_level(logging.WARNING, logger="sparserl.trl"):
-        train(tmp_path, model, PublishCallback(store, wait=wait, callbacks=[notes]), steps=steps)
+        train(tmp_path, model, PublishCallback(store, in_background=not wait, callbacks=[notes]), steps=steps)
     assert store.failed
-    assert caplog.text.count("what was not published goes with the next version: on purpose") == 1
+    assert caplog.text.count("not published; the next version will include these changes: on purpose") == 1
     assert [report.version for report in notes.reports] == list(range(max(2, steps)))
     assert notes.reports[-1].digest == sparserl.digest(sparserl.sources.module(model).weights()).hex
 
@@ -247,8 +247,8 @@ def test_what_it_refuses() -> None:
         PublishCallback("file:///nowhere", cast=torch.bfloat16, source=lambda model, _optimizer: model)
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
     with pytest.raises(SessionError, match="dtype of the base model"):
-        PublishCallback("file:///nowhere", cast=torch.bfloat16)._default(model, None)
+        default_source(model, None, cast=torch.bfloat16)
     model = llama()
     model.lm_head.weight.ds_id = 1
     with pytest.raises(UnsupportedTensor, match="is sharded: give `source` and `writers`"):
-        PublishCallback("file:///nowhere")._default(model, None)
+        default_source(model, None)

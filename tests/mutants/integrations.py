@@ -27,6 +27,20 @@ MUTANTS = (
         Tests("integrations/test_vllm_versions.py", "both_versions"),
     ),
     Mutant(
+        "an answer of any version will do",
+        "integrations/vllm_server.py",
+        "if not start == end == demanded:",
+        "if start is None:",
+        Tests("integrations/test_vllm_server.py", "restarted or somebody_else"),
+    ),
+    Mutant(
+        "a server that was restarted is thought to follow the run",
+        "integrations/vllm_server.py",
+        "self._is_following = self._has_version = False",
+        "self._has_version = False",
+        Tests("integrations/test_vllm_server.py", "restarted"),
+    ),
+    Mutant(
         "the plugin drops the loaders of the user",
         "integrations/sglang_plugin.py",
         "custom_weight_loader=[*loaders, LOADER]",

@@ -11,7 +11,8 @@ import torch
 
 from sparserl import Bits, diff, digest
 from sparserl.errors import UnsupportedTensor
-from sparserl.weights import known, tensors
+from sparserl.weights import known, local
+from sparserl.weights.columns import look_at
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.local import LocalWeights
 
@@ -31,11 +32,17 @@ def some_weights(kind):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """How often tensors were looked at one by one."""
+    """How often it was found out what tensors are."""
     calls = []
-    memories = tensors.memories
-    monkeypatch.setattr("sparserl.weights.local.memories", lambda weights: calls.append(1) or memories(weights))
+    find_out = local._look
+    monkeypatch.setattr(local, "_look", lambda *arguments: calls.append(1) or find_out(*arguments))
     return calls
+
+
+def is_known(weights):
+    names = tuple(sorted(weights))
+    tensors = [weights[name] for name in names]
+    return known.find_known(names, tensors, look_at(tensors)) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,11 +60,11 @@ def test_known_tensors_are_looked_at_once(looks, kind):
 def test_they_are_forgotten_with_their_last_user(kind):
     weights = some_weights(kind)
     local = LocalWeights.of(weights)
-    assert known.find_known(weights) is not None
+    assert is_known(weights)
     tensor = weakref.ref(weights["a"].array if kind == "bits" else weights["a"])
     del local
     gc.collect()
-    assert known.find_known(weights) is None
+    assert not is_known(weights)
     del weights
     gc.collect()
     assert tensor() is None
@@ -71,6 +78,16 @@ def test_another_tensor_under_the_same_name_is_another(looks, kind):
     assert not LocalWeights.of(others).lies_where(first)
     assert LocalWeights.of({"b": weights["b"]}).places == [(0, None)]
     assert len(looks) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tensors_under_other_names_are_others(kind):
+    """Names that sort alike do not make another model of the same tensors the known one."""
+    weights = some_weights(kind)
+    first = LocalWeights.of(weights)
+    renamed = LocalWeights.of({"d": weights["b"], "c": weights["a"]})
+    assert renamed.table.names == ("c", "d")
+    assert first.table.names == ("a", "b")
 
 
 @pytest.mark.parametrize(

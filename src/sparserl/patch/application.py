@@ -13,7 +13,6 @@ from ..weights.digest import Digest
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.shards import Shards
-from ..weights.tensors import require_writable
 from .contents import Contents
 from .matching import (
     digest_of,
@@ -133,7 +132,11 @@ class _UndoLog:
 
 
 def stage_all(
-    patch: Contents, weights: Weights | Shards, *, digest: Digest | None = None, threads: int | None = None
+    patch: Contents,
+    weights: Weights | Shards | LocalWeights,
+    *,
+    digest: Digest | None = None,
+    threads: int | None = None,
 ) -> Application:
     """Decode a patch on the weights it will be applied to, while they are in use, and check where it leads.
 
@@ -148,7 +151,7 @@ def stage_all(
     local = matching_weights(patch, weights)
     current = digest_of(patch, local, threads) if digest is None else digest
     require_base(patch, current)
-    require_writable((patch.table[tensor].name, memory) for (tensor, _), memory in local.parts)
+    local.require_writable()
     return stage_on(patch, local, current, local.tied, threads)
 
 

@@ -8,11 +8,10 @@ from ..weights.digest import Digest, element_sums, table_digest
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.shards import Shards
-from ..weights.tensors import require_writable
 from .contents import Contents
 
 
-def matching_weights(patch: Contents, weights: Weights | Shards) -> LocalWeights:
+def matching_weights(patch: Contents, weights: Weights | Shards | LocalWeights) -> LocalWeights:
     """The weights, once they are known to have the tensors and regions that a patch is about."""
     local = LocalWeights.of(weights, patch.table, "the patch", "the weights")
     if not local.complete and (len(local.places) != len(patch.covers) or set(local.places) != set(patch.covers)):
@@ -47,5 +46,4 @@ def require_result(patch: Contents, result: Digest) -> None:
 
 def require_touched_writable(patch: Contents, weights: LocalWeights) -> None:
     """Refuse weights that the patch changes and that cannot be written."""
-    touched = {tensor for head in patch.heads for tensor in head.entries.tensor.tolist()}
-    require_writable((patch.table[tensor].name, memory) for (tensor, _), memory in weights.parts if tensor in touched)
+    weights.require_writable({tensor for head in patch.heads for tensor in head.entries.tensor.tolist()})

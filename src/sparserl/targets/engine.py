@@ -25,7 +25,7 @@ from ..weights.memory import Memory, Weights
 from ..weights.region import Region, whole
 from ..weights.shards import Part, Place, Shards
 from ..weights.table import TensorTable
-from ..weights.tensors import memories, memory_of, require_writable
+from ..weights.tensors import memories, memory_of
 from ..weights.warmup import warm_up
 from .modules import ModuleTarget
 from .pieces import Piece, by_tensor, moved_name
@@ -95,7 +95,7 @@ class EngineTarget:
         shards = Shards(table, [part for spec in table.specs for part in self._parts(spec.name)])
         self._local = LocalWeights.of(shards)
         self.profiles = None if self._local.complete else PROFILES
-        require_writable(self._local.memory_by_name().items())
+        self._local.require_writable()
         if is_new:
             warm_up(self._local)
         return shards

@@ -15,7 +15,7 @@ from ..sources.renaming import Renaming
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights, tied_groups
 from ..weights.table import TensorTable
-from ..weights.tensors import memories, require_writable
+from ..weights.tensors import memories
 from ..weights.warmup import warm_up
 from .target import Change, Undo
 
@@ -65,7 +65,7 @@ class ModuleTarget:
         self._tied_names = _tied_names(self.weights(), table)
         weights = self.weights()
         self._local = LocalWeights.of(weights, table, "the run", "the target")
-        require_writable(self._local.memory_by_name().items())
+        self._local.require_writable()
         if is_new:
             warm_up(self._local)
         return weights
@@ -100,7 +100,7 @@ class ModuleTarget:
             patch = self._join(weights, change.patches)
         if patch.result != change.digest:
             raise ChecksumMismatch(f"the patches lead to digest {patch.result}, but the version has {change.digest}")
-        application = stage_all(patch.contents, weights, digest=patch.base, threads=self._threads)
+        application = stage_all(patch.contents, self._local, digest=patch.base, threads=self._threads)
         return PreparedModule(self, application, self._local)
 
     def _join(self, weights: Weights, patches: Sequence[Patch]) -> Patch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,12 @@ def dtype_of_torch(dtype: Any) -> DType | None:
     if dtype not in TORCH_DTYPES:
         TORCH_DTYPES[dtype] = BY_NAME.get(str(dtype).removeprefix("torch."))
     return TORCH_DTYPES[dtype]
+
+
+def dtype_of_numpy(dtype: np.dtype[Any]) -> DType | None:
+    """The dtype of the same name as a NumPy dtype; None if it is not supported, or big-endian."""
+    is_big = dtype.byteorder == ">" or (dtype.byteorder == "=" and sys.byteorder == "big")
+    return None if is_big else BY_NAME.get(dtype.name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..errors import TensorMismatch
 from ..kernels import gpu
 from .batches import Batch
 from .boxes import Boxes
+from .columns import Columns, ContiguousMemories, in_host_memory, look_at, owners
 from .dtypes import UIntArray
 from .geometry import Geometry, dot
 from .known import KnownTensors, collector_paused, find_known, remember
@@ -21,7 +22,7 @@ from .region import Numbers, Region, collapse, row_major, whole
 from .shards import Place, Shards
 from .staging import LazyBits, cast_origin, gpu_tensor
 from .table import TensorTable
-from .tensors import memories, require_like, table_of
+from .tensors import memories, name_order, require_mapping, require_writable, table_of, table_with
 
 
 class _Parts:
@@ -29,33 +30,51 @@ class _Parts:
 
     Attributes:
         table: The table of the whole weights.
-        located: Each part's place in the weights and its memory, in table order.
+        places: Each part's place in the weights, in table order.
+        memories: Its memory.
         whole: The memory of each tensor that is here as a whole.
         address: Its address.
         contiguous: Whether it is contiguous in host memory.
         gpu_number: Which GPU with kernels it lies on, contiguous and not to be cast; -1 for none.
         devices: The GPUs that parts lie on, or are cast on.
+        is_complete: Whether these are all tensors of the table, whole.
     """
 
-    def __init__(self, table: TensorTable, located: Iterable[tuple[Place, Memory]]) -> None:
+    def __init__(
+        self, table: TensorTable, places: list[Place], memories: Sequence[Memory], whole: Sequence[Memory | None]
+    ) -> None:
         self.table = table
-        self.located = sorted(located, key=lambda part: part[0][0])
-        self.whole: list[Memory | None] = [None] * len(table)
-        for (tensor, region), memory in self.located:
-            if region is None:
-                self.whole[tensor] = memory
-        self.address = np.array([0 if memory is None else memory.address for memory in self.whole], np.int64)
-        contiguous = [memory is not None and memory.strides is None for memory in self.whole]
-        self.contiguous = np.array(contiguous, bool)
-        self.all_contiguous = all(contiguous)
+        self.places = places
+        self.memories = memories
+        self.whole = whole
+        self.is_complete = places is table.places
         self.gpu_number = np.full(len(table), -1, np.int64)
         self.devices: list[Any] = []
+        if isinstance(whole, ContiguousMemories):
+            self.address = whole.addresses
+            self.contiguous = np.ones(len(table), bool)
+        else:
+            self.address = np.array([0 if memory is None else memory.address for memory in whole], np.int64)
+            self.contiguous = np.array([memory is not None and memory.strides is None for memory in whole], bool)
+        self.all_contiguous = bool(self.contiguous.all())
         if not self.all_contiguous:
             self._find_gpus()
 
+    @classmethod
+    def located(cls, table: TensorTable, located: Iterable[tuple[Place, Memory]]) -> _Parts:
+        """Parts at these places."""
+        in_order = sorted(located, key=lambda part: part[0][0])
+        whole: list[Memory | None] = [None] * len(table)
+        for (tensor, region), memory in in_order:
+            if region is None:
+                whole[tensor] = memory
+        is_complete = None not in whole and len(in_order) == len(whole)
+        places = table.places if is_complete else [place for place, _ in in_order]
+        return cls(table, places, [memory for _, memory in in_order], whole)
+
     def _find_gpus(self) -> None:
         numbers: dict[Any, int] = {}
-        for (tensor, region), memory in self.located:
+        for (tensor, region), memory in zip(self.places, self.memories, strict=True):
             if memory.strides is not None and (on_gpu := gpu_tensor(memory)) is not None:
                 number = numbers.setdefault(on_gpu.device, len(numbers))
                 if region is None and on_gpu.is_contiguous() and gpu.support.obstacle(on_gpu.device) is None:
@@ -65,20 +84,16 @@ class _Parts:
         self.devices = list(numbers)
 
     @cached_property
-    def places(self) -> list[Place]:
-        return self.table.places if self.is_complete else [place for place, _ in self.located]
-
-    @cached_property
-    def is_complete(self) -> bool:
-        return None not in self.whole and len(self.located) == len(self.whole)
-
-    @cached_property
     def elements(self) -> int:
-        return sum(math.prod(memory.shape) for _, memory in self.located)
+        if self.is_complete:
+            return self.table.elements
+        return sum(math.prod(memory.shape) for memory in self.memories)
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(math.prod(memory.shape) * memory.dtype.width for _, memory in self.located)
+        if self.is_complete:
+            return self.table.dense_bytes
+        return sum(math.prod(memory.shape) * memory.dtype.width for memory in self.memories)
 
     @cached_property
     def tied(self) -> list[list[int]]:
@@ -102,16 +117,27 @@ class _Parts:
         specs = self.table.specs
         return {
             specs[tensor].name + ("" if region is None else str(region)): memory
-            for (tensor, region), memory in self.located
+            for (tensor, region), memory in zip(self.places, self.memories, strict=True)
         }
 
     @cached_property
     def parts_of(self) -> list[list[int]]:
-        """The parts of each tensor, by their indices in `located`."""
+        """The parts of each tensor, by their indices in `places`."""
         parts_of: list[list[int]] = [[] for _ in self.whole]
-        for i, ((tensor, _), _) in enumerate(self.located):
+        for i, (tensor, _) in enumerate(self.places):
             parts_of[tensor].append(i)
         return parts_of
+
+
+def _look(weights: Weights, names: tuple[str, ...], tensors: list[Any], columns: Columns | None) -> _Parts:
+    """The parts of weights whose names, tensors and columns are given in table order."""
+    if columns is not None and columns.is_contiguous and in_host_memory(tensors):
+        table = table_with(names, tuple(columns.dtypes), tuple(columns.shapes))
+        contiguous = ContiguousMemories(columns, owners(tensors))
+        return _Parts(table, table.places, contiguous, contiguous)
+    memory_by_name = memories(weights)
+    table = table_of(memory_by_name)
+    return _Parts.located(table, zip(table.places, map(memory_by_name.__getitem__, table.names), strict=True))
 
 
 class LocalWeights:
@@ -126,14 +152,14 @@ class LocalWeights:
     def __init__(self, table: TensorTable, parts: Iterable[tuple[Place, Memory]] | _Parts) -> None:
         self.table = table
         self.known: KnownTensors | None = None
-        self._parts = parts if isinstance(parts, _Parts) else _Parts(table, parts)
+        self._parts = parts if isinstance(parts, _Parts) else _Parts.located(table, parts)
         self.gpu_streams: dict[Any, Any] = dict.fromkeys(self._parts.devices)
         self.follow_current_streams()
 
     @classmethod
     def of(
         cls,
-        weights: Weights | Shards,
+        weights: Weights | Shards | LocalWeights,
         table: TensorTable | None = None,
         table_label: str = "old",
         weights_label: str = "new",
@@ -141,28 +167,24 @@ class LocalWeights:
         """The weights or shards given; if a table is given, they must have exactly its tensors.
 
         The labels name the two sides in the error about a difference. Tensors of which some `LocalWeights` exist are
-        only looked at again if they have moved.
+        only looked at again if they have moved; those of `LocalWeights` that are given are taken as they were.
         """
-        if isinstance(weights, Shards):
+        if isinstance(weights, Shards | LocalWeights):
             if table is not None:
                 table.require(weights.table, table_label, weights_label)
-            return cls(weights.table, weights.located())
-        known = find_known(weights)
-        if known is None:
-            with collector_paused():
-                memory = memories(weights)
-                if table is None:
-                    table = table_of(memory)
-                else:
-                    require_like(table, memory, table_label, weights_label)
-                parts = _Parts(table, zip(table.places, [memory[name] for name in table.index], strict=True))
-                known = remember(weights, table.index, parts)
-        else:
-            parts = known.found
+            parts = weights.located() if isinstance(weights, Shards) else weights._parts  # noqa: SLF001  # of this class
+            return cls(weights.table, parts)
+        require_mapping(weights)
+        with collector_paused():
+            names = name_order(tuple(weights)) if table is None else table.names
+            tensors = list(map(weights.get, names))
+            columns = look_at(tensors) if len(names) == len(weights) else None
+            known = find_known(names, tensors, columns)
+            tensor_parts: _Parts = _look(weights, names, tensors, columns) if known is None else known.found
             if table is not None:
-                table.require(parts.table, table_label, weights_label)
-        local = cls(parts.table, parts)
-        local.known = known
+                table.require(tensor_parts.table, table_label, weights_label)
+            local = cls(tensor_parts.table, tensor_parts)
+            local.known = known or remember(names, tensors, columns, tensor_parts)
         return local
 
     @property
@@ -188,7 +210,7 @@ class LocalWeights:
     @property
     def parts(self) -> list[tuple[Place, Memory]]:
         """Each part's place in the weights and its memory, in table order."""
-        return self._parts.located
+        return [*zip(self._parts.places, self._parts.memories, strict=True)]
 
     @property
     def complete(self) -> bool:
@@ -216,10 +238,26 @@ class LocalWeights:
 
     def lies_where(self, other: LocalWeights) -> bool:
         """Whether these are the same parts as others, in the same memory."""
-        if self._parts is other._parts:
-            return True
-        return self.places == other.places and all(
-            mine.address == theirs.address for (_, mine), (_, theirs) in zip(self.parts, other.parts, strict=True)
+        mine = self._parts
+        theirs = other._parts
+        return mine is theirs or (
+            mine.places == theirs.places
+            and [memory.address for memory in mine.memories] == [memory.address for memory in theirs.memories]
+        )
+
+    def require_writable(self, tensors: Collection[int] | None = None) -> None:
+        """Refuse weights that a patch cannot be written to; with `tensors`, only these are looked at.
+
+        Raises:
+            UnsupportedTensor: A tensor is read-only, cast, or has elements that share an address.
+        """
+        memories = self._parts.memories
+        if isinstance(memories, ContiguousMemories) and memories.are_writable:
+            return
+        require_writable(
+            (self.table[tensor].name, memory)
+            for (tensor, _), memory in zip(self.places, memories, strict=True)
+            if tensors is None or tensor in tensors
         )
 
     def without_lazy_bits_of(self, other: LocalWeights, places: Sequence[Place]) -> Sequence[Place]:
@@ -236,7 +274,7 @@ class LocalWeights:
     def part_index(self, tensor: int, region: Region | None) -> int:
         """The index in `parts` of the part that contains a region of a tensor."""
         for i in self._parts.parts_of[tensor]:
-            origin = self.parts[i][0][1]
+            origin = self._parts.places[i][1]
             if origin is None or (region is not None and region.inside(origin)):
                 return i
         where = "" if region is None else f", region {region},"
@@ -246,7 +284,9 @@ class LocalWeights:
         """The memory that contains a region of a tensor, and the region in that memory's coordinates (None: all)."""
         if (memory := self._parts.whole[tensor]) is not None:
             return memory, region
-        (_, origin), memory = self.parts[self.part_index(tensor, region)]
+        index = self.part_index(tensor, region)
+        origin = self._parts.places[index][1]
+        memory = self._parts.memories[index]
         if origin is None or region is None:
             return memory, region
         if region == origin:

@@ -7,7 +7,8 @@ owner alive for as long as the address is in use.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,9 +87,8 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def is_on_gpu(tensor: Any) -> bool:
-    """Whether a torch tensor lies on a GPU."""
-    return bool(tensor.is_cuda)
+is_on_gpu: Callable[[Any], bool] = attrgetter("is_cuda")
+"""Whether a torch tensor lies on a GPU."""
 
 
 def tied_groups(memory_by_name: Mapping[str, Memory]) -> list[list[str]]:

@@ -98,6 +98,11 @@ class TensorTable:
         return f"<TensorTable of {len(self)} tensors, {self.elements} elements>"
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The name of each tensor."""
+        return tuple(self.index)
+
+    @cached_property
     def numel(self) -> npt.NDArray[np.int64]:
         """The number of elements of each tensor."""
         return np.array([s.numel for s in self.specs], np.int64)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from ..errors import UnsupportedTensor
 from . import memory as memory_module
-from .dtypes import BY_NAME, TORCH_DTYPES, Bits, DType, dtype_of_torch
+from .columns import COMPLEX, in_host_memory, look_at, owners
+from .dtypes import BY_NAME, Bits, DType, dtype_of_torch
 from .memory import Memory, Weights, address_of
 from .region import Shape, row_major
 from .staging import LazyBits, StagedMemory, gpu_tensor
 from .table import TensorSpec, TensorTable
-
-_COMPLEX = frozenset(("complex32", "complex64"))
-_LOW_ADDRESS = 1 << 32  # of a tensor without memory, only its offset in the storage is left: a small number
 
 
 def memory_of(name: str, tensor: Any) -> Memory:
@@ -85,7 +82,7 @@ def _supported_dtype(name: str, tensor: Any, torch: Any) -> DType:
         )
     if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
         raise UnsupportedTensor(f"tensor {name!r} is a DTensor; publish sparserl.sources.fsdp(model) on every rank")
-    if tensor.is_neg() or (dtype.name in _COMPLEX and tensor.is_conj()):
+    if tensor.is_neg() or (dtype.name in COMPLEX and tensor.is_conj()):
         raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative view; resolve it first")
     return dtype
 
@@ -102,45 +99,46 @@ def _without_memory(name: str, tensor: Any) -> UnsupportedTensor:
     )
 
 
-def memories(weights: Weights) -> dict[str, Memory]:
-    """The memory of every tensor, by name."""
+def require_mapping(weights: object) -> None:
+    """Refuse what is not a mapping from names to tensors."""
     if not isinstance(weights, Mapping):
         kind = type(weights).__name__
         raise UnsupportedTensor(f"weights must be a mapping from names to tensors, not a {kind}; pass its state_dict()")
+
+
+def memories(weights: Weights) -> dict[str, Memory]:
+    """The memory of every tensor, by name."""
+    require_mapping(weights)
+    named = dict(weights.items())
+    usual: dict[int, Memory | None] = {}
+    for tensors in _by_kind(named.values()):
+        usual.update(zip(map(id, tensors), _usual_memories(tensors), strict=True))
+    return {name: usual[id(tensor)] or memory_of(name, tensor) for name, tensor in named.items()}
+
+
+def _by_kind(tensors: Iterable[Any]) -> Iterable[list[Any]]:
+    """Tensors of each type, but parameters of torch among its tensors."""
     torch = sys.modules.get("torch")
-    if torch is None:
-        return {name: memory_of(name, tensor) for name, tensor in weights.items()}
-    # Ten thousand tensors are common, so the usual kinds are looked at column by column, with as few calls as possible.
-    kinds = (torch.Tensor, torch.nn.Parameter)
-    usual = [t for t in weights.values() if type(t) in kinds and t.layout is torch.strided and t.is_contiguous()]
-    found = _usual_memories(usual)
-    if len(found) == len(weights):
-        return dict(zip(weights, found, strict=True))
-    memory = {id(tensor): known for tensor, known in zip(usual, found, strict=False)}
-    return {name: memory.get(id(tensor)) or memory_of(name, tensor) for name, tensor in weights.items()}
+    kinds: dict[type, list[Any]] = {}
+    for tensor in tensors:
+        kind = type(tensor)
+        kinds.setdefault(torch.Tensor if torch is not None and kind is torch.nn.Parameter else kind, []).append(tensor)
+    return kinds.values()
 
 
-def _usual_memories(tensors: list[Any]) -> list[Memory]:
-    """The memory of contiguous tensors that are all in host memory, or all on GPUs; none if one of them is odd."""
-    dtypes = [TORCH_DTYPES.get(tensor.dtype) for tensor in tensors]
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    if (
-        any(dtype is None or dtype.name in _COMPLEX for dtype in set(dtypes))
-        or min(addresses, default=0) < _LOW_ADDRESS
-        or True in [tensor.is_neg() for tensor in tensors]
-    ):
-        return []
-    shapes = [tensor.shape for tensor in tensors]
-    new = tuple.__new__
-    on_gpu = [memory_module.is_on_gpu(tensor) for tensor in tensors]
-    if False not in on_gpu:
-        strides = [tensor.stride() for tensor in tensors]
-        rows = zip(dtypes, shapes, addresses, strides, repeat(True), tensors, strict=False)
-        return [new(StagedMemory, row) for row in rows]
-    if True not in on_gpu and False not in [tensor.is_cpu for tensor in tensors]:
-        rows = zip(dtypes, shapes, addresses, repeat(None), repeat(True), tensors, strict=False)
-        return [new(Memory, row) for row in rows]
-    return []
+def _usual_memories(tensors: list[Any]) -> list[Memory | None]:
+    """The memory of contiguous tensors of one kind, all in host memory or all on GPUs; None for those that are odd."""
+    columns = look_at(tensors)
+    if columns is None:
+        return [None] * len(tensors)
+    if in_host_memory(tensors):
+        in_host = map(Memory, *columns, owners(tensors))
+        return [memory if memory.strides is None else None for memory in in_host]
+    if False in map(memory_module.is_on_gpu, tensors):
+        return [None] * len(tensors)
+    strides = [tensor.stride() for tensor in tensors]
+    on_gpu = map(StagedMemory, *columns._replace(strides=strides), tensors)
+    return [memory if plain is None else None for memory, plain in zip(on_gpu, columns.strides, strict=True)]
 
 
 def tensor_table(weights: Weights) -> TensorTable:
@@ -175,13 +173,24 @@ def tensor_table(weights: Weights) -> TensorTable:
 
 
 def table_of(memory_by_name: Mapping[str, Memory]) -> TensorTable:
-    """The table of weights whose tensors are whole. Equal rows give the same object as the last time."""
-    return _table(tuple([(name, m.dtype.name, tuple(m.shape)) for name, m in memory_by_name.items()]))
+    """The table of weights whose tensors are whole. Equal tensors give the same object as the last time."""
+    memories = memory_by_name.values()
+    return table_with(tuple(memory_by_name), tuple([m.dtype for m in memories]), tuple([m.shape for m in memories]))
 
 
 @lru_cache(maxsize=8)
-def _table(rows: tuple[tuple[str, str, Shape], ...]) -> TensorTable:
-    return TensorTable([TensorSpec(name, BY_NAME[dtype], shape) for name, dtype, shape in rows])
+def name_order(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names in the order of their table."""
+    try:
+        return tuple(sorted(names))
+    except TypeError:  # some are not text, which the table refuses
+        return names
+
+
+@lru_cache(maxsize=8)
+def table_with(names: tuple[str, ...], dtypes: tuple[DType, ...], shapes: tuple[Shape, ...]) -> TensorTable:
+    """The table of tensors with these names, dtypes and shapes, in any order; the same object as the last time."""
+    return TensorTable(map(TensorSpec, names, dtypes, map(tuple, shapes)))
 
 
 def require_like(

@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import changes, classes, directory, entropy, llvm, marks, rans
+    from . import changes, classes, directory, entropy, llvm, marks, objects, rans
 
-__all__ = ["changes", "classes", "directory", "entropy", "llvm", "marks", "rans"]
+__all__ = ["changes", "classes", "directory", "entropy", "llvm", "marks", "objects", "rans"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -80,7 +80,7 @@ class Applied:
 
 def apply(
     patch: Contents,
-    weights: Weights | Shards,
+    weights: Weights | Shards | LocalWeights,
     *,
     digest: Digest | None = None,
     threads: int | None = None,

@@ -159,7 +159,7 @@ class Captured:
 
 
 def capture(
-    old: Weights | Shards,
+    old: Weights | Shards | LocalWeights,
     new: Weights | Shards,
     *,
     profile: str = "auto",
@@ -184,7 +184,7 @@ class Comparison:
 
     def __init__(
         self,
-        old: Weights | Shards,
+        old: Weights | Shards | LocalWeights,
         new: Weights | Shards,
         profile: str,
         base_digest: Digest | None = None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from ..weights.digest import Digest, sums
 from ..weights.dtypes import UIntArray
 from ..weights.geometry import runs_at
 from ..weights.local import LocalWeights
+from ..weights.region import Region
 from ..weights.shards import Place
 from .candidates import Candidates
 
@@ -63,11 +66,9 @@ class Comparer:
 
     def batches(self, places: Sequence[Place]) -> Iterator[Batch]:
         """Batches to compare in full, then batches in which only candidates are compared."""
-        hinted = (
-            {place for place in places if self.new.part_index(*place) in self.candidates} if self.candidates else set()
-        )
-        yield from batches(self.old.table, (place for place in places if place not in hinted))
-        yield from batches(self.old.table, (place for place in places if place in hinted))
+        hinted = [self._has_candidates(*place) for place in places] if self.candidates else [False] * len(places)
+        yield from batches(self.old.table, compress(places, map(operator.not_, hinted)))
+        yield from batches(self.old.table, compress(places, hinted))
 
     def compare(self, batch: Batch) -> Compared:
         """Find the changes of a batch, and route them."""
@@ -81,9 +82,13 @@ class Comparer:
         del old_owners, new_owners  # copies may go only now
         return Compared(routed, old_sums, moved, batch.elements * batch.dtype.width)
 
+    def _has_candidates(self, tensor: int, region: Region | None) -> bool:
+        """Whether only candidates are compared in a region."""
+        return bool(self.candidates) and self.new.part_index(tensor, region) in self.candidates
+
     def _find(self, batch: Batch, old: Any, new: Any) -> BatchChanges:
         tag = np.empty(0, batch.dtype.uint)
-        if self.new.part_index(int(batch.tensor[0]), batch.region[0]) in self.candidates:
+        if self._has_candidates(int(batch.tensor[0]), batch.region[0]):
             return self._find_among_candidates(tag, old, new, batch)
         return scan(tag, old, new, batch.numel)
 

@@ -18,6 +18,7 @@ from ..errors import SessionError
 from ..humanize import short_size
 from ..parallel import Progress
 from ..patch import Captured, Patch, TrackedChanges, capture, capture_tracked
+from ..patch.apply import apply
 from ..patch.compare import Timed
 from ..patch.tracked import part_sums
 from ..plan import Link
@@ -98,7 +99,7 @@ class HostBaseline:
         on_gpu: whether the copy of a tensor on a GPU lies on that GPU.
         """
         self.weights = copy_weights(weights, threads, on_gpu=on_gpu) if copy else weights
-        self._local = LocalWeights.of(self.weights)  # kept, so that their tensors are known
+        self._local = LocalWeights.of(self.weights)  # nobody else moves them: they are looked at once
         warm_up(self._local, LocalWeights.of(weights))
         self._digest = digest
         self._threads = threads
@@ -132,7 +133,7 @@ class HostBaseline:
         if isinstance(weights, Shards):
             weights = weights.map(lambda part: part.data)
         return capture(
-            self.weights,
+            self._local,
             weights,
             profile=profile,
             base_digest=self.digest,
@@ -144,7 +145,7 @@ class HostBaseline:
 
     def advance(self, patch: Patch, changes: CapturedChanges, threads: int | None = None) -> None:  # noqa: ARG002
         """Apply the patch."""
-        patch.apply(self.weights, digest=self.digest, threads=threads)
+        apply(patch.contents, self._local, digest=self.digest, threads=threads)
         self.set_digest(patch.result)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
-from .dtypes import DType
+from .boxes import columns
+from .dtypes import BY_CODE, DType
 from .region import Numbers, Region, whole
 from .shards import Place
 from .table import TensorTable
@@ -43,49 +46,41 @@ class Batch:
         return cls(spec.dtype, np.array([tensor], np.int64), [region], np.array([numel], np.int64), offset)
 
 
-@dataclass
-class _Draft:
-    """A batch of small tensors that is being filled."""
-
-    dtype: DType
-    free: int  # elements that still fit
-    tensors: list[int] = field(default_factory=list)
-    regions: list[Region | None] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-
-    def add(self, tensor: int, region: Region | None, numel: int) -> None:
-        self.tensors.append(tensor)
-        self.regions.append(region)
-        self.sizes.append(numel)
-        self.free -= numel
-
-    def batch(self) -> Batch:
-        return Batch(self.dtype, np.array(self.tensors, np.int64), self.regions, np.array(self.sizes, np.int64))
-
-
 def batches(table: TensorTable, places: Iterable[Place], limit: int | None = None) -> Iterator[Batch]:
-    """Cut large tensors into batches of at most `limit` bytes, and put small ones of one dtype together, in order."""
+    """Cut large tensors into batches of at most `limit` bytes, and put small ones of one dtype together, in order.
+
+    A batch of small tensors comes where the next one of its dtype does not fit; those that are not full come last.
+    """
     limit = PIECE_BYTES if limit is None else limit
-    numels = table.numel.tolist()
-    drafts: dict[DType, _Draft] = {}
-    for tensor, region in places:
-        spec = table.specs[tensor]
-        numel = numels[tensor] if region is None else region.numel
-        most = limit // spec.dtype.width
-        if not numel:
-            continue
-        if numel > most:
-            yield from _cut(table, tensor, region or whole(spec.shape), most)
-            continue
-        draft = drafts.get(spec.dtype)
-        if draft is None or draft.free < numel:
-            if draft is not None:
-                yield draft.batch()
-            draft = _Draft(spec.dtype, most)
-            drafts[spec.dtype] = draft
-        draft.add(tensor, region, numel)
-    for draft in drafts.values():
-        yield draft.batch()
+    tensor, regions = columns([*places])
+    numel = table.numel[tensor]
+    for row, region in enumerate(regions):
+        if region is not None:
+            numel[row] = region.numel
+    most = limit // table.widths[tensor]
+    due: list[tuple[float, Numbers]] = [(row, np.array([row])) for row in np.flatnonzero(numel > most).tolist()]
+    small = np.flatnonzero((numel > 0) & (numel <= most))
+    codes = table.codes[tensor[small]]
+    for code in dict.fromkeys(codes.tolist()):
+        due += _filled(small[codes == code], numel, limit // BY_CODE[code].width)
+    for _, rows in sorted(due, key=itemgetter(0)):
+        first = int(rows[0])
+        spec = table.specs[int(tensor[first])]
+        if numel[first] > most[first]:
+            yield from _cut(table, int(tensor[first]), regions[first] or whole(spec.shape), int(most[first]))
+        else:
+            yield Batch(spec.dtype, tensor[rows], [regions[row] for row in rows.tolist()], numel[rows])
+
+
+def _filled(rows: Numbers, numel: Numbers, most: int) -> Iterator[tuple[float, Numbers]]:
+    """Rows in batches of at most `most` elements, each with the row that did not fit any more."""
+    ends = np.cumsum(numel[rows])
+    begin = 0
+    while begin < rows.size:
+        before = int(ends[begin - 1]) if begin else 0
+        end = int(np.searchsorted(ends, before + most, side="right"))
+        yield math.inf if end == rows.size else int(rows[end]), rows[begin:end]
+        begin = end
 
 
 def _cut(table: TensorTable, tensor: int, region: Region, most: int) -> Iterator[Batch]:

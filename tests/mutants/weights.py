@@ -55,6 +55,27 @@ MUTANTS = (
         Tests("weights/test_digest.py", "tells_apart"),
     ),
     Mutant(
+        "known tensors may have other names",
+        "weights/known.py",
+        "names == self._names",
+        "len(names) == len(self._names)",
+        Tests("weights/test_known.py", "other_names"),
+    ),
+    Mutant(
+        "an array that cannot be written to passes for one that can",
+        "weights/columns.py",
+        "self.are_writable = False not in columns.writable",
+        "self.are_writable = True",
+        Tests("weights/test_known.py", "only_be_read"),
+    ),
+    Mutant(
+        "batches of small tensors come by dtype, not where they are full",
+        "weights/batches.py",
+        "sorted(due, key=itemgetter(0))",
+        "due",
+        Tests("weights/test_batches.py"),
+    ),
+    Mutant(
         "tensors that share some memory pass for separate ones",
         "weights/memory.py",
         "if _share(memory, other):",

@@ -12,7 +12,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from .region import Numbers, Region, row_major
+from .region import Numbers, Region, all_whole, row_major
 from .shards import Place
 from .table import TensorTable
 
@@ -142,6 +142,8 @@ def ends(table: TensorTable, tensor: Numbers, regions: Sequence[Region | None]) 
         return first, np.where(is_whole, table.numel[tensor] - 1, first + regions.span)
     first = np.zeros(tensor.size, np.int64)
     last = table.numel[tensor] - 1
+    if all_whole(regions):
+        return first, last
     for e, region in enumerate(regions):
         if region is not None:
             strides = row_major(table.specs[int(tensor[e])].shape)

@@ -19,7 +19,7 @@ from .batches import Batch, batches
 from .geometry import tensor_geometry
 from .local import LocalWeights
 from .memory import Weights
-from .region import Numbers
+from .region import Numbers, all_whole
 from .shards import Place, Shards
 from .table import TensorTable
 
@@ -95,7 +95,7 @@ def sums(table: TensorTable, batch: Batch, addresses: Numbers) -> Digest:
     """The element sums of a batch whose bits lie, in row-major order, at the addresses."""
     width_tag = np.empty(0, batch.dtype.uint)  # tells the kernel how wide elements are
     keys = table.keys[batch.tensor]
-    if any(region is not None for region in batch.region):
+    if not all_whole(batch.region):
         boxes = tensor_geometry(table, batch.tensor, batch.region).in_tensor
         first, second = cpu.changes.digest_boxes(width_tag, addresses, boxes)
     else:

@@ -18,7 +18,7 @@ from .dtypes import UIntArray
 from .geometry import Geometry, dot
 from .known import KnownTensors, collector_paused, find_known, remember
 from .memory import Memory, Weights, tied_groups
-from .region import Numbers, Region, collapse, row_major, whole
+from .region import Numbers, Region, all_whole, collapse, row_major, whole
 from .shards import Place, Shards
 from .staging import LazyBits, cast_origin, gpu_tensor
 from .table import TensorTable
@@ -350,7 +350,7 @@ class LocalWeights:
         if isinstance(regions, Boxes):
             return np.flatnonzero(~self._parts.contiguous[tensor]).tolist()
         if self._parts.all_contiguous:
-            return [row for row, region in enumerate(regions) if region is not None]
+            return [] if all_whole(regions) else [row for row, region in enumerate(regions) if region is not None]
         contiguous = self._parts.contiguous[tensor].tolist()
         return [row for row, region in enumerate(regions) if region is not None or not contiguous[row]]
 

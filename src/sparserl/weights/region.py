@@ -114,6 +114,11 @@ def whole(shape: Shape) -> Region:
     return Region((0,) * len(shape), shape)
 
 
+def all_whole(regions: Sequence[Region | None]) -> bool:
+    """Whether a list of regions has whole tensors alone, found in one pass in C."""
+    return isinstance(regions, list) and regions.count(None) == len(regions)
+
+
 def intersection(a: Region, b: Region) -> Region | None:
     """What two regions of one tensor have in common; None if that is no element."""
     start = tuple(map(max, a.start, b.start))

@@ -308,13 +308,23 @@ def _element_address(tag: Any, base: Any, positions: Any, k: Any) -> Any:
     return base + np.int64(positions[np.uint64(k)]) * width_of(tag)
 
 
+@inline
+def _prefetch_entry(tag: Any, counts: Any, regions: Any, position_at: Any, e: Any, k: Any) -> None:
+    """Prefetch the first changes of entry `e`, which begin at change `k`: small entries have no others before them."""
+    if e < counts.size and regions.dims[e] == 1 and regions.stride[e, 0] == 1:
+        for i in range(k, k + min(counts[e], _AHEAD)):
+            prefetch(regions.first[e] + width_of(tag) * load32(position_at + 4 * i))
+
+
 @kernel
 def gather(tag: Any, counts: Any, regions: InMemory, positions: Any, out: Any) -> None:
     """The bits at the changed positions."""
     first = regions.first
+    position_at = np.int64(positions.ctypes.data)
     k = np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
+        _prefetch_entry(tag, counts, regions, position_at, e + 1, end)
         if regions.dims[e] == 1 and regions.stride[e, 0] == 1:
             for i in range(k, end - _AHEAD):
                 prefetch(_element_address(tag, first[e], positions, i + _AHEAD))
@@ -326,6 +336,7 @@ def gather(tag: Any, counts: Any, regions: InMemory, positions: Any, out: Any) -
                 offset = _offset(np.int64(positions[i]), e, regions)
                 out[i] = load(tag, first[e] + offset * width_of(tag))
         k = end
+    keep_alive(positions)
 
 
 @kernel
@@ -417,8 +428,8 @@ def _changes_delta(tag: Any, e: Any, k: Any, end: Any, regions: Any, changes: An
 
 
 @inline
-def _exchange_scalar(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, words: Any) -> Any:
-    """Exchange the changes from `k` to `end`, with `_AHEAD` more behind them. Returns how the two sums change.
+def _exchange_scalar(tag: Any, base: Any, k: Any, end: Any, ahead: Any, line: Any, changes: Any, words: Any) -> Any:
+    """Exchange the changes from `k` to `end`, with `ahead` more behind them. Returns how the two sums change.
 
     An Arm processor has finished a change when the next cache line arrives. That line is prefetched twice: to the
     second cache, and from there to the first.
@@ -429,9 +440,10 @@ def _exchange_scalar(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: 
     width = width_of(tag)
     first = np.uint64(0)
     second = np.uint64(0)
+    near = min(ahead, _AHEAD_NEAR)
     for i in range(k, end):
-        prefetch(base + width * load32(position_at + 4 * (i + _AHEAD)))
-        prefetch_near(base + width * load32(position_at + 4 * (i + _AHEAD_NEAR)))
+        prefetch(base + width * load32(position_at + 4 * (i + ahead)))
+        prefetch_near(base + width * load32(position_at + 4 * (i + near)))
         p = load32(position_at + 4 * i)
         offset = width * i
         before, after = _swap(tag, base + width * p, absolute, sign_magnitude, word_at + offset, old_at + offset)
@@ -442,18 +454,20 @@ def _exchange_scalar(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: 
 
 
 @inline
-def _exchange_vectors(tag: Any, base: Any, k: Any, end: Any, line: Any, changes: Any, words: Any, scratch: Any) -> None:
+def _exchange_vectors(
+    tag: Any, base: Any, k: Any, end: Any, ahead: Any, line: Any, changes: Any, words: Any, scratch: Any
+) -> None:
     """The same for a multiple of 16 changes, by vectors. The sums change lane by lane; `exchange` owns the scratch."""
     position_at, word_at, old_at = changes
     absolute, sign_magnitude = words
     lane_at, read_at, new_at = scratch
     width = width_of(tag)
     if k < end:
-        read16(tag, base, position_at + 4 * k, _AHEAD, read_at)
+        read16(tag, base, position_at + 4 * k, ahead, read_at)
     for low in range(k + 16, end + 16, 16):  # 16 changes are read while the 16 before them are written
         half = read_at + width * ((low - k) & 16)
         if low < end:
-            read16(tag, base, position_at + 4 * low, _AHEAD, half)
+            read16(tag, base, position_at + 4 * low, ahead, half)
         positions = position_at + 4 * (low - 16)
         offset = width * (low - 16)
         before = 2 * read_at + 16 * width - half
@@ -487,18 +501,20 @@ def exchange(
     k = np.int64(0)
     for e in range(counts.size):
         end = k + counts[e]
+        _prefetch_entry(tag, counts, in_memory, changes.position, e + 1, end)
         if in_memory.dims[e] == 1 and in_memory.stride[e, 0] == 1:
             origin = keys[e, 0] + np.uint64(in_tensor.start[e]) * _GOLDEN
             step = np.uint64(in_tensor.stride[e, 0]) * _GOLDEN
             line = (origin, step, keys[e, 1])
-            stop = k + max(0, end - k - _AHEAD) // 16 * 16
-            if ARM:
-                a, b = _exchange_scalar(tag, first[e], k, stop, line, changes, words)
-                first_sum += a
-                second_sum += b
-            else:
-                _exchange_vectors(tag, first[e], k, stop, line, changes, words, scratch)
-            k = stop
+            for ahead in (_AHEAD, 0):  # the last changes of an entry have none behind them to prefetch
+                stop = k + max(0, end - k - ahead) // 16 * 16
+                if ARM:
+                    a, b = _exchange_scalar(tag, first[e], k, stop, ahead, line, changes, words)
+                    first_sum += a
+                    second_sum += b
+                else:
+                    _exchange_vectors(tag, first[e], k, stop, ahead, line, changes, words, scratch)
+                k = stop
         while k < end:
             stop = min(k + 16, end)
             for i in range(k, stop):

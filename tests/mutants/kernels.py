@@ -99,8 +99,8 @@ MUTANTS = (
     Mutant(
         "what is summed up on the way to a change takes another key",
         "kernels/cpu/changes.py",
-        "line = (origin, step, keys[e, 1])\nstop =",
-        "line = (origin, step, keys[e, 0])\nstop =",
+        "line = (origin, step, keys[e, 1])\nfor ahead",
+        "line = (origin, step, keys[e, 0])\nfor ahead",
         Tests("kernels/test_cpu_regions.py", "test_gather_and_scatter"),
     ),
     Mutant(

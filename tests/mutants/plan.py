@@ -6,6 +6,13 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "a bucket of a GPU with many changes covers as much as one with few",
+        "plan/buckets.py",
+        "covered_before + capacity.enough_cover_bytes",
+        "covered_before + capacity.cover_bytes",
+        Tests("plan/test_plan.py", "where_a_bucket_is_full"),
+    ),
+    Mutant(
         "a bucket goes across a boundary",
         "plan/buckets.py",
         "if isinstance(part, Boundary):",

@@ -15,7 +15,7 @@ from sparserl import codec, plan
 from sparserl.errors import UnsupportedFormat
 from sparserl.kernels import reference
 from sparserl.patch.decode import flatten
-from sparserl.plan import Changes
+from sparserl.plan import Changes, buckets
 from sparserl.plan.estimates import index_bits
 from sparserl.weights.dtypes import BY_NAME, Bits
 
@@ -35,6 +35,33 @@ def limit(patcher, **values):
     for name, value in values.items():
         for module in HOMES[name]:
             patcher.setattr(importlib.import_module(module), name, value)
+
+
+def runs_one_by_one(covered, changes, payload, capacity):
+    """The specification of `cut_runs`: a run begins a new bucket if the one before may not hold it as well."""
+    begin = 0
+    for i in range(1, len(changes)):
+        inside = slice(begin, i + 1)
+        if not capacity.holds(sum(covered[inside]), sum(changes[inside]), sum(payload[inside])):
+            yield slice(begin, i)
+            begin = i
+    yield slice(begin, len(changes))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=30),
+    st.integers(1, 40),
+    st.integers(1, 20),
+)
+def test_runs_are_cut_where_a_bucket_is_full(runs, cover, enough):
+    """By weights, changes and payload, and with many changes by fewer weights; a run that is too large is alone."""
+    with pytest.MonkeyPatch.context() as patcher:
+        limit(patcher, BUCKET_CHANGES=24, BUCKET_PAYLOAD_BYTES=25)
+        patcher.setattr(buckets, "ENOUGH_CHANGES", 10)
+        columns = [np.array(column) for column in zip(*runs, strict=True)]
+        capacity = buckets.Capacity(cover, min(enough, cover))
+        parts = [*buckets.cut_runs(*columns[:2], columns[2].astype(float), capacity)]
+        assert parts == [*runs_one_by_one(*(column.tolist() for column in columns), capacity)]
 
 
 def test_the_bounds_are_those_of_the_design():

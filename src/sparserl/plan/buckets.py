@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -70,16 +70,29 @@ def cut_runs(covered: Counts, changes: Counts, payload: npt.NDArray[np.float64],
         payload: Estimated bytes of each run.
         capacity: How much goes into a bucket.
     """
+    covered_ends = np.cumsum(covered)
+    changes_ends = np.cumsum(changes)
     begin = 0
-    total = (0, 0, 0.0)
-    for i, run in enumerate(zip(covered.tolist(), changes.tolist(), payload.tolist(), strict=True)):
-        new_total = (total[0] + run[0], total[1] + run[1], total[2] + run[2])
-        if i > begin and not capacity.holds(*new_total):
-            yield slice(begin, i)
-            begin = i
-            new_total = run
-        total = new_total
-    yield slice(begin, changes.size)
+    while begin < changes.size:
+        covered_before = int(covered_ends[begin] - covered[begin])
+        changes_before = int(changes_ends[begin] - changes[begin])
+        end = min(
+            _first_above(covered_ends, covered_before + capacity.cover_bytes),
+            _first_above(changes_ends, changes_before + BUCKET_CHANGES),
+            max(
+                _first_above(covered_ends, covered_before + capacity.enough_cover_bytes),
+                _first_above(changes_ends, changes_before + ENOUGH_CHANGES),
+            ),
+        )
+        end = min(end, begin + _first_above(np.cumsum(payload[begin:end]), BUCKET_PAYLOAD_BYTES))
+        end = max(end, begin + 1)
+        yield slice(begin, end)
+        begin = end
+
+
+def _first_above(ends: npt.NDArray[Any], limit: int) -> int:
+    """The index of the first of ascending numbers that is above a limit; how many there are if none is."""
+    return int(np.searchsorted(ends, limit, "right"))
 
 
 class Draft:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 from .. import sources
 from ..errors import ChecksumMismatch, UnsupportedTensor, WrongBase
-from ..patch import Application, Patch, Replacement, diff, squash, stage_all
+from ..patch import Application, Replacement, diff, squash, stage_all
 from ..sources.renaming import Renaming
+from ..weights.digest import Digest
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights, tied_groups
 from ..weights.table import TensorTable
@@ -96,22 +97,14 @@ class ModuleTarget:
             patch = diff(weights, change.fresh, profile="raw", threads=self._threads)
         elif len(change.patches) == 1:
             patch = change.patches[0]
+        elif (application := _joined_on_gpu(self._local, weights, change, self._threads)) is not None:
+            return PreparedModule(self, application, self._local)
         else:
-            patch = self._join(weights, change.patches)
-        if patch.result != change.digest:
-            raise ChecksumMismatch(f"the patches lead to digest {patch.result}, but the version has {change.digest}")
+            first, *others = change.patches
+            patch = squash(first, *others, base=weights, digest=first.base, profile="raw", threads=self._threads)
+        _require_digest(patch.result, change)
         application = stage_all(patch.contents, self._local, digest=patch.base, threads=self._threads)
         return PreparedModule(self, application, self._local)
-
-    def _join(self, weights: Weights, patches: Sequence[Patch]) -> Patch:
-        """One patch for several that follow one another. On a GPU they are applied to a copy there, if it has room."""
-        first, *others = patches
-        patch = None
-        if self._local is not None and self._local.gpu_streams:
-            patch = _joined_on_gpu(weights, patches, self._threads)
-        if patch is None:
-            patch = squash(first, *others, base=weights, digest=first.base, profile="raw", threads=self._threads)
-        return patch
 
 
 class PreparedModule:
@@ -161,19 +154,40 @@ def _tied_names(weights: Weights, table: TensorTable) -> frozenset[str]:
     return frozenset(name for group in groups for name in group if name not in table.index)
 
 
-def _joined_on_gpu(weights: Weights, patches: Sequence[Patch], threads: int | None) -> Patch | None:
-    """The patch that some patches are together, found by applying them to a copy; None if there is no room for one."""
+def _require_digest(result: Digest, change: Change) -> None:
+    if result != change.digest:
+        raise ChecksumMismatch(f"the patches lead to digest {result}, but the version has {change.digest}")
+
+
+def _joined_on_gpu(local: LocalWeights, weights: Weights, change: Change, threads: int | None) -> Application | None:
+    """Several patches that follow one another, staged together: they are applied to a copy beside the weights.
+
+    None where weights are not on GPUs, or there is no room for the copy.
+    """
+    if not local.gpu_streams:
+        return None
     import torch
 
     if not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         return None
+    base = change.patches[0].base
+    _require_digest(change.patches[-1].result, change)
     try:
         clones = {name: tensor.detach().clone() for name, tensor in weights.items()}
-        for patch in patches:
+        copy = LocalWeights.of(clones)  # kept, so that its tensors are known
+        for patch in change.patches:
             patch.apply(clones, digest=patch.base, threads=threads)
-        return diff(weights, clones, profile="raw", base_digest=patches[0].base, threads=threads)
+        application = None
+        if local.has_kernels:
+            from ..patch.gpu_difference import stage_difference
+
+            application = stage_difference(local, copy, base, change.digest)
+        if application is None:
+            joined = diff(weights, clones, profile="raw", base_digest=base, threads=threads)
+            application = stage_all(joined.contents, weights, digest=base, threads=threads)
     except torch.cuda.OutOfMemoryError:
         return None
+    return application
 
 
 def _replacement(local: LocalWeights, change: Change) -> Replacement | None:

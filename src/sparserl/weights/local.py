@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -74,10 +74,11 @@ class _Parts:
 
     def _find_gpus(self) -> None:
         numbers: dict[Any, int] = {}
+        runs_kernels = cache(lambda device: gpu.support.obstacle(device) is None)
         for (tensor, region), memory in zip(self.places, self.memories, strict=True):
             if memory.strides is not None and (on_gpu := gpu_tensor(memory)) is not None:
                 number = numbers.setdefault(on_gpu.device, len(numbers))
-                if region is None and on_gpu.is_contiguous() and gpu.support.obstacle(on_gpu.device) is None:
+                if region is None and on_gpu.is_contiguous() and runs_kernels(on_gpu.device):
                     self.gpu_number[tensor] = number
             elif (origin := cast_origin(memory)) is not None:
                 numbers.setdefault(origin.device, len(numbers))

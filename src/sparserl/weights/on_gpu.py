@@ -79,6 +79,8 @@ class Runs:
 
     def select(self, which: Numbers) -> Runs:
         """The runs with these indices, in this order."""
+        if which.size == self.numel.size and np.array_equal(which, np.arange(which.size)):
+            return self
         return replace(
             self,
             places=[self.places[i] for i in which.tolist()],
@@ -160,19 +162,23 @@ def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list
 
     In versions after the first, runs may have to be cast. They are grouped by dtype and GPU, and casts apart.
     """
-    all_places = [*places]
+    all_places = places if isinstance(places, list) else [*places]
     devices = [*versions[0].gpu_streams]
     if not all_places or not all(weights.gpu_streams for weights in versions):
         return all_places, []
     table = versions[0].table
-    tensor = np.array([tensor for tensor, _ in all_places], np.int64)
+    if all_places is table.places:  # very many, perhaps: they are not looked at one by one
+        tensor = np.arange(len(all_places))
+        partial = np.zeros(tensor.size, bool)
+    else:
+        tensor = np.array([tensor for tensor, _ in all_places], np.int64)
+        partial = np.array([region is not None for _, region in all_places])
     start = np.zeros(tensor.size, np.int64)
     numel = table.numel[tensor]
     is_cast = np.zeros(tensor.size, bool)
     gpu_number, address = map(
         np.stack, zip(*(weights.gpu_addresses(tensor, devices) for weights in versions), strict=True)
     )
-    partial = np.array([region is not None for _, region in all_places])
     for i in np.flatnonzero((gpu_number != gpu_number[0]).any(0) | (gpu_number[0] < 0) | partial).tolist():
         run = _run(all_places[i], versions)
         gpu_number[:, i] = -1
@@ -190,7 +196,7 @@ def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list
         runs = Runs(
             dtype=table.specs[int(tensor[first])].dtype,
             device=devices[code >> 9],
-            places=[all_places[i] for i in rows.tolist()],
+            places=all_places if rows.size == tensor.size else [all_places[i] for i in rows.tolist()],
             tensor=tensor[rows],
             numel=numel[rows],
             start=start[rows],

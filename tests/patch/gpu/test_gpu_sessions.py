@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 import sparserl
+from sparserl.errors import ChecksumMismatch, WrongBase
 from sparserl.record import Recorder, Recording
 from sparserl.session import anchors
 from sparserl.session.baseline import NoBaseline, choose_baseline
 from sparserl.session.options import BaselineOptions
+from sparserl.targets import Change, modules
 from sparserl.weights.dtypes import Bits
-from tests.patch.gpu.gpu_weights import DEVICE, TWO, needs_gpu, on_gpu, on_host, same_bits, two_versions
+from sparserl.weights.local import LocalWeights
+from tests.patch.gpu.gpu_weights import DEVICE, TWO, needs_gpu, needs_kernels, on_gpu, on_host, same_bits, two_versions
 from tests.record.test_observing import figures
 
 pytest.importorskip("triton")
@@ -101,6 +109,42 @@ def test_published_to_a_group(tmp_path, nothing_leaves_the_gpu):
                 assert same_bits(publisher._baseline.kept.weights, weights)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@needs_kernels
+def test_several_patches_are_staged_as_their_difference(monkeypatch, nothing_leaves_the_gpu):
+    """It is found and located where the weights are, keeps no copy of them, and is written, undone or refused whole."""
+    shapes = {"v": (7,), "w": (30, 9)}
+    versions = [*two_versions("bfloat16", shapes, changes=3)]
+    versions.append({name: Bits(bits.array.copy(), bits.dtype) for name, bits in versions[1].items()})
+    versions[2]["w"].array[3] ^= 1
+    patches = [sparserl.diff(old, new, profile="raw") for old, new in pairwise(versions)]
+    monkeypatch.setattr(modules, "diff", None)
+    monkeypatch.setattr(modules, "squash", None)
+    copies = []
+    of = LocalWeights.of
+    monkeypatch.setattr(LocalWeights, "of", lambda *args: copies.append(weakref.ref(local := of(*args))) or local)
+    rollout = on_gpu(versions[0])
+    target = sparserl.targets.module(rollout)
+    change = Change("run", 0.0, 2, patches[-1].result, patches)
+    staged = target.prepare(change)
+    assert staged.changed == sum((versions[0][n].array != versions[2][n].array).sum() for n in shapes)
+    assert same_bits(rollout, versions[0])
+    gc.collect()
+    assert all(local() is None or local().lies_where(of(rollout)) for local in copies)
+    undo = staged.commit()
+    assert same_bits(rollout, versions[2])
+    undo()
+    assert same_bits(rollout, versions[0])
+    staged = target.prepare(change)
+    with torch.no_grad():
+        rollout["w"][3] = -rollout["w"][3]
+    drifted = on_host(rollout)
+    with pytest.raises(WrongBase, match="changed after the patch was staged"):
+        staged.commit()
+    assert same_bits(rollout, drifted)
+    with pytest.raises(ChecksumMismatch, match="lead to digest"):
+        target.prepare(replace(change, digest=patches[0].result))
 
 
 @pytest.mark.long

@@ -54,7 +54,6 @@ class Pytest:
         environment = {
             **os.environ,
             "HYPOTHESIS_PROFILE": "first",
-            "SPARSERL_TESTS_RANKS": "fork",
             "PYTHONPATH": str(folder / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",  # that of a mutant would outlive it
         }

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Torch is imported once, not by every rank. Mutants run in a process that has it and has started no thread.
-CONTEXT = get_context(os.environ.get("SPARSERL_TESTS_RANKS", "forkserver"))
+CONTEXT = get_context("forkserver")  # torch is imported once, not by every rank
 CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "sparserl.session.group.relay", "tests.session.ranks"])
 SHAPES = {"bf16": ("u2", (257, 33)), "f32": ("u4", (1000,)), "f8": ("u1", (4097,)), "none": ("u2", (0, 3))}
 
@@ -116,7 +115,7 @@ def together(work, args, size):
     """Run `work(rank, *args)` in so many processes. What one of them raises is raised here."""
     from torch.multiprocessing import start_processes
 
-    start_processes(work, args, size, start_method=CONTEXT.get_start_method())
+    start_processes(work, args, size, start_method="forkserver")
 
 
 def policy(seed, shapes=SHAPES):

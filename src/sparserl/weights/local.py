@@ -263,6 +263,8 @@ class LocalWeights:
 
     def without_lazy_bits_of(self, other: LocalWeights, places: Sequence[Place]) -> Sequence[Place]:
         """Places but for those where both weights have the very same `LazyBits`, which need not be compared."""
+        if self._parts.all_contiguous:
+            return places  # there are none
         own = {id(memory.owner) for _, memory in self.parts if isinstance(memory.owner, LazyBits)}
         if own.isdisjoint(id(memory.owner) for _, memory in other.parts):
             return places

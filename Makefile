@@ -83,9 +83,10 @@ load: $(STAMP)  ## 64 subscribers that come and go, 200 versions
 collective: $(STAMP)  ## a dense broadcast against patches, over links held to a rate (needs root)
 	$(BIN)/python -m benchmarks.collective
 
-integrations: $(STAMP)  ## Ray, which `make test` skips where it is not installed, and the examples in the docs
+integrations: $(TRL)/.installed  ## Ray, which `make test` skips where it is not installed, long tests of TRL, and the examples in the docs
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
 	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/test_docs_examples.py
+	$(TRL)/bin/python -m pytest -m long tests/integrations/test_trl.py
 
 $(VLLM)/.installed: pyproject.toml $(VLLM_TESTS)/requirements.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

@@ -131,7 +131,7 @@ subscriber.follow(stop=lambda: subscriber.version == last, timeout=900, on_commi
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_a_rollout_follows_training(dtype: str, tmp_path: Path) -> None:
     """Each optimizer step is a version; what the rollout holds and generates with is one of them, to the bit."""
     url = f"file://{tmp_path / 'store'}"

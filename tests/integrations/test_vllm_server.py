@@ -17,6 +17,7 @@ uvicorn = pytest.importorskip("uvicorn")
 from starlette.responses import JSONResponse  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
+import sparserl  # noqa: E402
 from sparserl.errors import SessionError, WrongVersion  # noqa: E402
 from sparserl.integrations.vllm_server import FollowingServer  # noqa: E402
 from sparserl.integrations.vllm_versions import VersionMiddleware  # noqa: E402
@@ -60,7 +61,8 @@ class App:
         return JSONResponse({})
 
     async def info(self, _request):
-        return JSONResponse({"vllm_config": {"weight_transfer_config": {"backend": self.backend}}})
+        config = {"weight_transfer_config": {"backend": self.backend}, "model_config": {"dtype": "torch.bfloat16"}}
+        return JSONResponse({"vllm_config": config})
 
     async def follow(self, request):
         self.store = (await request.json())["init_info"]["url"]
@@ -188,3 +190,30 @@ def test_a_server_that_never_comes():
     with pytest.raises(SessionError, match=r"does not answer within 0\.1 s"):
         FollowingServer(f"http://127.0.0.1:{port}", timeout=0.1)
     assert time.monotonic() - begun >= 0.1
+
+
+def test_weights_of_an_asynchronous_trainer(serve, tmp_path):
+    """Each sync publishes what the trainer streams, cast to the server's dtype, and the server commits it."""
+    torch = pytest.importorskip("torch")
+    from sparserl.integrations.trl_async import WeightTransfer
+
+    app = App()
+    store = f"file://{tmp_path / 'run'}"
+    transfer = WeightTransfer(serve(app), store)
+    with pytest.raises(SessionError, match="call init_weight_transfer first"):
+        transfer.send_weights(iter(()))
+    transfer.init_weight_transfer()
+    weights = {"w": torch.linspace(-1, 1, 100), "count": torch.arange(3)}
+    for _ in range(2):
+        weights["w"][:7] += 1
+        transfer.pause()
+        transfer.send_weights(iter(weights.items()))
+        transfer.resume()
+    transfer.destroy()
+    assert (transfer.report.version, transfer.report.kind) == (1, "patch")
+    assert app.calls == ["follow", 0, 1]
+    assert app.store == store
+    received = {"w": torch.zeros(100, dtype=torch.bfloat16), "count": torch.zeros(3, dtype=torch.int64)}
+    sparserl.Subscriber(store, received).sync()
+    assert torch.equal(received["w"], weights["w"].to(torch.bfloat16))
+    assert torch.equal(received["count"], weights["count"])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,7 @@ with warnings.catch_warnings():
     import transformers
 
     from sparserl.integrations.trl import PublishCallback, default_source
+    from sparserl.integrations.trl_server import use_server
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and what it stands on
 WORDS = ["<pad>", "<eos>", *"abcdefgh"]
@@ -252,3 +254,13 @@ def test_what_it_refuses() -> None:
     model.lm_head.weight.ds_id = 1
     with pytest.raises(UnsupportedTensor, match="is sharded: give `source` and `writers`"):
         default_source(model, None)
+
+
+def test_trainers_that_cannot_use_a_server() -> None:
+    """One that has opened an NCCL group with it already, one that does not generate, and parts without their source."""
+    with pytest.raises(SessionError, match="make the trainer with use_vllm=False"):
+        use_server(SimpleNamespace(use_vllm=True), "file:///nowhere")
+    with pytest.raises(SessionError, match="SimpleNamespace has no server mode"):
+        use_server(SimpleNamespace(), "file:///nowhere")
+    with pytest.raises(SessionError, match="writers publish their own parts"):
+        use_server(SimpleNamespace(use_vllm=False), "file:///nowhere", writers=object())

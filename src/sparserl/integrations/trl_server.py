@@ -151,7 +151,9 @@ class ServerGeneration(VLLMGeneration):
         )
 
     def _cast(self) -> torch.dtype | None:
-        """The dtype of the server, if the trainer's weights have another."""
+        """The dtype of the server, if the trainer's weights have another; adapters are merged in that of their base."""
+        if hasattr(self.model, "peft_config"):
+            return None
         dtype = self.vllm_client.dtype
         parameters = self.model.parameters()
         return dtype if any(p.is_floating_point() and p.dtype != dtype for p in parameters) else None

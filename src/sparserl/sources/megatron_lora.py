@@ -132,13 +132,14 @@ def _adapters(chunk: Any, model: Model) -> dict[str, Adapted]:
         match = _NAME.fullmatch(name)
         if match is None or parameter.ndim != 2 or ".experts." in name:
             raise UnsupportedTensor(f"{name!r} is no LoRA matrix of a dense layer; such adapters cannot be published")
-        layer, base, key = int(match[1]) + numbers.start, match[2], match[3] or ""
+        layer = int(match[1]) + numbers.start
         module = name.rpartition(".linear_")[0]
         rank = parameters.get(f"{module}.linear_out.weight", parameter).shape[1]
         alpha = getattr(modules.get(module), "alpha", None)
         if alpha is None or getattr(modules[module], "dim", None) != rank:
             raise UnsupportedTensor(f"{module!r} does not say its `dim`, which should be {rank}, and its `alpha`")
-        adapters[module] = Adapted(layer, base, key, rank, float(alpha), str(parameter.dtype).removeprefix("torch."))
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        adapters[module] = Adapted(layer, match[2], match[3] or "", rank, float(alpha), dtype)
     return adapters
 
 

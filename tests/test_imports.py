@@ -140,6 +140,7 @@ def test_the_public_names():
         "GroupSubscriber",
         "Part",
         "Patch",
+        "Pin",
         "Publisher",
         "Region",
         "Relay",
@@ -155,10 +156,13 @@ def test_the_public_names():
         "errors",
         "merge",
         "metrics",
+        "pin",
+        "pins",
         "sources",
         "squash",
         "targets",
         "tensor_table",
+        "unpin",
     ]
     assert sparserl.__all__ == sorted(sparserl.__all__)
     assert set(sparserl.__all__) <= set(dir(sparserl))

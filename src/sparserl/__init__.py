@@ -15,7 +15,7 @@ Two versions in one process
     `diff` makes a `Patch`; `Patch.apply` writes it, `Patch.save` and `Patch.open` keep it in a file, `Patch.stats` says
     what it holds. `squash` joins patches that follow one another, `merge` joins the patches of several shards.
 A trainer and its rollout workers, through a folder, object storage or HTTP
-    `Publisher` and `Subscriber`.
+    `Publisher` and `Subscriber`; `pin`, `pins` and `unpin` for versions that must stay in the store.
 A trainer and its rollout workers as ranks of one process group, by broadcast
     `GroupPublisher` and `GroupSubscriber`; a `Relay` hands on what it fetches from a store.
 Where the weights of a trainer come from, and where those of a rollout worker live
@@ -47,10 +47,14 @@ if TYPE_CHECKING:
         BackgroundPublish,
         GroupPublisher,
         GroupSubscriber,
+        Pin,
         Publisher,
         Relay,
         Subscriber,
         SyncReport,
+        pin,
+        pins,
+        unpin,
     )
     from .weights.digest import Digest, digest
     from .weights.dtypes import Bits, DType
@@ -72,6 +76,7 @@ __all__ = [
     "GroupSubscriber",
     "Part",
     "Patch",
+    "Pin",
     "Publisher",
     "Region",
     "Relay",
@@ -87,10 +92,13 @@ __all__ = [
     "errors",
     "merge",
     "metrics",
+    "pin",
+    "pins",
     "sources",
     "squash",
     "targets",
     "tensor_table",
+    "unpin",
 ]
 
 _MODULES = ("errors", "metrics", "sources", "targets", "testing")
@@ -101,10 +109,14 @@ _NAMES = {
         "BackgroundPublish",
         "GroupPublisher",
         "GroupSubscriber",
+        "Pin",
         "Publisher",
         "Relay",
         "Subscriber",
         "SyncReport",
+        "pin",
+        "pins",
+        "unpin",
     ),
     "weights.digest": ("Digest", "digest"),
     "weights.dtypes": ("Bits", "DType"),

@@ -8,6 +8,8 @@ from .group.publisher import GroupPublisher
 from .group.relay import Relay
 from .group.subscriber import GroupSubscriber
 from .report import SyncReport
+from .store.pinning import pin, pins, unpin
+from .store.pins import Pin
 from .store.publisher import Publisher
 from .store.subscriber import Subscriber
 
@@ -16,8 +18,12 @@ __all__ = [
     "Callback",
     "GroupPublisher",
     "GroupSubscriber",
+    "Pin",
     "Publisher",
     "Relay",
     "Subscriber",
     "SyncReport",
+    "pin",
+    "pins",
+    "unpin",
 ]

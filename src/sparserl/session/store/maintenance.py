@@ -6,7 +6,7 @@ No version depends on it. What fails is noted in the report of the publish, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...errors import Fenced, FormatError, SessionError, SparserlError, StoreError
 from ...patch import Captured, Patch
@@ -20,11 +20,13 @@ from . import routes
 from .head import Steps
 from .label import Label
 from .ladder import Ladder
+from .pinning import PublishedPins
 from .receivers import Receivers
 from .records import RouteStep
 from .resume import SavedAnchor
 from .retention import collect
 from .run_writer import CommittedVersion, RunWriter
+from .signing import PublicKeys
 from .transfer import Upload
 
 _STEPS = 256  # there are at most so many steps before another anchor is written
@@ -75,6 +77,7 @@ class Maintenance:
         options: RetentionOptions,
         saved_anchor: SavedAnchor | None,
         encoding: EncodingOptions,
+        trusted_keys: PublicKeys | None = None,
     ) -> None:
         self._writer = writer
         self._options = options
@@ -84,6 +87,8 @@ class Maintenance:
         is_alone = writer.writers.size == 1  # `sparserl squash` makes squashed patches of what several writers publish
         self._ladder = Ladder(*options.ladder) if options.ladder is not None and is_alone else None
         self._notes: list[str] = []
+        self._pins = PublishedPins(writer.store, trusted_keys)
+        self._are_pins_due = True  # whether retention may have removed what was being pinned
 
     @property
     def _encoding(self) -> EncodingOptions:
@@ -114,13 +119,22 @@ class Maintenance:
 
     def retaining(self, step: RouteStep) -> Callable[[Steps], Steps]:
         """Adds an anchor to the steps of an index, without those that are too old then."""
+        self._are_pins_due = True
 
         def add(steps: Steps) -> Steps:
             now = self._writer.clock()
             leased = [lease.version for lease in self._writer.leases() if now - lease.time < self._options.lease]
-            return routes.retained((*steps, step), self._options.keep_anchors, leased, _MOST_STEPS)
+            pinned = self._pinned_steps(steps)
+            return routes.retained((*steps, step), self._options.keep_anchors, leased, _MOST_STEPS, pinned)
 
         return add
+
+    def _pinned_steps(self, steps: Steps) -> Steps:
+        """The steps that pins of the run need, beside those that its index has."""
+        committed = self._writer.committed
+        if committed is None:
+            return ()
+        return self._pins.steps(committed.run, replace(committed.index, steps=steps))
 
     def add_changes(self, version: int, changes: CapturedChanges) -> None:
         """One more version for the ladder; where that fails, late subscribers take longer, and nothing else."""
@@ -139,6 +153,7 @@ class Maintenance:
         with watch.stage("upkeep"):
             self._try(lambda: self._squash_if_due(self._writer.committed or version))
             self._try(lambda: self._anchor_if_due(anchor, self._writer.committed or version))
+            self._try(lambda: self._add_pinned_if_due(self._writer.committed or version))
             self._try(lambda: self._save_if_new(anchor, self._writer.committed or version))
         self.receivers.hear()
         notes = tuple(self._notes)
@@ -205,6 +220,21 @@ class Maintenance:
         if self._saved_anchor is not None:
             self._save(written, version)
         self._collect()
+
+    def _add_pinned_if_due(self, version: CommittedVersion) -> None:
+        """Put back what retention has removed while it was being pinned: whoever pinned it saw it in the store."""
+        if not self._are_pins_due:
+            return
+
+        def is_missing() -> bool:
+            steps = version.index.steps
+            return len(routes.with_pinned(steps, self._pinned_steps(steps))) > len(steps)
+
+        if self._writer.writers.lead("look at pins", is_missing, lambda missing: b"+" * missing, bool):
+            newest = next(step for step in version.index.steps if step.version == version.head.version)
+            add = lambda steps: routes.with_pinned(steps, self._pinned_steps(steps))  # noqa: E731
+            self._writer.commit(version.run, newest, version.baseline, add_steps=add)
+        self._are_pins_due = False
 
     def _save_if_new(self, anchor: Patch | None, version: CommittedVersion) -> None:
         """Save an anchor of the run here, for a restart, where that could not be done before its first version."""

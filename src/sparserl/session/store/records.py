@@ -1,6 +1,6 @@
 """What a session writes down: head, run, index and manifests. JSON, canonical, read in bounds.
 
-    head.json                    the one object that changes: which run, which version, which index
+    head.json                    which run, which version, which index
     runs/RUN/run.json            the tensor table, and the files that travel with the weights
     runs/RUN/index/HASH          every patch and anchor that can be had, with what it costs, and files that changed
     runs/RUN/manifests/HASH      the buckets of one patch or anchor
@@ -8,6 +8,7 @@
     runs/RUN/files/HASH          config, tokenizer and the like
     runs/RUN/leases/NAME         what a subscriber holds
     runs/RUN/holdings/HASH       the parts of the weights that a subscriber has, where it does not have all
+    pins/NAME                    a version that stays until it is unpinned; see `pins`
 
 Whatever is named HASH is named by the SHA-256 of its bytes: a retry, or another publisher, can never change what a name
 means. Head names index and run by hash, the index its manifests, a manifest its buckets: one signature binds them all.
@@ -182,7 +183,8 @@ def require_files(sizes: Mapping[str, int], label: str) -> None:
     file_names.require_files(sizes, label, MOST_FILES, MOST_FILE)
 
 
-def _note(value: Any) -> str:
+def read_note(value: Any) -> str:
+    """A few words in one line."""
     if not isinstance(value, str) or not 0 < len(value) <= MOST_NOTE or not value.isprintable():
         raise ValueError(value)
     return value
@@ -246,7 +248,7 @@ class RouteStep:
             fields.text("manifest", _HASH),
             fields.take("time", checked_seconds),
             fields.optional("step", lambda v: counted(v, MOST_VERSION), None),
-            fields.optional("note", _note, None),
+            fields.optional("note", read_note, None),
             fields.optional("holdings", read_holding_names, ()),
         )
         fields.finish()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from ...errors import FormatError, NotFound, SessionError, StoreError, Truncated
 from ...transport.stores.base import RANGE_BYTES, ObjectInfo, Store, StoredObject
 from . import routes, signing
 from .layouts import run_at
 from .manifests import Manifest
+from .pins import Pin, PinnedSteps, intact_pins, read_index_of, steps_of_pins, stored_pins
 from .records import (
     HEAD,
     MOST_HEAD,
@@ -32,6 +35,14 @@ from .transfer import require_size
 _LEASE = 86_400.0  # seconds that a lease stays which nobody renews
 
 
+def get_head(store: Store) -> StoredObject:
+    """The head, as it is stored."""
+    try:
+        return store.get(HEAD, MOST_HEAD)
+    except NotFound as error:
+        raise NotFound(f"{store.url}: nothing is published here yet: there is no {HEAD}") from error
+
+
 def read_head(
     store: Store, trusted_keys: PublicKeys | None = None, stored: StoredObject | None = None
 ) -> tuple[HeadRecord, str]:
@@ -39,10 +50,7 @@ def read_head(
 
     stored: the head, where the store has just been asked for it.
     """
-    try:
-        data, tag = store.get(HEAD, MOST_HEAD) if stored is None else stored
-    except NotFound as error:
-        raise NotFound(f"{store.url}: nothing is published here yet: there is no {HEAD}") from error
+    data, tag = get_head(store) if stored is None else stored
     try:
         return HeadRecord.parse(signing.unseal(data, trusted_keys, HEAD)), tag
     except FormatError as error:
@@ -60,14 +68,11 @@ def read_run(store: Store, head: HeadRecord) -> RunRecord:
 
 
 def read_index(store: Store, head: HeadRecord) -> Index:
-    index = Index.parse(get_named(store, head.run, "index", head.index), path(head.run, "index", head.index))
-    if index.run != head.run:
-        raise FormatError(f"the index of run {head.run} is that of run {index.run}")
-    return index
+    return read_index_of(store, head)
 
 
 def needed(store: Store, head: HeadRecord, indices: Iterable[str] = ()) -> set[str]:
-    """Every object that the head leads to, and those that other indices of its run lead to."""
+    """Every object that the head leads to, and those that other indices of its run and pins lead to."""
     names = {HEAD, run_path(head.run)}
     names |= {path(head.run, "files", blob.hash) for blob in read_run(store, head).files.values()}
     manifests: set[str] = set()
@@ -75,13 +80,48 @@ def needed(store: Store, head: HeadRecord, indices: Iterable[str] = ()) -> set[s
         names.add(path(head.run, "index", hash))
         index = Index.parse(get_named(store, head.run, "index", hash), path(head.run, "index", hash))
         manifests |= {step.manifest for step in index.steps}
-        names |= {layout.table.name(head.run) for layout in index.layouts}
-        for changes in index.files:
-            names |= {file.name(head.run) for file in changes.files.values() if file is not None}
+        names |= _side_objects(index)
     for hash in manifests:
-        name = path(head.run, "manifests", hash)
-        manifest = Manifest.parse(get_named(store, head.run, "manifests", hash), name)
-        names |= {name, *(manifest.bucket(blob) for blob in manifest.buckets)}
+        names |= _manifest_objects(store, head.run, hash)
+    runs: dict[str, RunRecord | None] = {}  # by hash, None for those that are gone
+    for pinned in steps_of_pins(store, intact_pins(store)):
+        names |= _pinned_objects(store, pinned, names, runs)
+    return names
+
+
+def _side_objects(index: Index, newest: int | None = None) -> set[str]:
+    """The tensor tables and changed files that an index names, for versions up to one, or for all."""
+    layouts = [layout for layout in index.layouts if newest is None or layout.version <= newest]
+    changes = [change for change in index.files if newest is None or change.version <= newest]
+    files = {file.name(index.run) for change in changes for file in change.files.values() if file is not None}
+    return files | {layout.table.name(index.run) for layout in layouts}
+
+
+def _manifest_objects(store: Store, run: str, hash: str) -> set[str]:
+    """A manifest and its buckets."""
+    name = path(run, "manifests", hash)
+    manifest = Manifest.parse(get_named(store, run, "manifests", hash), name)
+    return {name, *(manifest.bucket(blob) for blob in manifest.buckets)}
+
+
+def _pinned_objects(store: Store, pinned: PinnedSteps, known: set[str], runs: dict[str, RunRecord | None]) -> set[str]:
+    """What pins of one index need. Of a version that is lost, what is left stays.
+
+    known: objects of manifests that have been read.
+    runs: those that have been read.
+    """
+    head = pinned.head
+    names = {run_path(head.run), path(head.run, "index", head.index)} | _side_objects(pinned.index, pinned.newest)
+    if head.run_hash not in runs:
+        runs[head.run_hash] = None
+        with contextlib.suppress(NotFound):
+            runs[head.run_hash] = read_run(store, head)
+    if (run := runs[head.run_hash]) is not None:
+        names |= {path(head.run, "files", blob.hash) for blob in run.files.values()}
+    for step in pinned.steps:
+        if path(head.run, "manifests", step.manifest) not in known:
+            with contextlib.suppress(NotFound):
+                names |= _manifest_objects(store, head.run, step.manifest)
     return names
 
 
@@ -98,9 +138,9 @@ def _recent(listed: list[ObjectInfo], head: HeadRecord, since: float) -> set[str
 def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, dry: bool = False) -> list[str]:
     """Delete what nothing has referred to for the grace period, and what is that old and never was; returns the names.
 
-    What subscribers write goes when it has not been renewed for a day. What nothing refers to is never referred to
-    again, but for what a publisher is just sending: the grace period must be longer than a publish takes. What has a
-    name that no session gives is left alone.
+    What subscribers write goes when it has not been renewed for a day; what a pin needs stays. What nothing refers to
+    is never referred to again, but for what a publisher is just sending or somebody just pinning: the grace period must
+    be longer than that takes. What has a name that no session gives is left alone.
     """
     # Listed before the head is read: what is committed in between is younger than the list.
     listed = [item for item in store.list("runs/") if is_own(item.name)]
@@ -128,7 +168,8 @@ def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str
         return
     first = {path(head.run, "files", blob.hash): (name, blob) for name, blob in run.files.items()}
     later = [(name, file) for changes in index.files for name, file in changes.files.items() if file is not None]
-    for place, (name, blob) in (first | {file.name(head.run): (name, file.blob) for name, file in later}).items():
+    files = first | {file.name(head.run): (name, file.blob) for name, file in later}
+    for place, (name, blob) in files.items():
         yield from _blob_fault(store, place, blob.hash, blob.size, f"file {name}")
     for layout in index.layouts:
         table = layout.table
@@ -154,6 +195,53 @@ def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str
     for version, digest in digests.items():
         if version >= oldest and (version, digest) not in reached:  # older ones are for those who hold a version
             yield f"version {version} cannot be reached with what the store has"
+    if store.writable:  # others cannot list pins
+        yield from _pin_faults(store, _Checked({head.run_hash: run}, set(steps), places, set(files)))
+
+
+class _Checked(NamedTuple):
+    """What has been read of a store: runs by hash, hashes of manifests, places of buckets, and names of files."""
+
+    runs: dict[str, RunRecord]
+    manifests: set[str]
+    places: set[str]
+    files: set[str]
+
+
+def _pin_faults(store: Store, checked: _Checked) -> Iterator[str]:
+    """What is wrong with pins and with what they keep, beyond what has been read."""
+    pins: list[Pin] = []
+    for pin in stored_pins(store):
+        if isinstance(pin, FormatError):
+            yield str(pin)
+        else:
+            pins.append(pin)
+    lost: list[Pin] = []
+    try:
+        for pinned in steps_of_pins(store, pins, lost):
+            yield from _pinned_faults(store, pinned, checked)
+    except (StoreError, FormatError) as error:
+        yield f"what pins keep cannot be read: {error}"
+    for pin in lost:
+        yield f"pin {pin.name}: version {pin.version} of run {pin.run} is gone; remove the pin with `sparserl unpin`"
+
+
+def _pinned_faults(store: Store, pinned: PinnedSteps, checked: _Checked) -> Iterator[str]:
+    """What is wrong with the steps and files of pinned versions. What is missing is an error of the caller's."""
+    label = f"pin {', '.join(pin.name for pin in pinned.pins)}"
+    if pinned.head.run_hash not in checked.runs:
+        checked.runs[pinned.head.run_hash] = read_run(store, pinned.head)
+    run = checked.runs[pinned.head.run_hash]
+    for step in pinned.steps:
+        if step.manifest not in checked.manifests:
+            checked.manifests.add(step.manifest)
+            run_of_step = run_at(store, run, pinned.index, step.version)
+            for fault in _manifest_faults(store, run_of_step, step.manifest, [step], checked.places):
+                yield f"{label}: {fault}"
+    for name, file in pinned.index.files_of(pinned.newest, run).items():
+        if file.name not in checked.files:
+            checked.files.add(file.name)
+            yield from _blob_fault(store, file.name, file.blob.hash, file.blob.size, f"{label}: file {name}")
 
 
 def _manifest_faults(

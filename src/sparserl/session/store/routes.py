@@ -34,20 +34,9 @@ def route(
             continue
         ways.setdefault(_NOTHING if step.base is None else step.base, []).append(step)
     starts: list[_Node] = ([] if have is None else [have]) + [(_NOTHING, None)]
-    queue: list[tuple[int, int, _Node, RouteStep | None, _Node]] = [(0, i, n, None, n) for i, n in enumerate(starts)]
-    came: dict[_Node, tuple[RouteStep | None, _Node]] = {}
-    pushed = len(queue)
-    while queue:
-        cost, _, node, led, before = heapq.heappop(queue)
-        if node in came:
-            continue
-        came[node] = led, before
-        if node == goal:
-            return _walked(came, node)
-        for way in ways.get(node[0], ()):
-            if way.base_digest == node[1]:
-                pushed += 1
-                heapq.heappush(queue, (cost + way.bytes, pushed, (way.version, way.digest), way, node))
+    came = _search(ways, starts, goal)
+    if goal in came:
+        return _walked(came, goal)
     if profiles is not None:
         refused = sorted({name for step in route(steps, have, want) for name in step.profiles} - set(profiles))
         raise NotRetained(
@@ -58,6 +47,43 @@ def route(
     raise NotRetained(f"version {want} cannot be reached with what the store has")
 
 
+def _search(
+    ways: dict[int, list[RouteStep]], starts: Sequence[_Node], goal: _Node | None = None
+) -> dict[_Node, tuple[RouteStep | None, _Node]]:
+    """How each version is reached with the fewest bytes: the last step, and where it starts. Ends at the goal."""
+    queue: list[tuple[int, int, _Node, RouteStep | None, _Node]] = [(0, i, n, None, n) for i, n in enumerate(starts)]
+    came: dict[_Node, tuple[RouteStep | None, _Node]] = {}
+    pushed = len(queue)
+    while queue:
+        cost, _, node, led, before = heapq.heappop(queue)
+        if node in came:
+            continue
+        came[node] = led, before
+        if node == goal:
+            break
+        for way in ways.get(node[0], ()):
+            if way.base_digest == node[1]:
+                pushed += 1
+                heapq.heappush(queue, (cost + way.bytes, pushed, (way.version, way.digest), way, node))
+    return came
+
+
+def from_anchors(steps: Iterable[RouteStep], wanted: Collection[int]) -> tuple[RouteStep, ...]:
+    """The steps of the routes that lead to some versions from nothing; versions without such a route are left out."""
+    ways: dict[int, list[RouteStep]] = {}
+    for step in steps:
+        ways.setdefault(_NOTHING if step.base is None else step.base, []).append(step)
+    came = _search(ways, [(_NOTHING, None)])
+    out: list[RouteStep] = []
+    walked: set[_Node] = set()
+    for node in [node for node in came if node[0] in wanted]:
+        while node not in walked and (step_here := came[node][0]) is not None:
+            walked.add(node)
+            out.append(step_here)
+            node = came[node][1]
+    return tuple(sorted(out, key=lambda step: step.version))
+
+
 def _walked(came: dict[_Node, tuple[RouteStep | None, _Node]], node: _Node) -> list[RouteStep]:
     """The steps that led to a node, from the first on."""
     out: list[RouteStep] = []
@@ -65,6 +91,19 @@ def _walked(came: dict[_Node, tuple[RouteStep | None, _Node]], node: _Node) -> l
         out.append(step)
         node = came[node][1]
     return out[::-1]
+
+
+def next_multiples(steps: Iterable[RouteStep], held: tuple[int, Digest] | None, every: int) -> list[tuple[int, Digest]]:
+    """The versions, with their digests, that a number divides and that are next: the first that can be had is taken.
+
+    Who holds a version goes on with those after it, the oldest first. Who holds none begins with the newest.
+    """
+    multiples = [
+        (version, digest)
+        for version, digest in sorted(versions(steps).items(), key=lambda node: node[0])
+        if version % every == 0
+    ]
+    return multiples[::-1] if held is None else [node for node in multiples if node[0] > held[0]]
 
 
 def reached(steps: Iterable[RouteStep]) -> set[_Node]:
@@ -93,17 +132,36 @@ def span(digests: Collection[int]) -> str:
     return f"versions {min(digests)} to {max(digests)}" if digests else "none"
 
 
-def retained(steps: Sequence[RouteStep], anchors: int, needed: Collection[int], most: int) -> tuple[RouteStep, ...]:
-    """The steps that are worth keeping: the last anchors, what builds on the oldest of them, and what leases need.
+def retained(
+    steps: Sequence[RouteStep],
+    anchors: int,
+    needed: Collection[int],
+    most: int,
+    pinned: Sequence[RouteStep] = (),
+) -> tuple[RouteStep, ...]:
+    """The steps worth keeping: the last anchors, what builds on the oldest of them, what leases and pins need.
 
     A lease is spared unless more than `most` patches were kept for it: whoever holds it takes an anchor instead.
+
+    pinned: the steps that lead to pinned versions.
     """
     last_anchors = sorted(step.version for step in steps if step.base is None)[-anchors:]
     starts = sorted(min(step.base, step.version) for step in steps if step.base is not None)
     too_old = starts[-most - 1] if len(starts) > most else -1
     oldest = min([*last_anchors[:1], *(version for version in needed if version > too_old)], default=0)
-    return tuple(
+    kept = tuple(
         step
         for step in steps
         if (step.version in last_anchors if step.base is None else min(step.base, step.version) >= oldest)
     )
+    first = min((min(step.base, step.version) for step in kept if step.base is not None), default=oldest)
+    if pinned and last_anchors and first < last_anchors[0]:  # between pinned anchors, everything can be reached
+        pinned = (*pinned, *from_anchors(steps, {first}))
+    return with_pinned(kept, pinned)
+
+
+def with_pinned(steps: Sequence[RouteStep], pinned: Iterable[RouteStep]) -> tuple[RouteStep, ...]:
+    """Steps of an index, and before them those that lead to pinned versions and are not among them."""
+    known = {(step.base, step.version, step.manifest) for step in steps}
+    missing = {(step.base, step.version, step.manifest): step for step in pinned}
+    return (*(step for key, step in missing.items() if key not in known), *steps)

@@ -108,7 +108,7 @@ class RunPublisher:
                 head = HeadWriter(self.store, options.keys, self._writers, options.clock, options.new_run)
                 self._run_writer = RunWriter(self.store, head, self._writers, options.clock, options.encoding.progress)
                 self._maintenance = Maintenance(
-                    self._run_writer, options.retention, self._saved_anchor, options.encoding
+                    self._run_writer, options.retention, self._saved_anchor, options.encoding, options.keys.accepted
                 )
                 if not options.new_run:
                     self._continue_run(head)

@@ -11,18 +11,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ...errors import InvalidField, NotFound, NotRetained, StoreError, Unavailable, Untrusted, WrongBase
+from ...errors import InvalidField, NotFound, NotRetained, StoreError, Unavailable, WrongBase
 from ...parallel import Progress
 from ...sources import PublishedSource
 from ...targets import Change, Prepared
 from ...transport.stores.base import Store, StoredObject
 from ...transport.stores.deadline import current, within
 from ...transport.stores.opening import open_store
+from ...weights.digest import Digest
 from ...weights.table import TensorTable
 from ..arrival import Arrival
 from ..callbacks import Callback
 from ..logs import TroubleLog, log
-from ..options import CommitHooks, require_callable
+from ..options import CommitHooks, require_callable, require_count
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
@@ -33,11 +34,13 @@ from .layouts import run_at
 from .manifests import Manifest
 from .neighbours import NeighbourOptions, Served
 from .own_lease import OwnLease
+from .pinning import OwnPin
 from .rates import RecentRates
 from .records import HEAD, Blob, HeadRecord, RouteStep, RunRecord, StoreSnapshot, run_id
-from .retention import read_head, read_index, read_run
+from .retention import read_head
 from .side_files import StoredFiles
 from .signing import PublicKeys
+from .snapshots import files_change, likely_version, read_snapshot, require_newer
 
 _REPLANS = 4  # times that a route is planned anew because objects of it went away
 
@@ -221,6 +224,8 @@ class Subscriber(Receiver):
         self,
         *,
         once: bool = False,
+        every: int | None = None,
+        pin: str | None = None,
         timeout: float | None = None,
         stop: Callable[[], bool] | None = None,
         on_commit: Callable[[SyncReport], None] | None = None,
@@ -233,6 +238,10 @@ class Subscriber(Receiver):
 
         Args:
             once: Whether to stop at the newest version; a store that cannot be reached is then an error.
+            every: Commit only versions that this number divides, one after the other, as far as the store has them;
+                targets that hold no version begin with the newest. None to go to the newest version each time.
+            pin: The name of a pin, which is moved to each version that is committed and so unpins the last one. When
+                following ends, it stays. One that cannot be written is logged.
             timeout: How many seconds to follow; None for no limit. Targets that hold no version by then are an error.
             stop: Called now and then; following ends when it returns true.
             on_commit: Called with the report of every commit.
@@ -242,6 +251,9 @@ class Subscriber(Receiver):
             Unavailable: Time is up, and no version could be fetched.
             SparserlError: A version cannot be used, or with `once`, the store cannot be reached.
         """
+        if every is not None:
+            require_count("every", every)
+        own_pin = None if pin is None else OwnPin(self.store, pin, self._trusted_keys)
         trouble = TroubleLog(self.store.url)
         awaited_head = None
         known = self._snapshot
@@ -252,8 +264,10 @@ class Subscriber(Receiver):
                         if self._snapshot is known:  # else another thread has looked at the store meanwhile
                             self._awaited_head = awaited_head
                         with within(stop=stop) as staging:  # a commit, and telling the store of it, is not cut off
-                            staged = self.stage()
+                            staged = self.stage() if every is None else self._stage_multiple(every, once)
                         report = None if staged is None else self.commit()
+                        if own_pin is not None:
+                            own_pin.move(self._current)
                 except (NotFound, Unavailable) as error:
                     if once:
                         raise
@@ -269,12 +283,29 @@ class Subscriber(Receiver):
                 if deadline.over and not self._has_held_a_version():
                     reason = trouble.last_error or "the first version was still being fetched"
                     raise Unavailable(f"{self.store.url}: no version within {timeout:g} s: {reason}")
-                if once or deadline.over:
+                if (once and (every is None or report is None)) or deadline.over:
                     return
                 with within(stop=stop):
                     known = self._snapshot
                     patience = 30.0 if stop is None and not trouble.reason else 1.0  # trouble can end with the old head
                     awaited_head = self._wait_for_change(min(patience, deadline.left))
+
+    def _stage_multiple(self, every: int, once: bool) -> SyncReport | None:
+        """Stage the next version that a number divides; None if there is none. With `once`, one must be held then."""
+        snapshot = self._read_store(None)
+        head = snapshot.head
+        start = self._start_in(head.run)
+        for number, digest in routes.next_multiples(snapshot.index.steps, start, every):
+            try:
+                self._route(snapshot, RunVersion(head.run, head.created, number, digest))
+                return self.stage(number)
+            except NotRetained:
+                continue  # not for this receiver, or just removed
+        if once and start is None:
+            digests = routes.versions(snapshot.index.steps)
+            raise NotRetained(f"{self.store.url}: no version is a multiple of {every}: it has {routes.span(digests)}")
+        self._tell_version()
+        return None
 
     def _has_held_a_version(self) -> bool:
         """Whether the targets hold a version, or have held one before this process or a new run began."""
@@ -305,8 +336,6 @@ class Subscriber(Receiver):
         """`sync` on a thread."""
         return await asyncio.to_thread(self.sync, version)
 
-    # -- what the store has --------------------------------------------------------------------------------------------
-
     def _read_store(self, version: int | None) -> StoreSnapshot:
         """Read the head, and what it leads to if it moved; `version` is the one to go to, None for the newest."""
         awaited_head = self._awaited_head
@@ -317,13 +346,9 @@ class Subscriber(Receiver):
             if self._is_uncertain:
                 self._identify(last, head.version if version is None else version)
             return last
-        self._require_newer(head)
-        run = last.run if last is not None and last.run.run == head.run else read_run(self.store, head)
-        if run.run != head.run or run.created != head.created:
-            raise Untrusted(f"the head is of run {head.run}, what it points to of run {run.run}")
-        snapshot = StoreSnapshot(head, tag, run, read_index(self.store, head))
-        if routes.versions(snapshot.index.steps).get(head.version) != head.digest:
-            raise InvalidField(f"the head says version {head.version}, {head.digest}; no step of its index leads there")
+        seen = [place for target in self.targets if (place := target.remembered_version()) is not None]
+        require_newer(head, self._newest_head, seen, self._pinned_run, is_signed=self._trusted_keys is not None)
+        snapshot = read_snapshot(self.store, head, tag, None if last is None else last.run)
         newest = self._newest_head
         if newest is not None and newest.run != head.run:
             log.warning("%s: run %s has replaced run %s", self.store.url, head.run, newest.run)
@@ -332,19 +357,6 @@ class Subscriber(Receiver):
         self._snapshot = snapshot
         self._newest_head = head
         return snapshot
-
-    def _require_newer(self, head: HeadRecord) -> None:
-        """Refuse the head of another run than the pinned one, and heads older than what was seen."""
-        if self._pinned_run is not None and head.run != self._pinned_run:
-            raise Untrusted(f"the store has run {head.run}, this subscriber only follows run {self._pinned_run}")
-        seen = [place for target in self.targets if (place := target.remembered_version()) is not None]
-        if (last := self._newest_head) is not None:
-            seen.append((last.run, last.created, last.version))
-        for run, created, version in seen:
-            if head.run == run and head.version < version:
-                raise Untrusted(f"the store was rolled back: version {version} was seen, now it says {head.version}")
-            if self._trusted_keys is not None and head.run != run and head.created <= created:
-                raise Untrusted(f"the store was rolled back: run {head.run} is older than run {run}, which was seen")
 
     def _run_at(self, snapshot: StoreSnapshot, version: int) -> RunRecord:
         """The run, with the tensor table of a version."""
@@ -370,21 +382,17 @@ class Subscriber(Receiver):
             return
         versions = [version for version, digest in routes.versions(snapshot.index.steps).items() if digest == bits]
         if versions:
-            self._current = RunVersion(run.run, run.created, self._likely_version(run.run, versions), bits)
-
-    def _likely_version(self, run: str, versions: list[int]) -> int:
-        """Of versions with the same bits the one that is held: files may differ, which bits do not tell."""
-        remembered = [target.remembered_version() or ("", 0.0, -1) for target in self.targets if target.keeps_files]
-        known = {(run, version) for version in versions}
-        held = [version if (name, version) in known else min(versions) for name, _, version in remembered]
-        return min(held, default=max(versions))
+            self._current = RunVersion(run.run, run.created, likely_version(self.targets, run.run, versions), bits)
 
     def _route(self, snapshot: StoreSnapshot, goal: RunVersion) -> list[RouteStep]:
         """The steps that lead from the current version to another."""
-        current = self._current
-        start = (current.version, current.digest) if current is not None and current.run == goal.run else None
         holding = self._holding.name(self._table)
-        return routes.route(snapshot.index.steps, start, goal.version, self._profiles, holding)
+        return routes.route(snapshot.index.steps, self._start_in(goal.run), goal.version, self._profiles, holding)
+
+    def _start_in(self, run: str) -> tuple[int, Digest] | None:
+        """The version of a run that is held, and its digest; None for none."""
+        current = self._current
+        return (current.version, current.digest) if current is not None and current.run == run else None
 
     @property
     def _profiles(self) -> frozenset[str] | None:
@@ -392,14 +400,14 @@ class Subscriber(Receiver):
         limits = [target.profiles for target in self.targets if target.profiles is not None]
         return frozenset.intersection(*limits) if limits else None
 
-    # -- staging and committing ----------------------------------------------------------------------------------------
-
     def _stage(self, snapshot: StoreSnapshot, goal: RunVersion, steps: list[RouteStep], watch: Watch) -> SyncReport:
         run = self._run_at(snapshot, goal.version)
         self._accept_tensors(run.layout)
         is_anchor = bool(steps) and steps[0].base is None
         files: Mapping[str, bytes] | None = None
-        if any(target.keeps_files for target in self.targets) and (is_anchor or self._files_change(snapshot, goal)):
+        if any(target.keeps_files for target in self.targets) and (
+            is_anchor or files_change(snapshot, self._current, goal)
+        ):
             files = StoredFiles(self.store, snapshot.index.files_of(goal.version, run))
         with watch.stage("fetch"):
             fetch = transfer.Fetch(
@@ -462,14 +470,6 @@ class Subscriber(Receiver):
         is_first = self._is_store_empty and self._snapshot is None and coming.base == NOTHING
         is_next = current is not None and (coming.run, coming.base) == (current.run, current.digest)
         return coming.for_holding(self._holding.name(self._table)) if is_first or is_next else ()
-
-    def _files_change(self, snapshot: StoreSnapshot, goal: RunVersion) -> bool:
-        """Whether a version has other files than the one that is held, as far as the store can tell."""
-        current = self._current
-        oldest = min(routes.versions(snapshot.index.steps))
-        if current is None or current.run != goal.run or min(current.version, goal.version) < oldest:
-            return True
-        return snapshot.index.has_other_files(current.version, goal.version, snapshot.run)
 
     def _versions_behind(self, snapshot: StoreSnapshot) -> int | None:
         """How many versions the targets are behind the newest one; None if they hold none of the run."""

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ...errors import InvalidField, SparserlError
-from ..stores.base import COMING, require_name
+from ..stores.base import COMING, is_served, require_name
 from .connections import ADMIT, MAX_HEADER_BYTES
 from .head import HeadWatcher, ServedHead, open_object
 from .responses import (
@@ -150,7 +150,7 @@ class App:
             name = require_name(target.removeprefix("/"))
         except InvalidField:
             return refusal(404)
-        if "leases" in name.split("/"):
+        if not is_served(name):
             return refusal(404)
         for watcher in (self.head, self.coming):
             if name == watcher.name:

@@ -111,6 +111,11 @@ def require_name(name: str) -> str:
     return name
 
 
+def is_served(name: str) -> bool:
+    """Whether readers may have an object: not leases and pins, which change and are for publishers."""
+    return not {"leases", "pins"} & set(name.split("/"))
+
+
 def is_named_by_hash(name: str) -> bool:
     """Whether the name of an object ends with a SHA-256."""
     return _HASH.fullmatch(name.rpartition("/")[2]) is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...errors import InvalidField, LimitExceeded, NotFound, SessionError, StoreError, Truncated
 from ...files import Folder
-from .base import ObjectInfo, Store, StoredObject, exists, has_named_hash, is_named_by_hash
+from .base import ObjectInfo, Store, StoredObject, exists, has_named_hash, is_named_by_hash, is_served
 from .deadline import current, within
 from .folder import FolderStore
 
@@ -64,7 +64,7 @@ class MirrorStore:
             stored = self._store.get(name, max_bytes)
             if name == self._head:
                 self._remember(stored)
-            elif "leases" not in name.split("/"):
+            elif is_served(name):
                 self._keep(name, stored.data)  # for neighbours; its name does not tell whether it is undamaged
             return stored
         data = self._bytes(name, max_bytes)

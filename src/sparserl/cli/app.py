@@ -14,6 +14,7 @@ from . import (
     keys,
     log,
     patches,
+    pins,
     plan,
     publish,
     report,
@@ -34,7 +35,7 @@ app = typer.Typer(
     epilog="Weights are a .safetensors file or a Hugging Face checkpoint folder.",
 )
 for module in (
-    *(patches, squash, publish, follow, export, serve, log, fsck, keys, verify_engine),
+    *(patches, squash, publish, follow, export, serve, log, pins, fsck, keys, verify_engine),
     *(plan, report, doctor, warmup),
 ):
     app.add_typer(module.commands)

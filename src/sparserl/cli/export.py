@@ -30,6 +30,8 @@ _EPILOG = """Examples:
 
     sparserl export s3://bucket/run@103 --from 100 -o 100-103.patch
 
+    sparserl export s3://bucket/run --pin best -o best/
+
     sparserl export https://trainer:8000@7 --from 6 -o - | sparserl apply model/ - -o model/
 """
 
@@ -47,6 +49,9 @@ def export(
     first: Annotated[
         int | None, typer.Option("--from", metavar="VERSION", min=0, help="Write the patch from this version on.")
     ] = None,
+    pin: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The version of this pin, which may be one of an earlier run.")
+    ] = None,
     trusted_key: TrustedKeys = None,
     token_file: TokenFile = None,
     endpoint: Endpoint = None,
@@ -62,8 +67,10 @@ def export(
     if first is None and is_pipe(output):
         raise typer.BadParameter("a checkpoint is a folder; a patch, with --from, can go to stdout", param_hint="-o")
     url, version = split_version(source)
+    if pin is not None and version is not None:
+        raise typer.BadParameter("give a version or the name of a pin, not both")
     keys = read_trusted_keys(trusted_key)
-    with stored_run(StoreOptions(url, endpoint, region, token_file, ca), keys) as run:
+    with stored_run(StoreOptions(url, endpoint, region, token_file, ca), keys, pin) as run:
         last = run.head.version if version is None else version
         run.require(last)
         if first is not None:
@@ -76,12 +83,12 @@ def export(
 
 
 @contextmanager
-def stored_run(options: StoreOptions, keys: list[str] | None) -> Iterator[StoredRun]:
-    """The run of a store, with a progress bar for what is fetched of it."""
+def stored_run(options: StoreOptions, keys: list[str] | None, pin: str | None = None) -> Iterator[StoredRun]:
+    """The run of a store, or that of a pin up to its version, with a progress bar for what is fetched of it."""
     from ..session.store.stored_run import StoredRun
 
     with open_store(*options) as store, show.progress() as stage:
-        run = StoredRun.read(store, keys)
+        run = StoredRun.read(store, keys) if pin is None else StoredRun.at_pin(store, pin, keys)
         yield replace(run, progress=stage("fetch", run.run_at(run.head.version).layout.dense_bytes))
 
 

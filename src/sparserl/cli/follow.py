@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import NotFound, Unavailable
+from ..errors import NotFound, NotRetained, Unavailable
 from . import show
 from .keys import read_trusted_keys
 from .options import (
@@ -47,6 +47,8 @@ _EPILOG = """Examples:
 
     sparserl follow s3://bucket/run -o old/ --version 100
 
+    sparserl follow s3://bucket/run -o eval/ --every 10 --pin eval-1
+
     sparserl follow s3://bucket/run -o model/ --serve 0.0.0.0:9000
 
     sparserl follow s3://bucket/run -o model/ --near http://neighbour:9000
@@ -68,6 +70,14 @@ def follow(
     once: Annotated[bool, typer.Option("--once", help="Stop once the newest version is there.")] = False,
     version: Annotated[
         int | None, typer.Option(min=0, help="Fetch this version, older or newer, instead of the newest, and stop.")
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Take versions 0, N, 2N … in turn, starting with the newest of them."),
+    ] = None,
+    pin: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A pin that moves to each version in FOLDER, so that the store keeps it."),
     ] = None,
     trusted_key: TrustedKeys = None,
     token_file: TokenFile = None,
@@ -102,6 +112,8 @@ def follow(
 
     Ctrl-C, SIGTERM and --timeout end the command with exit code 0; a timeout before the first version, with 1.
     """
+    if version is not None and (every is not None or pin is not None):
+        raise typer.BadParameter("--version stops at one version; --every and --pin are for following")
     with _ended_by_signals():
         from ..targets import folder
         from ..transport.stores.opening import scheme_of
@@ -114,7 +126,7 @@ def follow(
         kept = Path(f"{output}-mirror") if mirror is None and serve is not None else mirror
         options = {"run": run, "threads": threads, "near": near or (), "serve": serve, "mirror": kept, "token": token}
         with open_store(url, endpoint, region, store_token, ca) as store, contextlib.closing(target):
-            follower = _Follower(store, target, keys, version=version, json=json, **options)
+            follower = _Follower(store, target, keys, version=version, every=every, pin=pin, json=json, **options)
             with contextlib.closing(follower):
                 follower.follow(once or version is not None, None if timeout is None else parse_seconds(timeout))
 
@@ -129,6 +141,8 @@ class _Follower:
         keys: list[str] | None,
         *,
         version: int | None,
+        every: int | None,
+        pin: str | None,
         json: bool,
         **options: Any,
     ) -> None:
@@ -138,6 +152,8 @@ class _Follower:
         self._keys = keys
         self._json = json
         self._version = version
+        self._every = every
+        self._pin = pin
         self._advance: Progress | None = None
         self._subscriber: Subscriber = Subscriber(store, target, trusted_keys=keys, progress=self._progress, **options)
         if (served_url := self._subscriber.served_url) is not None:
@@ -157,7 +173,7 @@ class _Follower:
                 self._first(deadline, wait=not once or timeout is not None)
                 if once:
                     return
-                self._subscriber.follow(on_commit=self._report, timeout=deadline.left)
+                self._subscriber.follow(every=self._every, pin=self._pin, on_commit=self._report, timeout=deadline.left)
                 show.note(self._position())
         except KeyboardInterrupt:
             show.note(self._position())
@@ -169,10 +185,10 @@ class _Follower:
         trouble = TroubleLog(self._subscriber.store.url)
         while True:
             try:
-                report = self._sync_with_progress()
+                reports = self._sync_with_progress()
                 break
-            except (NotFound, Unavailable) as error:
-                if not wait:
+            except (NotFound, Unavailable, NotRetained) as error:
+                if not wait or (isinstance(error, NotRetained) and self._every is None):
                     raise
                 if not deadline.over:
                     trouble.waiting(error)
@@ -180,9 +196,9 @@ class _Follower:
                 if deadline.over:
                     raise
         trouble.over()
-        if report is None:
+        if not reports:
             show.note(f"already at version {self._subscriber.version}")
-        else:
+        for report in reports:
             self._report(report)
         if not (self._target.current / "config.json").exists():
             show.note(
@@ -190,8 +206,8 @@ class _Follower:
                 "publisher the files of the checkpoint: Publisher(url, model, files=...)"
             )
 
-    def _sync_with_progress(self) -> SyncReport | None:
-        """The first sync, which may have to fetch everything."""
+    def _sync_with_progress(self) -> list[SyncReport]:
+        """The first sync, which may have to fetch everything; or, with --every, the first ones."""
         from ..session.store import routes
         from ..session.store.retention import read_head, read_index
 
@@ -201,11 +217,18 @@ class _Follower:
         digest = routes.versions(steps).get(version) if run == head.run else None
         start = None if digest is None else (version, digest)
         goal = head.version if self._version is None else self._version
+        if self._every is not None:
+            goal = next((version for version, _ in routes.next_multiples(steps, start, self._every)), goal)
         route = routes.route(steps, start, goal) if goal in routes.versions(steps) else []
         with show.progress() as stage:
             self._advance = stage("fetch", sum(step.bytes for step in route))
             try:
-                return self._subscriber.sync(self._version)
+                if self._every is None and self._pin is None:
+                    report = self._subscriber.sync(self._version)
+                    return [] if report is None else [report]
+                reports: list[SyncReport] = []
+                self._subscriber.follow(once=True, every=self._every, pin=self._pin, on_commit=reports.append)
+                return reports
             finally:
                 self._advance = None
 

@@ -12,6 +12,7 @@ from ..humanize import age
 from . import show
 from .keys import read_trusted_keys
 from .options import SESSIONS, CertificateFile, Endpoint, Json, Region, TokenFile, TrustedKeys, Url
+from .pins import pin_line, pin_values
 from .reporting import reporting
 from .stores import open_store
 
@@ -40,9 +41,10 @@ def log(
     """List the anchors and patches of a run, newest version last.
 
     An anchor holds all weights. A patch leads from one version to the next, a squashed patch over several versions.
-    Density is the share of elements that changed; bits/change is what was sent for each changed element.
+    Density is the share of elements that changed; bits/change is what was sent for each changed element. Pins follow.
     """
     from ..session.store.layouts import run_at
+    from ..session.store.pins import intact_pins
     from ..session.store.retention import read_head, read_index, read_run
 
     keys = read_trusted_keys(trusted_key)
@@ -51,11 +53,14 @@ def log(
         index = read_index(store, head)
         run = run_at(store, read_run(store, head), index, head.version)
         elements = {step.version: run_at(store, run, index, step.version).layout.elements for step in index.steps}
+        pins = list(intact_pins(store)) if store.writable else None  # others cannot list them
     steps = sorted(index.steps, key=lambda step: (step.version, step.base is not None, -(step.base or 0)))
     if json:
-        show.result(True, {"url": url, **_values(head, run, index, steps, elements)})
+        values = {"url": url, **_values(head, run, index, steps, elements)}
+        show.result(True, values | {"pins": None if pins is None else [pin_values(pin) for pin in pins]})
     else:
-        show.result(False, {}, *_lines(head, run, index, steps, elements))
+        lines = [pin_line(pin, head.run) for pin in pins or ()]
+        show.result(False, {}, *_lines(head, run, index, steps, elements), *lines)
 
 
 def _values(

@@ -14,7 +14,7 @@ from ..logs import log
 from ..receiver import RunVersion
 from . import routes
 from .label import Label
-from .pins import Pin, checked_pin_name, intact_pins, pin_path, read_pin, steps_of_pins, stored_pins
+from .pins import Pin, checked_pin_name, intact_pins, pin_path, read_pin, require_pinnable, steps_of_pins, stored_pins
 from .records import Index, RouteStep, RunRecord
 from .retention import get_head, read_head, read_index
 from .signing import PublicKeys
@@ -104,12 +104,6 @@ def _writable(url: str | Path | Store) -> Iterator[Store]:
     finally:
         if store is not url:
             store.close()
-
-
-def require_pinnable(store: Store) -> None:
-    """Refuse a store that pins cannot be written to."""
-    if not store.writable:
-        raise SessionError(f"{store.url} can only be read; pin in the folder or object store that it serves")
 
 
 def pin_version(
@@ -209,23 +203,24 @@ class OwnPin:
 
     Args:
         store: Where the pin is written.
-        name: Its name, which no other pin may have.
+        name: Its name, which no other pin may have; None for no pin.
         trusted_keys: As those of the subscriber.
 
     Raises:
         SessionError: The name cannot be used, or the store can only be read.
     """
 
-    def __init__(self, store: Store, name: str, trusted_keys: PublicKeys | None) -> None:
+    def __init__(self, store: Store, name: str | None, trusted_keys: PublicKeys | None) -> None:
         self._store = store
-        self._name = checked_pin_name(name)
+        self._name = None if name is None else checked_pin_name(name)
         self._trusted_keys = trusted_keys
         self._last: RunVersion | None = None  # that was pinned, or could not be
-        require_pinnable(store)
+        if name is not None:
+            require_pinnable(store)
 
     def move(self, held: RunVersion | None) -> None:
         """Pin a version, and with that unpin the last one; what cannot be pinned is logged."""
-        if held is None or held == self._last:
+        if self._name is None or held is None or held == self._last:
             return
         self._last = held
         try:

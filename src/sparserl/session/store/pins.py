@@ -101,6 +101,12 @@ def pin_path(name: str) -> str:
     return _PREFIX + checked_pin_name(name)
 
 
+def require_pinnable(store: Store) -> None:
+    """Refuse a store that pins cannot be written to."""
+    if not store.writable:
+        raise SessionError(f"{store.url} can only be read; pins are in the folder or object store that it serves")
+
+
 def read_pin(store: Store, name: str) -> tuple[Pin, str]:
     """A pin, and its tag in the store.
 

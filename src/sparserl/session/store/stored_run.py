@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ...errors import NotRetained, TensorMismatch
+from ...errors import NotFound, NotRetained, TensorMismatch
 from ...parallel import Progress
 from ...patch import Patch, diff
 from ...transport.stores.base import Store
@@ -17,6 +17,7 @@ from ..arrival import arriving_weights
 from ..parts import apply_to_parts, cut, decodable_places
 from . import routes, transfer
 from .layouts import run_at
+from .pins import read_pin, require_pinnable
 from .records import HeadRecord, Index, RouteStep, RunRecord
 from .retention import read_head, read_index, read_run
 from .side_files import StoredFiles
@@ -45,6 +46,25 @@ class StoredRun:
     def read(cls, store: Store, trusted_keys: PublicKeys | None = None) -> StoredRun:
         """The run as it is now; where keys are given, one of them must have signed it."""
         return cls.of(store, read_head(store, trusted_keys)[0])
+
+    @classmethod
+    def at_pin(cls, store: Store, name: str, trusted_keys: PublicKeys | None = None) -> StoredRun:
+        """The run of a pin, as if its version were the newest; where keys are given, one must have signed its head.
+
+        Raises:
+            NotFound: There is no such pin.
+            NotRetained: Its version is gone.
+        """
+        require_pinnable(store)
+        pin, _ = read_pin(store, name)
+        head = pin.head(trusted_keys)
+        try:
+            stored = cls.of(store, head)
+        except NotFound as error:
+            raise NotRetained(f"{store.url}: pin {name}: version {pin.version} of run {pin.run} is gone") from error
+        if stored.digests.get(pin.version) != pin.digest:
+            raise NotRetained(f"{store.url}: pin {name}: its index does not lead to version {pin.version}")
+        return replace(stored, head=replace(head, version=pin.version, digest=pin.digest))
 
     @classmethod
     def of(cls, store: Store, head: HeadRecord, progress: Progress | None = None) -> StoredRun:

@@ -251,9 +251,8 @@ class Subscriber(Receiver):
             Unavailable: Time is up, and no version could be fetched.
             SparserlError: A version cannot be used, or with `once`, the store cannot be reached.
         """
-        if every is not None:
-            require_count("every", every)
-        own_pin = None if pin is None else OwnPin(self.store, pin, self._trusted_keys)
+        require_count("every", 1 if every is None else every)
+        own_pin = OwnPin(self.store, pin, self._trusted_keys)
         trouble = TroubleLog(self.store.url)
         awaited_head = None
         known = self._snapshot
@@ -266,8 +265,7 @@ class Subscriber(Receiver):
                         with within(stop=stop) as staging:  # a commit, and telling the store of it, is not cut off
                             staged = self.stage() if every is None else self._stage_multiple(every, once)
                         report = None if staged is None else self.commit()
-                        if own_pin is not None:
-                            own_pin.move(self._current)
+                        own_pin.move(self._current)
                 except (NotFound, Unavailable) as error:
                     if once:
                         raise
@@ -288,6 +286,8 @@ class Subscriber(Receiver):
                 with within(stop=stop):
                     known = self._snapshot
                     patience = 30.0 if stop is None and not trouble.reason else 1.0  # trouble can end with the old head
+                    if every is not None and report is not None:
+                        patience = 0.0  # the next multiple may be there already
                     awaited_head = self._wait_for_change(min(patience, deadline.left))
 
     def _stage_multiple(self, every: int, once: bool) -> SyncReport | None:

@@ -94,8 +94,8 @@ class Trainer:
             model = with_lora(model, options)
         self.model = model.to(options.device)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0)
-        self._published = weights.Published(self.model, self._optimizer, options)
+        self.optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0)
+        self._published = weights.Published(self.model, self.optimizer, options)
         if options.sparse:
             self._publisher = self._way.publisher(options, self._published, [self._recorder])
 
@@ -140,9 +140,9 @@ class Trainer:
                 t[part].to(options.device) for t in (found.tokens, found.old, advantages, found.mask)
             )
             loss = ALGORITHMS[options.algorithm](policy.log_probs(self.model, tokens), old, gained, mask)
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             loss.backward()
-            self._optimizer.step()
+            self.optimizer.step()
 
     def _publish(self, version: int, found: Rollouts | None, staleness: int) -> Sync:
         """Send the weights on their way, in each form that the modes ask for."""

@@ -76,6 +76,7 @@ def publish(
         typer.Option(min=0, metavar="TIMES", help="Write an anchor when the patches since the last add up to so many."),
     ] = 1.0,
     keep_anchors: Annotated[int, typer.Option(min=1, metavar="N", help="How many anchors stay in the store.")] = 2,
+    keep_all: Annotated[bool, typer.Option("--keep-all", help="Keep every version in the store.")] = False,
     grace: Annotated[
         str, duration_option("How long objects stay in the store after nothing refers to them: 30s, 10m, 2h.")
     ] = "10m",
@@ -117,7 +118,7 @@ def publish(
             profile=profile,
             link=link,
             anchor_after=anchor_after,
-            keep_anchors=keep_anchors,
+            keep_anchors=None if keep_all else keep_anchors,
             grace=parse_seconds(grace),
             lease=parse_seconds(lease),
             threads=threads,

@@ -39,14 +39,14 @@ class RetentionOptions:
     """When anchors and squashed patches are written, and what stays in the store; see `Publisher`."""
 
     anchor_after: float
-    keep_anchors: int
+    keep_anchors: int | None  # None for all
     ladder: tuple[int, int] | None
     grace: float
     lease: float
 
     def __post_init__(self) -> None:
         require_number("anchor_after", self.anchor_after, 0)
-        require_count("keep_anchors", self.keep_anchors)
+        require_count("keep_anchors", 1 if self.keep_anchors is None else self.keep_anchors)
         require_number("grace", self.grace, 0)
         require_number("lease", self.lease, 0)
         if self.ladder is not None:
@@ -122,6 +122,8 @@ class Maintenance:
         self._are_pins_due = True
 
         def add(steps: Steps) -> Steps:
+            if self._options.keep_anchors is None:
+                return (*steps, step)
             now = self._writer.clock()
             leased = [lease.version for lease in self._writer.leases() if now - lease.time < self._options.lease]
             pinned = self._pinned_steps(steps)

@@ -67,7 +67,7 @@ class Publisher(RunPublisher):
             `measured`: as it was in the last 32 transfers of publisher and subscribers, who write that to their
             leases. For None, and where no subscriber has told of it yet, `auto` takes the smallest.
         anchor_after: An anchor is written when the patches since the last one add up to this many times its bytes.
-        keep_anchors: How many anchors stay in the store.
+        keep_anchors: How many anchors stay in the store, with the versions since the oldest; None to keep all versions.
         ladder: Squashed patches are written over so many versions, twice as many and so on, from the first number up
             to the second, where they take less than the patches they stand for. Late subscribers take them. None for
             no squashed patches.
@@ -108,7 +108,7 @@ class Publisher(RunPublisher):
         profile: str = "auto",
         link: str | None = "measured",
         anchor_after: float = 1.0,
-        keep_anchors: int = 2,
+        keep_anchors: int | None = 2,
         ladder: tuple[int, int] | None = (8, 64),
         grace: float = 600.0,
         lease: float = 120.0,

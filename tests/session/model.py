@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tests.session.model_pins import pinner_moves
 from tests.session.model_state import (
     JUNK,
     OTHER,
@@ -34,6 +35,7 @@ from tests.session.model_state import (
     fetch,
     get,
     needed,
+    needed_by_pin,
     old_objects,
     route,
     spend,
@@ -56,11 +58,13 @@ class Machine:
         yield from self._trainer(state)
         yield from self._late(state)
         yield from self._collector(state)
+        if self.bounds.pins:
+            yield from pinner_moves(state, self.protocol)
         for index, publisher in enumerate(state.publishers):
             name = "P" if len(state.publishers) == 1 else f"P{index + 1}"
             for label, after in self._publisher(state, publisher, index):
                 yield f"{name}: {label}", after, False
-        for label, after, free in self._subscriber(state):
+        for label, after, free in self._subscriber(state) if self.bounds.targets else ():
             yield f"S: {label}", after, free
 
     # -- the trainer ---------------------------------------------------------------------------------------------------
@@ -89,6 +93,8 @@ class Machine:
             yield from self._begin(state, p, become)
         elif p.at in ("saving", "saved"):
             yield from self._save(state, p, become)
+        elif p.at == "looking":
+            yield from self._look(state, p, become)
         elif p.at != "fenced":
             yield from self._publish(state, p, become)
 
@@ -97,14 +103,15 @@ class Machine:
         assert p.work is not None
         if p.at == "unsure" and p.work.kind == "patch":
             return {"unsure": p.work}
-        if p.at != "moved" or p.work.kind == "anchor":
+        if p.at != "moved" or p.work.kind in ("anchor", "pins"):
             return {}
         known = {"now": None} if self.protocol.baseline_forgotten else {}
         return {"tag": p.work.serial, **known}
 
     def _starts(self, state: State, become: Any) -> Iterator[tuple[str, State]]:
         tag = None if state.head is None else state.head.nonce
-        yield "starts without state", become(state, at="idle", tag=tag)
+        due = "start" if self.bounds.pins else ""
+        yield "starts without state", become(state, at="idle", tag=tag, pins_due=due)
         if state.disk is not None and state.head is not None:
             now = None
             run, version, bits = state.disk
@@ -120,7 +127,7 @@ class Machine:
                     return  # the start fails
                 if way is not None and at == state.head.bits:
                     now = Now(run, state.head.created, state.head.version, at, steps)
-            yield "starts with state", become(state, at="idle", tag=tag, now=now)
+            yield "starts with state", become(state, at="idle", tag=tag, now=now, pins_due=due)
 
     def _begin(self, state: State, p: Publisher, become: Any) -> Iterator[tuple[str, State]]:
         if p.unsure is not None and state.head is not None and state.head.nonce == p.unsure.serial:
@@ -193,20 +200,34 @@ class Machine:
         elif p.at == order[-1]:
             yield from self._swap(state, p, become)
         else:
+            what = order[order.index(p.at) + 1]
+            if what == "index" and self.bounds.pins:
+                pinned = self._pinned(state, work.run) if work.kind in ("anchor", "pins") else ()
+                is_late = p.pins_due == "start" and not {*pinned} <= {*work.known}
+                work = work._replace(pinned=() if is_late else pinned)
             puts = {
                 "bucket": (bucket, (work.base, work.bits)),
                 "second bucket": ((*bucket, "second"), (work.base, work.bits)),
                 "manifest": (manifest, (self._buckets(bucket), work.base, work.bits)),
                 "index": (self._index(work), self._steps(work)),
             }
-            what = order[order.index(p.at) + 1]
-            yield f"puts {what}", become(self._put(state, *puts[what], work.serial), at=what)
+            yield f"puts {what}", become(self._put(state, *puts[what], work.serial), at=what, work=work)
+
+    def _pinned(self, state: State, run: int) -> tuple[Step, ...]:
+        """The steps that a pin of a run needs, if what leads to them is there."""
+        pinner = state.pinner
+        try:
+            return pinner.way if pinner.is_written and pinner.run == run and get(state, pinner.index) else ()
+        except Missing:
+            return ()
 
     def _steps(self, work: Work) -> tuple[Step, ...]:
+        if work.kind == "pins":
+            return (*(step for step in work.pinned if step not in work.known), *work.known)
         manifest = self._names(work)[1]
         base = None if work.base is None else work.version - 1
         step = Step(base, work.version, work.base, work.bits, manifest)
-        return (*work.known, step) if work.kind == "patch" else (step,)
+        return (*work.known, step) if work.kind == "patch" else (*work.pinned, step)
 
     def _swap(self, state: State, p: Publisher, become: Any) -> Iterator[tuple[str, State]]:
         work = p.work
@@ -271,15 +292,19 @@ class Machine:
                 return
         now = Now(work.run, work.created, work.version, work.bits, self._steps(work))
         fields: dict[str, Any] = {"now": now, "tag": work.serial, "unsure": None}
+        if work.kind == "pins":
+            yield "baseline follows", become(state, at="idle", work=None, **fields, pins_due="")
+            return
         if work.kind != "patch":
             yield "baseline follows", become(state, at="saving", **fields)
             return
-        yield "baseline follows", become(state, at="idle", work=None, **fields)
+        yield "baseline follows", become(state, at="looking" if p.pins_due else "idle", work=None, **fields)
         if state.left.anchors:
             anchor = Work(
                 "anchor", work.run, work.created, work.version, None, work.bits, work.bits, state.serial, now.steps
             )
             after = spend(state, "anchors")._replace(serial=state.serial + 1)
+            fields["pins_due"] = "retention" if self.bounds.pins else ""
             yield "baseline follows; an anchor is due", become(after, at="captured", work=anchor, **fields)
 
     def _save(self, state: State, p: Publisher, become: Any) -> Iterator[tuple[str, State]]:
@@ -289,7 +314,25 @@ class Machine:
             yield "saves the anchor", become(state._replace(disk=None), at="saved")
         else:
             disk = (work.run, work.version, work.bits)
-            yield "saves what it is the anchor of", become(state._replace(disk=disk), at="idle", work=None)
+            at = "looking" if p.pins_due else "idle"
+            yield "saves what it is the anchor of", become(state._replace(disk=disk), at=at, work=None)
+
+    def _look(self, state: State, p: Publisher, become: Any) -> Iterator[tuple[str, State]]:
+        """Look whether the index lacks what a pin needs."""
+        now = p.now
+        assert now is not None
+        if state.left.faults:
+            yield "cannot look at pins", become(spend(state, "faults"), at="idle")
+        if set(self._pinned(state, now.run)) <= set(now.steps) or not self.protocol.pins_looked_after:
+            yield "looks at pins: all is there", become(state, at="idle", pins_due="")
+        elif p.pins_due == "start":
+            yield "looks at pins: too late for one of them", become(state, at="idle")
+        else:
+            ends = now.version, None, now.bits, now.bits
+            pinned = self._pinned(state, now.run)
+            work = Work("pins", now.run, now.created, *ends, state.serial, now.steps, pinned)
+            after = state._replace(serial=state.serial + 1)
+            yield "looks at pins: one needs more", become(after, at="manifest", work=work)
 
     # -- the garbage collector -----------------------------------------------------------------------------------------
 
@@ -310,6 +353,8 @@ class Machine:
         elif self.protocol.list_then_head:
             assert state.head is not None
             gone = names - needed(state, state.head)
+            if self.protocol.pins_collected_for:
+                gone -= needed_by_pin(state)
             yield "collector: reads head and what it needs", state._replace(collector=("deleting", gone)), False
         else:
             gone = old_objects(state) - names

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from tests.session.model import Machine
+from tests.session.model_pins import is_led_to
 from tests.session.model_state import Bounds, Entry, Missing, Protocol, State, get, route
 
 EXACT = "a subscriber reports a version and holds other bits"
@@ -14,12 +15,14 @@ MEANING = "a version has changed its meaning"
 TRUE = "a version is not what the trainer had when it published"
 FOLLOWS = "a version does not follow from the committed one"
 FENCED = "a publisher that was fenced off has moved the head"
+PINNED = "a pinned version is gone"
+INDEXED = "a pinned version is not in the index of its run, and nobody will put it there"
 AGREE = "the subscriber never comes to agree with the head"
 
 
 def violation(state: State) -> str | None:
     """What is wrong with a state."""
-    return _wrong_log(state.log) or _wrong_head(state) or _wrong_report(state)
+    return _wrong_log(state.log) or _wrong_head(state) or _wrong_report(state) or _wrong_pin(state)
 
 
 def _wrong_log(log: tuple[Entry, ...]) -> str | None:
@@ -68,8 +71,29 @@ def _wrong_report(state: State) -> str | None:
     return None if meant and all(bits == meant[0] for bits in s.bits) else EXACT
 
 
+def _wrong_pin(state: State) -> str | None:
+    """What was pinned can be read, by its pin; and by the head, unless a publisher still has to look at pins."""
+    pinner = state.pinner
+    if pinner.at != "pinned":
+        return None
+    try:
+        get(state, pinner.index)
+        for step in pinner.way:
+            buckets, base, bits = get(state, step.manifest)
+            if any(get(state, bucket) != (base, bits) for bucket in buckets):
+                return PINNED
+    except Missing:
+        return PINNED
+    has_looked = all(p.at == "idle" and not p.pins_due for p in state.publishers)
+    if has_looked and state.head is not None and state.head.run == pinner.run and not is_led_to(state):
+        return INDEXED
+    return None
+
+
 def agrees(state: State) -> bool:
     s, head = state.subscriber, state.head
+    if not s.bits:
+        return True
     if s.at != "idle":
         return False
     if head is None:

@@ -32,6 +32,9 @@ class Protocol:
     held_with_bits: bool = True  # what is reported changes with the bits
     only_if_applied: bool = True  # a version that could not be applied is not reported
     undo: bool = True  # a target that has committed is taken back when a later one fails
+    pins_collected_for: bool = True  # what a pin needs is no garbage
+    pins_looked_after: bool = True  # when retention has moved the head, it looks at pins, and puts back what they need
+    pin_checked: bool = True  # whoever has written a pin looks whether the version is still there
     same_buckets: bool = True  # what was fetched before an outage is used for the same buckets, and no others
 
 
@@ -40,13 +43,16 @@ class Bounds:
     """How far to go: numbers of things that happen at most, and what takes part."""
 
     publishers: int = 1
-    targets: tuple[str, ...] = ("module",)  # a module forgets its bits with the process, a folder keeps them
+    targets: tuple[str, ...] = (
+        "module",
+    )  # a module forgets its bits with the process, a folder keeps them; () for none
     changes: int = 2
     publishes: int = 2
     anchors: int = 0
     crashes: int = 1
     faults: int = 1
     collects: int = 0
+    pins: int = 0  # 1: somebody pins a version
     streams: bool = False  # a patch has two buckets, which are put and fetched one by one; a fetch that failed goes on
 
 
@@ -99,6 +105,7 @@ class Work(NamedTuple):
     meant: int
     serial: int
     known: tuple[Step, ...]
+    pinned: tuple[Step, ...] = ()  # that the index must have because of a pin
 
 
 class Publisher(NamedTuple):
@@ -107,6 +114,7 @@ class Publisher(NamedTuple):
     now: Now | None = None
     work: Work | None = None
     unsure: Work | None = None  # a publish that was given up while it was open whether the head had moved
+    pins_due: str = ""  # why to look at pins: "retention" may have removed what was being pinned; a "start"
 
 
 class Held(NamedTuple):
@@ -124,6 +132,21 @@ class Subscriber(NamedTuple):
     route: tuple[Step, ...] = ()
     staged: tuple[Held, tuple[int, ...], tuple[int, ...]] | None = None  # what, new bits, bits before
     fetched: tuple[tuple[tuple, Any], ...] = ()  # names and contents of buckets that have arrived
+
+
+class Pinner(NamedTuple):
+    """Who pins a version, and the pin: it is in the store when `at` is put, pinned or killed."""
+
+    at: str = "idle"
+    run: int = 0
+    version: int = 0
+    bits: int = 0
+    index: tuple = ()
+    way: tuple[Step, ...] = ()  # from an anchor to the version
+
+    @property
+    def is_written(self) -> bool:
+        return self.at in ("put", "pinned", "killed")
 
 
 class Left(NamedTuple):
@@ -147,6 +170,7 @@ class State(NamedTuple):
     publishers: tuple[Publisher, ...]
     subscriber: Subscriber
     collector: tuple[str, frozenset] = ("idle", frozenset())  # where it is, and the names it knows so far
+    pinner: Pinner = Pinner()
 
 
 Move = tuple[str, State, bool]  # what happened, what came of it, whether the subscriber did it unforced
@@ -195,6 +219,22 @@ def needed(state: State, head: Head) -> set[tuple]:
     names = {head.index}
     for step in get(state, head.index):
         names |= {step.manifest, *get(state, step.manifest)[0]}
+    return names
+
+
+def needed_by_pin(state: State) -> set[tuple]:
+    """What a pin needs, or one that is being made or put back: the grace is longer than that takes."""
+    pinner = state.pinner
+    steps = {step for p in state.publishers if p.work is not None for step in p.work.pinned}
+    names = set()
+    if pinner.is_written or pinner.at == "looked":
+        names = {pinner.index}
+        steps |= {*pinner.way}
+    for step in steps:
+        try:
+            names |= {step.manifest, *get(state, step.manifest)[0]}
+        except Missing:
+            continue
     return names
 
 

@@ -25,6 +25,12 @@ EXPLORED = {
         Bounds(publishes=3, changes=1, anchors=1, crashes=0, faults=0, collects=1),
         30_000,
     ),
+    "pins, with anchors and garbage": (
+        Bounds(changes=0, anchors=1, crashes=0, faults=0, collects=1, pins=1, targets=()),
+        2_000,
+    ),
+    "pins, one killed": (Bounds(changes=0, anchors=1, faults=0, collects=1, pins=1, targets=()), 2_000),
+    "pins, with lost and late replies": (Bounds(changes=0, anchors=1, crashes=0, pins=1, targets=()), 1_500),
     "streams, with outages": (Bounds(changes=1, crashes=0, faults=2, streams=True), 8_000),
     "streams, one killed": (STREAM, 10_000),
     "streams, with garbage and outages": (
@@ -68,7 +74,11 @@ ONE = Bounds(crashes=0, faults=0)
 FAULT = Bounds(publishes=3, crashes=0)
 CRASH = Bounds(faults=0)
 TWO = Bounds(publishers=2, publishes=3, changes=1, crashes=0, faults=0)
+PINS = Bounds(changes=0, anchors=1, crashes=0, faults=0, collects=1, pins=1, targets=())
 HOLES = {
+    "garbage that a pin needs": Hole(Protocol(pins_collected_for=False), PINS, model_search.PINNED, 21),
+    "pins that retention does not look after": Hole(Protocol(pins_looked_after=False), PINS, model_search.INDEXED, 27),
+    "pins of versions that went meanwhile": Hole(Protocol(pin_checked=False), PINS, model_search.INDEXED, 27),
     "baseline advances before the head": Hole(Protocol(baseline_after_head=False), FAULT, model_search.FOLLOWS, 17),
     "head before buckets": Hole(Protocol(head_last=False), ONE, model_search.WHOLE, 5),
     "unconditional put of the head": Hole(Protocol(conditional=False), TWO, model_search.FENCED, 20),

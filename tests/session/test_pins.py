@@ -207,30 +207,37 @@ def test_a_version_that_is_removed_while_it_is_being_pinned_is_refused(url):
     assert [pin.name for pin in sparserl.pins(url)] == ["kept"]
 
 
-@pytest.mark.parametrize("moment", ["head is written", "publisher is killed"])
+@pytest.mark.parametrize("moment", ["it looks", "its next life looks", "it is too late"])
 def test_a_version_that_is_pinned_while_retention_removes_it_comes_back(url, moment):
-    """Whoever pins it sees it in the store, then the head moves without it: the publisher, or its next life, sees."""
-    run = Run(url, grace=600.0)
+    """Whoever pins it sees it in the store, then the head moves without it: the publisher, or its next life, sees.
+
+    After the grace nothing is put back, so that no head leads to what a collection may be deleting. The pin leads there.
+    """
+    run = Run(url, grace=600.0, clock=time.time)
     run.publish(3)
     oldest = min(run.versions)
     store = FolderStore(url.removeprefix("file://"))
     late = lambda: sparserl.pin(store, oldest, name="late")  # noqa: E731
     meddler = Meddler(run.store, "swap", "head.json", late, skip=1)  # the patch, and then the anchor
     run.publisher._run_writer._head._store = meddler
-    if moment == "publisher is killed":
-        run.publisher._maintenance._add_pinned_if_due = lambda version: None
+    if moment != "it looks":
+        run.publisher._maintenance._add_pinned_if_due = lambda version: None  # as if it were killed
     run.publish()
-    [pin] = sparserl.pins(url)
-    assert pin.version == oldest
+    assert [pin.version for pin in sparserl.pins(url)] == [oldest]
     assert pinned(url, "late") == run.weights[oldest]
-    if moment == "publisher is killed":
+    if moment != "it looks":
         assert oldest not in run.versions
         collect(store, 0.0, clock=lambda: time.time() + 1e6)
         assert pinned(url, "late") == run.weights[oldest]
+        later = 0 if moment == "its next life looks" else 601
+        run.options["clock"] = lambda: time.time() + later
         run.publisher = Publisher(url, run.policy.weights, **run.options)
         run.publish()
-    assert oldest in run.versions
-    assert run.fetched(oldest) == run.weights[oldest]
+    if moment == "it is too late":
+        assert oldest not in run.versions
+        assert pinned(url, "late") == run.weights[oldest]
+    else:
+        assert run.fetched(oldest) == run.weights[oldest]
     assert list(faults(store)) == []
 
 

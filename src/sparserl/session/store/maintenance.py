@@ -87,7 +87,7 @@ class Maintenance:
         is_alone = writer.writers.size == 1  # `sparserl squash` makes squashed patches of what several writers publish
         self._ladder = Ladder(*options.ladder) if options.ladder is not None and is_alone else None
         self._notes: list[str] = []
-        self._pins = PublishedPins(writer.store, trusted_keys)
+        self._pins = PublishedPins(writer.store, trusted_keys, options.grace)
         self._are_pins_due = True  # whether retention may have removed what was being pinned
 
     @property
@@ -136,7 +136,7 @@ class Maintenance:
         committed = self._writer.committed
         if committed is None:
             return ()
-        return self._pins.steps(committed.run, replace(committed.index, steps=steps))
+        return self._pins.steps(committed.run, replace(committed.index, steps=steps), self._writer.clock())
 
     def add_changes(self, version: int, changes: CapturedChanges) -> None:
         """One more version for the ladder; where that fails, late subscribers take longer, and nothing else."""

@@ -245,18 +245,21 @@ class PublishedPins:
     Args:
         store: The store.
         trusted_keys: Keys of which one must have signed the head of a pin; None where heads are not signed.
+        grace: How many seconds objects stay in the store after nothing refers to them.
     """
 
-    def __init__(self, store: Store, trusted_keys: PublicKeys | None) -> None:
+    def __init__(self, store: Store, trusted_keys: PublicKeys | None, grace: float) -> None:
         self._store = store
         self._trusted_keys = trusted_keys
+        self._grace = grace
         self._ignored: set[str] = set()  # what was logged
 
-    def steps(self, run: RunRecord, index: Index) -> tuple[RouteStep, ...]:
-        """The steps that lead to pinned versions of a run, of which this is the index.
+    def steps(self, run: RunRecord, index: Index, now: float) -> tuple[RouteStep, ...]:
+        """The steps that lead to pinned versions of a run, of which this is the index at a time.
 
-        They may be missing there, if a version was pinned while retention removed it. Where it also forgot the files
-        or the tensor table of the version, only the pin leads to it.
+        They may be missing there, if a version was pinned while retention removed it. Then they can be put back within
+        the grace, in which nobody deletes what the head led to; later, or where retention forgot the files or the
+        tensor table of the version, only the pin leads to it.
         """
         pins: list[Pin] = []
         for pin in stored_pins(self._store):
@@ -271,8 +274,11 @@ class PublishedPins:
         lost: list[Pin] = []
         steps: list[RouteStep] = []
         for pinned in steps_of_pins(self._store, pins, lost):
-            if _fits(pinned.index, pinned.steps, index, run):
-                steps += pinned.steps
+            recent = {pin.version for pin in pinned.pins if now - pin.time < self._grace}
+            put_back = routes.from_anchors(pinned.index.steps, recent) if recent else ()
+            if _fits(pinned.index, put_back, index, run):
+                steps += put_back
+            steps += [step for step in pinned.steps if step in index.steps]
         for pin in lost:
             self._ignore(f"pin {pin.name}: version {pin.version} is gone; remove the pin with `sparserl unpin`")
         return tuple(steps)

@@ -211,7 +211,7 @@ def test_a_version_that_is_removed_while_it_is_being_pinned_is_refused(url):
 def test_a_version_that_is_pinned_while_retention_removes_it_comes_back(url, moment):
     """Whoever pins it sees it in the store, then the head moves without it: the publisher, or its next life, sees.
 
-    After the grace nothing is put back, so that no head leads to what a collection may be deleting. The pin leads there.
+    After the grace nothing is put back, so that no head leads to what is being deleted. The pin leads there.
     """
     run = Run(url, grace=600.0, clock=time.time)
     run.publish(3)

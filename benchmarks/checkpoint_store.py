@@ -188,6 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--warm-up", type=int, default=200, help="steps before RL begins")
     parser.add_argument("--every", type=int, default=5, help="measure zstd -19 on every so many steps")
+    parser.add_argument(
+        "--saved", type=Path, help="measure the steps in this folder, KIND/STEP.safetensors, of such a run"
+    )
     parser.add_argument("-o", "--output", type=Path, default=_HOME, help="where checkpoint_store.json and .md go")
     options = parser.parse_args(arguments)
     rl = Options(
@@ -199,13 +202,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         staleness=0,
         modes=("update",),
     )
-    with tempfile.TemporaryDirectory(prefix="sparserl-steps-") as folder:
-        train(Path(folder), rl)
-        kinds = {kind: measure(sorted((Path(folder) / kind).iterdir()), options.every) for kind in KINDS}
-        parameters = sum(
-            tensor.numel() for tensor in load_file(next((Path(folder) / "weights, fp32").iterdir())).values()
-        )
-    run = {"model": options.model, "steps": options.steps, "lr": options.lr, "every": options.every}
+    with tempfile.TemporaryDirectory(prefix="sparserl-steps-") as made:
+        folder = options.saved or Path(made)
+        if options.saved is None:
+            train(folder, rl)
+        kinds = {}
+        for kind in KINDS:
+            kinds[kind] = measure(sorted((folder / kind).iterdir()), options.every)
+            print(kind, json.dumps(kinds[kind]), flush=True)
+        files = sorted((folder / "weights, fp32").iterdir())
+        parameters = sum(tensor.numel() for tensor in load_file(files[0]).values())
+    run = {"model": options.model, "steps": len(files) - 1, "lr": options.lr, "every": options.every}
     machine = f"{platform.machine()}, torch {torch.__version__}"
     results = {"run": {**run, "parameters": parameters, "machine": machine}, "kinds": kinds}
     options.output.mkdir(parents=True, exist_ok=True)

@@ -59,8 +59,7 @@ def words(path: Path) -> int:
 )
 def test_a_page_is_a_program(page: str, tmp_path: Path) -> None:
     """All blocks of the page, one after the other, are a program that checks what it shows."""
-    if page == "docs/tutorial.md":
-        pytest.importorskip("torch")
+    pytest.importorskip("torch")
     (tmp_path / "example.py").write_text("\n\n".join(blocks(ROOT / page)))
     run("example.py", folder=tmp_path)
 

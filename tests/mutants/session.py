@@ -6,6 +6,27 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "garbage is collected under pins",
+        "session/store/retention.py",
+        "for pinned in steps_of_pins(store, intact_pins(store)):",
+        "for pinned in steps_of_pins(store, ()):",
+        Tests("session/test_pins.py", "new_run_keeps"),
+    ),
+    Mutant(
+        "a version may go while it is being pinned",
+        "session/store/pinning.py",
+        "if (new.version, new.digest) not in routes.reached(read_index(store, head).steps):",
+        "if not read_index(store, head).steps:",
+        Tests("session/test_pins.py", "is_refused"),
+    ),
+    Mutant(
+        "retention looks at pins once",
+        "session/store/maintenance.py",
+        "if not self._are_pins_due:",
+        "if self._are_pins_due:",
+        Tests("session/test_pins.py", "comes_back"),
+    ),
+    Mutant(
         "announcements are followed without end",
         "session/store/coming.py",
         "if is_late or self._nbytes + blob.size > AHEAD_BYTES:",

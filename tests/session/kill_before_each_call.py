@@ -1,6 +1,6 @@
-"""Publisher and subscriber, killed before each of their calls in turn. Runs as a process of its own:
+"""Publisher, subscriber and whoever pins, killed before each of their calls in turn. Runs as a process of its own:
 
-python -m tests.session.kill_before_each_call publisher|subscriber CASE FOLDER
+python -m tests.session.kill_before_each_call publisher|subscriber|pinner CASE FOLDER
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 import sparserl
 from sparserl.errors import NotFound
 from sparserl.session.store.records import HeadRecord
-from sparserl.session.store.retention import read_head
+from sparserl.session.store.retention import faults, read_head
+from sparserl.session.store.stored_run import StoredRun
 from sparserl.targets import folder
 from sparserl.transport.stores.folder import FolderStore
 from tests.session.killed_processes import (
@@ -161,13 +162,43 @@ class Kills:
                 break
             self.total["kills"] += 1
 
+    def pinner(self) -> None:
+        """Version 1 is being pinned; after each kill, retention removes whatever it may."""
+        self.options = {"anchor_after": 100.0}
+        ended(fork(lambda: self.publish(3)))
+        self.n = 3
+        self.options = {"anchor_after": 0.0, "keep_anchors": 1, "grace": 0.0}
+        self.keep()
+        for kill in range(0, 10_000, self.every):
+            self.reset()
+            self.n = 3
+            self.fuse.left = kill
+            child = fork(lambda: sparserl.pin(self.store, 1, name="best"))
+            self.fuse.left = None
+            lived = ended(child)
+            ended(fork(lambda: self.publish(2)))
+            store = FolderStore(self.store)
+            pins = sparserl.pins(store)
+            self.total["new" if pins else "old"] += 1
+            assert pins or not lived, kill
+            if pins:
+                assert sha(StoredRun.at_pin(store, "best").weights(1)) == sha(weights_at(2)), kill
+            assert list(faults(store)) == [], kill
+            store.close()
+            if lived:
+                break
+            self.total["kills"] += 1
+
 
 def main() -> None:
     who, case, root, every = (*sys.argv[1:], "1")[:4]
     (Path(root) / "warm").mkdir()
     warm(Path(root) / "warm")
     kills = Kills(Path(root), Fuse(), int(every))
-    kills.publisher(case) if who == "publisher" else kills.subscriber(case)
+    if who == "pinner":
+        kills.pinner()
+    else:
+        kills.publisher(case) if who == "publisher" else kills.subscriber(case)
     print(json.dumps(kills.total))
 
 

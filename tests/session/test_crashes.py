@@ -86,6 +86,16 @@ def test_a_subscriber_is_killed_at_any_moment(case: str, tmp_path: Path) -> None
     assert seen["leftovers"] > 2
 
 
+@pytest.mark.long
+def test_a_process_is_killed_while_it_pins(tmp_path: Path) -> None:
+    """There is a pin, and the version stays; or there is none."""
+    every = 1 if os.environ.get("SPARSERL_KILLS") == "all" else 4
+    seen = driver("-m", "tests.session.kill_before_each_call", "pinner", "pin", tmp_path, every)
+    assert seen["kills"] * every > 10
+    assert seen["old"] > 1
+    assert seen["new"] > 1
+
+
 SERVERS = (("seaweedfs", 12), ("moto", 13))
 
 

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-import sparserl
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import (
     CheckpointError,
@@ -30,7 +29,7 @@ def test_a_publisher_that_lost_its_baseline_begins_anew(url, monkeypatch):
         publisher.publish()
         policy.step()
     with monkeypatch.context() as context:
-        context.setattr(sparserl.Patch, "apply", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
+        context.setattr("sparserl.session.baseline.apply", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             publisher.publish()
     subscriber.sync()

@@ -151,14 +151,14 @@ MUTANTS = (
     ),
     Mutant(
         "an older head is believed",
-        "session/store/subscriber.py",
+        "session/store/snapshots.py",
         "if head.run == run and head.version < version:",
         "if head.version < 0:",
         Tests("session/test_signing.py", "rolled_back"),
     ),
     Mutant(
         "an older run is believed",
-        "session/store/subscriber.py",
+        "session/store/snapshots.py",
         "head.run != run and head.created <= created:",
         "head.run == run and head.created < created:",
         Tests("session/test_signing.py", "older_run"),
@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "bits alone tell which files are held",
-        "session/store/subscriber.py",
+        "session/store/snapshots.py",
         "return min(held, default=max(versions))",
         "return max(versions)",
         Tests("session/test_side_files.py", "files_alone"),
@@ -299,8 +299,8 @@ MUTANTS = (
     Mutant(
         "the table of later tensors is collected as garbage",
         "session/store/retention.py",
-        "names |= {layout.table.name(head.run) for layout in index.layouts}",
-        "",
+        "return files | {layout.table.name(index.run) for layout in layouts}",
+        "return files",
         Tests("session/test_layouts.py", "nothing_else"),
     ),
     Mutant(

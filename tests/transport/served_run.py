@@ -14,11 +14,12 @@ BUCKET = f"/runs/0123456789abcdef/buckets/0123456789abcdef/{HASH}"
 
 
 def fill(folder: Path) -> FolderStore:
-    """A store with a head, a bucket, a lease, and things that nobody shall see."""
+    """A store with a head, a bucket, a lease, a pin, and things that nobody shall see."""
     store = FolderStore(folder)
     store.put(BUCKET[1:], DATA)
     store.put("runs/0123456789abcdef/run.json", b"{}")
     store.put("runs/0123456789abcdef/leases/someone", b"{}")
+    store.put("pins/best", b"{}")
     store.put("empty", b"")
     store.swap("head.json", b"first", None)
     secret = folder.parent / "secret"

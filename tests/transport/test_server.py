@@ -89,6 +89,7 @@ def test_ranges_that_are_none(site: tuple[str, Path]) -> None:
         "/runs",
         "/runs/",
         "/runs/0123456789abcdef/leases/someone",
+        "/pins/best",
         "/.hidden",
         "/.tmp",
         "/.lock",
@@ -116,7 +117,7 @@ def test_ranges_that_are_none(site: tuple[str, Path]) -> None:
     ],
 )
 def test_nothing_else_is_there(site: tuple[str, Path], path: str) -> None:
-    """Ways up, hidden names, folders, links, pipes, leases and other spellings: all the same 404."""
+    """Ways up, hidden names, folders, links, pipes, leases, pins and other spellings: all the same 404."""
     got = ask(site[0], path)
     assert (got.status, got.body, got.headers["cache-control"]) == (404, b"", "no-store")
 

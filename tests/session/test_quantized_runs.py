@@ -295,7 +295,7 @@ def held_bytes():
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
+        if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:
             storage = thing.untyped_storage()
             if storage.resizable():  # others are memory of NumPy's, which tracemalloc knows
                 storages[storage.data_ptr()] = storage.nbytes()

@@ -325,7 +325,7 @@ def one_rank(backend: str = "nccl", device: str = "cuda", megabytes: int = 64) -
 # -- a sync of 7B -----------------------------------------------------------------------------------------------------
 
 
-def _shapes_7b() -> Iterator[tuple[int, ...]]:
+def shapes_7b() -> Iterator[tuple[int, ...]]:
     """The tensors of a Llama of 6.7 billion parameters."""
     yield (32000, 4096)
     for _ in range(32):
@@ -339,7 +339,7 @@ def sync_7b() -> dict[str, Any]:
     """Diff, encode, to host memory and back, decode, check the digest, apply: on one GPU, by the host's clock."""
     from sparserl.kernels import gpu
 
-    shapes = list(_shapes_7b())
+    shapes = list(shapes_7b())
     numel = [int(np.prod(s)) for s in shapes]
     flat = dict(zip(("old", "new"), synthetic(2 * sum(numel), 0.006, 1), strict=True))
     copy = flat["old"].clone()
@@ -427,7 +427,7 @@ def library(repeats: int = 8) -> dict[str, Any]:
     """
     import sparserl
 
-    shapes = list(_shapes_7b())
+    shapes = list(shapes_7b())
     numel = [int(np.prod(s)) for s in shapes]
 
     def named(flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -111,6 +111,7 @@ def test_planes_are_joined(width):
     assert np.array_equal(room.cpu().numpy().view(f"u{width}"), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @needs_kernels
 @pytest.mark.parametrize("dtype", [pytest.param(name, marks=long_if_rare(name)) for name in BY_NAME])
 def test_every_dtype(dtype, decoded_buckets):

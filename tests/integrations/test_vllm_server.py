@@ -120,6 +120,16 @@ def test_versions_are_committed_and_demanded(serve):
     assert app.store == STORE["url"]
 
 
+def test_another_store(serve):
+    """A server that is to follow another store, or otherwise, is told so: it would commit versions of the old one."""
+    app = App()
+    server = FollowingServer(serve(app))
+    server.commit(STORE, RUN, 3)
+    server.commit({"url": "file:///other"}, RUN[::-1], 3)
+    assert app.store == "file:///other"
+    assert app.calls == ["follow", 3, "follow", 3]
+
+
 @pytest.mark.parametrize("before_commit", [False, True])
 def test_a_server_that_was_restarted(serve, before_commit):
     """It generates nothing with the weights of its checkpoint, but follows the run again."""

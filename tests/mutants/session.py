@@ -241,6 +241,13 @@ MUTANTS = (
         Tests("session/test_tracked.py", "loses_no_marks"),
     ),
     Mutant(
+        "a collection fails on steps that an index kept by a pin names",
+        "session/store/retention.py",
+        "contextlib.nullcontext() if is_of_head else contextlib.suppress(NotFound)",
+        "contextlib.nullcontext()",
+        Tests("session/test_pins.py", "another_grace"),
+    ),
+    Mutant(
         "an anchor leaves out a region with a single bit",
         "patch/snapshot.py",
         "if count:",

@@ -11,6 +11,7 @@ import pytest
 import sparserl
 from sparserl import Publisher, Subscriber
 from sparserl.errors import FormatError, NotFound, NotRetained, SessionError, Unavailable, Untrusted
+from sparserl.session.receiver import RunVersion
 from sparserl.session.store import pinning, routes, signing
 from sparserl.session.store.pins import Pin, pin_path
 from sparserl.session.store.retention import collect, faults, needed, read_head, read_index
@@ -101,6 +102,9 @@ def test_what_can_be_pinned(url):
     assert sparserl.pin(url).name == "v1"
     with pytest.raises(NotRetained, match="version 7 cannot be pinned; the store has versions 0 to 1"):
         sparserl.pin(url, 7)
+    for version in (1.0, True, "1", -1):
+        with pytest.raises(SessionError, match=r"version is .*; it must be an integer, 0 or more"):
+            sparserl.pin(url, version)
     with pytest.raises(SessionError, match="'a/b' cannot be the name of a pin"):
         sparserl.pin(url, 1, name="a/b")
     with pytest.raises(SessionError, match="note is"):
@@ -303,6 +307,57 @@ def test_damaged_pins_and_lost_versions_are_told(url, log):
     ]
     with pytest.raises(NotRetained, match=f"pin lost: version 1 of run {pin.run} is gone"):
         StoredRun.at_pin(run.store, "lost")
+
+
+def test_a_collection_with_another_grace(url):
+    """The index that a pin keeps names steps that are gone: it does not stop a collection to which it is recent."""
+    run = Run(url)
+    run.publish(3)
+    sparserl.pin(url, 1)
+    run.publish(12)
+    collect(run.store, -1e12)
+    collect(run.store, 1e12)
+    assert run.fetched(1) == run.weights[1]
+    assert list(faults(run.store)) == []
+
+
+def test_a_damaged_index_of_a_pin(url, log):
+    """Publishers go on without that pin, whatever they publish; a collection says which pin it is."""
+    run = Run(url)
+    run.publish(2)
+    pin = sparserl.pin(url, 0, name="bad")
+    sparserl.pin(url, 1, name="good")
+    run.publish(1)
+    index = next(Path(url.removeprefix("file://")).glob(f"runs/{pin.run}/index/{pin.head().index}"))
+    index.chmod(0o644)
+    index.write_bytes(index.read_bytes()[:-1] + b"?")
+    run.publish(8)
+    assert any("the index of pin bad" in line for line in log("WARNING"))
+    with pytest.raises(FormatError, match=r"the index of pin bad.* is damaged, remove it with `sparserl unpin`"):
+        collect(run.store, 0.0)
+
+
+def test_a_pin_that_could_not_be_written_is_tried_again(url, log, monkeypatch):
+    """A follower's pin comes when the store answers again, and the trouble is logged once."""
+    run = Run(url)
+    run.publish(1)
+    swaps = itertools.count()
+    swap = FolderStore.swap
+
+    def failing_at_first(store, name, data, tag):
+        if name.startswith("pins/") and next(swaps) < 3:
+            raise Unavailable("503")
+        return swap(store, name, data, tag)
+
+    monkeypatch.setattr(FolderStore, "swap", failing_at_first)
+    own_pin = pinning.OwnPin(run.store, "eval", None)
+    head, _ = read_head(run.store)
+    held = RunVersion(head.run, 0.0, head.version, head.digest)
+    for _ in range(4):
+        own_pin.move(held)
+    assert [(pin.name, pin.version) for pin in sparserl.pins(url)] == [("eval", 0)]
+    assert len(log("WARNING")) == 1
+    assert next(swaps) == 4
 
 
 def test_damage_of_what_only_a_pin_keeps_is_found(url):

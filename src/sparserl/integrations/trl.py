@@ -18,6 +18,7 @@ from typing import Any
 from .. import sources
 from ..errors import SessionError, Unavailable, UnsupportedTensor
 from ..session import BackgroundPublish, Publisher, SyncReport
+from ..session.options import require_count
 from ..transport.stores.base import Store
 
 try:
@@ -60,7 +61,8 @@ class PublishCallback(TrainerCallback):
         if cast is not None and source is not None:
             raise SessionError("cast and source exclude each other: give one of them")
         self._url = url
-        self._every = max(1, every)
+        require_count("every", every)
+        self._every = every
         self._cast = cast
         self._source = source
         self._in_background = in_background

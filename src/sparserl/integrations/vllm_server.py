@@ -82,6 +82,8 @@ class FollowingServer:
         Raises:
             SessionError: The server cannot commit it, and was told to begin anew in vain.
         """
+        if dict(init_info) != self._init_info:
+            self._is_following = False  # it follows another store, or otherwise
         self._init_info = dict(init_info)
         self._run = run
         self._version = version
@@ -132,6 +134,7 @@ class FollowingServer:
 
     def _wait_until_healthy(self) -> None:
         deadline = time.monotonic() + self._timeout
+        is_logged = False
         while True:
             try:
                 if requests.get(f"{self.url}/health", timeout=10 * _POLL_SECONDS).ok:
@@ -141,6 +144,9 @@ class FollowingServer:
                 reason = str(error)
             if time.monotonic() > deadline:
                 raise SessionError(f"{self.url} does not answer within {self._timeout:g} s: {reason}")
+            if not is_logged:
+                _log.warning("waiting up to %g s for %s: %s", self._timeout, self.url, reason)
+                is_logged = True
             time.sleep(_POLL_SECONDS)
 
     def _read_config(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .memory import Memory, address_of
 from .region import Shape
 
 COMPLEX = frozenset(("complex32", "complex64"))
-_LOW_ADDRESS = 1 << 32  # of a tensor without memory, only its offset in the storage is left: a small number
+_LOW_ADDRESS = 1 << 40  # of a tensor without memory, only its offset in the storage is left: a small number
 _C_CONTIGUOUS = 0x1  # the flags of NumPy's C interface
 _WRITEABLE = 0x400
 
@@ -122,7 +122,9 @@ def _look_at_torch(tensors: list[Any], torch_tensor: Any) -> Columns | None:
         return None
     try:
         addresses = list(map(torch_tensor.data_ptr, tensors))
-    except RuntimeError:  # of a sparse tensor, which has no address
+        is_contiguous = list(map(torch_tensor.is_contiguous, tensors))
+        shapes = list(map(attrgetter("shape"), tensors))
+    except RuntimeError:  # of a sparse tensor, which has no address, or a nested one, which has no shape
         return None
     if min(addresses, default=_LOW_ADDRESS) < _LOW_ADDRESS and any(
         address < _LOW_ADDRESS and tensor.numel() for address, tensor in zip(addresses, tensors, strict=True)
@@ -131,10 +133,9 @@ def _look_at_torch(tensors: list[Any], torch_tensor: Any) -> Columns | None:
     if True in map(torch_tensor.is_neg, tensors):
         return None
     strides: list[Shape | None] = [None] * len(tensors)
-    is_contiguous = list(map(torch_tensor.is_contiguous, tensors))
     if False in is_contiguous:
         strides = [None if plain else tensor.stride() for plain, tensor in zip(is_contiguous, tensors, strict=True)]
-    return Columns(dtypes, list(map(attrgetter("shape"), tensors)), addresses, strides, [True] * len(tensors))
+    return Columns(dtypes, shapes, addresses, strides, [True] * len(tensors))
 
 
 def _look_at_arrays(arrays: list[Any], dtypes: list[DType]) -> Columns:

@@ -11,10 +11,22 @@ from ...errors import FormatError, NotFound, NotRetained, Refused, SessionError,
 from ...transport.stores.base import Store, exists
 from ...transport.stores.opening import open_store
 from ..logs import log
+from ..options import require_count
 from ..receiver import RunVersion
 from . import routes
 from .label import Label
-from .pins import Pin, checked_pin_name, intact_pins, pin_path, read_pin, require_pinnable, steps_of_pins, stored_pins
+from .pins import (
+    Pin,
+    PinnedSteps,
+    by_index,
+    checked_pin_name,
+    intact_pins,
+    pin_path,
+    read_pin,
+    require_pinnable,
+    steps_of_pins,
+    stored_pins,
+)
 from .records import Index, RouteStep, RunRecord
 from .retention import get_head, read_head, read_index
 from .signing import PublicKeys
@@ -122,6 +134,8 @@ def pin_version(
     expected: what the version must be, where its number alone could mean that of another run.
     """
     note = Label.of(None, note).note
+    if version is not None:
+        require_count("version", version, 0)
     stored_head = get_head(store)
     head, _ = read_head(store, trusted_keys, stored_head)
     number = head.version if version is None else version
@@ -214,7 +228,8 @@ class OwnPin:
         self._store = store
         self._name = None if name is None else checked_pin_name(name)
         self._trusted_keys = trusted_keys
-        self._last: RunVersion | None = None  # that was pinned, or could not be
+        self._last: RunVersion | None = None  # that was pinned, or cannot be
+        self._last_trouble = ""
         if name is not None:
             require_pinnable(store)
 
@@ -222,21 +237,29 @@ class OwnPin:
         """Pin a version, and with that unpin the last one; what cannot be pinned is logged."""
         if self._name is None or held is None or held == self._last:
             return
-        self._last = held
         try:
-            with contextlib.suppress(NotFound, FormatError):
-                if read_pin(self._store, self._name)[0].is_at(held.run, held.version):
-                    return  # since before a restart
-            pin_version(
-                self._store,
-                held.version,
-                name=self._name,
-                move=True,
-                trusted_keys=self._trusted_keys,
-                expected=held,
-            )
-        except (StoreError, FormatError, SessionError) as error:
-            log.warning("%s: version %d is not pinned as %s: %s", self._store.url, held.version, self._name, error)
+            self._pin(self._name, held)
+        except (FormatError, SessionError) as error:
+            self._last = held
+            self._log(held, error)
+        except StoreError as error:  # it is tried again
+            self._log(held, error)
+        else:
+            self._last = held
+            self._last_trouble = ""
+
+    def _pin(self, name: str, held: RunVersion) -> None:
+        with contextlib.suppress(NotFound, FormatError):
+            if read_pin(self._store, name)[0].is_at(held.run, held.version):
+                return  # since before a restart
+        keys = self._trusted_keys
+        pin_version(self._store, held.version, name=name, move=True, trusted_keys=keys, expected=held)
+
+    def _log(self, held: RunVersion, error: Exception) -> None:
+        trouble = f"version {held.version} is not pinned as {self._name}: {error}"
+        if trouble != self._last_trouble:
+            log.warning("%s: %s", self._store.url, trouble)
+        self._last_trouble = trouble
 
 
 class PublishedPins:
@@ -273,7 +296,7 @@ class PublishedPins:
                 self._ignore(str(error))
         lost: list[Pin] = []
         steps: list[RouteStep] = []
-        for pinned in steps_of_pins(self._store, pins, lost):
+        for pinned in self._pinned_steps(pins, lost):
             recent = {pin.version for pin in pinned.pins if now - pin.time < self._grace}
             put_back = routes.from_anchors(pinned.index.steps, recent) if recent else ()
             if _fits(pinned.index, put_back, index, run):
@@ -282,6 +305,14 @@ class PublishedPins:
         for pin in lost:
             self._ignore(f"pin {pin.name}: version {pin.version} is gone; remove the pin with `sparserl unpin`")
         return tuple(steps)
+
+    def _pinned_steps(self, pins: list[Pin], lost: list[Pin]) -> Iterator[PinnedSteps]:
+        """What pins keep whose indices are intact."""
+        for group in by_index(pins):
+            try:
+                yield from steps_of_pins(self._store, group, lost)
+            except FormatError as error:
+                self._ignore(str(error))
 
     def _ignore(self, reason: str) -> None:
         if reason not in self._ignored:

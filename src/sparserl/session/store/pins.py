@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...errors import FormatError, InvalidField, NotFound, SessionError
 from ...transport.stores.base import Store
@@ -45,7 +45,7 @@ class Pin:
     digest: Digest
     time: float
     note: str | None
-    sealed_head: bytes
+    sealed_head: bytes = field(repr=False)
 
     def to_bytes(self) -> bytes:
         """The record in the store."""
@@ -117,12 +117,11 @@ def read_pin(store: Store, name: str) -> tuple[Pin, str]:
     place = pin_path(name)
     try:
         data, tag = store.get(place, _PIN.size)
-    except NotFound as error:
-        raise NotFound(f"{store.url}: there is no pin {name}") from error
-    try:
         pin = Pin.parse(data, place)
         if pin.name != name:
             raise InvalidField(f"{place} is the pin {pin.name}")
+    except NotFound as error:
+        raise NotFound(f"{store.url}: there is no pin {name}") from error
     except FormatError as error:
         raise type(error)(f"pin {name} is damaged, remove it with `sparserl unpin`: {error}") from error
     return pin, tag
@@ -188,22 +187,32 @@ def steps_of_pins(store: Store, pins: Iterable[Pin], lost: list[Pin] | None = No
         FormatError: An index is damaged.
     """
     lost = [] if lost is None else lost
-    by_index: dict[tuple[str, str], list[Pin]] = {}
-    for pin in pins:
-        head = pin.head()
-        by_index.setdefault((head.run, head.index), []).append(pin)
-    for group in by_index.values():
+    for group in by_index(pins):
         head = group[0].head()
         try:
             index = read_index_of(store, head)
         except NotFound:
             lost += group
             continue
+        except FormatError as error:
+            names = ", ".join(pin.name for pin in group)
+            raise type(error)(
+                f"the index of pin {names} is damaged, remove it with `sparserl unpin`: {error}"
+            ) from error
         reached = routes.reached(index.steps)
         there = tuple(pin for pin in group if (pin.version, pin.digest) in reached)
         lost += [pin for pin in group if pin not in there]
         if there:
             yield PinnedSteps(there, head, index, routes.from_anchors(index.steps, {pin.version for pin in there}))
+
+
+def by_index(pins: Iterable[Pin]) -> Iterable[list[Pin]]:
+    """Pins that were made under the same index, together."""
+    groups: dict[tuple[str, str], list[Pin]] = {}
+    for pin in pins:
+        head = pin.head()
+        groups.setdefault((head.run, head.index), []).append(pin)
+    return groups.values()
 
 
 def read_index_of(store: Store, head: HeadRecord) -> Index:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -234,9 +235,10 @@ class Publisher(RunPublisher):
                 self._background.finish()
         finally:
             self._is_closed = True
-            if self._also is not None:
-                self._also.close()
-            self._let_go()
+            with ExitStack() as stack:
+                stack.callback(self._let_go)
+                if self._also is not None:
+                    stack.callback(self._also.close)
 
     def __enter__(self) -> Publisher:
         return self

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -292,8 +292,9 @@ class QuantizedRuns:
 
     def close(self) -> None:
         """Let go of all stores."""
-        for run in self.by_url.values():
-            run.close()
+        with ExitStack() as stack:
+            for run in self.by_url.values():
+                stack.callback(run.close)
 
 
 @contextmanager

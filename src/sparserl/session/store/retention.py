@@ -72,17 +72,22 @@ def read_index(store: Store, head: HeadRecord) -> Index:
 
 
 def needed(store: Store, head: HeadRecord, indices: Iterable[str] = ()) -> set[str]:
-    """Every object that the head leads to, and those that other indices of its run and pins lead to."""
+    """Every object that the head leads to, and those that other indices of its run and pins lead to.
+
+    An index that only a pin has kept names steps that are gone.
+    """
     names = {HEAD, run_path(head.run)}
     names |= {path(head.run, "files", blob.hash) for blob in read_run(store, head).files.values()}
-    manifests: set[str] = set()
+    manifests: dict[str, bool] = {}  # whether the head leads to them
     for hash in {head.index, *indices}:
         names.add(path(head.run, "index", hash))
         index = Index.parse(get_named(store, head.run, "index", hash), path(head.run, "index", hash))
-        manifests |= {step.manifest for step in index.steps}
+        for step in index.steps:
+            manifests[step.manifest] = manifests.get(step.manifest, False) or hash == head.index
         names |= _side_objects(index)
-    for hash in manifests:
-        names |= _manifest_objects(store, head.run, hash)
+    for hash, is_of_head in manifests.items():
+        with contextlib.nullcontext() if is_of_head else contextlib.suppress(NotFound):
+            names |= _manifest_objects(store, head.run, hash)
     runs: dict[str, RunRecord | None] = {}  # by hash, None for those that are gone
     for pinned in steps_of_pins(store, intact_pins(store)):
         names |= _pinned_objects(store, pinned, names, runs)

@@ -23,7 +23,7 @@ from ...weights.table import TensorTable
 from ..arrival import Arrival
 from ..callbacks import Callback
 from ..logs import TroubleLog, log
-from ..options import CommitHooks, require_callable, require_count
+from ..options import CommitHooks, require_callable, require_count, require_number
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
@@ -147,9 +147,7 @@ class Subscriber(Receiver):
         return None if self._served is None else self._served.url
 
     def stage(self, version: int | None = None) -> SyncReport | None:
-        """Get a version ready while the weights are in use: it is fetched, verified and decoded.
-
-        Nothing of it can be seen before `commit`.
+        """Get a version ready while the weights are in use: fetched, verified and decoded; `commit` shows it.
 
         Args:
             version: Which version, older or newer; None for the newest.
@@ -162,6 +160,7 @@ class Subscriber(Receiver):
             Untrusted: The head is not signed by a trusted key, is of another run, or was rolled back.
             StoreError: The store cannot be reached, or has no run yet.
         """
+        require_count("version", 0 if version is None else version, 0)
         with self._turn, self._callbacks.failures("stage"):
             try:
                 return self._stage_with_retries(version)
@@ -252,6 +251,7 @@ class Subscriber(Receiver):
             SparserlError: A version cannot be used, or with `once`, the store cannot be reached.
         """
         require_count("every", 1 if every is None else every)
+        require_number("timeout", 0 if timeout is None else timeout, 0)
         own_pin = OwnPin(self.store, pin, self._trusted_keys)
         trouble = TroubleLog(self.store.url)
         awaited_head = None

@@ -98,9 +98,9 @@ MUTANTS = (
     ),
     Mutant(
         "the A of a fused layer is published for one of its tensors alone",
-        "sources/megatron_lora.py",
+        "sources/megatron_adapters.py",
         '[f"{name}A.weight" for name in matrices]',
         '[f"{matrices[0]}A.weight"]',
-        Tests("sources/test_megatron_lora.py", "cut_layers"),
+        Tests("sources/test_megatron_adapters.py", "cut_layers"),
     ),
 )

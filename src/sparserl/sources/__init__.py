@@ -9,8 +9,8 @@ from .adapters import AdapterSource, MergedSource, lora
 from .checkpoint import Checkpoint, open_checkpoint
 from .dtensors import ShardedSource, fsdp
 from .layout import Layout, LayoutSource, Local, Slice, Span, joined, mapped, require_cover
+from .megatron_adapters import MegatronAdapterSource, megatron_lora
 from .megatron_core import Ranks
-from .megatron_lora import MegatronAdapterSource, megatron_lora
 from .megatron_map import Family, GroupRows, Row
 from .megatron_source import megatron
 from .modules import ModuleSource, PublishedSource, Source, module

@@ -10,7 +10,7 @@ import pytest
 import sparserl
 from sparserl.errors import TensorMismatch, UnsupportedTensor
 from sparserl.sources import Ranks
-from sparserl.sources.megatron_lora import _cut
+from sparserl.sources.megatron_adapters import _cut
 from sparserl.weights.digest import table_digest
 from tests.sources.megatron_models import fill, logits_of, megatron_model, megatron_ranks, two_ranks
 from tests.sources.transformers_models import VOCAB, transformers_model

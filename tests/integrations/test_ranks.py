@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sparserl
-from sparserl.errors import ChecksumMismatch, CommitFailed, NotRetained, SessionError, TensorMismatch
+from sparserl.errors import ChecksumMismatch, CommitFailed, NotRetained, SessionError, TensorMismatch, Truncated
 from sparserl.integrations.ranks import EngineSubscriber
 from sparserl.plan import buckets
 from sparserl.session import receiver
@@ -487,3 +487,19 @@ def test_another_dtype(tmp_path):
         errors = it.all(lambda s: s.refresh())
         assert all(isinstance(error, TensorMismatch | SessionError) for error in errors)
         assert "'model.layers.0.o.bias'" in str(errors[0])
+
+
+def test_a_head_that_cannot_be_read_does_not_end_the_wait(tmp_path, monkeypatch):
+    """A thread that stages ahead goes on when the head is mended."""
+    damaged = [Truncated("head.json ends 1 bytes too early")]
+
+    def changed(*_):
+        if damaged:
+            raise damaged.pop()
+
+    with fleet(tmp_path, 1) as it:
+        (subscriber,) = it.subscribers
+        monkeypatch.setattr(subscriber.store, "changed", changed)
+        subscriber.wait(0.0)
+        subscriber.wait(0.0)
+        assert damaged == []

@@ -81,14 +81,16 @@ OPERATIONS: dict[str, Callable[[Store], object]] = {
 
 @pytest.mark.parametrize("kind", ["reset", "503", "hang", "lost"])
 def test_trouble_passes(server: Server, place: str, kind: str) -> None:
-    """Whatever happens to the first two requests, the third one does it."""
+    """Whatever happens to the first two requests, the third one does it, or a later one if it is slow."""
     server.store(place).put("there", b"1")
+    is_waited_for = kind in ("hang", "lost")
+    timeout = timedelta(seconds=0.25 if is_waited_for else 60)
     for name, work in OPERATIONS.items():
         left = [kind] * 2
         with Proxy(server, lambda _line, left=left: left.pop() if left else "") as proxy:
-            store = server.store(place, proxy.endpoint, timeout=timedelta(seconds=0.25))
+            store = server.store(place, proxy.endpoint, timeout=timeout)
             assert work(store) is not False, name
-            assert len(proxy.seen) == 3, (name, proxy.seen)
+            assert len(proxy.seen) == 3 or (is_waited_for and len(proxy.seen) > 3), (name, proxy.seen)
         server.store(place).delete(["new"])
 
 

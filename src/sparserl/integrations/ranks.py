@@ -9,12 +9,13 @@ rank is then raised on all.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
-from ..errors import ChecksumMismatch, NotFound, SessionError, Unavailable
+from ..errors import ChecksumMismatch, NotFound, SessionError, SparserlError, Unavailable
 from ..session import Subscriber, SyncReport
 from ..session.logs import log
 from ..session.receiver import StagedVersion
@@ -106,8 +107,11 @@ class EngineSubscriber(Subscriber):
             log.warning("%s: staging ahead failed: %s: %s", self.store.url, type(error).__name__, error)
 
     def wait(self, seconds: float) -> None:
-        """Wait up to so many seconds for a new version."""
-        self._wait_for_change(seconds)
+        """Wait up to so many seconds for a new version. Staging says what is wrong with a head that cannot be read."""
+        try:
+            self._wait_for_change(seconds)
+        except SparserlError:
+            time.sleep(seconds)
 
     def audit(self) -> None:
         """On all ranks at once: read all bits and compare them with the digest of the engine's version."""

@@ -172,10 +172,11 @@ def test_a_bucket_that_could_not_be_fetched_ahead_is_fetched_again(url):
         outcome(future)
         is_tried.set()
 
-    with pytest.MonkeyPatch.context() as patched, ahead.running(lambda manifest: manifest.buckets):
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(coming, "_outcome", tried)
-        assert is_tried.wait(SECONDS)
-        assert ahead.take(manifest, manifest.buckets[0]) is None
+        with ahead.running(lambda manifest: manifest.buckets):
+            assert is_tried.wait(SECONDS)
+            assert ahead.take(manifest, manifest.buckets[0]) is None
 
 
 def test_what_was_announced_before_is_not_fetched_by_those_who_begin_later(url, monkeypatch):

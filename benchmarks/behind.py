@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.engine import step, timed
 from benchmarks.gpu_scenes import shapes_7b
 from sparserl import Publisher, Subscriber
 
@@ -24,29 +23,14 @@ SHARE = 0.006
 SLACK_MS = 50.0
 
 
-def timed(work: Callable[[], Any]) -> float:
-    """Milliseconds, with all that the GPU has to do for it."""
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - begun)
-
-
-def step(weights: dict[str, torch.Tensor]) -> None:
-    """Change a share of all elements by one bit."""
-    for tensor in weights.values():
-        for bits in tensor.view(-1).view(torch.int16).split(1 << 26):
-            bits ^= (torch.rand(bits.shape, device=bits.device) < SHARE).to(torch.int16)
-
-
 def catch_up(
     publisher: Publisher, subscriber: Subscriber, weights: dict[str, torch.Tensor], versions: int
 ) -> tuple[float, float]:
     """Publish some versions; the milliseconds to stage them all, and to commit."""
     for _ in range(versions):
-        step(weights)
+        step(weights, SHARE, seed=1 + (publisher.version or 0))
         publisher.publish()
+    torch.cuda.synchronize()
     return timed(subscriber.stage), timed(subscriber.commit)
 
 

@@ -99,8 +99,12 @@ def dtype_of_torch(dtype: Any) -> DType | None:
 
 def dtype_of_numpy(dtype: np.dtype[Any]) -> DType | None:
     """The dtype of the same name as a NumPy dtype; None if it is not supported, or big-endian."""
-    is_big = dtype.byteorder == ">" or (dtype.byteorder == "=" and sys.byteorder == "big")
-    return None if is_big else BY_NAME.get(dtype.name)
+    return None if is_big_endian(dtype) else BY_NAME.get(dtype.name)
+
+
+def is_big_endian(dtype: np.dtype[Any]) -> bool:
+    """Whether the bytes of an element are in the order that patches do not have."""
+    return dtype.byteorder == ">" or (dtype.byteorder == "=" and sys.byteorder == "big")
 
 
 @dataclass(frozen=True, eq=False)

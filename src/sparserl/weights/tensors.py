@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import UnsupportedTensor
 from . import memory as memory_module
 from .columns import COMPLEX, in_host_memory, look_at, owners
-from .dtypes import BY_NAME, Bits, DType, dtype_of_torch
+from .dtypes import BY_NAME, Bits, DType, dtype_of_torch, is_big_endian
 from .memory import Memory, Weights, address_of
 from .region import Shape, row_major
 from .staging import LazyBits, StagedMemory, gpu_tensor
@@ -43,7 +43,7 @@ def memory_of(name: str, tensor: Any) -> Memory:
 
 
 def _of_array(name: str, array: np.ndarray[Any, Any], dtype: DType) -> Memory:
-    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
+    if is_big_endian(array.dtype):
         raise UnsupportedTensor(f"tensor {name!r}: big-endian arrays are not supported")
     strides: Shape | None = None
     if not array.flags.c_contiguous:

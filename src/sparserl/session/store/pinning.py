@@ -24,7 +24,7 @@ from .pins import (
     pin_path,
     read_pin,
     require_pinnable,
-    steps_of_pins,
+    steps_of_group,
     stored_pins,
 )
 from .records import Index, RouteStep, RunRecord
@@ -310,9 +310,12 @@ class PublishedPins:
         """What pins keep whose indices are intact."""
         for group in by_index(pins):
             try:
-                yield from steps_of_pins(self._store, group, lost)
+                pinned = steps_of_group(self._store, group, lost)
             except FormatError as error:
                 self._ignore(str(error))
+                continue
+            if pinned is not None:
+                yield pinned
 
     def _ignore(self, reason: str) -> None:
         if reason not in self._ignored:

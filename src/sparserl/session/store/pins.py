@@ -186,24 +186,30 @@ def steps_of_pins(store: Store, pins: Iterable[Pin], lost: list[Pin] | None = No
     Raises:
         FormatError: An index is damaged.
     """
-    lost = [] if lost is None else lost
     for group in by_index(pins):
-        head = group[0].head()
-        try:
-            index = read_index_of(store, head)
-        except NotFound:
-            lost += group
-            continue
-        except FormatError as error:
-            names = ", ".join(pin.name for pin in group)
-            raise type(error)(
-                f"the index of pin {names} is damaged, remove it with `sparserl unpin`: {error}"
-            ) from error
-        reached = routes.reached(index.steps)
-        there = tuple(pin for pin in group if (pin.version, pin.digest) in reached)
-        lost += [pin for pin in group if pin not in there]
-        if there:
-            yield PinnedSteps(there, head, index, routes.from_anchors(index.steps, {pin.version for pin in there}))
+        pinned = steps_of_group(store, group, [] if lost is None else lost)
+        if pinned is not None:
+            yield pinned
+
+
+def steps_of_group(store: Store, group: list[Pin], lost: list[Pin]) -> PinnedSteps | None:
+    """What pins keep that were made under the same index; None if that leads to none of their versions."""
+    head = group[0].head()
+    try:
+        index = read_index_of(store, head)
+    except NotFound:
+        lost += group
+        return None
+    except FormatError as error:
+        names = ", ".join(pin.name for pin in group)
+        reason = f"the index of pin {names} is damaged, remove it with `sparserl unpin`: {error}"
+        raise type(error)(reason) from error
+    reached = routes.reached(index.steps)
+    kept = tuple(pin for pin in group if (pin.version, pin.digest) in reached)
+    lost += [pin for pin in group if pin not in kept]
+    if not kept:
+        return None
+    return PinnedSteps(kept, head, index, routes.from_anchors(index.steps, {pin.version for pin in kept}))
 
 
 def by_index(pins: Iterable[Pin]) -> Iterable[list[Pin]]:

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import ChecksumMismatch, CommitFailed, SessionError, SparserlError, WeightsError
 from ..parallel import require_threads, uninterrupted
 from ..targets import Change, Prepared, Target, module
-from ..weights.digest import Digest, digest
+from ..weights.digest import Digest, digest, local_digest
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
 from .arrival import ArrivingPatch, arriving_parts, arriving_weights
@@ -141,9 +141,7 @@ class Receiver(ABC):
             if self._current is None or self._table is None:
                 raise SessionError("nothing was committed yet; there is nothing to audit")
             for target in self.targets:
-                weights = target.attach(self._table)
-                bits = None if weights is None else digest(weights, threads=self.threads)
-                if bits != self._current.digest:
+                if self._digest_target(target, self._table) != self._current.digest:
                     version = self._current.version
                     self._current = None
                     raise ChecksumMismatch(
@@ -184,11 +182,18 @@ class Receiver(ABC):
         """The digest of what all targets hold; None if they differ, or hold nothing."""
         digests = set()
         for target in self.targets:
-            weights = target.attach(table)
-            digests.add(None if weights is None else digest(weights, threads=self.threads))
+            digests.add(self._digest_target(target, table))
         self._table = table
         self._is_uncertain = False
         return digests.pop() if len(digests) == 1 else None
+
+    def _digest_target(self, target: Target, table: TensorTable) -> Digest | None:
+        """The digest of what a target holds; None if it holds nothing."""
+        weights = target.attach(table)
+        if weights is None:
+            return None
+        local = getattr(target, "local_weights", None)  # some have looked at them already
+        return digest(weights, threads=self.threads) if local is None else local_digest(local, self.threads)
 
     def with_fresh(self, change: Change, arriving: Sequence[ArrivingPatch]) -> Change:
         """A change to what an anchor and patches after it lead to, built as they arrive; for a target that has parts,

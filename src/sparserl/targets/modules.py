@@ -16,7 +16,7 @@ from ..weights.digest import Digest
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights, tied_groups
 from ..weights.table import TensorTable
-from ..weights.tensors import memories
+from ..weights.tensors import memories, name_order
 from ..weights.warmup import warm_up
 from .target import Change, Undo
 
@@ -59,6 +59,11 @@ class ModuleTarget:
         """The tensors as they are now, if they lie on GPUs."""
         weights = self.weights()
         return weights if LocalWeights.of(weights).gpu_streams else None
+
+    @property
+    def local_weights(self) -> LocalWeights | None:
+        """The tensors as they were last looked at; None before a run is attached."""
+        return self._local
 
     def attach(self, table: TensorTable) -> Weights:
         is_new = self._local is None
@@ -148,7 +153,7 @@ class PreparedModule:
 
 def _tied_names(weights: Weights, table: TensorTable) -> frozenset[str]:
     """Tensors that the run does not have, and that are the same memory as one that it has."""
-    if table.index.keys() >= weights.keys():
+    if table.names == name_order(tuple(weights)) or table.index.keys() >= weights.keys():
         return frozenset()
     groups = [group for group in tied_groups(memories(weights)) if not table.index.keys().isdisjoint(group)]
     return frozenset(name for group in groups for name in group if name not in table.index)

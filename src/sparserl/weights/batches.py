@@ -11,7 +11,7 @@ import numpy as np
 
 from .boxes import columns
 from .dtypes import BY_CODE, DType
-from .region import Numbers, Region, whole
+from .region import Numbers, Region, all_whole, whole
 from .shards import Place
 from .table import TensorTable
 
@@ -52,11 +52,13 @@ def batches(table: TensorTable, places: Iterable[Place], limit: int | None = Non
     A batch of small tensors comes where the next one of its dtype does not fit; those that are not full come last.
     """
     limit = PIECE_BYTES if limit is None else limit
-    tensor, regions = columns([*places])
+    tensor, regions = _columns(table, places)
     numel = table.numel[tensor]
-    for row, region in enumerate(regions):
-        if region is not None:
-            numel[row] = region.numel
+    are_whole = all_whole(regions)
+    if not are_whole:
+        for row, region in enumerate(regions):
+            if region is not None:
+                numel[row] = region.numel
     most = limit // table.widths[tensor]
     due: list[tuple[float, Numbers]] = [(row, np.array([row])) for row in np.flatnonzero(numel > most).tolist()]
     small = np.flatnonzero((numel > 0) & (numel <= most))
@@ -69,7 +71,15 @@ def batches(table: TensorTable, places: Iterable[Place], limit: int | None = Non
         if numel[first] > most[first]:
             yield from _cut(table, int(tensor[first]), regions[first] or whole(spec.shape), int(most[first]))
         else:
-            yield Batch(spec.dtype, tensor[rows], [regions[row] for row in rows.tolist()], numel[rows])
+            batch_regions = [None] * rows.size if are_whole else [regions[row] for row in rows.tolist()]
+            yield Batch(spec.dtype, tensor[rows], batch_regions, numel[rows])
+
+
+def _columns(table: TensorTable, places: Iterable[Place]) -> tuple[Numbers, Sequence[Region | None]]:
+    """The tensors of places, and their regions."""
+    if places is table.places:  # very many, perhaps: they are not read one by one
+        return np.arange(len(table)), [None] * len(table)
+    return columns([*places])
 
 
 def _filled(rows: Numbers, numel: Numbers, most: int) -> Iterator[tuple[float, Numbers]]:

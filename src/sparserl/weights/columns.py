@@ -6,62 +6,98 @@ A column takes one pass in C, and no Python function is called for a single tens
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import repeat
 from operator import attrgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from ..kernels import cpu
+from . import dlpack
 from . import memory as memory_module
 from .dtypes import Bits, DType, dtype_of_numpy, dtype_of_torch
 from .memory import Memory, address_of
-from .region import Shape
+from .region import Numbers, Shape, row_major
+from .staging import StagedMemory
+from .table import TensorSpec
 
 COMPLEX = frozenset(("complex32", "complex64"))
+Flags = npt.NDArray[np.bool_]
 _LOW_ADDRESS = 1 << 40  # of a tensor without memory, only its offset in the storage is left: a small number
 _C_CONTIGUOUS = 0x1  # the flags of NumPy's C interface
 _WRITEABLE = 0x400
+
+
+class Layout(Hashable, Protocol):
+    """The dtypes and shapes of tensors, which are read for a table that is new."""
+
+    @property
+    def dtypes(self) -> tuple[DType, ...]:
+        """The dtype of each tensor."""
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shape of each tensor."""
+
+
+class ListedLayout(NamedTuple):
+    """The dtypes and shapes of tensors, one by one."""
+
+    dtypes: tuple[DType, ...]
+    shapes: tuple[Shape, ...]
 
 
 class Columns(NamedTuple):
     """Where tensors lie. If the columns of the same tensors are equal to earlier ones, none of them has moved.
 
     Attributes:
-        dtypes: The dtype of each tensor.
-        shapes: Its shape.
-        addresses: The address of its first element.
-        strides: Its strides, as its library counts them; None if it is contiguous.
+        layout: Their dtypes and shapes.
+        addresses: The address of each one's first element.
+        strides: Its strides, as its library counts them, or None if it is contiguous; None if all are.
         writable: Whether it can be written to.
+        devices: A number that stands for its device.
     """
 
-    dtypes: list[DType]
-    shapes: list[Shape]
-    addresses: list[int]
-    strides: list[Shape | None]
-    writable: list[bool]
+    layout: Layout
+    addresses: Numbers
+    strides: list[Shape | None] | None
+    writable: Flags
+    devices: Numbers
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether all tensors are contiguous."""
-        return self.strides.count(None) == len(self.strides)
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Columns)
+            and np.array_equal(self.addresses, other.addresses)
+            and np.array_equal(self.writable, other.writable)
+            and np.array_equal(self.devices, other.devices)
+            and self.strides == other.strides
+            and self.layout == other.layout
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-class ContiguousMemories(Sequence[Memory]):
-    """The memory of very many contiguous tensors in host memory; a `Memory` is created only when it is read.
+class PlainMemories(Sequence[Memory]):
+    """The memory of very many contiguous tensors; a `Memory` is created only when it is read.
 
     Attributes:
         addresses: The address of each.
+        gpus: The number of the GPU that it lies on; -1 for host memory.
         are_writable: Whether all can be written to.
     """
 
-    def __init__(self, columns: Columns, owners: list[Any]) -> None:
-        self._columns: tuple[list[Any], ...] = (*columns, owners)
-        self.addresses = np.array(columns.addresses, np.int64)
-        self.are_writable = False not in columns.writable
+    def __init__(self, specs: Sequence[TensorSpec], columns: Columns, gpus: Numbers, owners: list[Any]) -> None:
+        self.addresses = columns.addresses
+        self.gpus = gpus
+        self.are_writable = bool(columns.writable.all())
+        self._specs = specs
+        self._writable = columns.writable
+        self._owners = owners
 
     def __len__(self) -> int:
-        return int(self.addresses.size)
+        return len(self._owners)
 
     @overload
     def __getitem__(self, index: int) -> Memory: ...
@@ -71,11 +107,21 @@ class ContiguousMemories(Sequence[Memory]):
 
     def __getitem__(self, index: int | slice) -> Memory | list[Memory]:
         if isinstance(index, slice):
-            return [*map(Memory, *(column[index] for column in self._columns))]
-        return Memory(*(column[index] for column in self._columns))
+            return [self[i] for i in range(len(self))[index]]
+        _, dtype, shape = self._specs[index]
+        address = int(self.addresses[index])
+        if self.gpus[index] >= 0:
+            return StagedMemory(dtype, shape, address, row_major(shape), True, self._owners[index])
+        return Memory(dtype, shape, address, None, bool(self._writable[index]), self._owners[index])
 
     def __iter__(self) -> Iterator[Memory]:
-        return map(Memory, *self._columns)
+        if (self.gpus >= 0).any():
+            return map(self.__getitem__, range(len(self)))
+        dtypes = map(attrgetter("dtype"), self._specs)
+        shapes = map(attrgetter("shape"), self._specs)
+        return map(
+            Memory, dtypes, shapes, self.addresses.tolist(), repeat(None), self._writable.tolist(), self._owners
+        )
 
 
 def look_at(tensors: list[Any]) -> Columns | None:
@@ -87,7 +133,7 @@ def look_at(tensors: list[Any]) -> Columns | None:
     if kinds == {Bits}:
         return _look_at_arrays(owners(tensors), list(map(attrgetter("dtype"), tensors)))
     if kinds == {np.ndarray}:
-        dtypes = _dtypes(tensors, dtype_of_numpy)
+        dtypes = _dtypes(list(map(attrgetter("dtype"), tensors)), dtype_of_numpy)
         return None if dtypes is None else _look_at_arrays(tensors, dtypes)
     return None
 
@@ -97,57 +143,100 @@ def owners(tensors: list[Any]) -> list[Any]:
     return list(map(attrgetter("array"), tensors)) if tensors and type(tensors[0]) is Bits else tensors
 
 
-def in_host_memory(tensors: list[Any]) -> bool:
-    """Whether all tensors that `look_at` has columns of lie in host memory."""
-    if not tensors or not hasattr(tensors[0], "is_cpu"):
-        return True
-    return False not in map(attrgetter("is_cpu"), tensors) and True not in map(memory_module.is_on_gpu, tensors)
+def find_gpus(tensors: list[Any], columns: Columns) -> tuple[Numbers, list[Any]] | None:
+    """The number of the GPU that each tensor lies on, -1 for host memory, and the GPUs.
+
+    None if a tensor lies neither there nor in host memory, or is a lazy negative view: its bits are not those in memory.
+    """
+    if not hasattr(tensors[0], "is_cpu"):
+        return np.full(len(tensors), -1, np.int64), []
+    if True in map(sys.modules["torch"].Tensor.is_neg, tensors):
+        return None
+    numbers = []
+    gpus = []
+    device, example = _numbered(columns.devices)
+    for tensor in map(tensors.__getitem__, example):
+        if memory_module.is_on_gpu(tensor):
+            numbers.append(len(gpus))
+            gpus.append(tensor.device)
+        elif tensor.is_cpu:
+            numbers.append(-1)
+        else:
+            return None
+    return np.array(numbers, np.int64)[device], gpus
 
 
-def _dtypes(tensors: list[Any], dtype_of: Callable[[Any], DType | None]) -> list[DType] | None:
-    """The dtype of each tensor, of which `dtype_of` gives that of a library; None if one is not supported."""
-    of_library = list(map(attrgetter("dtype"), tensors))
+def _numbered(values: Numbers) -> tuple[Numbers, list[int]]:
+    """A number for each of the values, equal for equal ones, and the first row of each number."""
+    if (values == values[0]).all():
+        return np.zeros(values.size, np.int64), [0]
+    _, first, number = np.unique(values, return_index=True, return_inverse=True)
+    return number, first.tolist()
+
+
+def _dtypes(library_dtypes: list[Any], dtype_of: Callable[[Any], DType | None]) -> list[DType] | None:
+    """The dtypes of which these are a library's; None if one is not supported."""
     dtypes: dict[Any, DType] = {}
-    for library_dtype in set(of_library):
+    for library_dtype in set(library_dtypes):
         dtype = dtype_of(library_dtype)
         if dtype is None:
             return None
         dtypes[library_dtype] = dtype
-    return list(map(dtypes.__getitem__, of_library))
+    return list(map(dtypes.__getitem__, library_dtypes))
 
 
 def _look_at_torch(tensors: list[Any], torch_tensor: Any) -> Columns | None:
-    dtypes = _dtypes(tensors, dtype_of_torch)
+    described = dlpack.describe(tensors) or _ask_each(tensors, torch_tensor)
+    if described is None:
+        return None
+    layout, addresses, contiguous, devices = described
+    if addresses.min(initial=_LOW_ADDRESS) < _LOW_ADDRESS and any(
+        tensors[i].numel() for i in np.flatnonzero(addresses < _LOW_ADDRESS).tolist()
+    ):
+        return None
+    strides = None if contiguous.all() else _strides(tensors, contiguous, torch_tensor.stride)
+    return Columns(layout, addresses, strides, np.ones(len(tensors), bool), devices)
+
+
+def _ask_each(tensors: list[Any], torch_tensor: Any) -> tuple[Layout, Numbers, Flags, Numbers] | None:
+    """What `dlpack.describe` gives, by calls of torch for each tensor; None if one is odd."""
+    dtypes = _dtypes(list(map(attrgetter("dtype"), tensors)), dtype_of_torch)
     if dtypes is None or not COMPLEX.isdisjoint(dtype.name for dtype in set(dtypes)):
         return None
     try:
-        addresses = list(map(torch_tensor.data_ptr, tensors))
-        is_contiguous = list(map(torch_tensor.is_contiguous, tensors))
-        shapes = list(map(attrgetter("shape"), tensors))
+        addresses = np.array([*map(torch_tensor.data_ptr, tensors)], np.int64)
+        contiguous = np.array([*map(torch_tensor.is_contiguous, tensors)], bool)
+        shapes = tuple(map(tuple, map(attrgetter("shape"), tensors)))
     except RuntimeError:  # of a sparse tensor, which has no address, or a nested one, which has no shape
         return None
-    if min(addresses, default=_LOW_ADDRESS) < _LOW_ADDRESS and any(
-        address < _LOW_ADDRESS and tensor.numel() for address, tensor in zip(addresses, tensors, strict=True)
-    ):
-        return None
-    if True in map(torch_tensor.is_neg, tensors):
-        return None
+    devices = list(map(attrgetter("device"), tensors))
+    numbers = {device: number for number, device in enumerate(set(devices))}
+    device = np.array([*map(numbers.__getitem__, devices)], np.int64)
+    return ListedLayout(tuple(dtypes), shapes), addresses, contiguous, device
+
+
+def _strides(tensors: list[Any], contiguous: Flags, stride: Callable[[Any], Shape]) -> list[Shape | None]:
+    """The strides of tensors that are not contiguous."""
     strides: list[Shape | None] = [None] * len(tensors)
-    if False in is_contiguous:
-        strides = [None if plain else tensor.stride() for plain, tensor in zip(is_contiguous, tensors, strict=True)]
-    return Columns(dtypes, shapes, addresses, strides, [True] * len(tensors))
+    for i in np.flatnonzero(~contiguous).tolist():
+        strides[i] = stride(tensors[i])
+    return strides
 
 
 def _look_at_arrays(arrays: list[Any], dtypes: list[DType]) -> Columns:
     flags = np.fromiter(map(attrgetter("flags.num"), arrays), np.int64, len(arrays))
-    strides: list[Shape | None] = [None] * len(arrays)
-    for i in np.flatnonzero(flags & _C_CONTIGUOUS == 0).tolist():
-        strides[i] = arrays[i].strides
-    writable = (flags & _WRITEABLE != 0).tolist()
-    return Columns(dtypes, list(map(attrgetter("shape"), arrays)), array_addresses(arrays), strides, writable)
+    contiguous = flags & _C_CONTIGUOUS != 0
+    strides = None if contiguous.all() else _strides(arrays, contiguous, attrgetter("strides"))
+    return Columns(
+        ListedLayout(tuple(dtypes), tuple(map(attrgetter("shape"), arrays))),
+        array_addresses(arrays),
+        strides,
+        flags & _WRITEABLE != 0,
+        np.zeros(len(arrays), np.int64),
+    )
 
 
-def array_addresses(arrays: list[Any]) -> list[int]:
+def array_addresses(arrays: list[Any]) -> Numbers:
     """The address of the first element of every array; they must be of no subclass.
 
     NumPy takes microseconds to tell one. Its C interface, for which all extension modules are compiled, says where an
@@ -157,6 +246,5 @@ def array_addresses(arrays: list[Any]) -> list[int]:
     addresses = np.empty_like(fields)
     cpu.objects.read_words(fields, addresses)
     if addresses[0] != address_of(arrays[0]):  # another interface
-        return list(map(address_of, arrays))
-    known: list[int] = addresses.tolist()
-    return known
+        return np.array([*map(address_of, arrays)], np.int64)
+    return addresses

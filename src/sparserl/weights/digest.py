@@ -126,7 +126,8 @@ def element_sums(
 ) -> Digest:
     """The sums over the elements at these places, without the terms of the table."""
     total = Digest()
-    for part, nbytes in _partial_sums(weights, [*places], threads):
+    all_places = places if isinstance(places, list) else [*places]  # a copy of the table's would be read one by one
+    for part, nbytes in _partial_sums(weights, all_places, threads):
         total += part
         if progress is not None:
             progress(nbytes)
@@ -186,6 +187,10 @@ def digest(weights: Weights | Shards, *, threads: int | None = None, progress: P
         >>> digest({"w": np.zeros(2, np.float32)}) == digest({"w": np.array([0.0, -0.0], np.float32)})
         False
     """
-    local = LocalWeights.of(weights)
+    return local_digest(LocalWeights.of(weights), threads, progress)
+
+
+def local_digest(local: LocalWeights, threads: int | None = None, progress: Progress | None = None) -> Digest:
+    """The digest of weights that were looked at already."""
     total = element_sums(local, local.places, threads, progress)
     return total + table_digest(local.table) if local.complete else total

@@ -13,7 +13,7 @@ from ..errors import TensorMismatch
 from ..kernels import gpu
 from .batches import Batch
 from .boxes import Boxes
-from .columns import Columns, ContiguousMemories, in_host_memory, look_at, owners
+from .columns import Columns, PlainMemories, find_gpus, look_at, owners
 from .dtypes import UIntArray
 from .geometry import Geometry, dot
 from .known import KnownTensors, collector_paused, find_known, remember
@@ -22,7 +22,7 @@ from .region import Numbers, Region, all_whole, collapse, row_major, whole
 from .shards import Place, Shards
 from .staging import LazyBits, cast_origin, gpu_tensor
 from .table import TensorTable
-from .tensors import memories, name_order, require_mapping, require_writable, table_of, table_with
+from .tensors import memories, name_order, require_mapping, require_writable, table_like, table_of
 
 
 class _Parts:
@@ -41,7 +41,12 @@ class _Parts:
     """
 
     def __init__(
-        self, table: TensorTable, places: list[Place], memories: Sequence[Memory], whole: Sequence[Memory | None]
+        self,
+        table: TensorTable,
+        places: list[Place],
+        memories: Sequence[Memory],
+        whole: Sequence[Memory | None],
+        devices: list[Any],
     ) -> None:
         self.table = table
         self.places = places
@@ -49,15 +54,18 @@ class _Parts:
         self.whole = whole
         self.is_complete = places is table.places
         self.gpu_number = np.full(len(table), -1, np.int64)
-        self.devices: list[Any] = []
-        if isinstance(whole, ContiguousMemories):
+        self.devices = devices
+        if isinstance(whole, PlainMemories):
             self.address = whole.addresses
-            self.contiguous = np.ones(len(table), bool)
+            self.contiguous = whole.gpus < 0
         else:
             self.address = np.array([0 if memory is None else memory.address for memory in whole], np.int64)
             self.contiguous = np.array([memory is not None and memory.strides is None for memory in whole], bool)
         self.all_contiguous = bool(self.contiguous.all())
-        if not self.all_contiguous:
+        if isinstance(whole, PlainMemories):
+            has_kernels = np.array([*map(_runs_kernels, devices), False], bool)
+            self.gpu_number = np.where(has_kernels[whole.gpus], whole.gpus, -1)
+        elif not self.all_contiguous:
             self._find_gpus()
 
     @classmethod
@@ -70,11 +78,11 @@ class _Parts:
                 whole[tensor] = memory
         is_complete = None not in whole and len(in_order) == len(whole)
         places = table.places if is_complete else [place for place, _ in in_order]
-        return cls(table, places, [memory for _, memory in in_order], whole)
+        return cls(table, places, [memory for _, memory in in_order], whole, [])
 
     def _find_gpus(self) -> None:
         numbers: dict[Any, int] = {}
-        runs_kernels = cache(lambda device: gpu.support.obstacle(device) is None)
+        runs_kernels = cache(_runs_kernels)
         for (tensor, region), memory in zip(self.places, self.memories, strict=True):
             if memory.strides is not None and (on_gpu := gpu_tensor(memory)) is not None:
                 number = numbers.setdefault(on_gpu.device, len(numbers))
@@ -130,12 +138,17 @@ class _Parts:
         return parts_of
 
 
+def _runs_kernels(device: Any) -> bool:
+    return gpu.support.obstacle(device) is None
+
+
 def _look(weights: Weights, names: tuple[str, ...], tensors: list[Any], columns: Columns | None) -> _Parts:
     """The parts of weights whose names, tensors and columns are given in table order."""
-    if columns is not None and columns.is_contiguous and in_host_memory(tensors):
-        table = table_with(names, tuple(columns.dtypes), tuple(columns.shapes))
-        contiguous = ContiguousMemories(columns, owners(tensors))
-        return _Parts(table, table.places, contiguous, contiguous)
+    gpus = find_gpus(tensors, columns) if tensors and columns is not None and columns.strides is None else None
+    if columns is not None and gpus is not None:
+        table = table_like(names, columns.layout)
+        plain = PlainMemories(table.specs, columns, gpus[0], owners(tensors))
+        return _Parts(table, table.places, plain, plain, gpus[1])
     memory_by_name = memories(weights)
     table = table_of(memory_by_name)
     return _Parts.located(table, zip(table.places, map(memory_by_name.__getitem__, table.names), strict=True))
@@ -253,7 +266,7 @@ class LocalWeights:
             UnsupportedTensor: A tensor is read-only, cast, or has elements that share an address.
         """
         memories = self._parts.memories
-        if isinstance(memories, ContiguousMemories) and memories.are_writable:
+        if isinstance(memories, PlainMemories) and memories.are_writable:
             return
         require_writable(
             (self.table[tensor].name, memory)

@@ -74,6 +74,7 @@ class TensorTable:
             "".join([s.name for s in self.specs]).encode()
         except (TypeError, UnicodeEncodeError) as error:
             raise UnsupportedTensor(f"a tensor name must be text that can be encoded as UTF-8: {error}") from error
+        self._equal: object = None
         self.index: dict[str, int] = {s.name: i for i, s in enumerate(self.specs)}
         if len(self.index) != len(self.specs):
             raise TensorMismatch("a tensor name occurs twice in the table")
@@ -85,7 +86,15 @@ class TensorTable:
         return self.specs[index]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorTable) and self.specs == other.specs
+        if self is other or self._equal is other:
+            return True
+        is_equal = isinstance(other, TensorTable) and self.specs == other.specs
+        if is_equal:
+            self._equal = other  # very many specs are compared once
+        return is_equal
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_equal": None}
 
     def __hash__(self) -> int:
         return self._hash
@@ -156,7 +165,7 @@ class TensorTable:
 
     def require(self, other: TensorTable, label: str, other_label: str) -> None:
         """Raise `TensorMismatch` naming every difference, unless the two tables are equal."""
-        if self.specs == other.specs:
+        if self == other:
             return
         notes = []
         for name in sorted(self.index.keys() | other.index.keys()):

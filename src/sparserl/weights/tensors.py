@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import UnsupportedTensor
 from . import memory as memory_module
-from .columns import COMPLEX, in_host_memory, look_at, owners
+from .columns import COMPLEX, Layout, PlainMemories, find_gpus, look_at, owners
 from .dtypes import BY_NAME, Bits, DType, dtype_of_torch, is_big_endian
 from .memory import Memory, Weights, address_of
 from .region import Shape, row_major
@@ -126,19 +126,17 @@ def _by_kind(tensors: Iterable[Any]) -> Iterable[list[Any]]:
     return kinds.values()
 
 
-def _usual_memories(tensors: list[Any]) -> list[Memory | None]:
-    """The memory of contiguous tensors of one kind, all in host memory or all on GPUs; None for those that are odd."""
+def _usual_memories(tensors: list[Any]) -> Sequence[Memory | None]:
+    """The memory of contiguous tensors of one kind; None for those that are odd."""
     columns = look_at(tensors)
-    if columns is None:
+    gpus = None if columns is None else find_gpus(tensors, columns)
+    if columns is None or gpus is None:
         return [None] * len(tensors)
-    if in_host_memory(tensors):
-        in_host = map(Memory, *columns, owners(tensors))
-        return [memory if memory.strides is None else None for memory in in_host]
-    if False in map(memory_module.is_on_gpu, tensors):
-        return [None] * len(tensors)
-    strides = [tensor.stride() for tensor in tensors]
-    on_gpu = map(StagedMemory, *columns._replace(strides=strides), tensors)
-    return [memory if plain is None else None for memory, plain in zip(on_gpu, columns.strides, strict=True)]
+    specs = [TensorSpec("", dtype, shape) for dtype, shape in zip(columns.layout.dtypes, columns.layout.shapes, strict=True)]
+    memories = PlainMemories(specs, columns, gpus[0], owners(tensors))
+    if columns.strides is None:
+        return memories
+    return [memory if plain is None else None for memory, plain in zip(memories, columns.strides, strict=True)]
 
 
 def tensor_table(weights: Weights) -> TensorTable:
@@ -191,6 +189,12 @@ def name_order(names: tuple[str, ...]) -> tuple[str, ...]:
 def table_with(names: tuple[str, ...], dtypes: tuple[DType, ...], shapes: tuple[Shape, ...]) -> TensorTable:
     """The table of tensors with these names, dtypes and shapes, in any order; the same object as the last time."""
     return TensorTable(map(TensorSpec, names, dtypes, map(tuple, shapes)))
+
+
+@lru_cache(maxsize=8)
+def table_like(names: tuple[str, ...], layout: Layout) -> TensorTable:
+    """The table of tensors with these names and this layout."""
+    return table_with(names, layout.dtypes, layout.shapes)
 
 
 def require_like(

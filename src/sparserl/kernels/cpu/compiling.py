@@ -27,9 +27,9 @@ _LOG = logging.getLogger("sparserl")
 _WAIT = 120.0  # seconds for another process that compiles the same kernel; after that, it is compiled here too
 
 
-def kernel(function: F) -> F:
-    """Compile for the CPU without the GIL, cached on disk where a folder for it can be written."""
-    compiled = _with_cache(function)
+def kernel(function: F, nogil: bool = True) -> F:
+    """Compile for the CPU, cached on disk where a folder for it can be written; it runs without the GIL by default."""
+    compiled = _with_cache(function, nogil)
     if hasattr(compiled, "compile"):  # it is plain Python where NUMBA_DISABLE_JIT is set
         _compile_once(compiled)
         compiled.compile = without_garbage_collection(compiled.compile)
@@ -45,8 +45,8 @@ def inline(function: F) -> F:
     return cast("F", njit(nogil=True, no_cpython_wrapper=private, no_cfunc_wrapper=True)(function))
 
 
-def _with_cache(function: Callable[..., Any]) -> Any:
-    options = {"nogil": True, "no_cfunc_wrapper": True}
+def _with_cache(function: Callable[..., Any], nogil: bool) -> Any:
+    options = {"nogil": nogil, "no_cfunc_wrapper": True}
     with contextlib.suppress(RuntimeError):  # Numba has no folder that it can write to
         return njit(cache=True, **options)(function)
     configured = config.CACHE_DIR

@@ -64,9 +64,30 @@ MUTANTS = (
     Mutant(
         "an array that cannot be written to passes for one that can",
         "weights/columns.py",
-        "self.are_writable = False not in columns.writable",
+        "self.are_writable = bool(columns.writable.all())",
         "self.are_writable = True",
         Tests("weights/test_known.py", "only_be_read"),
+    ),
+    Mutant(
+        "a lazy negative view passes for its memory",
+        "weights/columns.py",
+        'if True in map(sys.modules["torch"].Tensor.is_neg, tensors) or',
+        "if",
+        Tests("weights/test_columns.py", "odd_tensor"),
+    ),
+    Mutant(
+        "a freed tensor at a low address passes for one with memory",
+        "weights/columns.py",
+        "low[(offsets > 0) | (addresses[low] == 0)]",
+        "low[addresses[low] == 0]",
+        Tests("weights/test_columns.py", "low_addresses"),
+    ),
+    Mutant(
+        "a tensor that moved to other strides stays known",
+        "weights/columns.py",
+        "and self.strides == other.strides",
+        "",
+        Tests("weights/test_known.py", "has_moved"),
     ),
     Mutant(
         "batches of small tensors come by dtype, not where they are full",

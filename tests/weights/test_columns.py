@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from sparserl import Bits
-from sparserl.weights import columns
+from sparserl.weights import columns, dlpack, dtypes, memory
 from sparserl.weights.columns import array_addresses, find_gpus, look_at
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.local import LocalWeights
+from sparserl.weights.staging import StagedMemory
 from sparserl.weights.tensors import memories, memory_of
 
 RNG = np.random.default_rng(3)
@@ -41,9 +42,9 @@ def test_all_together_are_what_each_is(kind):
     assert [memory[:5] for memory in memories(weights).values()] == [memory[:5] for memory in one_by_one]
     contiguous = {name: tensor for name, tensor in weights.items() if memory_of(name, tensor).strides is None}
     local = LocalWeights.of(contiguous)
-    for (name, tensor), (_, memory) in zip(sorted(contiguous.items()), local.parts, strict=True):
-        assert memory == memory_of(name, tensor)
-        assert memory.owner is (tensor.array if isinstance(tensor, Bits) else tensor)
+    for (name, tensor), (_, part) in zip(sorted(contiguous.items()), local.parts, strict=True):
+        assert part == memory_of(name, tensor)
+        assert part.owner is (tensor.array if isinstance(tensor, Bits) else tensor)
 
 
 def test_addresses_of_arrays():
@@ -84,6 +85,91 @@ def test_an_odd_tensor_is_looked_at_alone(odd):
     plain = np.zeros(3, np.float32) if isinstance(odd, np.ndarray) else torch.zeros(3)
     assert are_odd([plain, odd])
     assert not are_odd([plain, plain])
+
+
+ODD_SHAPES = {
+    "a number": torch.zeros(()),
+    "empty": torch.zeros(0, 3),
+    "one row of many": torch.zeros(4, 5)[1:2],
+    "one column of many": torch.zeros(4, 5)[:, 1:2],
+    "one column, read as a row": torch.zeros(4, 1).t(),
+    "transposed": torch.zeros(4, 5).t(),
+    "expanded": torch.zeros(1, 5).expand(4, 5),
+    "every other": torch.zeros(8)[::2],
+    "a part": torch.zeros(8)[3:],
+    "nine dimensions": torch.zeros(1, 1, 2, 1, 1, 1, 2, 1, 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", dtypes.BY_NAME)
+def test_dlpack_tells_what_torch_tells(name):
+    """Of every dtype: dtype, shape, address and whether it is contiguous."""
+    if not hasattr(torch, name):
+        pytest.skip(f"this torch has no {name}")
+    plain = torch.empty(4, dtype=getattr(torch, name))
+    tensors = [plain, plain[1:], plain[::2], plain.view(2, 2).t()]
+    described = dlpack.describe(tensors)
+    asked = columns._ask_each(tensors, torch.Tensor)
+    assert (described is None) == (asked is None) == (name in columns.COMPLEX)
+    if described is not None and asked is not None:
+        assert (described.layout.dtypes, described.layout.shapes) == asked[0]
+        assert described.addresses.tolist() == asked[1].tolist()
+        assert described.contiguous.tolist() == asked[2].tolist()
+
+
+def test_shapes_that_dlpack_describes():
+    tensors = [*ODD_SHAPES.values()]
+    described = dlpack.describe(tensors)
+    assert described.layout.shapes == tuple(tuple(tensor.shape) for tensor in tensors)
+    assert described.contiguous.tolist() == [tensor.is_contiguous() for tensor in tensors]
+
+
+def test_very_many_dimensions_are_asked_for_one_by_one():
+    tensors = [torch.zeros((1,) * 12 + (3,)), torch.zeros((2,) + (1,) * 12)]
+    assert dlpack.describe(tensors) is None
+    assert look_at(tensors).layout.shapes == tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+def test_a_tensor_that_dlpack_cannot_describe_leaves_no_error_behind():
+    assert dlpack.describe([torch.zeros(3), torch.zeros(3).to_sparse()]) is None
+    assert dlpack.describe([torch.zeros(3), torch.zeros(3, device="meta")]) is None
+    assert dlpack.describe([torch.zeros(3)]) is not None
+
+
+def test_a_torch_without_the_c_interface_is_asked_for_each_tensor(monkeypatch):
+    weights = {f"w{i}": tensor for i, tensor in enumerate(TENSORS["torch"])}
+    described = [memory[:5] for memory in memories(weights).values()]
+    monkeypatch.setattr(dlpack, "_exchange_function", lambda: 0)
+    assert [memory[:5] for memory in memories(weights).values()] == described
+    assert are_odd([torch.zeros(3), torch.zeros(3).to_sparse()])
+
+
+@pytest.mark.parametrize("begin", [0, 2])
+def test_memory_that_was_freed_is_noticed_beside_low_addresses(begin, monkeypatch):
+    """Some programs have their heap at addresses as low as offsets in a storage are."""
+    tensors = [torch.zeros(6)[2:], torch.zeros(6)[begin:]]
+    monkeypatch.setattr(columns, "_LOW_ADDRESS", 1 << 62)
+    assert not are_odd(tensors)
+    tensors[1].untyped_storage().resize_(0)
+    assert are_odd(tensors)
+
+
+def test_tensors_on_several_devices(monkeypatch):
+    """Each is read where it lies; those that lie on neither GPU nor host are refused."""
+    tensors = [torch.zeros(3), torch.ones(4), torch.zeros(3)]
+    looked_at = look_at(tensors)
+    assert find_gpus(tensors, looked_at)[0].tolist() == [-1, -1, -1]
+    looked_at.devices[:] = [1, 2, 1]
+    monkeypatch.setattr(memory, "is_on_gpu", lambda tensor: tensor.numel() == 4)
+    numbers, gpus = find_gpus(tensors, looked_at)
+    assert numbers.tolist() == [-1, 0, -1]
+    assert gpus == [tensors[1].device]
+    local = LocalWeights.of({"a": tensors[1], "b": tensors[1].clone()})
+    (_, first), (_, second) = local.parts
+    assert isinstance(first, StagedMemory)
+    assert isinstance(second, StagedMemory)
+    assert first.address == tensors[1].data_ptr()
 
 
 def test_weights_that_were_looked_at_are_not_looked_at_again(monkeypatch):

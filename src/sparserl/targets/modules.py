@@ -16,7 +16,7 @@ from ..weights.digest import Digest
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights, tied_groups
 from ..weights.table import TensorTable
-from ..weights.tensors import memories, name_order
+from ..weights.tensors import memories
 from ..weights.warmup import warm_up
 from .target import Change, Undo
 
@@ -68,8 +68,10 @@ class ModuleTarget:
     def attach(self, table: TensorTable) -> Weights:
         is_new = self._local is None
         self._tied_names = frozenset()
-        self._tied_names = _tied_names(self.weights(), table)
         weights = self.weights()
+        if len(weights) > len(table):
+            self._tied_names = _tied_names(weights, table)
+            weights = self.weights()
         self._local = LocalWeights.of(weights, table, "the run", "the target")
         self._local.require_writable()
         if is_new:
@@ -153,8 +155,6 @@ class PreparedModule:
 
 def _tied_names(weights: Weights, table: TensorTable) -> frozenset[str]:
     """Tensors that the run does not have, and that are the same memory as one that it has."""
-    if table.names == name_order(tuple(weights)) or table.index.keys() >= weights.keys():
-        return frozenset()
     groups = [group for group in tied_groups(memories(weights)) if not table.index.keys().isdisjoint(group)]
     return frozenset(name for group in groups for name in group if name not in table.index)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, overload
@@ -25,7 +26,7 @@ from .table import TensorSpec
 
 COMPLEX = frozenset(("complex32", "complex64"))
 Flags = npt.NDArray[np.bool_]
-_LOW_ADDRESS = 1 << 40  # of a tensor without memory, only its offset in the storage is left: a small number
+_LOW_ADDRESS = 1 << 40  # offsets in a storage are smaller; so may be addresses
 _C_CONTIGUOUS = 0x1  # the flags of NumPy's C interface
 _WRITEABLE = 0x400
 
@@ -49,8 +50,9 @@ class ListedLayout(NamedTuple):
     shapes: tuple[Shape, ...]
 
 
-class Columns(NamedTuple):
-    """Where tensors lie. If the columns of the same tensors are equal to earlier ones, none of them has moved.
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Where tensors lie.
 
     Attributes:
         layout: Their dtypes and shapes.
@@ -66,17 +68,15 @@ class Columns(NamedTuple):
     writable: Flags
     devices: Numbers
 
-    def __eq__(self, other: object) -> bool:
+    def equal(self, other: Columns) -> bool:
+        """Whether these are equal to earlier columns of the same tensors: none of them has moved."""
         return (
-            isinstance(other, Columns)
-            and np.array_equal(self.addresses, other.addresses)
+            np.array_equal(self.addresses, other.addresses)
             and np.array_equal(self.writable, other.writable)
             and np.array_equal(self.devices, other.devices)
             and self.strides == other.strides
             and self.layout == other.layout
         )
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class PlainMemories(Sequence[Memory]):
@@ -119,9 +119,7 @@ class PlainMemories(Sequence[Memory]):
             return map(self.__getitem__, range(len(self)))
         dtypes = map(attrgetter("dtype"), self._specs)
         shapes = map(attrgetter("shape"), self._specs)
-        return map(
-            Memory, dtypes, shapes, self.addresses.tolist(), repeat(None), self._writable.tolist(), self._owners
-        )
+        return map(Memory, dtypes, shapes, self.addresses.tolist(), repeat(None), self._writable.tolist(), self._owners)
 
 
 def look_at(tensors: list[Any]) -> Columns | None:
@@ -146,14 +144,15 @@ def owners(tensors: list[Any]) -> list[Any]:
 def find_gpus(tensors: list[Any], columns: Columns) -> tuple[Numbers, list[Any]] | None:
     """The number of the GPU that each tensor lies on, -1 for host memory, and the GPUs.
 
-    None if a tensor lies neither there nor in host memory, or is a lazy negative view: its bits are not those in memory.
+    None if a tensor is odd in a way that columns do not show: it is a lazy negative view, whose bits are not those in
+    memory, has no memory, or lies on neither.
     """
     if not hasattr(tensors[0], "is_cpu"):
         return np.full(len(tensors), -1, np.int64), []
-    if True in map(sys.modules["torch"].Tensor.is_neg, tensors):
+    if True in map(sys.modules["torch"].Tensor.is_neg, tensors) or _some_are_freed(tensors, columns.addresses):
         return None
     numbers = []
-    gpus = []
+    gpus: list[Any] = []
     device, example = _numbered(columns.devices)
     for tensor in map(tensors.__getitem__, example):
         if memory_module.is_on_gpu(tensor):
@@ -164,6 +163,19 @@ def find_gpus(tensors: list[Any], columns: Columns) -> tuple[Numbers, list[Any]]
         else:
             return None
     return np.array(numbers, np.int64)[device], gpus
+
+
+def _some_are_freed(tensors: list[Any], addresses: Numbers) -> bool:
+    """Whether the storage of some tensor has no memory: all that is left of the address is the offset in it."""
+    low = np.flatnonzero(addresses < _LOW_ADDRESS)
+    if not low.size:
+        return False
+    offsets = np.fromiter((tensors[i].storage_offset() for i in low.tolist()), np.int64, low.size)
+    for i in low[(offsets > 0) | (addresses[low] == 0)].tolist():
+        tensor = tensors[i]
+        if addresses[i] == tensor.storage_offset() * tensor.itemsize and tensor.numel():
+            return True
+    return False
 
 
 def _numbered(values: Numbers) -> tuple[Numbers, list[int]]:
@@ -190,10 +202,6 @@ def _look_at_torch(tensors: list[Any], torch_tensor: Any) -> Columns | None:
     if described is None:
         return None
     layout, addresses, contiguous, devices = described
-    if addresses.min(initial=_LOW_ADDRESS) < _LOW_ADDRESS and any(
-        tensors[i].numel() for i in np.flatnonzero(addresses < _LOW_ADDRESS).tolist()
-    ):
-        return None
     strides = None if contiguous.all() else _strides(tensors, contiguous, torch_tensor.stride)
     return Columns(layout, addresses, strides, np.ones(len(tensors), bool), devices)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +81,7 @@ class Digest:
         return self.hex
 
 
+@lru_cache(maxsize=8)
 def table_digest(table: TensorTable) -> Digest:
     """The terms of names, dtypes and shapes: for each tensor the mix of a zero at a position that no element has."""
     zero = np.zeros(1, np.uint16)  # of any width: this kernel is compiled for bf16 anyway

@@ -97,7 +97,7 @@ class Description(NamedTuple):
 
 
 def describe(tensors: list[Any]) -> Description | None:
-    """What DLPack says of torch tensors; None if it has no words for one, or this version of torch has no C interface."""
+    """What DLPack says of torch tensors; None if it has no words for one, or torch has no C interface yet."""
     function = _exchange_function()
     if not function:
         return None

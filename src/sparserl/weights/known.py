@@ -42,7 +42,7 @@ class KnownTensors:
 
     def are(self, names: tuple[str, ...], tensors: list[Any], columns: Columns) -> bool:
         """Whether these are the same tensors, in the same memory."""
-        return names == self._names and all(map(operator.is_, tensors, self._tensors)) and columns == self._columns
+        return names == self._names and all(map(operator.is_, tensors, self._tensors)) and columns.equal(self._columns)
 
 
 _known: WeakValueDictionary[int, KnownTensors] = WeakValueDictionary()  # by the id of their first tensor

@@ -38,6 +38,7 @@ class _Parts:
         gpu_number: Which GPU with kernels it lies on, contiguous and not to be cast; -1 for none.
         devices: The GPUs that parts lie on, or are cast on.
         is_complete: Whether these are all tensors of the table, whole.
+        is_plain: Whether none of them is odd: all are whole and contiguous, in host memory or on GPUs.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class _Parts:
         self.memories = memories
         self.whole = whole
         self.is_complete = places is table.places
+        self.is_plain = isinstance(whole, PlainMemories)
         self.gpu_number = np.full(len(table), -1, np.int64)
         self.devices = devices
         if isinstance(whole, PlainMemories):
@@ -276,7 +278,7 @@ class LocalWeights:
 
     def without_lazy_bits_of(self, other: LocalWeights, places: Sequence[Place]) -> Sequence[Place]:
         """Places but for those where both weights have the very same `LazyBits`, which need not be compared."""
-        if self._parts.all_contiguous:
+        if self._parts.is_plain or other._parts.is_plain:
             return places  # there are none
         own = {id(memory.owner) for _, memory in self.parts if isinstance(memory.owner, LazyBits)}
         if own.isdisjoint(id(memory.owner) for _, memory in other.parts):

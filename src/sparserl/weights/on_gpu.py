@@ -190,7 +190,7 @@ def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list
             is_cast[i] = run.is_cast
     kind = np.where(gpu_number[0] < 0, -1, (2 * gpu_number[0] + is_cast) * 256 + table.codes[tensor])
     by_kind = []
-    for code in np.unique(kind[kind >= 0]).tolist():
+    for code in np.flatnonzero(np.bincount(kind[kind >= 0])).tolist():  # `unique` would sort them
         rows = np.flatnonzero(kind == code)
         first = int(rows[np.argmax(numel[rows] > 0)])  # an empty tensor has no address
         runs = Runs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -132,11 +133,11 @@ def _usual_memories(tensors: list[Any]) -> Sequence[Memory | None]:
     gpus = None if columns is None else find_gpus(tensors, columns)
     if columns is None or gpus is None:
         return [None] * len(tensors)
-    specs = [TensorSpec("", dtype, shape) for dtype, shape in zip(columns.layout.dtypes, columns.layout.shapes, strict=True)]
-    memories = PlainMemories(specs, columns, gpus[0], owners(tensors))
+    specs = [*map(TensorSpec, repeat(""), columns.layout.dtypes, columns.layout.shapes)]
+    plain = PlainMemories(specs, columns, gpus[0], owners(tensors))
     if columns.strides is None:
-        return memories
-    return [memory if plain is None else None for memory, plain in zip(memories, columns.strides, strict=True)]
+        return plain
+    return [memory if strides is None else None for memory, strides in zip(plain, columns.strides, strict=True)]
 
 
 def tensor_table(weights: Weights) -> TensorTable:

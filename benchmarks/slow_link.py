@@ -413,6 +413,7 @@ def main(argv: list[str] | None = None) -> int:
     link, names, out = Link.parse(said.pop("rate"), said.pop("latency")), said.pop("ways").split(","), said.pop("out")
     if not set(names) <= set(WAYS):
         parser.error(f"ways are some of {','.join(WAYS)}")
+    out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     options = Options(**said, staleness=0, schedule="fixed", modes=("update",), fingerprint=True)
     with unpacked(options.model, options.seed) as folder:

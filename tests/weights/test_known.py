@@ -12,7 +12,6 @@ import torch
 from sparserl import Bits, diff, digest
 from sparserl.errors import UnsupportedTensor
 from sparserl.weights import known, local
-from sparserl.weights.columns import look_at
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.local import LocalWeights
 
@@ -40,9 +39,7 @@ def looks(monkeypatch):
 
 
 def is_known(weights):
-    names = tuple(sorted(weights))
-    tensors = [weights[name] for name in names]
-    return known.find_known(names, tensors, look_at(tensors)) is not None
+    return known.find_known(weights) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -192,15 +192,19 @@ class LocalWeights:
             return cls(weights.table, parts)
         require_mapping(weights)
         with collector_paused():
-            names = name_order(tuple(weights)) if table is None else table.names
-            tensors = list(map(weights.get, names))
-            columns = look_at(tensors) if len(names) == len(weights) else None
-            known = find_known(names, tensors, columns)
-            tensor_parts: _Parts = _look(weights, names, tensors, columns) if known is None else known.found
+            known = find_known(weights)
+            if known is None:
+                names = name_order(tuple(weights))
+                tensors = list(map(weights.get, names))
+                columns = look_at(tensors)
+                tensor_parts = _look(weights, names, tensors, columns)
+                known = remember(weights, tensors, columns, tensor_parts)
+            else:
+                tensor_parts = known.found
             if table is not None:
                 table.require(tensor_parts.table, table_label, weights_label)
             local = cls(tensor_parts.table, tensor_parts)
-            local.known = known or remember(names, tensors, columns, tensor_parts)
+            local.known = known
         return local
 
     @property

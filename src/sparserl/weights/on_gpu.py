@@ -140,21 +140,34 @@ class Runs:
     def blocks(self, keys: np.ndarray[Any, Any]) -> tuple[gpu.changes.Blocks, list[gpu.changes.Side]]:
         """The blocks that kernels work on, and one side per version; `keys` are the digest keys of all tensors."""
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-        columns = (self.numel.tobytes(), self.start.tobytes(), keys[self.tensor].tobytes())
-        blocks = _blocks(self.dtype.width, self.device, stream, *columns)
+        columns = _BlockColumns(self.numel, self.start, keys[self.tensor])
+        blocks = _blocks(self.dtype.width, self.device, stream, columns)
         versions = zip(self.address, self.bases, strict=True)
         return blocks, [blocks.side_at(address, base, self.owners) for address, base in versions]
 
 
+class _BlockColumns:
+    """What blocks are made of, to look them up by: very many numbers are hashed by their sums."""
+
+    def __init__(self, numel: Numbers, start: Numbers, keys: np.ndarray[Any, Any]) -> None:
+        self.arrays = (numel.copy(), start.copy(), keys)  # nobody changes them later
+        self._hash = hash((numel.size, int(numel.sum()), int(start.sum()), int(keys.sum())))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BlockColumns) and all(map(np.array_equal, self.arrays, other.arrays))
+
+
 @lru_cache(maxsize=8)
-def _blocks(width: int, device: Any, _stream: int, numel: bytes, start: bytes, keys: bytes) -> gpu.changes.Blocks:
+def _blocks(width: int, device: Any, _stream: int, columns: _BlockColumns) -> gpu.changes.Blocks:
     """The blocks of the last sync, if they are the same, on the stream that made them.
 
     They depend on these arguments alone: they contain no addresses and keep no tensor alive.
     """
-    sizes = np.frombuffer(numel, np.int64)
-    digest_keys = np.frombuffer(keys, np.uint64).reshape(-1, 2)
-    return gpu.changes.Blocks(width, sizes, device, digest_keys, np.frombuffer(start, np.int64))
+    numel, start, keys = columns.arrays
+    return gpu.changes.Blocks(width, numel, device, keys, start)
 
 
 def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list[Place], list[Runs]]:

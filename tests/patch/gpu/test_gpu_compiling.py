@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 import sparserl
@@ -74,6 +76,7 @@ def test_nothing_is_compiled_once_an_engine_is_warm(tmp_path, monkeypatch):
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["fn"].name))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr("sparserl.weights.on_gpu._warm", set())
+    _forget_compiled()
     weights = {"q": torch.randn(64, 96, device="cuda").bfloat16(), "k": torch.randn(32, 96, device="cuda").bfloat16()}
     fused = torch.cat([*weights.values()])
     pieces = [
@@ -97,6 +100,15 @@ def test_nothing_is_compiled_once_an_engine_is_warm(tmp_path, monkeypatch):
         subscriber.commit_version(version)
     assert compiled == []
     assert torch.equal(fused.cpu().view(torch.int16), torch.cat([*host.values()]).view(torch.int16))
+
+
+def _forget_compiled():
+    """Forget what other tests of this process have compiled."""
+    from triton.runtime.jit import JITFunction
+
+    for function in gc.get_objects():
+        if isinstance(function, JITFunction):
+            function.device_caches.clear()
 
 
 def test_every_number_of_classes_is_warm():

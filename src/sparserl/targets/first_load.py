@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import SparserlError, UnsupportedTensor
+from ..parallel import default_threads
 from ..weights.digest import Digest, place_sums
 from ..weights.dtypes import dtype_of_torch
 from ..weights.local import LocalWeights
@@ -30,6 +31,7 @@ from .pieces import CheckpointTensor, Piece, by_tensor, has_bits, reach
 from .watching import Fill, LoadWatch, arrived_pieces
 
 _MOST_WAITING = 1 << 30  # bytes of tensors in host memory that wait for their sums, and would else be gone
+_MOST_THREADS = 4  # one sums up more slowly than an engine reads from memory
 Position = tuple[torch.device, int, Shape, Shape, torch.dtype]
 _READS = {getattr(torch.Tensor, name) for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "tolist")}
 SumKey = tuple[str, Region, torch.dtype]
@@ -75,7 +77,8 @@ class FirstLoad:
         self._modes = contextlib.ExitStack()
         self._others = {position(tensor): tensor.to("cpu", copy=True) for tensor in others.values()}
         self._tensors: dict[str, CheckpointTensor] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sparserl-sums")
+        threads = min(_MOST_THREADS, max(1, default_threads() // 2))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sparserl-sums")
         self._sums: dict[SumKey, Future[Digest]] = {}
         self._waiting = deque[tuple[int, list[Future[Digest]]]]()
         self._waiting_bytes = 0
@@ -103,7 +106,7 @@ class FirstLoad:
     def ended_with(self, live: Mapping[str, torch.Tensor]) -> None:
         """Note which tensors the engine has when it has loaded: others may get the memory of tensors that are gone."""
         self._positions = {position(tensor) for tensor in live.values()}
-        self._thread.shutdown(wait=False)
+        self._pool.shutdown(wait=False)
 
     def find_pieces(self, live: Mapping[str, torch.Tensor], derived: Mapping[str, torch.Tensor]) -> list[Piece]:
         """Where the checkpoint is in an engine's tensors; all bits are compared.
@@ -150,7 +153,7 @@ class FirstLoad:
                 region, _ = copy.region(tuple(tensor.shape))
             except Untraceable:
                 continue
-            future = self._thread.submit(_region_sums, name, tensor, region, dtype)
+            future = self._pool.submit(_region_sums, name, tensor, region, dtype)
             self._sums[name, region, dtype] = future
             futures.append(future)
         self._waiting.append((tensor.nbytes, futures))

@@ -23,7 +23,13 @@ import sparserl
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NOTES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "research").rglob("*.md"))]
+NOTES = [
+    *PAGES,
+    ROOT / "tests" / "golden" / "example.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "research").rglob("*.md")),
+]
 GENERATED = {"docs/reference/cli.md"}
 CLASSES = ("Publisher", "Subscriber", "GroupPublisher", "GroupSubscriber", "Relay")
 

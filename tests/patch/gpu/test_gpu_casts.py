@@ -102,7 +102,9 @@ def test_kernels_cast_what_they_read(shift):
 def test_published(tmp_path, profile):
     """Every version is what torch casts, in all profiles; bits that the cast drops are no changes."""
     trainer = Trainer()
-    rollout = {name: torch.zeros_like(tensor) for name, tensor in trainer.cast().items()}
+    rollout = trainer.cast()  # it holds the first version
+    if profile in ("auto", "raw"):  # it fetches the anchor, which takes long, and is the same in all profiles but `raw`
+        rollout = {name: torch.zeros_like(tensor) for name, tensor in rollout.items()}
     source = sparserl.sources.module(trainer, cast=torch.bfloat16)
     with (
         sparserl.Publisher(tmp_path / "run", source, baseline="device", profile=profile, threads=1) as publisher,
@@ -121,7 +123,8 @@ def test_published(tmp_path, profile):
                 else int((old[name] != new[name]).sum())
                 for name in new
             )
-            subscriber.sync()
+            synced = subscriber.sync()
+            assert synced.kind == ("anchor" if profile in ("auto", "raw") and seed == 3 else "patch")
             assert same_bits(rollout, new)
 
 

@@ -133,6 +133,12 @@ def split(table: TensorTable, tensor: str, dim: int, rank: int, size: int) -> Lo
     return Local(region.size, (Slice(tensor, region, whole(region.size)),))
 
 
+def entire(table: TensorTable, tensor: str) -> Local:
+    """All of a tensor."""
+    shape = _spec(table, tensor).shape
+    return Local(shape, (Slice(tensor, whole(shape), whole(shape)),))
+
+
 def stack(table: TensorTable, spans: Iterable[Span], rank: int = 0, size: int = 1) -> Local:
     """Spans of rows, one below the other; of these, one of `size` equal parts."""
     spans = tuple(spans)

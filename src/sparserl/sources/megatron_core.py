@@ -18,7 +18,7 @@ from ..errors import TensorMismatch, UnsupportedTensor
 from ..weights.dtypes import BY_NAME
 from ..weights.region import Region, Shape, whole
 from ..weights.table import TensorSpec, TensorTable
-from .layout import Layout, Local, Slice, Span, split, stack
+from .layout import Layout, Local, Slice, Span, entire, split, stack
 from .megatron_families import EMBEDDING, FAMILIES, OUTPUT
 from .megatron_map import Family, GroupRows, Row, Sizes, fields_of
 
@@ -26,10 +26,9 @@ _NAMES = (
     (r"^(module\.)+", ""),
     (r"\.to_wrap\.", "."),
     (r"^mtp\.layers\.(\d+)\.mtp_model_layer\.", r"mtp.layers.\1.transformer_layer."),
-    (r"self_attention\.linear_q_up_proj\.layer_norm_weight$", "self_attention.q_layernorm.weight"),
-    (r"self_attention\.linear_kv_up_proj\.layer_norm_weight$", "self_attention.kv_layernorm.weight"),
-    (r"self_attention\.(linear_qkv|linear_q_proj|in_proj)\.layer_norm_weight$", "input_layernorm.weight"),
-    (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
+    (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r"self_attention.\1_layernorm.\2"),
+    (r"self_attention\.(linear_qkv|linear_q_proj|in_proj)\.layer_norm_(weight|bias)$", r"input_layernorm.\2"),
+    (r"mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"pre_mlp_layernorm.\1"),
     (r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"mlp.experts.\2.\3\1"),
 )
 
@@ -228,7 +227,7 @@ class Stage:
         if cut == "duplicated":
             cut = self._cut_of(parameter, tensors[0], size)
         if cut in ("whole", "one"):
-            local = split(self.table, tensors[0], 0, 0, 1) if cut == "whole" else self._one(tensors[0], names)
+            local = entire(self.table, tensors[0]) if cut == "whole" else self._one(tensors[0], names)
             return replace(local, convert=_added(row.plus)).owned(rank == 0 and replica == 0)
         if cut in ("transposed", "interleaved"):
             local = self._transposed(cut, tensors[0], names, rank, size)
@@ -258,10 +257,13 @@ class Stage:
         return Local(shape, (Slice(tensor, Region(start, extent), whole(shape)),), convert)
 
     def _cut_of(self, parameter: str, tensor: str, size: int) -> str:
-        """Whether a parameter that may be whole on every rank is cut by rows."""
-        rows = self.table[self.table.index[tensor]].shape[0] if tensor in self.table.index else 0
-        shape = self.shapes.get(parameter)
-        return "rows" if shape and rows == shape[0] * size and size > 1 else "whole"
+        """How a parameter is cut that may be whole on every rank: its shape says so."""
+        shape = self.shapes.get(parameter, ())
+        of_tensor = self.table[self.table.index[tensor]].shape if tensor in self.table.index else ()
+        for cut, count, all_ranks in zip(("rows", "columns"), shape, of_tensor, strict=False):
+            if size > 1 and all_ranks == count * size:
+                return cut
+        return "whole"
 
     def _segments(self, row: Row, names: Mapping[str, Any], rank: int, size: int) -> Local:
         """The rank's part of each segment, one below the other."""
@@ -287,6 +289,13 @@ class Stage:
         for group in range(groups):
             for tensor, in_group, start, count in runs:
                 yield Span(tensor, group * in_group + start, count)
+
+    def outside(self) -> Iterator[tuple[str, Local]]:
+        """The parameters that are not the language model's, which are the same on every rank."""
+        family = self.model.family
+        for parameter in self.shapes:
+            if (tensor := family.tensor_outside(parameter)) is not None:
+                yield parameter, entire(self.table, tensor).owned(self.ranks.tp == 0 and self.ranks.dp == 0)
 
     def vocabulary(self, tensors: Sequence[str], padded: int | None) -> Local:
         """Rows of a padded vocabulary, under each name that they have in the checkpoint."""
@@ -372,6 +381,7 @@ def layout(
         parameters.update(stage.layer(f"decoder.layers.{number}", layer))
     if mtp:
         parameters.update(stage.prediction())
+    parameters.update(stage.outside())
     return Layout(table, parameters)
 
 

@@ -340,6 +340,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# Modules of vision-language models that are not published: those of Megatron-core's LLaVA and of Megatron-Bridge.
+_VISION = ("vision_model.", "vision_projection.", "visual.", "vision_tower.", "multi_modal_projector.")
+
+
 def _tower(base: str, name: str, replacement: str) -> Family:
     """The language model of a vision-language model. Tensors whose names begin with `name` have another beginning."""
     family = FAMILIES[base]
@@ -351,7 +355,14 @@ def _tower(base: str, name: str, replacement: str) -> Family:
         return replace(tensors, tensors={renamed(tensor): shape for tensor, shape in tensors.tensors.items()})
 
     model = {parameter: row(tensors) for parameter, tensors in family.model.items()}
-    return replace(family, model=model, prefix=renamed(family.prefix), module="language_model", config="text_config")
+    return replace(
+        family,
+        model=model,
+        prefix=renamed(family.prefix),
+        module="language_model",
+        config="text_config",
+        outside=dict.fromkeys(_VISION),
+    )
 
 
 FAMILIES.update(

@@ -46,7 +46,8 @@ class Row:
 
     Args:
         cut: how tensor-parallel ranks share the parameter.
-            `whole`: every rank has all of it. `duplicated`: the same, or cut by rows: the parameter's shape says which.
+            `whole`: every rank has all of it. `duplicated`: the same, or cut by rows or columns: the parameter's shape
+            says which.
             `rows` and `columns`: each rank has an equal part. `vocabulary`: rows, with padding at the end.
             `segments`: the parameter consists of `segments`, and each rank has an equal part of each segment.
             `one`, `transposed` and `interleaved`: one expert of a tensor with all experts, which has it as it is; with
@@ -107,6 +108,8 @@ class Family:
             embedding and the head are further names of these.
         module: the module whose parameters are published, if not the whole model: the language model of a VLM.
         config: the field of the config that describes this module.
+        outside: parameters outside of `module`, by the beginning of their names: the beginning of the names of their
+            tensors, which are whole on every rank, or None if they are not published. Others are refused.
 
     Example:
         >>> from sparserl.sources import Family, Row
@@ -121,6 +124,14 @@ class Family:
     mtp: Mapping[str, Row] = field(default_factory=dict)
     module: str = ""
     config: str = ""
+    outside: Mapping[str, str | None] = field(default_factory=dict)
+
+    def tensor_outside(self, parameter: str) -> str | None:
+        """The tensor of a parameter outside of `module`; None if it is not published."""
+        for beginning, tensors in self.outside.items():
+            if tensors is not None and parameter.startswith(beginning):
+                return tensors + parameter.removeprefix(beginning)
+        return None
 
     @classmethod
     def of(cls, data: Family | Mapping[str, Any]) -> Family:
@@ -131,9 +142,6 @@ class Family:
         """
         if isinstance(data, Family):
             return data
-        if hasattr(data, "mapping_registry") or hasattr(data, "megatron_to_hf_lookup"):
-            kind = type(data).__name__
-            raise TensorMismatch(f"{kind} has a map of Megatron-Bridge, which is not read: give a `Family`")
         try:
             fields = dict(data)
             for table in ("layer", "model", "mtp"):
@@ -212,6 +220,8 @@ class Sizes:
                 if bool(value) is stops:
                     break
             return value
+        if isinstance(node, ast.List):
+            return [self._value(element, names, known) for element in node.elts]
         if isinstance(node, ast.IfExp):
             chosen = node.body if self._value(node.test, names, known) else node.orelse
             return self._value(chosen, names, known)

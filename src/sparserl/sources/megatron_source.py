@@ -6,14 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from ..errors import UnsupportedTensor
 from ..weights.table import TensorTable
 from .layout import Layout, LayoutSource, Local, joined
+from .megatron_bridge import MappingRegistry, ModelBridge, bridge_family
 from .megatron_core import Model, Ranks, canonical, layout
-from .megatron_families import EMBEDDING, FINAL_NORM, OUTPUT
-from .megatron_map import Family
+from .megatron_families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT
+from .megatron_map import Family, fields_of
 from .megatron_optimizer import OptimizerSteps, gathers_late, owned_ranges, within
 from .modules import Source
 from .tracker import Tracker, track
@@ -25,13 +27,13 @@ def megatron(
     ranks: Ranks | None = None,
     *,
     optimizer: Any = None,
-    family: Family | Mapping[str, Any] | None = None,
+    family: Family | Mapping[str, Any] | str | ModelBridge | MappingRegistry | None = None,
     table: TensorTable | None = None,
 ) -> Source:
     """The weights that this rank publishes of a Megatron-core model, in the coordinates of the Hugging Face checkpoint.
 
     Multi-token prediction layers that the model has are published too. Of a vision-language model the language model is
-    published.
+    published, and the rest if `outside` of the map has names for it.
 
     Args:
         model: the model, or the list of its chunks if the pipeline is interleaved; wrapped or not.
@@ -41,7 +43,10 @@ def megatron(
             `track` does. With a distributed optimizer, each data-parallel rank publishes what its optimizer writes, so
             that a publish need not wait until parameters were gathered.
         family: the map of the model's family, or the dict of its fields; by default that for the config's `model_type`.
-        table: the tensor table of the checkpoint, if not all tensors have the dtype of the config.
+            `"bridge"` is Megatron-Bridge's map for the config's architecture, which is the default for other types where
+            Megatron-Bridge is installed; a `MegatronModelBridge` or its registry is such a map too.
+        table: the tensor table of the checkpoint, if not all tensors have the dtype of the config. Maps of Megatron-Bridge
+            need it.
 
     Returns:
         A source of the parts of this rank. Every rank publishes its own, with `writers`.
@@ -57,11 +62,26 @@ def megatron(
     """
     ranks = Ranks.here() if ranks is None else ranks
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    model_config = config if isinstance(config, Model) else Model(config, family, max(map(_prediction_layers, chunks)))
+    if not isinstance(config, Model):
+        config = Model(config, _family(config, family, table), max(map(_prediction_layers, chunks)))
     if optimizer is None or hasattr(optimizer, "register_step_pre_hook"):
-        source = joined(*(_chunk(chunk, model_config, ranks, table) for chunk in chunks))
+        source = joined(*(_chunk(chunk, config, ranks, table) for chunk in chunks))
         return source if optimizer is None else track(optimizer, source)
-    return _tracked(chunks, model_config, ranks, table, optimizer)
+    return _tracked(chunks, config, ranks, table, optimizer)
+
+
+def _family(config: Any, family: Any, table: TensorTable | None) -> Family | Mapping[str, Any] | None:
+    """The map that was given, made of Megatron-Bridge's if it is one, or where there is no other; None for the default."""
+    if family is None and fields_of(config)("model_type") not in FAMILIES and _has_bridge():
+        family = "bridge"
+    if isinstance(family, (str, ModelBridge, MappingRegistry)):
+        return bridge_family(family, config, table)
+    given: Family | Mapping[str, Any] | None = family
+    return given
+
+
+def _has_bridge() -> bool:
+    return find_spec("megatron") is not None and find_spec("megatron.bridge") is not None
 
 
 def _tracked(chunks: list[Any], model: Model, ranks: Ranks, table: TensorTable | None, optimizer: Any) -> Tracker:
@@ -122,7 +142,18 @@ def _tensors(chunk: Any, model: Model) -> dict[str, Any]:
 def parameters_of(chunk: Any, model: Model) -> dict[str, Any]:
     """The parameters and persistent buffers of a chunk, by the names that layouts have for them."""
     state = chunk.state_dict(keep_vars=True).items()
-    return _of_module({canonical(name): tensor for name, tensor in state if not name.endswith("_extra_state")}, model)
+    named = {canonical(name): tensor for name, tensor in state if not name.endswith("_extra_state")}
+    family = model.family
+    outside = {name: tensor for name, tensor in named.items() if name.startswith(tuple(family.outside))}
+    others = {name: tensor for name, tensor in named.items() if name not in outside}
+    inside = _of_module(others, model)
+    if len(inside) < len(others):
+        strangers = [name for name in others if not name.startswith(family.module + ".")]
+        raise UnsupportedTensor(
+            f"{strangers[:10]} are outside of {family.module!r}, which is published: say in `outside` of the family's map "
+            "what their tensors are, or that they are not published (None)"
+        )
+    return inside | {name: tensor for name, tensor in outside.items() if family.tensor_outside(name)}
 
 
 def _of_module(named: dict[str, Any], model: Model) -> dict[str, Any]:

@@ -6,11 +6,13 @@ And the entry points by which frameworks find the adapters.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -51,6 +53,22 @@ def wheel(project: str, version: str) -> Wheel:
                 f"no wheel of {project} {version} to be had: {(said.strip().splitlines() or ['nothing came'])[-1]}"
             )
     return Wheel(found[0])
+
+
+@functools.cache
+def installed(*requirements: str) -> Path:
+    """A folder to import packages from, without their dependencies; the test is skipped where there is no index."""
+    folder = CACHE / "_".join(requirements)
+    if not folder.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as made:
+            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", f"{made}/packages"]
+            done = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False, timeout=900)
+            if done.returncode:
+                pytest.skip(f"{requirements} cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+            with contextlib.suppress(OSError):  # another process was first
+                Path(made, "packages").rename(folder)
+    return folder
 
 
 def definition(tree: ast.AST, *names: str) -> ast.AST:

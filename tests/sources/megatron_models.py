@@ -157,7 +157,7 @@ def fill(model, config, checkpoint):
         parameters[name][:VOCAB] = checkpoint["model.embed_tokens.weight"]
 
 
-def megatron_model(kind, config, mtp=None):
+def megatron_model(kind, config, mtp=None, **options):
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -179,7 +179,7 @@ def megatron_model(kind, config, mtp=None):
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": kind in ("qwen2", "qwen2_moe") or getattr(config, "attention_bias", False),
-        "qk_layernorm": kind.startswith("qwen3") or kind == "deepseek_v3" or getattr(config, "use_qk_norm", False),
+        "qk_layernorm": kind.startswith(("qwen3", "deepseek")) or getattr(config, "use_qk_norm", False),
         "pipeline_model_parallel_size": stages,
         "num_layers_in_first_pipeline_stage": 1 if stages > 1 else None,
         "pipeline_dtype": torch.float32,
@@ -193,11 +193,14 @@ def megatron_model(kind, config, mtp=None):
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         **(EXPERTS[kind](config) if kind in EXPERTS else {}),
+        **options,
     }
-    make = MLATransformerConfig if kind == "deepseek_v3" else TransformerConfig
+    make = MLATransformerConfig if "kv_lora_rank" in settings else TransformerConfig
     transformer = make(**settings)
-    spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, normalization="RMSNorm")
-    if kind == "deepseek_v3":
+    spec = get_gpt_decoder_block_spec(
+        transformer, use_transformer_engine=False, normalization=transformer.normalization
+    )
+    if "kv_lora_rank" in settings:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = LatentCore
     if kind == "qwen3_next":
@@ -344,6 +347,7 @@ EXPERTS = {
     "mixtral": mixtral,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen_experts,
+    "deepseek_v2": latent_attention,
     "deepseek_v3": latent_attention,
     "glm4_moe": balanced_experts,
 }

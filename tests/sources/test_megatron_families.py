@@ -300,9 +300,6 @@ def test_maps_are_data():
     assert [part.tensor for part in parts] == ["model.layers.0.w", "model.layers.1.w"]
     with pytest.raises(TensorMismatch, match="not the map of a family: 'layer'"):
         megatron(as_module(tensors, 0), config, Ranks(), family={"model": {}})
-    bridge = type("Bridge", (), {"mapping_registry": None})()
-    with pytest.raises(TensorMismatch, match="Bridge has a map of Megatron-Bridge, which is not read: give a `Family`"):
-        megatron(as_module(tensors, 0), config, Ranks(), family=bridge)
     with pytest.raises(TensorMismatch, match="no shape for 'layers'"):
         megatron(as_module(tensors, 0), {}, Ranks(), family=data)
 

@@ -69,8 +69,9 @@ def bridge_family(bridge: str | ModelBridge | MappingRegistry, config: Any, tabl
     """
     if table is None:
         raise TensorMismatch(
-            "a map of Megatron-Bridge has no shapes: give the tensor table of the checkpoint as `table`, "
-            "for example `sparserl.tensor_table(sparserl.sources.open_checkpoint(path))`"
+            f"models of type {fields_of(config)('model_type')!r} have the map of Megatron-Bridge, which has no shapes: "
+            "give the tensor table of the checkpoint as `table`, for example "
+            "`sparserl.tensor_table(sparserl.sources.open_checkpoint(path))`"
         )
     return _Registry(_mappings(bridge, config), config, table).family()
 

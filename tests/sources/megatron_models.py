@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -157,10 +158,10 @@ def fill(model, config, checkpoint):
         parameters[name][:VOCAB] = checkpoint["model.embed_tokens.weight"]
 
 
-def megatron_model(kind, config, mtp=None, **options):
+def transformer_of(kind, config, mtp=None, **options):
+    """Megatron-core's config of a model, and the specification of its layers."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -208,6 +209,15 @@ def megatron_model(kind, config, mtp=None, **options):
         for layer, name in zip(spec.layer_specs, names, strict=False):
             if name == "linear_attention":
                 layer.submodules.self_attention = delta_net_spec()
+    return transformer, spec
+
+
+def megatron_model(kind, config, mtp=None, **options):
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    transformer, spec = transformer_of(kind, config, mtp, **options)
     model = GPTModel(
         transformer,
         spec,
@@ -220,6 +230,46 @@ def megatron_model(kind, config, mtp=None, **options):
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         mtp_block_spec=get_gpt_mtp_block_spec(transformer, spec, use_transformer_engine=False) if mtp else None,
+    )
+    return model.eval()
+
+
+def llava_model(config, **options):
+    """Megatron-core's LLaVA: a language model behind a CLIP, with local layers."""
+    import megatron.core.models.multimodal.llava_model as llava
+    from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    llava.CLIPViTModel = partial(CLIPViTModel, ln_pre_impl=WrappedTorchNorm)  # its default is Transformer Engine's
+    text = config.text_config
+    transformer, spec = transformer_of(text.model_type, text)
+    vision = TransformerConfig(
+        num_layers=config.vision_config.num_hidden_layers,
+        hidden_size=config.vision_config.hidden_size,
+        num_attention_heads=config.vision_config.num_attention_heads,
+        tensor_model_parallel_size=transformer.tensor_model_parallel_size,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    vision.vision_model_type = "clip"
+    layers = get_vit_layer_with_local_spec()
+    model = llava.LLaVAModel(
+        transformer,
+        spec,
+        PADDED,
+        64,
+        vision,
+        layers,
+        True,
+        replace(transformer, gated_linear_unit=False),
+        layers.submodules.mlp.submodules,
+        language_position_embedding_type="rope",
+        parallel_output=False,
+        img_h=28,
+        img_w=28,
+        **options,
     )
     return model.eval()
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import types
+from dataclasses import asdict
 from functools import partial
 
 import pytest
 
 import sparserl
 from sparserl.errors import TensorMismatch, UnsupportedTensor
-from sparserl.sources import Family, Ranks
+from sparserl.sources import Family, Ranks, megatron
+from sparserl.sources.megatron_bridge import bridge_family
+from sparserl.sources.megatron_core import Model, layout
 from sparserl.sources.megatron_families import FAMILIES
 from sparserl.weights.digest import table_digest
 from tests.integrations.wheels import installed
 from tests.sources.megatron_models import PADDED, megatron_model, megatron_ranks, two_ranks
-from tests.sources.transformers_models import BALANCED, CONFIGS, LATENT, transformers_model
+from tests.sources.megatron_shards import grid
+from tests.sources.test_megatron_processes import as_module
+from tests.sources.transformers_models import BALANCED, CONFIGS, LATENT, transformers_model, vision_language_model
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -116,9 +122,9 @@ def require_published(kind, sizes):
         model = megatron_model(kind, config, **OTHERS.get(kind, ({}, {}))[1])
         load(bridge_of(config), model, checkpoint)
         family = "bridge" if kind in FAMILIES else None
-        sources = [sparserl.sources.megatron(model, config, family=family, table=table)]
+        sources = [megatron(model, config, family=family, table=table)]
         if kind in FAMILIES:
-            sources.append(sparserl.sources.megatron(model, config))
+            sources.append(megatron(model, config))
         for published in sources:
             digests = [None, None]
             dist.all_gather_object(digests, sparserl.digest(published.weights(), threads=1))
@@ -127,14 +133,97 @@ def require_published(kind, sizes):
 
 def publish_some():
     require_published("gemma", {"tp": 2})
-    require_published("qwen3_moe", {"ep": 2})
     require_published("gpt_oss", CUT)
-    require_published("nemotron", {"pp": 2})
+    require_vision()
+    require_same_maps()
+    require_refused()
 
 
 def test_published(tmp_path):
     """A model that Megatron-Bridge has loaded is published as its checkpoint, also of a family without a map here."""
     two_ranks(tmp_path, WithBridge(installed(*BRIDGE), publish_some))
+
+
+def require_vision():
+    """Where the table has them, the tensors outside of the language model are published too; otherwise by none."""
+    config, checkpoint = vision_language_model("qwen3_vl")
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    language = layout(Model(config), Ranks())
+    named = {name: torch.zeros(local.shape, dtype=torch.bfloat16) for name, local in language.parameters.items()}
+    model = {f"language_model.{name}": tensor for name, tensor in named.items()}
+    model |= {
+        name.replace("model.visual.", "vision_model."): tensor
+        for name, tensor in checkpoint.items()
+        if name.startswith("model.visual.")
+    }
+    module = as_module(model, 0)
+    source = megatron(module, config, Ranks(), family="bridge", table=sparserl.tensor_table(checkpoint))
+    parts = {part.tensor: part.data for part in source.weights().parts}
+    assert parts.keys() == checkpoint.keys()
+    for name, data in parts.items():
+        assert not name.startswith("model.visual.") or data.data_ptr() == checkpoint[name].data_ptr(), name
+    replica = megatron(module, config, Ranks(dp=1), family="bridge", table=sparserl.tensor_table(checkpoint))
+    assert not replica.weights().parts
+    alone = megatron(module, config, Ranks(), family="bridge", table=language.table)
+    assert {part.tensor for part in alone.weights().parts} == language.table.index.keys()
+
+
+def require_same_maps():
+    """A bridge, its registry and its name are one map, which is data; of layers that differ, it says which are which."""
+    config, checkpoint = checkpoint_of("deepseek_v3")
+    table = sparserl.tensor_table(checkpoint)
+    bridge = bridge_of(config)
+    family = bridge_family("bridge", config, table)
+    assert family == bridge_family(bridge, config, table) == bridge_family(bridge.mapping_registry(), config, table)
+    assert Family.of(json.loads(json.dumps(asdict(family)))) == family
+    assert family.layer["mlp.linear_fc2.weight"].when == "layer in [0]"
+    assert family.layer["mlp.router.weight"].when == "layer in [1, 2]"
+    assert Model(config, family).table.names == table.names
+    for rank in grid(tp=2, pp=3, dp=2):  # experts are cut too
+        known = layout(Model(config), rank, padded_vocab=64, table=table)
+        shapes = {name: local.shape for name, local in known.parameters.items()}
+        read = layout(Model(config, family), rank, padded_vocab=64, table=table, shapes=shapes)
+        assert read.parameters == known.parameters
+
+
+def require_refused():
+    """What a map here cannot say, or the checkpoint does not have, is refused by name."""
+    config, checkpoint = checkpoint_of("gemma")
+    table = sparserl.tensor_table(checkpoint)
+    registry = bridge_of(config).mapping_registry()
+    with pytest.raises(TensorMismatch, match=r"'gemma' have the map of Megatron-Bridge, which has no shapes.*`table`"):
+        bridge_family("bridge", config, None)
+    with pytest.raises(UnsupportedTensor, match="there is no map 'gemma'"):
+        bridge_family("gemma", config, table)
+    with pytest.raises(UnsupportedTensor, match="names no architecture"):
+        bridge_family("bridge", {"model_type": "gemma"}, table)
+    with pytest.raises(UnsupportedTensor, match="has no map for MixtralForCausalLM"):
+        bridge_family("bridge", {"architectures": ["MixtralForCausalLM"]}, table)
+    with pytest.raises(UnsupportedTensor, match=r"it has no 'embedding.word_embeddings.weight'"):
+        bridge_family([mapping for mapping in registry if "embedding" not in mapping.megatron_param], config, table)
+    more = sparserl.tensor_table(checkpoint | {"score.weight": torch.zeros(2)})
+    with pytest.raises(TensorMismatch, match="has no parameter for 'score.weight'"):
+        bridge_family(registry, config, more)
+    key = "model.layers.1.self_attn.k_proj.weight"
+    fewer = sparserl.tensor_table({name: tensor for name, tensor in checkpoint.items() if name != key})
+    with pytest.raises(TensorMismatch, match=f"'{key}', of which '.*linear_qkv.weight' consists, is not in the table"):
+        bridge_family(registry, config, fewer)
+    wider = sparserl.tensor_table(checkpoint | {"model.layers.2.mlp.down_proj.weight": torch.zeros(16, 48)})
+    with pytest.raises(TensorMismatch, match=r"layers.2.mlp.down_proj.weight.* has another shape in layer 0"):
+        bridge_family(registry, config, wider)
+    config, checkpoint = checkpoint_of("qwen3_next")
+    table = sparserl.tensor_table(checkpoint)
+    with pytest.raises(UnsupportedTensor, match="64, 8 and 8 rows are not those of 8 queries"):
+        bridge_family("bridge", config, table)
+    others = [m for m in bridge_of(config).mapping_registry() if type(m).__name__ != "QKVMapping"]
+    with pytest.raises(UnsupportedTensor, match="has a GDNConv1dMapping for 'decoder.*conv1d.weight', which no `Row` can be"):
+        bridge_family(others, config, table)
+    config, checkpoint = vision_language_model("gemma3")
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    with pytest.raises(UnsupportedTensor, match="a AutoMapping for 'multi_modal_projector.proj.weight'.* leave .* out"):
+        bridge_family("bridge", config, sparserl.tensor_table(checkpoint))
+    with pytest.raises(UnsupportedTensor, match="Qwen3VLMoEBridge.maybe_modify_converted_hf_weight .* is not known"):
+        bridge_family("bridge", {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, table)
 
 
 def publish_every_family():

@@ -93,6 +93,28 @@ def transformers_model(kind, dtype, **options):
     return model, config, {name: tensor.detach().contiguous() for name, tensor in checkpoint.items()}
 
 
+def llava(text, dtype):
+    """A small LLaVA with random weights, its config, and the checkpoint that it is saved as."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.core_model_loading import revert_weight_conversion
+
+    torch.manual_seed(0)
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(
+        "llava",
+        text_config=deepcopy(COMMON | CONFIGS[text] | {"model_type": text, "attention_bias": False, "mlp_bias": False}),
+        vision_config=vision | {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14},
+        tie_word_embeddings=False,
+        dtype=dtype,
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape) * 0.3)
+    checkpoint = revert_weight_conversion(model, model.state_dict())
+    return model, config, {name: tensor.detach().contiguous() for name, tensor in checkpoint.items()}
+
+
 def vision_language_model(kind):
     """The config of a small vision-language model, and the checkpoint that it is saved as, without its bits."""
     transformers = pytest.importorskip("transformers")

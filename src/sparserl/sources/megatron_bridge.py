@@ -180,7 +180,7 @@ class _Registry:
         elsewhere = not in_layer and parameter.startswith(("decoder.layers.", "mtp."))
         if kind not in _KINDS or getattr(mapping, "permute_dims", None) or "**" in parameter or elsewhere:
             raise UnsupportedTensor(
-                f"{parameter!r} is a {kind} of Megatron-Bridge, which has no form in a `Row`: give a `Family`"
+                f"Megatron-Bridge has a {kind} for {parameter!r}, which no `Row` can be: give a `Family`"
             )
         if name in (EMBEDDING, OUTPUT):
             yield name, replace(tensors.row("vocabulary"), when="not tied" if name == OUTPUT else "1")
@@ -242,8 +242,8 @@ class _Registry:
         simple = kind in ("ReplicatedMapping", "AutoMapping") and not getattr(mapping, "permute_dims", None)
         if not simple or "*" in (parameter + name).replace("**", "", 2) or parameter.endswith("**") != name.endswith("**"):
             raise UnsupportedTensor(
-                f"{parameter!r} is a {kind} of Megatron-Bridge outside of the language model, which has no form in a "
-                f"`Family`: leave {_some(tensors)} out of `table`, then these are not published"
+                f"Megatron-Bridge has a {kind} for {parameter!r}, which no `Family` can be outside of the language model: "
+                f"leave {_some(tensors)} out of `table`, then these are not published"
             )
         self.named.update(tensors)
         return {parameter.removesuffix("**"): name.removesuffix("**")}

@@ -19,7 +19,7 @@ from ..weights.dtypes import BY_NAME
 from ..weights.region import Region, Shape, whole
 from ..weights.table import TensorSpec, TensorTable
 from .layout import Layout, Local, Slice, Span, entire, split, stack
-from .megatron_families import EMBEDDING, FAMILIES, OUTPUT
+from .megatron_families import EMBEDDING, FAMILIES, LLAVA, OUTPUT, family_of
 from .megatron_map import Family, GroupRows, Row, Sizes, fields_of
 
 _NAMES = (
@@ -99,12 +99,13 @@ class Model:
 
     def __init__(self, config: Any, family: Family | Mapping[str, Any] | None = None, mtp: int = 0) -> None:
         kind = fields_of(config)("model_type")
-        if family is None and kind not in FAMILIES:
+        known = family_of(config) if family is None else Family.of(family)
+        if known is None:
             raise UnsupportedTensor(
-                f"no map for models of type {kind!r}; there are maps for {', '.join(sorted(FAMILIES))}. "
-                "Give the map of this family as `family`"
+                f"no map for models of type {kind!r}; there are maps for {', '.join(sorted(FAMILIES))}, "
+                f"and for {', '.join(LLAVA)} with one of these. Give the map of this family as `family`"
             )
-        self.family = FAMILIES[kind] if family is None else Family.of(family)
+        self.family = known
         if mtp and not self.family.mtp:
             raise UnsupportedTensor(
                 f"the map for models of type {kind!r} has no multi-token prediction: no rows in `mtp`"

@@ -16,8 +16,9 @@ come to the same.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from .megatron_map import Family, GroupRows, Row
+from .megatron_map import Family, GroupRows, Row, fields_of
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -373,3 +374,15 @@ FAMILIES.update(
         "qwen3_vl": _tower("qwen3", "model.", "model.language_model."),
     }
 )
+# Vision-language models whose language model is of any family.
+LLAVA = ("llava", "llava_next", "llava_onevision")
+
+
+def family_of(config: Any) -> Family | None:
+    """The map for a Hugging Face config; None if there is none."""
+    read = fields_of(config)
+    kind = read("model_type")
+    if kind not in LLAVA:
+        return FAMILIES.get(kind)
+    base = fields_of(read("text_config") or {})("model_type")
+    return _tower(base, "", "language_model.") if base in FAMILIES else None

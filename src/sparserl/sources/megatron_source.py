@@ -14,8 +14,8 @@ from ..weights.table import TensorTable
 from .layout import Layout, LayoutSource, Local, joined
 from .megatron_bridge import MappingRegistry, ModelBridge, bridge_family
 from .megatron_core import Model, Ranks, canonical, layout
-from .megatron_families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT
-from .megatron_map import Family, fields_of
+from .megatron_families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
+from .megatron_map import Family
 from .megatron_optimizer import OptimizerSteps, gathers_late, owned_ranges, within
 from .modules import Source
 from .tracker import Tracker, track
@@ -72,7 +72,7 @@ def megatron(
 
 def _family(config: Any, family: Any, table: TensorTable | None) -> Family | Mapping[str, Any] | None:
     """The map that was given, made of Megatron-Bridge's if it is one, or where there is no other; None for the default."""
-    if family is None and fields_of(config)("model_type") not in FAMILIES and _has_bridge():
+    if family is None and family_of(config) is None and _has_bridge():
         family = "bridge"
     if isinstance(family, (str, ModelBridge, MappingRegistry)):
         return bridge_family(family, config, table)
@@ -118,6 +118,8 @@ def _chunk(chunk: Any, model: Model, ranks: Ranks, table: TensorTable | None) ->
 
 def _chunk_layout(chunk: Any, model: Model, ranks: Ranks, table: TensorTable | None) -> Layout:
     parameters = parameters_of(chunk, model)
+    if not parameters and ranks.pp_size == 1:
+        raise UnsupportedTensor(f"the model has no parameters in {model.family.module!r}, which is published")
     rows = next((parameters[name].shape[0] for name in (EMBEDDING, OUTPUT) if name in parameters), None)
     mtp = any(name.startswith("mtp.") for name in parameters)
     chunk_layout = layout(

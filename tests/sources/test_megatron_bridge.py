@@ -49,7 +49,7 @@ class WithBridge:
     def __call__(self, rank):
         sys.path.insert(0, str(self.folder))
         import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.models.gpt.gpt_model  # these first: they find that there is no Transformer Engine  # noqa: F401
+        import megatron.core.models.gpt.gpt_model  # these first: they find that there is no Transformer Engine
 
         # Megatron-Bridge's adapters name these classes when they are imported. Nothing here uses them.
         engine = types.ModuleType("transformer_engine")
@@ -169,7 +169,7 @@ def require_vision():
 
 
 def require_same_maps():
-    """A bridge, its registry and its name are one map, which is data; of layers that differ, it says which are which."""
+    """A bridge, its registry and "bridge" are one map, which is data and says which layers have what."""
     config, checkpoint = checkpoint_of("deepseek_v3")
     table = sparserl.tensor_table(checkpoint)
     bridge = bridge_of(config)
@@ -193,36 +193,40 @@ def require_refused():
     registry = bridge_of(config).mapping_registry()
     with pytest.raises(TensorMismatch, match=r"'gemma' have the map of Megatron-Bridge, which has no shapes.*`table`"):
         bridge_family("bridge", config, None)
-    with pytest.raises(UnsupportedTensor, match="there is no map 'gemma'"):
+    with pytest.raises(UnsupportedTensor, match=r"there is no map 'gemma'"):
         bridge_family("gemma", config, table)
-    with pytest.raises(UnsupportedTensor, match="names no architecture"):
+    with pytest.raises(UnsupportedTensor, match=r"names no architecture"):
         bridge_family("bridge", {"model_type": "gemma"}, table)
-    with pytest.raises(UnsupportedTensor, match="has no map for MixtralForCausalLM"):
+    with pytest.raises(UnsupportedTensor, match=r"has no map for MixtralForCausalLM"):
         bridge_family("bridge", {"architectures": ["MixtralForCausalLM"]}, table)
     with pytest.raises(UnsupportedTensor, match=r"it has no 'embedding.word_embeddings.weight'"):
         bridge_family([mapping for mapping in registry if "embedding" not in mapping.megatron_param], config, table)
     more = sparserl.tensor_table(checkpoint | {"score.weight": torch.zeros(2)})
-    with pytest.raises(TensorMismatch, match="has no parameter for 'score.weight'"):
+    with pytest.raises(TensorMismatch, match=r"has no parameter for 'score.weight'"):
         bridge_family(registry, config, more)
     key = "model.layers.1.self_attn.k_proj.weight"
     fewer = sparserl.tensor_table({name: tensor for name, tensor in checkpoint.items() if name != key})
-    with pytest.raises(TensorMismatch, match=f"'{key}', of which '.*linear_qkv.weight' consists, is not in the table"):
+    with pytest.raises(TensorMismatch, match=rf"'{key}', of which '.*linear_qkv.weight' consists, is not in the table"):
         bridge_family(registry, config, fewer)
     wider = sparserl.tensor_table(checkpoint | {"model.layers.2.mlp.down_proj.weight": torch.zeros(16, 48)})
     with pytest.raises(TensorMismatch, match=r"layers.2.mlp.down_proj.weight.* has another shape in layer 0"):
         bridge_family(registry, config, wider)
     config, checkpoint = checkpoint_of("qwen3_next")
     table = sparserl.tensor_table(checkpoint)
-    with pytest.raises(UnsupportedTensor, match="64, 8 and 8 rows are not those of 8 queries"):
+    with pytest.raises(UnsupportedTensor, match=r"64, 8 and 8 rows are not those of 8 queries"):
         bridge_family("bridge", config, table)
     others = [m for m in bridge_of(config).mapping_registry() if type(m).__name__ != "QKVMapping"]
-    with pytest.raises(UnsupportedTensor, match="has a GDNConv1dMapping for 'decoder.*conv1d.weight', which no `Row` can be"):
+    with pytest.raises(
+        UnsupportedTensor, match=r"has a GDNConv1dMapping for 'decoder.*conv1d.weight', which no `Row` can be"
+    ):
         bridge_family(others, config, table)
     config, checkpoint = vision_language_model("gemma3")
     config.architectures = ["Gemma3ForConditionalGeneration"]
-    with pytest.raises(UnsupportedTensor, match="a AutoMapping for 'multi_modal_projector.proj.weight'.* leave .* out"):
+    with pytest.raises(
+        UnsupportedTensor, match=r"a AutoMapping for 'multi_modal_projector.proj.weight'.* leave .* out"
+    ):
         bridge_family("bridge", config, sparserl.tensor_table(checkpoint))
-    with pytest.raises(UnsupportedTensor, match="Qwen3VLMoEBridge.maybe_modify_converted_hf_weight .* is not known"):
+    with pytest.raises(UnsupportedTensor, match=r"Qwen3VLMoEBridge.maybe_modify_converted_hf_weight .* is not known"):
         bridge_family("bridge", {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, table)
 
 

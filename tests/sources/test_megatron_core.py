@@ -9,6 +9,7 @@ import pytest
 import sparserl
 from sparserl.weights.digest import table_digest
 from tests.sources.megatron_models import EXPERTS, fill, logits_of, megatron_model, megatron_ranks, two_ranks
+from tests.sources.megatron_towers import require_same_tower
 from tests.sources.transformers_models import VOCAB, transformers_model
 
 torch = pytest.importorskip("torch")
@@ -17,6 +18,7 @@ dist = pytest.importorskip("torch.distributed")
 SIMPLE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 OTHERS = ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next")
 PREDICTING = ("deepseek_v3", "glm4_moe")
+TOWERS = ("llama", "qwen3")
 WITHOUT_BIAS = {"attention_bias": False, "mlp_bias": False}
 OPTIONS = {"llama": WITHOUT_BIAS}  # Megatron-core has biases in all of its layers or in none
 VARIANTS = {
@@ -26,7 +28,10 @@ VARIANTS = {
 
 
 def test_short(tmp_path):
-    """Tied embeddings on two stages; experts on two ranks; latent attention cut in two, with multi-token prediction."""
+    """Tied embeddings on two stages; experts on two ranks; latent attention cut in two, with multi-token prediction.
+
+    And the language model of a LLaVA.
+    """
     two_ranks(tmp_path, run_short)
 
 
@@ -55,6 +60,9 @@ class EveryWay:
             for sizes, options in runs:
                 with megatron_ranks(**sizes):
                     require_same_model(kind, options)
+            if kind in TOWERS:
+                with megatron_ranks(tp=2):
+                    require_same_tower(kind)
         for kind in self.predicting:
             for sizes in ({"tp": 2}, {"pp": 2}, {"ep": 2}):
                 with megatron_ranks(**sizes):
@@ -68,6 +76,7 @@ def run_short(rank):
         require_same_model("qwen3_moe", {})
     with megatron_ranks(tp=2):
         require_same_predictions("deepseek_v3")
+        require_same_tower("llama")
 
 
 def require_same_model(kind, options):

@@ -11,10 +11,10 @@ import sparserl
 from sparserl.errors import RegionOverlap, TensorMismatch, UnsupportedTensor
 from sparserl.sources import Family, GroupRows, Ranks, Row, megatron, require_cover
 from sparserl.sources.megatron_core import Model, canonical, layout
-from sparserl.sources.megatron_families import FAMILIES
+from sparserl.sources.megatron_families import FAMILIES, LLAVA
 from tests.sources.megatron_shards import columns, fused_qkv, gated, grid, rows
 from tests.sources.test_megatron_processes import as_module
-from tests.sources.transformers_models import CONFIGS, transformers_model, vision_language_model
+from tests.sources.transformers_models import COMMON, CONFIGS, transformers_model, vision_language_model
 
 torch = pytest.importorskip("torch")
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -210,7 +210,7 @@ def test_converted_parameters_are_tracked(tmp_path):
     assert not torch.equal(received[experts], checkpoint[experts])
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", *LLAVA])
 def test_language_models_of_vlms(kind):
     """Of a vision-language model, the tensors of its language model are published, under the checkpoint's names."""
     config, checkpoint = vision_language_model(kind)
@@ -220,7 +220,8 @@ def test_language_models_of_vlms(kind):
     assert table == sparserl.tensor_table({name: checkpoint[name] for name in checkpoint if name in table.index})
     others = [name for name in checkpoint if name not in table.index]
     assert others
-    assert all(name.startswith(("visual.", "vision", "model.visual.", "multi_modal")) for name in others), others
+    vision = ("visual.", "vision", "model.visual.", "multi_modal", "image_newline")
+    assert all(name.startswith(vision) for name in others), others
     require_cover([layout(model, r, padded_vocab=32) for r in grid(tp=2, pp=3)])
     tensors = {name: torch.zeros(local.shape) for name, local in layout(model, Ranks()).parameters.items()}
     named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
@@ -228,6 +229,38 @@ def test_language_models_of_vlms(kind):
     assert {part.tensor for part in whole.weights().parts} == table.index.keys()
     alone = megatron(as_module(tensors, 0), config, Ranks())
     assert alone.layout.parameters == whole.layout.parameters
+
+
+def test_llava_of_an_unknown_language_model():
+    """Of which family the language model is, the config says; one without a map is refused."""
+    config = {"model_type": "llava", "text_config": COMMON | {"model_type": "qwen2"}}
+    assert "language_model.model.layers.0.self_attn.q_proj.bias" in Model(config).table.index
+    with pytest.raises(UnsupportedTensor, match=r"no map for models of type 'llava'.* llava, .* with one of these"):
+        Model({"model_type": "llava", "text_config": {"model_type": "opt"}})
+    with pytest.raises(TensorMismatch, match=r"'thinker.language_model.w'] are not in the layout"):
+        megatron(as_module({"thinker.language_model.w": torch.zeros(1)}, 0), config, Ranks())
+
+
+def test_outside_of_the_language_model():
+    """What is outside is published under the names of the map, or not at all if the map says so; else it is refused."""
+    norm = Row("whole", {"norm.weight": "2"})
+    family = Family({}, {"decoder.final_layernorm.weight": norm}, {"layers": "1"}, module="language_model")
+    family = replace(family, outside={"vision_model.": "model.visual.", "audio_model.": None})
+    checkpoint = {
+        "norm.weight": torch.ones(2),
+        "model.visual.conv.weight": torch.ones(3),
+        "model.visual.scale": torch.ones(()),
+    }
+    tensors = {"language_model.decoder.final_layernorm.weight": checkpoint["norm.weight"]}
+    tensors |= {f"vision_model.{name}": checkpoint[f"model.visual.{name}"] for name in ("conv.weight", "scale")}
+    table = sparserl.tensor_table(checkpoint)
+    model = as_module(tensors | {"audio_model.weight": torch.ones(1)}, 0)
+    sources = [megatron(model, {}, r, family=family, table=table) for r in grid(tp=2, dp=2)]
+    require_cover([source.layout for source in sources])
+    for part in sources[0].weights().parts:
+        assert part.data.data_ptr() == checkpoint[part.tensor].data_ptr()
+    with pytest.raises(UnsupportedTensor, match=r"\['audio_model.weight'\] are outside of 'language_model'"):
+        megatron(model, {}, Ranks(), family=replace(family, outside={"vision_model.": None}), table=table)
 
 
 def test_holes_and_overlaps_are_refused():

@@ -2,7 +2,8 @@
 
 A registry of Megatron-Bridge says which parameters are which tensors, and what kind each mapping is. It has no shapes:
 those, and which layers have a tensor, are in the tensor table of the checkpoint. How ranks cut a parameter that is one
-tensor is seen from its shape. Only names and kinds are read; nothing of Megatron-Bridge runs when weights are published.
+tensor is seen from its shape. Only names and kinds are read: nothing of Megatron-Bridge runs when weights are
+published.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _SIZES = {
     "heads": "num_attention_heads",
     "groups": "num_key_value_heads or heads",
 }
-# What bridges do to tensors after their mappings. These leave the values alone: they add buffers that are no parameters,
-# or put experts into one tensor, which rows do too.
+# What bridges do to tensors after their mappings. The hooks of these leave values alone: they add buffers that are no
+# parameters, or put experts into one tensor, which rows do too.
 _HOOK = "maybe_modify_converted_hf_weight"
-_KNOWN_HOOKS = {f"{bridge}.{_HOOK}" for bridge in ("MegatronModelBridge", "LlamaBridge", "DeepSeekV3Bridge")} | {
-    f"GPTOSSBridge.{_HOOK}"
-}
+_KNOWN_HOOKS = [
+    f"{bridge}.{_HOOK}" for bridge in ("MegatronModelBridge", "LlamaBridge", "DeepSeekV3Bridge", "GPTOSSBridge")
+]
 
 
 @runtime_checkable
@@ -84,7 +85,9 @@ def _mappings(bridge: str | ModelBridge | MappingRegistry, config: Any) -> list[
         return list(bridge)
     hook = getattr(getattr(type(bridge), _HOOK, None), "__qualname__", None)
     if hook is not None and hook not in _KNOWN_HOOKS:
-        raise UnsupportedTensor(f"{hook} of Megatron-Bridge changes tensors in a way that is not known: give a `Family`")
+        raise UnsupportedTensor(
+            f"{hook} of Megatron-Bridge changes tensors in a way that is not known: give a `Family`"
+        )
     return list(bridge.mapping_registry())
 
 
@@ -111,13 +114,58 @@ def _installed_bridge(name: str, config: Any) -> Any:
 class _Tensors:
     """The tensors of one parameter: names with `{layer}` and `{expert}`, by the word that the mapping has for each."""
 
+    parameter: str
     names: Mapping[str, str]
     shapes: Mapping[str, Shape]
     when: str
+    sizes: Sizes
 
     def row(self, cut: Cut, **options: Any) -> Row:
         shapes = {name: ", ".join(map(str, self.shapes[word])) for word, name in self.names.items()}
         return Row(cut, shapes, self.when, **options)
+
+    def one(self) -> Row:
+        """One tensor, cut as the parameter's shape says."""
+        return self.row("duplicated")
+
+    def replicated(self) -> Row:
+        return self.row("whole")
+
+    def query_key_value(self) -> Row:
+        """For each group the queries that share a key, the key and the value."""
+        query, key, value = (self.shapes[word][0] for word in ("q", "k", "v"))
+        heads, groups = self.sizes.shape("heads, groups")
+        if key != value or query * groups != key * heads or key % groups:
+            raise UnsupportedTensor(
+                f"{self.parameter!r}: {query}, {key} and {value} rows are not those of {heads} queries, and of keys and "
+                f"values for {groups} groups of them"
+            )
+        group = [GroupRows(self.names[word]) for word in ("q", "k", "v")]
+        return self.row("segments", groups="groups", segments=[group])
+
+    def gated(self) -> Row:
+        """A rank's rows of gate, then its rows of up."""
+        return self.row("segments", segments=[[GroupRows(self.names[word])] for word in ("gate", "up")])
+
+    def down_of_experts(self) -> Row:
+        """One expert of a tensor that has all, and columns as rows."""
+        return self.row("transposed" if len(self.shapes[""]) == 3 else "one")
+
+    def gate_up_of_experts(self) -> Row:
+        """The same, among which gate and up take turns."""
+        return self.row("interleaved")
+
+
+_KINDS: dict[str, Callable[[_Tensors], Row]] = {
+    "AutoMapping": _Tensors.one,
+    "ColumnParallelMapping": _Tensors.one,
+    "RowParallelMapping": _Tensors.one,
+    "ReplicatedMapping": _Tensors.replicated,
+    "QKVMapping": _Tensors.query_key_value,
+    "GatedMLPMapping": _Tensors.gated,
+    "GPTOSSMLPDownProjMapping": _Tensors.down_of_experts,
+    "GPTOSSMLPGateUpProjMapping": _Tensors.gate_up_of_experts,
+}
 
 
 class _Registry:
@@ -174,18 +222,21 @@ class _Registry:
         if tensors is None:
             return
         kind = type(mapping).__name__
-        name = canonical(parameter.replace("*", "0")).removeprefix("decoder.layers.0.")
-        if "*" in parameter.removeprefix("decoder.layers.*."):
-            name = re.sub(r"0$", "{expert}", name)
-        elsewhere = not in_layer and parameter.startswith(("decoder.layers.", "mtp."))
-        if kind not in _KINDS or getattr(mapping, "permute_dims", None) or "**" in parameter or elsewhere:
+        is_row = in_layer or not parameter.startswith(("decoder.layers.", "mtp."))
+        if kind not in _KINDS or getattr(mapping, "permute_dims", None) or "**" in parameter or not is_row:
             raise UnsupportedTensor(
                 f"Megatron-Bridge has a {kind} for {parameter!r}, which no `Row` can be: give a `Family`"
             )
+        name = canonical(parameter.replace("*", "0")).removeprefix("decoder.layers.0.")
+        if "*" in parameter.removeprefix("decoder.layers.*."):
+            name = re.sub(r"0$", "{expert}", name)
+            for word, tensor in names.items():
+                if "{expert}" not in tensor:
+                    self._set_experts(tensor, tensors.shapes[word][0])
         if name in (EMBEDDING, OUTPUT):
             yield name, replace(tensors.row("vocabulary"), when="not tied" if name == OUTPUT else "1")
-            return
-        yield name, _KINDS[kind](self, parameter, tensors)
+        else:
+            yield name, _KINDS[kind](tensors)
 
     def _tensors(self, parameter: str, names: Mapping[str, str], in_layer: bool) -> _Tensors | None:
         """The tensors of a parameter with their shapes, and the layers that have them; None if there are none."""
@@ -204,7 +255,8 @@ class _Registry:
         if not layers:
             return None
         everywhere = not in_layer or len(layers) == self.layers
-        return _Tensors(names, shapes, "1" if everywhere else f"layer in {layers}")
+        when = "1" if everywhere else f"layer in {layers}"
+        return _Tensors(parameter, names, shapes, when, self.sizes)
 
     def _shape(self, name: str, layer: int) -> Shape | None:
         """The shape of a tensor in a layer, which all experts share; None if the checkpoint does not have it."""
@@ -219,12 +271,12 @@ class _Registry:
         if not shapes:
             return None
         if "{expert}" in name:
-            self.set_experts(name, len(shapes))
+            self._set_experts(name, len(shapes))
         if len(set(shapes)) > 1:
             raise TensorMismatch(f"the experts of {name.format(layer=layer, expert='*')!r} have different shapes")
         return shapes[0]
 
-    def set_experts(self, tensor: str, count: int) -> None:
+    def _set_experts(self, tensor: str, count: int) -> None:
         """The number of experts, which all tensors must agree on."""
         self.experts = self.experts or count
         if count != self.experts:
@@ -240,13 +292,14 @@ class _Registry:
         kind = type(mapping).__name__
         name = mapping.hf_param
         simple = kind in ("ReplicatedMapping", "AutoMapping") and not getattr(mapping, "permute_dims", None)
-        if not simple or "*" in (parameter + name).replace("**", "", 2) or parameter.endswith("**") != name.endswith("**"):
+        beginning = parameter.removesuffix("**")
+        if not simple or "*" in beginning + name.removesuffix("**") or beginning.endswith(".") != name.endswith("**"):
             raise UnsupportedTensor(
-                f"Megatron-Bridge has a {kind} for {parameter!r}, which no `Family` can be outside of the language model: "
-                f"leave {_some(tensors)} out of `table`, then these are not published"
+                f"Megatron-Bridge has a {kind} for {parameter!r}, which no `Family` can be outside of the language "
+                f"model: leave {_some(tensors)} out of `table`, then these are not published"
             )
         self.named.update(tensors)
-        return {parameter.removesuffix("**"): name.removesuffix("**")}
+        return {beginning: name.removesuffix("**")}
 
 
 def _words(mapping: Any) -> list[tuple[str, str]]:
@@ -269,52 +322,3 @@ def _pattern(name: str) -> re.Pattern[str]:
 def _some(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _one_tensor(registry: _Registry, parameter: str, tensors: _Tensors) -> Row:
-    return tensors.row("duplicated")
-
-
-def _replicated(registry: _Registry, parameter: str, tensors: _Tensors) -> Row:
-    return tensors.row("whole")
-
-
-def _qkv(registry: _Registry, parameter: str, tensors: _Tensors) -> Row:
-    """For each group the queries that share a key, the key and the value."""
-    heads, groups = (registry.sizes.shape(number)[0] for number in ("heads", "groups"))
-    rows = {word: shape[0] for word, shape in tensors.shapes.items()}
-    if rows["k"] != rows["v"] or rows["q"] * groups != rows["k"] * heads or rows["k"] % groups:
-        raise UnsupportedTensor(
-            f"{parameter!r}: {rows['q']}, {rows['k']} and {rows['v']} rows are not those of {heads} queries, and of keys "
-            f"and values for {groups} groups of them"
-        )
-    group = [GroupRows(tensors.names[word]) for word in ("q", "k", "v")]
-    return tensors.row("segments", groups="groups", segments=[group])
-
-
-def _gated(registry: _Registry, parameter: str, tensors: _Tensors) -> Row:
-    """A rank's rows of gate, then its rows of up."""
-    return tensors.row("segments", segments=[[GroupRows(tensors.names[word])] for word in ("gate", "up")])
-
-
-def _stacked(cut: Cut, cut_of_bias: Cut) -> Callable[[_Registry, str, _Tensors], Row]:
-    """Experts in one tensor, as gpt_oss has them."""
-
-    def row(registry: _Registry, parameter: str, tensors: _Tensors) -> Row:
-        shape = tensors.shapes[""]
-        registry.set_experts(tensors.names[""], shape[0])
-        return tensors.row(cut if len(shape) == 3 else cut_of_bias)
-
-    return row
-
-
-_KINDS: dict[str, Callable[[_Registry, str, _Tensors], Row]] = {
-    "AutoMapping": _one_tensor,
-    "ColumnParallelMapping": _one_tensor,
-    "RowParallelMapping": _one_tensor,
-    "ReplicatedMapping": _replicated,
-    "QKVMapping": _qkv,
-    "GatedMLPMapping": _gated,
-    "GPTOSSMLPDownProjMapping": _stacked("transposed", "one"),
-    "GPTOSSMLPGateUpProjMapping": _stacked("interleaved", "interleaved"),
-}

@@ -43,10 +43,10 @@ def megatron(
             `track` does. With a distributed optimizer, each data-parallel rank publishes what its optimizer writes, so
             that a publish need not wait until parameters were gathered.
         family: the map of the model's family, or the dict of its fields; by default that for the config's `model_type`.
-            `"bridge"` is Megatron-Bridge's map for the config's architecture, which is the default for other types where
-            Megatron-Bridge is installed; a `MegatronModelBridge` or its registry is such a map too.
-        table: the tensor table of the checkpoint, if not all tensors have the dtype of the config. Maps of Megatron-Bridge
-            need it.
+            `"bridge"` is Megatron-Bridge's map for the config's architecture, which is the default for other types
+            where Megatron-Bridge is installed; a `MegatronModelBridge` or its registry is such a map too.
+        table: the tensor table of the checkpoint, if not all tensors have the dtype of the config. Maps of
+            Megatron-Bridge need it.
 
     Returns:
         A source of the parts of this rank. Every rank publishes its own, with `writers`.
@@ -71,7 +71,7 @@ def megatron(
 
 
 def _family(config: Any, family: Any, table: TensorTable | None) -> Family | Mapping[str, Any] | None:
-    """The map that was given, made of Megatron-Bridge's if it is one, or where there is no other; None for the default."""
+    """The map that was given; one made of Megatron-Bridge's, if that was given or there is no other; or None."""
     if family is None and family_of(config) is None and _has_bridge():
         family = "bridge"
     if isinstance(family, (str, ModelBridge, MappingRegistry)):
@@ -152,8 +152,8 @@ def parameters_of(chunk: Any, model: Model) -> dict[str, Any]:
     if len(inside) < len(others):
         strangers = [name for name in others if not name.startswith(family.module + ".")]
         raise UnsupportedTensor(
-            f"{strangers[:10]} are outside of {family.module!r}, which is published: say in `outside` of the family's map "
-            "what their tensors are, or that they are not published (None)"
+            f"{strangers[:10]} are outside of {family.module!r}, which is published: say in `outside` of the family's "
+            "map what their tensors are, or that they are not published (None)"
         )
     return inside | {name: tensor for name, tensor in outside.items() if family.tensor_outside(name)}
 

@@ -103,4 +103,25 @@ MUTANTS = (
         '[f"{matrices[0]}A.weight"]',
         Tests("sources/test_megatron_adapters.py", "cut_layers"),
     ),
+    Mutant(
+        "every rank publishes what is outside of the language model",
+        "sources/megatron_core.py",
+        "entire(self.table, tensor).owned(self.ranks.tp == 0 and self.ranks.dp == 0)",
+        "entire(self.table, tensor)",
+        Tests("sources/test_megatron_families.py", "outside"),
+    ),
+    Mutant(
+        "modules that no map names are left out without a word",
+        "sources/megatron_source.py",
+        "if len(inside) < len(others):",
+        "if False:",
+        Tests("sources/test_megatron_families.py", "outside"),
+    ),
+    Mutant(
+        "a parameter that is cut by columns is taken for a whole one",
+        "sources/megatron_core.py",
+        'zip(("rows", "columns"), shape, of_tensor, strict=False)',
+        'zip(("rows",), shape, of_tensor, strict=False)',
+        Tests("sources/test_megatron_families.py", "cut_as"),
+    ),
 )

@@ -263,6 +263,30 @@ def test_outside_of_the_language_model():
         megatron(model, {}, Ranks(), family=replace(family, outside={"vision_model.": None}), table=table)
 
 
+def test_cut_as_the_shape_says():
+    """A parameter that may be whole is cut by rows or columns where its shape says so, in the layers that have it."""
+    tensors = {f"{name}.{layer}": torch.randn(4, 6) for layer in range(2) for name in ("rows", "columns", "whole")}
+    del tensors["rows.1"]
+    rows_ = {
+        name: Row("duplicated", {name + ".{layer}": "4, 6"}, "layer in [0]" if name == "rows" else "1")
+        for name in ("rows", "columns", "whole")
+    }
+    family = Family(rows_, {}, {"layers": "2"}, prefix="")
+    published = {name: torch.zeros(4, 6) for name in tensors}
+    for rank in grid(tp=2):
+        parts = {"rows": rows, "columns": columns, "whole": lambda tensor, *_: tensor}
+        local = {}
+        for name, tensor in tensors.items():
+            kind, _, layer = name.partition(".")
+            local[f"decoder.layers.{layer}.{kind}"] = parts[kind](tensor, rank.tp, 2).clone()
+        source = megatron(as_module(local, 0), {"dtype": "float32"}, rank, family=family)
+        assert source.layout.table == sparserl.tensor_table(tensors)
+        for part in source.weights().parts:
+            published[part.tensor][part.region.slices] += part.data
+    for name, tensor in tensors.items():
+        assert torch.equal(published[name], tensor), name
+
+
 def test_holes_and_overlaps_are_refused():
     """A rank that is forgotten or counted twice is found before anything is published; the message names tensors."""
     layouts = [layout(Model(transformers_model("qwen3_moe", "bfloat16")[1]), r, padded_vocab=32) for r in grid(tp=2)]
@@ -311,6 +335,8 @@ def test_a_family_of_ones_own():
     assert {part.tensor for part in parts} == plan.table.index.keys()
     with pytest.raises(UnsupportedTensor, match=r"no map for models of type 'own'.*Give the map.*as `family`"):
         megatron(as_module(tensors, 0), config, Ranks())
+    with pytest.raises(UnsupportedTensor, match=r"Megatron-Bridge for 'own' cannot be read: No module named 'megatron"):
+        megatron(as_module(tensors, 0), config | {"architectures": ["O"]}, Ranks(), family="bridge", table=plan.table)
     without = {name: tensor for name, tensor in tensors.items() if "scale" not in name}
     with pytest.raises(TensorMismatch, match=r"'decoder.layers.1.mlp.scale'\] are missing"):
         megatron(as_module(without, 0), config, Ranks(), family=family)

@@ -94,6 +94,7 @@ def _mappings(bridge: str | ModelBridge | MappingRegistry, config: Any) -> list[
 def _installed_bridge(name: str, config: Any) -> Any:
     if name != "bridge":
         raise UnsupportedTensor(f"there is no map {name!r}; `family` is a map, or 'bridge' for that of Megatron-Bridge")
+    kind = fields_of(config)("model_type")
     architectures = fields_of(config)("architectures") or []
     if not architectures:
         raise UnsupportedTensor("the config names no architecture (`architectures`), by which Megatron-Bridge has maps")
@@ -101,7 +102,7 @@ def _installed_bridge(name: str, config: Any) -> Any:
         from megatron.bridge import AutoBridge
         from megatron.bridge.models.conversion.model_bridge import get_model_bridge
     except ImportError as error:
-        raise UnsupportedTensor(f"Megatron-Bridge cannot be imported: {error}") from error
+        raise UnsupportedTensor(f"the map of Megatron-Bridge for {kind!r} cannot be read: {error}") from error
     for architecture in architectures:
         if architecture in AutoBridge.list_supported_models():
             bridge = get_model_bridge(architecture)
@@ -137,8 +138,8 @@ class _Tensors:
         heads, groups = self.sizes.shape("heads, groups")
         if key != value or query * groups != key * heads or key % groups:
             raise UnsupportedTensor(
-                f"{self.parameter!r}: {query}, {key} and {value} rows are not those of {heads} queries, and of keys and "
-                f"values for {groups} groups of them"
+                f"{self.parameter!r}: {query}, {key} and {value} rows are not those of {heads} queries, and of keys "
+                f"and values for {groups} groups of them"
             )
         group = [GroupRows(self.names[word]) for word in ("q", "k", "v")]
         return self.row("segments", groups="groups", segments=[group])

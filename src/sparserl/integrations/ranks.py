@@ -188,20 +188,24 @@ class EngineSubscriber(Subscriber):
         self._engine_digest = staged.run_version.digest
 
     def _on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """Do some work on every rank, and return the results of all; if it fails on any rank, all raise."""
-        result: Any = None
-        error: Exception | None = None
-        try:
-            result = work()
-        except Exception as exception:  # noqa: BLE001  # whatever it is, the other ranks must not wait for this one
-            error = exception
-        answers = self._gather((result, None if error is None else f"{type(error).__name__}: {error}"))
-        if error is not None:
-            raise error
-        for rank, (_, failure) in enumerate(answers):
-            if failure is not None:
-                raise SessionError(f"rank {rank} of the engine: {failure}")
-        return [result for result, _ in answers]
+        return on_all_ranks(work, self._gather)
+
+
+def on_all_ranks(work: Callable[[], T], gather: Gather) -> list[T]:
+    """Do some work on every rank, and return the results of all; if it fails on any rank, all raise."""
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as exception:  # noqa: BLE001  # whatever it is, the other ranks must not wait for this one
+        error = exception
+    answers = gather((result, None if error is None else f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(answers):
+        if failure is not None:
+            raise SessionError(f"rank {rank} of the engine: {failure}")
+    return [result for result, _ in answers]
 
 
 def _moved(ranks: Mapping[int, Mapping[Members, MovedSums]], before: Digest) -> Digest | None:

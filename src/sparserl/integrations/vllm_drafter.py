@@ -50,7 +50,7 @@ def learn_layout(vllm_config: Any, model: torch.nn.Module) -> EngineLayout:
         UnsupportedTensor: changes cannot be written into a tensor of the policy.
     """
     model_config = vllm_config.model_config
-    pieces = LoadedModel(model, model_config, vllm_config.load_config).learn_pieces()
+    pieces = LoadedModel.of_checkpoint(model, model_config, vllm_config.load_config).learn_pieces()
     tied = tied_names(model_config, [piece.tensor for piece in pieces])
     layout = EngineLayout(pieces, tied, lambda: parts_of(model))
     speculative = vllm_config.speculative_config
@@ -84,7 +84,7 @@ def _learn_draft_pieces(vllm_config: Any, draft_model: torch.nn.Module) -> list[
     """Find out where a drafter keeps its checkpoint; if that cannot be done, its weights are what they were."""
     speculative = vllm_config.speculative_config
     load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-    drafter = LoadedModel(draft_model, speculative.draft_model_config, load_config)
+    drafter = LoadedModel.of_checkpoint(draft_model, speculative.draft_model_config, load_config)
     live = parts_of(draft_model)
     before = digests_of(live)
     try:

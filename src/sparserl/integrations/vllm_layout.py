@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
@@ -51,20 +52,30 @@ def _owners(name: str) -> Iterator[str]:
 class LoadedModel:
     """A model of vLLM, and the checkpoint that it was loaded from.
 
-    Raises:
-        UnsupportedTensor: vLLM cannot load the checkpoint again.
+    Args:
+        model: The model.
+        model_config: vLLM's configuration of it.
+        weights: Returns the tensors of the checkpoint, anew at each call.
     """
 
-    def __init__(self, model: torch.nn.Module, model_config: Any, load_config: Any) -> None:
+    def __init__(
+        self, model: torch.nn.Module, model_config: Any, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    ) -> None:
         self.model = model
         self.model_config = model_config
-        self._loader: Any = get_model_loader(load_config)
-        if not hasattr(self._loader, "get_all_weights"):
-            raise UnsupportedTensor(f"weights of load format {load_config.load_format!r} cannot be loaded again")
+        self.weights = weights
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the checkpoint."""
-        yield from self._loader.get_all_weights(self.model_config, self.model)
+    @classmethod
+    def of_checkpoint(cls, model: torch.nn.Module, model_config: Any, load_config: Any) -> LoadedModel:
+        """A model, and the checkpoint that vLLM itself loaded it from.
+
+        Raises:
+            UnsupportedTensor: vLLM cannot load the checkpoint again.
+        """
+        loader: Any = get_model_loader(load_config)
+        if not hasattr(loader, "get_all_weights"):
+            raise UnsupportedTensor(f"weights of load format {load_config.load_format!r} cannot be loaded again")
+        return cls(model, model_config, lambda: loader.get_all_weights(model_config, model))
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Let the model load tensors, given under their checkpoint names, with all postprocessing."""
@@ -93,10 +104,10 @@ class LoadedModel:
                 logger.info("sparserl: learnt from the load with which the engine started")
                 return pieces
         before = digests_of(live)
-        derived_before = digests_of(attribute_tensors(model, live))
+        derived_before = digests_of(derived_tensors(model, live))
 
         def restore() -> None:
-            if changed := changed_names(derived_before, digests_of(attribute_tensors(model, live))):
+            if changed := changed_names(derived_before, digests_of(derived_tensors(model, live))):
                 raise UnsupportedTensor(
                     f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change "
                     "with them"
@@ -110,6 +121,13 @@ class LoadedModel:
             raise UnsupportedTensor(f"{changed!r} is not the same after the checkpoint was loaded again")
         _compare(pieces, live, self.weights())
         return pieces
+
+
+def derived_tensors(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that may have been computed from the weights: neither these, nor caches of keys and values."""
+    caches = tree_leaves([getattr(module, "kv_cache", None) for module in model.modules()])
+    cache_tensors = {str(i): cache for i, cache in enumerate(caches) if isinstance(cache, torch.Tensor)}
+    return attribute_tensors(model, live | cache_tensors)
 
 
 def empty_names(model: torch.nn.Module) -> list[str]:

@@ -18,11 +18,13 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     for registry, module, name in (
-        (factory.WeightTransferEngineFactory, "vllm", "SparserlEngine"),
-        (factory.WeightTransferTrainerFactory, "vllm_trainer", "SparserlTrainer"),
+        ("WeightTransferEngineFactory", "vllm", "SparserlEngine"),
+        ("WeightTransferTrainerFactory", "vllm_trainer", "SparserlTrainer"),
     ):
+        if not hasattr(factory, registry):
+            continue  # vLLM 0.25 has no trainers, and must start where sparserl is installed
         try:
-            registry.register_engine("sparserl", f"sparserl.integrations.{module}", name)
+            getattr(factory, registry).register_engine("sparserl", f"sparserl.integrations.{module}", name)
         except ValueError:
             continue  # vLLM may load plugins more than once
     setattr(WorkerWrapperBase, SUMS, _worker_sums)

@@ -14,20 +14,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import layerwise as reload
 
 from ..errors import SessionError
 from ..session.store.records import parse_layout
-from ..targets.attributes import attribute_tensors
 from ..targets.engine_layout import changed_names, find_pieces
 from ..targets.pieces import Piece, parts_of
 from ..targets.rank_sums import checkpoint_tensors, rank_sums
 from ..weights.engine_sums import RankSums
 from ..weights.table import TensorTable
 from .vllm import SparserlEngine, synchronize
-from .vllm_layout import LoadedModel, digests_of, empty_names, tied_names, without_warnings
+from .vllm_layout import LoadedModel, derived_tensors, digests_of, empty_names, tied_names, without_warnings
 
 _PLAIN = "On a CPU, start it with SPARSERL_VLLM_CPU=plain"
 Layout = tuple[list[Piece], dict[str, str]]  # where tensors are, and which are not found, and why
@@ -79,7 +77,7 @@ def _layout(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Lay
 def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layout:
     """Find out where tensors are by watching how the model loads made-up ones; it is then put back as it was."""
     live = parts_of(model)
-    derived = _derived(model, live)
+    derived = derived_tensors(model, live)
     before = digests_of(live) | digests_of(derived)
     copy = ModelCopy(model, live | derived)
     tied = tied_names(vllm_config.model_config, table.index)  # one of two would take the other's place
@@ -87,28 +85,21 @@ def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layo
     unclear_names: dict[str, str] = {}
 
     def restore() -> None:
-        changed = changed_names(before, digests_of(_derived(model, live)))
+        changed = changed_names(before, digests_of(derived_tensors(model, live)))
         reason = "the engine computes it from the weights when it loads them"
         unclear_names.update((name, reason) for name in changed)
         copy.put_back()
 
     try:
         with without_warnings():
-            load = LoadedModel(model, vllm_config.model_config, vllm_config.load_config).load
+            load = LoadedModel.of_checkpoint(model, vllm_config.model_config, vllm_config.load_config).load
             pieces = find_pieces(tensors, live, load, restore, unclear_names, restores_by_load=False)
     finally:
         copy.put_back()
     after = parts_of(model)
-    if changed := changed_names(before, digests_of(after) | digests_of(_derived(model, after))):
+    if changed := changed_names(before, digests_of(after) | digests_of(derived_tensors(model, after))):
         raise SessionError(f"{changed[0]!r} is not what it was: restart the engine")
     return pieces, unclear_names
-
-
-def _derived(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that may have been computed from the weights: neither these, nor caches of keys and values."""
-    caches = tree_leaves([getattr(module, "kv_cache", None) for module in model.modules()])
-    cache_tensors = {str(i): cache for i, cache in enumerate(caches) if isinstance(cache, torch.Tensor)}
-    return attribute_tensors(model, live | cache_tensors)
 
 
 class ModelCopy:

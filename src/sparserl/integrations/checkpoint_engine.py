@@ -1,0 +1,257 @@
+"""What checkpoint engines of frameworks have in common: a generator of whole tensors, published; whole versions, received.
+
+    (name, tensor), … ──► rounded, copied to host memory ──► Publisher ──► store        WeightSender, on a trainer's ranks
+    store ──► Subscriber ──► host memory, or one folder per node ──► tensors by name    WholeReceiver, beside an engine
+
+Both sides must agree which version a sync brings: the trainer's rank 0 reads the head before it (`head_version`), all
+are told of that, and receivers wait for another head.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import NotFound, PeerLost, Unavailable
+from ..session import Publisher, Subscriber, SyncReport
+from ..session.anchors import zeros
+from ..session.store.records import HEAD
+from ..session.store.retention import read_head
+from ..session.store.signing import PublicKeys
+from ..sources import open_checkpoint
+from ..targets import FolderTarget, ModuleTarget, folder
+from ..transport.stores.base import Store
+from ..weights.dtypes import BY_NAME, Bits
+from ..weights.memory import Weights
+from ..weights.shards import Shards
+from ..weights.table import TensorSpec, TensorTable
+from ..weights.tensors import tensor_table
+
+_POLL_SECONDS = 0.1  # between checks of the folder that another worker writes
+_WAIT_SECONDS = 1.0  # that a store is asked to wait for another head
+
+RunAndVersion = tuple[str, int]
+
+
+def head_version(store: Store, trusted_keys: PublicKeys | None) -> RunAndVersion | None:
+    """Run and version at a store's head; None if there is no head yet."""
+    try:
+        head, _ = read_head(store, trusted_keys)
+    except NotFound:
+        return None
+    return head.run, head.version
+
+
+class AwaitedVersion:
+    """The version that a sync brings: the head of a store, once it is another than before the sync.
+
+    Args:
+        store: Where the trainer publishes.
+        before: Run and version of the head before the sync; None if there was no head.
+        timeout: How many seconds to wait for it.
+        trusted_keys: Whose heads are trusted; None for all.
+    """
+
+    def __init__(
+        self, store: Store, before: RunAndVersion | None, timeout: float, trusted_keys: PublicKeys | None
+    ) -> None:
+        self._store = store
+        self._before = before
+        self._timeout = timeout
+        self._trusted_keys = trusted_keys
+        self._end = time.monotonic() + timeout
+
+    @property
+    def seconds_left(self) -> float:
+        return max(self._end - time.monotonic(), 0.0)
+
+    def is_at(self, version: RunAndVersion | None) -> bool:
+        """Whether this version is at the head now, and is another than before."""
+        return version == head_version(self._store, self._trusted_keys) != self._before
+
+    def wait(self) -> RunAndVersion:
+        """Wait for it.
+
+        Raises:
+            PeerLost: It did not come in time.
+        """
+        tag: str | None = None
+        while True:
+            left = self.seconds_left
+            try:
+                stored = self._store.changed(HEAD, tag, min(_WAIT_SECONDS, left))
+            except (NotFound, Unavailable):
+                stored = None
+                time.sleep(min(_POLL_SECONDS, left))
+            if stored is not None:
+                head, tag = read_head(self._store, self._trusted_keys, stored)
+                if (head.run, head.version) != self._before:
+                    return head.run, head.version
+            if not left:
+                raise self.timeout_error()
+
+    def timeout_error(self) -> PeerLost:
+        before = "no version" if self._before is None else f"version {self._before[1]} of run {self._before[0]}"
+        return PeerLost(f"{self._store.url} was at {before}, and nothing newer came in {self._timeout:g} s")
+
+
+class WeightSender:
+    """Publishes the tensors that a framework yields on all ranks of a trainer.
+
+    Args:
+        store: Where to publish.
+        rank: The number of this rank, which must drain the tensors even where it publishes none.
+        dtype: Floating-point tensors are rounded to it before they are compared; None to send them as they are.
+        spread: Whether every rank publishes a share of the tensors; otherwise rank 0 publishes all.
+        options: Options of the `Publisher`.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, *, dtype: torch.dtype | None, spread: bool, options: Mapping[str, Any]
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._dtype = dtype
+        self._spread = spread
+        self._options = options
+        self._copies: dict[str, torch.Tensor] = {}
+        self._source = _CapturedSource()
+        self._publisher: Publisher | None = None
+
+    def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport | None:
+        """On all ranks: publish the next version; None on ranks that publish nothing."""
+        if not self._spread and self._rank:
+            for _ in weights:
+                pass  # all ranks take part in gathering a tensor
+            return None
+        ranks = torch.distributed.get_world_size() if self._spread else 1
+        self._source.captured = self._capture(weights, ranks)
+        if self._publisher is None:
+            group = torch.distributed.group.WORLD if self._spread else None
+            self._publisher = Publisher(self._store, self._source, writers=group, **self._options)
+        return self._publisher.publish()
+
+    def _capture(self, weights: Iterable[tuple[str, torch.Tensor]], ranks: int) -> Weights | Shards:
+        """Copy the tensors that this rank publishes to host memory, one at a time, to need little GPU memory."""
+        specs = []
+        copies = {}
+        load = [0] * ranks
+        for name, tensor in weights:
+            if self._dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(self._dtype)
+            owner = load.index(min(load))
+            load[owner] += tensor.nbytes
+            specs.append(TensorSpec(name, BY_NAME[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape)))
+            if owner == self._rank:
+                copies[name] = self._copy(name, tensor)
+        self._copies = copies
+        return Shards.of(TensorTable(specs), copies) if ranks > 1 else copies
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor into the memory of its last copy, if it fits."""
+        copy = self._copies.get(name)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return copy.copy_(tensor.detach())
+
+
+class WholeReceiver:
+    """Holds whole versions: in host memory, or in a folder that the workers of a node share.
+
+    Args:
+        url: The store.
+        path: The folder, which one worker of a node writes and the others read; None for host memory.
+        trusted_keys: Whose versions are trusted; None for all.
+    """
+
+    def __init__(self, url: str, path: str | None, trusted_keys: PublicKeys | None) -> None:
+        self._url = url
+        self._path = path
+        self._trusted_keys = trusted_keys
+        self._target: HostTarget | FolderTarget | None = None
+        self._subscriber: Subscriber | None = None
+
+    def receive(self, awaited: AwaitedVersion, *, leads: bool) -> dict[str, torch.Tensor]:
+        """Wait for a version, verify it, and return its tensors; those of a folder are mapped.
+
+        Args:
+            awaited: The version.
+            leads: Whether this worker writes the folder.
+
+        Raises:
+            PeerLost: The version did not come in time.
+        """
+        if self._path is not None and not leads:
+            self.close()  # another worker writes the folder from now on
+            weights = _read_folder(Path(self._path), awaited)
+        else:
+            weights = self._follow(awaited)
+        return {name: as_tensor(bits) for name, bits in weights.items() if isinstance(bits, Bits)}
+
+    def _follow(self, awaited: AwaitedVersion) -> Weights:
+        if self._subscriber is None:
+            self._target = HostTarget() if self._path is None else folder(self._path, keep=1)
+            self._subscriber = Subscriber(self._url, self._target, trusted_keys=self._trusted_keys)
+        subscriber = self._subscriber
+
+        def has_it() -> bool:
+            return subscriber.version is not None and awaited.is_at((subscriber.run or "", subscriber.version))
+
+        try:
+            subscriber.follow(timeout=awaited.seconds_left, stop=has_it)
+        except Unavailable as error:
+            raise awaited.timeout_error() from error
+        if not has_it():
+            raise awaited.timeout_error()
+        target = self._target
+        assert target is not None
+        return open_checkpoint(target.current) if isinstance(target, FolderTarget) else target.weights()
+
+    def close(self) -> None:
+        """Let go of the folder, or of the host memory."""
+        if self._subscriber is not None:
+            self._subscriber.close()
+        self._subscriber = None
+        self._target = None
+
+
+def _read_folder(path: Path, awaited: AwaitedVersion) -> Weights:
+    """Wait until the worker that leads on this node has a version in the folder."""
+    target = folder(path)
+    while awaited.seconds_left:
+        if (record := target.remembered_version()) is not None and awaited.is_at((record[0], record[2])):
+            return open_checkpoint(target.current.resolve())
+        time.sleep(_POLL_SECONDS)
+    raise awaited.timeout_error()
+
+
+class _CapturedSource:
+    """A source with the weights that were captured last."""
+
+    captured: Weights | Shards
+
+    def weights(self) -> Weights | Shards:
+        return self.captured
+
+
+class HostTarget(ModuleTarget):
+    """Weights in host memory, which are allocated when the tensors of the run are known."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Bits] = {}
+        super().__init__(lambda: self._tensors)
+
+    def attach(self, table: TensorTable) -> Weights:
+        if tensor_table(self._tensors) != table:
+            self._tensors = zeros(table)
+        return super().attach(table)
+
+
+def as_tensor(bits: Bits) -> torch.Tensor:
+    """Bits as a torch tensor: the same memory, or a copy if it is read-only."""
+    array = bits.array if bits.array.flags.writeable else bits.array.copy()
+    return torch.from_numpy(array).view(getattr(torch, bits.dtype.name))

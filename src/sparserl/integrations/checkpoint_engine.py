@@ -1,7 +1,7 @@
-"""What checkpoint engines of frameworks have in common: a generator of whole tensors, published; whole versions, received.
+"""What checkpoint engines of frameworks have in common: tensors of a generator are published, whole versions received.
 
-    (name, tensor), … ──► rounded, copied to host memory ──► Publisher ──► store        WeightSender, on a trainer's ranks
-    store ──► Subscriber ──► host memory, or one folder per node ──► tensors by name    WholeReceiver, beside an engine
+    (name, tensor), … ──► rounded, in host memory ──► Publisher ──► store                 WeightSender, in a trainer
+    store ──► Subscriber ──► host memory, or a folder of the node ──► tensors by name    WholeReceiver, in a rollout
 
 Both sides must agree which version a sync brings: the trainer's rank 0 reads the head before it (`head_version`), all
 are told of that, and receivers wait for another head.

@@ -9,7 +9,6 @@ watch: the first version takes its place.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
-from vllm.v1.worker.worker_base import WorkerBase
 
 from ..errors import SessionError, UnsupportedTensor
 from ..session.store.signing import PublicKeys
@@ -25,8 +23,9 @@ from ..targets.engine import EngineTarget
 from ..targets.pieces import parts_of
 from .checkpoint_engine import AwaitedVersion
 from .ranks import EngineSubscriber, gather_over, on_all_ranks
-from .vllm import synchronize
-from .vllm_layout import LoadedModel, tied_names
+from .vllm import raise_on_last_rank, synchronize
+from .vllm_layout import LoadedModel, tied_names, without_warnings
+from .vllm_plugin import workers
 
 logger = init_logger(__name__)
 _ALTERNATIVE = "Set in_place: false, to have NeMo-RL load all tensors at every sync"
@@ -34,11 +33,13 @@ _ALTERNATIVE = "Set in_place: false, to have NeMo-RL load all tensors at every s
 
 def find_worker(engine: Any) -> Any:
     """The worker of vLLM that has a checkpoint engine. NeMo-RL makes the engine without telling it the worker."""
-    for candidate in gc.get_objects():
-        # isinstance would wake proxies
-        if issubclass(type(candidate), WorkerBase) and getattr(candidate, "checkpoint_engine", None) is engine:
-            return candidate
-    raise SessionError(f"no worker of vLLM in this process has this checkpoint engine. {_ALTERNATIVE}")
+    for worker in workers:
+        if getattr(worker, "checkpoint_engine", None) is engine:
+            return worker
+    raise SessionError(
+        "no worker of vLLM in this process has this checkpoint engine, or vLLM has not loaded the plugin sparserl "
+        f"(VLLM_PLUGINS). {_ALTERNATIVE}"
+    )
 
 
 class LiveReceiver:
@@ -78,6 +79,10 @@ class LiveReceiver:
             PeerLost: The version did not come in time.
             UnsupportedTensor: Changes cannot be written into a tensor of the model.
         """
+        with raise_on_last_rank(self._worker.vllm_config.parallel_config):
+            self._receive(awaited, receive_whole)
+
+    def _receive(self, awaited: AwaitedVersion, receive_whole: Callable[[], dict[str, torch.Tensor]]) -> None:
         versions = on_all_ranks(awaited.wait, self._gather)
         if any(self._gather(self._subscriber is None)):
             self._begin(receive_whole)
@@ -105,7 +110,7 @@ class LiveReceiver:
         tied = tied_names(config.model_config, tensors)
         untied = {name: tensor for name, tensor in tensors.items() if name not in tied}
         loaded = LoadedModel(model, config.model_config, untied.items)
-        with set_current_vllm_config(config):
+        with set_current_vllm_config(config), without_warnings():
             loaded.load(loaded.weights())
             try:
                 pieces = loaded.learn_pieces()

@@ -7,9 +7,12 @@ neither torch nor Numba: vLLM 0.32 on a CPU cannot start a worker in a process t
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 SUMS = "sparserl_sums"  # the method of workers that `sparserl verify-engine` calls
+
+workers: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process, that have loaded a model
 
 
 def register() -> None:
@@ -42,6 +45,7 @@ def _worker_sums(wrapper: Any, layout: str) -> dict[str, Any]:
 
 def _load_model(wrapper: Any, **options: Any) -> None:
     """Let a worker load its models; with the backend, these loads are watched (see `vllm_first_load`)."""
+    workers.add(wrapper.worker)
     config = wrapper.worker.vllm_config.weight_transfer_config
     if config is None or config.backend != "sparserl":
         wrapper.worker.load_model(**options)

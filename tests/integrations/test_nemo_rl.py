@@ -126,7 +126,8 @@ def test_the_configuration_under_nemo_rl(source, engine, tmp_path):
         ({"rollout_dtype": "int32"}, "rollout_dtype is 'int32'"),
         ({"options": {"profil": "ctx"}}, "options has 'profil'; it may have"),
         ({"options": {"signing_key": "00"}}, "options has 'signing_key'; it may have"),
-        ({"trusted_keys": "no key"}, "key"),
+        ({"trusted_keys": "no key", "signing_key_file": "key"}, "a public key reads sparserl-public-"),
+        ({"trusted_keys": "sparserl-public-" + "00" * 32}, "trusted_keys are given without signing_key_file"),
     ],
 )
 def test_options_are_checked_where_they_are_given(engine, tmp_path, options, message):
@@ -322,6 +323,24 @@ def test_a_version_of_an_earlier_sync_is_never_taken_for_the_next(policy_and_rol
         asyncio.run(receive(impatient))
 
 
+def test_a_version_is_waited_for(engine, tmp_path):
+    """As workers do that commit in place: until the head is another than before, and no longer than they have time."""
+    from sparserl.integrations.checkpoint_engine import AwaitedVersion
+    from sparserl.transport.stores.opening import open_store
+
+    store = open_store(f"file://{tmp_path}")
+    policy = engine(BUCKET, url=f"file://{tmp_path}", release_after_refit=True)
+    before = None
+    for step in range(2):
+        with pytest.raises(PeerLost, match="was at no version" if before is None else "was at version 0 of run"):
+            AwaitedVersion(store, before, 0.1, None).wait()
+        begin(policy)
+        send(policy, step)
+        newest = AwaitedVersion(store, before, 60.0, None).wait()
+        assert newest == head(tmp_path)
+        before = newest
+
+
 def test_a_send_that_fails(policy_and_rollouts):
     """Nothing is published, rollouts are told that nothing came, and the next sync is exact."""
     policy, rollout, impatient = policy_and_rollouts
@@ -368,8 +387,10 @@ def test_keys(engine, tmp_path):
     secret, public = keygen()
     (tmp_path / "key").write_text(secret + "\n")
     options = {"url": f"file://{tmp_path}/signed", "in_place": False, "release_after_refit": True}
-    policy = engine(BUCKET, signing_key_file=str(tmp_path / "key"), **options)
-    rollout = engine(BUCKET, trusted_keys=[keygen()[1], public], timeout=60.0, **options)
+    keys = {"trusted_keys": [keygen()[1], public]}
+    policy = engine(BUCKET, signing_key_file=str(tmp_path / "key"), **keys, **options)
+    options["signing_key_file"] = str(tmp_path / "not on this node")
+    rollout = engine(BUCKET, timeout=60.0, **keys, **options)
     begin(policy, rollout)
     send(policy, 0)
     assert bits(trained(0)) == asyncio.run(receive(rollout))[1]

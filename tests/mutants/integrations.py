@@ -47,4 +47,25 @@ MUTANTS = (
         "custom_weight_loader=[LOADER]",
         Tests("integrations/test_sglang.py", "the_plugin"),
     ),
+    Mutant(
+        "a version of an earlier sync passes for that of this one",
+        "integrations/checkpoint_engine.py",
+        "return version == head_version(self._store, self._trusted_keys) != self._before",
+        "return version == head_version(self._store, self._trusted_keys)",
+        Tests("integrations/test_nemo_rl.py", "earlier_sync"),
+    ),
+    Mutant(
+        "any head is the one that a worker waits for",
+        "integrations/checkpoint_engine.py",
+        "if (head.run, head.version) != self._before:",
+        "if head.run:",
+        Tests("integrations/test_nemo_rl.py", "waited_for"),
+    ),
+    Mutant(
+        "a policy publishes in a sync of which rollouts were not told",
+        "integrations/nemo_rl.py",
+        "if self._sender is None or not self._is_ready:",
+        "if self._sender is None:",
+        Tests("integrations/test_nemo_rl.py", "not_announced"),
+    ),
 )

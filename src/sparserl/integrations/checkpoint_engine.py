@@ -190,7 +190,7 @@ class WholeReceiver:
             weights = _read_folder(Path(self._path), awaited)
         else:
             weights = self._follow(awaited)
-        return {name: as_tensor(bits) for name, bits in weights.items() if isinstance(bits, Bits)}
+        return {name: as_tensor(bits) for name, bits in weights.items()}
 
     def _follow(self, awaited: AwaitedVersion) -> Weights:
         if self._subscriber is None:
@@ -251,7 +251,8 @@ class HostTarget(ModuleTarget):
         return super().attach(table)
 
 
-def as_tensor(bits: Bits) -> torch.Tensor:
-    """Bits as a torch tensor: the same memory, or a copy if it is read-only."""
+def as_tensor(bits: Any) -> torch.Tensor:
+    """`Bits` as a torch tensor: the same memory, or a copy if it is read-only."""
+    assert isinstance(bits, Bits)
     array = bits.array if bits.array.flags.writeable else bits.array.copy()
     return torch.from_numpy(array).view(getattr(torch, bits.dtype.name))

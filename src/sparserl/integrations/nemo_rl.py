@@ -58,7 +58,7 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
             without it every worker has a copy in host memory. With `in_place`, only at its first sync.
         timeout: Seconds to wait for the other side.
         audit_every: After so many commits in place, all bits are read and compared with the version's digest.
-        signing_key_file: The file with the secret key with which the policy signs.
+        signing_key_file: The file with the secret key with which the policy signs; only the policy's workers read it.
         trusted_keys: The public keys that rollouts trust, one or several.
         options: Further options of the `Publisher`.
 
@@ -91,6 +91,8 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise SessionError(f"{name} is {flag!r}; it must be true or false")
+        if trusted_keys is not None and signing_key_file is None:
+            raise SessionError("trusted_keys are given without signing_key_file: rollouts would refuse every version")
         if not release_after_refit:
             raise SessionError(
                 "release_after_refit is false; set it to true beside url: NeMo-RL then tells workers at every sync "
@@ -106,7 +108,8 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         self._timeout = timeout
         self._audit_every = audit_every
         self._trusted_keys = trusted_keys
-        self._options = _publisher_options(options, timeout, signing_key_file)
+        self._signing_key_file = signing_key_file
+        self._options = _publisher_options(options) | {"timeout": timeout}
         self._sender: WeightSender | None = None
         self._whole = WholeReceiver(url, folder, trusted_keys)
         self._live: LiveReceiver | None = None
@@ -121,7 +124,7 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         return {
             "before": head_version(self._store, self._trusted_keys),
             "node": socket.gethostname(),
-            "needs_whole": not self._in_place or self._live is None,
+            "needs_whole": self._live is None or not self._live.is_following,
         }
 
     def init_policy_process_group(
@@ -130,8 +133,12 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         """Get ready to publish; no group is made."""
         del train_world_size, rollout_world_size
         if self._sender is None:
+            options = self._options
+            if self._signing_key_file is not None:
+                key = Path(self._signing_key_file).read_text().strip()
+                options = options | {"signing_key": key, "trusted_keys": self._trusted_keys}
             self._sender = WeightSender(
-                self._store, worker_rank, dtype=self._dtype, spread=self._spread, options=self._options
+                self._store, worker_rank, dtype=self._dtype, spread=self._spread, options=options
             )
         self._begin(metadata)
 
@@ -218,13 +225,10 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return dtype
 
 
-def _publisher_options(
-    options: Mapping[str, Any] | None, timeout: float, signing_key_file: str | None
-) -> dict[str, Any]:
+def _publisher_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """The options of the `Publisher`. Those that it does not have, or that are given elsewhere, are refused here."""
     given = dict(options or {})
     allowed = sorted(inspect.signature(Publisher).parameters.keys() - _OWN_OPTIONS)
     if unknown := sorted(given.keys() - {*allowed}):
         raise SessionError(f"options has {unknown[0]!r}; it may have {', '.join(allowed)}")
-    key = None if signing_key_file is None else Path(signing_key_file).read_text().strip()
-    return given | {"timeout": timeout, "signing_key": key}
+    return given

@@ -67,6 +67,11 @@ class LiveReceiver:
         self._gather = gather_over(self._world)
         self._subscriber: EngineSubscriber | None = None
 
+    @property
+    def is_following(self) -> bool:
+        """Whether it knows where a version is in the model, so that patches are enough."""
+        return self._subscriber is not None
+
     def receive(self, awaited: AwaitedVersion, receive_whole: Callable[[], dict[str, torch.Tensor]]) -> None:
         """On all ranks at once: wait for a version and commit it. If this raises later than at the first sync, the
         weights are what they were.

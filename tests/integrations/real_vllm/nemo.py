@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 
 from tests.integrations.nemo_source import TRANSPORT, engine_class
@@ -75,3 +76,13 @@ def follow(model, folder, kind, ranks):
     out["loaded"] = live(llm)
     models.save(weights, model, folder / "newer")
     return out
+
+
+def packed(model, folder, kind):
+    """Weights that vLLM packs, so that nothing can be written into them, twice."""
+    os.environ.pop("SPARSERL_VLLM_CPU")
+    weights = models.load(model, kind)
+    llm = start(model, load_format="dummy", worker_extension_cls=EXTENSION)
+    options = {"url": f"file://{folder}/run", "timeout": 60.0, "folder": str(folder / "node")}
+    syncs = Syncs(llm, 1, **options)
+    return {"refused": [attempt(lambda: syncs.sync(weights)) for _ in range(2)]}

@@ -119,7 +119,7 @@ class WeightSender:
         self._spread = spread
         self._options = options
         self._copies: dict[str, torch.Tensor] = {}
-        self._source = _CapturedSource()
+        self._captured: Weights | Shards = {}
         self._publisher: Publisher | None = None
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport | None:
@@ -129,10 +129,10 @@ class WeightSender:
                 pass  # all ranks take part in gathering a tensor
             return None
         ranks = torch.distributed.get_world_size() if self._spread else 1
-        self._source.captured = self._capture(weights, ranks)
+        self._captured = self._capture(weights, ranks)
         if self._publisher is None:
             group = torch.distributed.group.WORLD if self._spread else None
-            self._publisher = Publisher(self._store, self._source, writers=group, **self._options)
+            self._publisher = Publisher(self._store, lambda: self._captured, writers=group, **self._options)
         return self._publisher.publish()
 
     def _capture(self, weights: Iterable[tuple[str, torch.Tensor]], ranks: int) -> Weights | Shards:
@@ -227,15 +227,6 @@ def _read_folder(path: Path, awaited: AwaitedVersion) -> Weights:
             return open_checkpoint(target.current.resolve())
         time.sleep(_POLL_SECONDS)
     raise awaited.timeout_error()
-
-
-class _CapturedSource:
-    """A source with the weights that were captured last."""
-
-    captured: Weights | Shards
-
-    def weights(self) -> Weights | Shards:
-        return self.captured
 
 
 class HostTarget(ModuleTarget):

@@ -28,6 +28,7 @@ from tests.integrations.wheels import Wheel, definition, fields
 from tests.session.ranks import ranks
 
 HIDDEN, HEADS, HEAD, INNER, VOCAB, PADDED, LAYERS = 16, 4, 4, 24, 30, 32, 2
+NORMS = ("input_layernorm", "post_attention_layernorm")
 STACKED = (
     ("qkv_proj", "q_proj"),
     ("qkv_proj", "k_proj"),
@@ -64,7 +65,7 @@ def checkpoint(version: int = 0) -> dict[str, torch.Tensor]:
         shapes |= {f"{at}self_attn.{name}.bias": (HEAD,) for name in ("k_proj", "v_proj")}
         shapes |= {f"{at}self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD), f"{at}mlp.down_proj.weight": (HIDDEN, INNER)}
         shapes |= {f"{at}mlp.{name}.weight": (INNER, HIDDEN) for name in ("gate_proj", "up_proj")}
-        shapes |= {f"{at}input_layernorm.weight": (HIDDEN,)}
+        shapes |= {f"{at}{name}.weight": (HIDDEN,) for name in NORMS}
     random = torch.Generator().manual_seed(3)
     out = {name: torch.randn(shape, generator=random).to(torch.bfloat16) for name, shape in shapes.items()}
     for at in range(version):
@@ -98,7 +99,7 @@ class Model(torch.nn.Module):
                     shapes[f"{at_fused}{fused}.bias"] = (rows,)
             shapes[f"{at}self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD // size)
             shapes[f"{at}mlp.down_proj.weight"] = (HIDDEN, INNER // size)
-            shapes[f"{at}input_layernorm.weight"] = (HIDDEN,)
+            shapes |= {f"{at}{name}.weight": (HIDDEN,) for name in NORMS}
         for name, shape in shapes.items():
             *path, last = name.split(".")
             module = self

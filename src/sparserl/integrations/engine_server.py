@@ -37,20 +37,25 @@ class EngineServer:
 
     def ask(self, path: str, fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Post some fields, or get a path; returns the fields of the answer."""
+        body = self.read(path, fields)
+        try:
+            answer: dict[str, Any] = json.loads(body)
+        except ValueError as error:
+            raise SessionError(f"{self.url}/{path}: the answer is not JSON: {error}") from error
+        return answer
+
+    def read(self, path: str, fields: Mapping[str, Any] | None = None) -> bytes:
+        """Post some fields, or get a path; returns the body of the answer."""
         data = None if fields is None else json.dumps(fields).encode()
         request = urllib.request.Request(  # noqa: S310  # the user's own server
             f"{self.url}/{path}", data, self._headers
         )
         try:
             with urllib.request.urlopen(request, timeout=self._timeout) as response:  # noqa: S310
-                body = response.read()
+                body: bytes = response.read()
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:500]
             raise ServerError(f"{self.url}/{path}: {error.code} {text}", error.code) from error
         except OSError as error:
             raise SessionError(f"{self.url}/{path}: {error}") from error
-        try:
-            answer: dict[str, Any] = json.loads(body)
-        except ValueError as error:
-            raise SessionError(f"{self.url}/{path}: the answer is not JSON: {error}") from error
-        return answer
+        return body

@@ -37,9 +37,9 @@ from ..transport.stores.opening import open_store
 from ..weights.digest import digest
 from ..weights.engine_sums import EngineSums, RankSums
 from ..weights.table import TensorTable
-from .engine_server import EngineServer
 from .ranks import EngineSubscriber, gather_over
 from .sglang_plugin import LOADER
+from .sglang_server import SGLangServer
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
@@ -365,7 +365,7 @@ class Client:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, mode: str = "retract", timeout: float = 600.0) -> None:
-        self._server = EngineServer(url, api_key, timeout)
+        self._server = SGLangServer(url, api_key, timeout)
         self.url = self._server.url
         self._mode = mode
 
@@ -378,6 +378,7 @@ class Client:
         run: str | None = None,
         token: str | None = None,
         ahead: bool = True,
+        label: str | None = None,
     ) -> tuple[str, int]:
         """Pause the engine and let it commit a version, by default the newest; returns run and version.
 
@@ -388,31 +389,33 @@ class Client:
             run: The only run to follow, as for a `Subscriber`.
             token: The token for the store, as for a `Subscriber`.
             ahead: Whether the engine stages new versions as they are published, so that the next pause is shorter.
+            label: What the server then gives as its weight version; by default `RUN:VERSION`.
         """
-        ranks = int(self._ask("server_info")["tp_size"])
+        ranks = self._server.ranks()
         flush = self._mode != "in_place"
         body = request(
             store, version, ranks=ranks, trusted_keys=trusted_keys, run=run, token=token, ahead=ahead, flush_cache=flush
         )
-        self._ask("pause_generation", mode=self._mode)
+        self._server.ask("pause_generation", mode=self._mode)
         try:
-            self._ask("begin_weight_update", selector="target")
+            self._server.begin_update(flush_cache=flush)
         except SessionError:
-            self._ask("continue_generation")
+            self._server.ask("continue_generation")
             raise
         failure = None
         try:
-            self._ask("update_weights_from_tensor", **body)
+            self._server.load(body)
         except SessionError as error:
             failure = error
-        self._ask("end_weight_update")
+        self._server.end_update()
         marks = self.marks()
         current, *different = {_parse_mark(mark) for mark in marks}
         if different:
             raise SessionError(f"ranks of {self.url} have different versions, generation stays paused: {marks}")
         if current is not None:
-            self._ask("update_weight_version", new_version=f"{current[0]}:{current[1]}", abort_all_requests=False)
-        self._ask("continue_generation")
+            name = f"{current[0]}:{current[1]}" if label is None or failure is not None else label
+            self._server.ask("update_weight_version", new_version=name, abort_all_requests=False)
+        self._server.ask("continue_generation")
         if failure is not None:
             raise failure
         if current is None:
@@ -423,27 +426,27 @@ class Client:
 
     def reload(self, path: str | PathLike[str], version: str | None = None) -> None:
         """Pause the engine and let it load a checkpoint folder, such as one that `sparserl follow` writes."""
-        self._ask("pause_generation", mode=self._mode)
+        self._server.ask("pause_generation", mode=self._mode)
         try:
-            self._ask(
+            self._server.ask(
                 "update_weights_from_disk",
                 model_path=fspath(path),
                 weight_version=version,
                 flush_cache=self._mode != "in_place",
             )
         finally:
-            self._ask("continue_generation")
+            self._server.ask("continue_generation")
 
     def sums(self, table: TensorTable) -> EngineSums:
         """The digests that all ranks have of the tensors of a table. The engine is paused, and nothing changes."""
-        ranks = int(self._ask("server_info")["tp_size"])
-        self._ask("pause_generation", mode="in_place")
+        ranks = self._server.ranks()
+        self._server.ask("pause_generation", mode="in_place")
         try:
             self._load(_body({"layout": layout_to_bytes(table).decode()}, ranks, flush_cache=False))
             texts = [names[-1].removeprefix(_ANSWER) for names in self._buffers(_ANSWER) if names]
             self._load(_body({"layout": None}, ranks, flush_cache=False))
         finally:
-            self._ask("continue_generation")
+            self._server.ask("continue_generation")
         if not texts:
             raise SessionError(f"{self.url} has not answered: its sparserl is older than this one")
         answer = json.loads(texts[0])
@@ -453,11 +456,11 @@ class Client:
 
     def _load(self, body: dict[str, Any]) -> None:
         """Call the loader."""
-        self._ask("begin_weight_update", selector="target")
+        self._server.begin_update(flush_cache=False)
         try:
-            self._ask("update_weights_from_tensor", **body)
+            self._server.load(body)
         finally:
-            self._ask("end_weight_update")
+            self._server.end_update()
 
     def marks(self) -> list[str]:
         """The mark of each rank of the engine: run and version of the last update, or its error."""
@@ -475,13 +478,7 @@ class Client:
         return str(self._check(skip_tensor_list=[_MARK])["per_engine_checksum"])
 
     def _check(self, **options: Any) -> dict[str, Any]:
-        return self._ask("weights_checker", action="checksum", selector="target", **options)
-
-    def _ask(self, path: str, **fields: Any) -> dict[str, Any]:
-        answer = self._server.ask(path, fields if fields or path != "server_info" else None)
-        if answer.get("success") is False:
-            raise SessionError(f"{self.url}/{path}: {answer.get('message')}")
-        return answer
+        return self._server.ask("weights_checker", action="checksum", selector="target", **options)
 
 
 def _parse_mark(mark: str) -> tuple[str, int] | None:

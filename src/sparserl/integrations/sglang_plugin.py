@@ -13,9 +13,14 @@ LOADER = "sparserl.integrations.sglang.load"
 
 
 def register() -> None:
-    """Have SGLang call `add_loader` where it decides on the options that concern loading."""
-    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    """Have SGLang call `add_loader` where it decides on the options that concern loading.
 
+    Releases such as 0.5.15 have no such place; their servers take the option `--custom-weight-loader`.
+    """
+    try:
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    except ImportError:
+        return
     register_resolution_hook("handle_load_format")(add_loader)
 
 

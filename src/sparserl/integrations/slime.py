@@ -24,7 +24,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import SessionError
 from ..files import lock
 from ..session import Publisher, Subscriber
 from ..session.store.retention import read_head
@@ -33,6 +32,7 @@ from ..sources.checkpoint_files import travelling_files
 from ..targets import folder
 from ..transport.stores.opening import open_store
 from ..weights.memory import Weights
+from .environment import publisher_options, store_url, trusted_keys
 
 
 class _LatestCheckpoint:
@@ -57,12 +57,9 @@ def publish(args: Any, version_dir: str, rollout_engines: Any) -> None:  # noqa:
     if _rank() != 0:
         return
     _latest.path = Path(version_dir)
-    url = _url()
+    url = store_url()
     if url not in _publishers:
-        key_file = os.environ.get("SPARSERL_SIGNING_KEY_FILE")
-        signing_key = None if key_file is None else Path(key_file).read_text().strip()
-        state = os.environ.get("SPARSERL_STATE")
-        _publishers[url] = Publisher(url, _latest, signing_key=signing_key, state=state)
+        _publishers[url] = Publisher(url, _latest, **publisher_options())
     _publishers[url].publish()
 
 
@@ -77,11 +74,11 @@ def fetch(source_dir: str, target_version: int) -> None:
     if name.is_dir() and not name.is_symlink():
         return
     root.mkdir(parents=True, exist_ok=True)
-    trusted_keys = _trusted_keys()
-    with _host_lock(root), closing(open_store(_url())) as store, closing(folder(root / "sparserl", keep=2)) as target:
-        head, _ = read_head(store, trusted_keys)
+    keys = trusted_keys()
+    with _host_lock(root), closing(open_store(store_url())) as store, closing(folder(root / "sparserl", keep=2)) as target:
+        head, _ = read_head(store, keys)
         if target.remembered_version() != (head.run, head.created, head.version):
-            Subscriber(store, target, trusted_keys=trusted_keys).sync()
+            Subscriber(store, target, trusted_keys=keys).sync()
         draft = root / f".{name.name}"
         draft.unlink(missing_ok=True)
         draft.symlink_to(target.current.resolve())
@@ -89,20 +86,6 @@ def fetch(source_dir: str, target_version: int) -> None:
         for link in root.glob("weight_v*"):
             if link.is_symlink() and not link.exists():  # to a version that was removed
                 link.unlink()
-
-
-def _url() -> str:
-    try:
-        return os.environ["SPARSERL_URL"]
-    except KeyError:
-        raise SessionError(
-            "SPARSERL_URL is not set: set it to the store between the trainer and its rollouts"
-        ) from None
-
-
-def _trusted_keys() -> list[str] | None:
-    keys = os.environ.get("SPARSERL_TRUSTED_KEYS")
-    return None if keys is None else keys.split(",")
 
 
 def _rank() -> int:

@@ -19,11 +19,12 @@ from tests.integrations.wheels import Wheel, definition, entry_point
 
 GROUP = "sglang.srt.plugins"
 ARGUMENTS = "sglang/srt/arg_groups"
+RESOLUTION_HOOKS = f"{ARGUMENTS}/resolution_hooks.py"
 WHOLE = (  # files that import nothing but the standard library and each other
     "sglang/srt/environ.py",
     "sglang/srt/plugins/__init__.py",
     "sglang/srt/plugins/hook_registry.py",
-    f"{ARGUMENTS}/resolution_hooks.py",
+    RESOLUTION_HOOKS,
 )
 
 OVERRIDES = """

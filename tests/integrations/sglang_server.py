@@ -1,6 +1,7 @@
 """A server that speaks SGLang's endpoints for weights, over real ranks with a tensor-parallel model on the CPU.
 
-What is SGLang's own here comes from its wheel: the fields that requests may have, and the unpickler of tensors. The
+What is SGLang's own here comes from its wheel: the endpoints and fields that requests may have, and the unpickler of
+tensors. Releases differ: 0.5.15 has no update sessions, and ends if it is to flush its cache while it has requests. The
 model is written for the tests; it fuses and shards as SGLang's models do, and its ranks run the loader as theirs do.
 """
 
@@ -23,7 +24,8 @@ from types import ModuleType, SimpleNamespace
 import torch
 from safetensors.torch import load_file
 
-from tests.integrations.sglang_plugins import weight_loaders
+from sparserl.integrations.sglang_plugin import LOADER
+from tests.integrations.sglang_plugins import RESOLUTION_HOOKS, weight_loaders
 from tests.integrations.wheels import Wheel, definition, fields
 from tests.session.ranks import ranks
 
@@ -242,10 +244,14 @@ class Server(ThreadingHTTPServer):
     def __init__(self, sglang: Wheel, started) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         structs = sglang.tree("sglang/srt/managers/io_struct.py")
-        self.known = {path: definition(structs, name) for path, name in REQUESTS.items()}
+        there = {node.name for node in structs.body if isinstance(node, ast.ClassDef)}
+        self.known = {path: definition(structs, name) for path, name in REQUESTS.items() if name in there}
+        self.has_sessions = "begin_weight_update" in self.known
+        self.requests = 0  # that a server without sessions still has: one ends whenever it is to flush its cache
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.started, self.calls = started, []
-        self.version, self.paused, self.session = "default", False, False
+        self.version, self.paused, self.session = "default", False, not self.has_sessions
+        self.pp_size = 1
 
     def ask(self, order: str, said=None, only: int | None = None) -> list:
         """Say the same to all ranks, all at a time, or only to one."""
@@ -261,10 +267,15 @@ class Server(ThreadingHTTPServer):
     def answer(self, path: str, said: dict) -> tuple[int, dict]:
         self.calls.append(path)
         if path == "server_info":
-            return 200, {"tp_size": len(self.started)}
+            return 200, {"tp_size": len(self.started), "pp_size": self.pp_size}
+        if path == "flush_cache" and not self.has_sessions:
+            self.requests -= 1
+            return (200, "Cache flushed.") if self.requests < 0 else (400, "Flush cache failed.")
         if path not in self.known:
             return 404, {"detail": "Not Found"}
         struct = self.known[path]
+        if path == "weights_checker" and not self.has_sessions:  # fields of later releases, which are ignored
+            said = {name: value for name, value in said.items() if name in fields(struct)}
         needed = {n.target.id for n in struct.body if isinstance(n, ast.AnnAssign) and n.value is None}
         if said.keys() - fields(struct) or needed - said.keys():
             return 422, {"success": False, "message": f"{path} does not take {sorted(said)}"}
@@ -293,6 +304,8 @@ class Server(ThreadingHTTPServer):
     def update_weights_from_tensor(self, **said):
         if not self.session:
             return 400, {"success": False, "message": "must run between begin_weight_update() and end_weight_update()"}
+        if not self.has_sessions and (said["flush_cache"] or not said["disable_draft_model"] or not self.paused):
+            return 500, {"detail": "the scheduler has ended, or the draft model has got the weights"}
         self.ask("update", said)
         return 200, {"success": True, "message": "Success"}
 
@@ -319,7 +332,7 @@ class _Handler(BaseHTTPRequestHandler):
         status, body = self.server.answer(self.path.lstrip("/"), json.loads(data or b"{}"))
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        self.wfile.write(body.encode() if isinstance(body, str) else json.dumps(body).encode())
 
     do_GET = do_POST = _serve  # noqa: N815  # as the base class has it
 
@@ -329,9 +342,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def running(sglang: Wheel, size: int = 2, model: str = "Model"):
-    """A server with so many ranks, started without an option for the loader."""
+    """A server with so many ranks, started without an option for the loader where the plugin adds it."""
     source = sglang.text("sglang/srt/utils/common.py")
-    _, (loaders,) = weight_loaders(sglang, {})
+    loaders = weight_loaders(sglang, {})[1][0] if sglang.has(RESOLUTION_HOOKS) else [LOADER]
     with ranks(size, serve, size, source, model, loaders) as started, Server(sglang, started) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 import sparserl
 from sparserl.cli.app import app
-from sparserl.errors import SessionError
+from sparserl.errors import SessionError, UnsupportedTensor
 from sparserl.integrations import sglang as ours
+from sparserl.integrations import sglang_plugin, sglang_server
 from sparserl.session.store.records import layout_to_bytes
 from sparserl.targets import folder
 from sparserl.weights.engine_sums import EngineSums
@@ -38,6 +39,7 @@ from tests.integrations.wheels import calls, definition, fields, parameters, whe
 from tests.session.ranks import ranks, results
 
 VERSION = "0.5.23"
+SLIMES_VERSION = "0.5.15.post1"
 
 
 @pytest.fixture(name="sglang", scope="module")
@@ -177,6 +179,47 @@ def test_what_fails(sglang, tmp_path):
             client.update(trainer.url)
         assert wanted(2) == held(server)
         assert not server.paused
+
+
+def test_a_release_without_update_sessions(tmp_path, monkeypatch):
+    """As slime has it: the cache is flushed before the update, when requests have ended, and the draft is left alone."""
+    trainer = Trainer(tmp_path)
+    with running(wheel("sglang", SLIMES_VERSION)) as server:
+        client = ours.Client(server.url, mode="abort")
+        server.requests = 1
+        run = trainer.publish(0).run
+        assert client.update(trainer.url, label="7") == (run, 0)
+        assert server.version == "7"
+        assert [name for name in server.calls if name != "server_info"] == [
+            "pause_generation",
+            "begin_weight_update",
+            "flush_cache",
+            "flush_cache",
+            "update_weights_from_tensor",
+            "weights_checker",
+            "update_weight_version",
+            "continue_generation",
+        ]
+        trainer.publish(1)
+        monkeypatch.setattr(sglang_server, "_FLUSH_SECONDS", 0)
+        server.requests = 100
+        with pytest.raises(SessionError, match="cannot flush its cache, since it still has requests"):
+            client.update(trainer.url)
+        assert wanted(0) == held(server)
+        assert not server.paused
+        server.requests = 0
+        assert client.update(trainer.url) == (run, 1)
+        assert wanted(1) == held(server)
+        assert verified(server, f"{trainer.url}@1")[0] == 0
+        server.pp_size = 2
+        with pytest.raises(UnsupportedTensor, match="pp_size=2"):
+            client.update(trainer.url)
+
+
+def test_the_plugin_in_a_release_without_hooks(monkeypatch):
+    """It does nothing, and says nothing."""
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.resolution_hooks", None)
+    assert sglang_plugin.register() is None
 
 
 def test_the_folder_route(sglang, tmp_path):

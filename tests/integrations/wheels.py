@@ -28,6 +28,9 @@ class Wheel:
     def __init__(self, path: Path) -> None:
         self._zip = zipfile.ZipFile(path)
 
+    def has(self, name: str) -> bool:
+        return name in self._zip.namelist()
+
     def text(self, name: str) -> str:
         return self._zip.read(name).decode()
 

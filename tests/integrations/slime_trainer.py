@@ -113,25 +113,22 @@ def train(rank, group, pipe, framework: str, folder: Path, sizes: dict[str, int]
         updater = actor.UpdateWeightFromDistributed(
             args, [chunk], weights_getter=dict, model_name="qwen2config", quantization_config=None, **more
         )
-        obey(pipe, chunk, folder, lambda engines: update(updater, engines))
+        obey(pipe, lambda version: fill(chunk, folder, version), lambda urls: update(updater, urls))
 
 
-def update(updater, engines):
+def update(updater, urls):
     """As the actor does it, with engines that may be new."""
+    engines = [Engine(url) for url in urls]
     updater.connect_rollout_engines(engines, None, engine_gpu_counts=[1] * len(engines), engine_gpu_offsets=[0])
     updater.update_weights()
     return updater.pop_metrics()
 
 
-def obey(pipe, chunk, folder, update_engines) -> None:
+def obey(pipe, fill_model, update_engines) -> None:
     """Answer the test until it has no more orders."""
     for order, said in iter(pipe.recv, None):
         try:
-            if order == "fill":
-                fill(chunk, folder, said)
-                answer = "filled"
-            else:
-                answer = update_engines([Engine(url) for url in said])
+            answer = update_engines(said) if order == "update" else fill_model(said)
         except Exception as error:  # noqa: BLE001  # the test looks at it
             answer = error
         pipe.send(answer)

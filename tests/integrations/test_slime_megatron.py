@@ -9,10 +9,10 @@ from importlib.util import find_spec
 import pytest
 
 from sparserl.errors import SessionError
-from tests.integrations import slime_trainer
+from tests.integrations import slime_checkout, slime_trainer
 from tests.integrations.sglang_server import expected, running
 from tests.integrations.wheels import wheel
-from tests.session.ranks import ranks
+from tests.session.ranks import port, ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed")
 
@@ -43,16 +43,17 @@ class Trainer:
         for pipe in self._pipes:
             assert pipe.poll(240), "a rank does not answer"
             answers.append(pipe.recv())
+            assert not isinstance(answers[-1], tuple), answers[-1][1]  # why the rank has ended
         return answers
 
     def update(self, version, *servers):
-        """Train to a version, and update the engines."""
-        self.ask("fill", version)
-        answers = self.ask("update", [server.url for server in servers])
-        for answer in answers:
-            if not isinstance(answer, dict):
-                raise answer if isinstance(answer, Exception) else AssertionError(answer)
-        return answers
+        """Train to a version, and update the engines; returns metrics, or raises an error that all ranks must have."""
+        assert set(self.ask("fill", version)) == {None}
+        answers = self.ask("update", [getattr(server, "url", server) for server in servers])
+        if isinstance(answers[0], Exception):
+            assert {str(answer) for answer in answers} == {str(answers[0])}
+            raise answers[0]
+        return answers[0]
 
 
 @contextmanager
@@ -77,3 +78,35 @@ def test_an_update(sglang, folder):
             ranks_.update(version, server)
             assert held(server) == wanted(version)
             assert server.version == str(version + 1)
+
+
+@pytest.fixture(name="checkout")
+def _checkout() -> str:
+    if "SPARSERL_SLIME" not in os.environ:
+        pytest.skip("SPARSERL_SLIME names no checkout of slime, which is not on the package index")
+    return os.environ["SPARSERL_SLIME"]
+
+
+@contextmanager
+def slimes_trainer(checkout, folder, given=None, **sizes):
+    """slime's own trainer."""
+    size = sizes.get("tp", 1) * sizes.get("pp", 1)
+    with ranks(size, slime_checkout.train, checkout, folder, sizes, port(), given or {}) as started:
+        yield Trainer(started)
+
+
+def test_slimes_own_actor(checkout, folder):
+    with running(wheel("sglang", "0.5.15.post1")) as server, slimes_trainer(checkout, folder, tp=2) as ranks_:
+        for version in range(3):
+            ranks_.update(version, server)
+            assert held(server) == wanted(version)
+            assert server.version == str(version + 1)
+
+
+def test_with_a_critic(checkout, folder):
+    """Between updates slime gives back the memory of the model, and destroys all process groups."""
+    critic = {"offload_train": True, "use_critic": True}
+    with running(wheel("sglang", "0.5.15.post1")) as server, slimes_trainer(checkout, folder, critic, tp=2) as ranks_:
+        for version in range(3):
+            ranks_.update(version, server)
+            assert held(server) == wanted(version)

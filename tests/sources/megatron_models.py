@@ -92,18 +92,24 @@ def offloaded(make):
         return make()
 
 
-@contextlib.contextmanager
-def megatron_ranks(tp=1, pp=1, ep=1):
-    """Megatron-core's process groups, on a CPU. Experts that are spread are not cut."""
+def prepare_cpu():
+    """Replace what Megatron-core's models ask of a GPU when they are made."""
     import megatron.core.tensor_parallel.random as randomness
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.multi_latent_attention as latent
-    from megatron.core import parallel_state
 
     torch.cuda.current_device = lambda: "cpu"
     randomness.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     moe_utils.te_general_gemm = None
     latent.TELinear = ()  # no class: Transformer Engine is not installed
+
+
+@contextlib.contextmanager
+def megatron_ranks(tp=1, pp=1, ep=1):
+    """Megatron-core's process groups, on a CPU. Experts that are spread are not cut."""
+    from megatron.core import parallel_state
+
+    prepare_cpu()
     parallel_state.initialize_model_parallel(
         tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp if ep == 1 else 1
     )

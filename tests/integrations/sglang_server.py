@@ -267,7 +267,8 @@ class Server(ThreadingHTTPServer):
     def answer(self, path: str, said: dict) -> tuple[int, dict]:
         self.calls.append(path)
         if path == "server_info":
-            return 200, {"tp_size": len(self.started), "pp_size": self.pp_size}
+            host, port = self.server_address
+            return 200, {"tp_size": len(self.started), "pp_size": self.pp_size, "host": host, "port": port}
         if path == "flush_cache" and not self.has_sessions:
             self.requests -= 1
             return (200, "Cache flushed.") if self.requests < 0 else (400, "Flush cache failed.")

@@ -1,13 +1,14 @@
 """A rank of slime's own trainer, from a checkout, on a CPU: its actor, its process groups, its choice of an updater.
 
-What is not here is what needs GPUs or a cluster: Ray (calls of actors are calls), SGLang's server, Megatron-LM's training
-scripts (the model is Megatron-core's own, of tests/sources), and the memory of a GPU, which slime gives back while a
-critic trains. slime asks an accelerator for everything else; here it is a CPU, with Gloo.
+What is not here is what needs GPUs or a cluster: Ray (calls of actors are calls), SGLang's server, the training of
+Megatron-LM (the model is Megatron-core's own, of tests/sources), and the memory of a GPU, which slime gives back while
+a critic trains. slime asks an accelerator for everything else; here it is a CPU, with Gloo.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -20,15 +21,26 @@ from unittest.mock import MagicMock
 
 import torch
 
+from sparserl.integrations.sglang_plugin import LOADER
 from tests.integrations import slime_trainer
 
-MISSING = ("ray", "torch_memory_saver", "wandb", "httpx", "megatron.training", "sglang", "polars", "mooncake")
+MISSING = (
+    "ray",
+    "torch_memory_saver",
+    "wandb",
+    "httpx",
+    "megatron.training",
+    "sglang",
+    "sglang_router",
+    "polars",
+    "mooncake",
+)
 
 
 class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds packages that are not installed, all of whose names are mocks."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None):  # noqa: ARG002
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None):
         if any(name == package or name.startswith(f"{package}.") for package in MISSING):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
@@ -50,7 +62,7 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class OnHost(torch.overrides.TorchFunctionMode):
     """Memory is not pinned where there is no GPU."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
@@ -77,52 +89,25 @@ def use_cpu() -> None:
     from slime.utils import accelerator
     from slime.utils.accelerator.base import Accelerator
 
-    class Cpu(Accelerator):
-        name = device_type = "cpu"
-        communication_backend_name = "gloo"
-
-        def is_available(self):
-            return True
-
-        def device(self, index=None):  # noqa: ARG002
-            return torch.device("cpu")
-
-        def device_name(self, index=None):  # noqa: ARG002
-            return "cpu"
-
-        def set_device(self, index):
-            pass
-
-        def current_device(self):
-            return "cpu"
-
-        def device_count(self):
-            return 1
-
-        def synchronize(self, device=None):
-            pass
-
-        def current_stream(self, device=None):
-            pass
-
-        def empty_cache(self):
-            pass
-
-        def mem_get_info(self, device=None):  # noqa: ARG002
-            return 1 << 40, 1 << 40
-
-        def memory_allocated(self, device=None):  # noqa: ARG002
-            return 0
-
-        def memory_reserved(self, device=None):  # noqa: ARG002
-            return 0
-
+    answers = {
+        "is_available": True,
+        "device": torch.device("cpu"),
+        "device_name": "cpu",
+        "current_device": "cpu",
+        "device_count": 1,
+        "mem_get_info": (1 << 40, 1 << 40),
+        "memory_allocated": 0,
+        "memory_reserved": 0,
+    } | dict.fromkeys(("set_device", "synchronize", "current_stream", "empty_cache"))
+    methods = {name: lambda *_, answer=answer: answer for name, answer in answers.items()}
+    names = {"name": "cpu", "device_type": "cpu", "communication_backend_name": "gloo"}
+    Cpu = type("Cpu", (Accelerator,), methods | names)  # noqa: N806  # a class
     accelerator.register_accelerator("cpu", Cpu, lambda: True, communication_backends=("gloo",))
     accelerator.set_accelerator(Cpu())
 
 
 def options(folder: Path, sizes: dict[str, int], given: dict) -> SimpleNamespace:
-    """slime's options: those of an ordinary run, as far as the actor looks at them."""
+    """Slime's options: those of an ordinary run, as far as the actor looks at them."""
     values = slime_trainer.OPTIONS | {
         "hf_checkpoint": str(folder),
         "custom_megatron_init_path": "sparserl.integrations.slime_megatron.publish_in_slime",
@@ -154,7 +139,7 @@ class MockedOptions(SimpleNamespace):
 
 
 def engines_of(urls: list[str]) -> list[SimpleNamespace]:
-    """slime's own engines, as handles of actors; they have not started the servers, which are there."""
+    """Slime's own engines, as handles of actors; they have not started the servers, which are there."""
     from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 
     handles = []
@@ -168,8 +153,9 @@ def engines_of(urls: list[str]) -> list[SimpleNamespace]:
     return handles
 
 
-def train(rank, group, pipe, checkout: str, folder: Path, sizes: dict[str, int], port: int, given: dict):  # noqa: ARG001
+def train(rank, group, pipe, environment, folder: Path, sizes: dict[str, int], checkout: str, port: int, given: dict):
     """Do as the test says, in slime's own actor."""
+    os.environ.update(environment)
     import torch.distributed as dist
 
     from tests.sources import megatron_models
@@ -189,7 +175,7 @@ def train(rank, group, pipe, checkout: str, folder: Path, sizes: dict[str, int],
     module.AutoTokenizer = MagicMock()
     chunks = []
 
-    def make_model(args, role):  # noqa: ARG001
+    def make_model(args, role):
         megatron_models.prepare_cpu()
         chunk = slime_trainer.megatron_chunk(folder)
         chunks.append(chunk)
@@ -226,3 +212,23 @@ def train(rank, group, pipe, checkout: str, folder: Path, sizes: dict[str, int],
 
         with contextlib.suppress(EOFError):
             slime_trainer.obey(pipe, fill, update)
+
+
+def server_options(rank, group, pipe, checkout: str, framework: str):
+    """The loaders that an engine of a framework gives its server, if the user names one."""
+    use_checkout(checkout, framework)
+    if framework == "slime":
+        use_cpu()
+    module = importlib.import_module(f"{framework}.backends.sglang_utils.sglang_engine")
+    module.ServerArgs = dataclasses.make_dataclass("ServerArgs", ["custom_weight_loader"])
+    args = MockedOptions(
+        hf_checkpoint="model",
+        seed=1,
+        num_gpus_per_node=8,
+        rollout_num_gpus_per_engine=1,
+        sglang_pp_size=1,
+        sglang_custom_weight_loader=[LOADER],
+        lora_rank=0,
+    )
+    made, _ = module._compute_server_args(args, 0, "127.0.0.1:1", 2, "127.0.0.1", 3, base_gpu_id=0)
+    return made["custom_weight_loader"]

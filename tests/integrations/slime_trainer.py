@@ -7,6 +7,7 @@ both frameworks do, which other tests hold against their code.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -100,8 +101,9 @@ def stand_in(framework: str, group) -> ModuleType:
     return actor
 
 
-def train(rank, group, pipe, framework: str, folder: Path, sizes: dict[str, int]):
+def train(rank, group, pipe, environment: dict[str, str], folder: Path, sizes: dict[str, int], framework: str):
     """Do as the test says: fill the model with a version, or update the engines."""
+    os.environ.update(environment)
     from tests.sources.megatron_models import megatron_ranks
 
     actor = stand_in(framework, group)

@@ -182,7 +182,7 @@ def test_what_fails(sglang, tmp_path):
 
 
 def test_a_release_without_update_sessions(tmp_path, monkeypatch):
-    """As slime has it: the cache is flushed before the update, when requests have ended, and the draft is left alone."""
+    """Slime has such a one: the cache is flushed before the update, when requests have ended; drafts are left alone."""
     trainer = Trainer(tmp_path)
     with running(wheel("sglang", SLIMES_VERSION)) as server:
         client = ours.Client(server.url, mode="abort")

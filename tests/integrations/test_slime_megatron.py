@@ -1,30 +1,39 @@
-"""slime and miles: ranks of Megatron publish their own shards, and engines commit them at the update point."""
+"""slime and miles: ranks of Megatron publish their own shards, and engines commit them at the update point.
+
+Neither is on the package index. SPARSERL_SLIME and SPARSERL_MILES name checkouts of github.com/THUDM/slime and
+github.com/radixark/miles, whose own actors are then run; the tests were written with commits
+624b824a898ab0ec1fcb4d373004c7f3852bf515 and 31f1ca961a94cb860cec3b2dea34ec332bfa8f76 (21 August 2026).
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import contextmanager
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
-from sparserl.errors import SessionError
-from tests.integrations import slime_checkout, slime_trainer
+from sparserl.errors import SessionError, UnsupportedTensor
+from sparserl.integrations import slime_megatron
+from sparserl.integrations.sglang_plugin import LOADER
+from sparserl.session.store.retention import read_head
+from sparserl.session.store.signing import keygen
+from sparserl.transport.stores.opening import open_store
+from tests.integrations import miles_checkout, slime_checkout, slime_trainer
 from tests.integrations.sglang_server import expected, running
 from tests.integrations.wheels import wheel
-from tests.session.ranks import port, ranks
+from tests.session.ranks import port, ranks, results
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed")
+SGLANG = {"slime": "0.5.15.post1", "miles": "0.5.23"}  # slime has this release; miles a branch with update sessions
 
-
-@pytest.fixture(name="sglang", scope="module")
-def _sglang():
-    return wheel("sglang", "0.5.23")
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed")
 
 
 @pytest.fixture(name="folder")
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARSERL_URL", f"file://{tmp_path}/store")
+def _folder(tmp_path):
+    pytest.importorskip("transformers")
     slime_trainer.save_checkpoint(tmp_path / "model")
     return tmp_path / "model"
 
@@ -57,56 +66,207 @@ class Trainer:
 
 
 @contextmanager
-def trainer(folder, framework="slime", **sizes):
+def trainer(folder, work=slime_trainer.train, *args, environment=None, **sizes):
     """A trainer with as many ranks as its kinds of parallelism need."""
     size = sizes.get("tp", 1) * sizes.get("pp", 1)
-    with ranks(size, slime_trainer.train, framework, folder, sizes) as started:
+    environment = {"SPARSERL_URL": url(folder)} | (environment or {})
+    with ranks(size, work, environment, folder, sizes, *args) as started:
         yield Trainer(started)
 
 
-def held(server):
-    return [bits for bits, _ in server.ask("bits")]
+def url(folder):
+    return f"file://{folder.parent}/store"
 
 
-def wanted(version):
-    return [expected(version, rank, 2) for rank in range(2)]
+def serving(framework):
+    """An engine of two ranks, with the SGLang of a framework."""
+    return running(wheel("sglang", SGLANG[framework]))
 
 
-def test_an_update(sglang, folder):
-    with running(sglang) as server, trainer(folder, tp=2) as ranks_:
-        for version in range(3):
-            ranks_.update(version, server)
-            assert held(server) == wanted(version)
-            assert server.version == str(version + 1)
+def require_version(server, version):
+    """Both ranks have all bits that they would have loaded of this version."""
+    assert [bits for bits, _ in server.ask("bits")] == [expected(version, rank, 2) for rank in range(2)]
 
 
-@pytest.fixture(name="checkout")
-def _checkout() -> str:
+@needs_megatron
+def test_engines_follow_a_trainer(folder):
+    """All have the bits of the version that was trained, or all ranks of the trainer hear why one has not."""
+    with serving("slime") as server, trainer(folder, slime_trainer.train, "slime", tp=2) as megatron:
+        metrics = megatron.update(0, server)
+        require_version(server, 0)
+        assert server.version == "1"
+        assert metrics["perf/update_weights_density"] > 0.9
+
+        with serving("slime") as late:
+            metrics = megatron.update(1, server, late)
+            assert 0 < metrics["perf/update_weights_density"] < 0.3
+            assert metrics["perf/update_weights_wire_bytes"] > 0
+            for engine in (server, late):
+                require_version(engine, 1)
+                assert engine.version == "2"
+                assert not engine.paused
+
+        with pytest.raises(SessionError, match=rf"version 2 is published, but {late.url}"):
+            megatron.update(2, server, late)
+        require_version(server, 2)
+
+        server.ask("spoil", ("model.layers.0.mlp.down_proj.weight", (0, 3)), only=1)  # which version 3 changes
+        with pytest.raises(SessionError, match=r"still has the weights that it had before: failed: ChecksumMismatch"):
+            megatron.update(3, server)
+        assert server.version == "3"
+        megatron.update(4, server)
+        require_version(server, 4)
+        assert server.version == "5"
+
+
+@needs_megatron
+@pytest.mark.long
+def test_restarts(folder, tmp_path):
+    """A trainer that was restarted, as other ranks, continues its run; so does an engine. Engines believe one key."""
+    secret, public = keygen()
+    (tmp_path / "key").write_text(secret)
+    environment = {
+        "SPARSERL_STATE": str(tmp_path / "state"),
+        "SPARSERL_SIGNING_KEY_FILE": str(tmp_path / "key"),
+        "SPARSERL_TRUSTED_KEYS": public,
+    }
+    with serving("miles") as server:
+        for version, sizes in enumerate(({"tp": 2}, {"tp": 2}, {"pp": 2})):
+            with trainer(folder, slime_trainer.train, "miles", environment=environment, **sizes) as megatron:
+                megatron.update(version, server)
+                require_version(server, version)
+                assert server.version == "1"
+            assert read_head(open_store(url(folder)), public)[0].version == version
+    other = environment | {"SPARSERL_TRUSTED_KEYS": keygen()[1]}
+    with serving("miles") as server, trainer(folder, slime_trainer.train, "miles", environment=environment) as megatron:
+        megatron.update(3, server)
+        require_version(server, 3)
+    with serving("miles") as server, trainer(folder, slime_trainer.train, "miles", environment=other) as megatron:
+        with pytest.raises(SessionError, match="signed by another key"):
+            megatron.update(4, server)
+        require_version(server, 0)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="args", params=["slime", "miles"])
+def _args(request, monkeypatch):
+    """The hook of a framework, and options that it takes."""
+    monkeypatch.setenv("SPARSERL_URL", "file:///nowhere")
+    before = dict(sys.modules)
+    slime_trainer.stand_in(request.param, None)
+    yield getattr(slime_megatron, f"publish_in_{request.param}"), SimpleNamespace(**slime_trainer.OPTIONS)
+    sys.modules.clear()
+    sys.modules.update(before)
+
+
+@pytest.mark.parametrize("option", ["colocate", "offload_train", "offload_rollout", "check_weight_update_equal"])
+def test_options_that_do_not_go_with_it(args, option):
+    """They are refused by name, when the trainer starts."""
+    hook, options = args
+    hook(options)
+    setattr(options, option, True)
+    with pytest.raises(SessionError, match="cannot publish from this trainer with --" + option.replace("_", "-")):
+        hook(options)
+
+
+def test_another_transport(args):
+    """Whoever asks for another way than NCCL gets an error, not the other way."""
+    hook, options = args
+    options.update_weight_transport = "disk"
+    options.update_weight_transfer_mode = "p2p"
+    with pytest.raises(SessionError, match=r"--update-weight-trans\S+ (disk|p2p)"):
+        hook(options)
+
+
+def test_a_critic_that_takes_turns(args):
+    """The trainer is awake at an update in slime, and asleep in miles."""
+    hook, options = args
+    options.offload_train = options.use_critic = True
+    if hook is slime_megatron.publish_in_slime:
+        hook(options)
+    else:
+        with pytest.raises(SessionError, match="--offload-train"):
+            hook(options)
+
+
+def test_no_store(args, monkeypatch):
+    """The trainer does not start without one."""
+    hook, options = args
+    monkeypatch.delenv("SPARSERL_URL")
+    with pytest.raises(SessionError, match="SPARSERL_URL is not set"):
+        hook(options)
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "model is quantized"),
+        ({"is_lora": True}, "adapters are not published"),
+    ],
+)
+def test_weights_that_engines_do_not_have(said, error):
+    """Where engines have other tensors than the trainer, it is said before anything is published."""
+    with pytest.raises(UnsupportedTensor, match=error):
+        slime_megatron.WeightPublisher(None, SimpleNamespace(hf_checkpoint="model"), [], **said)
+
+
+def test_addresses(monkeypatch):
+    """Those of miles's engines are put together from what the servers say."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda refs: refs))
+    hosts = ["10.0.0.7", "fd00::7", "[fd00::7]"]
+    engines = [SimpleNamespace(get_server_info=slime_checkout.remote({"host": h, "port": 80})) for h in hosts]
+    assert slime_megatron._urls_in_miles(engines) == ["http://10.0.0.7:80", *["http://[fd00::7]:80"] * 2]
+
+
+# -- the frameworks' own code ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="slime")
+def _slime() -> str:
     if "SPARSERL_SLIME" not in os.environ:
         pytest.skip("SPARSERL_SLIME names no checkout of slime, which is not on the package index")
     return os.environ["SPARSERL_SLIME"]
 
 
-@contextmanager
-def slimes_trainer(checkout, folder, given=None, **sizes):
-    """slime's own trainer."""
-    size = sizes.get("tp", 1) * sizes.get("pp", 1)
-    with ranks(size, slime_checkout.train, checkout, folder, sizes, port(), given or {}) as started:
-        yield Trainer(started)
+@pytest.fixture(name="miles")
+def _miles() -> str:
+    if "SPARSERL_MILES" not in os.environ:
+        pytest.skip("SPARSERL_MILES names no checkout of miles, which is not on the package index")
+    return os.environ["SPARSERL_MILES"]
 
 
-def test_slimes_own_actor(checkout, folder):
-    with running(wheel("sglang", "0.5.15.post1")) as server, slimes_trainer(checkout, folder, tp=2) as ranks_:
+@needs_megatron
+@pytest.mark.parametrize("given", [{}, {"offload_train": True, "use_critic": True}], ids=["alone", "critic"])
+def test_slimes_own_actor(slime, folder, given):
+    """It loads the hook, makes the updater and calls it.
+
+    With a critic it gives back the model's memory after every update, and destroys all process groups.
+    """
+    with (
+        serving("slime") as server,
+        trainer(folder, slime_checkout.train, slime, port(), given, tp=2) as megatron,
+    ):
         for version in range(3):
-            ranks_.update(version, server)
-            assert held(server) == wanted(version)
+            assert megatron.update(version, server)
+            require_version(server, version)
             assert server.version == str(version + 1)
 
 
-def test_with_a_critic(checkout, folder):
-    """Between updates slime gives back the memory of the model, and destroys all process groups."""
-    critic = {"offload_train": True, "use_critic": True}
-    with running(wheel("sglang", "0.5.15.post1")) as server, slimes_trainer(checkout, folder, critic, tp=2) as ranks_:
+@needs_megatron
+def test_miles_own_actor(miles, folder):
+    """It loads the hook, makes the updater and calls it."""
+    with serving("miles") as server, trainer(folder, miles_checkout.train, miles, port(), tp=2) as megatron:
         for version in range(3):
-            ranks_.update(version, server)
-            assert held(server) == wanted(version)
+            assert megatron.update(version, server)
+            require_version(server, version)
+            assert server.version == str(version + 1)
+
+
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_engines_get_the_loader(request, framework):
+    """Their servers are started with the option that names it."""
+    checkout = request.getfixturevalue(framework)
+    with ranks(1, slime_checkout.server_options, checkout, framework) as started:
+        assert results(started) == [[LOADER]]

@@ -75,7 +75,11 @@ def fetch(source_dir: str, target_version: int) -> None:
         return
     root.mkdir(parents=True, exist_ok=True)
     keys = trusted_keys()
-    with _host_lock(root), closing(open_store(store_url())) as store, closing(folder(root / "sparserl", keep=2)) as target:
+    with (
+        _host_lock(root),
+        closing(open_store(store_url())) as store,
+        closing(folder(root / "sparserl", keep=2)) as target,
+    ):
         head, _ = read_head(store, keys)
         if target.remembered_version() != (head.run, head.created, head.version):
             Subscriber(store, target, trusted_keys=keys).sync()

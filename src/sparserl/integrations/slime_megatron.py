@@ -124,9 +124,11 @@ def _urls_in_slime(engines: Sequence[Any]) -> list[str]:
 def _urls_in_miles(engines: Sequence[Any]) -> list[str]:
     import ray
 
-    servers = ray.get([engine.get_server_info.remote() for engine in engines])
-    hosts = [f"[{server['host']}]" if ":" in server["host"].strip("[]") else server["host"] for server in servers]
-    return [f"http://{host}:{server['port']}" for host, server in zip(hosts, servers, strict=True)]
+    addresses = []
+    for server in ray.get([engine.get_server_info.remote() for engine in engines]):
+        host = server["host"].strip("[]")
+        addresses.append(f"http://[{host}]:{server['port']}" if ":" in host else f"http://{host}:{server['port']}")
+    return addresses
 
 
 class WeightPublisher:

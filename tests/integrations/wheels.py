@@ -46,7 +46,7 @@ def wheel(project: str, version: str) -> Wheel:
     if not (found := sorted(CACHE.glob(pattern))):
         CACHE.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-        command += ["-d", str(CACHE), f"{project}=={version}"]
+        command += ["--ignore-requires-python", "-d", str(CACHE), f"{project}=={version}"]
         try:
             said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900).stderr
         except subprocess.TimeoutExpired:

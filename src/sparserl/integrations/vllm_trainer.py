@@ -71,8 +71,12 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
         trainer = cls(client=client, source=source, init_info=init_info)
         trainer.publish()
         if trainer.is_sender:
-            client.init_weight_transfer_engine({"url": init_info.url, **(init_info.worker or {})})
+            trainer.follow()
         return trainer
+
+    def follow(self) -> None:
+        """Let the workers follow the run; once more after an engine was restarted."""
+        self.client.init_weight_transfer_engine({"url": self._info.url, **(self._info.worker or {})})
 
     def publish(self) -> SyncReport | None:
         """On all ranks of the trainer: publish the weights as they are now. None on ranks that do not publish."""

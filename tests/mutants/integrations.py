@@ -89,4 +89,25 @@ MUTANTS = (
         "if label is None else label",
         Tests("integrations/test_sglang.py", "without_update_sessions"),
     ),
+    Mutant(
+        "modules of SkyRL that have imported its function keep it",
+        "integrations/skyrl.py",
+        'if module_name.startswith("skyrl.") and vars(module).get(original.__name__) is original:',
+        "if module_name == original.__module__:",
+        Tests("integrations/test_skyrl.py", "in_the_tables"),
+    ),
+    Mutant(
+        "engines of SkyRL that sleep are synced",
+        "integrations/skyrl.py",
+        "if colocate_all:",
+        "if colocate_all is None:",
+        Tests("integrations/test_skyrl.py", "would_not_be_synced"),
+    ),
+    Mutant(
+        "SkyRL's config has options of a backend that it does not use",
+        "integrations/skyrl.py",
+        "if self.weight_sync_backend != BACKEND and self.sparserl is not None:",
+        "if self.weight_sync_backend is None:",
+        Tests("integrations/test_skyrl.py", "that_are_none"),
+    ),
 )

@@ -84,6 +84,12 @@ class Rank:
         if self.rank == 0:
             save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
+    def draft(self, prefix):
+        """Have a drafter with the policy's tensors, under names with a prefix."""
+        engine = self.worker._weight_sync_engine
+        engine.skyrl_draft_source = FsdpWeightSource(self.worker.model, torch.float32, prefix)
+        engine.skyrl_draft_source = None
+
     def end(self):
         teardown_engine(self.worker._weight_sync_engine)
 

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from skyrl.train.config.config import SkyRLTrainConfig
 
 import sparserl.integrations.skyrl  # noqa: F401
+from sparserl.errors import SessionError
 from sparserl.integrations.verify import verify_engine
 from sparserl.session.store.retention import read_head, read_index
 from sparserl.transport.stores.folder import FolderStore
@@ -54,6 +55,7 @@ PROMPT = [*range(3, 70)]  # whole blocks of it are cached
 
 pytestmark = [
     pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM is not installed: see `make test-skyrl`"),
+    pytest.mark.filterwarnings("ignore"),  # those of SkyRL, vLLM and Ray, of which they have many
     pytest.mark.timeout(1800),
 ]
 
@@ -211,6 +213,10 @@ def synced(tmp_path_factory: pytest.TempPathFactory):
             trainer("sync")
             trainer("save", saved)
             seen["both"] = [verified(first), verified(late)]
+            trainer("draft", "")
+            with pytest.raises(RuntimeError) as refusal:
+                trainer("draft", "mtp.")
+            seen["drafter"] = str(refusal.value)
             seen["completions"] = [server.complete(24) for server in (first, late)]
             trainer("end")
         yield seen
@@ -251,9 +257,74 @@ def test_a_worker_option_that_is_none(synced) -> None:
     assert "trusted_key" in synced["refused"]
 
 
+def test_a_drafter_that_would_stay_as_it_is(synced) -> None:
+    """A drafter is written with the policy; if the policy lacks tensors of it, the sender is refused."""
+    assert "'mtp." in synced["drafter"]
+
+
 def test_patches_travel(synced) -> None:
     """One run with a version for every round; each is a patch of the one before, or an anchor is written."""
     store = FolderStore(synced["store"])
     head, _ = read_head(store)
     assert head.version >= 6
     assert any(step.base == step.version - 1 for step in read_index(store, head).steps)
+
+
+def plain_config(*options: str) -> SkyRLTrainConfig:
+    """A config as a user's command has it, with the options that the page shows."""
+    page = (ROOT / "docs/how-to/integrations/skyrl.md").read_text()
+    command = page.partition("main_base")[2].partition("```")[0].replace("\\", "")
+    shown = [word for word in command.split() if "=" in word and "override_entrypoint" not in word]
+    assert len(shown) == 3
+    return SkyRLTrainConfig.from_cli_overrides([*shown, *options])
+
+
+def test_skyrl_accepts_the_options_of_the_page() -> None:
+    """They pass SkyRL's validation, and SkyRL starts its servers with the backend."""
+    from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
+    from skyrl.train.utils.utils import validate_generator_cfg
+
+    cfg = plain_config("trainer.logger=console")
+    validate_generator_cfg(cfg)
+    assert build_vllm_cli_args(cfg).weight_transfer_config.backend == "sparserl"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("trainer.placement.colocate_all=true", "colocate_all"),
+        ("trainer.policy.model.lora.rank=8", "LoRA"),
+        ("generator.inference_engine.offload_kv_for_weight_sync=true", "offload_kv_for_weight_sync"),
+    ],
+)
+def test_skyrl_refuses_what_would_not_be_synced(option: str, message: str) -> None:
+    """SkyRL's own validation names the option."""
+    from skyrl.train.utils.utils import validate_generator_cfg
+
+    with pytest.raises(SessionError, match=message):
+        validate_generator_cfg(plain_config("trainer.logger=console", option))
+
+
+def test_an_option_that_is_none() -> None:
+    """SkyRL refuses it by its name."""
+    with pytest.raises(ValueError, match="urls"):
+        plain_config("generator.inference_engine.sparserl.urls=x")
+
+
+def test_workers_of_ray_get_the_backend_with_the_config(monkeypatch) -> None:
+    """A process that has nothing but SkyRL knows the backend as soon as it has been sent the config."""
+    ray = pytest.importorskip("ray")
+
+    def strategy(engine: object) -> str:
+        from skyrl.backends.skyrl_train.weight_sync import get_transfer_strategy
+
+        return get_transfer_strategy("sparserl", False)
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "src"), str(ROOT))))
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        ask = ray.remote(strategy)
+        assert ray.get(ask.remote(None)) == "nccl"
+        assert ray.get(ask.remote(plain_config().generator.inference_engine)) == "sparserl"
+    finally:
+        ray.shutdown()

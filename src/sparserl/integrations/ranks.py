@@ -9,17 +9,20 @@ rank is then raised on all.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
-from ..errors import ChecksumMismatch, NotFound, SessionError, SparserlError, Unavailable
+from ..errors import ChecksumMismatch, NotFound, PeerLost, SessionError, SparserlError, Unavailable
 from ..session import Subscriber, SyncReport
 from ..session.logs import log
 from ..session.receiver import StagedVersion
 from ..session.store.records import StoreSnapshot
+from ..session.store.retention import read_head, read_index
+from ..session.store.routes import version_of_step
 from ..targets.engine import EngineTarget, Members, MovedSums, PreparedEngine
 from ..weights.digest import Digest, table_digest
 from ..weights.shards import Place, require_whole
@@ -27,6 +30,7 @@ from ..weights.table import TensorTable
 
 T = TypeVar("T")
 Gather = Callable[[Any], list[Any]]
+_POLL_SECONDS = 0.5  # between two looks for the version of a step
 
 
 class _UnknownVersion(SessionError):
@@ -91,6 +95,34 @@ class EngineSubscriber(Subscriber):
             self._is_uncertain = True
             raise ChecksumMismatch(f"version {goal} would not have its digest on these ranks; nothing was written")
         return self.commit()
+
+    def commit_step(self, step: int, timeout: float) -> SyncReport | None:
+        """On all ranks at once: commit the version of a training step, once it is published.
+
+        Args:
+            step: The step, as in `publish(step=)`.
+            timeout: Seconds to wait for it.
+
+        Raises:
+            PeerLost: It was not published in time.
+        """
+        versions = self._on_all_ranks(lambda: self._wait_for_step(step, timeout))
+        return self.commit_version(versions[0])
+
+    def _wait_for_step(self, step: int, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        last_head = None
+        while True:
+            with contextlib.suppress(NotFound):  # the run has not begun, or the index was replaced meanwhile
+                head, _ = read_head(self.store, self._trusted_keys)
+                if head != last_head:
+                    version = version_of_step(read_index(self.store, head).steps, step)
+                    if version is not None:
+                        return version
+                    last_head = head
+            if time.monotonic() >= end:
+                raise PeerLost(f"{self.store.url}: step {step} was not published within {timeout:g} s")
+            time.sleep(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
 
     def stage_newest(self) -> None:
         """On one rank, at any time: stage the newest version, if the version of the engine is known."""

@@ -54,10 +54,21 @@ class SparserlInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SparserlUpdateInfo(WeightTransferUpdateInfo):
-    """The version to commit, by default the newest; with `audit`, all bits are then compared with its digest."""
+    """The version to commit, by default the newest; with `audit`, all bits are then compared with its digest.
+
+    Args:
+        step: Instead of a version: the training step that it was published for. Workers wait for it.
+        timeout: Seconds to wait.
+    """
 
     version: int | None = None
     audit: bool = False
+    step: int | None = None
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.version is not None and self.step is not None:
+            raise SessionError("give a version or a step, not both")
 
 
 class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo]):
@@ -85,6 +96,11 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
     def layout(self) -> EngineLayout:
         """Where the checkpoint is in the model, and in its drafter."""
         return self._layout
+
+    @property
+    def is_following(self) -> bool:
+        """Whether a run is being followed, since `init_transfer_engine`."""
+        return self._subscriber is not None
 
     @property
     def subscriber(self) -> EngineSubscriber:
@@ -134,7 +150,10 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         subscriber = self.subscriber
         with self._lock:
             synchronize(self.device)  # steps that have begun still read the weights
-            report = subscriber.commit_version(update_info.version)
+            if update_info.step is None:
+                report = subscriber.commit_version(update_info.version)
+            else:
+                report = subscriber.commit_step(update_info.step, update_info.timeout)
             synchronize(self.device)
             if update_info.audit:
                 subscriber.audit()

@@ -1,7 +1,8 @@
 """The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`), and its worker extension.
 
-It registers the weight-transfer backend `sparserl`, and gives workers a method for `sparserl verify-engine`. It imports
-neither torch nor Numba: vLLM 0.32 on a CPU cannot start a worker in a process that has loaded llvmlite.
+It registers the weight-transfer backend `sparserl`, gives workers a method for `sparserl verify-engine`, and has
+prime-rl's method commit versions. It imports neither torch nor Numba: vLLM 0.32 on a CPU cannot start a worker in a
+process that has loaded llvmlite.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import weakref
 from typing import Any
 
 SUMS = "sparserl_sums"  # the method of workers that `sparserl verify-engine` calls
+PRIME_RL = "update_weights_from_path"  # the method of prime-rl's workers that its server calls
 
 workers: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process, that have loaded a model
 
@@ -31,6 +33,7 @@ def register() -> None:
         except ValueError:
             continue  # vLLM may load plugins more than once
     setattr(WorkerWrapperBase, SUMS, _worker_sums)
+    setattr(WorkerWrapperBase, PRIME_RL, _update_weights_from_path)
     WorkerWrapperBase.load_model = _load_model
     if os.environ.get("SPARSERL_VLLM_CPU") == "plain":
         keep_cpu_weights()
@@ -43,11 +46,25 @@ def _worker_sums(wrapper: Any, layout: str) -> dict[str, Any]:
     return worker_sums(wrapper.worker, layout)
 
 
+def _update_weights_from_path(wrapper: Any, weight_dir: str) -> None:
+    """With the backend, commit the step that prime-rl asks for; otherwise let its worker load the folder."""
+    if not _has_backend(wrapper):
+        wrapper.worker.update_weights_from_path(weight_dir)
+        return
+    from .prime_rl import commit_broadcast
+
+    commit_broadcast(wrapper.worker.weight_transfer_engine, weight_dir)
+
+
+def _has_backend(wrapper: Any) -> bool:
+    config = wrapper.worker.vllm_config.weight_transfer_config
+    return config is not None and config.backend == "sparserl"
+
+
 def _load_model(wrapper: Any, **options: Any) -> None:
     """Let a worker load its models; with the backend, these loads are watched (see `vllm_first_load`)."""
     workers.add(wrapper.worker)
-    config = wrapper.worker.vllm_config.weight_transfer_config
-    if config is None or config.backend != "sparserl":
+    if not _has_backend(wrapper):
         wrapper.worker.load_model(**options)
         return
     from .vllm_first_load import watched_loads

@@ -127,6 +127,20 @@ def versions(steps: Iterable[RouteStep]) -> dict[int, Digest]:
     return {step.version: step.digest for step in steps}
 
 
+def version_of_step(steps: Iterable[RouteStep], training_step: int) -> int | None:
+    """The version that was published for a training step; None if it was not published yet.
+
+    A trainer that resumes from an older step publishes that step again: versions before it do not count.
+    """
+    labels = {step.version: step.step for step in steps if step.step is not None}
+    for version in sorted(labels, reverse=True):
+        if labels[version] == training_step:
+            return version
+        if labels[version] < training_step:
+            return None
+    return None
+
+
 def span(digests: Collection[int]) -> str:
     """Some versions, in words."""
     return f"versions {min(digests)} to {max(digests)}" if digests else "none"

@@ -73,12 +73,12 @@ class Fleet:
 
         return [*self.pool.map(one, self.subscribers)]
 
-    def train(self, seed):
+    def train(self, seed, step=None):
         generator = torch.Generator().manual_seed(seed)
         for tensor in {id(tensor): tensor for tensor in self.weights.values()}.values():
             chosen = torch.rand(tensor.shape, generator=generator) < 0.2
             tensor[chosen] += torch.randn(tensor.shape, generator=generator).to(tensor.dtype)[chosen]
-        return self.publisher.publish().version
+        return self.publisher.publish(step=step).version
 
     def last_patch(self):
         """The step of the newest patch."""

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 import sparserl
 from sparserl.errors import CheckpointError, SessionError
 from sparserl.integrations.prime_rl import BroadcastPublisher, main
+from sparserl.sources import open_checkpoint
 from tests.integrations.absent import leave_out
 from tests.integrations.test_ranks import fleet
 from tests.integrations.wheels import ROOT, definition, fields, parameters
@@ -224,10 +225,10 @@ def test_the_trainer_publishes(patched, tmp_path):
     with ranks(2, _train, str(patched), str(tmp_path), url) as started:
         assert results(started) == [[2], [2]]
     for version, step in enumerate((4, 5, 6)):
-        written = sparserl.open_checkpoint(tmp_path / f"theirs/broadcasts/step_{step}")
+        written = open_checkpoint(tmp_path / f"theirs/broadcasts/step_{step}")
         sparserl.Subscriber(url, sparserl.targets.folder(tmp_path / f"held{version}")).sync(version)
-        published = sparserl.open_checkpoint(tmp_path / f"held{version}/current")
-        assert sparserl.diff(dict(written), dict(published)).changed == 0
+        published = open_checkpoint(tmp_path / f"held{version}/current")
+        assert sparserl.digest(published) == sparserl.digest(written)
         assert [path.name for path in (tmp_path / f"ours/broadcasts/step_{step}").iterdir()] == ["STABLE"]
 
 
@@ -250,7 +251,5 @@ def test_configs(patched):
         ((backend, environment, options),) = results(started)
     assert backend == {"backend": "sparserl"}
     assert options == {"url": environment["SPARSERL_URL"]}
-    shared = definition(
-        ast.parse((patched / "packages/prime-rl-configs/src/prime_rl/configs/rl.py").read_text()), SHARED
-    )
-    assert {"import_path", "kwargs"} <= fields(shared)
+    shared = ast.parse((patched / "packages/prime-rl-configs/src/prime_rl/configs/rl.py").read_text())
+    assert {"import_path", "kwargs"} <= fields(definition(shared, "SharedFileSystemWeightBroadcastConfig"))

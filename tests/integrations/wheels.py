@@ -28,8 +28,8 @@ class Wheel:
     def __init__(self, path: Path) -> None:
         self._zip = zipfile.ZipFile(path)
 
-    def has(self, name: str) -> bool:
-        return name in self._zip.namelist()
+    def names(self) -> list[str]:
+        return self._zip.namelist()
 
     def text(self, name: str) -> str:
         return self._zip.read(name).decode()
@@ -40,13 +40,16 @@ class Wheel:
 
 
 @functools.cache
-def wheel(project: str, version: str) -> Wheel:
-    """A wheel from the package index, or from an earlier run; the test is skipped where there is no index."""
+def wheel(project: str, version: str, *platform: str) -> Wheel:
+    """A wheel from the package index, or from an earlier run; the test is skipped where there is no index.
+
+    platform: options of pip, for a wheel that need not fit this machine.
+    """
     pattern = f"{project}-{version}-*.whl"
     if not (found := sorted(CACHE.glob(pattern))):
         CACHE.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-        command += ["--ignore-requires-python", "-d", str(CACHE), f"{project}=={version}"]
+        command += ["--ignore-requires-python", "-d", str(CACHE), f"{project}=={version}", *platform]
         try:
             said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900).stderr
         except subprocess.TimeoutExpired:

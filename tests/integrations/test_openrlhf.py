@@ -114,9 +114,10 @@ def arguments(url: str | None, **ds: int) -> SimpleNamespace:
 def trainer_of(checkout: str, args, model, engines):
     """OpenRLHF's trainer of an actor, on a CPU, without the kernels of flash-attention."""
     sys.path.insert(0, checkout)
-    unused = ("bitsandbytes", "datasets", "flash_attn", "optimum", "peft", "pylatexenc", "torchdata")
-    leave_out(*unused, *(name for name in PARTS if find_spec(name) is None))
+    names = ("aiohttp", "flash_attn", "peft", "pylatexenc", "torchdata", *PARTS)
+    leave_out(*(name for name in names if find_spec(name) is None))
     torch.cuda.synchronize = lambda: None
+    torch.cuda.current_device = lambda: 0
     from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
     actor = SimpleNamespace(model=SimpleNamespace(module=model))
@@ -137,6 +138,7 @@ def _broadcast(rank, group, pipe, checkout: str, url: str):
     return engine.calls, exact
 
 
+@pytest.mark.long
 def test_an_actor_publishes(patched, tmp_path):
     """OpenRLHF's trainer, with the change: rank 0 publishes, and engines commit what the actor has."""
     with ranks(2, _broadcast, str(patched), f"file://{tmp_path}/run") as started:

@@ -6,6 +6,27 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "a step counts that was published before the trainer went back",
+        "session/store/routes.py",
+        "if labels[version] < training_step:",
+        "if labels[version] < 0:",
+        Tests("integrations/test_prime_rl.py", "version_of_a_training_step"),
+    ),
+    Mutant(
+        "a broadcast is published before it is whole",
+        "integrations/prime_rl.py",
+        'for marker in self._broadcasts.glob(f"step_*/{_MARKER}"):',
+        'for marker in self._broadcasts.glob("step_*/model.safetensors"):',
+        Tests("integrations/test_prime_rl.py", "become_versions"),
+    ),
+    Mutant(
+        "a step that is broadcast again is not published again",
+        "integrations/prime_rl.py",
+        "if self._published.get(step) != when]",
+        "if step not in self._published]",
+        Tests("integrations/test_prime_rl.py", "resumes_from_an_older_step"),
+    ),
+    Mutant(
         "ranks do not compare what they share",
         "integrations/ranks.py",
         "if first is None or any(other is None or other.after != first.after for other in sums):",

@@ -90,13 +90,7 @@ def _owned(name: str, tensor: Any, first_rank: int, rank: int) -> Iterator[tuple
         if rank == first_rank:
             yield whole(tuple(tensor.shape)), tensor.detach() if tensor.numel() else _empty(tensor)
         return
-    for placement in tensor.placements:
-        if placement.is_partial():
-            raise UnsupportedTensor(
-                f"tensor {name!r} is {placement}: partial sums cannot be published; reduce them first"
-            )
-        if not placement.is_replicate() and not isinstance(getattr(placement, "dim", None), int):
-            raise UnsupportedTensor(f"tensor {name!r}: placement {placement} is not supported")
+    _require_placements(name, tensor)
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None or not bool((mesh.mesh == first_rank).any()):
@@ -104,6 +98,36 @@ def _owned(name: str, tensor: Any, first_rank: int, rank: int) -> Iterator[tuple
     if any(p.is_replicate() and index for p, index in zip(tensor.placements, coordinate, strict=True)):
         return
     yield from _shard_regions(name, tensor, coordinate)
+
+
+def regions_here(name: str, tensor: Any) -> Iterator[tuple[Region, Any]]:
+    """The regions of a tensor that this rank has, replicas included, and views of their memory.
+
+    >>> import torch
+    >>> [(region.size, view.shape) for region, view in regions_here("w", torch.zeros(2, 3))]
+    [((2, 3), torch.Size([2, 3]))]
+
+    Raises:
+        UnsupportedTensor: The tensor has a placement that is not supported.
+    """
+    if not hasattr(tensor, "device_mesh"):
+        if tensor.numel():
+            yield whole(tuple(tensor.shape)), tensor.detach()
+        return
+    _require_placements(name, tensor)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is not None and tensor.numel():
+        yield from _shard_regions(name, tensor, coordinate)
+
+
+def _require_placements(name: str, tensor: Any) -> None:
+    for placement in tensor.placements:
+        if placement.is_partial():
+            raise UnsupportedTensor(
+                f"tensor {name!r} is {placement}: partial sums cannot be published; reduce them first"
+            )
+        if not placement.is_replicate() and not isinstance(getattr(placement, "dim", None), int):
+            raise UnsupportedTensor(f"tensor {name!r}: placement {placement} is not supported")
 
 
 def _flat_regions(shard: FlatShard) -> Iterator[tuple[Region, Any]]:

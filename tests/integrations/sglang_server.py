@@ -345,7 +345,7 @@ class _Handler(BaseHTTPRequestHandler):
 def running(sglang: Wheel, size: int = 2, model: str = "Model"):
     """A server with so many ranks, started without an option for the loader where the plugin adds it."""
     source = sglang.text("sglang/srt/utils/common.py")
-    loaders = weight_loaders(sglang, {})[1][0] if sglang.has(RESOLUTION_HOOKS) else [LOADER]
+    loaders = weight_loaders(sglang, {})[1][0] if RESOLUTION_HOOKS in sglang.names() else [LOADER]
     with ranks(size, serve, size, source, model, loaders) as started, Server(sglang, started) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparserl.errors import SessionError
-from sparserl.integrations import slime
+from sparserl.integrations import disk_sync, slime
 from tests.integrations.wheels import calls, definition
 from tests.session.ranks import ranks, results
 
@@ -47,7 +47,7 @@ def read(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def _environment(tmp_path, monkeypatch):
-    monkeypatch.setattr(slime, "_publishers", {})
+    disk_sync.publishers.clear()
     monkeypatch.setenv("SPARSERL_URL", f"file://{tmp_path}/store")
 
 
@@ -69,7 +69,7 @@ def test_from_a_trainer_to_a_host(tmp_path):
 def test_a_trainer_that_begins_anew(tmp_path):
     """Versions are counted anew after a restart: what lies under an old name is not taken for the new one."""
     for life in (0, 10):
-        slime._publishers.clear()
+        disk_sync.publishers.clear()
         out = written(tmp_path / f"trainer{life}", life + 1).rename(tmp_path / f"trainer{life}" / "weight_v000001")
         slime.publish(None, str(out), [])
         slime.fetch(str(tmp_path / "host"), 1)
@@ -88,7 +88,7 @@ def test_state_and_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSERL_SIGNING_KEY_FILE", str(tmp_path / "key"))
     monkeypatch.setenv("SPARSERL_TRUSTED_KEYS", f"{keygen()[1]},{public}")
     for version in (1, 2):
-        slime._publishers.clear()
+        disk_sync.publishers.clear()
         out = written(tmp_path / "trainer", version)
         slime.publish(None, str(out), [])
         slime.fetch(str(tmp_path / "host"), version)
@@ -123,7 +123,7 @@ def test_all_ranks_of_a_host_at_once(tmp_path):
 def _publish_as(rank, _group, _pipe, environment: dict[str, str], folder: str) -> int:
     os.environ.update(environment)
     slime.publish(None, folder, [])
-    return len(slime._publishers)
+    return len(disk_sync.publishers)
 
 
 def test_rank_0_publishes(tmp_path):

@@ -1,0 +1,120 @@
+"""Weight syncs by disk, with patches in a store between the trainer's disk and the disks of rollout hosts.
+
+Frameworks whose trainer writes a whole checkpoint at every sync, and whose engines then load it, call `publish` in between
+on the trainer's host, and `fetch` on each rollout host. Both take the store from the environment, as processes of a
+framework are seldom ours to configure: see docs/reference/environment.md.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from ..files import lock
+from ..session import Publisher, Subscriber
+from ..session.store.retention import read_head
+from ..sources import open_checkpoint
+from ..sources.checkpoint_files import travelling_files
+from ..targets import folder
+from ..transport.stores.opening import open_store
+from ..weights.memory import Weights
+from . import environment
+
+
+class LatestCheckpoint:
+    """A source with the checkpoint that was written last."""
+
+    path: Path
+
+    def weights(self) -> Weights:
+        return open_checkpoint(self.path)
+
+    def files(self) -> dict[str, bytes]:
+        """Its config and tokenizer, which may change from version to version."""
+        return {name: file.read_bytes() for name, file in travelling_files(self.path).items()}
+
+
+class CheckpointPublishers:
+    """The publishers of this process, one for each store; they outlive the calls of a framework."""
+
+    def __init__(self) -> None:
+        self._publishers: dict[str, tuple[Publisher, LatestCheckpoint]] = {}
+
+    def publish(self, checkpoint: Path, url: str) -> None:
+        """Publish the checkpoint in a folder."""
+        if url not in self._publishers:
+            self._publishers[url] = _open_publisher(url, checkpoint)
+        publisher, latest = self._publishers[url]
+        latest.path = checkpoint
+        publisher.publish()
+
+    def clear(self) -> None:
+        """Forget them, as a process does that ends."""
+        self._publishers.clear()
+
+    def __len__(self) -> int:
+        return len(self._publishers)
+
+
+publishers = CheckpointPublishers()
+
+
+def _open_publisher(url: str, checkpoint: Path) -> tuple[Publisher, LatestCheckpoint]:
+    latest = LatestCheckpoint()
+    latest.path = checkpoint
+    return Publisher(url, latest, **environment.publisher_options()), latest
+
+
+def fetch(path: Path, url: str | None = None) -> None:
+    """Make `path` a link to a checkpoint of the newest version; one process of a host at a time.
+
+    If there is a folder at `path`, which is the trainer's own on one machine or a shared disk, nothing is fetched.
+    Versions are kept in the folder `sparserl` beside `path`: the newest, and the one before it.
+
+    Args:
+        path: What the engine is going to load.
+        url: The store; by default that of the environment.
+
+    Raises:
+        SessionError: There is no store in the environment, or the run is not signed by a key that is trusted.
+    """
+    if path.is_dir() and not path.is_symlink():
+        return
+    root = path.parent
+    root.mkdir(parents=True, exist_ok=True)
+    trusted_keys = environment.trusted_keys()
+    with (
+        _host_lock(root),
+        closing(open_store(url or environment.store_url())) as store,
+        closing(folder(root / "sparserl", keep=2)) as target,
+    ):
+        head, _ = read_head(store, trusted_keys)
+        if target.remembered_version() != (head.run, head.created, head.version):
+            Subscriber(store, target, trusted_keys=trusted_keys).sync()
+        draft = root / f".{path.name}"
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(target.current.resolve())
+        draft.replace(path)
+        _remove_dead_links(root)
+
+
+def _remove_dead_links(root: Path) -> None:
+    """Remove links to versions that were removed."""
+    versions = (root / "sparserl").resolve()
+    for link in root.iterdir():
+        if link.is_symlink() and not link.exists() and versions in Path(os.readlink(link)).parents:
+            link.unlink()
+
+
+@contextmanager
+def _host_lock(root: Path) -> Iterator[None]:
+    """Let one process of this host in at a time."""
+    handle = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        lock(handle, math.inf)
+        yield
+    finally:
+        os.close(handle)

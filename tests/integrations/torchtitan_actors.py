@@ -164,7 +164,8 @@ def small_config(folder: Path, trainer_ranks: int, generator_ranks: int) -> Cont
         trainer=PolicyTrainer.Config(optimizer=default_adamw(lr=1e-5)),
     )
     config.compile.enable = False
-    config.trainer.parallelism.data_parallel_shard_degree = trainer_ranks
+    config.trainer.parallelism.data_parallel_shard_degree = 1
+    config.trainer.parallelism.tensor_parallel_degree = trainer_ranks
     config.generator.parallelism.tensor_parallel_degree = generator_ranks
     config.generator.cudagraph.enable = False
     return config

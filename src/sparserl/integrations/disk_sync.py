@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -42,14 +43,16 @@ class CheckpointPublishers:
 
     def __init__(self) -> None:
         self._publishers: dict[str, tuple[Publisher, LatestCheckpoint]] = {}
+        self._lock = threading.Lock()  # a framework may call from several threads
 
     def publish(self, checkpoint: Path, url: str) -> None:
         """Publish the checkpoint in a folder."""
-        if url not in self._publishers:
-            self._publishers[url] = _open_publisher(url, checkpoint)
-        publisher, latest = self._publishers[url]
-        latest.path = checkpoint
-        publisher.publish()
+        with self._lock:
+            if url not in self._publishers:
+                self._publishers[url] = _open_publisher(url, checkpoint)
+            publisher, latest = self._publishers[url]
+            latest.path = checkpoint
+            publisher.publish()
 
     def clear(self) -> None:
         """Forget them, as a process does that ends."""

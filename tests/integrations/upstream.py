@@ -1,0 +1,44 @@
+"""Files of a framework with a diff applied, and functions of them, to be run without what the framework imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+DIFFS = Path(__file__).resolve().parents[2] / "docs/how-to/integrations/diffs"
+
+
+def patched(diff: str, read: Any, folder: Path) -> Path:
+    """The files that a diff changes, with its changes; `read` gives the text of a file by its path in the repository."""
+    path = DIFFS / diff
+    for name in re.findall(r"^--- a/(.+)$", path.read_text(), re.MULTILINE):
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(read(name))
+    subprocess.run(["git", "init", "-q", "."], cwd=folder, check=True)  # else git looks for a repository above
+    for arguments in (["--check"], []):
+        command = ["git", "apply", *arguments, str(path)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def run_definitions(text: str, names: Iterable[str], namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Functions, classes and methods of a file by their names ("Class.method" for a method), run in a namespace."""
+    tree = ast.parse(text)
+    wanted = []
+    for name in names:
+        node: ast.AST = tree
+        for part in name.split("."):
+            node = next(n for n in ast.walk(node) if getattr(n, "name", None) == part)
+        if "." in name:
+            node.decorator_list = []
+        wanted.append(node)
+    module = ast.Module([ast.ImportFrom("__future__", [ast.alias("annotations")], 0), *wanted], [])
+    scope = dict(namespace)
+    exec(compile(ast.fix_missing_locations(module), "upstream", "exec"), scope)
+    return scope

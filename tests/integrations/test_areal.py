@@ -1,8 +1,8 @@
-"""AReaL: the diff that adds hooks to its disk weight update, and the patched functions, from a trainer to a rollout host.
+"""AReaL: the diff that adds hooks to its disk weight update, and the patched functions, from a trainer to a host.
 
 The files come from AReaL's wheel, or from the checkout of github.com/areal-project/AReaL that SPARSERL_AREAL names; the
-diff was made against commit cbff54d645d2cd8ee1f1c358a82f3f473588433d (22 August 2026). Functions are run as they are there;
-HTTP, and what they import beside it, have stand-ins here.
+diff was made against commit cbff54d645d2cd8ee1f1c358a82f3f473588433d (22 August 2026). Functions are run as they are
+there; HTTP, and what they import beside it, have stand-ins here.
 """
 
 from __future__ import annotations
@@ -170,7 +170,10 @@ def test_megatron_has_the_hook_too(text, tmp_path):
     files = patched("areal.diff", text, tmp_path)
     for name in ("fsdp_engine", "megatron_engine"):
         method = (files / f"areal/engine/{name}.py").read_text().partition("def _update_weights_from_disk")[2]
-        places = [method.index(part) for part in ("_save_model_to_hf(", "weight_written_hook)(meta.path)", "name_resolve.add(")]
+        places = [
+            method.index(part)
+            for part in ("_save_model_to_hf(", "weight_written_hook)(meta.path)", "name_resolve.add(")
+        ]
         assert places == sorted(places)
 
 

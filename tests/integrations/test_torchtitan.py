@@ -1,4 +1,4 @@
-"""torchtitan RL: what the adapter relies on, in torchtitan's wheel; and its controller, trainer and generators, which sync.
+"""torchtitan RL: what the adapter relies on, in its wheel; and its controller, trainer and generators, which sync.
 
 The second part starts Monarch's processes: `make test-torchtitan` installs what it needs, and runs it.
 """
@@ -30,7 +30,10 @@ def test_a_config_builds_its_own_controller(files):
     main = definition(files.tree(f"{RL}/train.py"), "main")
     assert "isinstance(config, Controller.Config)" in ast.unparse(main)
     assert "config.build()" in ast.unparse(main)
-    assert parameters(definition(files.tree(f"{RL}/controller.py"), "setup_async")) == ["trainer_mesh", "generator_meshes"]
+    assert parameters(definition(files.tree(f"{RL}/controller.py"), "setup_async")) == [
+        "trainer_mesh",
+        "generator_meshes",
+    ]
 
 
 def test_actors_are_started_on_meshes(files):
@@ -61,7 +64,7 @@ def test_the_methods_that_are_replaced(files):
 
 
 def test_one_push_and_one_pull_at_a_time(files):
-    """A pull begins when its push has ended, and the next push when the pull has: the newest version is the right one."""
+    """A pull follows its push, and the next push follows the pull: the newest version is the right one."""
     sync = definition(files.tree(f"{RL}/components/weight_sync.py"), "WeightSyncManager")
     pull = definition(sync, "_generator_pull_and_release_buffer_slots")
     assert ast.unparse(pull.body[0]) == "await push_task"
@@ -121,7 +124,7 @@ async def _run(folder: Path, trainer_ranks: int, generator_ranks: int) -> None:
                 extra = there.keys() - wanted.keys()
                 assert all("_k_scale" in name for name in extra), extra
                 assert {name: there[name] for name in wanted} == wanted, (version, rank)
-            for _, synced in (await generator.synced.call()).items():
+            for synced in (await generator.synced.call()).values():
                 assert synced == (version, version, version + 1)
         sizes = {path.name: path.stat().st_size for path in (folder / "store").rglob("*") if path.is_file()}
         print("every version was exact", sum(sizes.values()))

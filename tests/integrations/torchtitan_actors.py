@@ -4,6 +4,8 @@ The trainer's device is the CPU. The generator's model is torchtitan's, in the w
 around it is put aside, as torchtitan's worker and attention for vLLM are for GPUs.
 """
 
+# ruff: noqa: E402  # torchtitan looks for devices when it is imported
+
 from __future__ import annotations
 
 import hashlib
@@ -38,7 +40,9 @@ from sparserl.integrations.torchtitan import FollowingGenerator, PublishingTrain
 def fingerprints(tensors: dict[str, Any]) -> dict[str, str]:
     """A hash of the bits of every tensor, gathered if it is sharded."""
     whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
-    return {name: hashlib.sha256(t.detach().view(-1).view(torch.uint8).numpy()).hexdigest() for name, t in whole.items()}
+    return {
+        name: hashlib.sha256(t.detach().view(-1).view(torch.uint8).numpy()).hexdigest() for name, t in whole.items()
+    }
 
 
 class CpuTrainer(PublishingTrainer):
@@ -164,8 +168,10 @@ def small_config(folder: Path, trainer_ranks: int, generator_ranks: int) -> Cont
         trainer=PolicyTrainer.Config(optimizer=default_adamw(lr=1e-5)),
     )
     config.compile.enable = False
-    config.trainer.parallelism.data_parallel_shard_degree = 1
-    config.trainer.parallelism.tensor_parallel_degree = trainer_ranks
+    config.trainer.parallelism.data_parallel_shard_degree = trainer_ranks
+    config.trainer.parallelism.spmd_backend = (
+        "partial_dtensor"  # torchtitan's default needs a newer FSDP than torch 2.13
+    )
     config.generator.parallelism.tensor_parallel_degree = generator_ranks
     config.generator.cudagraph.enable = False
     return config
@@ -178,7 +184,9 @@ def _save_tokenizer(folder: Path) -> None:
     words = {f"w{i}": i for i in range(2047)} | {"<end>": 2047}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=template).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=template).save_pretrained(
+        folder
+    )
 
 
 class Processes:

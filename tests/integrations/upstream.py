@@ -13,7 +13,7 @@ DIFFS = Path(__file__).resolve().parents[2] / "docs/how-to/integrations/diffs"
 
 
 def patched(diff: str, read: Any, folder: Path) -> Path:
-    """The files that a diff changes, with its changes; `read` gives the text of a file by its path in the repository."""
+    """The files that a diff changes, with its changes; `read` gives the text of a file by its path."""
     path = DIFFS / diff
     for name in re.findall(r"^--- a/(.+)$", path.read_text(), re.MULTILINE):
         file = folder / name
@@ -28,15 +28,14 @@ def patched(diff: str, read: Any, folder: Path) -> Path:
 
 
 def run_definitions(text: str, names: Iterable[str], namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Functions, classes and methods of a file by their names ("Class.method" for a method), run in a namespace."""
+    """Functions, classes and methods ("Class.method") of a file, run in a namespace, with decorators that are in it."""
     tree = ast.parse(text)
     wanted = []
     for name in names:
         node: ast.AST = tree
         for part in name.split("."):
             node = next(n for n in ast.walk(node) if getattr(n, "name", None) == part)
-        if "." in name:
-            node.decorator_list = []
+        node.decorator_list = [d for d in node.decorator_list if ast.unparse(d).partition("(")[0] in namespace]
         wanted.append(node)
     module = ast.Module([ast.ImportFrom("__future__", [ast.alias("annotations")], 0), *wanted], [])
     scope = dict(namespace)

@@ -1,8 +1,8 @@
 """AReaL: disk weight updates, with patches in a store between the trainer's disk and the disks of rollout hosts.
 
-    trainer: weight_update_v7/ on its disk ──► publish ──► store ──► fetch ──► weight_update_v7 on a rollout host ──► server
+    trainer: weight_update_v7/ ──► publish ──► store ──► fetch ──► weight_update_v7 on a rollout host ──► server
 
-AReaL has no place for hooks yet: docs/how-to/integrations/diffs/areal.diff adds two. See docs/how-to/integrations/areal.md.
+AReaL has no place for hooks: docs/how-to/integrations/diffs/areal.diff adds two. See docs/how-to/integrations/areal.md.
 Both functions are configured by environment variables, as those for slime are.
 """
 

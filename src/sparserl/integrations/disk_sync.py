@@ -1,8 +1,8 @@
 """Weight syncs by disk, with patches in a store between the trainer's disk and the disks of rollout hosts.
 
-Frameworks whose trainer writes a whole checkpoint at every sync, and whose engines then load it, call `publish` in between
-on the trainer's host, and `fetch` on each rollout host. Both take the store from the environment, as processes of a
-framework are seldom ours to configure: see docs/reference/environment.md.
+The trainer writes a whole checkpoint at every sync, and engines load it. In between, a hook publishes it on the
+trainer's host, and another fetches it on each rollout host. Keys, state and mostly the store come from the environment,
+as the processes of a framework are seldom ours to configure: see docs/reference/environment.md.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _remove_dead_links(root: Path) -> None:
     """Remove links to versions that were removed."""
     versions = (root / "sparserl").resolve()
     for link in root.iterdir():
-        if link.is_symlink() and not link.exists() and versions in Path(os.readlink(link)).parents:
+        if link.is_symlink() and not link.exists() and versions in link.readlink().parents:
             link.unlink()
 
 

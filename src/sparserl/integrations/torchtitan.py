@@ -1,4 +1,4 @@
-"""torchtitan RL: a controller whose trainer publishes to a store, and whose generators follow it, in place of TorchStore.
+"""torchtitan RL: a controller whose trainer publishes to a store that its generators follow, in place of TorchStore.
 
     PolicyTrainer.push_model_state_dict ──► every rank publishes its shards ──► store
     VLLMGenerator.pull_model_state_dict ◄── every rank commits its parts, all or none ◄──┘
@@ -41,7 +41,7 @@ class Store:
     """The store between the trainer and its generators.
 
     Args:
-        url: Its address, which all processes can reach: a folder on a shared disk, or an `s3://`, `gs://` or `az://` URL.
+        url: A folder on a shared disk, or an `s3://`, `gs://` or `az://` URL, which all processes can reach.
         state: A folder in which each rank of the trainer keeps what it needs to go on with the run after a restart.
         baseline: Where the trainer keeps the bits of the last version, as for a `Publisher`: `host`, or `device`.
         signing_key_file: A file with the secret key with which the trainer signs.
@@ -67,7 +67,7 @@ class PublishingTrainer(PolicyTrainer):  # type: ignore[misc]
     @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def push_model_state_dict(self) -> None:
         """On all ranks at once: publish the weights in the dtype of the generators."""
-        # The state dict is made here, and not on the thread: FSDP reshards for it, and a forward pass must not run then.
+        # The state dict is made here, not on the thread: FSDP reshards for it, and no forward pass may run then.
         self._shards = shards_of(self._tensors(), cast=lambda _name: self._transfer_dtype)
         if self._publisher is None:
             self._publisher = self._open_publisher()

@@ -17,25 +17,10 @@ from pathlib import Path
 from ..files import lock
 from ..session import Publisher, Subscriber
 from ..session.store.retention import read_head
-from ..sources import open_checkpoint
-from ..sources.checkpoint_files import travelling_files
 from ..targets import folder
 from ..transport.stores.opening import open_store
-from ..weights.memory import Weights
 from . import environment
-
-
-class LatestCheckpoint:
-    """A source with the checkpoint that was written last."""
-
-    path: Path
-
-    def weights(self) -> Weights:
-        return open_checkpoint(self.path)
-
-    def files(self) -> dict[str, bytes]:
-        """Its config and tokenizer, which may change from version to version."""
-        return {name: file.read_bytes() for name, file in travelling_files(self.path).items()}
+from .saved_checkpoints import LatestCheckpoint
 
 
 class CheckpointPublishers:

@@ -25,7 +25,7 @@ from ..session import Publisher, Subscriber, SyncReport
 from ..session.anchors import zeros
 from ..session.store.retention import read_head
 from ..session.store.signing import PublicKeys
-from ..sources import open_checkpoint
+from ..sources import PublishedSource, open_checkpoint
 from ..targets import FolderTarget, ModuleTarget, folder
 from ..transport.stores.opening import open_store
 from ..weights.dtypes import BY_NAME, Bits
@@ -96,7 +96,7 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         self._source = _CapturedSource()
         self._publisher: Publisher | None = None
         self._subscriber: Subscriber | None = None
-        self._target: _HostTarget | FolderTarget
+        self._target: HostTarget | FolderTarget
         self._before: RunAndVersion | None = None
         self._leads = True
 
@@ -142,18 +142,21 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         self._source.captured = self._capture(weights, rank, ranks)
         if rank < 0:
             return {}
+        return await self._publish(self._source, torch.distributed.group.WORLD if self._spread else None, global_steps)
+
+    async def _publish(self, source: PublishedSource, writers: Any, step: int | None) -> dict[str, float]:
+        """Publish a version of the source, which is the same at every sync. Returns metrics, on rank 0."""
         if self._publisher is None:
-            group = torch.distributed.group.WORLD if self._spread else None
             self._publisher = Publisher(
                 self._store,
-                self._source,
+                source,
                 signing_key=self._signing_key,
-                writers=group,
+                writers=writers,
                 timeout=self._timeout,
                 **self._options,
             )
-        report = await asyncio.to_thread(self._publisher.publish, step=global_steps if self._spread else None)
-        return {} if report is None or not self.is_master else _metrics(report)
+        report = await asyncio.to_thread(self._publisher.publish, step=step)
+        return _metrics(report) if self.is_master else {}
 
     def _capture(self, weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int) -> Weights | Shards:
         """Copy the tensors that this rank publishes to host memory, one at a time, to need little GPU memory."""
@@ -184,14 +187,14 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         """Wait for the next version, verify it, and yield all its tensors."""
         for name, data in (await asyncio.to_thread(self._receive)).items():
             assert isinstance(data, Bits)
-            yield name, _tensor(data).to(self._device)
+            yield name, as_tensor(data).to(self._device)
 
     def _receive(self) -> Weights:
         """Wait until this worker, or the leader of its node, has the next version; return its weights."""
         if self._folder is not None and not self._leads:
             return self._read_folder(Path(self._folder))
         if self._subscriber is None:
-            self._target = _HostTarget() if self._folder is None else folder(self._folder, keep=1)
+            self._target = self._host_target() if self._folder is None else folder(self._folder, keep=1)
             self._subscriber = Subscriber(self._url, self._target, trusted_keys=self._trusted_keys)
         subscriber = self._subscriber
 
@@ -206,6 +209,9 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
             raise self._timeout_error()
         target = self._target
         return open_checkpoint(target.current) if isinstance(target, FolderTarget) else target.weights()
+
+    def _host_target(self) -> HostTarget:
+        return HostTarget()
 
     def _read_folder(self, path: Path) -> Weights:
         """Wait until the worker that leads on this node has the next version in the folder."""
@@ -243,7 +249,7 @@ class _CapturedSource:
         return self.captured
 
 
-class _HostTarget(ModuleTarget):
+class HostTarget(ModuleTarget):
     """Weights in host memory, which are allocated when the tensors of the run are known."""
 
     def __init__(self) -> None:
@@ -256,7 +262,7 @@ class _HostTarget(ModuleTarget):
         return super().attach(table)
 
 
-def _tensor(bits: Bits) -> torch.Tensor:
+def as_tensor(bits: Bits) -> torch.Tensor:
     """Bits as a torch tensor: the same memory, or a copy if it is read-only."""
     array = bits.array if bits.array.flags.writeable else bits.array.copy()
     return torch.from_numpy(array).view(getattr(torch, bits.dtype.name))

@@ -107,4 +107,5 @@ def _saved_in(actor: Path) -> Path:
     for folder in _FOLDERS:
         if any((actor / folder).glob("*.safetensors")):
             return actor / folder
-    raise CheckpointError(f"{actor} has no safetensors in {' or '.join(_FOLDERS)}: is it on a disk that this node sees?")
+    places = " or ".join(_FOLDERS)
+    raise CheckpointError(f"{actor} has no safetensors in {places}: is it on a disk that this node sees?")

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import WrongBase
 from ..parallel import ordered, uninterrupted
 from ..weights.digest import Digest
@@ -22,7 +25,7 @@ from .matching import (
     require_touched_writable,
 )
 from .overlay import Overlay
-from .staging import Staged, refuse_conflicts, require_old_bits, stage, stage_parts, swap
+from .staging import Staged, changes, refuse_conflicts, require_old_bits, stage, stage_parts, swap
 
 if TYPE_CHECKING:
     from .gpu_apply import GpuStaged
@@ -56,6 +59,18 @@ class Application:
         """
         log = _UndoLog(self.weights)
         return write_or_undo(self.weights, lambda: self._write(log, threads), log.undo)
+
+    def changed_positions(self) -> dict[str, list[npt.NDArray[np.int64]]]:
+        """Where elements will change, in tensors that are in host memory: their flat positions, entry by entry.
+
+        It reads the bits that are there, and so must be called before the commit.
+        """
+        positions: dict[str, list[npt.NDArray[np.int64]]] = {}
+        for part in self.parts:
+            assert isinstance(part, Staged)
+            for tensor, entry_positions, _ in changes(self.weights, part):
+                positions.setdefault(self.weights.table[tensor].name, []).append(entry_positions)
+        return positions
 
     def _write(self, log: _UndoLog, threads: int | None) -> None:
         """Write everything."""

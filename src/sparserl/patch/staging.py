@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -179,23 +180,38 @@ def refuse_conflicts(weights: LocalWeights, tied: list[list[int]], staged: list[
 
 
 def _changes_of(weights: LocalWeights, tensor: int, staged: list[Staged]) -> tuple[npt.NDArray[np.int64], UIntArray]:
-    """All changes of one tensor as positions in it and new bits; elements set to the bits they have do not count."""
+    """All changes of one tensor as positions in it and new bits, with rising positions."""
     positions = [np.empty(0, np.int64)]
     bits = [np.empty(0, weights.table[tensor].dtype.uint)]
     for part in staged:
-        offset = 0
-        for place, count in zip(part.decoded.sparse_places, part.new.count.tolist(), strict=True):
-            if place[0] == tensor:
-                inside = slice(offset, offset + count)
-                real = part.old_bits[inside] != part.new.bits[inside]
-                positions.append(flatten(weights.table, place, part.new.positions[inside][real]))
-                bits.append(part.new.bits[inside][real])
-            offset += count
-        for place, dense in part.new.dense:
-            if place[0] == tensor:
-                real = weights.bits(*place) != dense
-                positions.append(flatten(weights.table, place, np.flatnonzero(real).astype(np.uint32)))
-                bits.append(dense[real])
+        for _, entry_positions, entry_bits in changes(weights, part, only=tensor):
+            positions.append(entry_positions)
+            bits.append(entry_bits)
     flat = np.concatenate(positions)
     order = np.argsort(flat, kind="stable")
     return flat[order], np.concatenate(bits)[order]
+
+
+def changes(
+    weights: LocalWeights, part: Staged, *, only: int | None = None
+) -> Iterator[tuple[int, npt.NDArray[np.int64], UIntArray]]:
+    """The changes of a bucket before it is committed, entry by entry: a tensor, positions in it, and new bits.
+
+    Elements set to the bits that they have do not count.
+
+    Args:
+        weights: The weights that the bucket is staged on.
+        part: The bucket.
+        only: The one tensor whose changes are wanted; None for all.
+    """
+    offset = 0
+    for place, count in zip(part.decoded.sparse_places, part.new.count.tolist(), strict=True):
+        if only is None or place[0] == only:
+            inside = slice(offset, offset + count)
+            real = part.old_bits[inside] != part.new.bits[inside]
+            yield place[0], flatten(weights.table, place, part.new.positions[inside][real]), part.new.bits[inside][real]
+        offset += count
+    for place, dense in part.new.dense:
+        if only is None or place[0] == only:
+            real = weights.bits(*place) != dense
+            yield place[0], flatten(weights.table, place, np.flatnonzero(real).astype(np.uint32)), dense[real]

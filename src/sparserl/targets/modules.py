@@ -119,7 +119,7 @@ class PreparedModule:
 
     def __init__(self, target: ModuleTarget, application: Application | Replacement, local: LocalWeights) -> None:
         self._target = target
-        self._application = application
+        self.application = application
         self._local = local
         self.changed = application.changed
 
@@ -128,7 +128,7 @@ class PreparedModule:
         with self._target.lock:
             if not LocalWeights.of(self._target.weights()).lies_where(self._local):
                 raise WrongBase("some tensors of the target have moved since the patch was staged; stage it again")
-            undo_changes = self._application.commit()
+            undo_changes = self.application.commit()
 
             def undo() -> None:
                 undo_changes()

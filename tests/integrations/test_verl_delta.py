@@ -139,7 +139,7 @@ def test_what_verl_sees(verl):
 
 @pytest.mark.parametrize("bucket_size", [1 << 20, 64])
 def test_a_dense_sync_and_sparse_ones(verl, tmp_path, bucket_size):
-    """The first sync is dense, later ones have only what changed; also in flushes of a few bytes. The last is marked."""
+    """The first sync is dense, later ones have what changed, also in flushes of a few bytes; the last is marked."""
     run = Run(verl, tmp_path, bucket_size)
     for step in range(4):
         run.trainer.weights = weights_at(step)
@@ -213,7 +213,7 @@ def test_two_versions_in_one_sync(verl, tmp_path):
 
 
 def test_the_receiver_notices_damage(verl, tmp_path):
-    """verl's checksum is over positions and values; a flush whose values were changed on the way is refused."""
+    """The checksum is over positions and values; a flush whose values were changed on the way is refused."""
     run = Run(verl, tmp_path)
     run.sync()
     run.trainer.weights = weights_at(1)

@@ -9,6 +9,7 @@ config, and calls `on_save` after each save. Evaluators and serving fleets follo
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class PublishCheckpoints(CheckpointCallback):  # type: ignore[misc]
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         _require_whole_checkpoints(config.actor_rollout_ref.actor.checkpoint)
-        options = _options(config)
+        options = _plain(config.trainer.get("sparserl") or {})
         if not options.get("url"):
             raise SessionError("trainer.sparserl.url is not set: set it to the store of the run")
         dtype = options.pop("rollout_dtype", "bfloat16")
@@ -82,13 +83,13 @@ class PublishCheckpoints(CheckpointCallback):  # type: ignore[misc]
         self.report = self._publisher.publish(step=global_step)
 
 
-def _options(config: Any) -> dict[str, Any]:
-    options = config.trainer.get("sparserl")
-    if options is None:
-        return {}
-    from omegaconf import OmegaConf
-
-    return dict(OmegaConf.to_container(options, resolve=True))
+def _plain(value: Any) -> Any:
+    """A value of a config without OmegaConf's own containers."""
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key]) for key in value}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _require_whole_checkpoints(checkpoint: Any) -> None:

@@ -55,7 +55,7 @@ class EngineShards:
             self._source = sources.megatron(engine.module, engine.model_config.hf_config)
             self._is_loaded_to_publish = bool(engine.is_param_offload_enabled)
         elif strategy in _FSDP:
-            packed = _UnpackedExperts(sources.fsdp(engine.module, cast=dtype), engine.model_config.hf_config.model_type)
+            packed = UnpackedExperts(sources.fsdp(engine.module, cast=dtype), engine.model_config.hf_config.model_type)
             self._source = _under_checkpoint_names(packed, module)
             self._is_loaded_to_publish = False  # shards are read where they are
         else:
@@ -80,7 +80,7 @@ class EngineShards:
             self._engine.to("cpu", model=True, optimizer=False, grad=False)
 
 
-def _under_checkpoint_names(source: _UnpackedExperts, module: Any) -> sources.Source:
+def _under_checkpoint_names(source: UnpackedExperts, module: Any) -> sources.Source:
     """The same source under the names that verl gives its rollouts, where transformers has others."""
     from verl.utils.model import convert_weight_keys
 
@@ -90,7 +90,7 @@ def _under_checkpoint_names(source: _UnpackedExperts, module: Any) -> sources.So
     return sources.renamed(source, rules) if rules else source
 
 
-class _UnpackedExperts:
+class UnpackedExperts:
     """Shards, in which packed experts are cut into tensors of their own."""
 
     def __init__(self, source: sources.ShardedSource, model_type: str) -> None:

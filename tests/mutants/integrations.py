@@ -131,4 +131,25 @@ MUTANTS = (
         "if self.weight_sync_backend is None:",
         Tests("integrations/test_skyrl.py", "that_are_none"),
     ),
+    Mutant(
+        "a NaN is sent where receivers take it for unchanged",
+        "integrations/verl_delta.py",
+        "if bool(torch.isnan(_values(bits, positions)).any()):",
+        "if not positions.size:",
+        Tests("integrations/test_verl_delta.py", "cannot_be_sparse"),
+    ),
+    Mutant(
+        "changes go on from a load that failed",
+        "integrations/verl_delta.py",
+        "if not self._is_loaded:",
+        "if changes is None:",
+        Tests("integrations/test_verl_delta.py", "load_that_failed"),
+    ),
+    Mutant(
+        "a row of an expert is the row of its rank",
+        "integrations/verl_shards.py",
+        "data = _rows(part.data, index, low - first_row, high - first_row)",
+        "data = _rows(part.data, index, low - start, high - start)",
+        Tests("integrations/test_verl_shards.py", "cut_experts or names_and_bits"),
+    ),
 )

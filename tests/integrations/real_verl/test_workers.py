@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +22,14 @@ CPU = {  # before verl is imported, here and in every worker
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": ":".join(path for path in sys.path if path),
 }
+VLLM = {
+    "OMP_NUM_THREADS": "1",
+    "SPARSERL_VLLM_CPU": "plain",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+ROOT = Path(__file__).parents[3]
 os.environ |= CPU
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's and verl's own, of which they have many
 
@@ -30,10 +40,11 @@ with warnings.catch_warnings():
     from hydra import compose, initialize_config_module
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-    from verl.checkpoint_engine import CheckpointEngineManager
+    from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
     from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
     from verl.utils.config import omega_conf_to_dataclass
+    from verl.utils.import_utils import import_external_libs
 
     import sparserl
     from tests.integrations.real_verl import workers
@@ -76,7 +87,7 @@ def _model(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(name="cluster", scope="module")
 def _cluster():
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
@@ -106,6 +117,7 @@ def config_of(model: Path, store: Path, backend: str, module: str):
         )
 
 
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
     ("backend", "module"),
     [("sparserl", "sparserl.integrations.verl"), ("delta_sharded", "sparserl.integrations.verl_delta")],
@@ -139,6 +151,29 @@ def test_syncs_of_a_training_run(model, tmp_path, backend, module):
     _checkpoints_are_published(config, actors, tmp_path)
     for worker in (*actors.workers, *rollouts.workers):
         ray.kill(worker)
+
+
+def test_the_settings_of_the_page(tmp_path):
+    """Every setting that the page names is one of verl's config, and verl's own code accepts it."""
+    page = (ROOT / "docs/how-to/integrations/verl.md").read_text()
+    overrides = re.findall(r"^ +(\S+=\S+)", page, re.MULTILINE)
+    assert len(overrides) == 6
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[line.replace("s3://", f"file://{tmp_path}/") for line in overrides])
+    backend = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
+    import_external_libs(backend.custom_backend_module)
+    engine = CheckpointEngineRegistry.new(backend.backend, 1 << 20, **backend.engine_kwargs[backend.backend])
+    assert engine.wire_format == "delta_flush"
+    assert type(build_checkpoint_callback(config)).__name__ == "PublishCheckpoints"
+
+
+def test_flushes_inside_vllm(tmp_path):
+    """The receiver that verl gives vLLM writes our flushes into live weights as a load of all tensors does."""
+    command = [sys.executable, "-m", "tests.integrations.real_verl.vllm_receiver", str(tmp_path)]
+    done = subprocess.run(
+        command, env=os.environ | VLLM, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def _checkpoints_are_published(config, actors, tmp_path: Path) -> None:

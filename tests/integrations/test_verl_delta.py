@@ -104,7 +104,7 @@ class Run:
     """A trainer and a rollout worker, with a sync between them in the order of verl's manager."""
 
     def __init__(self, verl, tmp_path, bucket_size=1 << 20) -> None:
-        options = {"url": f"file://{tmp_path}/store", "timeout": 60.0, "device": "cpu"}
+        options = {"url": f"file://{tmp_path}/store", "timeout": 600.0, "device": "cpu"}
         self.verl = verl
         self.trainer = Trainer()
         self.sender = verl.engine(bucket_size, is_master=True, shards=False, **options)

@@ -31,7 +31,10 @@ VLLM = {
 }
 ROOT = Path(__file__).parents[3]
 os.environ |= CPU
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's and verl's own, of which they have many
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # Ray's and verl's own, of which they have many
+    pytest.mark.timeout(900),
+]
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -70,7 +73,6 @@ OVERRIDES = (
     "actor_rollout_ref.actor.strategy=fsdp2",
     "actor_rollout_ref.actor.use_torch_compile=False",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.actor.optim.lr=1e-4",
     "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.name=vllm",
@@ -111,7 +113,7 @@ def config_of(model: Path, store: Path, backend: str, module: str):
                 f"actor_rollout_ref.model.path={model}",
                 f"{engine}.backend={backend}",
                 f"{engine}.custom_backend_module={module}",
-                f"+{engine}.engine_kwargs.{backend}={{url: 'file://{store}/run', device: cpu, timeout: 120}}",
+                f"+{engine}.engine_kwargs.{backend}={{url: 'file://{store}/run', device: cpu, timeout: 600}}",
                 f"+trainer.sparserl.url=file://{store}/checkpoints",
             ],
         )

@@ -74,7 +74,7 @@ def main(folder: Path) -> None:
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     model = runner.model
     trainer = Trainer(source)
-    options = {"url": f"file://{folder}/store", "device": "cpu", "timeout": 60.0, "bucket_size": 1 << 14}
+    options = {"url": f"file://{folder}/store", "device": "cpu", "timeout": 600.0, "bucket_size": 1 << 14}
     sender = CheckpointEngineRegistry.new("delta_sharded", is_master=True, shards=False, **options)
     rollout = CheckpointEngineRegistry.new("delta_sharded", **options)
     transfer = WeightTransferConfig(backend="nccl")  # what the factory chose by; this receiver does not read it

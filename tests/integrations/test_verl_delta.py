@@ -5,6 +5,7 @@ The code of verl is run from its wheel, as far as it needs nothing but torch. `m
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import importlib
 import json
@@ -17,11 +18,15 @@ import torch
 
 from sparserl.errors import SessionError, UnsupportedTensor
 from tests.integrations.test_verl import BASE, VERSION, classes
-from tests.integrations.wheels import wheel
+from tests.integrations.wheels import calls, definition, wheel
 
 ENCODE = "verl.checkpoint_engine.delta_sync.encode"
 LOADER = "verl.workers.rollout.sglang_rollout.delta_loader"
 OURS = ("sparserl.integrations.verl", "sparserl.integrations.verl_delta")
+SERVERS = {
+    "vllm_rollout/vllm_async_server": "VERL_DELTA_WEIGHT_TRANSFER_BACKEND",
+    "sglang_rollout/async_sglang_server": "LOADER_FQN",
+}
 SIZES = {"embed": (50, 16), "q": (24, 16), "k": (8, 16), "scale": (), "norm": (16,)}
 
 
@@ -135,6 +140,23 @@ def test_what_verl_sees(verl):
     """It takes the place of verl's backend of this name, and says which kind of payload it yields."""
     assert verl.engine.__module__ == "sparserl.integrations.verl_delta"
     assert verl.engine.wire_format == "delta_flush"
+
+
+def test_verl_still_gives_this_backend_what_it_needs():
+    """The training engine, on all ranks; and receivers of flushes in vLLM and SGLang. The name alone decides."""
+    wheel_of_verl = wheel("verl", VERSION)
+    actor = definition(wheel_of_verl.tree("verl/workers/engine_workers.py"), "ActorRolloutRefWorker", "update_weights")
+    branch = next(node for node in ast.walk(actor) if isinstance(node, ast.If) and names_backend(node.test))
+    (sent,) = calls(branch.body[0], "send_weights")
+    assert ast.unparse(sent.args[0]) == "self.actor.engine"
+    for server, receiver in SERVERS.items():
+        nodes = ast.walk(wheel_of_verl.tree(f"verl/workers/rollout/{server}.py"))
+        branch = next(node for node in nodes if isinstance(node, ast.If) and names_backend(node.test))
+        assert receiver in ast.unparse(branch)
+
+
+def names_backend(test: ast.AST) -> bool:
+    return any(isinstance(node, ast.Constant) and node.value == "delta_sharded" for node in ast.walk(test))
 
 
 @pytest.mark.parametrize("bucket_size", [1 << 20, 64])

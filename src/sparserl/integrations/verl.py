@@ -3,7 +3,8 @@
     get_per_tensor_param() ──► host copy ──► Publisher ──► store ──► Subscriber ──► named tensors ──► server adapter
     └─ send_weights, on the trainer's ranks                          └─ receive_weights, beside every rollout GPU
 
-verl imports this module if `checkpoint_engine.custom_backend_module` names it, and finds the backend "sparserl".
+verl imports this module if `checkpoint_engine.custom_backend_module` names it, and finds the backend "sparserl"; in
+`verl_delta` is one that gathers nothing and has engines load only what changed.
 The manager of verl calls, at every sync: `prepare` on all workers, `build_topology`, `init_process_group` on all, then
 `send_weights` and `receive_weights` at the same time, then `finalize`. Both sides must agree which version to wait for:
 rank 0 reads the store's head in `prepare`, and rollouts wait until the head has changed.

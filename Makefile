@@ -91,9 +91,9 @@ load: $(STAMP)  ## 64 subscribers that come and go, 200 versions
 collective: $(STAMP)  ## a dense broadcast against patches, over links held to a rate (needs root)
 	$(BIN)/python -m benchmarks.collective
 
-integrations: $(TRL)/.installed  ## Ray, which `make test` skips where it is not installed, long tests of TRL, and the examples in the docs
+integrations: $(TRL)/.installed  ## Ray, and NeMo-RL on it (SPARSERL_NEMO_RL names a checkout), which `make test` skips where it is not installed, long tests of TRL, and the examples in the docs
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
-	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/test_docs_examples.py
+	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/integrations/test_nemo_rl.py tests/test_docs_examples.py
 	$(TRL)/bin/python -m pytest -m long tests/integrations/test_trl.py
 
 $(VLLM)/.installed: pyproject.toml $(VLLM_TESTS)/requirements.txt

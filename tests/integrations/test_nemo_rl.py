@@ -1,7 +1,7 @@
 """The NeMo-RL engine: its signatures, its options, and syncs between real processes in the order of NeMo-RL's calls.
 
 Signatures were read in the commit that `nemo_source` names; with SPARSERL_NEMO_RL they are held against a checkout, and
-NeMo-RL's own code makes the calls. `real_vllm/test_nemo_rl.py` has the engine in real workers of vLLM.
+NeMo-RL's own code makes the calls. `real_vllm/test_vllm_nemo_rl.py` has the engine in real workers of vLLM.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,7 @@ def test_options_are_checked_where_they_are_given(engine, tmp_path, options, mes
 
 def test_without_nemo_rl_it_says_so(monkeypatch):
     """Asked for and missing is an error that says what is missing."""
-    monkeypatch.setitem(__import__("sys").modules, "nemo_rl", None)
+    monkeypatch.setitem(sys.modules, "nemo_rl", None)
     with pytest.raises(SessionError, match="NeMo-RL is not installed"):
         import sparserl.integrations.nemo_rl  # noqa: F401
 
@@ -421,7 +422,7 @@ def test_under_the_synchronizer_of_nemo_rl(source, tmp_path, monkeypatch):
     from tests.integrations import nemo_workers
 
     assert source is not None
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if path))
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
         generation = documented()

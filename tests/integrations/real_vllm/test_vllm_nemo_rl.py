@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from .test_vllm import ENVIRONMENT, HERE, job, tokens
+from tests.integrations.real_vllm.test_vllm import ENVIRONMENT, HERE, job, tokens
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),

@@ -88,6 +88,7 @@ def load(path: str):
 def stand_in(framework: str, group) -> ModuleType:
     """The few modules of a framework that the hooks ask for, and Ray."""
     actor = ModuleType(f"{framework}.backends.megatron_utils.actor")
+    actor.UpdateWeightFromDistributed = None
     distributed = ModuleType(f"{framework}.utils.distributed_utils")
     distributed.get_gloo_group = lambda: group
     for module in (actor, distributed):

@@ -198,6 +198,15 @@ def test_a_critic_that_takes_turns(args):
             hook(options)
 
 
+def test_a_release_without_the_class(args):
+    """Weights are not broadcast behind the user's back where there is nothing to replace."""
+    hook, options = args
+    framework = hook.__name__.removeprefix("publish_in_")
+    del sys.modules[f"{framework}.backends.megatron_utils.actor"].UpdateWeightFromDistributed
+    with pytest.raises(SessionError, match="has no UpdateWeightFromDistributed to replace"):
+        hook(options)
+
+
 def test_no_store(args, monkeypatch):
     """The trainer does not start without one."""
     hook, options = args

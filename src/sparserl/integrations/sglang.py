@@ -361,7 +361,8 @@ class Client:
         url: The address of the server.
         api_key: Its admin key, if it requires one.
         mode: What happens to running requests: they are computed again (`retract`), ended (`abort`), or continue with
-            the cache of the old weights (`in_place`), which is then not flushed.
+            the cache of the old weights (`in_place`), which is then not flushed. Releases without update sessions,
+            such as 0.5.15, cannot flush while requests wait, and refuse `retract` then.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, mode: str = "retract", timeout: float = 600.0) -> None:

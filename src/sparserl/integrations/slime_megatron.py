@@ -32,6 +32,8 @@ from ..sources import megatron
 from .environment import publisher_options, store_url, trusted_keys
 from .sglang import Client
 
+_REPLACED = "UpdateWeightFromDistributed"
+
 
 @dataclass(frozen=True)
 class TrainerHooks:
@@ -56,6 +58,9 @@ def publish_in_slime(args: Any) -> None:
 
     Raises:
         SessionError: An option does not go with it, or SPARSERL_URL is not set.
+
+    >>> def initialize(args):  # a hook of one's own, with more in it                              # doctest: +SKIP
+    ...     publish_in_slime(args)
     """
     from slime.backends.megatron_utils import actor
     from slime.utils.distributed_utils import get_gloo_group
@@ -68,8 +73,7 @@ def publish_in_slime(args: Any) -> None:
             **_unsupported(args),
         }
     )
-    hooks = TrainerHooks(get_gloo_group, _urls_in_slime, "abort")
-    actor.UpdateWeightFromDistributed = partial(WeightPublisher, hooks)
+    _replace_updater(actor, TrainerHooks(get_gloo_group, _urls_in_slime, "abort"))
 
 
 def publish_in_miles(args: Any) -> None:
@@ -80,6 +84,9 @@ def publish_in_miles(args: Any) -> None:
 
     Raises:
         SessionError: An option does not go with it, or SPARSERL_URL is not set.
+
+    >>> def initialize(args):  # a hook of one's own, with more in it                              # doctest: +SKIP
+    ...     publish_in_miles(args)
     """
     from miles.backends.megatron_utils import actor
     from miles.utils.distributed_utils import get_gloo_group
@@ -93,8 +100,14 @@ def publish_in_miles(args: Any) -> None:
             **_unsupported(args),
         }
     )
-    hooks = TrainerHooks(get_gloo_group, _urls_in_miles, args.pause_generation_mode)
-    actor.UpdateWeightFromDistributed = partial(WeightPublisher, hooks)
+    _replace_updater(actor, TrainerHooks(get_gloo_group, _urls_in_miles, args.pause_generation_mode))
+
+
+def _replace_updater(actor: Any, hooks: TrainerHooks) -> None:
+    """Replace the class that the module of an actor takes to broadcast weights."""
+    if not hasattr(actor, _REPLACED):
+        raise SessionError(f"{actor.__name__} has no {_REPLACED} to replace: sparserl does not know this release")
+    setattr(actor, _REPLACED, partial(WeightPublisher, hooks))
 
 
 def _unsupported(args: Any) -> dict[str, bool]:

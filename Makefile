@@ -5,10 +5,8 @@ VLLM := .venv-vllm
 TRL := .venv-trl
 SKYRL := .venv-skyrl
 SKYRL_PYTHON ?= python3.12
-
 PRIME := .venv-prime-rl
 OPENRLHF := .venv-openrlhf
-
 VERL := .venv-verl
 VLLM_TESTS := tests/integrations/real_vllm
 VERL_TESTS := tests/integrations/real_verl
@@ -187,6 +185,5 @@ package: $(STAMP)  ## build the wheel and the sdist, check them, and use the whe
 	$(BIN)/python tests/packaging/check_packages.py
 
 clean:
-	rm -rf $(VENV) $(TRL) $(SKYRL) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* demo-run site
-
-	rm -rf $(VENV) $(TRL) $(VERL) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* demo-run site
+	rm -rf $(VENV) $(TRL) $(SKYRL) $(PRIME) $(PRIME)-vllm $(OPENRLHF) $(VERL) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* \
+	  demo-run site

@@ -134,8 +134,8 @@ def gc(
 ) -> None:
     """Delete objects that nothing refers to: earlier runs, versions no longer kept, and remains of killed publishers.
 
-    Publishers do this on their own when they write an anchor. Every version that can be reached stays. If gc cannot read
-    all that the head leads to, it deletes nothing.
+    Publishers do this on their own when they write an anchor. Every version that can be reached stays. If gc cannot
+    read all that the head leads to, it deletes nothing.
     """
     from ..session.store.retention import collect, read_head
 

@@ -78,7 +78,7 @@ def are_odd(tensors):
         torch.zeros(3, dtype=torch.complex128),
         None,
     ],
-    ids=lambda odd: f"{type(odd).__name__} {getattr(odd, 'dtype', '')} {getattr(odd, 'layout', '')}",
+    ids=lambda odd: f"{type(odd).__name__} {getattr(odd, 'dtype', '')} {getattr(odd, 'forms', '')}",
 )
 def test_an_odd_tensor_is_looked_at_alone(odd):
     """Among others of its kind, it makes `memory_of` look, which knows what is wrong with it."""
@@ -113,7 +113,7 @@ def test_dlpack_tells_what_torch_tells(name):
     asked = columns._ask_each(tensors, torch.Tensor)
     assert (described is None) == (asked is None) == (name in columns.COMPLEX)
     if described is not None and asked is not None:
-        assert (described.layout.dtypes, described.layout.shapes) == asked[0]
+        assert (described.forms.dtypes, described.forms.shapes) == asked[0]
         assert described.addresses.tolist() == asked[1].tolist()
         assert described.contiguous.tolist() == asked[2].tolist()
 
@@ -121,14 +121,14 @@ def test_dlpack_tells_what_torch_tells(name):
 def test_shapes_that_dlpack_describes():
     tensors = [*ODD_SHAPES.values()]
     described = dlpack.describe(tensors)
-    assert described.layout.shapes == tuple(tuple(tensor.shape) for tensor in tensors)
+    assert described.forms.shapes == tuple(tuple(tensor.shape) for tensor in tensors)
     assert described.contiguous.tolist() == [tensor.is_contiguous() for tensor in tensors]
 
 
 def test_very_many_dimensions_are_asked_for_one_by_one():
     tensors = [torch.zeros((1,) * 12 + (3,)), torch.zeros((2,) + (1,) * 12)]
     assert dlpack.describe(tensors) is None
-    assert look_at(tensors).layout.shapes == tuple(tuple(tensor.shape) for tensor in tensors)
+    assert look_at(tensors).forms.shapes == tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def test_a_tensor_that_dlpack_cannot_describe_leaves_no_error_behind():

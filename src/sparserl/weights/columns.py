@@ -31,7 +31,7 @@ _C_CONTIGUOUS = 0x1  # the flags of NumPy's C interface
 _WRITEABLE = 0x400
 
 
-class Layout(Hashable, Protocol):
+class TensorForms(Hashable, Protocol):
     """The dtypes and shapes of tensors, which are read for a table that is new."""
 
     @property
@@ -43,7 +43,7 @@ class Layout(Hashable, Protocol):
         """The shape of each tensor."""
 
 
-class ListedLayout(NamedTuple):
+class ListedForms(NamedTuple):
     """The dtypes and shapes of tensors, one by one."""
 
     dtypes: tuple[DType, ...]
@@ -55,14 +55,14 @@ class Columns:
     """Where tensors lie.
 
     Attributes:
-        layout: Their dtypes and shapes.
+        forms: Their dtypes and shapes.
         addresses: The address of each one's first element.
         strides: Its strides, as its library counts them, or None if it is contiguous; None if all are.
         writable: Whether it can be written to.
         devices: A number that stands for its device.
     """
 
-    layout: Layout
+    forms: TensorForms
     addresses: Numbers
     strides: list[Shape | None] | None
     writable: Flags
@@ -75,7 +75,7 @@ class Columns:
             and np.array_equal(self.writable, other.writable)
             and np.array_equal(self.devices, other.devices)
             and self.strides == other.strides
-            and self.layout == other.layout
+            and self.forms == other.forms
         )
 
 
@@ -201,12 +201,12 @@ def _look_at_torch(tensors: list[Any], torch_tensor: Any) -> Columns | None:
     described = dlpack.describe(tensors) or _ask_each(tensors, torch_tensor)
     if described is None:
         return None
-    layout, addresses, contiguous, devices = described
+    forms, addresses, contiguous, devices = described
     strides = None if contiguous.all() else _strides(tensors, contiguous, torch_tensor.stride)
-    return Columns(layout, addresses, strides, np.ones(len(tensors), bool), devices)
+    return Columns(forms, addresses, strides, np.ones(len(tensors), bool), devices)
 
 
-def _ask_each(tensors: list[Any], torch_tensor: Any) -> tuple[Layout, Numbers, Flags, Numbers] | None:
+def _ask_each(tensors: list[Any], torch_tensor: Any) -> tuple[TensorForms, Numbers, Flags, Numbers] | None:
     """What `dlpack.describe` gives, by calls of torch for each tensor; None if one is odd."""
     dtypes = _dtypes(list(map(attrgetter("dtype"), tensors)), dtype_of_torch)
     if dtypes is None or not COMPLEX.isdisjoint(dtype.name for dtype in set(dtypes)):
@@ -220,7 +220,7 @@ def _ask_each(tensors: list[Any], torch_tensor: Any) -> tuple[Layout, Numbers, F
     devices = list(map(attrgetter("device"), tensors))
     numbers = {device: number for number, device in enumerate(set(devices))}
     device = np.array([*map(numbers.__getitem__, devices)], np.int64)
-    return ListedLayout(tuple(dtypes), shapes), addresses, contiguous, device
+    return ListedForms(tuple(dtypes), shapes), addresses, contiguous, device
 
 
 def _strides(tensors: list[Any], contiguous: Flags, stride: Callable[[Any], Shape]) -> list[Shape | None]:
@@ -236,7 +236,7 @@ def _look_at_arrays(arrays: list[Any], dtypes: list[DType]) -> Columns:
     contiguous = flags & _C_CONTIGUOUS != 0
     strides = None if contiguous.all() else _strides(arrays, contiguous, attrgetter("strides"))
     return Columns(
-        ListedLayout(tuple(dtypes), tuple(map(attrgetter("shape"), arrays))),
+        ListedForms(tuple(dtypes), tuple(map(attrgetter("shape"), arrays))),
         array_addresses(arrays),
         strides,
         flags & _WRITEABLE != 0,

@@ -43,7 +43,7 @@ _NUMBERS = np.array([code | bits << 8 | lanes << 16 for code, bits, lanes in _DT
 _CODES = np.array([BY_NAME[name].code for name in _DTYPES], np.int64)
 
 
-class NumberedLayout:
+class NumberedForms:
     """The dtypes and shapes of tensors, in numbers: very many are compared at once.
 
     Args:
@@ -54,7 +54,7 @@ class NumberedLayout:
         self._numbers = numbers
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, NumberedLayout) and np.array_equal(self._numbers, other._numbers)
+        return isinstance(other, NumberedForms) and np.array_equal(self._numbers, other._numbers)
 
     def __hash__(self) -> int:
         return hash((self._numbers.size, int(self._numbers.sum())))
@@ -84,13 +84,13 @@ class Description(NamedTuple):
     """What DLPack says of tensors.
 
     Attributes:
-        layout: Their dtypes and shapes.
+        forms: Their dtypes and shapes.
         addresses: The address of each one's first element.
         contiguous: Whether it is contiguous.
         devices: The kind and the number of its device.
     """
 
-    layout: NumberedLayout
+    forms: NumberedForms
     addresses: Numbers
     contiguous: npt.NDArray[np.bool_]
     devices: Numbers
@@ -103,14 +103,14 @@ def describe(tensors: list[Any]) -> Description | None:
         return None
     count = len(tensors)
     objects = np.fromiter(tensors, object, count)
-    layout = np.empty(count * (1 + _MOST_DIMENSIONS), np.int64)
+    forms = np.empty(count * (1 + _MOST_DIMENSIONS), np.int64)
     addresses = np.empty(count, np.int64)
     contiguous = np.empty(count, bool)
     devices = np.empty(count, np.int64)
     used = cpu.objects.describe_tensors(
-        function, _clear_error(), address_of(objects), _NUMBERS, _CODES, layout, addresses, contiguous, devices
+        function, _clear_error(), address_of(objects), _NUMBERS, _CODES, forms, addresses, contiguous, devices
     )
-    return None if used < 0 else Description(NumberedLayout(layout[:used].copy()), addresses, contiguous, devices)
+    return None if used < 0 else Description(NumberedForms(forms[:used].copy()), addresses, contiguous, devices)
 
 
 @cache

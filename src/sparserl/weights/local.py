@@ -148,7 +148,7 @@ def _look(weights: Weights, names: tuple[str, ...], tensors: list[Any], columns:
     """The parts of weights whose names, tensors and columns are given in table order."""
     gpus = find_gpus(tensors, columns) if tensors and columns is not None and columns.strides is None else None
     if columns is not None and gpus is not None:
-        table = table_like(names, columns.layout)
+        table = table_like(names, columns.forms)
         plain = PlainMemories(table.specs, columns, gpus[0], owners(tensors))
         return _Parts(table, table.places, plain, plain, gpus[1])
     memory_by_name = memories(weights)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import UnsupportedTensor
 from . import memory as memory_module
-from .columns import COMPLEX, Layout, PlainMemories, find_gpus, look_at, owners
+from .columns import COMPLEX, PlainMemories, TensorForms, find_gpus, look_at, owners
 from .dtypes import BY_NAME, Bits, DType, dtype_of_torch, is_big_endian
 from .memory import Memory, Weights, address_of
 from .region import Shape, row_major
@@ -133,7 +133,7 @@ def _usual_memories(tensors: list[Any]) -> Sequence[Memory | None]:
     gpus = None if columns is None else find_gpus(tensors, columns)
     if columns is None or gpus is None:
         return [None] * len(tensors)
-    specs = [*map(TensorSpec, repeat(""), columns.layout.dtypes, columns.layout.shapes)]
+    specs = [*map(TensorSpec, repeat(""), columns.forms.dtypes, columns.forms.shapes)]
     plain = PlainMemories(specs, columns, gpus[0], owners(tensors))
     if columns.strides is None:
         return plain
@@ -193,9 +193,9 @@ def table_with(names: tuple[str, ...], dtypes: tuple[DType, ...], shapes: tuple[
 
 
 @lru_cache(maxsize=8)
-def table_like(names: tuple[str, ...], layout: Layout) -> TensorTable:
-    """The table of tensors with these names and this layout."""
-    return table_with(names, layout.dtypes, layout.shapes)
+def table_like(names: tuple[str, ...], forms: TensorForms) -> TensorTable:
+    """The table of tensors with these names and forms."""
+    return table_with(names, forms.dtypes, forms.shapes)
 
 
 def require_like(

@@ -50,16 +50,16 @@ def _describe_tensors(
     objects: Any,
     dtypes: Any,
     codes: Any,
-    layout: Any,
+    forms: Any,
     addresses: Any,
     contiguous: Any,
     devices: Any,
 ) -> int:
-    """What DLPack says of every tensor: how many words of `layout` were written, or -1 if it has no words for one.
+    """What DLPack says of every tensor: how many words of `forms` were written, or -1 if it has no words for one.
 
     `describe` and `clear_error` are the addresses of C functions: DLPack's, which fills a `DLTensor` from a Python
     object, and `PyErr_Clear`. `objects` is the address of pointers to Python objects. `dtypes` are DLPack's numbers of
-    dtypes, and `codes` ours. Of each tensor, `layout` gets a word with its dtype and its number of dimensions, followed
+    dtypes, and `codes` ours. Of each tensor, `forms` gets a word with its dtype and its number of dimensions, followed
     by its sizes, and `devices` the kind and the number of its device.
     """
     dl_tensor = np.zeros(6, np.int64)
@@ -67,7 +67,7 @@ def _describe_tensors(
     last = 0  # mostly, all tensors have the same dtype
     used = 0
     for i in range(addresses.size):
-        if _call(describe, load(layout, objects + 8 * i), view) != 0:
+        if _call(describe, load(forms, objects + 8 * i), view) != 0:
             _call_without_arguments(clear_error)
             return -1
         kind = dl_tensor[2] >> 32
@@ -76,17 +76,17 @@ def _describe_tensors(
             last = 0
             while last < dtypes.size and kind != dtypes[last]:
                 last += 1
-        if last == dtypes.size or used + 1 + rank > layout.size:
+        if last == dtypes.size or used + 1 + rank > forms.size:
             return -1
         addresses[i] = dl_tensor[0] + dl_tensor[5]
         devices[i] = dl_tensor[1]
-        layout[used] = codes[last] << 32 | rank
+        forms[used] = codes[last] << 32 | rank
         reach = 1
         in_order = True
         for d in range(rank - 1, -1, -1):
-            size = load(layout, dl_tensor[3] + 8 * d)
-            layout[used + 1 + d] = size
-            in_order &= size == 1 or load(layout, dl_tensor[4] + 8 * d) == reach
+            size = load(forms, dl_tensor[3] + 8 * d)
+            forms[used + 1 + d] = size
+            in_order &= size == 1 or load(forms, dl_tensor[4] + 8 * d) == reach
             reach *= size
         contiguous[i] = in_order or reach == 0
         used += 1 + rank

@@ -232,8 +232,7 @@ def test_with_deepspeed_ray_and_vllm(patched, tmp_path):
     """ZeRO-3 shards of two ranks arrive in the live weights of an engine that OpenRLHF itself has started."""
     if missing := [name for name in PARTS if find_spec(name) is None]:
         pytest.skip(f"{', '.join(missing)} is not installed; see `make test-openrlhf`")
-    from tests.integrations.real_vllm import models
-
-    models.make(tmp_path / "model", "llama")
+    program = "import sys; from tests.integrations.real_vllm import models; models.make(sys.argv[1], 'llama')"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "model")], check=True, cwd=ROOT)
     with ranks(2, _zero3, str(patched), str(tmp_path), str(tmp_path / "model"), port()) as started:
         assert results(started, wait=600) == [(3, True), (3, True)]

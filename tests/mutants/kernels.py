@@ -87,21 +87,21 @@ MUTANTS = (
         "kernels/cpu/classes.py",
         "short &= limit & ~_HIGH == 0",
         "short &= limit & np.uint64(127) == 0",
-        Tests("kernels/test_classes.py", "byte_tells"),
+        Tests("kernels/test_classes.py", "byte_tells and float-thresholds4"),
     ),
     Mutant(
         "sixteen numbers may take more low bits than there are",
         "kernels/cpu/llvm.py",
         "b.select(b.and_(within, b.not_(_any(b, above))), total, _I64(-1))",
         "b.select(b.not_(_any(b, above)), total, _I64(-1))",
-        Tests("kernels/test_cpu_numbers.py", "unpack"),
+        Tests("kernels/test_cpu_numbers.py", "without_its_low_bits and uint16"),
     ),
     Mutant(
         "what is summed up on the way to a change takes another key",
         "kernels/cpu/changes.py",
         "line = (origin, step, keys[e, 1])\nfor ahead",
         "line = (origin, step, keys[e, 0])\nfor ahead",
-        Tests("kernels/test_cpu_regions.py", "test_gather_and_scatter"),
+        Tests("kernels/test_cpu_regions.py", "test_gather_and_scatter and words-u8"),
     ),
     Mutant(
         "ranks in a class run on from tile to tile",
@@ -171,7 +171,7 @@ MUTANTS = (
         "kernels/cpu/rans.py",
         "return left == 0",
         "return left <= 0",
-        Tests("kernels/test_rans.py", "truncated or missing"),
+        Tests("kernels/test_rans.py", "are_not_zeros"),
     ),
     Mutant(
         "rans frequencies need not add up",

@@ -92,7 +92,7 @@ MUTANTS = (
         "patch/apply.py",
         "refuse_conflicts(weights, tied, staged)",
         "",
-        Tests("patch/test_tied_tensors.py", "tied"),
+        Tests("patch/test_tied_tensors.py", "should_differ and auto-numpy"),
     ),
     Mutant(
         "read-only and folded memory is written",

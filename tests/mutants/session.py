@@ -351,7 +351,7 @@ MUTANTS = (
         "session/store/transfer.py",
         "if count > elements or size > most:",
         "if count > elements:",
-        Tests("hostile/test_budgets.py", "larger_than_any_patch and in_memory"),
+        Tests("hostile/test_budgets.py", "refused_for_what and larger_than_any_patch and in_memory"),
     ),
     Mutant(
         "weights are made for which there is no memory",

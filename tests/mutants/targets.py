@@ -65,4 +65,11 @@ MUTANTS = (
         "pass",
         Tests("targets/test_watching.py", "ways_of_loaders"),
     ),
+    Mutant(
+        "a shard lies where its memory begins",
+        "targets/dtensors.py",
+        "yield Piece(name, region, name, view.storage_offset() - first, tuple(view.stride()))",
+        "yield Piece(name, region, name, view.storage_offset(), tuple(view.stride()))",
+        Tests("targets/test_dtensors.py", "follow_a_run"),
+    ),
 )

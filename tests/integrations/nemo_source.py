@@ -11,7 +11,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 COMMIT = "7ea279abfbeb698b092856d0dab61e7cf39bc909"  # 22 August 2026
@@ -84,6 +84,14 @@ def engine_class() -> Any:
     from sparserl.integrations.nemo_rl import Engine
 
     return Engine
+
+
+def without_gpu() -> None:
+    """Let NeMo-RL's workers of vLLM run on a CPU: they wait for a GPU, and mark what it does for a profiler."""
+    import torch
+
+    torch.cuda.current_stream = lambda: SimpleNamespace(synchronize=lambda: None)
+    torch.cuda.nvtx = SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None)
 
 
 def forget() -> None:

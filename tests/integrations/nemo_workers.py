@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.integrations.nemo_source import checkout, engine_class, provide
+from tests.integrations.nemo_source import checkout, engine_class, provide, without_gpu
 from tests.session.ranks import port
 
 
@@ -16,9 +16,8 @@ def join(rank, size, at):
     engine_class()
 
 
-def make_policy(rank, size, at, weights):
+def make_policy(rank, weights):
     """A worker of the policy."""
-    join(rank, size, at)
     from nemo_rl.models.policy.workers.checkpoint_engine import PolicyCheckpointEngineMixin
 
     class Policy(PolicyCheckpointEngineMixin):
@@ -36,10 +35,9 @@ def make_policy(rank, size, at, weights):
     return policy
 
 
-def make_worker(at):
+def make_worker():
     """A worker of vLLM, which keeps what it is to load."""
-    join(0, 1, at)
-    torch.cuda.current_stream = lambda: SimpleNamespace(synchronize=lambda: None)  # NeMo-RL waits for a GPU
+    without_gpu()
     from nemo_rl.models.generation.vllm.checkpoint_engine import VllmCheckpointEngineMixin
 
     class Loader:
@@ -61,8 +59,9 @@ def make_worker(at):
 class PolicyActor:
     """Ray's actor around a worker of the policy."""
 
-    def __init__(self, *args):
-        self._policy = make_policy(*args)
+    def __init__(self, rank, size, at, weights):
+        join(rank, size, at)
+        self._policy = make_policy(rank, weights)
 
     async def checkpoint_engine_rpc(self, **arguments):
         return await self._policy.checkpoint_engine_rpc(**arguments)
@@ -75,7 +74,8 @@ class RolloutActor:
     """Ray's actor with an engine of vLLM that has one worker."""
 
     def __init__(self, at):
-        self._worker = make_worker(at)
+        join(0, 1, at)
+        self._worker = make_worker()
         from nemo_rl.models.generation.vllm.checkpoint_engine import VllmCheckpointEngineRpcMixin
 
         self._engine = VllmCheckpointEngineRpcMixin()

@@ -21,7 +21,7 @@ import torch
 from sparserl.errors import PeerLost, SessionError, Untrusted
 from tests.integrations.nemo_source import METHODS, TRANSPORT, checkout, engine_class, forget
 from tests.integrations.wheels import calls, definition, fields, parameters
-from tests.session.ranks import ranks
+from tests.session.ranks import ranks, results
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {"embed": (50, 16), "up": (40, 16), "gate": (), "norm": (16,), "none": (0, 4)}
@@ -412,6 +412,42 @@ def test_weights_are_rounded_where_that_is_asked_for(engine, tmp_path):
 
 
 # -- NeMo-RL's own code ------------------------------------------------------------------------------------------------
+
+
+def sync_by_mixins(_rank, _group, _pipe, url):
+    """Two syncs between a policy and a worker in one process; whether the worker then has what was sent."""
+    from tests.integrations import nemo_workers
+
+    engine_class()
+    policy = nemo_workers.make_policy(0, trained)
+    rollout = nemo_workers.make_worker()
+    options = {"url": url, "release_after_refit": True, "in_place": False}
+
+    def call(method, **arguments):
+        return asyncio.run(policy.checkpoint_engine_rpc(method, arguments))
+
+    call("init_checkpoint_engine", backend=TRANSPORT, bucket_size_bytes=BUCKET, engine_kwargs=options)
+    rollout.init_checkpoint_engine(TRANSPORT, BUCKET, options)
+    same = []
+    for policy.step in range(2):
+        metadata = [call("prepare_checkpoint_engine"), rollout.prepare_checkpoint_engine()]
+        sizes = {"train_world_size": 1, "rollout_world_size": 1}
+        call("init_checkpoint_engine_process_group", metadata=metadata, **sizes)
+        rollout.init_checkpoint_engine_process_group(0, 1, 1, metadata)
+        call("send_weights_via_checkpoint_engine")
+        assert rollout.update_weights_from_checkpoint_engine()
+        same.append(bits(trained(policy.step)) == rollout.held)
+        call("finalize_checkpoint_engine")
+        rollout.finalize_checkpoint_engine()
+    return same
+
+
+def test_under_the_mixins_of_nemo_rl(source, tmp_path):
+    """With a checkout, what NeMo-RL adds to workers of the policy and of vLLM makes the calls."""
+    pytest.importorskip("ray", reason="NeMo-RL's workers import Ray")
+    assert source is not None
+    with ranks(1, sync_by_mixins, f"file://{tmp_path}") as started:
+        assert results(started) == [[True, True]]
 
 
 @pytest.mark.long

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import torch
 
-from tests.integrations.nemo_source import checkout, engine_class, provide
+from tests.integrations.nemo_source import checkout, engine_class, provide, without_gpu
 
 
 class StandIn:
@@ -46,7 +45,7 @@ if checkout() is None:
     Extension = StandIn
 else:
     provide(checkout())
-    torch.cuda.current_stream = lambda: SimpleNamespace(synchronize=lambda: None)  # its loader waits for a GPU
+    without_gpu()
     from nemo_rl.models.generation.vllm import vllm_backend
 
     Extension = vllm_backend.VllmInternalWorkerExtensionWithCheckpointEngine

@@ -16,6 +16,7 @@ from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import
 from skyrl.backends.skyrl_train.weight_sync.sources import FsdpWeightSource
 from skyrl.backends.skyrl_train.weight_sync.weight_senders import teardown_engine
 from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -47,9 +48,10 @@ class Rank:
         """Load a checkpoint in fp32, shard it, and let the servers follow."""
         self.cfg = cfg
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in policy.model.layers:
-            fully_shard(layer)
-        self.worker = Policy(cfg, fully_shard(policy))
+            fully_shard(layer, mesh=mesh)
+        self.worker = Policy(cfg, fully_shard(policy, mesh=mesh))
         self.client = RemoteInferenceClient(proxy_url=urls[0], server_urls=urls, data_parallel_size=1)
         engine = cfg.generator.inference_engine
         self.runner.run(self.worker.init_weight_sync_state(self.client, engine))

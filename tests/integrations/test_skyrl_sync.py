@@ -75,10 +75,13 @@ class Server:
         self.command += [*small, "--enforce-eager", "--weight-transfer-config", '{"backend": "sparserl"}']
 
     def start(self) -> None:
+        """Start it; `wait` until it answers."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command, env=VLLM_ENVIRONMENT, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
             )
+
+    def wait(self) -> None:
         while self.process.poll() is None:
             try:
                 if requests.get(f"{self.url}/health", timeout=30).ok:
@@ -180,6 +183,7 @@ def synced(tmp_path_factory: pytest.TempPathFactory):
         first.start()
         with trainer_ranks(2) as started:
             trainer = Trainer(started)
+            first.wait()
             seen["engine"] = trainer("begin", config(model, store), model, [first.url])
             seen["rounds"] = []
             meanwhile = Asking(first)
@@ -192,6 +196,8 @@ def synced(tmp_path_factory: pytest.TempPathFactory):
             seen["meanwhile"] = meanwhile.lengths
             first.kill()
             first.start()
+            late.start()
+            first.wait()
             trainer("step", 3)
             seen["follows again"] = list(trainer("sync"))
             trainer("save", saved)
@@ -199,7 +205,7 @@ def synced(tmp_path_factory: pytest.TempPathFactory):
             trainer("step", 4)
             trainer("sync")  # the last thing that this trainer does: nothing ends it in order
             trainer("save", saved)
-        late.start()
+        late.wait()
         with trainer_ranks(1) as started:
             trainer = Trainer(started)
             refused = config(model, store, "generator.inference_engine.sparserl.worker.trusted_key=x")

@@ -151,7 +151,7 @@ test-prime-rl: $(STAMP) $(VLLM)/.installed  ## with SPARSERL_PRIME_RL=CHECKOUT: 
 
 test-openrlhf: $(VLLM)/.installed  ## OpenRLHF's trainer with DeepSpeed, and its engines on Ray, on the CPU
 	$(call beside,$(OPENRLHF),$(VLLM))
-	$(OPENRLHF)/bin/python -m pip install --quiet ray==2.60.0
+	$(OPENRLHF)/bin/python -m pip install --quiet pylatexenc ray==2.60.0 torchdata
 	DS_BUILD_OPS=0 $(OPENRLHF)/bin/python -m pip install --quiet --no-deps accelerate deepspeed==0.19.6 hjson msgpack peft
 	$(VLLM_NUMBA) $(OPENRLHF)/bin/python -m pytest tests/integrations/test_openrlhf.py
 

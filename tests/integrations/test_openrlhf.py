@@ -30,6 +30,7 @@ PAGE = ROOT / "docs/how-to/integrations/openrlhf.md"
 DIFF = ROOT / "docs/how-to/integrations/diffs/openrlhf.diff"
 PURE = f"openrlhf-{VERSION}.data/purelib/"  # where the wheel has its modules
 PARTS = ("deepspeed", "ray", "vllm")
+UNUSED = ("aiohttp", "flash_attn", "peft", "pylatexenc", "torchdata")
 
 
 @pytest.fixture(name="patched", scope="module")
@@ -114,8 +115,7 @@ def arguments(url: str | None, **ds: int) -> SimpleNamespace:
 def trainer_of(checkout: str, args, model, engines):
     """OpenRLHF's trainer of an actor, on a CPU, without the kernels of flash-attention."""
     sys.path.insert(0, checkout)
-    names = ("aiohttp", "flash_attn", "peft", "pylatexenc", "torchdata", *PARTS)
-    leave_out(*(name for name in names if find_spec(name) is None))
+    leave_out(*(name for name in (*UNUSED, *PARTS) if find_spec(name) is None))
     torch.cuda.synchronize = lambda: None
     torch.cuda.current_device = lambda: 0
     from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
@@ -165,8 +165,25 @@ def test_refusals(args, refusal):
         WeightSync(args, torch.nn.Linear(2, 2), [])
 
 
-def _zero3(rank, group, pipe, checkout: str, folder: str, model_path: str, at: int):
-    """Two ranks of DeepSpeed's ZeRO-3, and an engine of vLLM that OpenRLHF starts in an actor of Ray."""
+def _started_engines(checkout: str, model: str) -> list:
+    """An engine of vLLM that OpenRLHF starts in an actor of Ray."""
+    import ray
+
+    from tests.integrations.real_vllm.test_vllm import ENVIRONMENT
+
+    sys.path.insert(0, checkout)
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((checkout, str(ROOT / "src"), str(ROOT)))}
+    ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, runtime_env={"env_vars": environment})
+    leave_out(*(name for name in UNUSED if find_spec(name) is None))
+    from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
+
+    common = {"seed": 0, "full_determinism": True, "enable_prefix_caching": True, "enforce_eager": True}
+    sizes = {"max_model_len": 64, "gpu_memory_utilization": 0.1}
+    return create_vllm_engines(1, 1, model, weight_transfer_backend="sparserl", **common, **sizes)
+
+
+def _zero3(rank, group, pipe, checkout: str, folder: str, model_path: str, at: int, with_vllm: bool):
+    """Two ranks of DeepSpeed's ZeRO-3 train, and broadcast."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(at)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
     warnings.simplefilter("ignore")
@@ -174,28 +191,10 @@ def _zero3(rank, group, pipe, checkout: str, folder: str, model_path: str, at: i
     import transformers
 
     args = arguments(f"file://{folder}/run")
-    engines = []
-    if rank == 0:
-        import ray
-
-        sys.path.insert(0, checkout)
-        paths = os.pathsep.join((checkout, str(ROOT / "src"), str(ROOT)))
-        from tests.integrations.real_vllm.test_vllm import ENVIRONMENT
-
-        ray.init(
-            num_cpus=2,
-            num_gpus=1,
-            include_dashboard=False,
-            runtime_env={"env_vars": ENVIRONMENT | {"PYTHONPATH": paths}},
-        )
-        from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
-
-        common = {"seed": 0, "full_determinism": True, "enable_prefix_caching": True, "enforce_eager": True}
-        engines = create_vllm_engines(
-            1, 1, model_path, max_model_len=64, gpu_memory_utilization=0.1, weight_transfer_backend="sparserl", **common
-        )
     deepspeed.init_distributed("gloo")
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype="auto")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    whole = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    engines = [Engine(whole)] if not with_vllm else _started_engines(checkout, model_path) if rank == 0 else []
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 50},
@@ -213,26 +212,35 @@ def _zero3(rank, group, pipe, checkout: str, folder: str, model_path: str, at: i
         trainer.broadcast_to_vllm()
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         gathered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    held = {name: torch.zeros_like(tensor) for name, tensor in gathered.items()}
-    version = sparserl.Subscriber(args.vllm.sync_url, held).sync().version
-    exact = all(torch.equal(held[name], tensor) for name, tensor in gathered.items())
-    if rank == 0:  # all bits of the engine are read, and must be those of the version
-        for method, options in (
-            ("start_weight_update", {}),
-            ("update_weights", {"update_info": {"version": version, "audit": True}}),
-            ("finish_weight_update", {}),
-        ):
-            ray.get(engines[0].weight_transfer.remote(method, **options), timeout=300)
-        ray.shutdown()
-    return version, exact
+    if rank > 0:
+        return True
+    if with_vllm:
+        _audit(engines[0], whole, args.vllm.sync_url)
+    return all(torch.equal(whole[name], tensor) for name, tensor in gathered.items())
+
+
+def _audit(engine, whole, url: str) -> None:
+    """Read all bits of an engine, which must be those of the newest version; read this version."""
+    import ray
+
+    version = sparserl.Subscriber(url, whole).sync().version
+    for method, options in (
+        ("start_weight_update", {}),
+        ("update_weights", {"update_info": {"version": version, "audit": True}}),
+        ("finish_weight_update", {}),
+    ):
+        ray.get(engine.weight_transfer.remote(method, **options), timeout=300)
+    ray.shutdown()
 
 
 @pytest.mark.timeout(900)
-def test_with_deepspeed_ray_and_vllm(patched, tmp_path):
-    """ZeRO-3 shards of two ranks arrive in the live weights of an engine that OpenRLHF itself has started."""
-    if missing := [name for name in PARTS if find_spec(name) is None]:
+@pytest.mark.parametrize("with_vllm", [False, True])
+def test_zero3(patched, tmp_path, with_vllm):
+    """ZeRO-3 shards of two ranks arrive bit for bit; with Ray and vLLM, in an engine that OpenRLHF has started."""
+    if missing := [name for name in (PARTS if with_vllm else ("deepspeed",)) if find_spec(name) is None]:
         pytest.skip(f"{', '.join(missing)} is not installed; see `make test-openrlhf`")
     program = "import sys; from tests.integrations.real_vllm import models; models.make(sys.argv[1], 'llama')"
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "model")], check=True, cwd=ROOT)
-    with ranks(2, _zero3, str(patched), str(tmp_path), str(tmp_path / "model"), port()) as started:
-        assert results(started, wait=600) == [(3, True), (3, True)]
+    work = (str(patched), str(tmp_path), str(tmp_path / "model"), port(), with_vllm)
+    with ranks(2, _zero3, *work) as started:
+        assert results(started, wait=600) == [True, True]

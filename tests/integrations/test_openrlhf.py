@@ -118,8 +118,11 @@ def trainer_of(checkout: str, args, model, engines):
     leave_out(*(name for name in (*UNUSED, *PARTS) if find_spec(name) is None))
     torch.cuda.synchronize = lambda: None
     torch.cuda.current_device = lambda: 0
+    import ray
     from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
+    if any(isinstance(engine, Engine) for engine in engines):
+        ray.get = list  # they have answered at once
     actor = SimpleNamespace(model=SimpleNamespace(module=model))
     return ActorPPOTrainer(SimpleNamespace(args=args), actor, None, None, None, vllm_engines=engines)
 

@@ -92,10 +92,10 @@ def test_generators_have_the_bits_of_the_trainer(tmp_path, trainer_ranks, genera
 @pytest.mark.long
 def test_other_controllers_are_refused(tmp_path):
     from sparserl.errors import SessionError
-    from sparserl.integrations.torchtitan import Store, with_store
+    from sparserl.integrations.torchtitan import StoreConfig, with_store
     from tests.integrations.torchtitan_actors import small_config
 
-    store = Store(url="file:///nowhere")
+    store = StoreConfig(url="file:///nowhere")
     config = with_store(small_config(tmp_path, 1, 1), store)
     assert config.store is store
     with pytest.raises(SessionError, match=r"StoreController\.Config; it must be a Controller\.Config"):
@@ -103,10 +103,10 @@ def test_other_controllers_are_refused(tmp_path):
 
 
 async def _run(folder: Path, trainer_ranks: int, generator_ranks: int) -> None:
-    from sparserl.integrations.torchtitan import Store, with_store
+    from sparserl.integrations.torchtitan import StoreConfig, with_store
     from tests.integrations import torchtitan_actors as actors
 
-    store = Store(url=f"file://{folder}/store", state=str(folder / "state"))
+    store = StoreConfig(url=f"file://{folder}/store", state=str(folder / "state"))
     config = with_store(actors.small_config(folder, trainer_ranks, generator_ranks), store)
     controller = actors.CpuController(config)
     mesh = actors.Processes(generator_ranks)

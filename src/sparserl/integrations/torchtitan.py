@@ -37,7 +37,7 @@ except ImportError as missing:
 
 
 @dataclass(kw_only=True, frozen=True)
-class Store:
+class StoreConfig:
     """The store between the trainer and its generators.
 
     Args:
@@ -58,7 +58,7 @@ class Store:
 class PublishingTrainer(PolicyTrainer):  # type: ignore[misc]
     """A trainer that publishes a version where torchtitan's puts its state dict into TorchStore."""
 
-    def __init__(self, config: Any, *, store: Store, **options: Any) -> None:
+    def __init__(self, config: Any, *, store: StoreConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self._store = store
         self._publisher: Publisher | None = None
@@ -113,7 +113,7 @@ class FollowingGenerator(VLLMGenerator):  # type: ignore[misc]
 
     _pull_model_state_dict_future: Any
 
-    def __init__(self, config: Any, *, store: Store, **options: Any) -> None:
+    def __init__(self, config: Any, *, store: StoreConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self._store = store
         self._state: dict[str, Any] = {}
@@ -173,7 +173,7 @@ class StoreController(Controller):  # type: ignore[misc]
     class Config(Controller.Config):  # type: ignore[misc]
         """torchtitan's config and the store."""
 
-        store: Store
+        store: StoreConfig
 
     async def setup_async(self, *, trainer_mesh: Any, generator_meshes: list[Any]) -> None:
         """Start the actors, and sync once."""
@@ -187,7 +187,7 @@ class StoreController(Controller):  # type: ignore[misc]
 class _MeshOf:
     """A mesh of processes on which one class of actors is started in place of another."""
 
-    def __init__(self, mesh: Any, replaced: type, actor: type, store: Store) -> None:
+    def __init__(self, mesh: Any, replaced: type, actor: type, store: StoreConfig) -> None:
         self._mesh = mesh
         self._replaced = replaced
         self._actor = actor
@@ -203,7 +203,7 @@ class _MeshOf:
         return getattr(self._mesh, name)
 
 
-def with_store(config: Any, store: Store) -> StoreController.Config:
+def with_store(config: Any, store: StoreConfig) -> StoreController.Config:
     """The same config, whose trainer and generators sync through a store.
 
     Args:
@@ -214,7 +214,7 @@ def with_store(config: Any, store: Store) -> StoreController.Config:
         SessionError: It is the config of another controller.
 
     >>> def my_config():                                                                            # doctest: +SKIP
-    ...     return with_store(rl_grpo_qwen3_0_6b_varlen(), Store(url="s3://bucket/run"))
+    ...     return with_store(rl_grpo_qwen3_0_6b_varlen(), StoreConfig(url="s3://bucket/run"))
     """
     if type(config) is not Controller.Config:
         raise SessionError(f"the config is a {type(config).__qualname__}; it must be a Controller.Config of torchtitan")

@@ -206,7 +206,7 @@ def test_rank_0_publishes_and_workers_follow(engine, tmp_path):
             first, second, *seen = asyncio.run(sync(trainers, workers, step))
             assert [expected(step, getattr(torch, dtype or "float32"))] * len(workers) == seen
             assert (version, {}) == (first["sparserl/version"], second)
-            followers.add(rollouts[1]._subscriber)
+            followers.add(rollouts[1]._receiver._subscriber)
     assert len(followers) == 1  # who forgets what it holds would fetch everything anew
 
 

@@ -197,7 +197,7 @@ def test_what_cannot_be_sparse_is_dense(verl, tmp_path, reason):
     else:
         run.trainer.weights = {name: tensor * 3 + 1 for name, tensor in run.trainer.weights.items()}
         run.sender._options["new_run"] = True
-        run.sender._publisher = None
+        run.sender._sender = None
     assert {spec["encoding"] for spec in run.sync()} == {"dense"}
     assert run.expected() == run.model.bits()
     run.trainer.weights = {name: tensor.clone() for name, tensor in run.trainer.weights.items()}

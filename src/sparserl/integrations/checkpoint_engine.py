@@ -10,7 +10,7 @@ are told of that, and receivers wait for another head.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class AwaitedVersion:
         self, store: Store, before: RunAndVersion | None, timeout: float, trusted_keys: PublicKeys | None
     ) -> None:
         self._store = store
-        self._before = before
+        self._before = None if before is None else (before[0], before[1])  # frameworks may make a list of it
         self._timeout = timeout
         self._trusted_keys = trusted_keys
         self._end = time.monotonic() + timeout
@@ -108,6 +108,10 @@ class WeightSender:
         dtype: Floating-point tensors are rounded to it before they are compared; None to send them as they are.
         spread: Whether every rank publishes a share of the tensors; otherwise rank 0 publishes all.
         options: Options of the `Publisher`.
+
+    >>> sender = WeightSender(store, rank, dtype=torch.bfloat16, spread=False, options={})         # doctest: +SKIP
+    >>> sender.capture(model.named_parameters())                                                   # doctest: +SKIP
+    >>> report = sender.publish(step=7)                                                            # doctest: +SKIP
     """
 
     def __init__(
@@ -117,26 +121,19 @@ class WeightSender:
         self._rank = rank
         self._dtype = dtype
         self._spread = spread
+        self._publishes = spread or rank == 0
         self._options = options
         self._copies: dict[str, torch.Tensor] = {}
         self._captured: Weights | Shards = {}
         self._publisher: Publisher | None = None
 
-    def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport | None:
-        """On all ranks: publish the next version; None on ranks that publish nothing."""
-        if not self._spread and self._rank:
+    def capture(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """On all ranks: copy the tensors that this one publishes to host memory, one by one, to need little on GPUs."""
+        if not self._publishes:
             for _ in weights:
                 pass  # all ranks take part in gathering a tensor
-            return None
+            return
         ranks = torch.distributed.get_world_size() if self._spread else 1
-        self._captured = self._capture(weights, ranks)
-        if self._publisher is None:
-            group = torch.distributed.group.WORLD if self._spread else None
-            self._publisher = Publisher(self._store, lambda: self._captured, writers=group, **self._options)
-        return self._publisher.publish()
-
-    def _capture(self, weights: Iterable[tuple[str, torch.Tensor]], ranks: int) -> Weights | Shards:
-        """Copy the tensors that this rank publishes to host memory, one at a time, to need little GPU memory."""
         specs = []
         copies = {}
         load = [0] * ranks
@@ -149,7 +146,20 @@ class WeightSender:
             if owner == self._rank:
                 copies[name] = self._copy(name, tensor)
         self._copies = copies
-        return Shards.of(TensorTable(specs), copies) if ranks > 1 else copies
+        self._captured = Shards.of(TensorTable(specs), copies) if ranks > 1 else copies
+
+    def publish(self, *, step: int | None = None) -> SyncReport | None:
+        """On all ranks: publish what was captured as the next version; None on ranks that publish nothing.
+
+        Args:
+            step: The training step, which the log of the run has.
+        """
+        if not self._publishes:
+            return None
+        if self._publisher is None:
+            group = torch.distributed.group.WORLD if self._spread else None
+            self._publisher = Publisher(self._store, lambda: self._captured, writers=group, **self._options)
+        return self._publisher.publish(step=step)
 
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor into the memory of its last copy, if it fits."""
@@ -166,35 +176,47 @@ class WholeReceiver:
         url: The store.
         path: The folder, which one worker of a node writes and the others read; None for host memory.
         trusted_keys: Whose versions are trusted; None for all.
+        host_target: Makes the target in host memory.
+
+    >>> receiver = WholeReceiver("s3://bucket/run", None, None)                                    # doctest: +SKIP
+    >>> weights = receiver.receive(AwaitedVersion(store, before, 600.0, None))                     # doctest: +SKIP
     """
 
-    def __init__(self, url: str, path: str | None, trusted_keys: PublicKeys | None) -> None:
+    def __init__(
+        self,
+        url: str,
+        path: str | None,
+        trusted_keys: PublicKeys | None,
+        host_target: Callable[[], HostTarget] | None = None,
+    ) -> None:
         self._url = url
         self._path = path
         self._trusted_keys = trusted_keys
+        self._host_target = host_target or HostTarget
+        self._leads = True
         self._target: HostTarget | FolderTarget | None = None
         self._subscriber: Subscriber | None = None
 
-    def receive(self, awaited: AwaitedVersion, *, leads: bool) -> dict[str, torch.Tensor]:
-        """Wait for a version, verify it, and return its tensors; those of a folder are mapped.
+    def begin(self, *, leads: bool) -> None:
+        """Before a sync, on all workers: who no longer writes the folder lets go of it, so that another one can.
 
         Args:
-            awaited: The version.
-            leads: Whether this worker writes the folder.
+            leads: Whether this worker writes the folder of its node.
+        """
+        self._leads = leads
+        if self._path is not None and not leads:
+            self.close()
+
+    def receive(self, awaited: AwaitedVersion) -> Weights:
+        """Wait for a version, verify it, and return its weights; those of a folder are mapped.
 
         Raises:
             PeerLost: The version did not come in time.
         """
-        if self._path is not None and not leads:
-            self.close()  # another worker writes the folder from now on
-            weights = _read_folder(Path(self._path), awaited)
-        else:
-            weights = self._follow(awaited)
-        return {name: as_tensor(bits) for name, bits in weights.items()}
-
-    def _follow(self, awaited: AwaitedVersion) -> Weights:
+        if self._path is not None and not self._leads:
+            return _read_folder(Path(self._path), awaited)
         if self._subscriber is None:
-            self._target = HostTarget() if self._path is None else folder(self._path, keep=1)
+            self._target = self._host_target() if self._path is None else folder(self._path, keep=1)
             self._subscriber = Subscriber(self._url, self._target, trusted_keys=self._trusted_keys)
         subscriber = self._subscriber
 

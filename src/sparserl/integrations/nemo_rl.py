@@ -25,7 +25,7 @@ from ..session import Publisher
 from ..session.options import require_count, require_timeout
 from ..session.store.signing import PublicKeys, public_keys
 from ..transport.stores.opening import open_store
-from .checkpoint_engine import AwaitedVersion, RunAndVersion, WeightSender, WholeReceiver, head_version
+from .checkpoint_engine import AwaitedVersion, RunAndVersion, WeightSender, WholeReceiver, as_tensor, head_version
 
 try:
     from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
@@ -113,7 +113,6 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         self._sender: WeightSender | None = None
         self._whole = WholeReceiver(url, folder, trusted_keys)
         self._live: LiveReceiver | None = None
-        self._leads = False
         self._before: RunAndVersion | None = None
         self._is_ready = False  # whether it was told what was published before this sync
 
@@ -149,12 +148,11 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         rollouts = metadata[train_world_size : train_world_size + rollout_world_size]
         node = rollouts[rollout_rank]["node"]
         first = next((i for i, told in enumerate(rollouts) if told["needs_whole"] and told["node"] == node), None)
-        self._leads = first == rollout_rank
+        self._whole.begin(leads=first == rollout_rank)
         self._begin(metadata)
 
     def _begin(self, metadata: list[Any]) -> None:
-        before = metadata[0]["before"]  # of rank 0 of the policy, which publishes
-        self._before = None if before is None else (before[0], before[1])
+        self._before = metadata[0]["before"]  # of rank 0 of the policy, which publishes
         self._is_ready = True
 
     def finalize(self) -> None:
@@ -171,7 +169,8 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         if self._sender is None or not self._is_ready:
             raise self._unready_error()
         self._is_ready = False
-        self._sender.send(weights)
+        self._sender.capture(weights)
+        self._sender.publish()
 
     # -- the rollout's side --------------------------------------------------------------------------------------------
 
@@ -187,7 +186,8 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         device = "cuda" if torch.cuda.is_available() else "cpu"
         batch: list[tuple[str, torch.Tensor]] = []
         size = 0
-        for name, tensor in self._whole.receive(awaited, leads=self._leads).items():
+        for name, bits in self._whole.receive(awaited).items():
+            tensor = as_tensor(bits)
             if batch and size + tensor.nbytes > self._bucket_size:
                 yield batch
                 batch = []
@@ -204,7 +204,9 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
             self._live = LiveReceiver(
                 find_worker(self), self._url, trusted_keys=self._trusted_keys, audit_every=self._audit_every
             )
-        self._live.receive(awaited, lambda: self._whole.receive(awaited, leads=self._leads))
+        self._live.receive(
+            awaited, lambda: {name: as_tensor(bits) for name, bits in self._whole.receive(awaited).items()}
+        )
         self._whole.close()  # of the first sync, or of one after a failure
 
     @staticmethod

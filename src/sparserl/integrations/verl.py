@@ -14,35 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import NotFound, PeerLost, SessionError, Unavailable
-from ..session import Publisher, Subscriber, SyncReport
-from ..session.anchors import zeros
-from ..session.store.retention import read_head
+from ..errors import SessionError
+from ..session import SyncReport
 from ..session.store.signing import PublicKeys
-from ..sources import PublishedSource, open_checkpoint
-from ..targets import FolderTarget, ModuleTarget, folder
 from ..transport.stores.opening import open_store
-from ..weights.dtypes import BY_NAME, Bits
 from ..weights.memory import Weights
-from ..weights.shards import Shards
-from ..weights.table import TensorSpec, TensorTable
-from ..weights.tensors import tensor_table
+from .checkpoint_engine import AwaitedVersion, RunAndVersion, WeightSender, WholeReceiver, as_tensor, head_version
 
 try:
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 except ImportError as missing:
     raise SessionError("verl is not installed, or too old: its checkpoint engines came with 0.7") from missing
-
-_POLL_SECONDS = 0.1  # between checks of the folder that another worker writes
-
-RunAndVersion = tuple[str, int]
 
 
 @CheckpointEngineRegistry.register("sparserl")
@@ -87,19 +74,13 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         self._store = open_store(url)
         self._dtype = None if rollout_dtype is None else getattr(torch, rollout_dtype)
         self._spread = spread
-        self._folder = folder
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._timeout = timeout
-        self._signing_key = signing_key
         self._trusted_keys = trusted_keys
-        self._options = dict(options or {})
-        self._host: dict[str, torch.Tensor] = {}
-        self._source = _CapturedSource()
-        self._publisher: Publisher | None = None
-        self._subscriber: Subscriber | None = None
-        self._target: HostTarget | FolderTarget
+        self._options = dict(signing_key=signing_key, timeout=timeout, **(options or {}))
+        self._sender: WeightSender | None = None
+        self._receiver = WholeReceiver(url, folder, trusted_keys)
         self._before: RunAndVersion | None = None
-        self._leads = True
 
     # -- calls of verl's manager around a sync ------------------------------------------------------------------------
 
@@ -107,7 +88,7 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         """Return the name of this node; on rank 0 of the trainer also the version at the store's head."""
         metadata: dict[str, Any] = {"node": socket.gethostname()}
         if self.is_master:
-            metadata["before"] = self._head_version()
+            metadata["before"] = head_version(self._store, self._trusted_keys)
         return metadata
 
     @classmethod
@@ -123,11 +104,8 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
 
     def init_process_group(self, before: RunAndVersion | None, leads: bool) -> None:
         """Remember what `build_topology` returned; no group is made."""
-        self._before = None if before is None else (before[0], before[1])
-        self._leads = leads
-        if self._folder is not None and not leads and self._subscriber is not None:
-            self._subscriber.close()  # another worker writes the folder from now on
-            self._subscriber = None
+        self._before = before
+        self._receiver.begin(leads=leads)
 
     def finalize(self) -> None:
         """Do nothing: everything is needed by the next sync."""
@@ -138,143 +116,33 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
         """Publish the next version; on all ranks, since all take part in gathering a tensor. Returns metrics."""
-        ranks = torch.distributed.get_world_size() if self._spread else 1
-        rank = torch.distributed.get_rank() if self._spread else 0 if self.is_master else -1
-        self._source.captured = self._capture(weights, rank, ranks)
-        if rank < 0:
-            return {}
-        return await self._publish(self._source, torch.distributed.group.WORLD if self._spread else None, global_steps)
-
-    async def _publish(self, source: PublishedSource, writers: Any, step: int | None) -> dict[str, float]:
-        """Publish a version of the source, which is the same at every sync. Returns metrics, on rank 0."""
-        if self._publisher is None:
-            self._publisher = Publisher(
-                self._store,
-                source,
-                signing_key=self._signing_key,
-                writers=writers,
-                timeout=self._timeout,
-                **self._options,
+        if self._sender is None:
+            rank = torch.distributed.get_rank() if self._spread else 0 if self.is_master else -1
+            self._sender = WeightSender(
+                self._store, rank, dtype=self._dtype, spread=self._spread, options=self._options
             )
-        report = await asyncio.to_thread(self._publisher.publish, step=step)
-        return _metrics(report) if self.is_master else {}
+        self._sender.capture(weights)
+        return self._metrics(await asyncio.to_thread(self._sender.publish, step=global_steps))
 
-    def _capture(self, weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int) -> Weights | Shards:
-        """Copy the tensors that this rank publishes to host memory, one at a time, to need little GPU memory."""
-        specs = []
-        copies = {}
-        load = [0] * ranks
-        for name, tensor in weights:
-            if self._dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(self._dtype)
-            owner = load.index(min(load))
-            load[owner] += tensor.nbytes
-            specs.append(TensorSpec(name, BY_NAME[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape)))
-            if owner == rank:
-                copies[name] = self._copy(name, tensor)
-        self._host = copies
-        return Shards.of(TensorTable(specs), copies) if ranks > 1 else copies
-
-    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor into the memory of its last copy, if it fits."""
-        copy = self._host.get(name)
-        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return copy.copy_(tensor.detach())
+    def _metrics(self, report: SyncReport | None) -> dict[str, float]:
+        """The metrics of a sync that verl's trainer logs; on rank 0."""
+        if report is None or not self.is_master:
+            return {}
+        return {
+            "sparserl/version": report.version,
+            "sparserl/bytes": report.bytes,
+            "sparserl/dense_bytes": report.dense_bytes,
+            "sparserl/density": report.density,
+            "sparserl/seconds": sum(report.seconds.values()),
+        }
 
     # -- the rollout's side --------------------------------------------------------------------------------------------
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:  # noqa: ARG002
         """Wait for the next version, verify it, and yield all its tensors."""
         for name, data in (await asyncio.to_thread(self._receive)).items():
-            assert isinstance(data, Bits)
             yield name, as_tensor(data).to(self._device)
 
     def _receive(self) -> Weights:
         """Wait until this worker, or the leader of its node, has the next version; return its weights."""
-        if self._folder is not None and not self._leads:
-            return self._read_folder(Path(self._folder))
-        if self._subscriber is None:
-            self._target = self._host_target() if self._folder is None else folder(self._folder, keep=1)
-            self._subscriber = Subscriber(self._url, self._target, trusted_keys=self._trusted_keys)
-        subscriber = self._subscriber
-
-        def has_next() -> bool:
-            return subscriber.version is not None and self._is_next((subscriber.run or "", subscriber.version))
-
-        try:
-            subscriber.follow(timeout=self._timeout, stop=has_next)
-        except Unavailable as error:
-            raise self._timeout_error() from error
-        if not has_next():
-            raise self._timeout_error()
-        target = self._target
-        return open_checkpoint(target.current) if isinstance(target, FolderTarget) else target.weights()
-
-    def _host_target(self) -> HostTarget:
-        return HostTarget()
-
-    def _read_folder(self, path: Path) -> Weights:
-        """Wait until the worker that leads on this node has the next version in the folder."""
-        end = time.monotonic() + self._timeout
-        target = folder(path)
-        while time.monotonic() < end:
-            if (record := target.remembered_version()) is not None and self._is_next((record[0], record[2])):
-                return open_checkpoint(target.current.resolve())
-            time.sleep(_POLL_SECONDS)
-        raise self._timeout_error()
-
-    def _is_next(self, version: RunAndVersion) -> bool:
-        """Whether this version is at the store's head, and the head has changed since the sync began."""
-        return version == self._head_version() != self._before
-
-    def _head_version(self) -> RunAndVersion | None:
-        """Run and version at the store's head; None if there is no head yet."""
-        try:
-            head, _ = read_head(self._store, self._trusted_keys)
-        except NotFound:
-            return None
-        return head.run, head.version
-
-    def _timeout_error(self) -> PeerLost:
-        head = "no version" if self._before is None else f"version {self._before[1]} of run {self._before[0]}"
-        return PeerLost(f"{self._url} was at {head}, and nothing newer came in {self._timeout:.0f} s")
-
-
-class _CapturedSource:
-    """A source with the weights that were captured last."""
-
-    captured: Weights | Shards
-
-    def weights(self) -> Weights | Shards:
-        return self.captured
-
-
-class HostTarget(ModuleTarget):
-    """Weights in host memory, which are allocated when the tensors of the run are known."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Bits] = {}
-        super().__init__(lambda: self._tensors)
-
-    def attach(self, table: TensorTable) -> Weights:
-        if tensor_table(self._tensors) != table:
-            self._tensors = zeros(table)
-        return super().attach(table)
-
-
-def as_tensor(bits: Bits) -> torch.Tensor:
-    """Bits as a torch tensor: the same memory, or a copy if it is read-only."""
-    array = bits.array if bits.array.flags.writeable else bits.array.copy()
-    return torch.from_numpy(array).view(getattr(torch, bits.dtype.name))
-
-
-def _metrics(report: SyncReport) -> dict[str, float]:
-    """The metrics of a sync that verl's trainer logs."""
-    return {
-        "sparserl/version": report.version,
-        "sparserl/bytes": report.bytes,
-        "sparserl/dense_bytes": report.dense_bytes,
-        "sparserl/density": report.density,
-        "sparserl/seconds": sum(report.seconds.values()),
-    }
+        return self._receiver.receive(AwaitedVersion(self._store, self._before, self._timeout, self._trusted_keys))

@@ -14,6 +14,7 @@ one after a load that failed, and one that replaces most weights. No sync mixes 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,13 +26,15 @@ import torch
 
 from ..errors import SessionError
 from ..patch import Application
+from ..session import Publisher
 from ..targets import Change
 from ..targets.modules import PreparedModule
 from ..targets.target import Undo
 from ..weights.dtypes import Bits
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
-from .verl import HostTarget, SparserlEngine, as_tensor
+from .checkpoint_engine import HostTarget, WholeReceiver, as_tensor
+from .verl import SparserlEngine
 from .verl_shards import EngineShards
 
 try:
@@ -76,6 +79,9 @@ class SparserlDeltaEngine(SparserlEngine):
         super().__init__(bucket_size, is_master, **options)
         self._shards = shards
         self._engine_shards: EngineShards | None = None
+        self._publisher: Publisher | None = None
+        self._target = _WatchedTarget()
+        self._receiver = WholeReceiver(self._url, None, self._trusted_keys, lambda: self._target)
         self._is_loaded = False  # whether the rollout has all flushes so far
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
@@ -92,7 +98,10 @@ class SparserlDeltaEngine(SparserlEngine):
         if self._engine_shards is None:
             self._engine_shards = EngineShards(engine, self._dtype)
         with self._engine_shards.in_memory():
-            return await self._publish(self._engine_shards, torch.distributed.group.WORLD, global_steps)
+            if self._publisher is None:
+                group = torch.distributed.group.WORLD
+                self._publisher = Publisher(self._store, self._engine_shards, writers=group, **self._options)
+            return self._metrics(await asyncio.to_thread(self._publisher.publish, step=global_steps))
 
     def receive_weights(  # type: ignore[override]  # verl has one name for both wire formats
         self,
@@ -103,9 +112,7 @@ class SparserlDeltaEngine(SparserlEngine):
         It is no coroutine, since SGLang's adapter iterates over it as it stands.
         """
         weights = self._receive()
-        target = self._target
-        assert isinstance(target, _WatchedTarget)
-        changes = target.take_changes()
+        changes = self._target.take_changes()
         if not self._is_loaded:
             changes = None
         elif (reason := _reason_for_dense(weights, changes)) is not None:
@@ -114,9 +121,6 @@ class SparserlDeltaEngine(SparserlEngine):
         self._is_loaded = False
         yield from flushes(weights, changes, self.bucket_size, self._device)
         self._is_loaded = True
-
-    def _host_target(self) -> HostTarget:
-        return _WatchedTarget()
 
 
 class _WatchedTarget(HostTarget):

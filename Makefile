@@ -164,7 +164,7 @@ $(VERL)/.installed: $(STAMP) $(VLLM)/.installed  # beside what both have; the wh
 	rm -rf $$($(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests
 	touch $@
 
-test-verl: $(VERL)/.installed  ## verl on the CPU: its workers on Ray, its receiver inside vLLM
+test-verl: $(VERL)/.installed  ## verl on the CPU: its workers on Ray, its receivers of flushes
 	NUMBA_CACHE_DIR=$(abspath $(VERL))/numba $(VERL)/bin/python -m sparserl warmup --dtype bfloat16 --dtype float32
 	NUMBA_CACHE_DIR=$(abspath $(VERL))/numba $(VERL)/bin/python -m pytest $(VERL_TESTS)
 

@@ -169,8 +169,8 @@ def test_the_settings_of_the_page(tmp_path):
     assert type(build_checkpoint_callback(config)).__name__ == "PublishCheckpoints"
 
 
-def test_flushes_inside_vllm(tmp_path):
-    """The receiver that verl gives vLLM writes our flushes into live weights as a load of all tensors does."""
+def test_flushes_in_the_receiver_for_vllm(tmp_path):
+    """The receiver that verl gives vLLM, and the loader of vLLM that it calls, write our flushes bit for bit."""
     command = [sys.executable, "-m", "tests.integrations.real_verl.vllm_receiver", str(tmp_path)]
     done = subprocess.run(
         command, env=os.environ | VLLM, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600

@@ -16,6 +16,9 @@ import pytest
 import torch
 
 from sparserl.errors import PeerLost, SessionError
+from sparserl.session.store.retention import read_head, read_index
+from sparserl.session.store.routes import version_of_step
+from sparserl.transport.stores.opening import open_store
 from tests.integrations.wheels import calls, definition, fields, parameters, wheel
 from tests.session.ranks import ranks
 
@@ -115,9 +118,6 @@ def worker(rank, _group, pipe, base, options):
     made = engine_class(base)
     engine = None
 
-    async def receive() -> dict[str, bytes]:
-        return {name: t.reshape(-1).view(torch.uint8).numpy().tobytes() async for name, t in engine.receive_weights()}
-
     for method, args in iter(pipe.recv, None):
         try:
             if method == "begin":
@@ -125,7 +125,7 @@ def worker(rank, _group, pipe, base, options):
             elif method == "send":
                 said = asyncio.run(engine.send_weights(iter(trained(args).items()), global_steps=args))
             elif method == "receive":
-                said = asyncio.run(receive())
+                said = asyncio.run(received(engine))
             else:
                 said = getattr(engine, method)(**args)
             pipe.send((True, said))
@@ -180,19 +180,31 @@ def test_ranks_publish_and_a_node_follows(engine, tmp_path):
                 assert (first["sparserl/density"] < 0.5) == (version > 0)
 
 
+async def received(rollout) -> dict[str, bytes]:
+    """The bits that a rollout gets."""
+    return {name: t.reshape(-1).view(torch.uint8).numpy().tobytes() async for name, t in rollout.receive_weights()}
+
+
+def synced_here(engine, trainers, rollouts, step):
+    """One sync between engines of this process: the metrics of the trainers, then what rollouts have."""
+    workers = [*trainers, *rollouts]
+    sides = engine.build_topology(len(trainers), len(rollouts), [one.prepare() for one in workers])
+    for i, one in enumerate(workers):
+        one.init_process_group(**{name: (sides[0][name] + sides[1][name])[i] for name in sides[0]})
+
+    async def send_and_receive():
+        sends = [one.send_weights(iter(trained(step).items()), global_steps=step) for one in trainers]
+        return await asyncio.gather(*sends, *map(received, rollouts))
+
+    return asyncio.run(send_and_receive())
+
+
 def test_rank_0_publishes_and_workers_follow(engine, tmp_path):
     """By default rank 0 publishes everything and workers have copies: also one that missed a sync, and other dtypes."""
     options = {"url": f"file://{tmp_path}/store", "timeout": 120.0, "device": "cpu"}
+    store = open_store(options["url"])
     rollouts = [engine(1 << 20, **options) for _ in range(2)]
     followers = set()
-
-    async def receive(rollout) -> dict[str, bytes]:
-        return {name: t.reshape(-1).view(torch.uint8).numpy().tobytes() async for name, t in rollout.receive_weights()}
-
-    async def sync(trainers, workers, step):
-        sends = [one.send_weights(iter(trained(step).items()), global_steps=step) for one in trainers]
-        return await asyncio.gather(*sends, *map(receive, workers))
-
     for steps, dtype in (((0, 1, 2), "bfloat16"), ((3, 4), None)):
         trainers = [
             engine(1 << 20, is_master=rank == 0, rollout_dtype=dtype, options={"new_run": True}, **options)
@@ -200,14 +212,24 @@ def test_rank_0_publishes_and_workers_follow(engine, tmp_path):
         ]
         for version, step in enumerate(steps):
             workers = rollouts[: 1 if step == 1 else 2]
-            sides = engine.build_topology(2, len(workers), [one.prepare() for one in (*trainers, *workers)])
-            for i, one in enumerate((*trainers, *workers)):
-                one.init_process_group(**{name: (sides[0][name] + sides[1][name])[i] for name in sides[0]})
-            first, second, *seen = asyncio.run(sync(trainers, workers, step))
+            first, second, *seen = synced_here(engine, trainers, workers, step)
             assert [expected(step, getattr(torch, dtype or "float32"))] * len(workers) == seen
             assert (version, {}) == (first["sparserl/version"], second)
             followers.add(rollouts[1]._receiver._subscriber)
+            head, _ = read_head(store)
+            assert version_of_step(read_index(store, head).steps, step) == version
     assert len(followers) == 1  # who forgets what it holds would fetch everything anew
+
+
+def test_another_worker_leads(engine, tmp_path):
+    """Who led on a node lets go of the folder before the sync in which another worker writes it."""
+    options = {"url": f"file://{tmp_path}/store", "timeout": 120.0, "device": "cpu"}
+    trainer = engine(1 << 20, is_master=True, **options)
+    rollouts = [engine(1 << 20, folder=str(tmp_path / "node"), **options) for _ in range(2)]
+    for step in range(3):
+        _, *seen = synced_here(engine, [trainer], rollouts, step)
+        assert [expected(step)] * 2 == seen
+        rollouts.reverse()
 
 
 def test_nothing_new_is_told(engine, tmp_path):

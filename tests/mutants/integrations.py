@@ -83,6 +83,20 @@ MUTANTS = (
         Tests("integrations/test_nemo_rl.py", "waited_for"),
     ),
     Mutant(
+        "a worker keeps the folder that another one writes",
+        "integrations/checkpoint_engine.py",
+        "if self._path is not None and not leads:",
+        "if self._path is None:",
+        Tests("integrations/test_verl.py", "another_worker_leads"),
+    ),
+    Mutant(
+        "versions of a checkpoint engine have no training step",
+        "integrations/checkpoint_engine.py",
+        "return self._publisher.publish(step=step)",
+        "return self._publisher.publish()",
+        Tests("integrations/test_verl.py", "rank_0_publishes"),
+    ),
+    Mutant(
         "a policy publishes in a sync of which rollouts were not told",
         "integrations/nemo_rl.py",
         "if self._sender is None or not self._is_ready:",

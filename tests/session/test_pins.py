@@ -440,3 +440,24 @@ def test_a_pin_of_another_run_is_not_taken_for_this_one(url):
     with pytest.raises(NotRetained, match=f"version 0 of run {held.run} is not in the store any more"):
         pinning.pin_version(run.store, 0, name="eval", expected=held)
     assert sparserl.pins(url) == []
+
+
+def test_pins_in_object_storage(server):
+    """S3 keeps a pinned version as a folder does: while others go, for those who follow, and until it is unpinned."""
+    store = server.store("pins")
+    run = Run(store)
+    run.publish(3)
+    pin = sparserl.pin(store, 1, name="best")
+    run.publish(9)
+    assert sparserl.pins(store) == [pin]
+    assert run.fetched(1) == run.weights[1]
+    assert 2 not in run.versions
+    collect(run.store, -1e12)
+    assert list(faults(run.store)) == []
+    assert run.fetched(1) == run.weights[1]
+    with pytest.raises(SessionError, match="best"):
+        sparserl.pin(store, 11, name="best")
+    sparserl.unpin(store, "best")
+    run.publish(6)
+    assert 1 not in run.versions
+    run.publisher.close()

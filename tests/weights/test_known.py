@@ -39,7 +39,7 @@ def looks(monkeypatch):
 
 
 def is_known(weights):
-    return known.find_known(weights) is not None
+    return known.find_known(tuple(weights), [*weights.values()]) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,6 +117,44 @@ def test_a_tensor_that_has_moved_is_looked_at_again(looks, move):
     assert len(looks) == 2
     assert again.parts != first.parts
     assert digest(weights) == digest({name: tensor.clone() for name, tensor in weights.items()}) != before
+
+
+@pytest.mark.parametrize("size", [8, 1])
+def test_a_tensor_that_became_a_negative_view_is_refused(size):
+    """It is where it was, and its bits in memory are others than its numbers'."""
+    numbers = torch.randn(size, dtype=torch.complex64)
+    weights = {"a": torch.nn.Parameter(numbers.imag, requires_grad=False)}
+    local = LocalWeights.of(weights)
+    weights["a"].data = numbers.conj().imag
+    with pytest.raises(UnsupportedTensor, match="negative view"):
+        LocalWeights.of(weights)
+    del local
+
+
+def test_a_mapping_whose_values_are_not_its_tensors():
+    """What a mapping has is what it gives by name."""
+
+    class Trainable(dict):
+        def values(self):
+            return [tensor for tensor in super().values() if tensor.requires_grad]
+
+    weights = Trainable(a=torch.zeros(4, requires_grad=True), b=torch.zeros(4))
+    first = LocalWeights.of(weights)
+    weights["b"] = torch.ones(4)
+    assert not LocalWeights.of(weights).lies_where(first)
+    assert digest(weights) == digest({"a": torch.zeros(4), "b": torch.ones(4)})
+    frozen = Trainable(a=torch.zeros(4))
+    assert digest(frozen) == digest({"a": torch.zeros(4)})
+
+
+@pytest.mark.parametrize("kind", ["torch", "arrays"])
+def test_the_same_memory_read_in_another_way_does_not_lie_where_it_was(kind):
+    weights = some_weights(kind)
+    first = LocalWeights.of(weights)
+    assert LocalWeights.of({**weights, "b": weights["b"].reshape(3, 4)}).lies_where(first)
+    assert not LocalWeights.of({**weights, "b": weights["b"].reshape(4, 3)}).lies_where(first)
+    assert not LocalWeights.of({**weights, "b": weights["b"].reshape(4, 3).T}).lies_where(first)
+    assert not LocalWeights.of({"c": weights["b"], "a": weights["a"]}).lies_where(first)
 
 
 def test_memory_that_was_freed_is_noticed():

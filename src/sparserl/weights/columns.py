@@ -145,11 +145,13 @@ def find_gpus(tensors: list[Any], columns: Columns) -> tuple[Numbers, list[Any]]
     """The number of the GPU that each tensor lies on, -1 for host memory, and the GPUs.
 
     None if a tensor is odd in a way that columns do not show: it is a lazy negative view, whose bits are not those in
-    memory, has no memory, or lies on neither.
+    memory, has elements of less than a byte, which DLPack takes for bytes, has no memory, or lies on neither.
     """
     if not hasattr(tensors[0], "is_cpu"):
         return np.full(len(tensors), -1, np.int64), []
     if True in map(sys.modules["torch"].Tensor.is_neg, tensors) or _some_are_freed(tensors, columns.addresses):
+        return None
+    if None in map(dtype_of_torch, set(map(attrgetter("dtype"), tensors))):
         return None
     numbers = []
     gpus: list[Any] = []
@@ -198,16 +200,19 @@ def _dtypes(library_dtypes: list[Any], dtype_of: Callable[[Any], DType | None]) 
 
 
 def _look_at_torch(tensors: list[Any], torch_tensor: Any) -> Columns | None:
-    described = dlpack.describe(tensors) or _ask_each(tensors, torch_tensor)
+    described = dlpack.describe(tensors)
     if described is None:
+        return _ask_each(tensors, torch_tensor)
+    forms, addresses, numel, contiguous, devices = described
+    unusual = np.flatnonzero(~contiguous | (numel == 1)).tolist()
+    if any(tensors[i].is_neg() for i in unusual):  # others are made by private functions of torch alone
         return None
-    forms, addresses, contiguous, devices = described
     strides = None if contiguous.all() else _strides(tensors, contiguous, torch_tensor.stride)
     return Columns(forms, addresses, strides, np.ones(len(tensors), bool), devices)
 
 
-def _ask_each(tensors: list[Any], torch_tensor: Any) -> tuple[TensorForms, Numbers, Flags, Numbers] | None:
-    """What `dlpack.describe` gives, by calls of torch for each tensor; None if one is odd."""
+def _ask_each(tensors: list[Any], torch_tensor: Any) -> Columns | None:
+    """Where torch tensors lie, by calls of torch for each; None if one is odd."""
     dtypes = _dtypes(list(map(attrgetter("dtype"), tensors)), dtype_of_torch)
     if dtypes is None or not COMPLEX.isdisjoint(dtype.name for dtype in set(dtypes)):
         return None
@@ -217,10 +222,13 @@ def _ask_each(tensors: list[Any], torch_tensor: Any) -> tuple[TensorForms, Numbe
         shapes = tuple(map(tuple, map(attrgetter("shape"), tensors)))
     except RuntimeError:  # of a sparse tensor, which has no address, or a nested one, which has no shape
         return None
-    devices = list(map(attrgetter("device"), tensors))
-    numbers = {device: number for number, device in enumerate(set(devices))}
-    device = np.array([*map(numbers.__getitem__, devices)], np.int64)
-    return ListedForms(tuple(dtypes), shapes), addresses, contiguous, device
+    if True in map(torch_tensor.is_neg, tensors):
+        return None
+    strides = None if contiguous.all() else _strides(tensors, contiguous, torch_tensor.stride)
+    tensor_devices = list(map(attrgetter("device"), tensors))
+    numbers = {device: number for number, device in enumerate(set(tensor_devices))}
+    devices = np.array([*map(numbers.__getitem__, tensor_devices)], np.int64)
+    return Columns(ListedForms(tuple(dtypes), shapes), addresses, strides, np.ones(len(tensors), bool), devices)
 
 
 def _strides(tensors: list[Any], contiguous: Flags, stride: Callable[[Any], Shape]) -> list[Shape | None]:

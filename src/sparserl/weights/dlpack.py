@@ -86,12 +86,14 @@ class Description(NamedTuple):
     Attributes:
         forms: Their dtypes and shapes.
         addresses: The address of each one's first element.
+        numel: How many elements it has.
         contiguous: Whether it is contiguous.
         devices: The kind and the number of its device.
     """
 
     forms: NumberedForms
     addresses: Numbers
+    numel: Numbers
     contiguous: npt.NDArray[np.bool_]
     devices: Numbers
 
@@ -105,12 +107,14 @@ def describe(tensors: list[Any]) -> Description | None:
     objects = np.fromiter(tensors, object, count)
     forms = np.empty(count * (1 + _MOST_DIMENSIONS), np.int64)
     addresses = np.empty(count, np.int64)
+    numel = np.empty(count, np.int64)
     contiguous = np.empty(count, bool)
     devices = np.empty(count, np.int64)
+    columns = (addresses, numel, contiguous, devices)
     used = cpu.objects.describe_tensors(
-        function, _clear_error(), address_of(objects), _NUMBERS, _CODES, forms, addresses, contiguous, devices
+        function, _clear_error(), address_of(objects), _NUMBERS, _CODES, forms, *columns
     )
-    return None if used < 0 else Description(NumberedForms(forms[:used].copy()), addresses, contiguous, devices)
+    return None if used < 0 else Description(NumberedForms(forms[:used].copy()), *columns)
 
 
 @cache

@@ -10,7 +10,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from .columns import Columns, look_at
-from .memory import Weights
 
 
 @contextmanager
@@ -29,22 +28,25 @@ class KnownTensors:
     """Tensors that were looked at, and where they lay.
 
     Args:
-        weights: The tensors by name.
+        names: Their names, in the order of the mapping that they were in.
+        values: The tensors, in that order.
         tensors: The tensors in the order of the table.
         columns: Where they lay.
         found: What was found out about them.
     """
 
-    def __init__(self, weights: Weights, tensors: list[Any], columns: Columns, found: Any) -> None:
+    def __init__(
+        self, names: tuple[str, ...], values: list[Any], tensors: list[Any], columns: Columns, found: Any
+    ) -> None:
         self.found = found
-        self._names = tuple(weights)
-        self._values = list(weights.values())
+        self._names = names
+        self._values = values
         self._tensors = tensors
         self._columns = columns
 
-    def are(self, weights: Weights) -> bool:
+    def are(self, names: tuple[str, ...], values: list[Any]) -> bool:
         """Whether these are the same tensors under the same names, in the same memory."""
-        if tuple(weights) != self._names or not all(map(operator.is_, weights.values(), self._values)):
+        if names != self._names or not all(map(operator.is_, values, self._values)):
             return False
         columns = look_at(self._tensors)
         return columns is not None and columns.equal(self._columns)
@@ -53,19 +55,21 @@ class KnownTensors:
 _known: WeakValueDictionary[int, KnownTensors] = WeakValueDictionary()  # by the id of their first tensor
 
 
-def find_known(weights: Weights) -> KnownTensors | None:
-    """What is known of weights; None if it is nothing, or if a tensor has moved."""
-    known = _known.get(id(next(iter(weights.values()), None)))
-    return known if known is not None and known.are(weights) else None
+def find_known(names: tuple[str, ...], values: list[Any]) -> KnownTensors | None:
+    """What is known of tensors; None if it is nothing, or if one of them has moved."""
+    known = _known.get(id(values[0])) if values else None
+    return known if known is not None and known.are(names, values) else None
 
 
-def remember(weights: Weights, tensors: list[Any], columns: Columns | None, found: Any) -> KnownTensors | None:
+def remember(
+    names: tuple[str, ...], values: list[Any], tensors: list[Any], columns: Columns | None, found: Any
+) -> KnownTensors | None:
     """Remember what was found out about tensors for as long as somebody keeps the object that is returned.
 
     None if they are not of a kind that can be looked at quickly.
     """
     if columns is None or not tensors:
         return None
-    known = KnownTensors(weights, tensors, columns, found)
-    _known[id(next(iter(weights.values())))] = known
+    known = KnownTensors(names, values, tensors, columns, found)
+    _known[id(values[0])] = known
     return known

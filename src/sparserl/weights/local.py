@@ -192,13 +192,17 @@ class LocalWeights:
             return cls(weights.table, parts)
         require_mapping(weights)
         with collector_paused():
-            known = find_known(weights)
+            names = tuple(weights)
+            # Only of a dict it is certain that `values` are what it has, in this order.
+            values = list(weights.values()) if type(weights) is dict else list(map(weights.get, names))
+            known = find_known(names, values)
             if known is None:
-                names = name_order(tuple(weights))
-                tensors = list(map(weights.get, names))
+                by_name = dict(zip(names, values, strict=True))
+                in_order = name_order(names)
+                tensors = list(map(by_name.get, in_order))
                 columns = look_at(tensors)
-                tensor_parts = _look(weights, names, tensors, columns)
-                known = remember(weights, tensors, columns, tensor_parts)
+                tensor_parts = _look(by_name, in_order, tensors, columns)
+                known = remember(names, values, tensors, columns, tensor_parts)
             else:
                 tensor_parts = known.found
             if table is not None:
@@ -257,12 +261,13 @@ class LocalWeights:
         return self._parts.tied
 
     def lies_where(self, other: LocalWeights) -> bool:
-        """Whether these are the same parts as others, in the same memory."""
+        """Whether these are the same parts as others, in the same memory, read in the same way."""
         mine = self._parts
         theirs = other._parts
         return mine is theirs or (
-            mine.places == theirs.places
-            and [memory.address for memory in mine.memories] == [memory.address for memory in theirs.memories]
+            mine.table == theirs.table
+            and mine.places == theirs.places
+            and [memory[:-1] for memory in mine.memories] == [memory[:-1] for memory in theirs.memories]
         )
 
     def require_writable(self, tensors: Collection[int] | None = None) -> None:

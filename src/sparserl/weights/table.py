@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from functools import cached_property
 from operator import itemgetter
@@ -74,7 +75,7 @@ class TensorTable:
             "".join([s.name for s in self.specs]).encode()
         except (TypeError, UnicodeEncodeError) as error:
             raise UnsupportedTensor(f"a tensor name must be text that can be encoded as UTF-8: {error}") from error
-        self._equal: object = None
+        self._equal: weakref.ref[TensorTable] | None = None
         self.index: dict[str, int] = {s.name: i for i, s in enumerate(self.specs)}
         if len(self.index) != len(self.specs):
             raise TensorMismatch("a tensor name occurs twice in the table")
@@ -86,12 +87,12 @@ class TensorTable:
         return self.specs[index]
 
     def __eq__(self, other: object) -> bool:
-        if self is other or self._equal is other:
+        if self is other or (self._equal is not None and self._equal() is other):
             return True
-        is_equal = isinstance(other, TensorTable) and self.specs == other.specs
-        if is_equal:
-            self._equal = other  # very many specs are compared once
-        return is_equal
+        if not isinstance(other, TensorTable) or self.specs != other.specs:
+            return False
+        self._equal = weakref.ref(other)  # very many specs are compared once
+        return True
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_equal": None}

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import sparserl
-from sparserl.errors import SessionError
+from sparserl.errors import SessionError, SparserlError
 from tests.integrations.absent import leave_out
 from tests.integrations.wheels import ROOT, calls, definition, parameters, wheel
 from tests.session.ranks import port, ranks, results
@@ -150,6 +150,35 @@ def test_an_actor_publishes(patched, tmp_path):
     assert first == ["init_weight_transfer_engine", *commit, *commit]
     assert exact
     assert second == []
+
+
+class BrokenEngine(Engine):
+    """Begins to follow, and cannot commit."""
+
+    def _weight_transfer(self, method, init_info=None, update_info=None):
+        if update_info is not None:
+            raise RuntimeError("no room")
+
+
+def _fail(rank, group, pipe, url: str):
+    """Two ranks, of which the first cannot have its engine commit."""
+    sys.modules["ray"] = SimpleNamespace(get=list)
+    from sparserl.integrations.openrlhf import WeightSync
+
+    sync = WeightSync(arguments(url, zero_stage=2), torch.nn.Linear(3, 3), [BrokenEngine({})])
+    try:
+        sync.send_weights()
+    except (RuntimeError, SparserlError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_all_ranks_raise_what_fails_on_the_first(tmp_path):
+    """The others would wait for it for ever, at the barrier that comes next."""
+    with ranks(2, _fail, f"file://{tmp_path}/run") as started:
+        first, second = results(started)
+    assert first == "RuntimeError: no room"
+    assert second == "PeerLost: rank 0 failed: RuntimeError: no room"
 
 
 @pytest.mark.parametrize(

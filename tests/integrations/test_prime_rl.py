@@ -129,8 +129,22 @@ def test_the_command(tmp_path):
         process.terminate()
     assert same(held(f"file://{tmp_path}/store"), weights(7))
     assert (tmp_path / "state").is_dir()
-    with pytest.raises(SystemExit, match="usage:"):
-        main([str(tmp_path)])
+    for arguments in ([str(tmp_path)], [str(tmp_path), "nothing://here"], ["--url", "x", "y"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+
+
+def test_files_travel(tmp_path):
+    """A followed folder is a whole checkpoint where the broadcast is one."""
+    broadcast(tmp_path, 1)
+    (tmp_path / "broadcasts/step_1/config.json").write_text('{"model_type": "llama"}')
+    url = f"file://{tmp_path}/store"
+    publisher = BroadcastPublisher(tmp_path, url)
+    publisher.publish_new()
+    publisher.close()
+    target = sparserl.targets.folder(tmp_path / "model")
+    sparserl.Subscriber(url, target).sync()
+    assert (target.current / "config.json").read_text() == '{"model_type": "llama"}'
 
 
 def test_the_version_of_a_training_step(tmp_path):

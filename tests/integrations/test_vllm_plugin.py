@@ -83,6 +83,16 @@ def test_the_plugin_registers_both_sides_and_loads_no_kernels(tmp_path: Path, ha
     assert loaded == "[]"
 
 
+def test_a_vllm_that_transfers_no_weights_starts(tmp_path: Path) -> None:
+    """Versions before 0.16, which ROLL has, load plugins without catching what they raise."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    module, _, name = entry_point("vllm.general_plugins").partition(":")
+    program = f"import {module} as plugin; plugin.{name}()"
+    env = {**os.environ, "PYTHONPATH": f"{SRC}:{tmp_path}"}
+    subprocess.run([sys.executable, "-c", program], env=env, check=True)
+
+
 def test_what_is_registered_exists() -> None:
     """Both classes are defined in the files that the plugin names."""
     folder = SRC / "sparserl" / "integrations"

@@ -8,17 +8,19 @@ The page has the change to OpenRLHF that calls this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from ..errors import SessionError
+from ..errors import PeerLost, SessionError
 from ..session import Publisher, SyncReport
 from ..sources import fsdp, module
 from ..sources.flat_shards import sharding_of
 from . import environment
 from .vllm_client import WeightUpdates
+
+T = TypeVar("T")
 
 
 class WeightSync:
@@ -43,13 +45,25 @@ class WeightSync:
             writers = torch.distributed.group.WORLD if is_sharded else None
             options = environment.publisher_options() | options
             self._publisher = Publisher(url, source, writers=writers, **options)
-            self._publisher.publish()
-        if self._is_first:
-            init_info = {"url": url, "trusted_keys": environment.trusted_keys()}
-            RayEngines(engines).init_weight_transfer_engine(init_info)
+
+        def begin() -> None:
+            if self._publisher is not None:
+                self._publisher.publish()
+            if self._is_first:
+                init_info = {"url": url, "trusted_keys": environment.trusted_keys()}
+                RayEngines(engines).init_weight_transfer_engine(init_info)
+
+        _together(begin)
 
     def send_weights(self) -> SyncReport | None:
-        """On all ranks: publish a version; rank 0 has all engines commit it. None on ranks that do not publish."""
+        """On all ranks: publish a version; rank 0 has all engines commit it. None on ranks that do not publish.
+
+        Raises:
+            PeerLost: Rank 0 failed, which raises the error itself.
+        """
+        return _together(self._send)
+
+    def _send(self) -> SyncReport | None:
         if self._publisher is None:
             return None
         report = self._publisher.publish()
@@ -95,6 +109,23 @@ class RayEngines:
         import ray
 
         ray.get([engine.weight_transfer.remote(method, **arguments) for engine in self._engines])
+
+
+def _together(work: Callable[[], T]) -> T:
+    """Do something on all ranks. All raise if rank 0 fails: the others would wait for it at OpenRLHF's next barrier."""
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001  # it is raised below, once the others know of it
+        failure = error
+    is_first = torch.distributed.get_rank() == 0
+    message = [f"{type(failure).__name__}: {failure}" if is_first and failure is not None else None]
+    torch.distributed.broadcast_object_list(message, src=0)
+    if failure is not None:
+        raise failure
+    if message[0] is not None:
+        raise PeerLost(f"rank 0 failed: {message[0]}")
+    return result
 
 
 def _require_whole_layers(args: Any) -> None:

@@ -10,6 +10,7 @@ and SPARSERL_TRUSTED_KEYS.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 import sys
@@ -18,11 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, SessionError
+from ..errors import CheckpointError, SessionError, SparserlError
 from ..session import Publisher, SyncReport
-from ..sources import open_checkpoint
-from ..weights.memory import Weights
+from ..transport.stores.opening import open_store
 from . import environment
+from .saved_checkpoints import LatestCheckpoint
 
 log = logging.getLogger("sparserl.prime_rl")
 _MARKER = "STABLE"  # is touched when a broadcast is whole
@@ -44,9 +45,11 @@ class BroadcastPublisher:
 
     def __init__(self, run_dir: str | Path, url: str, **options: Any) -> None:
         self._broadcasts = Path(run_dir) / "broadcasts"
-        self._folder = self._broadcasts
         self._published: dict[int, int] | None = None  # by step, when its marker was touched
-        self._publisher = Publisher(url, self._weights, **options)
+        self._store = open_store(url)
+        self._options = options
+        self._source = LatestCheckpoint()
+        self._publisher: Publisher | None = None
 
     def publish_new(self) -> list[SyncReport]:
         """Publish the broadcasts that are whole and not published yet, in the order in which they were made.
@@ -60,13 +63,16 @@ class BroadcastPublisher:
         waiting = [step for step, when in touched.items() if self._published.get(step) != when]
         reports = []
         for step in sorted(waiting, key=touched.__getitem__):
-            self._folder = self._broadcasts / f"step_{step}"
+            folder = self._broadcasts / f"step_{step}"
+            self._source.path = folder
             try:
+                if self._publisher is None:  # it reads the files of the first broadcast
+                    self._publisher = Publisher(self._store, self._source, **self._options)
                 report = self._publisher.publish(step=step)
             except (CheckpointError, OSError):
-                if (self._folder / _MARKER).exists():
+                if (folder / _MARKER).exists():
                     raise
-                log.warning("%s was removed before it could be published", self._folder)
+                log.warning("%s was removed before it could be published", folder)
             else:
                 log.info("step %d: %s", step, report)
                 reports.append(report)
@@ -75,12 +81,15 @@ class BroadcastPublisher:
 
     def follow(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Publish broadcasts as they are made, until `stop` says so."""
+        log.info("waiting for broadcasts in %s", self._broadcasts)
         while not stop():
             self.publish_new()
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        self._publisher.close()
+        if self._publisher is not None:
+            self._publisher.close()
+        self._store.close()
 
     def _touched(self) -> dict[int, int]:
         """When the marker of each whole broadcast was touched."""
@@ -92,9 +101,6 @@ class BroadcastPublisher:
             except FileNotFoundError:
                 continue  # the trainer removes old ones
         return touched
-
-    def _weights(self) -> Weights:
-        return open_checkpoint(self._folder)
 
 
 def commit_broadcast(engine: Any, weight_dir: str) -> None:
@@ -123,11 +129,19 @@ def _step_of(folder: str) -> int:
 
 def main(arguments: list[str]) -> None:
     """Publish the broadcasts of a run until the process is ended."""
-    if len(arguments) != 2:
-        sys.exit("usage: python -m sparserl.integrations.prime_rl RUN_DIR URL")
+    parser = argparse.ArgumentParser(
+        prog="python -m sparserl.integrations.prime_rl",
+        description="Publish what prime-rl's trainer broadcasts through the file system, until the process is ended.",
+        epilog="SPARSERL_STATE and SPARSERL_SIGNING_KEY_FILE configure it. Start it before the trainer.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run's folder, in which the trainer makes broadcasts/")
+    parser.add_argument("url", metavar="URL", help="the store, such as s3://bucket/run")
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    run_dir, url = arguments
-    publisher = BroadcastPublisher(run_dir, url, **environment.publisher_options())
+    try:
+        publisher = BroadcastPublisher(options.run_dir, options.url, **environment.publisher_options())
+    except SparserlError as error:
+        parser.error(str(error))
     try:
         publisher.follow()
     except KeyboardInterrupt:

@@ -19,8 +19,11 @@ workers: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process, that have 
 
 def register() -> None:
     """Register both sides of the backend, and the method of workers. They are imported when they are first used."""
-    from vllm.distributed.weight_transfer import factory
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
+    try:
+        from vllm.distributed.weight_transfer import factory
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+    except ImportError:
+        return  # vLLM before 0.16 transfers no weights, and must start where sparserl is installed
 
     for registry, module, name in (
         ("WeightTransferEngineFactory", "vllm", "SparserlEngine"),

@@ -16,6 +16,7 @@ from sparserl.errors import (
     ChecksumMismatch,
     CommitFailed,
     SparserlError,
+    TensorMismatch,
 )
 from tests.session.policy import Policy, bits
 
@@ -147,6 +148,26 @@ def test_weights_that_others_wrote_to_are_not_committed_to(url):
     assert subscriber.version is None
     assert subscriber.sync().kind == "anchor"
     assert bits(mine) == bits(policy.weights)
+
+
+def test_a_tie_that_was_broken_is_refused(url):
+    """A tensor that the run has under another name alone would keep its old bits."""
+    source = {"embed": np.zeros(4, np.float32)}
+    publisher = Publisher(url, source)
+    publisher.publish()
+    mine = {"embed": np.ones(4, np.float32)}
+    mine["lm_head"] = mine["embed"]
+    subscriber = Subscriber(url, mine)
+    subscriber.sync()
+    mine["lm_head"] = mine["embed"].copy()
+    source["embed"][0] = 7
+    publisher.publish()
+    with pytest.raises(TensorMismatch, match="'lm_head' was tied"):
+        subscriber.sync()
+    assert mine["embed"].tolist() == [0, 0, 0, 0]
+    mine["lm_head"] = mine["embed"]
+    subscriber.sync()
+    assert mine["lm_head"].tolist() == [7, 0, 0, 0]
 
 
 def test_tied_weights_change_once(url):

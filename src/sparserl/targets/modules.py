@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import sources
-from ..errors import ChecksumMismatch, UnsupportedTensor, WrongBase
+from ..errors import ChecksumMismatch, TensorMismatch, UnsupportedTensor, WrongBase
 from ..patch import Application, Replacement, diff, squash, stage_all
 from ..sources.renaming import Renaming
 from ..weights.digest import Digest
@@ -50,10 +50,13 @@ class ModuleTarget:
 
     def weights(self) -> Weights:
         """The tensors as they are now, without those that the run has under another name."""
-        weights = self._weights() if callable(self._weights) else self._weights
+        weights = self._all_weights()
         if self._tied_names:
             weights = {name: tensor for name, tensor in weights.items() if name not in self._tied_names}
         return weights
+
+    def _all_weights(self) -> Weights:
+        return self._weights() if callable(self._weights) else self._weights
 
     def weights_on_gpu(self) -> Weights | None:
         """The tensors as they are now, if they lie on GPUs."""
@@ -78,6 +81,16 @@ class ModuleTarget:
             warm_up(self._local)
         return weights
 
+    def _require_tied(self, table: TensorTable) -> None:
+        """Refuse tensors that the run does not have, and that share no memory any longer with one that it has."""
+        if not self._tied_names:
+            return
+        if untied := self._tied_names - _tied_names(self._all_weights(), table):
+            raise TensorMismatch(
+                f"{min(untied)!r} was tied to a tensor of the run when it was attached, and is no longer: it would "
+                "keep its old bits; tie it again, or publish it"
+            )
+
     def renamed(self, renaming: Renaming) -> ModuleTarget:
         """The same target, whose tensors have other names."""
         target = copy.copy(self)
@@ -98,6 +111,7 @@ class ModuleTarget:
         """Decode everything, and check that it leads to the digest of the version. Nothing is written."""
         weights = self.weights()
         self._local = LocalWeights.of(weights)
+        self._require_tied(self._local.table)
         if (replacement := _replacement(self._local, change)) is not None:
             return PreparedModule(self, replacement, self._local)
         if change.fresh is not None:

@@ -2,7 +2,7 @@
 
 prime-rl is not on the package index. SPARSERL_PRIME_RL names a checkout of github.com/PrimeIntellect-ai/prime-rl; `make
 test-prime-rl` runs all of this with it. It was read in commit 559b44772e471d1538537b8805cc77f3824a5e64 (21 August
-2026). What vLLM's workers do is in real_vllm/test_prime_rl.py.
+2026). What vLLM's workers do is in real_vllm/test_vllm_prime_rl.py.
 """
 
 from __future__ import annotations

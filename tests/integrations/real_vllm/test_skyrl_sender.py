@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,10 @@ from tests.integrations.test_skyrl import ENGINE, SENDERS, TRAIN, UTILS, _skyrl,
 FOLDER = "skyrl/backends/skyrl_train/weight_sync"
 COMMIT = ["start_weight_update", "update_weights", "finish_weight_update"]
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM, which has many
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of vLLM, which has many
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
+]
 
 
 class Server:

@@ -238,3 +238,18 @@ def test_nothing_new_is_told(engine, tmp_path):
     late.init_process_group(None, True)
     with pytest.raises(PeerLost, match="was at no version, and nothing newer"):
         asyncio.run(anext(late.receive_weights()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [
+        ({"options": {"stat": "/scratch"}}, "options has 'stat'; it may have"),
+        ({"options": {"timeout": 3}}, "options has 'timeout'"),
+        ({"rollout_dtype": "bf16"}, "rollout_dtype is 'bf16'; it must be a floating-point dtype"),
+        ({"timeout": -1.0}, "timeout"),
+    ],
+)
+def test_options_are_checked_where_they_are_given(engine, tmp_path, wrong, refusal):
+    """Before a trainer has trained for an hour."""
+    with pytest.raises(SessionError, match=refusal):
+        engine(1 << 20, is_master=True, url=f"file://{tmp_path}/store", **wrong)

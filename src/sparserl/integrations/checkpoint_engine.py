@@ -9,6 +9,7 @@ are told of that, and receivers wait for another head.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import NotFound, PeerLost, Unavailable
+from ..errors import NotFound, PeerLost, SessionError, Unavailable
 from ..session import Publisher, Subscriber, SyncReport
 from ..session.anchors import zeros
 from ..session.store.records import HEAD
@@ -33,6 +34,8 @@ from ..weights.tensors import tensor_table
 
 _POLL_SECONDS = 0.1  # between checks of the folder that another worker writes
 _WAIT_SECONDS = 1.0  # that a store is asked to wait for another head
+
+_OWN_OPTIONS = frozenset({"url", "source", "writers", "timeout", "signing_key", "trusted_keys"})  # of engines
 
 RunAndVersion = tuple[str, int]
 
@@ -269,3 +272,22 @@ def as_tensor(bits: Any) -> torch.Tensor:
     assert isinstance(bits, Bits)
     array = bits.array if bits.array.flags.writeable else bits.array.copy()
     return torch.from_numpy(array).view(getattr(torch, bits.dtype.name))
+
+
+def floating_dtype(option: str, name: str | None) -> torch.dtype | None:
+    """The dtype of this name, which an option gives and which must be one of floating point."""
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise SessionError(f"{option} is {name!r}; it must be a floating-point dtype of torch, such as bfloat16")
+    return dtype
+
+
+def publisher_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of the `Publisher`. Those that it does not have, or that are given elsewhere, are refused here."""
+    given = dict(options or {})
+    allowed = sorted(inspect.signature(Publisher).parameters.keys() - _OWN_OPTIONS)
+    if unknown := sorted(given.keys() - {*allowed}):
+        raise SessionError(f"options has {unknown[0]!r}; it may have {', '.join(allowed)}")
+    return given

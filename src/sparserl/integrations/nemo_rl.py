@@ -12,7 +12,6 @@ all, then `send_weights` and `receive_weight_batches` at the same time, then `fi
 
 from __future__ import annotations
 
-import inspect
 import socket
 from collections.abc import AsyncGenerator, Generator, Mapping
 from pathlib import Path
@@ -21,11 +20,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import SessionError
-from ..session import Publisher
 from ..session.options import require_count, require_timeout
 from ..session.store.signing import PublicKeys, public_keys
 from ..transport.stores.opening import open_store
-from .checkpoint_engine import AwaitedVersion, RunAndVersion, WeightSender, WholeReceiver, as_tensor, head_version
+from .checkpoint_engine import (
+    AwaitedVersion,
+    RunAndVersion,
+    WeightSender,
+    WholeReceiver,
+    as_tensor,
+    floating_dtype,
+    head_version,
+    publisher_options,
+)
 
 try:
     from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
@@ -34,8 +41,6 @@ except ImportError as missing:
 
 if TYPE_CHECKING:
     from .nemo_rl_vllm import LiveReceiver
-
-_OWN_OPTIONS = frozenset({"url", "source", "writers", "timeout", "signing_key", "trusted_keys"})
 
 
 class Engine(CheckpointEngine):  # type: ignore[misc]
@@ -103,13 +108,13 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         self._store = open_store(url)
         self._in_place = in_place
         self._spread = spread
-        self._dtype = _dtype(rollout_dtype)
+        self._dtype = floating_dtype("rollout_dtype", rollout_dtype)
         self._folder = folder
         self._timeout = timeout
         self._audit_every = audit_every
         self._trusted_keys = trusted_keys
         self._signing_key_file = signing_key_file
-        self._options = _publisher_options(options) | {"timeout": timeout}
+        self._options = publisher_options(options) | {"timeout": timeout}
         self._sender: WeightSender | None = None
         self._whole = WholeReceiver(url, folder, trusted_keys)
         self._live: LiveReceiver | None = None
@@ -215,22 +220,3 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
             "this sync was not announced: prepare and init_…_process_group must be called before every sync, as "
             "NeMo-RL does with release_after_refit: true"
         )
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    """The dtype of this name, which must be one of floating point."""
-    if name is None:
-        return None
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise SessionError(f"rollout_dtype is {name!r}; it must be a floating-point dtype of torch, such as bfloat16")
-    return dtype
-
-
-def _publisher_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options of the `Publisher`. Those that it does not have, or that are given elsewhere, are refused here."""
-    given = dict(options or {})
-    allowed = sorted(inspect.signature(Publisher).parameters.keys() - _OWN_OPTIONS)
-    if unknown := sorted(given.keys() - {*allowed}):
-        raise SessionError(f"options has {unknown[0]!r}; it may have {', '.join(allowed)}")
-    return given

@@ -21,10 +21,20 @@ import torch
 
 from ..errors import SessionError
 from ..session import SyncReport
-from ..session.store.signing import PublicKeys
+from ..session.options import require_timeout
+from ..session.store.signing import PublicKeys, public_keys
 from ..transport.stores.opening import open_store
 from ..weights.memory import Weights
-from .checkpoint_engine import AwaitedVersion, RunAndVersion, WeightSender, WholeReceiver, as_tensor, head_version
+from .checkpoint_engine import (
+    AwaitedVersion,
+    RunAndVersion,
+    WeightSender,
+    WholeReceiver,
+    as_tensor,
+    floating_dtype,
+    head_version,
+    publisher_options,
+)
 
 try:
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
@@ -68,16 +78,18 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         trusted_keys: PublicKeys | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        require_timeout("timeout", timeout)
+        public_keys(trusted_keys)
         self.bucket_size = bucket_size
         self.is_master = is_master
         self._url = url
         self._store = open_store(url)
-        self._dtype = None if rollout_dtype is None else getattr(torch, rollout_dtype)
+        self._dtype = floating_dtype("rollout_dtype", rollout_dtype)
         self._spread = spread
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._timeout = timeout
         self._trusted_keys = trusted_keys
-        self._options = dict(signing_key=signing_key, timeout=timeout, **(options or {}))
+        self._options = publisher_options(options) | {"signing_key": signing_key, "timeout": timeout}
         self._sender: WeightSender | None = None
         self._receiver = WholeReceiver(url, folder, trusted_keys)
         self._before: RunAndVersion | None = None

@@ -90,6 +90,22 @@ def test_generators_have_the_bits_of_the_trainer(tmp_path, trainer_ranks, genera
 
 @needs_torchtitan
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # those of torchtitan and vLLM
+def test_the_registry_of_the_page():
+    """A config of torchtitan's own, as the page makes it."""
+    from sparserl.integrations.torchtitan import StoreController
+
+    page = Path(__file__).parents[2] / "docs/how-to/integrations/torchtitan.md"
+    registry: dict = {}
+    exec(page.read_text().split("```python\n")[1].split("```")[0], registry)
+    config = registry["through_a_store"]()
+    assert type(config) is StoreController.Config
+    assert (config.store.url, config.store.state) == ("s3://bucket/run", "/scratch/state")
+
+
+@needs_torchtitan
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # those of torchtitan and vLLM
 def test_other_controllers_are_refused(tmp_path):
     from sparserl.errors import SessionError
     from sparserl.integrations.torchtitan import StoreConfig, with_store

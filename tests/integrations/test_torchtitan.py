@@ -83,7 +83,14 @@ needs_torchtitan = pytest.mark.skipif(
 @pytest.mark.parametrize(("trainer_ranks", "generator_ranks"), [(2, 2)])
 def test_generators_have_the_bits_of_the_trainer(tmp_path, trainer_ranks, generator_ranks):
     """A sharded trainer steps, and the ranks of a generator have its parameters in bf16, bit for bit, every time."""
-    command = [sys.executable, "-m", __name__, str(tmp_path), str(trainer_ranks), str(generator_ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.integrations.test_torchtitan",
+        str(tmp_path),
+        str(trainer_ranks),
+        str(generator_ranks),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert "every version was exact" in done.stdout, done.stdout[-2000:] + done.stderr[-6000:]
 

@@ -74,6 +74,7 @@ def are_odd(tensors):
         torch.zeros(3).to_sparse(),
         torch.zeros(3, device="meta"),
         torch.zeros(3, dtype=torch.complex64).conj().imag,
+        torch._neg_view(torch.zeros(3)),
         torch.zeros(3, dtype=torch.complex64),
         torch.zeros(3, dtype=torch.complex128),
         torch.zeros(3, dtype=torch.uint8).view(torch.uint4),

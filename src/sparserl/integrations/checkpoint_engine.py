@@ -147,7 +147,7 @@ class WeightSender:
             load[owner] += tensor.nbytes
             specs.append(TensorSpec(name, BY_NAME[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape)))
             if owner == self._rank:
-                copies[name] = self._copy(name, tensor)
+                copies[name] = host_copy(tensor, self._copies.get(name))
         self._copies = copies
         self._captured = Shards.of(TensorTable(specs), copies) if ranks > 1 else copies
 
@@ -163,13 +163,6 @@ class WeightSender:
             group = torch.distributed.group.WORLD if self._spread else None
             self._publisher = Publisher(self._store, lambda: self._captured, writers=group, **self._options)
         return self._publisher.publish(step=step)
-
-    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor into the memory of its last copy, if it fits."""
-        copy = self._copies.get(name)
-        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return copy.copy_(tensor.detach())
 
 
 class HostTarget(ModuleTarget):
@@ -267,6 +260,13 @@ def _read_folder(path: Path, awaited: AwaitedVersion) -> Weights:
     raise awaited.timeout_error()
 
 
+def host_copy(tensor: torch.Tensor, last_copy: torch.Tensor | None) -> torch.Tensor:
+    """A copy of a tensor in host memory: in that of its last copy, if it fits."""
+    if last_copy is None or last_copy.shape != tensor.shape or last_copy.dtype != tensor.dtype:
+        last_copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return last_copy.copy_(tensor.detach())
+
+
 def as_tensor(bits: Any) -> torch.Tensor:
     """`Bits` as a torch tensor: the same memory, or a copy if it is read-only."""
     assert isinstance(bits, Bits)
@@ -274,13 +274,13 @@ def as_tensor(bits: Any) -> torch.Tensor:
     return torch.from_numpy(array).view(getattr(torch, bits.dtype.name))
 
 
-def floating_dtype(option: str, name: str | None) -> torch.dtype | None:
-    """The dtype of this name, which an option gives and which must be one of floating point."""
+def rollout_dtype_named(name: str | None) -> torch.dtype | None:
+    """The dtype of this name, to which weights are rounded: it must be one of floating point."""
     if name is None:
         return None
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise SessionError(f"{option} is {name!r}; it must be a floating-point dtype of torch, such as bfloat16")
+        raise SessionError(f"rollout_dtype is {name!r}; it must be a floating-point dtype of torch, such as bfloat16")
     return dtype
 
 

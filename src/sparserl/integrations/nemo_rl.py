@@ -29,9 +29,9 @@ from .checkpoint_engine import (
     WeightSender,
     WholeReceiver,
     as_tensor,
-    floating_dtype,
     head_version,
     publisher_options,
+    rollout_dtype_named,
 )
 
 try:
@@ -108,7 +108,7 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         self._store = open_store(url)
         self._in_place = in_place
         self._spread = spread
-        self._dtype = floating_dtype("rollout_dtype", rollout_dtype)
+        self._dtype = rollout_dtype_named(rollout_dtype)
         self._folder = folder
         self._timeout = timeout
         self._audit_every = audit_every

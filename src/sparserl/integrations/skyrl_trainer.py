@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from ..errors import SessionError
+from .checkpoint_engine import host_copy
 from .skyrl import BACKEND
 from .vllm_client import HTTPClient
 from .vllm_trainer import SparserlTrainer, SparserlTrainerInitInfo
@@ -92,11 +93,8 @@ class HostCopies(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._source:
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-                self._copies[name] = copy
-            yield name, copy.copy_(tensor.detach())
+            self._copies[name] = host_copy(tensor, self._copies.get(name))
+            yield name, self._copies[name]
 
 
 _build_sender_init_info: Callable[..., Any] = weight_senders._build_sender_init_info  # noqa: SLF001

@@ -31,9 +31,9 @@ from .checkpoint_engine import (
     WeightSender,
     WholeReceiver,
     as_tensor,
-    floating_dtype,
     head_version,
     publisher_options,
+    rollout_dtype_named,
 )
 
 try:
@@ -84,7 +84,7 @@ class SparserlEngine(CheckpointEngine):  # type: ignore[misc]
         self.is_master = is_master
         self._url = url
         self._store = open_store(url)
-        self._dtype = floating_dtype("rollout_dtype", rollout_dtype)
+        self._dtype = rollout_dtype_named(rollout_dtype)
         self._spread = spread
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._timeout = timeout

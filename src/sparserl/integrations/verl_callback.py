@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import CheckpointError, SessionError
 from ..session import Publisher, SyncReport
 from ..transport.stores.opening import open_store
-from .checkpoint_engine import floating_dtype
+from .checkpoint_engine import rollout_dtype_named
 from .saved_checkpoints import LatestCheckpoint
 
 try:
@@ -55,7 +55,7 @@ class PublishCheckpoints(CheckpointCallback):  # type: ignore[misc]
         key_file = options.pop("signing_key_file", None)
         if key_file is not None:
             options["signing_key"] = Path(key_file).read_text().strip()
-        self._source = LatestCheckpoint(floating_dtype("rollout_dtype", dtype))
+        self._source = LatestCheckpoint(rollout_dtype_named(dtype))
         self._store = open_store(options.pop("url"))
         try:
             inspect.signature(Publisher).bind(self._store, self._source, **options)

@@ -168,16 +168,18 @@ def find_gpus(tensors: list[Any], columns: Columns) -> tuple[Numbers, list[Any]]
 
 
 def _some_are_freed(tensors: list[Any], addresses: Numbers) -> bool:
-    """Whether the storage of some tensor has no memory: all that is left of the address is the offset in it."""
+    """Whether some tensor, which has elements, is freed; few are asked."""
     low = np.flatnonzero(addresses < _LOW_ADDRESS)
     if not low.size:
         return False
     offsets = np.fromiter((tensors[i].storage_offset() for i in low.tolist()), np.int64, low.size)
-    for i in low[(offsets > 0) | (addresses[low] == 0)].tolist():
-        tensor = tensors[i]
-        if addresses[i] == tensor.storage_offset() * tensor.itemsize and tensor.numel():
-            return True
-    return False
+    suspects = low[(offsets > 0) | (addresses[low] == 0)].tolist()
+    return any(tensors[i].numel() and is_freed(tensors[i]) for i in suspects)
+
+
+def is_freed(tensor: Any) -> bool:
+    """Whether the storage has no memory: all that is left of the address is then the offset into the storage."""
+    return bool(tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize)
 
 
 def _numbered(values: Numbers) -> tuple[Numbers, list[int]]:

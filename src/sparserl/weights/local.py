@@ -55,19 +55,18 @@ class _Parts:
         self.whole = whole
         self.is_complete = places is table.places
         self.is_plain = isinstance(whole, PlainMemories)
-        self.gpu_number = np.full(len(table), -1, np.int64)
         self.devices = devices
-        if isinstance(whole, PlainMemories):
-            self.address = whole.addresses
-            self.contiguous = whole.gpus < 0
-        else:
-            self.address = np.array([0 if memory is None else memory.address for memory in whole], np.int64)
-            self.contiguous = np.array([memory is not None and memory.strides is None for memory in whole], bool)
-        self.all_contiguous = bool(self.contiguous.all())
         if isinstance(whole, PlainMemories):
             has_kernels = np.array([*map(_runs_kernels, devices), False], bool)
             self.gpu_number = np.where(has_kernels[whole.gpus], whole.gpus, -1)
-        elif not self.all_contiguous:
+            self.address = whole.addresses
+            self.contiguous = whole.gpus < 0
+        else:
+            self.gpu_number = np.full(len(table), -1, np.int64)
+            self.address = np.array([0 if memory is None else memory.address for memory in whole], np.int64)
+            self.contiguous = np.array([memory is not None and memory.strides is None for memory in whole], bool)
+        self.all_contiguous = bool(self.contiguous.all())
+        if not self.is_plain and not self.all_contiguous:
             self._find_gpus()
 
     @classmethod

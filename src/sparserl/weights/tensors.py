@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import UnsupportedTensor
 from . import memory as memory_module
-from .columns import COMPLEX, PlainMemories, TensorForms, find_gpus, look_at, owners
+from .columns import COMPLEX, PlainMemories, TensorForms, find_gpus, is_freed, look_at, owners
 from .dtypes import BY_NAME, Bits, DType, dtype_of_torch, is_big_endian
 from .memory import Memory, Weights, address_of
 from .region import Shape, row_major
@@ -57,7 +57,7 @@ def _of_array(name: str, array: np.ndarray[Any, Any], dtype: DType) -> Memory:
 def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
     dtype = _supported_dtype(name, tensor, torch)
     on_gpu = memory_module.is_on_gpu(tensor)
-    if (on_gpu or tensor.is_cpu) and tensor.numel() and _is_freed(tensor):
+    if (on_gpu or tensor.is_cpu) and tensor.numel() and is_freed(tensor):
         raise _without_memory(name, tensor)
     if on_gpu:
         return StagedMemory(dtype, tuple(tensor.shape), tensor.data_ptr(), tensor.stride(), True, tensor.detach())
@@ -86,11 +86,6 @@ def _supported_dtype(name: str, tensor: Any, torch: Any) -> DType:
     if tensor.is_neg() or (dtype.name in COMPLEX and tensor.is_conj()):
         raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative view; resolve it first")
     return dtype
-
-
-def _is_freed(tensor: Any) -> bool:
-    """Whether the storage has no memory: all that is left of the address is then the offset into the storage."""
-    return bool(tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize)
 
 
 def _without_memory(name: str, tensor: Any) -> UnsupportedTensor:

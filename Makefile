@@ -5,6 +5,7 @@ VLLM := .venv-vllm
 TRL := .venv-trl
 SKYRL := .venv-skyrl
 SKYRL_PYTHON ?= python3.12
+NEMO := .venv-nemo-rl
 PRIME := .venv-prime-rl
 OPENRLHF := .venv-openrlhf
 VERL := .venv-verl
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl test-prime-rl test-openrlhf test-verl test-torchtitan slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-torchtitan slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -90,9 +91,9 @@ load: $(STAMP)  ## 64 subscribers that come and go, 200 versions
 collective: $(STAMP)  ## a dense broadcast against patches, over links held to a rate (needs root)
 	$(BIN)/python -m benchmarks.collective
 
-integrations: $(TRL)/.installed  ## Ray, and NeMo-RL on it (SPARSERL_NEMO_RL names a checkout), which `make test` skips where it is not installed, long tests of TRL, and the examples in the docs
+integrations: $(TRL)/.installed  ## Ray, which `make test` skips where it is not installed, long tests of TRL, and the examples in the docs
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
-	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/integrations/test_nemo_rl.py tests/test_docs_examples.py
+	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/test_docs_examples.py
 	$(TRL)/bin/python -m pytest -m long tests/integrations/test_trl.py
 
 $(VLLM)/.installed: pyproject.toml $(VLLM_TESTS)/requirements.txt
@@ -108,10 +109,14 @@ vllm: $(VLLM)/.installed  ## and what the processes of its tests would each comp
 test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own, which has another Numba
 	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m 'not long' $(VLLM_TESTS)
 
-$(TRL)/.installed: $(STAMP)  # beside what $(VENV) has
-	test -x $(TRL)/bin/python || $(BIN)/python -m venv $(TRL)
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > $$($(TRL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+define beside  # an environment that also has what another one has
+	test -x $(1)/bin/python || $(2)/bin/python -m venv $(1)
+	$(2)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+endef
+
+$(TRL)/.installed: $(STAMP)
+	$(call beside,$(TRL),$(VENV))
 	$(TRL)/bin/python -m pip install --quiet --constraint constraints.txt trl
 	touch $@
 
@@ -134,11 +139,15 @@ $(SKYRL)/.installed: pyproject.toml $(VLLM_TESTS)/requirements.txt tests/integra
 test-skyrl: $(SKYRL)/.installed $(VLLM)/.installed  ## SkyRL's sender (Python 3.12) against vLLM servers, on the CPU; 5 GB
 	$(SKYRL)/bin/python -m pytest tests/integrations/test_skyrl_sync.py
 
-define beside  # an environment that also has what another one has
-	test -x $(1)/bin/python || $(2)/bin/python -m venv $(1)
-	$(2)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
-endef
+test-nemo-rl: $(STAMP) $(VLLM)/.installed  ## with SPARSERL_NEMO_RL=CHECKOUT: NeMo-RL's synchronizer on Ray, and its workers of vLLM, on the CPU
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pytest tests/integrations/test_nemo_rl.py
+	$(call beside,$(NEMO),$(VLLM))
+	$(NEMO)/bin/python -m pip install --quiet ray==2.60.0
+	$(VLLM_NUMBA) $(NEMO)/bin/python -m pytest $(VLLM_TESTS)/test_vllm_nemo_rl.py
+
+test-areal test-roll: test-%: $(STAMP)  ## functions of AReaL and ROLL, from checkouts that SPARSERL_AREAL and SPARSERL_ROLL name
+	$(BIN)/python -m pytest tests/integrations/test_$*.py
 
 test-prime-rl: $(STAMP) $(VLLM)/.installed  ## with SPARSERL_PRIME_RL=CHECKOUT: prime-rl's trainer and its server, on the CPU
 	$(call beside,$(PRIME),$(VENV))
@@ -172,10 +181,8 @@ TITAN_WHEELS := torchtitan==0.3.0 torchstore==0.1.2 torchmonarch==0.7.0 spmd_typ
   renderers==0.1.12 prime-pydantic-config pygtrie portpicker tyro einops torchdata triton pyre_extensions typing_inspect \
   mypy_extensions opentelemetry-api lark tabulate clusterscope docstring_parser typeguard shtab cloudpickle
 
-$(TITAN)/.installed: $(VLLM)/.installed  # beside what $(VLLM) has
-	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
-	$(VLLM)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > $$($(TITAN)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+$(TITAN)/.installed: $(VLLM)/.installed
+	$(call beside,$(TITAN),$(VLLM))
 	$(TITAN)/bin/python -m pip install --quiet --no-deps $(TITAN_WHEELS)
 	$(TITAN)/bin/python -m pip install --quiet tensorboard 'datasets>=3.6,<4.8'
 	touch $@
@@ -201,5 +208,5 @@ package: $(STAMP)  ## build the wheel and the sdist, check them, and use the whe
 	$(BIN)/python tests/packaging/check_packages.py
 
 clean:
-	rm -rf $(VENV) $(TRL) $(SKYRL) $(PRIME) $(PRIME)-vllm $(OPENRLHF) $(VERL) $(TITAN) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* \
+	rm -rf $(VENV) $(TRL) $(SKYRL) $(NEMO) $(PRIME) $(PRIME)-vllm $(OPENRLHF) $(VERL) $(TITAN) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* \
 	  demo-run site

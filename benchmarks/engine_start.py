@@ -64,6 +64,10 @@ class Phases:
         from sparserl.integrations import vllm, vllm_layout
         from sparserl.targets import engine_layout, first_load
 
+        self.time(vllm.SparserlEngine, "__init__", "backend: all of it but the watched load")
+        self.time(vllm.EngineTarget, "warm_up", "backend: compile, load and run kernels")
+        self.time(first_load.FirstLoad, "_add_sums", "vLLM waits for sums of the checkpoint")
+        self.time(first_load.FirstLoad, "_register", "vLLM waits for tensors to be noted")
         self.time(vllm, "learn_layout", "learn")
         if way == "again":
             vllm_layout.take_first_load = lambda _: None

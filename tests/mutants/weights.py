@@ -71,16 +71,23 @@ MUTANTS = (
     Mutant(
         "a lazy negative view passes for its memory",
         "weights/columns.py",
-        'if True in map(sys.modules["torch"].Tensor.is_neg, tensors) or',
-        "if",
+        'if any(map(operator.methodcaller("is_neg"), unclear)):',
+        "if not len(tensors):",
         Tests("weights/test_columns.py", "odd_tensor"),
     ),
     Mutant(
         "a known tensor may become a negative view",
         "weights/columns.py",
         "if any(tensors[i].is_neg() for i in unusual):",
-        "if not tensors:",
+        "if not len(tensors):",
         Tests("weights/test_known.py", "negative_view"),
+    ),
+    Mutant(
+        "a known tensor may become another class",
+        "weights/known.py",
+        "if not np.array_equal(type_identities(values), self._types):",
+        "if not names:",
+        Tests("weights/test_known.py", "another_class"),
     ),
     Mutant(
         "a freed tensor at a low address passes for one with memory",

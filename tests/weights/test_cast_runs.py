@@ -43,7 +43,7 @@ def test_casts_are_runs_of_their_own():
         ("int64", False): ["counts"],
     }
     cast = next(part for part in runs if part.is_cast)
-    pieces = cast.pieces(old.table, 100)
+    pieces = cast.pieces(100)
     at = pieces.start[-1]
     assert at > 0
     assert pieces.address[:, -1].tolist() == [narrow["odd"].data_ptr() + 2 * at, wide["odd"].data_ptr() + 4 * at]

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from sparserl import Bits
+from sparserl.kernels import cpu
 from sparserl.weights import columns, dlpack, dtypes, memory
-from sparserl.weights.columns import array_addresses, find_gpus, look_at
+from sparserl.weights.columns import find_gpus, look_at
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.local import LocalWeights
+from sparserl.weights.objects import array_addresses
 from sparserl.weights.staging import StagedMemory
 from sparserl.weights.tensors import memories, memory_of
 
@@ -56,7 +58,7 @@ def test_addresses_of_arrays():
 def test_addresses_of_arrays_with_another_interface(monkeypatch):
     """A NumPy that keeps it elsewhere is asked for every address."""
     arrays = [np.zeros(7)[i:] for i in range(8)]
-    monkeypatch.setattr(columns.cpu.objects, "read_words", lambda _, out: out.fill(1))
+    monkeypatch.setattr(cpu.objects, "read_words", lambda _, out: out.fill(1))
     assert array_addresses(arrays).tolist() == [array.ctypes.data for array in arrays]
 
 

@@ -14,6 +14,7 @@ from sparserl.errors import UnsupportedTensor
 from sparserl.weights import known, local
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.local import LocalWeights
+from sparserl.weights.objects import object_array
 
 KINDS = ["torch", "parameters", "arrays", "bits"]
 
@@ -39,7 +40,7 @@ def looks(monkeypatch):
 
 
 def is_known(weights):
-    return known.find_known(tuple(weights), [*weights.values()]) is not None
+    return known.find_known(tuple(weights), object_array([*weights.values()])) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,6 +118,17 @@ def test_a_tensor_that_has_moved_is_looked_at_again(looks, move):
     assert len(looks) == 2
     assert again.parts != first.parts
     assert digest(weights) == digest({name: tensor.clone() for name, tensor in weights.items()}) != before
+
+
+def test_a_tensor_that_became_another_class_is_looked_at_again(looks):
+    class Scaled(torch.Tensor):
+        pass
+
+    weights = some_weights("torch")
+    local = LocalWeights.of(weights)
+    weights["b"].__class__ = Scaled
+    assert not is_known(weights)
+    del local
 
 
 @pytest.mark.parametrize("size", [8, 1])

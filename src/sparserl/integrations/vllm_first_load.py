@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ..targets.attributes import attribute_tensors
-from ..targets.first_load import FirstLoad
+from ..targets.first_load import FirstLoad, warm_up_sums
 from ..targets.pieces import parts_of
+from ..weights.warmup import warm_up_for
 
 _first_loads: weakref.WeakKeyDictionary[torch.nn.Module, FirstLoad] = weakref.WeakKeyDictionary()
 
@@ -48,12 +50,18 @@ def _load_watched(loader: Any, load_model: Callable[[], torch.nn.Module]) -> tor
     load_weights = loader.load_weights
     get_all_weights = loader.get_all_weights
     first_load: FirstLoad | None = None
+    # Kernels are compiled or loaded while vLLM makes the model and copies weights. Whatever fails here fails once more
+    # where it is needed, and is reported there.
+    warmer = ThreadPoolExecutor(1, thread_name_prefix="sparserl-warm-up")
+    warmer.submit(warm_up_sums)
     with contextlib.ExitStack() as stack:
+        stack.callback(warmer.shutdown, wait=False)
 
         def load_watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
             nonlocal first_load
             buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
             first_load = FirstLoad(buffers | attribute_tensors(model, dict(model.named_parameters())))
+            warmer.submit(warm_up_for, [*model.parameters()])
             stack.enter_context(first_load)
             load_weights(model, *args, **kwargs)
 

@@ -291,7 +291,7 @@ def _locate(weights: LocalWeights, group: list[GpuBucket]) -> GpuStaged:
     counts = [bucket.head.layout.count for bucket in group]
     per_run = np.concatenate(counts)
     with on_stream(weights, runs.device):
-        blocks, (side,) = runs.blocks(weights.table.keys)
+        blocks, (side,) = runs.blocks()
         bad = torch.zeros(1, dtype=torch.int32, device=runs.device)
         if group[0].head.profile.name == "raw":
             positions = upload_parts([bucket.stored(Stream.POSITIONS) for bucket in group], runs.device)

@@ -76,7 +76,7 @@ class ComparedRuns(CountedRuns):
         if which.size == self.changes.size:
             return self
         runs = self.runs.select(which)
-        blocks, (old, new) = runs.blocks(self.old_weights.table.keys)
+        blocks, (old, new) = runs.blocks()
         selected = np.zeros(self.changes.size, bool)
         selected[which] = True
         blocks_of_runs = -(-self.blocks.sizes // self.blocks.block)

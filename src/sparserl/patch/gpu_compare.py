@@ -76,7 +76,7 @@ def compare_to_host(
 
 
 def _compare(old: LocalWeights, new: LocalWeights, all_runs: Sequence[Runs], options: Options) -> Iterator[Compared]:
-    jobs = ((runs, _compare_group(old, new, runs, options)) for runs in groups(all_runs, old.table))
+    jobs = ((runs, _compare_group(old, new, runs, options)) for runs in groups(all_runs))
     return in_turn(_on_gpu(old, runs, job) for runs, job in jobs)
 
 
@@ -96,7 +96,7 @@ def _compare_group(
     old_weights: LocalWeights, new_weights: LocalWeights, runs: Runs, options: Options
 ) -> Generator[Waiting, None, Compared]:
     """Find and encode the changes of a group of runs."""
-    blocks, (old, new) = runs.blocks(old_weights.table.keys)
+    blocks, (old, new) = runs.blocks()
     bitmap, block_counts = gpu.changes.diff(blocks, old, new)
     counts = blocks.fetch(gpu.streams.part_changes(blocks, block_counts))
     done = blocks.event()

@@ -41,7 +41,7 @@ def stage_difference(weights: LocalWeights, new: LocalWeights, base: Digest, res
     elsewhere, all_runs = split_by_gpu(weights.places, weights, new)
     if elsewhere or weights.tied:
         return None
-    parts = [part for runs in groups(all_runs, weights.table) for part in _stage_runs(weights, new, runs)]
+    parts = [part for runs in groups(all_runs) for part in _stage_runs(weights, new, runs)]
     if not all(part.is_decoded for part in parts):
         raise InvalidField("a GPU found changes that do not lie in the weights; nothing was touched")
     digest = sum((part.moved for part in parts), base)
@@ -53,9 +53,8 @@ def stage_difference(weights: LocalWeights, new: LocalWeights, base: Digest, res
 
 def _stage_runs(weights: LocalWeights, new: LocalWeights, runs: Runs) -> Sequence[GpuStaged]:
     """The changes of some runs; none if they have none."""
-    keys = weights.table.keys
     with on_stream(weights, runs.device):
-        blocks, (old_side, new_side) = runs.blocks(keys)
+        blocks, (old_side, new_side) = runs.blocks()
         bitmap, block_counts = gpu.changes.diff(blocks, old_side, new_side)
         counts = blocks.fetch(gpu.streams.part_changes(blocks, block_counts))()
         if not counts.any():
@@ -68,7 +67,7 @@ def _stage_runs(weights: LocalWeights, new: LocalWeights, runs: Runs) -> Sequenc
         alone = replace(
             compared.runs, address=compared.runs.address[:1], bases=compared.runs.bases[:1], owners=(weights,)
         )
-        live_blocks, (side,) = alone.blocks(keys)
+        live_blocks, (side,) = alone.blocks()
         bad = torch.zeros(1, dtype=torch.int32, device=runs.device)
         changes = gpu.cells.locate(live_blocks, side, compared.changes, packed.positions, packed.after, bad)
         outcome = live_blocks.fetch(torch.cat((gpu.changes.sum_slots(changes.sums), bad)))

@@ -95,7 +95,7 @@ def route(
     """
     capacity = Capacity.of_gpu(sum(runs.nbytes for runs in all_runs))
     options = Options(names, capacity, digest_base=False, keep=True)
-    for runs in groups(all_runs, weights.table):
+    for runs in groups(all_runs):
         changes = _found_runs(weights, runs, found)
         live = np.flatnonzero(changes.changes)
         for_cpu = is_for_cpu(changes, live, names)
@@ -142,7 +142,7 @@ def _encode(
         copy, addresses = _restored(weights, lot)
         versions = np.stack((addresses, lot.runs.address[0]))
         runs = replace(lot.runs, address=versions, bases=(copy, lot.runs.bases[0]))
-        blocks, (old, new) = runs.blocks(weights.table.keys)
+        blocks, (old, new) = runs.blocks()
         bitmap, block_counts = gpu.changes.diff(blocks, old, new)
         compared = ComparedRuns(
             weights, weights, runs, lot.changes, blocks, old, new, bitmap, block_counts, blocks.event()

@@ -227,6 +227,11 @@ def position(tensor: torch.Tensor) -> Position:
     return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
+def warm_up_sums() -> None:
+    """Load what sums up a checkpoint in host memory, before the first tensor comes."""
+    _region_sums("", torch.zeros(1, dtype=torch.bfloat16), whole((1,)), torch.bfloat16)
+
+
 def _region_sums(name: str, tensor: torch.Tensor, region: Region, dtype: torch.dtype) -> Digest:
     """The sums of a region of a checkpoint tensor as an engine has it, in a dtype of its own."""
     part = tensor[region.slices].to(dtype)

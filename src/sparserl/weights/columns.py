@@ -5,6 +5,7 @@ A column takes one pass in C, and no Python function is called for a single tens
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from typing import Any, NamedTuple, Protocol, overload
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels import cpu
 from . import dlpack
 from . import memory as memory_module
-from .dtypes import Bits, DType, dtype_of_numpy, dtype_of_torch
-from .memory import Memory, address_of
+from .dtypes import BY_NAME, Bits, DType, dtype_of_numpy, dtype_of_torch
+from .memory import Memory
+from .objects import Objects, array_addresses, types_of
 from .region import Numbers, Shape, row_major
 from .staging import StagedMemory
 from .table import TensorSpec
@@ -27,6 +28,9 @@ from .table import TensorSpec
 COMPLEX = frozenset(("complex32", "complex64"))
 Flags = npt.NDArray[np.bool_]
 _LOW_ADDRESS = 1 << 40  # offsets in a storage are smaller; so may be addresses
+_UNCLEAR = np.zeros(256, bool)  # codes of dtypes
+_UNCLEAR[[BY_NAME[name].code for name in ("float16", "float32", "float64")]] = True  # may be negative views of complex
+_UNCLEAR[[BY_NAME[name].code for name in ("uint8", "int8")]] = True  # may have less than a byte for DLPack to tell
 _C_CONTIGUOUS = 0x1  # the flags of NumPy's C interface
 _WRITEABLE = 0x400
 
@@ -60,6 +64,7 @@ class Columns:
         strides: Its strides, as its library counts them, or None if it is contiguous; None if all are.
         writable: Whether it can be written to.
         devices: A number that stands for its device.
+        unclear: Tensors that may be odd in a way that the other columns do not show, by their numbers.
     """
 
     forms: TensorForms
@@ -67,6 +72,7 @@ class Columns:
     strides: list[Shape | None] | None
     writable: Flags
     devices: Numbers
+    unclear: Numbers
 
     def equal(self, other: Columns) -> bool:
         """Whether these are equal to earlier columns of the same tensors: none of them has moved."""
@@ -88,7 +94,7 @@ class PlainMemories(Sequence[Memory]):
         are_writable: Whether all can be written to.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], columns: Columns, gpus: Numbers, owners: list[Any]) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], columns: Columns, gpus: Numbers, owners: Objects) -> None:
         self.addresses = columns.addresses
         self.gpus = gpus
         self.are_writable = bool(columns.writable.all())
@@ -122,9 +128,12 @@ class PlainMemories(Sequence[Memory]):
         return map(Memory, dtypes, shapes, self.addresses.tolist(), repeat(None), self._writable.tolist(), self._owners)
 
 
-def look_at(tensors: list[Any]) -> Columns | None:
-    """Where tensors lie; None unless all are plain torch tensors, all NumPy arrays or all `Bits`, and none is odd."""
-    kinds = set(map(type, tensors))
+def look_at(tensors: Objects, kinds: set[type] | None = None) -> Columns | None:
+    """Where tensors lie; None unless all are plain torch tensors, all NumPy arrays or all `Bits`, and none is odd.
+
+    kinds: Their types, if they are known.
+    """
+    kinds = types_of(tensors) if kinds is None else kinds
     torch = sys.modules.get("torch")
     if torch is not None and kinds <= {torch.Tensor, torch.nn.Parameter}:
         return _look_at_torch(tensors, torch.Tensor)
@@ -136,12 +145,12 @@ def look_at(tensors: list[Any]) -> Columns | None:
     return None
 
 
-def owners(tensors: list[Any]) -> list[Any]:
+def owners(tensors: Objects) -> Objects:
     """The objects that own the memory of tensors that `look_at` has columns of."""
-    return list(map(attrgetter("array"), tensors)) if tensors and type(tensors[0]) is Bits else tensors
+    return list(map(attrgetter("array"), tensors)) if len(tensors) and type(tensors[0]) is Bits else tensors
 
 
-def find_gpus(tensors: list[Any], columns: Columns) -> tuple[Numbers, list[Any]] | None:
+def find_gpus(tensors: Objects, columns: Columns) -> tuple[Numbers, list[Any]] | None:
     """The number of the GPU that each tensor lies on, -1 for host memory, and the GPUs.
 
     None if a tensor is odd in a way that columns do not show: it is a lazy negative view, whose bits are not those in
@@ -149,9 +158,12 @@ def find_gpus(tensors: list[Any], columns: Columns) -> tuple[Numbers, list[Any]]
     """
     if not hasattr(tensors[0], "is_cpu"):
         return np.full(len(tensors), -1, np.int64), []
-    if True in map(sys.modules["torch"].Tensor.is_neg, tensors) or _some_are_freed(tensors, columns.addresses):
+    if _some_are_freed(tensors, columns.addresses):
         return None
-    if None in map(dtype_of_torch, set(map(attrgetter("dtype"), tensors))):
+    unclear = [tensors[i] for i in columns.unclear.tolist()]
+    if None in map(dtype_of_torch, set(map(attrgetter("dtype"), unclear))):
+        return None
+    if any(map(operator.methodcaller("is_neg"), unclear)):
         return None
     numbers = []
     gpus: list[Any] = []
@@ -167,7 +179,7 @@ def find_gpus(tensors: list[Any], columns: Columns) -> tuple[Numbers, list[Any]]
     return np.array(numbers, np.int64)[device], gpus
 
 
-def _some_are_freed(tensors: list[Any], addresses: Numbers) -> bool:
+def _some_are_freed(tensors: Objects, addresses: Numbers) -> bool:
     """Whether some tensor, which has elements, is freed; few are asked."""
     low = np.flatnonzero(addresses < _LOW_ADDRESS)
     if not low.size:
@@ -201,19 +213,20 @@ def _dtypes(library_dtypes: list[Any], dtype_of: Callable[[Any], DType | None]) 
     return list(map(dtypes.__getitem__, library_dtypes))
 
 
-def _look_at_torch(tensors: list[Any], torch_tensor: Any) -> Columns | None:
+def _look_at_torch(tensors: Objects, torch_tensor: Any) -> Columns | None:
     described = dlpack.describe(tensors)
     if described is None:
         return _ask_each(tensors, torch_tensor)
-    forms, addresses, numel, contiguous, devices = described
+    forms, addresses, numel, contiguous, devices, codes = described
     unusual = np.flatnonzero(~contiguous | (numel == 1)).tolist()
     if any(tensors[i].is_neg() for i in unusual):  # others are made by private functions of torch alone
         return None
     strides = None if contiguous.all() else _strides(tensors, contiguous, torch_tensor.stride)
-    return Columns(forms, addresses, strides, np.ones(len(tensors), bool), devices)
+    unclear = np.flatnonzero(_UNCLEAR[codes])
+    return Columns(forms, addresses, strides, np.ones(len(tensors), bool), devices, unclear)
 
 
-def _ask_each(tensors: list[Any], torch_tensor: Any) -> Columns | None:
+def _ask_each(tensors: Objects, torch_tensor: Any) -> Columns | None:
     """Where torch tensors lie, by calls of torch for each; None if one is odd."""
     dtypes = _dtypes(list(map(attrgetter("dtype"), tensors)), dtype_of_torch)
     if dtypes is None or not COMPLEX.isdisjoint(dtype.name for dtype in set(dtypes)):
@@ -230,10 +243,11 @@ def _ask_each(tensors: list[Any], torch_tensor: Any) -> Columns | None:
     tensor_devices = list(map(attrgetter("device"), tensors))
     numbers = {device: number for number, device in enumerate(set(tensor_devices))}
     devices = np.array([*map(numbers.__getitem__, tensor_devices)], np.int64)
-    return Columns(ListedForms(tuple(dtypes), shapes), addresses, strides, np.ones(len(tensors), bool), devices)
+    forms = ListedForms(tuple(dtypes), shapes)
+    return Columns(forms, addresses, strides, np.ones(len(tensors), bool), devices, np.empty(0, np.int64))
 
 
-def _strides(tensors: list[Any], contiguous: Flags, stride: Callable[[Any], Shape]) -> list[Shape | None]:
+def _strides(tensors: Objects, contiguous: Flags, stride: Callable[[Any], Shape]) -> list[Shape | None]:
     """The strides of tensors that are not contiguous."""
     strides: list[Shape | None] = [None] * len(tensors)
     for i in np.flatnonzero(~contiguous).tolist():
@@ -241,7 +255,7 @@ def _strides(tensors: list[Any], contiguous: Flags, stride: Callable[[Any], Shap
     return strides
 
 
-def _look_at_arrays(arrays: list[Any], dtypes: list[DType]) -> Columns:
+def _look_at_arrays(arrays: Objects, dtypes: list[DType]) -> Columns:
     flags = np.fromiter(map(attrgetter("flags.num"), arrays), np.int64, len(arrays))
     contiguous = flags & _C_CONTIGUOUS != 0
     strides = None if contiguous.all() else _strides(arrays, contiguous, attrgetter("strides"))
@@ -251,18 +265,5 @@ def _look_at_arrays(arrays: list[Any], dtypes: list[DType]) -> Columns:
         strides,
         flags & _WRITEABLE != 0,
         np.zeros(len(arrays), np.int64),
+        np.empty(0, np.int64),
     )
-
-
-def array_addresses(arrays: list[Any]) -> Numbers:
-    """The address of the first element of every array; they must be of no subclass.
-
-    NumPy takes microseconds to tell one. Its C interface, for which all extension modules are compiled, says where an
-    array keeps it: in its first field.
-    """
-    fields = np.fromiter(map(id, arrays), np.int64, len(arrays)) + object.__basicsize__
-    addresses = np.empty_like(fields)
-    cpu.objects.read_words(fields, addresses)
-    if addresses[0] != address_of(arrays[0]):  # another interface
-        return np.array([*map(address_of, arrays)], np.int64)
-    return addresses

@@ -162,8 +162,8 @@ def _partial_sums(weights: LocalWeights, places: list[Place], threads: int | Non
     if weights.has_kernels:
         from . import on_gpu
 
-        places, runs = on_gpu.split_by_gpu(places, weights)
-        for first, second, nbytes in on_gpu.group_sums(weights, runs):
+        places, groups = on_gpu.summed_groups(weights, places)
+        for first, second, nbytes in on_gpu.group_sums(weights, groups):
             yield Digest(first, second), nbytes
     yield from ordered(batch_sums, batches(weights.table, places), threads)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..kernels import cpu
 from .dtypes import BY_CODE, BY_NAME, DType
 from .memory import address_of
+from .objects import Objects, object_array
 from .region import Numbers, Shape
 
 _MAJOR_VERSION = 1
@@ -89,6 +90,7 @@ class Description(NamedTuple):
         numel: How many elements it has.
         contiguous: Whether it is contiguous.
         devices: The kind and the number of its device.
+        codes: The code of its dtype.
     """
 
     forms: NumberedForms
@@ -96,21 +98,23 @@ class Description(NamedTuple):
     numel: Numbers
     contiguous: npt.NDArray[np.bool_]
     devices: Numbers
+    codes: Numbers
 
 
-def describe(tensors: list[Any]) -> Description | None:
+def describe(tensors: Objects) -> Description | None:
     """What DLPack says of torch tensors; None if it has no words for one, or torch has no C interface yet."""
     function = _exchange_function()
     if not function:
         return None
     count = len(tensors)
-    objects = np.fromiter(tensors, object, count)
+    objects = object_array(tensors)
     forms = np.empty(count * (1 + _MOST_DIMENSIONS), np.int64)
     addresses = np.empty(count, np.int64)
     numel = np.empty(count, np.int64)
     contiguous = np.empty(count, bool)
     devices = np.empty(count, np.int64)
-    columns = (addresses, numel, contiguous, devices)
+    codes = np.empty(count, np.int64)
+    columns = (addresses, numel, contiguous, devices, codes)
     used = cpu.objects.describe_tensors(
         function, _clear_error(), address_of(objects), _NUMBERS, _CODES, forms, *columns
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
+
 from .columns import Columns, look_at
+from .objects import ObjectArray, identities, type_identities, types_of
 
 
 @contextmanager
@@ -36,39 +38,43 @@ class KnownTensors:
     """
 
     def __init__(
-        self, names: tuple[str, ...], values: list[Any], tensors: list[Any], columns: Columns, found: Any
+        self, names: tuple[str, ...], values: ObjectArray, tensors: ObjectArray, columns: Columns, found: Any
     ) -> None:
         self.found = found
         self._names = names
         self._values = values
+        self._types = type_identities(values)
+        self._kinds = types_of(values)
         self._tensors = tensors
         self._columns = columns
 
-    def are(self, names: tuple[str, ...], values: list[Any]) -> bool:
+    def are(self, names: tuple[str, ...], values: ObjectArray) -> bool:
         """Whether these are the same tensors under the same names, in the same memory."""
-        if names != self._names or not all(map(operator.is_, values, self._values)):
+        if names != self._names or not np.array_equal(identities(values), identities(self._values)):
             return False
-        columns = look_at(self._tensors)
+        if not np.array_equal(type_identities(values), self._types):  # `__class__` can be set
+            return False
+        columns = look_at(self._tensors, self._kinds)
         return columns is not None and columns.equal(self._columns)
 
 
 _known: WeakValueDictionary[int, KnownTensors] = WeakValueDictionary()  # by the id of their first tensor
 
 
-def find_known(names: tuple[str, ...], values: list[Any]) -> KnownTensors | None:
+def find_known(names: tuple[str, ...], values: ObjectArray) -> KnownTensors | None:
     """What is known of tensors; None if it is nothing, or if one of them has moved."""
-    known = _known.get(id(values[0])) if values else None
+    known = _known.get(id(values[0])) if len(values) else None
     return known if known is not None and known.are(names, values) else None
 
 
 def remember(
-    names: tuple[str, ...], values: list[Any], tensors: list[Any], columns: Columns | None, found: Any
+    names: tuple[str, ...], values: ObjectArray, tensors: ObjectArray, columns: Columns | None, found: Any
 ) -> KnownTensors | None:
     """Remember what was found out about tensors for as long as somebody keeps the object that is returned.
 
     None if they are not of a kind that can be looked at quickly.
     """
-    if columns is None or not tensors:
+    if columns is None or not len(tensors):
         return None
     known = KnownTensors(names, values, tensors, columns, found)
     _known[id(values[0])] = known

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,11 +18,14 @@ from .dtypes import UIntArray
 from .geometry import Geometry, dot
 from .known import KnownTensors, collector_paused, find_known, remember
 from .memory import Memory, Weights, tied_groups
+from .objects import ObjectArray
 from .region import Numbers, Region, all_whole, collapse, row_major, whole
 from .shards import Place, Shards
 from .staging import LazyBits, cast_origin, gpu_tensor
 from .table import TensorTable
 from .tensors import memories, name_order, require_mapping, require_writable, table_like, table_of
+
+T = TypeVar("T")
 
 
 class _Parts:
@@ -39,6 +42,7 @@ class _Parts:
         devices: The GPUs that parts lie on, or are cast on.
         is_complete: Whether these are all tensors of the table, whole.
         is_plain: Whether none of them is odd: all are whole and contiguous, in host memory or on GPUs.
+        kept: What was worked out from them, by name.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class _Parts:
         self.whole = whole
         self.is_complete = places is table.places
         self.is_plain = isinstance(whole, PlainMemories)
+        self.kept: dict[str, Any] = {}
         self.devices = devices
         if isinstance(whole, PlainMemories):
             has_kernels = np.array([*map(_runs_kernels, devices), False], bool)
@@ -143,13 +148,20 @@ def _runs_kernels(device: Any) -> bool:
     return gpu.support.obstacle(device) is None
 
 
-def _look(weights: Weights, names: tuple[str, ...], tensors: list[Any], columns: Columns | None) -> _Parts:
-    """The parts of weights whose names, tensors and columns are given in table order."""
-    gpus = find_gpus(tensors, columns) if tensors and columns is not None and columns.strides is None else None
-    if columns is not None and gpus is not None:
-        table = table_like(names, columns.forms)
-        plain = PlainMemories(table.specs, columns, gpus[0], owners(tensors))
-        return _Parts(table, table.places, plain, plain, gpus[1])
+def _look(names: tuple[str, ...], tensors: ObjectArray, columns: Columns | None) -> _Parts | None:
+    """The parts of weights whose names, tensors and columns are given in table order; None if one tensor is odd."""
+    if columns is None or columns.strides is not None or not len(tensors):
+        return None
+    gpus = find_gpus(tensors, columns)
+    if gpus is None:
+        return None
+    table = table_like(names, columns.forms)
+    plain = PlainMemories(table.specs, columns, gpus[0], owners(tensors))
+    return _Parts(table, table.places, plain, plain, gpus[1])
+
+
+def _look_at_each(weights: Weights) -> _Parts:
+    """The parts of weights, some of which may be odd."""
     memory_by_name = memories(weights)
     table = table_of(memory_by_name)
     return _Parts.located(table, zip(table.places, map(memory_by_name.__getitem__, table.names), strict=True))
@@ -193,14 +205,15 @@ class LocalWeights:
         with collector_paused():
             names = tuple(weights)
             # Only of a dict it is certain that `values` are what it has, in this order.
-            values = list(weights.values()) if type(weights) is dict else list(map(weights.get, names))
+            values = np.fromiter(
+                weights.values() if type(weights) is dict else map(weights.get, names), object, len(names)
+            )
             known = find_known(names, values)
             if known is None:
-                by_name = dict(zip(names, values, strict=True))
-                in_order = name_order(names)
-                tensors = list(map(by_name.get, in_order))
+                in_order, order = name_order(names)
+                tensors = values[order]
                 columns = look_at(tensors)
-                tensor_parts = _look(by_name, in_order, tensors, columns)
+                tensor_parts = _look(in_order, tensors, columns) or _look_at_each(dict(zip(names, values, strict=True)))
                 known = remember(names, values, tensors, columns, tensor_parts)
             else:
                 tensor_parts = known.found
@@ -292,6 +305,14 @@ class LocalWeights:
         if own.isdisjoint(id(memory.owner) for _, memory in other.parts):
             return places
         return [place for place in places if self.locate(*place)[0].owner is not other.locate(*place)[0].owner]
+
+    def kept(self, name: str, work_out: Callable[[], T]) -> T:
+        """What depends on where the parts lie and on nothing else: it is worked out once for all weights like these."""
+        results = self._parts.kept
+        if name not in results:
+            results[name] = work_out()
+        result: T = results[name]
+        return result
 
     def memory_by_name(self) -> dict[str, Memory]:
         """Every part's memory under a unique name: the tensor's, followed by the region if it is not whole."""

@@ -7,6 +7,7 @@ and written element by element.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from .table import TensorTable
 
 LARGE_BYTES = 128 << 20  # of a piece: kernels look at all pieces in one launch, but each costs host time
 _warm = set[tuple[DType, Any, bool, bool]]()  # dtypes, GPUs, alignments and casts whose kernels are compiled
+_warming = threading.Lock()
 GROUP_BYTES = 8 << 30  # of weights that kernels look at together; their results take up to a fifth of that
 
 
@@ -52,6 +54,7 @@ def on_stream(weights: LocalWeights, device: Any) -> Iterator[None]:
 class Runs:
     """Runs of one dtype on one GPU, column by column, with their addresses in one or more versions."""
 
+    table: TensorTable
     dtype: DType
     device: Any
     places: list[Place]
@@ -74,7 +77,7 @@ class Runs:
     @property
     def aligned(self) -> npt.NDArray[np.bool_]:
         """Which runs begin at a 16-byte boundary in all versions."""
-        aligned: npt.NDArray[np.bool_] = (self.address % 16 == 0).all(0)
+        aligned: npt.NDArray[np.bool_] = (self.address & 15 == 0).all(0)
         return aligned
 
     def select(self, which: Numbers) -> Runs:
@@ -102,9 +105,9 @@ class Runs:
             address=np.concatenate([part.address for part in parts], axis=-1),
         )
 
-    def pieces(self, table: TensorTable, most: int) -> Runs:
+    def pieces(self, most: int) -> Runs:
         """The same runs in order of tensor and region, cut into consecutive pieces of at most `most` elements."""
-        return self._in_order()._cut(table, most)  # noqa: SLF001  # of this class
+        return self._in_order()._cut(most)  # noqa: SLF001  # of this class
 
     def _in_order(self) -> Runs:
         """The runs in order of tensor and region."""
@@ -114,14 +117,14 @@ class Runs:
         order = sorted(range(len(keys)), key=keys.__getitem__)
         return self if order == [*range(len(keys))] else self.select(np.array(order, np.int64))
 
-    def _cut(self, table: TensorTable, most: int) -> Runs:
+    def _cut(self, most: int) -> Runs:
         """Large runs in pieces of at most `most` elements; empty runs are left out."""
         if ((self.numel > 0) & (self.numel <= most)).all():
             return self
         pieces_of: dict[int, list[Region]] = {}
         for i in np.flatnonzero(self.numel > most).tolist():
             tensor, region = self.places[i]
-            pieces_of[i] = [*(region or whole(table.specs[tensor].shape)).split(most)]
+            pieces_of[i] = [*(region or whole(self.table.specs[tensor].shape)).split(most)]
         count = (self.numel > 0).astype(np.int64)
         count[[*pieces_of]] = [*map(len, pieces_of.values())]
         run = np.repeat(np.arange(count.size), count)  # of each piece
@@ -137,13 +140,17 @@ class Runs:
         widths = np.array([[base.element_size()] for base in self.bases])
         return replace(cut, start=cut.start + offset, address=cut.address + offset * widths)
 
-    def blocks(self, keys: np.ndarray[Any, Any]) -> tuple[gpu.changes.Blocks, list[gpu.changes.Side]]:
-        """The blocks that kernels work on, and one side per version; `keys` are the digest keys of all tensors."""
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-        columns = _BlockColumns(self.numel, self.start, keys[self.tensor])
-        blocks = _blocks(self.dtype.width, self.device, stream, columns)
+    def blocks(self) -> tuple[gpu.changes.Blocks, list[gpu.changes.Side]]:
+        """The blocks that kernels work on, and one side per version."""
+        columns = _BlockColumns(self.numel, self.start, self.table.keys[self.tensor])
+        blocks = _blocks(self.dtype.width, self.device, _stream_of(self.device), columns)
         versions = zip(self.address, self.bases, strict=True)
         return blocks, [blocks.side_at(address, base, self.owners) for address, base in versions]
+
+
+def _stream_of(device: Any) -> int:
+    """A number of the current stream."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 class _BlockColumns:
@@ -207,6 +214,7 @@ def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list
         rows = np.flatnonzero(kind == code)
         first = int(rows[np.argmax(numel[rows] > 0)])  # an empty tensor has no address
         runs = Runs(
+            table=table,
             dtype=table.specs[int(tensor[first])].dtype,
             device=devices[code >> 9],
             places=all_places if rows.size == tensor.size else [all_places[i] for i in rows.tolist()],
@@ -230,6 +238,7 @@ def runs_of(batch: Batch, weights: LocalWeights) -> Runs | None:
         on_host, by_kind = split_by_gpu(places, weights)
         return by_kind[0] if not on_host and len(by_kind) == 1 else None
     return Runs(
+        table=weights.table,
         dtype=batch.dtype,
         device=devices[int(gpu_number[0])],
         places=places,
@@ -282,15 +291,16 @@ def _run(place: Place, versions: Sequence[LocalWeights]) -> _Run | None:
     return _Run(devices.pop(), spec.numel if region is None else region.numel, start or 0, addresses, is_cast)
 
 
-def groups(all_runs: Iterable[Runs], table: TensorTable, piece_bytes: int | None = None) -> Iterator[Runs]:
+def groups(all_runs: Iterable[Runs], piece_bytes: int | None = None) -> Iterator[Runs]:
     """Runs cut into pieces, in even groups of about 8 GiB at most, in order of tensor and region.
 
     Pieces that do not begin at a 16-byte boundary form groups of their own, because kernels are faster without them.
     """
     most = LARGE_BYTES if piece_bytes is None else piece_bytes
     for runs in all_runs:
-        pieces = runs.pieces(table, most // runs.dtype.width)
-        for selected in (pieces.aligned, ~pieces.aligned):
+        pieces = runs.pieces(most // runs.dtype.width)
+        aligned = pieces.aligned
+        for selected in (aligned, ~aligned):
             which = np.flatnonzero(selected)
             if not which.size:
                 continue
@@ -311,33 +321,68 @@ def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
     }
     if not kinds or gpu.changes.INTERPRETED:
         return
-    for dtype, device, aligned, is_cast in kinds - _warm:
-        order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
-        with on_stream(weights, device):
-            gpu.warmup.warm_up(dtype.width, device, aligned=aligned, is_cast=is_cast, **order)
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-        _warm.add((dtype, device, aligned, is_cast))
+    with _warming:
+        for dtype, device, aligned, is_cast in kinds - _warm:
+            order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
+            with on_stream(weights, device):
+                gpu.warmup.warm_up(dtype.width, device, aligned=aligned, is_cast=is_cast, **order)
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+            _warm.add((dtype, device, aligned, is_cast))
 
 
-def group_sums(weights: LocalWeights, all_runs: Iterable[Runs]) -> Iterator[tuple[int, int, int]]:
+class SummedRuns:
+    """Runs whose elements are summed up again and again: what kernels need for it is kept.
+
+    They have no owners, of which they may be a part themselves.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        self.device = runs.device
+        self.nbytes = runs.nbytes
+        self._runs = replace(runs, owners=())
+        self._tables: tuple[int, gpu.changes.Blocks, gpu.changes.Side] | None = None
+
+    def sums(self) -> tuple[int, int]:
+        """Both element sums of the digest, on the current stream."""
+        stream = _stream_of(self.device)
+        if self._tables is None or self._tables[0] != stream:
+            blocks, (side,) = self._runs.blocks()
+            self._tables = stream, blocks, side
+        _, blocks, side = self._tables
+        return pair(gpu.changes.digest(blocks, side))
+
+
+def summed_groups(weights: LocalWeights, places: list[Place]) -> tuple[list[Place], list[SummedRuns]]:
+    """Split places into those for the CPU, and groups of runs that kernels sum up.
+
+    The groups of all places are kept while the weights stay where they are.
+    """
+
+    def split() -> tuple[list[Place], list[SummedRuns]]:
+        elsewhere, all_runs = split_by_gpu(places, weights)
+        return elsewhere, [*map(SummedRuns, groups(all_runs))]
+
+    return weights.kept("summed groups", split) if places is weights.places else split()
+
+
+def group_sums(weights: LocalWeights, all_groups: Iterable[SummedRuns]) -> Iterator[tuple[int, int, int]]:
     """Both element sums of the digest over runs, group by group, and the bytes that were read."""
-    for runs in groups(all_runs, weights.table):
+    for runs in all_groups:
         with on_stream(weights, runs.device):
-            blocks, (side,) = runs.blocks(weights.table.keys)
-            yield *pair(gpu.changes.digest(blocks, side)), runs.nbytes
+            yield *runs.sums(), runs.nbytes
 
 
 def piece_sums(weights: LocalWeights, all_runs: Iterable[Runs]) -> Iterator[tuple[Place, int, int, int]]:
     """Both element sums of every piece of the runs, and its bytes; pieces are as large as batches."""
-    for runs in groups(all_runs, weights.table, PIECE_BYTES):
+    for runs in groups(all_runs, PIECE_BYTES):
         yield from run_sums(weights, runs)
 
 
 def run_sums(weights: LocalWeights, runs: Runs) -> Iterator[tuple[Place, int, int, int]]:
     """Both element sums of every run, and its bytes."""
     with on_stream(weights, runs.device):
-        blocks, (side,) = runs.blocks(weights.table.keys)
+        blocks, (side,) = runs.blocks()
         sums = fetch(gpu.sums.digests(blocks, side))().view(np.uint64).tolist()
     for place, numel, (first, second) in zip(runs.places, runs.numel.tolist(), sums, strict=True):
         yield place, first, second, numel * runs.dtype.width

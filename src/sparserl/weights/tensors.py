@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import repeat
 from typing import Any
@@ -15,7 +16,7 @@ from . import memory as memory_module
 from .columns import COMPLEX, PlainMemories, TensorForms, find_gpus, is_freed, look_at, owners
 from .dtypes import BY_NAME, Bits, DType, dtype_of_torch, is_big_endian
 from .memory import Memory, Weights, address_of
-from .region import Shape, row_major
+from .region import Numbers, Shape, row_major
 from .staging import LazyBits, StagedMemory, gpu_tensor
 from .table import TensorSpec, TensorTable
 
@@ -173,12 +174,12 @@ def table_of(memory_by_name: Mapping[str, Memory]) -> TensorTable:
 
 
 @lru_cache(maxsize=8)
-def name_order(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names in the order of their table."""
-    try:
-        return tuple(sorted(names))
-    except TypeError:  # some are not text, which the table refuses
-        return names
+def name_order(names: tuple[str, ...]) -> tuple[tuple[str, ...], Numbers]:
+    """Names in the order of their table, and which of the names each of them is."""
+    order = [*range(len(names))]
+    with suppress(TypeError):  # some are not text, which the table refuses
+        order.sort(key=names.__getitem__)
+    return tuple(map(names.__getitem__, order)), np.array(order, np.int64)
 
 
 @lru_cache(maxsize=8)

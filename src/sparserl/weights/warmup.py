@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from .dtypes import dtype_of_torch
 from .local import LocalWeights
+
+_FEW = 64  # elements of a tensor that stands for others
 
 
 def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
@@ -14,3 +20,12 @@ def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
         from . import on_gpu
 
         on_gpu.warm_up(weights, new)
+
+
+def warm_up_for(tensors: Iterable[Any]) -> None:
+    """`warm_up` for weights of the dtypes and on the GPUs of these torch tensors, before the weights are known."""
+    import torch
+
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors if tensor.is_cuda and dtype_of_torch(tensor.dtype)}
+    examples = {str(kind): torch.zeros(_FEW, dtype=kind[0], device=kind[1]) for kind in kinds}
+    warm_up(LocalWeights.of(examples))

@@ -61,15 +61,33 @@ def test_nothing_is_taken_for_what_it_was():
 
 
 @needs_kernels
+def test_sums_that_are_kept_are_of_where_tensors_are_now():
+    """A digest is taken again and again with the same tables, until a tensor moves."""
+    old, _ = two_versions("bfloat16", {"a": (90, 100), "b": (7,)})
+    weights = on_gpu(old)
+    local = LocalWeights.of(weights)  # whose tables are kept, while it lives
+    changes = (
+        lambda: None,
+        weights["b"].zero_,
+        lambda: setattr(weights["a"], "data", weights["a"].data.flip(0).contiguous()),
+        lambda: setattr(weights["a"], "data", weights["a"].data[1:]),
+    )
+    for change in changes:
+        change()
+        assert sparserl.digest(weights) == sparserl.digest(on_host(weights))
+    assert len(local.table) == 2
+
+
+@needs_kernels
 def test_tables_are_kept():
     """The same parts have the same blocks again, and few tables are kept with them; other addresses have others."""
     old, _ = two_versions("bfloat16", {"a": (90, 100), "b": (7,)})
     held = [LocalWeights.of(on_gpu(old)) for _ in range(12)]
     made = []
     for one in held:
-        (runs,) = device.groups(device.split_by_gpu(one.places, one)[1], one.table)
+        (runs,) = device.groups(device.split_by_gpu(one.places, one)[1])
         with device.on_stream(one, runs.device):
-            blocks, (side,) = runs.blocks(one.table.keys)
+            blocks, (side,) = runs.blocks()
         made.append((blocks, side))
         found = side.at.cpu().numpy() * 2 + side.base.data_ptr()
         assert np.array_equal(found, runs.address[0])
@@ -110,8 +128,8 @@ def test_histograms_are_those_of_the_cpu():
     for name, shift in (("bfloat16", 6), ("int32", 20), ("float8_e4m3fn", 0)):
         old, _ = two_versions(name, {"a": (5000,), "b": (3,), "c": (900,)})
         dtype, held = BY_NAME[name], LocalWeights.of(on_gpu(old))
-        (runs,) = device.groups(device.split_by_gpu(held.places, held)[1], held.table)
-        blocks, (side,) = runs.blocks(held.table.keys)
+        (runs,) = device.groups(device.split_by_gpu(held.places, held)[1])
+        blocks, (side,) = runs.blocks()
         kind = 0 if dtype.sign_magnitude else 1
         every, row = np.array([3, 2]), np.array([0, 0, 1])
         found = gpu.cells.key_histogram(blocks, side, kind, row, every, np.array([shift, shift])).cpu().numpy()

@@ -55,6 +55,7 @@ def _describe_tensors(
     numel: Any,
     contiguous: Any,
     devices: Any,
+    tensor_codes: Any,
 ) -> int:
     """What DLPack says of every tensor: how many words of `forms` were written, or -1 if it has no words for one.
 
@@ -81,6 +82,7 @@ def _describe_tensors(
             return -1
         addresses[i] = dl_tensor[0] + dl_tensor[5]
         devices[i] = dl_tensor[1]
+        tensor_codes[i] = codes[last]
         forms[used] = codes[last] << 32 | rank
         reach = 1
         in_order = True

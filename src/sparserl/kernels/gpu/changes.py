@@ -178,7 +178,7 @@ class Blocks:
         base = as_ints(base)
         offset = (address - base.data_ptr()) // base.element_size()
         at = self.cached(("side", offset.tobytes()), lambda: self.upload(offset))
-        return Side(base, at, not (address % 16).any(), owners)
+        return Side(base, at, not (address & 15).any(), owners)
 
     def cached(self, key: tuple[str, bytes], make: Callable[[], T]) -> T:
         """A value that depends on these blocks and the key alone; it is made once."""

@@ -1,0 +1,58 @@
+"""Very many Python objects at once: which they are, of which types, and where arrays among them have their elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..kernels import cpu
+from .memory import address_of
+from .region import Numbers
+
+ObjectArray = np.ndarray[Any, np.dtype[np.object_]]
+Objects = Sequence[Any] | ObjectArray
+_TYPE_AT = object.__basicsize__ - 8  # the last field that all objects have
+
+
+def object_array(objects: Objects) -> ObjectArray:
+    """Objects as an array of references to them."""
+    return objects if isinstance(objects, np.ndarray) else np.fromiter(objects, object, len(objects))
+
+
+def identities(objects: Objects) -> Numbers:
+    """The `id` of each object."""
+    return np.frombuffer(object_array(objects), np.int64)
+
+
+def type_identities(objects: Objects) -> Numbers:
+    """The `id` of each object's type."""
+    return _fields(identities(objects) + _TYPE_AT, map(id, map(type, objects)))
+
+
+def types_of(objects: Objects) -> set[type]:
+    """The types of objects."""
+    types = type_identities(objects)
+    first = [0] if (types == types[:1]).all() else np.unique(types, return_index=True)[1].tolist()
+    return {type(objects[i]) for i in first[: len(objects)]}
+
+
+def array_addresses(arrays: Objects) -> Numbers:
+    """The address of the first element of every array; they must be of no subclass.
+
+    NumPy takes microseconds to tell one. Its C interface, for which all extension modules are compiled, says where an
+    array keeps it: in its first field.
+    """
+    return _fields(identities(arrays) + object.__basicsize__, map(address_of, arrays))
+
+
+def _fields(addresses: Numbers, values: Iterable[int]) -> Numbers:
+    """The words at these addresses, if the first one is the first of the values, which are slow to get; else these."""
+    words = np.empty_like(addresses)
+    cpu.objects.read_words(addresses, words)
+    remaining = iter(values)
+    first = next(remaining, None)
+    if first is None or words[0] == first:
+        return words
+    return np.array([first, *remaining], np.int64)

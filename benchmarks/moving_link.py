@@ -1,15 +1,18 @@
 """`python -m benchmarks.moving_link`: syncs over a link whose rate moves, by profile; writes moving_link.{json,md}.
 
 A publisher writes to SeaweedFS's S3. A subscriber, in a process of its own, reaches it through `benchmarks.throttle`,
-whose rate moves between 10 Mbit/s and 1 Gbit/s; now and then the link stalls, or cuts off all connections. Every
-profile goes through the same. The clock runs from the start of `publish` to the end of the subscriber's commit.
+whose rate moves between 10 Mbit/s and 1 Gbit/s; now and then, when half of a version is through, the link stalls, or
+cuts off all connections. Every profile goes through the same, and waits as long before it tries again. The clock runs
+from the start of `publish` to the end of the subscriber's commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
+import random
 import tempfile
 import threading
 import time
@@ -36,6 +39,7 @@ STALL_EVERY, STALL_SECONDS = 10, 0.3
 CUT_EVERY = 25
 DENSITY = 0.02  # of the small weights, which are a third
 LATENCY = 0.0005
+_LOOK = 0.002  # seconds between looks at what is through
 MOST = 1.10  # times the best fixed profile
 _MEGABIT = 1e6
 _TENSORS = 8
@@ -78,7 +82,7 @@ def follow(url: str, endpoint: str, nbytes: int, pipe: Connection) -> None:
     server = Server(endpoint)
     with Subscriber(server.store(url), weights) as subscriber:
         while True:
-            pipe.recv()
+            random.seed(pipe.recv())  # the waits before another attempt are random
             report = subscriber.sync()
             pipe.send((time.monotonic(), None if report is None else report.seconds))
 
@@ -95,16 +99,32 @@ def following(url: str, endpoint: str, nbytes: int) -> Iterator[Connection]:
         process.join()
 
 
-def disturb(line: Throttled, number: int) -> threading.Timer | None:
-    """What happens to the link in the middle of a sync."""
+@contextmanager
+def disturbed(line: Throttled, number: int, nbytes: int) -> Iterator[None]:
+    """What happens to the link in some syncs, when so many bytes are through."""
     if number % CUT_EVERY == CUT_EVERY - 1:
-        timer = threading.Timer(0.1, line.cut)
+        happen = line.cut
     elif number % STALL_EVERY == STALL_EVERY - 1:
-        timer = threading.Timer(0.1, line.stall, (STALL_SECONDS,))
+        happen = functools.partial(line.stall, STALL_SECONDS)
     else:
-        return None
-    timer.start()
-    return timer
+        yield
+        return
+    ended = threading.Event()
+    until = line.moved + nbytes
+
+    def wait() -> None:
+        while line.moved < until:
+            if ended.wait(_LOOK):
+                return
+        happen()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def measure(server: Server, way: str, nbytes: int, stretch: int, console: Console) -> dict[str, Any]:
@@ -115,6 +135,7 @@ def measure(server: Server, way: str, nbytes: int, stretch: int, console: Consol
     assert port is not None
     seconds = []
     sent = []
+    half = 0  # of what came through the link in the last sync
     with (
         throttled(port, Link(1000 * _MEGABIT, LATENCY)) as line,
         Publisher(server.store(way), weights, ladder=None, anchor_after=1e9, **_WAYS[way]) as publisher,
@@ -122,22 +143,22 @@ def measure(server: Server, way: str, nbytes: int, stretch: int, console: Consol
         console.status(way) as status,
     ):
         publisher.publish()
-        pipe.send(None)
+        pipe.send(0)
         pipe.recv()
         for number in range(-4, stretch * len(RATES)):  # the first ones load kernels
             rate = RATES[max(0, number) // stretch]
             line.change_rate(rate * _MEGABIT)
             change(weights, rng)
-            timer = disturb(line, number)
-            started = time.monotonic()
-            report = publisher.publish()
-            pipe.send(None)
-            committed, _ = pipe.recv()
+            moved = line.moved
+            with disturbed(line, number, half):
+                started = time.monotonic()
+                report = publisher.publish()
+                pipe.send(number)
+                committed, _ = pipe.recv()
+            half = (line.moved - moved) // 2
             if number >= 0:
                 seconds.append(committed - started)
                 sent.append(report.bytes)
-            if timer is not None:
-                timer.join()
             status.update(f"{way}: {number + 1} of {stretch * len(RATES)}, {rate} Mbit/s")
     return {"way": way, "seconds": seconds, "bytes": sent}
 

@@ -21,6 +21,8 @@ from types import SimpleNamespace
 import pytest
 
 from sparserl.integrations import areal, disk_sync
+from sparserl.session.store.retention import read_head
+from sparserl.transport.stores.opening import open_store
 from tests.integrations.test_slime import read, written
 from tests.integrations.upstream import patched, run_definitions
 from tests.integrations.wheels import wheel
@@ -184,6 +186,19 @@ def test_a_shared_disk(tmp_path, monkeypatch):
     areal.fetch(str(out))
     assert out.is_dir()
     assert not out.is_symlink()
+
+
+def test_a_restarted_trainer_and_a_late_host(tmp_path):
+    """The run goes on, and a host that had nothing gets the newest version."""
+    for version in (1, 2, 3):
+        disk_sync.publishers.clear()
+        out = written(tmp_path / "trainer", version)
+        areal.publish(str(out))
+        for host in ("host", "late host")[: 2 if version == 3 else 1]:
+            path = tmp_path / host / f"weight_update_v{version}"
+            areal.fetch(str(path))
+            assert read(out) == read(path)
+    assert read_head(open_store(f"file://{tmp_path}/store"))[0].version == 2
 
 
 def test_several_workers_of_a_host(tmp_path):

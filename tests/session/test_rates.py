@@ -9,7 +9,7 @@ import pytest
 
 from sparserl import Bits, GroupPublisher, Publisher, Subscriber
 from sparserl.errors import InvalidField, SessionError, Unavailable
-from sparserl.session.store import rates
+from sparserl.session.store import rates, receivers
 from sparserl.session.store.leases import Lease
 from sparserl.session.store.rates import MeasuredLink, RateMeter, Rates, RecentRates
 from sparserl.transport.stores.folder import FolderStore
@@ -161,6 +161,33 @@ def test_auto_follows_what_receivers_measure(tmp_path: Path, clock: Clock, caplo
     ]
     (lease,) = run.publisher._run_writer.leases()
     assert lease.rates == pytest.approx((1 * MEGABIT, 1e13), rel=0.01)
+
+
+def test_leases_are_looked_at_often_until_a_receiver_tells_of_its_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    looks = []
+    with Publisher(tmp_path / "store", {"w": np.zeros(3, np.float32)}) as publisher:
+        watched = publisher._maintenance.receivers
+        monkeypatch.setattr(watched, "look", lambda: looks.append(now))
+        monkeypatch.setattr(receivers.time, "monotonic", lambda: now)
+
+        def hear(seconds: float) -> int:
+            nonlocal now
+            now += seconds
+            watched.hear()
+            watched.close()
+            return len(looks)
+
+        assert [hear(0.6) for _ in range(3)] == [1, 2, 3]
+        publisher._run_writer.measured_link.hear([Rates(1 * MEGABIT, 1 * MEGABIT)])
+        assert [hear(0.6) for _ in range(3)] == [3, 3, 3]
+        assert hear(10) == 4
+    with Publisher(tmp_path / "other", {"w": np.zeros(3, np.float32)}, profile="ulp") as publisher:
+        watched = publisher._maintenance.receivers
+        monkeypatch.setattr(watched, "look", lambda: looks.append(now))
+        assert [hear(0.6) for _ in range(3)] == [5, 5, 5]
 
 
 def test_without_a_measured_link_auto_is_the_smallest(tmp_path: Path, clock: Clock) -> None:

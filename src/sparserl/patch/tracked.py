@@ -215,11 +215,11 @@ class _Finder:
             self._sum_on_gpu()
 
     def _sum_on_gpu(self) -> None:
-        from ..weights import on_gpu
+        from ..weights import gpu_sums, on_gpu
 
         on_host, runs = on_gpu.split_by_gpu(self._weights.places, self._weights)
         self._on_gpu = {*self._weights.places} - {*on_host}
-        for place, first, second, nbytes in on_gpu.piece_sums(self._weights, runs):
+        for place, first, second, nbytes in gpu_sums.piece_sums(self._weights, runs):
             self.sums[self._part(*place)] += Digest(first, second)
             self._report(nbytes)
 

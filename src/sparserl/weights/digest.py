@@ -141,11 +141,11 @@ def place_sums(weights: LocalWeights, threads: int | None = None) -> dict[Place,
     places = [*weights.places]
     sums: dict[Place, Digest] = {}
     if weights.has_kernels:
-        from . import on_gpu
+        from . import gpu_sums, on_gpu
 
         places, all_runs = on_gpu.split_by_gpu(places, weights)
         for runs in all_runs:
-            sums |= {place: Digest(first, second) for place, first, second, _ in on_gpu.run_sums(weights, runs)}
+            sums |= {place: Digest(first, second) for place, first, second, _ in gpu_sums.run_sums(weights, runs)}
     rest = ordered(lambda place: element_sums(weights, [place], 1), places, threads)
     return sums | dict(zip(places, rest, strict=True))
 
@@ -160,10 +160,10 @@ def _partial_sums(weights: LocalWeights, places: list[Place], threads: int | Non
         return part, batch.elements * batch.dtype.width
 
     if weights.has_kernels:
-        from . import on_gpu
+        from . import gpu_sums
 
-        places, groups = on_gpu.summed_groups(weights, places)
-        for first, second, nbytes in on_gpu.group_sums(weights, groups):
+        places, groups = gpu_sums.summed_groups(weights, places)
+        for first, second, nbytes in gpu_sums.group_sums(weights, groups):
             yield Digest(first, second), nbytes
     yield from ordered(batch_sums, batches(weights.table, places), threads)
 

@@ -21,7 +21,7 @@ import torch
 from ..kernels import cpu, gpu
 from ..kernels.cpu.arguments import InTensor
 from ..kernels.gpu.ints import INTS
-from .batches import PIECE_BYTES, Batch
+from .batches import Batch
 from .dtypes import DType, UIntArray
 from .geometry import Geometry
 from .gpu_copies import fetch, upload
@@ -143,12 +143,12 @@ class Runs:
     def blocks(self) -> tuple[gpu.changes.Blocks, list[gpu.changes.Side]]:
         """The blocks that kernels work on, and one side per version."""
         columns = _BlockColumns(self.numel, self.start, self.table.keys[self.tensor])
-        blocks = _blocks(self.dtype.width, self.device, _stream_of(self.device), columns)
+        blocks = _blocks(self.dtype.width, self.device, stream_of(self.device), columns)
         versions = zip(self.address, self.bases, strict=True)
         return blocks, [blocks.side_at(address, base, self.owners) for address, base in versions]
 
 
-def _stream_of(device: Any) -> int:
+def stream_of(device: Any) -> int:
     """A number of the current stream."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
@@ -329,69 +329,6 @@ def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
             _warm.add((dtype, device, aligned, is_cast))
-
-
-class SummedRuns:
-    """Runs whose elements are summed up again and again: what kernels need for it is kept.
-
-    They have no owners, of which they may be a part themselves.
-    """
-
-    def __init__(self, runs: Runs) -> None:
-        self.device = runs.device
-        self.nbytes = runs.nbytes
-        self._runs = replace(runs, owners=())
-        self._tables: tuple[int, gpu.changes.Blocks, gpu.changes.Side] | None = None
-
-    def sums(self) -> tuple[int, int]:
-        """Both element sums of the digest, on the current stream."""
-        stream = _stream_of(self.device)
-        if self._tables is None or self._tables[0] != stream:
-            blocks, (side,) = self._runs.blocks()
-            self._tables = stream, blocks, side
-        _, blocks, side = self._tables
-        return pair(gpu.changes.digest(blocks, side))
-
-
-def summed_groups(weights: LocalWeights, places: list[Place]) -> tuple[list[Place], list[SummedRuns]]:
-    """Split places into those for the CPU, and groups of runs that kernels sum up.
-
-    The groups of all places are kept while the weights stay where they are.
-    """
-
-    def split() -> tuple[list[Place], list[SummedRuns]]:
-        elsewhere, all_runs = split_by_gpu(places, weights)
-        return elsewhere, [*map(SummedRuns, groups(all_runs))]
-
-    return weights.kept("summed groups", split) if places is weights.places else split()
-
-
-def group_sums(weights: LocalWeights, all_groups: Iterable[SummedRuns]) -> Iterator[tuple[int, int, int]]:
-    """Both element sums of the digest over runs, group by group, and the bytes that were read."""
-    for runs in all_groups:
-        with on_stream(weights, runs.device):
-            yield *runs.sums(), runs.nbytes
-
-
-def piece_sums(weights: LocalWeights, all_runs: Iterable[Runs]) -> Iterator[tuple[Place, int, int, int]]:
-    """Both element sums of every piece of the runs, and its bytes; pieces are as large as batches."""
-    for runs in groups(all_runs, PIECE_BYTES):
-        yield from run_sums(weights, runs)
-
-
-def run_sums(weights: LocalWeights, runs: Runs) -> Iterator[tuple[Place, int, int, int]]:
-    """Both element sums of every run, and its bytes."""
-    with on_stream(weights, runs.device):
-        blocks, (side,) = runs.blocks()
-        sums = fetch(gpu.sums.digests(blocks, side))().view(np.uint64).tolist()
-    for place, numel, (first, second) in zip(runs.places, runs.numel.tolist(), sums, strict=True):
-        yield place, first, second, numel * runs.dtype.width
-
-
-def pair(sums: torch.Tensor) -> tuple[int, int]:
-    """Two sums on a GPU as numbers."""
-    first, second = sums.cpu().numpy().view(np.uint64).tolist()
-    return first, second
 
 
 class GpuElements:

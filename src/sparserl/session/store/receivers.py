@@ -22,6 +22,8 @@ from .records import RouteStep
 from .run_writer import RunWriter
 
 _EVERY = 10.0  # seconds between looks at leases
+_EVERY_AT_FIRST = 0.5  # as long as no receiver has told of its link, and there were few looks
+_FEW_LOOKS = 60
 _MOST_LEASES = 64  # the newest, that are looked at
 _MOST_LISTED = 2 * MOST_HOLDINGS  # holdings that are looked at
 _END_SECONDS = 1.0  # that the end of a publisher waits for a look
@@ -54,11 +56,12 @@ class Receivers:
         self._trouble = ""  # the last that was logged
         self._heard = _Heard(False, False)  # by this rank; what counts is what all ranks have heard
         self._writer = writer
-        self._encoding = encoding
         self._lease_seconds = lease_seconds
         self._thread: threading.Thread | None = None
         self._heard_at = -_EVERY
         self._first_looks = 0
+        self._looks = 0
+        self._asks_for_rates = encoding.profile == "auto" and encoding.link == MEASURED
         self._logged_link: VaryingLink | None = None
 
     def profile(self, name: str) -> str:
@@ -101,7 +104,9 @@ class Receivers:
     def hear(self) -> None:
         """After a publish: look at leases now and then, on a thread; the next publish goes by them."""
         is_looking = self._thread is not None and self._thread.is_alive()
-        if is_looking or time.monotonic() - self._heard_at < _EVERY:
+        is_unknown = self._asks_for_rates and self._writer.measured_link.link is None
+        every = _EVERY_AT_FIRST if is_unknown and self._looks < _FEW_LOOKS else _EVERY
+        if is_looking or time.monotonic() - self._heard_at < every:
             return
         self._heard_at = time.monotonic()
         self._thread = threading.Thread(target=self.look, name="sparserl-receivers", daemon=True)
@@ -110,6 +115,7 @@ class Receivers:
     def look(self) -> None:
         """Read the leases, and which holdings there are."""
         now = self._writer.clock()
+        self._looks += 1
         try:
             leases = self._writer.leases(_MOST_LEASES)
             hashes = self._writer.holding_hashes(_MOST_LISTED)
@@ -119,7 +125,7 @@ class Receivers:
         if current or hashes:
             self._first_looks = _FIRST_LOOKS
         self._hear_parts(current, hashes)
-        if self._encoding.profile == "auto" and self._encoding.link == MEASURED:
+        if self._asks_for_rates:
             self._hear_rates(current)
 
     def close(self) -> None:

@@ -1,0 +1,81 @@
+"""Sums of the digest over weights on GPUs, group by group, piece by piece or run by run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..kernels import gpu
+from .batches import PIECE_BYTES
+from .gpu_copies import fetch
+from .local import LocalWeights
+from .on_gpu import Runs, groups, on_stream, split_by_gpu, stream_of
+from .shards import Place
+
+
+class SummedRuns:
+    """Runs whose elements are summed up again and again: what kernels need for it is kept.
+
+    They have no owners, of which they may be a part themselves.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        self.device = runs.device
+        self.nbytes = runs.nbytes
+        self._runs = replace(runs, owners=())
+        self._tables: tuple[int, gpu.changes.Blocks, gpu.changes.Side] | None = None
+
+    def sums(self) -> tuple[int, int]:
+        """Both element sums of the digest, on the current stream."""
+        stream = stream_of(self.device)
+        tables = self._tables  # which another thread may replace
+        if tables is None or tables[0] != stream:
+            blocks, (side,) = self._runs.blocks()
+            tables = stream, blocks, side
+            self._tables = tables
+        _, blocks, side = tables
+        return _pair(gpu.changes.digest(blocks, side))
+
+
+def summed_groups(weights: LocalWeights, places: list[Place]) -> tuple[list[Place], list[SummedRuns]]:
+    """Split places into those for the CPU, and groups of runs that kernels sum up.
+
+    The groups of all places are kept while the weights stay where they are.
+    """
+
+    def split() -> tuple[list[Place], list[SummedRuns]]:
+        elsewhere, all_runs = split_by_gpu(places, weights)
+        return elsewhere, [*map(SummedRuns, groups(all_runs))]
+
+    return weights.kept("summed groups", split) if places is weights.places else split()
+
+
+def group_sums(weights: LocalWeights, all_groups: Iterable[SummedRuns]) -> Iterator[tuple[int, int, int]]:
+    """Both element sums of the digest over runs, group by group, and the bytes that were read."""
+    for runs in all_groups:
+        with on_stream(weights, runs.device):
+            yield *runs.sums(), runs.nbytes
+
+
+def piece_sums(weights: LocalWeights, all_runs: Iterable[Runs]) -> Iterator[tuple[Place, int, int, int]]:
+    """Both element sums of every piece of the runs, and its bytes; pieces are as large as batches."""
+    for runs in groups(all_runs, PIECE_BYTES):
+        yield from run_sums(weights, runs)
+
+
+def run_sums(weights: LocalWeights, runs: Runs) -> Iterator[tuple[Place, int, int, int]]:
+    """Both element sums of every run, and its bytes."""
+    with on_stream(weights, runs.device):
+        blocks, (side,) = runs.blocks()
+        sums = fetch(gpu.sums.digests(blocks, side))().view(np.uint64).tolist()
+    for place, numel, (first, second) in zip(runs.places, runs.numel.tolist(), sums, strict=True):
+        yield place, first, second, numel * runs.dtype.width
+
+
+def _pair(sums: torch.Tensor) -> tuple[int, int]:
+    """Two sums on a GPU as numbers."""
+    first, second = sums.cpu().numpy().view(np.uint64).tolist()
+    return first, second

@@ -59,12 +59,13 @@ long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly th
 long-unit: $(STAMP)
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'long and not alone'
 
-mutants-noticed: $(STAMP)  ## without the tests on the unbroken code, which run beside it
-	$(BIN)/python -m tests.mutants run --green
+mutants-noticed: $(STAMP)  ## a third of them, without the tests on the unbroken code, which run beside it
+	$(BIN)/python -m tests.mutants run --green --third
 
 nightly: $(STAMP)  ## what CI leaves out; see CONTRIBUTING.md
 	$(BIN)/python -m pytest -n 2 -m nightly
 	SPARSERL_KILLS=all $(BIN)/python -m pytest -n 2 -m 'long and not alone' -k 'at_any_moment'
+	$(MAKE) mutants
 
 coverage: $(STAMP)  ## which lines no test reaches; takes a third longer
 	rm -f .coverage .coverage.*
@@ -109,6 +110,10 @@ vllm: $(VLLM)/.installed  ## and what the processes of its tests would each comp
 test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own, which has another Numba
 	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m 'not long' $(VLLM_TESTS)
 
+define needs  # variables that must name checkouts: without them tests would be skipped, and seem to pass
+	@for name in $(1); do test -n "$$(printenv $$name)" || { echo "$@: set $$name to a checkout; docs/how-to/integrations/ names its commit" >&2; exit 2; }; done
+endef
+
 define beside  # an environment that also has what another one has
 	test -x $(1)/bin/python || $(2)/bin/python -m venv $(1)
 	$(2)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
@@ -125,7 +130,8 @@ trl: $(TRL)/.installed
 test-trl: $(TRL)/.installed $(VLLM)/.installed  ## TRL on the CPU: trainers that publish, and one that trains through a vLLM server
 	$(TRL)/bin/python -m pytest -m 'not long' tests/integrations/test_trl_server.py tests/integrations/test_trl.py
 
-test-slime: $(STAMP)  ## slime's and miles's own actors on the CPU, from checkouts that SPARSERL_SLIME and SPARSERL_MILES name
+test-slime: $(STAMP)  ## with SPARSERL_SLIME=CHECKOUT SPARSERL_MILES=CHECKOUT: their own actors, on the CPU
+	$(call needs,SPARSERL_SLIME SPARSERL_MILES)
 	$(BIN)/python -m pytest tests/integrations/test_slime.py tests/integrations/test_slime_megatron.py
 
 $(SKYRL)/.installed: pyproject.toml $(VLLM_TESTS)/requirements.txt tests/integrations/skyrl.txt
@@ -140,16 +146,20 @@ test-skyrl: $(SKYRL)/.installed $(VLLM)/.installed  ## SkyRL's sender (Python 3.
 	$(SKYRL)/bin/python -m pytest tests/integrations/test_skyrl_sync.py
 
 test-nemo-rl: $(STAMP) $(VLLM)/.installed  ## with SPARSERL_NEMO_RL=CHECKOUT: NeMo-RL's synchronizer on Ray, and its workers of vLLM, on the CPU
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
-	$(BIN)/python -m pytest tests/integrations/test_nemo_rl.py
-	$(call beside,$(NEMO),$(VLLM))
+	$(call needs,SPARSERL_NEMO_RL)
+	$(call beside,$(NEMO),$(VENV))
 	$(NEMO)/bin/python -m pip install --quiet ray==2.60.0
-	$(VLLM_NUMBA) $(NEMO)/bin/python -m pytest $(VLLM_TESTS)/test_vllm_nemo_rl.py
+	$(NEMO)/bin/python -m pytest tests/integrations/test_nemo_rl.py
+	$(call beside,$(NEMO)-vllm,$(VLLM))
+	$(NEMO)-vllm/bin/python -m pip install --quiet ray==2.60.0
+	$(VLLM_NUMBA) $(NEMO)-vllm/bin/python -m pytest $(VLLM_TESTS)/test_vllm_nemo_rl.py
 
-test-areal test-roll: test-%: $(STAMP)  ## functions of AReaL and ROLL, from checkouts that SPARSERL_AREAL and SPARSERL_ROLL name
+test-areal test-roll: test-%: $(STAMP)  ## with SPARSERL_AREAL=CHECKOUT or SPARSERL_ROLL=CHECKOUT: their functions
+	$(call needs,$(if $(filter areal,$*),SPARSERL_AREAL,SPARSERL_ROLL))
 	$(BIN)/python -m pytest tests/integrations/test_$*.py
 
 test-prime-rl: $(STAMP) $(VLLM)/.installed  ## with SPARSERL_PRIME_RL=CHECKOUT: prime-rl's trainer and its server, on the CPU
+	$(call needs,SPARSERL_PRIME_RL)
 	$(call beside,$(PRIME),$(VENV))
 	$(PRIME)/bin/python -m pip install --quiet prime-pydantic-config tomli tyro jaxtyping beartype loguru
 	$(PRIME)/bin/python -m pytest tests/integrations/test_prime_rl.py
@@ -208,5 +218,5 @@ package: $(STAMP)  ## build the wheel and the sdist, check them, and use the whe
 	$(BIN)/python tests/packaging/check_packages.py
 
 clean:
-	rm -rf $(VENV) $(TRL) $(SKYRL) $(NEMO) $(PRIME) $(PRIME)-vllm $(OPENRLHF) $(VERL) $(TITAN) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* \
+	rm -rf $(VENV) $(TRL) $(SKYRL) $(NEMO) $(NEMO)-vllm $(PRIME) $(PRIME)-vllm $(OPENRLHF) $(VERL) $(TITAN) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* \
 	  demo-run site

@@ -16,7 +16,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -92,6 +92,7 @@ def following(url: str, endpoint: str, nbytes: int) -> Iterator[Connection]:
     near, far = _SPAWN.Pipe()
     process = _SPAWN.Process(target=follow, args=(url, endpoint, nbytes, far), daemon=True)
     process.start()
+    far.close()  # so that the end of the process is noticed
     try:
         yield near
     finally:
@@ -102,6 +103,10 @@ def following(url: str, endpoint: str, nbytes: int) -> Iterator[Connection]:
 @contextmanager
 def disturbed(line: Throttled, number: int, nbytes: int) -> Iterator[None]:
     """What happens to the link in some syncs, when so many bytes are through."""
+    happen: Callable[[], None]
+    if number < 0:
+        yield
+        return
     if number % CUT_EVERY == CUT_EVERY - 1:
         happen = line.cut
     elif number % STALL_EVERY == STALL_EVERY - 1:
@@ -110,6 +115,7 @@ def disturbed(line: Throttled, number: int, nbytes: int) -> Iterator[None]:
         yield
         return
     ended = threading.Event()
+    happened = threading.Event()
     until = line.moved + nbytes
 
     def wait() -> None:
@@ -117,6 +123,7 @@ def disturbed(line: Throttled, number: int, nbytes: int) -> Iterator[None]:
             if ended.wait(_LOOK):
                 return
         happen()
+        happened.set()
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -125,6 +132,8 @@ def disturbed(line: Throttled, number: int, nbytes: int) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+    if not happened.is_set():
+        raise SystemExit(f"sync {number} was not disturbed: fewer than {nbytes} bytes came through")
 
 
 def measure(server: Server, way: str, nbytes: int, stretch: int, console: Console) -> dict[str, Any]:
@@ -135,7 +144,6 @@ def measure(server: Server, way: str, nbytes: int, stretch: int, console: Consol
     assert port is not None
     seconds = []
     sent = []
-    half = 0  # of what came through the link in the last sync
     with (
         throttled(port, Link(1000 * _MEGABIT, LATENCY)) as line,
         Publisher(server.store(way), weights, ladder=None, anchor_after=1e9, **_WAYS[way]) as publisher,
@@ -149,13 +157,11 @@ def measure(server: Server, way: str, nbytes: int, stretch: int, console: Consol
             rate = RATES[max(0, number) // stretch]
             line.change_rate(rate * _MEGABIT)
             change(weights, rng)
-            moved = line.moved
-            with disturbed(line, number, half):
-                started = time.monotonic()
-                report = publisher.publish()
+            started = time.monotonic()
+            report = publisher.publish()
+            with disturbed(line, number, report.bytes // 2):
                 pipe.send(number)
                 committed, _ = pipe.recv()
-            half = (line.moved - moved) // 2
             if number >= 0:
                 seconds.append(committed - started)
                 sent.append(report.bytes)

@@ -71,15 +71,15 @@ MUTANTS = (
     Mutant(
         "a lazy negative view passes for its memory",
         "weights/columns.py",
-        'if any(map(operator.methodcaller("is_neg"), unclear)):',
-        "if not len(tensors):",
+        'return not any(map(methodcaller("is_neg"), unclear))',
+        "return True",
         Tests("weights/test_columns.py", "odd_tensor"),
     ),
     Mutant(
         "a known tensor may become a negative view",
-        "weights/columns.py",
-        "if any(tensors[i].is_neg() for i in unusual):",
-        "if not len(tensors):",
+        "weights/known.py",
+        "columns.equal(self._columns) and are_clear(tensors, columns)",
+        "columns.equal(self._columns)",
         Tests("weights/test_known.py", "negative_view"),
     ),
     Mutant(

@@ -143,6 +143,49 @@ def test_a_tensor_that_became_a_negative_view_is_refused(size):
     del local
 
 
+@pytest.mark.parametrize("become", ["negative", "below a byte"])
+def test_a_known_tensor_that_became_odd_in_place_is_refused(become):
+    """At the same address, contiguous and of the same size, by public functions of torch."""
+    if become == "negative":
+        numbers = torch.randn(8, dtype=torch.complex64)
+        weights = {"w": torch.view_as_real(numbers).reshape(-1)[:8]}
+        odd = numbers.conj().imag.as_strided((8,), (1,), 0)
+    else:
+        weights = {"w": torch.zeros(8, dtype=torch.uint8)}
+        odd = torch.empty(0, dtype=torch.uint4).set_(weights["w"].untyped_storage(), 0, (8,), (1,))
+    local = LocalWeights.of(weights)
+    weights["w"].data = odd
+    with pytest.raises(UnsupportedTensor):
+        LocalWeights.of(weights)
+    del local
+
+
+def test_tensors_that_lead_back_to_what_is_known_of_them_are_freed():
+    """As where a parameter has a loader of its module, and the module a subscriber."""
+    weights = some_weights("torch")
+    tensor = weakref.ref(weights["a"])
+    weights["a"].keeper = LocalWeights.of(weights)
+    del weights
+    gc.collect()
+    assert tensor() is None
+
+
+def test_a_dict_that_changes_meanwhile(monkeypatch):
+    """Names and tensors are of one moment."""
+    weights = {"a": np.full(3, 1.0), "x": np.full(3, 2.0)}
+    before = digest(dict(weights))
+
+    def change_after(mapping):
+        names = tuple(mapping)
+        if weights.pop("a", None) is not None:
+            weights.update(b=np.full(3, 3.0), c=np.full(3, 4.0))
+        return names
+
+    monkeypatch.setattr(local, "tuple", change_after, raising=False)
+    assert digest(weights) == before
+    assert [*weights] == ["x", "b", "c"]
+
+
 def test_a_mapping_whose_values_are_not_its_tensors():
     """What a mapping has is what it gives by name."""
 

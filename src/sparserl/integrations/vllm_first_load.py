@@ -53,15 +53,15 @@ def _load_watched(loader: Any, load_model: Callable[[], torch.nn.Module]) -> tor
     # Kernels are compiled or loaded while vLLM makes the model and copies weights. Whatever fails here fails once more
     # where it is needed, and is reported there.
     warmer = ThreadPoolExecutor(1, thread_name_prefix="sparserl-warm-up")
-    warmer.submit(warm_up_sums)
     with contextlib.ExitStack() as stack:
-        stack.callback(warmer.shutdown, wait=False)
+        stack.callback(warmer.shutdown, wait=False, cancel_futures=True)
+        warmer.submit(warm_up_sums)
 
         def load_watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
             nonlocal first_load
             buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
             first_load = FirstLoad(buffers | attribute_tensors(model, dict(model.named_parameters())))
-            warmer.submit(warm_up_for, [*model.parameters()])
+            warmer.submit(warm_up_for, {(tensor.dtype, tensor.device) for tensor in model.parameters()})
             stack.enter_context(first_load)
             load_weights(model, *args, **kwargs)
 
@@ -73,6 +73,7 @@ def _load_watched(loader: Any, load_model: Callable[[], torch.nn.Module]) -> tor
         loader.get_all_weights = watched_weights
         try:
             model = load_model()
+            warmer.shutdown()  # later, vLLM warns of kernels that are compiled
         finally:
             del loader.load_weights, loader.get_all_weights
     if first_load is not None:

@@ -5,12 +5,11 @@ A column takes one pass in C, and no Python function is called for a single tens
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
@@ -29,7 +28,9 @@ COMPLEX = frozenset(("complex32", "complex64"))
 Flags = npt.NDArray[np.bool_]
 _LOW_ADDRESS = 1 << 40  # offsets in a storage are smaller; so may be addresses
 _UNCLEAR = np.zeros(256, bool)  # codes of dtypes
-_UNCLEAR[[BY_NAME[name].code for name in ("float16", "float32", "float64")]] = True  # may be negative views of complex
+_UNCLEAR[[BY_NAME[name].code for name in ("float16", "float32", "float64")]] = (
+    True  # may be negative views: of complex numbers, as others are not by public functions
+)
 _UNCLEAR[[BY_NAME[name].code for name in ("uint8", "int8")]] = True  # may have less than a byte for DLPack to tell
 _C_CONTIGUOUS = 0x1  # the flags of NumPy's C interface
 _WRITEABLE = 0x400
@@ -158,12 +159,7 @@ def find_gpus(tensors: Objects, columns: Columns) -> tuple[Numbers, list[Any]] |
     """
     if not hasattr(tensors[0], "is_cpu"):
         return np.full(len(tensors), -1, np.int64), []
-    if _some_are_freed(tensors, columns.addresses):
-        return None
-    unclear = [tensors[i] for i in columns.unclear.tolist()]
-    if None in map(dtype_of_torch, set(map(attrgetter("dtype"), unclear))):
-        return None
-    if any(map(operator.methodcaller("is_neg"), unclear)):
+    if _some_are_freed(tensors, columns.addresses) or not are_clear(tensors, columns):
         return None
     numbers = []
     gpus: list[Any] = []
@@ -177,6 +173,14 @@ def find_gpus(tensors: Objects, columns: Columns) -> tuple[Numbers, list[Any]] |
         else:
             return None
     return np.array(numbers, np.int64)[device], gpus
+
+
+def are_clear(tensors: Objects, columns: Columns) -> bool:
+    """Whether tensors that may be odd in a way that columns do not show are plain; they are asked, one by one."""
+    unclear = [tensors[i] for i in columns.unclear.tolist()]
+    if None in map(dtype_of_torch, set(map(attrgetter("dtype"), unclear))):
+        return False
+    return not any(map(methodcaller("is_neg"), unclear))
 
 
 def _some_are_freed(tensors: Objects, addresses: Numbers) -> bool:
@@ -217,10 +221,7 @@ def _look_at_torch(tensors: Objects, torch_tensor: Any) -> Columns | None:
     described = dlpack.describe(tensors)
     if described is None:
         return _ask_each(tensors, torch_tensor)
-    forms, addresses, numel, contiguous, devices, codes = described
-    unusual = np.flatnonzero(~contiguous | (numel == 1)).tolist()
-    if any(tensors[i].is_neg() for i in unusual):  # others are made by private functions of torch alone
-        return None
+    forms, addresses, contiguous, devices, codes = described
     strides = None if contiguous.all() else _strides(tensors, contiguous, torch_tensor.stride)
     unclear = np.flatnonzero(_UNCLEAR[codes])
     return Columns(forms, addresses, strides, np.ones(len(tensors), bool), devices, unclear)

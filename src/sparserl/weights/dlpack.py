@@ -87,7 +87,6 @@ class Description(NamedTuple):
     Attributes:
         forms: Their dtypes and shapes.
         addresses: The address of each one's first element.
-        numel: How many elements it has.
         contiguous: Whether it is contiguous.
         devices: The kind and the number of its device.
         codes: The code of its dtype.
@@ -95,7 +94,6 @@ class Description(NamedTuple):
 
     forms: NumberedForms
     addresses: Numbers
-    numel: Numbers
     contiguous: npt.NDArray[np.bool_]
     devices: Numbers
     codes: Numbers
@@ -110,11 +108,10 @@ def describe(tensors: Objects) -> Description | None:
     objects = object_array(tensors)
     forms = np.empty(count * (1 + _MOST_DIMENSIONS), np.int64)
     addresses = np.empty(count, np.int64)
-    numel = np.empty(count, np.int64)
     contiguous = np.empty(count, bool)
     devices = np.empty(count, np.int64)
     codes = np.empty(count, np.int64)
-    columns = (addresses, numel, contiguous, devices, codes)
+    columns = (addresses, contiguous, devices, codes)
     used = cpu.objects.describe_tensors(
         function, _clear_error(), address_of(objects), _NUMBERS, _CODES, forms, *columns
     )

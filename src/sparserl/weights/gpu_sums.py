@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +17,18 @@ from .on_gpu import Runs, groups, on_stream, split_by_gpu, stream_of
 from .shards import Place
 
 
+class _Tables(NamedTuple):
+    """What kernels need for runs, on a stream and with a tensor at an address."""
+
+    stream: int
+    base_address: int
+    blocks: gpu.changes.Blocks
+    at: torch.Tensor
+    aligned: bool
+
+
 class SummedRuns:
-    """Runs whose elements are summed up again and again: what kernels need for it is kept.
+    """Runs whose elements are summed up again and again: what kernels need for it is kept, but no memory of tensors.
 
     They have no owners, of which they may be a part themselves.
     """
@@ -26,18 +37,19 @@ class SummedRuns:
         self.device = runs.device
         self.nbytes = runs.nbytes
         self._runs = replace(runs, owners=())
-        self._tables: tuple[int, gpu.changes.Blocks, gpu.changes.Side] | None = None
+        self._tables: _Tables | None = None
 
     def sums(self) -> tuple[int, int]:
         """Both element sums of the digest, on the current stream."""
+        (base,) = self._runs.bases
         stream = stream_of(self.device)
         tables = self._tables  # which another thread may replace
-        if tables is None or tables[0] != stream:
+        if tables is None or (tables.stream, tables.base_address) != (stream, base.data_ptr()):
             blocks, (side,) = self._runs.blocks()
-            tables = stream, blocks, side
+            tables = _Tables(stream, base.data_ptr(), blocks, side.at, side.aligned)
             self._tables = tables
-        _, blocks, side = tables
-        return _pair(gpu.changes.digest(blocks, side))
+        side = gpu.changes.Side(gpu.changes.as_ints(base), tables.at, tables.aligned, ())
+        return _pair(gpu.changes.digest(tables.blocks, side))
 
 
 def summed_groups(weights: LocalWeights, places: list[Place]) -> tuple[list[Place], list[SummedRuns]]:

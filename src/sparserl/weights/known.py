@@ -10,8 +10,9 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from .columns import Columns, look_at
+from .columns import Columns, are_clear, look_at
 from .objects import ObjectArray, identities, type_identities, types_of
+from .region import Numbers
 
 
 @contextmanager
@@ -32,30 +33,32 @@ class KnownTensors:
     Args:
         names: Their names, in the order of the mapping that they were in.
         values: The tensors, in that order.
-        tensors: The tensors in the order of the table.
-        columns: Where they lay.
+        order: Which of the tensors each one of the table is.
+        columns: Where those of the table lay.
         found: What was found out about them.
     """
 
     def __init__(
-        self, names: tuple[str, ...], values: ObjectArray, tensors: ObjectArray, columns: Columns, found: Any
+        self, names: tuple[str, ...], values: ObjectArray, order: Numbers, columns: Columns, found: Any
     ) -> None:
         self.found = found
         self._names = names
-        self._values = values
+        self._values = values.tolist()  # the garbage collector does not see what is in an array
+        self._identities = identities(values).copy()
         self._types = type_identities(values)
         self._kinds = types_of(values)
-        self._tensors = tensors
+        self._order = order
         self._columns = columns
 
     def are(self, names: tuple[str, ...], values: ObjectArray) -> bool:
         """Whether these are the same tensors under the same names, in the same memory."""
-        if names != self._names or not np.array_equal(identities(values), identities(self._values)):
+        if names != self._names or not np.array_equal(identities(values), self._identities):
             return False
         if not np.array_equal(type_identities(values), self._types):  # `__class__` can be set
             return False
-        columns = look_at(self._tensors, self._kinds)
-        return columns is not None and columns.equal(self._columns)
+        tensors = values[self._order]
+        columns = look_at(tensors, self._kinds)
+        return columns is not None and columns.equal(self._columns) and are_clear(tensors, columns)
 
 
 _known: WeakValueDictionary[int, KnownTensors] = WeakValueDictionary()  # by the id of their first tensor
@@ -68,14 +71,14 @@ def find_known(names: tuple[str, ...], values: ObjectArray) -> KnownTensors | No
 
 
 def remember(
-    names: tuple[str, ...], values: ObjectArray, tensors: ObjectArray, columns: Columns | None, found: Any
+    names: tuple[str, ...], values: ObjectArray, order: Numbers, columns: Columns | None, found: Any
 ) -> KnownTensors | None:
     """Remember what was found out about tensors for as long as somebody keeps the object that is returned.
 
     None if they are not of a kind that can be looked at quickly.
     """
-    if columns is None or not len(tensors):
+    if columns is None or not len(values):
         return None
-    known = KnownTensors(names, values, tensors, columns, found)
+    known = KnownTensors(names, values, order, columns, found)
     _known[id(values[0])] = known
     return known

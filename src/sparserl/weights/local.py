@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _Parts:
-    """The parts of some weights, column by column. Nothing in it changes, so that several `LocalWeights` may share it.
+    """The parts of some weights, column by column. Several `LocalWeights` share it: nothing in it changes but `kept`.
 
     Attributes:
         table: The table of the whole weights.
@@ -156,7 +156,7 @@ def _look(names: tuple[str, ...], tensors: ObjectArray, columns: Columns | None)
     if gpus is None:
         return None
     table = table_like(names, columns.forms)
-    plain = PlainMemories(table.specs, columns, gpus[0], owners(tensors))
+    plain = PlainMemories(table.specs, columns, gpus[0], list(owners(tensors)))
     return _Parts(table, table.places, plain, plain, gpus[1])
 
 
@@ -203,18 +203,18 @@ class LocalWeights:
             return cls(weights.table, parts)
         require_mapping(weights)
         with collector_paused():
-            names = tuple(weights)
-            # Only of a dict it is certain that `values` are what it has, in this order.
-            values = np.fromiter(
-                weights.values() if type(weights) is dict else map(weights.get, names), object, len(names)
-            )
+            # Only of a dict it is certain that `values` are what it has, in this order. Others may change it meanwhile.
+            snapshot = weights.copy() if type(weights) is dict else None
+            names = tuple(weights if snapshot is None else snapshot)
+            tensor_of = map(weights.get, names) if snapshot is None else snapshot.values()
+            values = np.fromiter(tensor_of, object, len(names))
             known = find_known(names, values)
             if known is None:
                 in_order, order = name_order(names)
                 tensors = values[order]
                 columns = look_at(tensors)
                 tensor_parts = _look(in_order, tensors, columns) or _look_at_each(dict(zip(names, values, strict=True)))
-                known = remember(names, values, tensors, columns, tensor_parts)
+                known = remember(names, values, order, columns, tensor_parts)
             else:
                 tensor_parts = known.found
             if table is not None:

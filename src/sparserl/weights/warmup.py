@@ -22,10 +22,11 @@ def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
         on_gpu.warm_up(weights, new)
 
 
-def warm_up_for(tensors: Iterable[Any]) -> None:
-    """`warm_up` for weights of the dtypes and on the GPUs of these torch tensors, before the weights are known."""
+def warm_up_for(kinds: Iterable[tuple[Any, Any]]) -> None:
+    """`warm_up` for weights of these dtypes of torch and on these devices, before the weights are known."""
     import torch
 
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors if tensor.is_cuda and dtype_of_torch(tensor.dtype)}
-    examples = {str(kind): torch.zeros(_FEW, dtype=kind[0], device=kind[1]) for kind in kinds}
+    examples = {
+        str(kind): torch.zeros(_FEW, dtype=kind[0], device=kind[1]) for kind in kinds if dtype_of_torch(kind[0])
+    }
     warm_up(LocalWeights.of(examples))

@@ -79,6 +79,19 @@ def test_sums_that_are_kept_are_of_where_tensors_are_now():
 
 
 @needs_kernels
+def test_sums_that_are_kept_keep_no_memory():
+    """A tensor that is moved away frees its memory, whatever was summed up before."""
+    weights = on_gpu(two_versions("bfloat16", {"a": (90, 100), "b": (7,)})[0])
+    local = LocalWeights.of(weights)
+    before = sparserl.digest(weights)
+    storage = torch.multiprocessing.reductions.StorageWeakRef(weights["a"].untyped_storage())
+    weights["a"].data = weights["a"].data.clone()
+    assert storage.expired()
+    assert sparserl.digest(weights) == before
+    assert len(local.table) == 2
+
+
+@needs_kernels
 def test_tables_are_kept():
     """The same parts have the same blocks again, and few tables are kept with them; other addresses have others."""
     old, _ = two_versions("bfloat16", {"a": (90, 100), "b": (7,)})

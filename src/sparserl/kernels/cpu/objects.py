@@ -52,7 +52,6 @@ def _describe_tensors(
     codes: Any,
     forms: Any,
     addresses: Any,
-    numel: Any,
     contiguous: Any,
     devices: Any,
     tensor_codes: Any,
@@ -91,7 +90,6 @@ def _describe_tensors(
             forms[used + 1 + d] = size
             in_order &= size == 1 or load(forms, dl_tensor[4] + 8 * d) == reach
             reach *= size
-        numel[i] = reach
         contiguous[i] = in_order or reach == 0
         used += 1 + rank
     return used

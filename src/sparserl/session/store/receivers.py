@@ -115,12 +115,12 @@ class Receivers:
     def look(self) -> None:
         """Read the leases, and which holdings there are."""
         now = self._writer.clock()
-        self._looks += 1
         try:
             leases = self._writer.leases(_MOST_LEASES)
             hashes = self._writer.holding_hashes(_MOST_LISTED)
         except SparserlError:
             return  # a later publish looks again
+        self._looks += 1
         current = [lease for lease in leases if now - lease.time < self._lease_seconds]
         if current or hashes:
             self._first_looks = _FIRST_LOOKS

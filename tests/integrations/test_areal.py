@@ -11,24 +11,39 @@ import asyncio
 import contextlib
 import copy
 import importlib
+import json
 import os
 import shutil
+import subprocess
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sparserl.integrations import areal, disk_sync
+from sparserl.integrations import areal, disk_sync, environment
 from sparserl.session.store.retention import read_head
 from sparserl.transport.stores.opening import open_store
+from tests.cli.session_commands import said
+from tests.integrations import areal_options
 from tests.integrations.test_slime import read, written
-from tests.integrations.upstream import patched, run_definitions
-from tests.integrations.wheels import wheel
+from tests.integrations.upstream import DIFFS, ROOT, commands, patched, run_definitions
+from tests.integrations.wheels import installed, wheel
 
 VERSION = "1.0.4"
 SERVERS = {"sglang_remote": "/update_weights_from_disk", "vllm_remote": "/areal_update_weights"}
+PARSER = ("hydra-core==1.4.0.dev1", "omegaconf==2.4.0.dev2")  # the versions that AReaL requires
+RUN = {"experiment_name": "e", "trial_name": "t"}
+CONFIG = {  # what AReaL requires
+    **RUN,
+    **dict.fromkeys(("saver", "evaluator", "stats_logger", "recover"), RUN | {"fileroot": "/files"}),
+    "train_dataset": {"path": "data", "type": "rl", "batch_size": 1},
+    "rollout": {"backend": "sglang:d1"},
+}
 
 
 @pytest.fixture(name="text", scope="module", params=["wheel", "checkout"])
@@ -79,9 +94,25 @@ class Servers:
         self.loaded = read(Path(payload["model_path"]))
 
 
-def _import_from_string(path):
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+def _import_from_string(text):
+    """AReaL's own function, by which it finds hooks."""
+    source = text("areal/utils/dynamic_import.py")
+    return run_definitions(source, ["import_from_string"], {"importlib": importlib})["import_from_string"]
+
+
+def _structs(text):
+    """The class of AReaL's weight updates, and those of its requests."""
+    names = ["HttpRequest", "WeightUpdateRequests", "WeightUpdateMeta"]
+    scope = run_definitions(text("areal/api/io_struct.py"), names, {"dataclass": dataclass, "field": field, "Any": Any})
+    return {name: scope[name] for name in names}
+
+
+def _request_builder(text, server):
+    """AReaL's own function that makes the requests to a server, for a weight update from disk."""
+    backend_class = {"sglang_remote": "SGLangBackend", "vllm_remote": "VLLMBackend"}[server]
+    method = "build_disk_weight_update_requests"
+    scope = run_definitions(text(f"areal/engine/{server}.py"), [f"{backend_class}.{method}"], _structs(text))
+    return lambda meta: scope[method](None, meta)
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -91,13 +122,7 @@ def test_from_a_trainer_to_a_host(text, tmp_path, server):
     names = SimpleNamespace(update_weights_from_disk=lambda *parts: "/".join(map(str, parts)))
     name_resolve = NameResolve()
     servers = Servers(tmp_path / "trainer", tmp_path / "host")
-    backend_class = {"sglang_remote": "SGLangBackend", "vllm_remote": "VLLMBackend"}[server]
-    structs = {
-        "HttpRequest": lambda **fields: SimpleNamespace(**{"method": "POST", "best_effort": False} | fields),
-        "WeightUpdateRequests": SimpleNamespace,
-    }
-    method = f"{backend_class}.build_disk_weight_update_requests"
-    backend = run_definitions(text(f"areal/engine/{server}.py"), [method], structs)
+    import_from_string = _import_from_string(text)
     rollout = run_definitions(
         (files / "areal/infra/remote_inf_engine.py").read_text(),
         ["_update_weights_from_disk"],
@@ -112,7 +137,7 @@ def test_from_a_trainer_to_a_host(text, tmp_path, server):
             ),
             "get_default_connector": lambda: None,
             "arequest_with_retry": servers.post,
-            "import_from_string": _import_from_string,
+            "import_from_string": import_from_string,
         },
     )
     trainer = run_definitions(
@@ -125,7 +150,7 @@ def test_from_a_trainer_to_a_host(text, tmp_path, server):
             "name_resolve": name_resolve,
             "datetime": datetime,
             "current_platform": SimpleNamespace(synchronize=lambda: None),
-            "import_from_string": _import_from_string,
+            "import_from_string": import_from_string,
         },
     )
     saved = {}
@@ -139,7 +164,7 @@ def test_from_a_trainer_to_a_host(text, tmp_path, server):
         """AReaL's rollout worker begins at once, and waits until the trainer has written."""
         there = copy.copy(meta)
         there.path = str(servers.path(meta.path))
-        maker = SimpleNamespace(build_disk_weight_update_requests=lambda m: backend[method.rpartition(".")[2]](None, m))
+        maker = SimpleNamespace(build_disk_weight_update_requests=_request_builder(text, server))
         arguments = (maker, "e", "t", 0, ["host:1"], there, 3, 10.0, "sparserl.integrations.areal.fetch")
         return SimpleNamespace(result=lambda: rollout["_update_weights_from_disk"](*arguments))
 
@@ -165,6 +190,58 @@ def test_from_a_trainer_to_a_host(text, tmp_path, server):
     assert servers.endpoints == [SERVERS[server]] * 3
     assert [p.name for p in (tmp_path / "trainer").iterdir()] == ["weight_update_v3"]
     assert sorted(p.name for p in (tmp_path / "host").glob("weight*")) == ["weight_update_v2", "weight_update_v3"]
+
+
+@pytest.mark.parametrize("given", [{}, {"weight_update_mode": "xccl"}], ids=["nothing", "a mode"])
+def test_the_commands_of_the_page(text, tmp_path, monkeypatch, given):
+    """AReaL with the page's diff takes the page's options, whatever a config has, and the hooks read its variable."""
+    pytest.importorskip("yaml", reason="Hydra reads configs with it")
+    page = commands("areal.md")
+    assert Path(page["git"][-1]) == DIFFS / "areal.diff"
+    files = patched("areal.diff", text, tmp_path / "areal")
+    for name in set(areal_options.FILES) - {"areal/api/cli_args.py"}:
+        (files / name).parent.mkdir(parents=True)
+        (files / name).write_text(text(name))
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(CONFIG | {"actor": RUN | {"backend": "fsdp:d1"} | given}))  # JSON is YAML
+    program = [sys.executable, "-m", "tests.integrations.areal_options", str(files)]
+    options = [str(config) if word == "config.yaml" else word for word in page["python"][1:]]
+    done = subprocess.run(
+        [*program, *options],
+        env=os.environ | {"PYTHONPATH": f"{installed(*PARSER)}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    mode, *hooks = json.loads(done.stdout)
+    assert f'actor.weight_update_mode == "{mode}":' in text("areal/trainer/rl_trainer.py")
+    publish, fetch = map(_import_from_string(text), hooks)
+    variable, _, url = page["export"][1].partition("=")
+    monkeypatch.delenv("SPARSERL_URL")
+    monkeypatch.setenv(variable, url)
+    assert environment.store_url() == url
+    monkeypatch.setenv(variable, f"file://{tmp_path}/store")
+    out = written(tmp_path / "trainer", 1)
+    publish(str(out))
+    fetch(str(tmp_path / "host" / out.name))
+    assert read(out) == read(tmp_path / "host" / out.name)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_followed_folder_without_the_diff(text, tmp_path, server):
+    """AReaL's own request names a followed folder, in which a server finds every version that was published."""
+    meta = _structs(text)["WeightUpdateMeta"](type="disk", path=str(tmp_path / "model/current"))
+    (request,) = _request_builder(text, server)(meta).requests
+    assert request.endpoint == SERVERS[server]
+    for version in (1, 2):
+        out = written(tmp_path / "saved", version)
+        said("publish", out, f"file://{tmp_path}/store")
+        said("follow", f"file://{tmp_path}/store", "-o", tmp_path / "model", "--once")
+        loaded = Path(request.payload["model_path"])
+        assert read(out) == read(loaded)
+        assert (loaded / "config.json").read_bytes() == (out / "config.json").read_bytes()
 
 
 def test_megatron_has_the_hook_too(text, tmp_path):

@@ -1,15 +1,29 @@
-"""Files of a framework with a diff applied, and functions of them, to be run without what the framework imports."""
+"""Files of a framework with a diff applied, and functions of them, to be run without what the framework imports.
+
+And the commands that the page of a framework shows.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-DIFFS = Path(__file__).resolve().parents[2] / "docs/how-to/integrations/diffs"
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "docs/how-to/integrations"
+DIFFS = PAGES / "diffs"
+
+
+def commands(page: str) -> dict[str, list[str]]:
+    """The commands in the console block of a page, by their first words; $PWD is a clone of this repository."""
+    (block,) = re.findall(r"^```console\n(.*?)^```", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)
+    lines = block.replace("\\\n", " ").replace("$PWD", str(ROOT)).splitlines()
+    found = [shlex.split(line, comments=True) for line in lines]
+    return {words[0]: words for words in found}
 
 
 def patched(diff: str, read: Any, folder: Path) -> Path:

@@ -7,6 +7,7 @@ applied, and whose uploader, checkpoint manager and model download are then run;
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import importlib
@@ -17,14 +18,18 @@ import shutil
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from sparserl.errors import NotFound
 from sparserl.integrations import disk_sync
+from tests.cli.session_commands import said
 from tests.integrations.test_slime import read, written
-from tests.integrations.upstream import patched, run_definitions
+from tests.integrations.upstream import DIFFS, PAGES, commands, patched, run_definitions
+from tests.integrations.wheels import definition, fields
+
+PAGE = (PAGES / "roll.md").read_text()
 
 
 class StandIn:
@@ -62,6 +67,78 @@ def _saved(root: Path, step: int) -> Path:
     return out
 
 
+def _documented(folder: Path) -> dict:
+    """The configuration of the page, with a store and a copy in a folder."""
+    yaml = pytest.importorskip("yaml")
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    config = yaml.safe_load(block)
+    places = {"url": f"file://{folder}/store", "output_dir": str(folder / "out")}
+    assert places.keys() < config["checkpoint_config"].keys()
+    config["checkpoint_config"] |= places
+    return config
+
+
+def _follow(url: str, output: Path) -> Path:
+    """The page's command, once; the folder that it says is the newest checkpoint."""
+    command = [{"s3://bucket/run": url, "model/": output}.get(word, word) for word in commands("roll.md")["sparserl"]]
+    assert {url, output} < set(command)
+    said(*command[1:], "--once")
+    assert "model/current is the newest checkpoint" in PAGE
+    return output / "current"
+
+
+def _checkout(name: str) -> str:
+    """The text of a file of ROLL."""
+    if "SPARSERL_ROLL" not in os.environ:
+        pytest.skip("SPARSERL_ROLL names no checkout of ROLL, which is not on the package index")
+    return (Path(os.environ["SPARSERL_ROLL"]) / name).read_text()
+
+
+def test_the_configuration_of_the_page(tmp_path, monkeypatch):
+    """The adapter takes it, less the type, as ROLL gives it; the page's command follows what is published then."""
+    roll = _roll_with(monkeypatch, FileSystemUploader=StandIn)
+    config = _documented(tmp_path)["checkpoint_config"]
+    assert f'uploader_registry["{config.pop("type")}"] = StoreUploader' in (DIFFS / "roll.diff").read_text()
+    uploader = roll.StoreUploader(**config)
+    for step in (10, 20):
+        out = _saved(tmp_path / "actor_train-0", step)
+        uploader.upload(ckpt_id=out.name, local_state_path=str(out))
+        assert read(out) == read(_follow(config["url"], tmp_path / "model"))
+        assert read(out) == read(Path(config["output_dir"], out.name))
+
+
+def test_a_followed_folder_without_the_diff(tmp_path):
+    """ROLL's own model download takes it for a model, and a loader finds there what was published."""
+    config = _checkout("roll/configs/base_config.py")
+    assert "self.actor_train.model_args.model_name_or_path = self.pretrain\n" in config  # and that is downloaded
+    stored = {}
+    storage = SimpleNamespace(  # an actor of Ray
+        get=SimpleNamespace(remote=lambda *, key: stored.get(key)),
+        put=SimpleNamespace(remote=lambda *, key, data: stored.update({key: data})),
+    )
+    download = run_definitions(
+        _checkout("roll/utils/checkpoint_manager.py"),
+        ["model_path_cache", "download_model"],
+        {
+            "os": os,
+            "ray": SimpleNamespace(get=lambda value: value),
+            "get_node_ip": lambda: "127.0.0.1",
+            "shared_storage": storage,
+            "model_path_cache": None,  # that of ROLL comes in its place
+            "model_download_registry": {},
+        },
+    )["download_model"]
+    url = f"file://{tmp_path}/store"
+    for step in (10, 20):
+        out = _saved(tmp_path / "saved", step)
+        said("publish", out, url)
+        pretrain = _follow(url, tmp_path / "model")
+        model = Path(download(str(pretrain)))
+        assert read(out) == read(model)
+        assert (model / "config.json").read_bytes() == (out / "config.json").read_bytes()
+    assert list(stored.values()) == [str(pretrain)]
+
+
 def test_an_upload_is_a_version(tmp_path, monkeypatch):
     """Weights are published, everything is copied, and a follower has them after ROLL has deleted its folder."""
     roll = _roll_with(monkeypatch, FileSystemUploader=StandIn)
@@ -92,9 +169,12 @@ def test_workers_without_weights(tmp_path, monkeypatch):
 
 def test_rolls_own_code(tmp_path, monkeypatch):
     """The patched files register both; ROLL's checkpoint manager uploads, and its model download finds the version."""
-    if "SPARSERL_ROLL" not in os.environ:
-        pytest.skip("SPARSERL_ROLL names no checkout of ROLL, which is not on the package index")
-    files = patched("roll.diff", lambda name: (Path(os.environ["SPARSERL_ROLL"]) / name).read_text(), tmp_path / "roll")
+    base = definition(ast.parse(_checkout("roll/configs/base_config.py")), "BaseConfig")
+    config = _documented(tmp_path)
+    assert config.keys() | {"model_download_type"} <= fields(base)
+    diff = Path(commands("roll.md")["git"][-1])
+    assert diff == DIFFS / "roll.diff"
+    files = patched(diff.name, _checkout, tmp_path / "roll")
     logger = logging.getLogger("roll")
     uploads = ModuleType("roll.utils.upload_utils")
     for name in ("roll", "roll.utils", "roll.utils.logging"):
@@ -122,13 +202,16 @@ def test_rolls_own_code(tmp_path, monkeypatch):
             "file_lock_context": lambda _path: contextlib.nullcontext(),
         },
     )
-    url = f"file://{tmp_path}/store"
-    monkeypatch.setenv("MODEL_DOWNLOAD_TYPE", "SPARSERL")
-    checkpoints = manager["CheckpointManager"]({"type": "sparserl", "url": url, "output_dir": str(tmp_path / "out")})
+    (download_type,) = re.findall(r"`model_download_type: (\w+)`", PAGE)
+    monkeypatch.setenv("MODEL_DOWNLOAD_TYPE", download_type)  # as ROLL's config does
+    settings = config["checkpoint_config"]
+    checkpoints = manager["CheckpointManager"](settings)
     for step in (10, 20):
         out = _saved(tmp_path / "actor_train-0", step)
         wanted = read(out)
-        checkpoints.upload(ckpt_id=out.name, local_state_path=str(out))
-        assert not out.exists()
-        assert wanted == read(Path(manager["download_model"](url)))
+        keep = settings["keep_local_file"]
+        checkpoints.upload(ckpt_id=out.name, local_state_path=str(out), keep_local_file=keep)
+        assert out.exists() == keep
+        assert wanted == read(Path(manager["download_model"](settings["url"])))
+        assert wanted == read(_follow(settings["url"], tmp_path / "model"))
     assert (tmp_path / "out/checkpoint-20/optimizer.pt").read_bytes() == b"state"

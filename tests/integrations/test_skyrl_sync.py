@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from importlib.util import find_spec
@@ -276,13 +277,49 @@ def test_patches_travel(synced) -> None:
     assert any(step.base == step.version - 1 for step in read_index(store, head).steps)
 
 
-def plain_config(*options: str) -> SkyRLTrainConfig:
-    """A config as a user's command has it, with the options that the page shows."""
+def options_of_the_page() -> list[str]:
+    """The switch, and three that SkyRL's config has with it."""
     page = (ROOT / "docs/how-to/integrations/skyrl.md").read_text()
     command = page.partition("main_base")[2].partition("```")[0].replace("\\", "")
-    shown = [word for word in command.split() if "=" in word and "override_entrypoint" not in word]
-    assert len(shown) == 3
-    return SkyRLTrainConfig.from_cli_overrides([*shown, *options])
+    shown = [word for word in command.split() if "=" in word]
+    assert len(shown) == 4
+    assert shown[0].startswith("trainer.override_entrypoint=")
+    return shown
+
+
+def plain_config(*options: str) -> SkyRLTrainConfig:
+    """A config as a user's command has it, with the options that the page shows."""
+    return SkyRLTrainConfig.from_cli_overrides([*options_of_the_page()[1:], *options])
+
+
+def failure_of_the_command(*options: str) -> str:
+    """What SkyRL's own command says, in processes that have imported nothing of ours."""
+    command = [sys.executable, "-m", "skyrl.train.entrypoints.main_base", *options, "trainer.logger=console"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 1
+    return ended.stderr
+
+
+def test_the_command_of_the_page(tmp_path: Path) -> None:
+    """The driver accepts the config and starts Ray, whose worker accepts it too, and looks for the model."""
+    model = tmp_path / "missing"
+    failure = failure_of_the_command(*options_of_the_page(), f"trainer.policy.model.path={model}")
+    in_worker = failure.rpartition("ray::skyrl_entrypoint()")[2]
+    assert "in get_tokenizer" in in_worker
+    assert str(model) in in_worker
+
+
+def test_the_command_of_the_page_has_the_backend() -> None:
+    """The checks of the backend are among those of SkyRL."""
+    conflicting = "generator.inference_engine.offload_kv_for_weight_sync=true"
+    failure = failure_of_the_command(*options_of_the_page(), conflicting)
+    assert "SessionError: weight_sync_backend=sparserl needs offload_kv_for_weight_sync=false" in failure
+
+
+def test_the_command_without_the_switch() -> None:
+    """SkyRL refuses the options, and does not take the backend for `nccl`."""
+    assert "ValueError: Invalid fields {'sparserl'}" in failure_of_the_command(*options_of_the_page()[1:])
 
 
 def test_skyrl_accepts_the_options_of_the_page() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -198,20 +199,26 @@ def test_refusals(args, refusal):
 
 
 def _started_engines(checkout: str, model: str) -> list:
-    """An engine of vLLM that OpenRLHF starts in an actor of Ray."""
+    """An engine of vLLM that OpenRLHF starts in an actor of Ray, which has room for another."""
     import ray
 
     from tests.integrations.real_vllm.test_vllm import ENVIRONMENT
 
     sys.path.insert(0, checkout)
     environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((checkout, str(ROOT / "src"), str(ROOT)))}
-    ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, runtime_env={"env_vars": environment})
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, runtime_env={"env_vars": environment})
     leave_out(*(name for name in UNUSED if find_spec(name) is None))
+    return [_engine_on(model)]
+
+
+def _engine_on(model: str):
+    """An engine that loads a folder, as OpenRLHF starts it."""
     from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 
     common = {"seed": 0, "full_determinism": True, "enable_prefix_caching": True, "enforce_eager": True}
     sizes = {"max_model_len": 64, "gpu_memory_utilization": 0.1}
-    return create_vllm_engines(1, 1, model, weight_transfer_backend="sparserl", **common, **sizes)
+    (engine,) = create_vllm_engines(1, 1, model, weight_transfer_backend="sparserl", **common, **sizes)
+    return engine
 
 
 def _zero3(rank, group, pipe, checkout: str, folder: str, model_path: str, at: int, with_vllm: bool):
@@ -237,6 +244,7 @@ def _zero3(rank, group, pipe, checkout: str, folder: str, model_path: str, at: i
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     trainer = trainer_of(checkout, args, engine.module, engines)
+    at_first = _hashes(engines[0]) if with_vllm and rank == 0 else None
     for step in range(3):
         tokens = torch.arange(1, 17).reshape(1, 16) + step
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
@@ -247,7 +255,12 @@ def _zero3(rank, group, pipe, checkout: str, folder: str, model_path: str, at: i
     if rank > 0:
         return True
     if with_vllm:
+        import ray
+
         _audit(engines[0], whole, args.vllm.sync_url)
+        followed = _followed(args.vllm.sync_url, Path(folder), Path(model_path))
+        assert _hashes(_engine_on(followed)) == _hashes(engines[0]) != at_first
+        ray.shutdown()
     return all(torch.equal(whole[name], tensor) for name, tensor in gathered.items())
 
 
@@ -262,13 +275,35 @@ def _audit(engine, whole, url: str) -> None:
         ("finish_weight_update", {}),
     ):
         ray.get(engine.weight_transfer.remote(method, **options), timeout=300)
-    ray.shutdown()
+
+
+def _hashes(engine) -> list:
+    """Those of all weights that the worker of an engine has."""
+    import ray
+
+    from tests.integrations.real_vllm import engine as functions
+
+    ray.cloudpickle.register_pickle_by_value(functions)  # actors have the `tests` of OpenRLHF
+    return ray.get(engine.weight_transfer.remote(functions.hashes), timeout=300)
+
+
+def _followed(url: str, folder: Path, model: Path) -> str:
+    """A folder that follows the run, with the files that do not travel: config and tokenizer."""
+    command = [sys.executable, "-m", "sparserl", "follow", url, "-o", str(folder / "followed"), "--once"]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=300)
+    current = folder / "followed/current"
+    for file in model.glob("*.json"):
+        shutil.copy(file, current)
+    return str(current)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("with_vllm", [False, True])
 def test_zero3(patched, tmp_path, with_vllm):
-    """ZeRO-3 shards of two ranks arrive bit for bit; with Ray and vLLM, in an engine that OpenRLHF has started."""
+    """ZeRO-3 shards of two ranks arrive bit for bit; with Ray and vLLM, in an engine that OpenRLHF has started.
+
+    Another engine, which OpenRLHF starts from a folder that followed the run, has the same bits.
+    """
     if missing := [name for name in (PARTS if with_vllm else ("deepspeed",)) if find_spec(name) is None]:
         pytest.skip(f"{', '.join(missing)} is not installed; see `make test-openrlhf`")
     program = "import sys; from tests.integrations.real_vllm import models; models.make(sys.argv[1], 'llama')"

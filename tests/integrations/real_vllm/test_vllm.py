@@ -7,6 +7,7 @@ are started at once, two at a time, and tests wait for those that they judge.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -82,6 +83,7 @@ def work(log, found, module, name, args, ranks):
     try:
         function = getattr(importlib.import_module(f"{HERE}.{module}"), name)
         found.write_text(json.dumps(function(*args)))
+        gc.collect()  # ends an engine in a cycle of references; Python waits for its processes at exit
     except BaseException:  # noqa: BLE001  # Python would wait for an engine's processes, which nobody has told to end
         traceback.print_exc()
         sys.stderr.flush()

@@ -52,6 +52,13 @@ def test_three_commits_run_all_mutants(monkeypatch):
     assert sorted(chosen, key=MUTANTS.index) == [*MUTANTS]
 
 
+def test_a_third_of_the_mutants_without_a_history(monkeypatch, tmp_path):
+    """As in an unpacked archive of the sources."""
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert run.third(MUTANTS) == [*MUTANTS[::3]]
+
+
 def test_names_tell_mutants_apart():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 

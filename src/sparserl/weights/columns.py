@@ -27,11 +27,10 @@ from .table import TensorSpec
 COMPLEX = frozenset(("complex32", "complex64"))
 Flags = npt.NDArray[np.bool_]
 _LOW_ADDRESS = 1 << 40  # offsets in a storage are smaller; so may be addresses
-_UNCLEAR = np.zeros(256, bool)  # codes of dtypes
-_UNCLEAR[[BY_NAME[name].code for name in ("float16", "float32", "float64")]] = (
-    True  # may be negative views: of complex numbers, as others are not by public functions
-)
-_UNCLEAR[[BY_NAME[name].code for name in ("uint8", "int8")]] = True  # may have less than a byte for DLPack to tell
+_PARTS_OF_COMPLEX = ("float16", "float32", "float64")  # public functions make negative views of these alone
+_BYTES = ("uint8", "int8")  # DLPack also takes elements below a byte for these
+_UNCLEAR = np.zeros(256, bool)  # by the code of a dtype
+_UNCLEAR[[BY_NAME[name].code for name in (*_PARTS_OF_COMPLEX, *_BYTES)]] = True
 _C_CONTIGUOUS = 0x1  # the flags of NumPy's C interface
 _WRITEABLE = 0x400
 

@@ -4,7 +4,8 @@
 
 For every model and mode, in processes of their own: vLLM alone, vLLM that follows a run, and vLLM's backend `ipc`. The
 checkpoints are random. After the last sync all weights of the engine are compared with those that vLLM itself loads.
-Writes research/results/engine.json, and the table beside it. It needs vLLM and a GPU with room for three copies.
+Writes research/results/engine.json, and tables beside it. It needs vLLM and a GPU with room for three copies, and takes
+twenty minutes; with --add, cases that are in the file already stay, so that it may be run in pieces.
 """
 
 from __future__ import annotations
@@ -19,16 +20,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine_tables import case_of, report
+
 RESULTS = Path(__file__).parent.parent / "research" / "results"
 CHANGED = (0.002, 0.002, 0.004, 0.006, 0.008, 0.012, 0.003, 0.001)  # of all elements, sync by sync
 PROMPTS = [[1, 5, 9, 30], [1, 44, 7], [1, *range(5, 75)]]
-HEADING = """# sparserl in vLLM
-
-One GPU, one rank, random bf16 weights of which 0.1% to 1.2% change; `python -m benchmarks.engine`. `memory`, `disk` and
-`ipc` are vLLM's own ways: a reload of all weights from the memory of its process or from disk, and its backend for
-processes on one host. Milliseconds, but for the starts.
-
-"""
 WAYS = ("alone", "follow", "ipc")
 _PATIENCE = 60.0  # seconds for a version to be staged
 # the integers, and the largest finite number as one of them, of float8_e4m3fn, bfloat16 and float32
@@ -417,6 +413,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/sparserl-engine"))
     parser.add_argument("--out", type=Path, default=RESULTS / "engine.json")
+    parser.add_argument("--add", action="store_true", help="keep the other cases that --out has")
     parser.add_argument("--case", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
@@ -426,7 +423,8 @@ def main() -> None:
         (options.folder / model / "result.json").write_text(json.dumps(result))
         sys.stdout.flush()
         os._exit(0)  # an engine's threads do not always end
-    results = []
+    cases = [(m, mode, way) for m in options.models for mode in options.modes for way in options.ways]
+    results = [one for one in _results(options.out) if case_of(one) not in cases] if options.add else []
     for model in options.models:
         make_it = f"from benchmarks.engine import make_checkpoint; make_checkpoint({model!r}, {str(options.folder)!r})"
         subprocess.check_call([sys.executable, "-c", make_it])
@@ -437,57 +435,12 @@ def main() -> None:
                 results.append(run(way, model, mode, options.folder / model))
                 print(json.dumps(results[-1]), flush=True)
                 options.out.write_text(json.dumps(results, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(HEADING + table(results))
+                options.out.with_suffix(".md").write_text(report(results))
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """The results of every model and mode, one row each."""
-    head = (
-        "| model | start, s | | publish | staged after | pause | two behind | audit | memory | disk | `ipc` | bits |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
-        "| | alone | follows | ms | ms | ms | ms | ms | ms | ms | ms | |",
-    )
-    rows = {}
-    for result in results:
-        rows.setdefault((result["model"], result["mode"]), {})[result["way"]] = result
-    return "\n".join([*head, *(_row(*case, ways) for case, ways in rows.items())]) + "\n"
-
-
-def _row(model: str, mode: str, ways: dict[str, dict[str, Any]]) -> str:
-    follow = ways.get("follow", {})
-    syncs = follow.get("syncs", [])
-    alone = ways.get("alone", {})
-    cells = [
-        f"{model}, {mode}",
-        _number(alone.get("start_s")),
-        _number(follow.get("start_s")),
-        *(_range(syncs, f"{stage}_ms") for stage in ("publish", "staged_after", "pause")),
-        _number(follow.get("late_ms")),
-        _range(syncs, "audit_ms"),
-        *(_number(alone.get(key)) for key in ("memory_ms", "disk_ms")),
-        _number(ways.get("ipc", {}).get("send_ms")),
-        _verdict(follow),
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _verdict(follow: dict[str, Any]) -> str:
-    if not follow:
-        return ""
-    if "failed" in follow:
-        return "**failed**"
-    return "equal" if follow["same_bits"] and follow["same_generations"] else "**differ**"
-
-
-def _range(syncs: list[dict[str, Any]], key: str) -> str:
-    if not syncs:
-        return ""
-    values = [sync[key] for sync in syncs]
-    return f"{_number(min(values))} to {_number(max(values))}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}" if value < 20 else f"{value:.0f}"
+def _results(path: Path) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return results
 
 
 def make_checkpoint(model: str, folder: str) -> None:

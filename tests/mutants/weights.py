@@ -57,9 +57,16 @@ MUTANTS = (
     Mutant(
         "known tensors may have other names",
         "weights/known.py",
-        "names != self._names or",
-        "",
+        "is_same = names == self._names and",
+        "is_same =",
         Tests("weights/test_known.py", "other_names"),
+    ),
+    Mutant(
+        "a dict of known tensors may have more of them",
+        "kernels/cpu/objects.py",
+        "return bool(_call_with_four(next_item, mapping, at, at + 8, at + 16) == 0)",
+        "return True",
+        Tests("weights/test_known.py", "has_changed"),
     ),
     Mutant(
         "an array that cannot be written to passes for one that can",
@@ -78,15 +85,15 @@ MUTANTS = (
     Mutant(
         "a known tensor may become a negative view",
         "weights/known.py",
-        "columns.equal(self._columns) and are_clear(tensors, columns)",
+        "columns.equal(self._columns) and are_clear(self._tensors, columns)",
         "columns.equal(self._columns)",
         Tests("weights/test_known.py", "negative_view"),
     ),
     Mutant(
         "a known tensor may become another class",
         "weights/known.py",
-        "if not np.array_equal(type_identities(values), self._types):",
-        "if not names:",
+        "if not np.array_equal(type_identities(self._tensors, self._pointers), self._types):",
+        "if not self._names:",
         Tests("weights/test_known.py", "another_class"),
     ),
     Mutant(

@@ -12,7 +12,7 @@ from sparserl.weights import columns, dlpack, dtypes, memory
 from sparserl.weights.columns import find_gpus, look_at
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.local import LocalWeights
-from sparserl.weights.objects import array_addresses
+from sparserl.weights.objects import array_addresses, identities
 from sparserl.weights.staging import StagedMemory
 from sparserl.weights.tensors import memories, memory_of
 
@@ -113,7 +113,7 @@ def test_dlpack_tells_what_torch_tells(name):
         pytest.skip(f"this torch has no {name}")
     plain = torch.empty(4, dtype=getattr(torch, name))
     tensors = [plain, plain[1:], plain[::2], plain.view(2, 2).t()]
-    described = dlpack.describe(tensors)
+    described = dlpack.describe(identities(tensors))
     asked = columns._ask_each(tensors, torch.Tensor)
     assert (described is None) == (asked is None) == (name in columns.COMPLEX)
     if described is not None and asked is not None:
@@ -125,21 +125,21 @@ def test_dlpack_tells_what_torch_tells(name):
 
 def test_shapes_that_dlpack_describes():
     tensors = [*ODD_SHAPES.values()]
-    described = dlpack.describe(tensors)
+    described = dlpack.describe(identities(tensors))
     assert described.forms.shapes == tuple(tuple(tensor.shape) for tensor in tensors)
     assert described.contiguous.tolist() == [tensor.is_contiguous() for tensor in tensors]
 
 
 def test_very_many_dimensions_are_asked_for_one_by_one():
     tensors = [torch.zeros((1,) * 12 + (3,)), torch.zeros((2,) + (1,) * 12)]
-    assert dlpack.describe(tensors) is None
+    assert dlpack.describe(identities(tensors)) is None
     assert look_at(tensors).forms.shapes == tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def test_a_tensor_that_dlpack_cannot_describe_leaves_no_error_behind():
-    assert dlpack.describe([torch.zeros(3), torch.zeros(3).to_sparse()]) is None
-    assert dlpack.describe([torch.zeros(3), torch.zeros(3, device="meta")]) is None
-    assert dlpack.describe([torch.zeros(3)]) is not None
+    assert dlpack.describe(identities([torch.zeros(3), torch.zeros(3).to_sparse()])) is None
+    assert dlpack.describe(identities([torch.zeros(3), torch.zeros(3, device="meta")])) is None
+    assert dlpack.describe(identities([torch.zeros(3)])) is not None
 
 
 def test_a_torch_without_the_c_interface_is_asked_for_each_tensor(monkeypatch):

@@ -186,6 +186,47 @@ def test_a_dict_that_changes_meanwhile(monkeypatch):
     assert [*weights] == ["x", "b", "c"]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weights: weights.update(a=torch.ones(5)),
+        lambda weights: weights.pop("a"),
+        lambda weights: weights.update(c=torch.ones(5)),
+        lambda weights: weights.update(b=weights.pop("b")),
+    ],
+    ids=["another tensor", "one less", "one more", "another order"],
+)
+def test_a_dict_that_has_changed_is_looked_at_again(looks, change):
+    weights = some_weights("torch")
+    first = LocalWeights.of(weights)
+    assert known.find_known_dict(weights) is first.known
+    change(weights)
+    assert known.find_known_dict(weights) is None
+    assert LocalWeights.of(weights).table.names == tuple(sorted(weights))
+    assert len(looks) == 2
+
+
+def test_equal_names_are_as_good_as_the_same(looks):
+    weights = {"weight 1": torch.zeros(3), "weight 2": torch.zeros(3)}
+    first = LocalWeights.of(weights)
+    others = {" ".join(name.split()): tensor for name, tensor in weights.items()}
+    assert known.find_known_dict(others) is None
+    assert LocalWeights.of(others).known is first.known
+    assert len(looks) == 1
+
+
+def test_a_dict_that_changes_while_its_first_tensor_is_read(monkeypatch, looks):
+    weights = some_weights("torch")
+    first = LocalWeights.of(weights)
+
+    def change(_):
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(known, "iter", change, raising=False)
+    assert LocalWeights.of(weights).known is first.known
+    assert len(looks) == 1
+
+
 def test_a_mapping_whose_values_are_not_its_tensors():
     """What a mapping has is what it gives by name."""
 

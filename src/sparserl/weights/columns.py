@@ -19,7 +19,7 @@ from . import dlpack
 from . import memory as memory_module
 from .dtypes import BY_NAME, Bits, DType, dtype_of_numpy, dtype_of_torch
 from .memory import Memory
-from .objects import Objects, array_addresses, types_of
+from .objects import Objects, array_addresses, identities, types_of
 from .region import Numbers, Shape, row_major
 from .staging import StagedMemory
 from .table import TensorSpec
@@ -128,15 +128,16 @@ class PlainMemories(Sequence[Memory]):
         return map(Memory, dtypes, shapes, self.addresses.tolist(), repeat(None), self._writable.tolist(), self._owners)
 
 
-def look_at(tensors: Objects, kinds: set[type] | None = None) -> Columns | None:
+def look_at(tensors: Objects, kinds: set[type] | None = None, pointers: Numbers | None = None) -> Columns | None:
     """Where tensors lie; None unless all are plain torch tensors, all NumPy arrays or all `Bits`, and none is odd.
 
     kinds: Their types, if they are known.
+    pointers: The `id` of each, if it is known.
     """
     kinds = types_of(tensors) if kinds is None else kinds
     torch = sys.modules.get("torch")
     if torch is not None and kinds <= {torch.Tensor, torch.nn.Parameter}:
-        return _look_at_torch(tensors, torch.Tensor)
+        return _look_at_torch(tensors, torch.Tensor, identities(tensors) if pointers is None else pointers)
     if kinds == {Bits}:
         return _look_at_arrays(owners(tensors), list(map(attrgetter("dtype"), tensors)))
     if kinds == {np.ndarray}:
@@ -216,8 +217,8 @@ def _dtypes(library_dtypes: list[Any], dtype_of: Callable[[Any], DType | None]) 
     return list(map(dtypes.__getitem__, library_dtypes))
 
 
-def _look_at_torch(tensors: Objects, torch_tensor: Any) -> Columns | None:
-    described = dlpack.describe(tensors)
+def _look_at_torch(tensors: Objects, torch_tensor: Any, pointers: Numbers) -> Columns | None:
+    described = dlpack.describe(pointers)
     if described is None:
         return _ask_each(tensors, torch_tensor)
     forms, addresses, contiguous, devices, codes = described

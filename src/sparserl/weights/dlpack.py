@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..kernels import cpu
 from .dtypes import BY_CODE, BY_NAME, DType
 from .memory import address_of
-from .objects import Objects, object_array
+from .objects import c_function
 from .region import Numbers, Shape
 
 _MAJOR_VERSION = 1
@@ -99,13 +99,14 @@ class Description(NamedTuple):
     codes: Numbers
 
 
-def describe(tensors: Objects) -> Description | None:
-    """What DLPack says of torch tensors; None if it has no words for one, or torch has no C interface yet."""
+def describe(pointers: Numbers) -> Description | None:
+    """What DLPack says of the torch tensors with these `id`s; None if it has no words for one, or torch has no C
+    interface yet.
+    """
     function = _exchange_function()
     if not function:
         return None
-    count = len(tensors)
-    objects = object_array(tensors)
+    count = pointers.size
     forms = np.empty(count * (1 + _MOST_DIMENSIONS), np.int64)
     addresses = np.empty(count, np.int64)
     contiguous = np.empty(count, bool)
@@ -113,7 +114,7 @@ def describe(tensors: Objects) -> Description | None:
     codes = np.empty(count, np.int64)
     columns = (addresses, contiguous, devices, codes)
     used = cpu.objects.describe_tensors(
-        function, _clear_error(), address_of(objects), _NUMBERS, _CODES, forms, *columns
+        function, c_function("PyErr_Clear"), address_of(pointers), _NUMBERS, _CODES, forms, *columns
     )
     return None if used < 0 else Description(NumberedForms(forms[:used].copy()), *columns)
 
@@ -131,9 +132,3 @@ def _exchange_function() -> int:
     if ctypes.c_uint32.from_address(table).value != _MAJOR_VERSION:
         return 0
     return ctypes.c_size_t.from_address(table + _DESCRIBE).value
-
-
-@cache
-def _clear_error() -> int:
-    """The address of the C function that forgets an error of Python's."""
-    return ctypes.cast(ctypes.pythonapi.PyErr_Clear, ctypes.c_void_p).value or 0

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from .columns import Columns, are_clear, look_at
-from .objects import ObjectArray, identities, type_identities, types_of
+from .objects import ObjectArray, has_items, identities, type_identities, types_of
 from .region import Numbers
 
 
@@ -43,22 +43,28 @@ class KnownTensors:
     ) -> None:
         self.found = found
         self._names = names
-        self._values = values.tolist()  # the garbage collector does not see what is in an array
+        self._name_identities = identities(names).copy()
         self._identities = identities(values).copy()
-        self._types = type_identities(values)
-        self._kinds = types_of(values)
-        self._order = order
+        self._tensors = values[order].tolist()  # the garbage collector does not see what is in an array
+        self._pointers = self._identities[order]
+        self._types = type_identities(self._tensors, self._pointers)
+        self._kinds = types_of(self._tensors)
         self._columns = columns
 
     def are(self, names: tuple[str, ...], values: ObjectArray) -> bool:
         """Whether these are the same tensors under the same names, in the same memory."""
-        if names != self._names or not np.array_equal(identities(values), self._identities):
+        is_same = names == self._names and np.array_equal(identities(values), self._identities)
+        return is_same and self._have_stayed()
+
+    def are_in(self, weights: dict[str, Any]) -> bool:
+        """Whether a dict has these tensors under these very names, in the same memory. Equal names may seem others."""
+        return has_items(weights, self._name_identities, self._identities) and self._have_stayed()
+
+    def _have_stayed(self) -> bool:
+        if not np.array_equal(type_identities(self._tensors, self._pointers), self._types):  # `__class__` can be set
             return False
-        if not np.array_equal(type_identities(values), self._types):  # `__class__` can be set
-            return False
-        tensors = values[self._order]
-        columns = look_at(tensors, self._kinds)
-        return columns is not None and columns.equal(self._columns) and are_clear(tensors, columns)
+        columns = look_at(self._tensors, self._kinds, self._pointers)
+        return columns is not None and columns.equal(self._columns) and are_clear(self._tensors, columns)
 
 
 _known: WeakValueDictionary[int, KnownTensors] = WeakValueDictionary()  # by the id of their first tensor
@@ -68,6 +74,16 @@ def find_known(names: tuple[str, ...], values: ObjectArray) -> KnownTensors | No
     """What is known of tensors; None if it is nothing, or if one of them has moved."""
     known = _known.get(id(values[0])) if len(values) else None
     return known if known is not None and known.are(names, values) else None
+
+
+def find_known_dict(weights: dict[str, Any]) -> KnownTensors | None:
+    """`find_known`, for a dict whose names are the very objects that they were; several times faster."""
+    try:
+        first = next(iter(weights.values()), None)
+    except RuntimeError:  # another thread changes it
+        return None
+    known = _known.get(id(first))
+    return known if known is not None and known.are_in(weights) else None
 
 
 def remember(

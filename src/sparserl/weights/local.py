@@ -16,7 +16,7 @@ from .boxes import Boxes
 from .columns import Columns, PlainMemories, find_gpus, look_at, owners
 from .dtypes import UIntArray
 from .geometry import Geometry, dot
-from .known import KnownTensors, collector_paused, find_known, remember
+from .known import KnownTensors, collector_paused, find_known, find_known_dict, remember
 from .memory import Memory, Weights, tied_groups
 from .objects import ObjectArray
 from .region import Numbers, Region, all_whole, collapse, row_major, whole
@@ -167,6 +167,23 @@ def _look_at_each(weights: Weights) -> _Parts:
     return _Parts.located(table, zip(table.places, map(memory_by_name.__getitem__, table.names), strict=True))
 
 
+def _look_at_all(weights: Weights) -> tuple[_Parts, KnownTensors | None]:
+    """The parts of weights, and what is to be kept so that they are known."""
+    # Only of a dict it is certain that `values` are what it has, in this order. Others may change it meanwhile.
+    snapshot = weights.copy() if type(weights) is dict else None
+    names = tuple(weights if snapshot is None else snapshot)
+    tensor_of = map(weights.get, names) if snapshot is None else snapshot.values()
+    values = np.fromiter(tensor_of, object, len(names))
+    known = find_known(names, values)
+    if known is not None:
+        return known.found, known
+    in_order, order = name_order(names)
+    tensors = values[order]
+    columns = look_at(tensors)
+    parts = _look(in_order, tensors, columns) or _look_at_each(dict(zip(names, values, strict=True)))
+    return parts, remember(names, values, order, columns, parts)
+
+
 class LocalWeights:
     """The parts of some weights that this process has, and where each of them lies.
 
@@ -203,20 +220,8 @@ class LocalWeights:
             return cls(weights.table, parts)
         require_mapping(weights)
         with collector_paused():
-            # Only of a dict it is certain that `values` are what it has, in this order. Others may change it meanwhile.
-            snapshot = weights.copy() if type(weights) is dict else None
-            names = tuple(weights if snapshot is None else snapshot)
-            tensor_of = map(weights.get, names) if snapshot is None else snapshot.values()
-            values = np.fromiter(tensor_of, object, len(names))
-            known = find_known(names, values)
-            if known is None:
-                in_order, order = name_order(names)
-                tensors = values[order]
-                columns = look_at(tensors)
-                tensor_parts = _look(in_order, tensors, columns) or _look_at_each(dict(zip(names, values, strict=True)))
-                known = remember(names, values, order, columns, tensor_parts)
-            else:
-                tensor_parts = known.found
+            known = find_known_dict(weights) if type(weights) is dict else None
+            tensor_parts, known = _look_at_all(weights) if known is None else (known.found, known)
             if table is not None:
                 table.require(tensor_parts.table, table_label, weights_label)
             local = cls(tensor_parts.table, tensor_parts)

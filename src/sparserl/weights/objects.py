@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,20 @@ def identities(objects: Objects) -> Numbers:
     return np.frombuffer(object_array(objects), np.int64)
 
 
-def type_identities(objects: Objects) -> Numbers:
-    """The `id` of each object's type."""
-    return _fields(identities(objects) + _TYPE_AT, map(id, map(type, objects)))
+def type_identities(objects: Objects, pointers: Numbers | None = None) -> Numbers:
+    """The `id` of each object's type; `pointers` are the objects' own, if they are known."""
+    return _fields((identities(objects) if pointers is None else pointers) + _TYPE_AT, map(id, map(type, objects)))
+
+
+def has_items(mapping: dict[Any, Any], keys: Numbers, values: Numbers) -> bool:
+    """Whether a dict has these keys and values, given by their `id`, in this order, and no others."""
+    return bool(cpu.objects.has_items(c_function("PyDict_Next"), id(mapping), keys, values))
+
+
+@cache
+def c_function(name: str) -> int:
+    """The address of a function of Python's C interface."""
+    return ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value or 0
 
 
 def types_of(objects: Objects) -> set[type]:

@@ -33,6 +33,17 @@ def _call(_: Any, function: Any, first: Any, second: Any) -> Any:
 
 
 @intrinsic
+def _call_with_four(_: Any, function: Any, first: Any, second: Any, third: Any, fourth: Any) -> Any:
+    """`_call` with four pointers."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I32, [_I64] * 4)
+        return b.sext(b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:]), _I64)
+
+    return types.int64(*[types.int64] * 5), codegen
+
+
+@intrinsic
 def _call_without_arguments(_: Any, function: Any) -> Any:
     """Call the C function at an address, which takes and returns nothing."""
 
@@ -95,4 +106,20 @@ def _describe_tensors(
     return used
 
 
+def _has_items(next_item: Any, mapping: Any, keys: Any, values: Any) -> bool:
+    """Whether the dict at an address has these keys and values, in this order, and no others; they are addresses too.
+
+    `next_item` is the address of the C function `PyDict_Next`.
+    """
+    item = np.zeros(3, np.int64)  # the position, which is the function's own, the key and the value
+    at = item.ctypes.data
+    for i in range(keys.size):
+        if _call_with_four(next_item, mapping, at, at + 8, at + 16) == 0:
+            return False
+        if item[1] != keys[i] or item[2] != values[i]:
+            return False
+    return bool(_call_with_four(next_item, mapping, at, at + 8, at + 16) == 0)
+
+
+has_items: Any = kernel(_has_items, nogil=False)  # nobody changes the dict meanwhile
 describe_tensors: Any = kernel(_describe_tensors, nogil=False)  # DLPack's functions need the interpreter's lock

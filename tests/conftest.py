@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests import turns
 from tests.servers import NoServer, Server, running
 
 _CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -20,6 +21,23 @@ settings.register_profile(  # for mutants: the first example that fails will do
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background may have it ignored
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--one-in", type=int, default=1, metavar="N", help="run one of N long tests; another one after each commit"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out long tests that do not have their turn."""
+    marks = {item: item.get_closest_marker("long") for item in items}
+    taking_turns = [item for item, mark in marks.items() if mark is not None and not mark.kwargs.get("every_time")]
+    left_out = {*taking_turns} - {*turns.in_turn(taking_turns, config.getoption("--one-in"))}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="module", params=["moto", pytest.param("seaweedfs", marks=pytest.mark.long)])

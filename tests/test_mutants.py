@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from tests.mutants import run
 from tests.mutants.catalogue import MUTANTS, PACKAGE, ROOT, lost
 from tests.mutants.tokens import places_of, replaced, tokens_of
 
@@ -41,22 +40,6 @@ def test_mutants_use_names_that_exist(tmp_path):
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--quiet", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-
-
-def test_three_commits_run_all_mutants(monkeypatch):
-    chosen = []
-    for count in ("41\n", "42\n", "43\n"):
-        done = subprocess.CompletedProcess([], 0, stdout=count)
-        monkeypatch.setattr(run.subprocess, "run", lambda *_, done=done, **__: done)
-        chosen += run.third(MUTANTS)
-    assert sorted(chosen, key=MUTANTS.index) == [*MUTANTS]
-
-
-def test_a_third_of_the_mutants_without_a_history(monkeypatch, tmp_path):
-    """As in an unpacked archive of the sources."""
-    monkeypatch.setattr(run, "ROOT", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert run.third(MUTANTS) == [*MUTANTS[::3]]
 
 
 def test_names_tell_mutants_apart():

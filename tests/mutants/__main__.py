@@ -15,13 +15,15 @@ def main(arguments: list[str]) -> int:
     noticed = commands.add_parser("run", help="break the code in each way, and see that the tests notice")
     noticed.add_argument("names", nargs="*", metavar="NAME", help="only mutants with one of these in their name")
     noticed.add_argument("--green", action="store_true", help="the tests have just passed: do not begin with them")
-    noticed.add_argument("--third", action="store_true", help="a third of them, and the next one after each commit")
+    noticed.add_argument(
+        "--one-in", type=int, default=1, metavar="N", help="of N mutants; another one after each commit"
+    )
     moved = commands.add_parser("reanchor", help="find the code of mutants whose text is no longer found")
     moved.add_argument("--write", action="store_true", help="change the catalogue; else the changes are only shown")
     asked = parser.parse_args(arguments)
     if asked.command == "reanchor":
         return reanchor.reanchor(asked.write)
-    return run.run(asked.names, asked.green, asked.third)
+    return run.run(asked.names, asked.green, asked.one_in)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
+from ..turns import in_turn
 from .catalogue import MUTANTS, ROOT, lost
 from .mutant import Mutant, Tests
 from .tokens import replaced
@@ -155,18 +156,9 @@ def shared(mutants: Iterable[Mutant]) -> list[list[Mutant]]:
     return [share for share in shares if share]
 
 
-def third(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """A third of the mutants, and after each commit the next third; without a history, the first."""
-    counting = ["git", "rev-list", "--count", "HEAD"]
-    count = subprocess.run(counting, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    return [*mutants[int(count or 0) % 3 :: 3]]
-
-
-def run(names: list[str], green: bool, only_third: bool = False) -> int:
+def run(names: list[str], green: bool, one_in: int = 1) -> int:
     """0 if every mutant that was asked for was noticed."""
-    chosen = [m for m in MUTANTS if not names or any(name in m.name for name in names)]
-    if only_third:
-        chosen = third(chosen)
+    chosen = in_turn([m for m in MUTANTS if not names or any(name in m.name for name in names)], one_in)
     mutants = [m for m in chosen if m.runs_here]
     for mutant in set(chosen) - set(mutants):
         print(f"left out: {mutant.name}: this processor has no {mutant.feature}", flush=True)

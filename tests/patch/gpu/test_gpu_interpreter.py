@@ -42,8 +42,13 @@ def run_all(which, **env):
 
 @outside
 @pytest.mark.timeout(3600)
-@pytest.mark.long
-@pytest.mark.parametrize("which", ["not long", "long"])
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param("not long", marks=pytest.mark.long(every_time=True)),  # only here CI runs the kernels for GPUs
+        pytest.param("long", marks=pytest.mark.long),
+    ],
+)
 def test_interpreted(which):
     """The tests of this folder pass in Triton's interpreter."""
     assert "passed" in run_all(which)

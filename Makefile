@@ -19,7 +19,7 @@ ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all
 ONE_IN ?= 1# of slow checks is run; others after the next commit
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit long-alone rest mutants-noticed nightly coverage mutants fuzz soak load collective integrations vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-torchtitan slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit long-alone rest mutants-noticed nightly coverage mutants fuzz soak load collective vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-ray test-torchtitan slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -61,15 +61,16 @@ long-unit: $(STAMP)
 long-alone: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and alone' --one-in $(ONE_IN) $(ALONE)
 
-rest: long-unit test-vllm test-torchtitan test-trl test-openrlhf test-verl mutants-noticed package  ## for CI, with --jobs and ONE_IN
+rest: long-unit test-vllm test-torchtitan test-trl test-openrlhf test-verl test-ray mutants-noticed package  ## for CI, with --jobs and ONE_IN
 
 mutants-noticed: $(STAMP)  # without the tests on the unbroken code
 	$(BIN)/python -m tests.mutants run --green --one-in $(ONE_IN)
 
-nightly: $(STAMP) $(VLLM)/.installed  ## what CI leaves out; see CONTRIBUTING.md
+nightly: $(STAMP) $(VLLM)/.installed $(TRL)/.installed  ## what CI leaves out; see CONTRIBUTING.md
 	$(MAKE) long
 	$(BIN)/python -m pytest -n 2 -m nightly
 	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m long $(VLLM_TESTS)
+	$(TRL)/bin/python -m pytest -m long tests/integrations/test_trl.py
 	SPARSERL_KILLS=all $(BIN)/python -m pytest -n 2 -m 'long and not alone' -k 'at_any_moment'
 	$(MAKE) mutants
 
@@ -98,11 +99,6 @@ load: $(STAMP)  ## 64 subscribers that come and go, 200 versions
 collective: $(STAMP)  ## a dense broadcast against patches, over links held to a rate (needs root)
 	$(BIN)/python -m benchmarks.collective
 
-integrations: $(TRL)/.installed  ## Ray, which `make test` skips where it is not installed, long tests of TRL, and the examples in the docs
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
-	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/test_docs_examples.py
-	$(TRL)/bin/python -m pytest -m long tests/integrations/test_trl.py
-
 $(VLLM)/.installed: pyproject.toml $(VLLM_TESTS)/requirements.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --no-compile --no-deps --requirement $(VLLM_TESTS)/requirements.txt
@@ -117,7 +113,7 @@ test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own,
 	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m 'not long' $(VLLM_TESTS)
 
 define needs  # variables that must name checkouts: without them tests would be skipped, and seem to pass
-	@for name in $(1); do test -n "$$(printenv $$name)" || { echo "$@: set $$name to a checkout; docs/how-to/integrations/ names its commit" >&2; exit 2; }; done
+	@$(BIN)/python -m tests.integrations.checkouts $(1)
 endef
 
 define beside  # an environment that also has what another one has
@@ -193,8 +189,10 @@ $(VERL)/.installed: $(STAMP) $(VLLM)/.installed  # beside what both have; the wh
 	touch $@
 
 test-verl: $(VERL)/.installed  ## verl on the CPU: its workers on Ray, its receivers of flushes
-	NUMBA_CACHE_DIR=$(abspath $(VERL))/numba $(VERL)/bin/python -m sparserl warmup --dtype bfloat16 --dtype float32
-	NUMBA_CACHE_DIR=$(abspath $(VERL))/numba $(VERL)/bin/python -m pytest $(VERL_TESTS)
+	$(VLLM_NUMBA) $(VERL)/bin/python -m pytest $(VERL_TESTS)
+
+test-ray: $(VERL)/.installed  ## Ray on this machine, and the example of its page
+	$(VLLM_NUMBA) $(VERL)/bin/python -m pytest tests/integrations/test_ray.py 'tests/test_docs_examples.py::test_examples_of_integrations[ray]'
 
 TITAN_WHEELS := torchtitan==0.3.0 torchstore==0.1.2 torchmonarch==0.7.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 \
   renderers==0.1.12 prime-pydantic-config pygtrie portpicker tyro einops torchdata triton pyre_extensions typing_inspect \

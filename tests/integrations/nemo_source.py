@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-COMMIT = "7ea279abfbeb698b092856d0dab61e7cf39bc909"  # 22 August 2026
 TRANSPORT = "sparserl.integrations.nemo_rl:Engine"
 BASE = "nemo_rl.utils.checkpoint_engines.base"
 PACKAGES = (

@@ -57,7 +57,7 @@ class KnownTensors:
         return is_same and self._have_stayed()
 
     def are_in(self, weights: dict[str, Any]) -> bool:
-        """Whether a dict has these tensors under these very names, in the same memory. Equal names may seem others."""
+        """Whether a dict has these tensors, in the same memory, under names that are these very objects."""
         return has_items(weights, self._name_identities, self._identities) and self._have_stayed()
 
     def _have_stayed(self) -> bool:
@@ -77,7 +77,7 @@ def find_known(names: tuple[str, ...], values: ObjectArray) -> KnownTensors | No
 
 
 def find_known_dict(weights: dict[str, Any]) -> KnownTensors | None:
-    """`find_known`, for a dict whose names are the very objects that they were; several times faster."""
+    """`find_known`, for a dict whose names are the very objects that they were, without a copy of what it has."""
     try:
         first = next(iter(weights.values()), None)
     except RuntimeError:  # another thread changes it

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 
 from .compiling import kernel
-from .llvm import intrinsic, load
+from .llvm import intrinsic, keep_alive, load
 
 _I32, _I64 = (ir.IntType(n) for n in (32, 64))
 
@@ -118,7 +118,9 @@ def _has_items(next_item: Any, mapping: Any, keys: Any, values: Any) -> bool:
             return False
         if item[1] != keys[i] or item[2] != values[i]:
             return False
-    return bool(_call_with_four(next_item, mapping, at, at + 8, at + 16) == 0)
+    is_last = _call_with_four(next_item, mapping, at, at + 8, at + 16) == 0
+    keep_alive(item)
+    return bool(is_last)
 
 
 has_items: Any = kernel(_has_items, nogil=False)  # nobody changes the dict meanwhile

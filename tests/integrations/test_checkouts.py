@@ -1,4 +1,4 @@
-"""Who has no checkout of a framework is told how to get it; pages name the commits that were tried."""
+"""What tests of frameworks need: who has no checkout is told how to get it, and pages name the commits that were tried."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations import wheels
 from tests.integrations.checkouts import CHECKOUTS, main
 
 PAGES = Path(__file__).parents[2] / "docs/how-to/integrations"
@@ -37,3 +38,14 @@ def test_another_commit(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("SPARSERL_ROLL", str(tmp_path))
     assert main(["SPARSERL_ROLL"]) == 0
     assert f"{CHECKOUTS['SPARSERL_ROLL'].commit} was tried" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("setting", "outcome"), [("", pytest.skip.Exception), ("required", pytest.fail.Exception)])
+def test_a_wheel_that_is_not_to_be_had(monkeypatch, tmp_path, setting, outcome):
+    """CI fails, instead of leaving out a framework that it should test."""
+    monkeypatch.setattr(wheels, "CACHE", tmp_path)
+    monkeypatch.setenv("SPARSERL_WHEELS", setting)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    for find in (wheels.wheel, lambda *_: wheels.installed("no-such-framework==1")):
+        with pytest.raises(outcome):
+            find("no-such-framework", "1")

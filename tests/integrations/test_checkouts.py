@@ -1,4 +1,4 @@
-"""What tests of frameworks need: who has no checkout is told how to get it, and pages name the commits that were tried."""
+"""What tests of frameworks need: who lacks a checkout is told how to get it; pages name the commits that were tried."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,8 +173,12 @@ class RayStore:
         """Nothing is held open."""
 
     def destroy(self) -> None:
-        """Delete the store and everything in it."""
+        """Delete the store and everything in it. It is gone when this returns."""
         ray.kill(self._catalog)
+        with suppress(StoreError):
+            while True:  # Ray kills after it has said so
+                self._call("the catalog", "find", "head.json")
+                time.sleep(0.02)
 
     def _find(self, name: str) -> tuple[Any, int, str]:
         row: tuple[Any, int, str] | None = self._call(name, "find", require_name(name))

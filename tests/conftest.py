@@ -25,16 +25,31 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in th
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--one-in", type=int, default=1, metavar="N", help="run one of N long tests; another one after each commit"
+        "--one-in",
+        type=turns.one_in,
+        default=1,
+        metavar="N",
+        help="run one of N long tests; others after the next commit",
     )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    one_in = config.getoption("--one-in")
+    return None if one_in == 1 else f"long tests: one in {one_in}, turn {turns.turn() % one_in}"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out long tests that do not have their turn."""
-    marks = {item: item.get_closest_marker("long") for item in items}
-    taking_turns = [item for item, mark in marks.items() if mark is not None and not mark.kwargs.get("every_time")]
-    left_out = {*taking_turns} - {*turns.in_turn(taking_turns, config.getoption("--one-in"))}
+    one_in = config.getoption("--one-in")
+    now = turns.turn()
+    left_out = {
+        item
+        for item in items
+        if (mark := item.get_closest_marker("long")) is not None
+        and mark.kwargs != {"every_time": True}
+        and not turns.has_turn(item.nodeid, one_in, now)
+    }
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 
 import pytest
@@ -26,42 +27,56 @@ def test_every_time():
 """
 
 
-@pytest.fixture
-def commits(monkeypatch):
-    """Sets how many commits there are."""
-
-    def set_count(count):
-        done = subprocess.CompletedProcess([], 0, stdout=f"{count}\n")
-        monkeypatch.setattr(turns.subprocess, "run", lambda *_, **__: done)
-
-    return set_count
+@pytest.mark.parametrize("one_in", [1, 3, 10])
+def test_every_turn_has_its_own_checks(one_in):
+    names = [f"check {number}" for number in range(100)]
+    chosen = [[name for name in names if turns.has_turn(name, one_in, turn)] for turn in range(one_in)]
+    assert sorted(itertools.chain(*chosen)) == sorted(names)
+    assert all(chosen)
 
 
-@pytest.mark.parametrize("one_in", [1, 3, 9])
-def test_as_many_commits_run_all_checks(commits, one_in):
-    chosen = []
-    for count in range(41, 41 + one_in):
-        commits(count)
-        chosen += turns.in_turn(range(100), one_in)
-    assert sorted(chosen) == [*range(100)]
+def test_each_commit_has_its_turn(monkeypatch, tmp_path):
+    monkeypatch.setattr(turns, "ROOT", tmp_path)
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    seen = set()
+    for number in range(3):
+        subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", str(number)], check=True)
+        seen.add(turns.turn())
+    assert len(seen) == 3
 
 
-def test_checks_without_a_history(monkeypatch, tmp_path):
+@pytest.mark.parametrize("has_git", [True, False])
+def test_checks_without_a_history(monkeypatch, tmp_path, has_git):
     """As in an unpacked archive of the sources."""
     monkeypatch.setattr(turns, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert turns.in_turn(range(9), 3) == [0, 3, 6]
+    if not has_git:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    assert turns.turn() == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "numbers"), [((), range(6)), (("--one-in", "3"), [1, 4])], ids=["all", "one in three"]
-)
-def test_long_tests_take_turns(pytester, commits, options, numbers):
+@pytest.mark.parametrize("text", ["0", "-3", "many"])
+def test_a_number_that_makes_no_sense(text):
+    with pytest.raises(ValueError, match=text):
+        turns.one_in(text)
+
+
+@pytest.mark.parametrize("is_all", [True, False], ids=["all", "one in three"])
+def test_long_tests_take_turns(pytester, monkeypatch, is_all):
     """Tests that are not long, and those for every time, always run."""
-    commits(31)
+    monkeypatch.setattr(turns, "turn", lambda: 31)
     pytester.makeini("[pytest]\nmarkers = long(every_time): slow")
-    pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_collection_modifyitems")
+    hooks = "pytest_addoption, pytest_collection_modifyitems, pytest_report_header"
+    pytester.makeconftest(f"from tests.conftest import {hooks}")
     pytester.makepyfile(LONG_TESTS)
-    result = pytester.inline_run("-p", "no:cacheprovider", *options)
-    names = [report.nodeid.split("::")[1] for report in result.getreports() if getattr(report, "when", "") == "call"]
-    assert names == ["test_short", *(f"test_long[{number}]" for number in numbers), "test_every_time"]
+    result = pytester.inline_run("-p", "no:cacheprovider", *(() if is_all else ("--one-in", "3")))
+    nodes = [report.nodeid for report in result.getreports() if getattr(report, "when", "") == "call"]
+    long = [f"{nodes[0].split('::')[0]}::test_long[{number}]" for number in range(6)]
+    in_turn = [node for node in long if is_all or turns.has_turn(node, 3, 31)]
+    assert [node.split("::")[1] for node in nodes] == [
+        "test_short",
+        *(n.split("::")[1] for n in in_turn),
+        "test_every_time",
+    ]
+    assert 0 < len(in_turn) < 6 or is_all

@@ -40,7 +40,7 @@ def problem(variable: str) -> str | None:
     """What keeps tests from running with the checkout that a variable should name."""
     checkout = CHECKOUTS[variable]
     folder = os.environ.get(variable)
-    if folder and Path(folder).is_dir():
+    if folder and _commit(folder):
         return None
     name = checkout.repository.split("/")[1]
     return (
@@ -51,10 +51,16 @@ def problem(variable: str) -> str | None:
 
 def warning(variable: str) -> str | None:
     """What may be different in the checkout that a variable names."""
-    asking = ["git", "-C", os.environ[variable], "rev-parse", "HEAD"]
-    commit = subprocess.run(asking, capture_output=True, text=True, check=False).stdout.strip()
+    commit = _commit(os.environ[variable])
     tried = CHECKOUTS[variable].commit
-    return None if commit == tried else f"{variable} is at {commit or 'no commit'}; {tried} was tried"
+    return None if commit == tried else f"{variable} is at {commit}; {tried} was tried"
+
+
+def _commit(folder: str) -> str | None:
+    """Which commit a folder is a checkout of; None if it is not one, or only a part of one."""
+    asking = ["git", "-C", folder, "rev-parse", "--show-toplevel", "HEAD"]
+    lines = subprocess.run(asking, capture_output=True, text=True, check=False).stdout.splitlines()
+    return lines[1] if len(lines) == 2 and Path(lines[0]).samefile(folder) else None
 
 
 def main(variables: list[str]) -> int:

@@ -22,7 +22,7 @@ def test_pages_name_commits(variable):
 
 
 def test_no_checkout(monkeypatch, capsys, tmp_path):
-    for folder in (None, "", tmp_path / "nothing"):
+    for folder in (None, "", tmp_path, tmp_path / "nothing", Path(__file__).parent):
         monkeypatch.delenv("SPARSERL_ROLL", raising=False)
         if folder is not None:
             monkeypatch.setenv("SPARSERL_ROLL", str(folder))

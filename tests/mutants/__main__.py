@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ..turns import one_in
 from . import reanchor, run
 
 
@@ -16,7 +17,7 @@ def main(arguments: list[str]) -> int:
     noticed.add_argument("names", nargs="*", metavar="NAME", help="only mutants with one of these in their name")
     noticed.add_argument("--green", action="store_true", help="the tests have just passed: do not begin with them")
     noticed.add_argument(
-        "--one-in", type=int, default=1, metavar="N", help="of N mutants; another one after each commit"
+        "--one-in", type=one_in, default=1, metavar="N", help="run one of N mutants; others after the next commit"
     )
     moved = commands.add_parser("reanchor", help="find the code of mutants whose text is no longer found")
     moved.add_argument("--write", action="store_true", help="change the catalogue; else the changes are only shown")

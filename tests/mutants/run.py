@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
-from ..turns import in_turn
+from ..turns import has_turn, turn
 from .catalogue import MUTANTS, ROOT, lost
 from .mutant import Mutant, Tests
 from .tokens import replaced
@@ -158,7 +158,9 @@ def shared(mutants: Iterable[Mutant]) -> list[list[Mutant]]:
 
 def run(names: list[str], green: bool, one_in: int = 1) -> int:
     """0 if every mutant that was asked for was noticed."""
-    chosen = in_turn([m for m in MUTANTS if not names or any(name in m.name for name in names)], one_in)
+    asked = [m for m in MUTANTS if not names or any(name in m.name for name in names)]
+    now = turn()
+    chosen = [m for m in asked if has_turn(m.name, one_in, now)]
     mutants = [m for m in chosen if m.runs_here]
     for mutant in set(chosen) - set(mutants):
         print(f"left out: {mutant.name}: this processor has no {mutant.feature}", flush=True)

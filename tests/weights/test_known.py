@@ -262,6 +262,18 @@ def test_memory_that_was_freed_is_noticed():
     del local
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # NumPy discourages it
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
+def test_bits_whose_array_became_wider_or_narrower_are_refused(is_known, dtype):
+    weights = {"a": Bits(np.zeros(8, np.uint16), BY_NAME["bfloat16"])}
+    first = LocalWeights.of(weights) if is_known else None
+    weights["a"].array.dtype = dtype
+    with pytest.raises(UnsupportedTensor, match="'a': bits of bfloat16 must be an array of uint16"):
+        digest(weights)
+    del first
+
+
 def test_an_array_that_can_only_be_read_now_is_not_written():
     weights = some_weights("arrays")
     old = {name: array.copy() for name, array in weights.items()}

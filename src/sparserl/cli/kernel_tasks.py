@@ -24,6 +24,7 @@ from ..kernels.cpu.arguments import ClassChanges, ClassEnds, ClassStreams, Landi
 from ..parallel import default_threads
 from ..patch import Patch, diff, squash
 from ..session import Publisher, Subscriber
+from ..weights import dlpack
 from ..weights.dtypes import BY_NAME, Bits, DType
 from ..weights.local import LocalWeights
 from ..weights.marks import Bitmap
@@ -156,6 +157,7 @@ def _mark(_: DType) -> None:
 
 def _follow(dtype: DType) -> None:
     """Publish an anchor and patches, and take both."""
+    dlpack.warm_up()
     weights = {"w": _random_bits(dtype, 1), "b": Bits(np.ones(3, dtype.uint), dtype)}
     received = {name: Bits(np.zeros_like(bits.array), dtype) for name, bits in weights.items()}
     with (

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,12 +173,22 @@ class RayStore:
         """Nothing is held open."""
 
     def destroy(self) -> None:
-        """Delete the store and everything in it. It is gone when this returns."""
-        ray.kill(self._catalog)
-        with suppress(StoreError):
-            while True:  # Ray kills after it has said so
+        """Delete the store and everything in it. It is gone when this returns.
+
+        Raises:
+            Unavailable: Ray does not say that it is.
+        """
+        ray.kill(self._catalog)  # which Ray does a moment later
+        deadline = time.monotonic() + _TIMEOUT
+        while time.monotonic() < deadline:
+            try:
                 self._call("the catalog", "find", "head.json")
-                time.sleep(0.02)
+            except Unavailable:
+                raise
+            except StoreError:
+                return
+            time.sleep(0.02)
+        raise Unavailable(f"{self.url} is still there {_TIMEOUT:g} s after it was deleted")
 
     def _find(self, name: str) -> tuple[Any, int, str]:
         row: tuple[Any, int, str] | None = self._call(name, "find", require_name(name))

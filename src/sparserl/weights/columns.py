@@ -139,7 +139,7 @@ def look_at(tensors: Objects, kinds: set[type] | None = None, pointers: Numbers 
     if torch is not None and kinds <= {torch.Tensor, torch.nn.Parameter}:
         return _look_at_torch(tensors, torch.Tensor, identities(tensors) if pointers is None else pointers)
     if kinds == {Bits}:
-        return _look_at_arrays(owners(tensors), list(map(attrgetter("dtype"), tensors)))
+        return _look_at_bits(tensors)
     if kinds == {np.ndarray}:
         dtypes = _dtypes(list(map(attrgetter("dtype"), tensors)), dtype_of_numpy)
         return None if dtypes is None else _look_at_arrays(tensors, dtypes)
@@ -254,6 +254,15 @@ def _strides(tensors: Objects, contiguous: Flags, stride: Callable[[Any], Shape]
     for i in np.flatnonzero(~contiguous).tolist():
         strides[i] = stride(tensors[i])
     return strides
+
+
+def _look_at_bits(tensors: Objects) -> Columns | None:
+    arrays = owners(tensors)
+    dtypes = list(map(attrgetter("dtype"), tensors))
+    widths = set(zip(map(attrgetter("dtype"), arrays), dtypes, strict=True))
+    if any(array_dtype != dtype.uint for array_dtype, dtype in widths):  # an array's can be set
+        return None
+    return _look_at_arrays(arrays, dtypes)
 
 
 def _look_at_arrays(arrays: Objects, dtypes: list[DType]) -> Columns:

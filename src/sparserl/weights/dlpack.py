@@ -104,8 +104,15 @@ def describe(pointers: Numbers) -> Description | None:
     interface yet.
     """
     function = _exchange_function()
-    if not function:
-        return None
+    return _describe(function, pointers) if function else None
+
+
+def warm_up() -> None:
+    """Compile what describes tensors."""
+    _describe(0, np.empty(0, np.int64))
+
+
+def _describe(function: int, pointers: Numbers) -> Description | None:
     count = pointers.size
     forms = np.empty(count * (1 + _MOST_DIMENSIONS), np.int64)
     addresses = np.empty(count, np.int64)

@@ -29,6 +29,9 @@ def memory_of(name: str, tensor: Any) -> Memory:
             raise UnsupportedTensor(f"tensor {name!r}: NumPy dtype {tensor.dtype} is not supported")
         return _of_array(name, tensor, dtype)
     if isinstance(tensor, Bits):
+        if tensor.array.dtype != tensor.dtype.uint:
+            wanted = f"bits of {tensor.dtype} must be an array of {tensor.dtype.uint}"
+            raise UnsupportedTensor(f"tensor {name!r}: {wanted}, and have become one of {tensor.array.dtype}")
         return _of_array(name, tensor.array, tensor.dtype)
     if isinstance(tensor, LazyBits):
         if tensor.origin is not None:

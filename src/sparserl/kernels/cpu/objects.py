@@ -21,26 +21,26 @@ def read_words(address: Any, out: Any) -> None:
         out[i] = load(out, address[i])
 
 
+def _calling(pointers: int) -> Any:
+    """The signature and the code of a call of the C function at an address with so many pointers."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I32, [_I64] * pointers)
+        return b.sext(b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:]), _I64)
+
+    return types.int64(*[types.int64] * (1 + pointers)), codegen
+
+
 @intrinsic
 def _call(_: Any, function: Any, first: Any, second: Any) -> Any:
     """Call the C function at an address with two pointers; it returns an int."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I32, [_I64, _I64])
-        return b.sext(b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:]), _I64)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
+    return _calling(2)
 
 
 @intrinsic
 def _call_with_four(_: Any, function: Any, first: Any, second: Any, third: Any, fourth: Any) -> Any:
-    """`_call` with four pointers."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I32, [_I64] * 4)
-        return b.sext(b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:]), _I64)
-
-    return types.int64(*[types.int64] * 5), codegen
+    """Call the C function at an address with four pointers; it returns an int."""
+    return _calling(4)
 
 
 @intrinsic

@@ -42,6 +42,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out long tests that do not have their turn."""
     one_in = config.getoption("--one-in")
+    if one_in == 1:
+        return  # without asking git
     now = turns.turn()
     left_out = {
         item

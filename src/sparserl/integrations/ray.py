@@ -184,7 +184,7 @@ class RayStore:
             try:
                 self._call("the catalog", "find", "head.json")
             except Unavailable:
-                raise
+                pass  # it may be dying
             except StoreError:
                 return
             time.sleep(0.02)

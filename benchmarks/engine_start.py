@@ -1,10 +1,11 @@
 """How long vLLM takes to start alone and with sparserl's backend, phase by phase.
 
-    python -m benchmarks.engine_start --models 6.7B --modes graphs --folder /dev/shm/engine
+    python -m benchmarks.engine_start --models 6.7B --modes graphs --folder /dev/shm/engine --repeats 3
 
 Ways, each in a process of its own after one that warms the caches of kernels: `alone`; `follow`, which learns where
 weights are from vLLM's own load; `again`, which loads made-up weights and then the checkpoint once more, as where that
-load does not explain all. Phases may contain others. Prints the results and writes them to --out.
+load does not explain all. Ways take turns; the start of the median time is shown, and the times of all. Phases may
+contain others. Prints the results and writes them to --out.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Phases:
         self.time(vllm_layout, "_compare", "learn: compare with the checkpoint")
 
 
-def start(way: str, mode: str, folder: Path) -> dict[str, Any]:
-    """One start."""
+def start(way: str, mode: str, folder: Path, *, attaches: bool) -> dict[str, Any]:
+    """One start, and whether a run is followed then."""
     phases = Phases()
     phases.time_load(way)
     engine = Engine(folder, mode, None if way == "alone" else "sparserl")
@@ -88,7 +89,8 @@ def start(way: str, mode: str, folder: Path) -> dict[str, Any]:
     result = {"way": way, "start_s": engine.start_seconds, "peak_bytes": engine.peak_bytes, "phases": seconds}
     if way != "alone":
         result["pieces"] = engine.llm.collective_rpc(_pieces)[0]
-        result["attach_s"] = _attach(engine, folder)
+        if attaches:
+            result["attach_s"] = _attach(engine, folder)
     return result
 
 
@@ -106,11 +108,12 @@ def _attach(engine: Engine, folder: Path) -> float:
     return time.perf_counter() - begun
 
 
-def run(way: str, model: str, mode: str, folder: Path) -> dict[str, Any]:
+def run(way: str, model: str, mode: str, folder: Path, *, attaches: bool = False) -> dict[str, Any]:
     """One start in a process of its own."""
     result = folder / model / "start.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.engine_start", "--case", way, "--models", model, "--modes", mode]
+    command += ["--attach"] * attaches
     log = folder / model / f"start-{way}-{mode}.log"
     environment = os.environ | SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with log.open("wb") as output:
@@ -120,6 +123,14 @@ def run(way: str, model: str, mode: str, folder: Path) -> dict[str, Any]:
     lines = log.read_text(errors="replace").splitlines()
     warnings = sum("WARNING" in line for line in lines)
     return {"model": model, "mode": mode, "warnings": warnings} | json.loads(result.read_text())
+
+
+def _median(starts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The start that took the median time, of two the longer; with the times of all."""
+    times = [result["start_s"] for result in starts]
+    middle = sorted(starts, key=lambda result: result["start_s"])[len(starts) // 2]
+    attached = {key: value for result in starts for key, value in result.items() if key == "attach_s"}
+    return middle | attached | {"starts_s": times}
 
 
 def report(results: list[dict[str, Any]]) -> str:
@@ -133,6 +144,7 @@ def report(results: list[dict[str, Any]]) -> str:
             f"{result['model']}, {result['mode']}, {result['way']}: {result['start_s']:.2f} s, {ratio:.2f} × alone "
             f"(at most {MOST}); {more:+.0f} MiB at the peak; {result['warnings'] - alone['warnings']:+d} warnings"
         )
+        lines.append(f"    all starts: {', '.join(f'{seconds:.2f}' for seconds in result['starts_s'])} s")
         if "attach_s" in result:
             lines.append(f"    {result['attach_s']:8.3f} s  attach, after the start ({result['pieces']} pieces)")
         lines += [f"    {value:8.3f} s  {label}" for label, value in result["phases"].items()]
@@ -147,11 +159,13 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/sparserl-engine"))
     parser.add_argument("--out", type=Path, default=RESULTS / "engine_start.json")
+    parser.add_argument("--repeats", type=int, default=1, help="starts of each way")
     parser.add_argument("--case", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--attach", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
         (model,) = options.models
-        result = start(options.case, options.modes[0], options.folder / model)
+        result = start(options.case, options.modes[0], options.folder / model, attaches=options.attach)
         (options.folder / model / "start.json").write_text(json.dumps(result))
         sys.stdout.flush()
         os._exit(0)  # an engine's threads do not always end
@@ -161,8 +175,11 @@ def main() -> None:
         subprocess.check_call([sys.executable, "-c", make_it])
         for mode in options.modes:
             run("follow", model, mode, options.folder)  # vLLM, Triton and Numba compile for the first start
-            ways = {"alone": None} | dict.fromkeys(options.ways)
-            rows = [run(way, model, mode, options.folder) for way in ways]
+            starts: dict[str, list[dict[str, Any]]] = {way: [] for way in ("alone", *options.ways)}
+            for repeat in range(max(1, options.repeats)):
+                for way, done in starts.items():
+                    done.append(run(way, model, mode, options.folder, attaches=repeat == 0 and way != "alone"))
+            rows = [*map(_median, starts.values())]
             print(report(rows), flush=True)
             results += rows
             options.out.write_text(json.dumps(results, indent=1) + "\n")

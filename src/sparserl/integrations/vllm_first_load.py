@@ -17,7 +17,7 @@ import torch
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ..targets.attributes import attribute_tensors
-from ..targets.first_load import FirstLoad, warm_up_sums
+from ..targets.first_load import FirstLoad
 from ..targets.pieces import parts_of
 from ..weights.warmup import warm_up_for
 
@@ -50,12 +50,11 @@ def _load_watched(loader: Any, load_model: Callable[[], torch.nn.Module]) -> tor
     load_weights = loader.load_weights
     get_all_weights = loader.get_all_weights
     first_load: FirstLoad | None = None
-    # Kernels are compiled or loaded while vLLM makes the model and copies weights. Whatever fails here fails once more
-    # where it is needed, and is reported there.
+    # Kernels are compiled or loaded while vLLM copies weights: then it leaves Python to others. Whatever fails here
+    # fails once more where it is needed, and is reported there.
     warmer = ThreadPoolExecutor(1, thread_name_prefix="sparserl-warm-up")
     with contextlib.ExitStack() as stack:
         stack.callback(warmer.shutdown, wait=False, cancel_futures=True)
-        warmer.submit(warm_up_sums)
 
         def load_watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
             nonlocal first_load

@@ -1,9 +1,11 @@
 """An engine's own load of its checkpoint, watched: where that explains all of the engine, nothing is loaded again.
 
-    a tensor of the checkpoint ──► the engine copies it ──► sums of what was copied, on other threads ──► the next one
+    a tensor of the checkpoint ──► the engine copies it ──► sums of what was copied ──► the next one
     ──► pieces ──► is every element a copy or a constant? ──► sums of the pieces, where they lie ──► compare
 
-Whatever is not explained is no error here: `engine_layout` then lets the engine load made-up tensors.
+Bits that come to a GPU are summed up there at once, before anything else happens to them: that is faster than reading
+the checkpoint again, which is done on other threads for all other copies. Whatever is not explained is no error here:
+`engine_layout` then lets the engine load made-up tensors.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import SparserlError, UnsupportedTensor
+from ..kernels import gpu
 from ..parallel import default_threads
+from ..weights import memory
 from ..weights.digest import Digest, place_sums
 from ..weights.dtypes import dtype_of_torch
 from ..weights.local import LocalWeights
 from ..weights.region import Region, Shape, first_overlap, intersection, whole
 from ..weights.shards import Part, Shards
 from ..weights.table import TensorSpec, TensorTable
-from .copies import Untraceable
+from .copies import ElementCopy, Untraceable
 from .pieces import CheckpointTensor, Piece, by_tensor, has_bits, reach
 from .watching import Fill, LoadWatch, arrived_pieces
 
@@ -54,6 +58,43 @@ class _ReadWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _GpuSums:
+    """Sums of the bits that GPUs are given of the tensor which is being loaded."""
+
+    def __init__(self) -> None:
+        self.loading: CheckpointTensor | None = None  # which the engine has, and has not asked for the next one
+        self._sums: dict[torch.device, dict[SumKey, torch.Tensor]] = {}
+
+    def add(self, name: str, copy: ElementCopy, tensor: torch.Tensor) -> None:
+        """Sum up the bits that a tensor has just been given, if kernels can do it."""
+        dtype = dtype_of_torch(tensor.dtype)
+        source = self.loading
+        if source is None or (source.name, source.dtype) != (name, tensor.dtype) or dtype is None:
+            return
+        if not _is_run_on_gpu(copy, tensor):
+            return
+        try:
+            region, _ = copy.region(source.shape)
+        except Untraceable:
+            return
+        from ..weights.gpu_sums import tensor_sums
+
+        sums = tensor_sums(TensorSpec(name, dtype, source.shape), tensor, copy.source)
+        self._sums.setdefault(tensor.device, {})[name, region, tensor.dtype] = sums
+
+    def __contains__(self, key: SumKey) -> bool:
+        return any(key in sums for sums in self._sums.values())
+
+    def digests(self) -> dict[SumKey, Digest]:
+        """All of them. It waits for the GPUs."""
+        digests: dict[SumKey, Digest] = {}
+        for sums in self._sums.values():
+            from ..weights.gpu_sums import fetch_sums
+
+            digests |= {key: Digest(*pair) for key, pair in zip(sums, fetch_sums([*sums.values()]), strict=True)}
+        return digests
+
+
 class FirstLoad:
     """Watches an engine load its checkpoint while it is entered.
 
@@ -72,7 +113,8 @@ class FirstLoad:
     """
 
     def __init__(self, others: Mapping[str, torch.Tensor]) -> None:
-        self._watch = LoadWatch()
+        self._gpu_sums = _GpuSums()
+        self._watch = LoadWatch(self._gpu_sums.add)
         self._reads = _ReadWatch(self._watch)
         self._modes = contextlib.ExitStack()
         self._others = {position(tensor): tensor.to("cpu", copy=True) for tensor in others.values()}
@@ -100,7 +142,9 @@ class FirstLoad:
         """The tensors of a checkpoint, for the engine to load."""
         for name, tensor in weights:
             self._register(name, tensor)
+            self._gpu_sums.loading = self._tensors[name]
             yield name, tensor
+            self._gpu_sums.loading = None
             self._add_sums(name, tensor)
 
     def ended_with(self, live: Mapping[str, torch.Tensor]) -> None:
@@ -146,16 +190,20 @@ class FirstLoad:
         self._tensors[name] = CheckpointTensor(name, tuple(tensor.shape), tensor.dtype)
 
     def _add_sums(self, name: str, tensor: torch.Tensor) -> None:
-        """Have what was copied of a tensor summed, while the engine loads the next one."""
+        """Have what else was copied of a tensor summed, while the engine loads the next one."""
         futures = []
         for copy, dtype in () if self._obstacle else self._watch.taken.pop(name, ()):
             try:
                 region, _ = copy.region(tuple(tensor.shape))
             except Untraceable:
                 continue
+            if (name, region, dtype) in self._gpu_sums:
+                continue
             future = self._pool.submit(_region_sums, name, tensor, region, dtype)
             self._sums[name, region, dtype] = future
             futures.append(future)
+        if not futures:
+            return
         self._waiting.append((tensor.nbytes, futures))
         self._waiting_bytes += tensor.nbytes
         most = _MOST_WAITING if tensor.device.type == "cpu" else 0
@@ -185,7 +233,7 @@ class FirstLoad:
         for name, own in regions.items():
             if first_overlap(own) is not None:
                 raise NotExplained(f"{name!r} is in several places")
-        for name, region, _ in self._sums:
+        for name, region, _ in (*self._sums, *self._gpu_sums.digests()):
             shared = (intersection(region, kept) for kept in regions.get(name, ()))
             if sum(part.numel for part in shared if part is not None) < region.numel:
                 raise NotExplained(f"{name!r} {region} was loaded, but is not there any longer")
@@ -202,23 +250,25 @@ class FirstLoad:
         """Compare the sums of all pieces, from their bits as they are now, with those of the checkpoint."""
         specs: dict[str, TensorSpec] = {}
         parts = []
-        expected: list[tuple[Piece, Future[Digest]]] = []
+        expected: list[tuple[Piece, Future[Digest] | Digest]] = []
+        gpu_sums = self._gpu_sums.digests()
         for piece in pieces:
             view = piece.view(live)
             dtype = dtype_of_torch(view.dtype)
-            future = self._sums.get((piece.tensor, piece.region, view.dtype))
-            if dtype is None or future is None:
+            key = piece.tensor, piece.region, view.dtype
+            checkpoint_sums = gpu_sums.get(key) or self._sums.get(key)
+            if dtype is None or checkpoint_sums is None:
                 raise NotExplained(f"{piece.tensor!r} {piece.region} was not summed when it was loaded")
             spec = TensorSpec(piece.tensor, dtype, self._tensors[piece.tensor].shape)
             if specs.setdefault(piece.tensor, spec) != spec:
                 raise NotExplained(f"{piece.tensor!r} is in several dtypes")
             parts.append(Part(piece.tensor, piece.region, view))
-            expected.append((piece, future))
+            expected.append((piece, checkpoint_sums))
         table = TensorTable(specs.values())
         sums = {} if not parts else place_sums(LocalWeights.of(Shards(table, parts)))
         by_region = {(tensor, region or whole(table[tensor].shape)): part for (tensor, region), part in sums.items()}
-        for piece, future in expected:
-            if by_region[table.index[piece.tensor], piece.region] != _result(piece, future):
+        for piece, checkpoint_sums in expected:
+            if by_region[table.index[piece.tensor], piece.region] != _result(piece, checkpoint_sums):
                 raise NotExplained(f"{piece.tensor!r} {piece.region} does not have the bits of the checkpoint")
 
 
@@ -227,9 +277,11 @@ def position(tensor: torch.Tensor) -> Position:
     return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def warm_up_sums() -> None:
-    """Load what sums up a checkpoint in host memory, before the first tensor comes."""
-    _region_sums("", torch.zeros(1, dtype=torch.bfloat16), whole((1,)), torch.bfloat16)
+def _is_run_on_gpu(copy: ElementCopy, tensor: torch.Tensor) -> bool:
+    """Whether a copy brings consecutive elements to consecutive ones, on a GPU that kernels run on."""
+    if not memory.is_on_gpu(tensor) or gpu.support.obstacle(tensor.device) is not None:
+        return False
+    return tensor.is_contiguous() and all(step.at == step.source == 1 for step in copy.dimensions)
 
 
 def _region_sums(name: str, tensor: torch.Tensor, region: Region, dtype: torch.dtype) -> Digest:
@@ -243,9 +295,9 @@ def _region_sums(name: str, tensor: torch.Tensor, region: Region, dtype: torch.d
     return sums
 
 
-def _result(piece: Piece, future: Future[Digest]) -> Digest:
+def _result(piece: Piece, sums: Future[Digest] | Digest) -> Digest:
     try:
-        return future.result()
+        return sums if isinstance(sums, Digest) else sums.result()
     except SparserlError as error:
         raise NotExplained(f"{piece.tensor!r} could not be summed: {error}") from error
 

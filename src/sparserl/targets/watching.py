@@ -78,6 +78,7 @@ class _Memory:
     copies: list[_Arrived] = field(default_factory=list)
     unclear: set[str] = field(default_factory=set)
     end: int = 0  # of the last copy
+    is_checkpoint: bool = False  # a tensor of the checkpoint, as it was registered
     fills: list[Fill] = field(default_factory=list)
 
     @property
@@ -101,6 +102,7 @@ class _Memory:
 
     def overwrite(self, copy: ElementCopy, tensor: torch.Tensor) -> None:
         """Forget what a copy to a tensor in this memory takes the place of."""
+        self.is_checkpoint = False
         if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
             self.copies = []
             self.unclear = set()
@@ -120,6 +122,7 @@ class _Memory:
 
     def blur(self) -> None:
         """Give up on all copies."""
+        self.is_checkpoint = False
         self.unclear = self.names
         self.copies = []
 
@@ -128,10 +131,15 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     """Follows the elements of checkpoint tensors through copies while it is entered.
 
     An operation that it fails to follow is done all the same; `failure` is the first such error.
+
+    Args:
+        on_copy: Is called as soon as bits of a checkpoint tensor are copied as they are, with its name, the copy and
+            the tensor that has them now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_copy: Callable[[str, ElementCopy, torch.Tensor], None] | None = None) -> None:
         super().__init__()
+        self._on_copy = on_copy
         self.failure: Exception | None = None
         self._memories: dict[int, _Memory] = {}  # by the address of their storage
         self.taken: dict[str, set[tuple[ElementCopy, torch.dtype]]] = {}  # what was copied of a tensor, to which dtypes
@@ -141,7 +149,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def register(self, name: str, tensor: torch.Tensor) -> None:
         """A contiguous tensor of the checkpoint, which begins its storage."""
         strides = row_major(tuple(tensor.shape))
-        memory = _Memory(tensor.element_size())
+        memory = _Memory(tensor.element_size(), is_checkpoint=True)
         if tensor.numel():
             memory.add([_Arrived.of(name, ElementCopy.of(tuple(tensor.shape), 0, strides, 0, strides))])
         self._memories[_address(tensor)] = memory
@@ -282,6 +290,8 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
             memory.unclear |= unclear
             for _, _, name, part in arrived:
                 self.taken.setdefault(name, set()).add((part.at_source(), tensor.dtype))
+                if self._on_copy is not None and known.is_checkpoint and _has_bits_of(tensor, source):
+                    self._on_copy(name, part, tensor)
 
 
 def _replaces(copy: ElementCopy, place: ElementCopy) -> bool:
@@ -289,6 +299,11 @@ def _replaces(copy: ElementCopy, place: ElementCopy) -> bool:
     with contextlib.suppress(Untraceable):
         return copy.at < place.end and place.at < copy.end and copy.overwrites(place)
     return False
+
+
+def _has_bits_of(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:
+    """Whether a copy from a source has changed no bits."""
+    return source is not None and tensor.dtype == source.dtype and tensor.is_neg() == source.is_neg()
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from .gpu_copies import fetch
 from .local import LocalWeights
 from .on_gpu import Runs, groups, on_stream, split_by_gpu, stream_of
 from .shards import Place
+from .table import TensorSpec, TensorTable
 
 
 class _Tables(NamedTuple):
@@ -85,6 +86,20 @@ def run_sums(weights: LocalWeights, runs: Runs) -> Iterator[tuple[Place, int, in
         sums = fetch(gpu.sums.digests(blocks, side))().view(np.uint64).tolist()
     for place, numel, (first, second) in zip(runs.places, runs.numel.tolist(), sums, strict=True):
         yield place, first, second, numel * runs.dtype.width
+
+
+def tensor_sums(spec: TensorSpec, tensor: torch.Tensor, start: int) -> torch.Tensor:
+    """Both element sums of consecutive elements from a position of a tensor on, by the current stream, on the GPU."""
+    keys = TensorTable([spec]).keys
+    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
+        blocks = gpu.changes.Blocks(tensor.element_size(), [tensor.numel()], tensor.device, keys, [start])
+        return gpu.sums.digests(blocks, blocks.side([tensor]))[0]
+
+
+def fetch_sums(sums: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Pairs of sums on a GPU as numbers."""
+    pairs: list[list[int]] = torch.stack([*sums]).cpu().numpy().view(np.uint64).tolist()
+    return pairs
 
 
 def _pair(sums: torch.Tensor) -> tuple[int, int]:

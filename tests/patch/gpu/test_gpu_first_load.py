@@ -1,0 +1,191 @@
+"""What an engine loads to a GPU is summed up there, before anything else happens to it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+
+from sparserl.targets import first_load
+from sparserl.targets.first_load import FirstLoad, NotExplained
+from tests.patch.gpu.gpu_weights import CUDA, DEVICE, INTERPRETED, needs_gpu, needs_kernels
+from tests.targets.engines import checkpoint
+from tests.targets.test_first_load import WAYS, PaddedEngine, copy_all, load_watched, weights
+from tests.targets.test_learn import require_learnt
+
+torch = pytest.importorskip("torch")
+
+pytestmark = needs_gpu
+SHAPE = (6, 8)
+
+
+class OneByOne(ThreadPoolExecutor):
+    """Does at once what it is given."""
+
+    def submit(self, function, *args):
+        future = super().submit(function, *args)
+        wait([future])
+        return future
+
+
+@pytest.fixture(autouse=True)
+def _one_kernel_at_a_time(monkeypatch):
+    """The interpreter has no two kernels at a time, and here all tensors are on a GPU."""
+    if INTERPRETED:
+        monkeypatch.setattr(first_load, "ThreadPoolExecutor", OneByOne)
+
+
+class GpuEngine(PaddedEngine):
+    """An engine on a GPU."""
+
+    def __init__(self, rank, ranks, dtype):
+        super().__init__(rank, ranks, dtype)
+        self.live = {name: tensor.to(DEVICE) for name, tensor in self.live.items()}
+
+
+@pytest.fixture
+def summed_on_host(monkeypatch):
+    """The names of the tensors that are read once more in host memory."""
+    names = []
+    sums = first_load._region_sums
+
+    def region_sums(name, *rest):
+        names.append(name)
+        return sums(name, *rest)
+
+    monkeypatch.setattr(first_load, "_region_sums", region_sums)
+    return names
+
+
+def on_gpu(**shapes):
+    return {name: torch.zeros(shape, device=DEVICE) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_an_engine_is_learnt_as_it_loads(ranks, dtype):
+    """Fused, sharded, padded, stacked and transposed: whatever kernels do not sum up is summed up in host memory."""
+    tensors = checkpoint(dtype)
+    for rank in range(ranks):
+        engine = GpuEngine(rank, ranks, dtype)
+        pieces = load_watched(engine.live, engine.load, tensors, {"table": engine.live["table"]})
+        assert all(torch.equal(p.view(engine.live).cpu(), tensors[p.tensor][p.region.slices]) for p in pieces)
+        require_learnt(pieces, engine, checkpoint(dtype, seed=9))
+
+
+@needs_kernels
+def test_the_checkpoint_is_not_read_again(summed_on_host):
+    """Only columns, casts and what is turned round are."""
+    live = on_gpu(whole=SHAPE, rows=(3, 8), columns=(6, 4), turned=SHAPE)
+    live["cast"] = torch.zeros(SHAPE, device=DEVICE, dtype=torch.bfloat16)
+
+    def load(some):
+        for name, tensor in some:
+            if name == "turned":
+                live[name].t().copy_(tensor.t())
+            else:
+                live[name].copy_({"rows": tensor[3:], "columns": tensor[:, 4:]}.get(name, tensor))
+
+    pieces = load_watched(live, load, weights(**dict.fromkeys(live, SHAPE)))
+    assert len(pieces) == len(live)
+    assert sorted(summed_on_host) == ["cast", "columns", "turned"]
+
+
+@pytest.mark.parametrize(("way", "reason"), WAYS, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_not_explained(way, reason):
+    """The same as in host memory."""
+    if CUDA and way.__name__ == "give_to_numpy":
+        pytest.skip("NumPy does not take tensors on a GPU")
+    live = on_gpu(w=SHAPE) | (on_gpu(v=SHAPE) if way.__name__ == "twice" else {})
+
+    def load(some):
+        for _, tensor in some:
+            way(live, tensor.to(DEVICE) if way.__name__ == "compared" else tensor)
+
+    with pytest.raises(NotExplained, match=reason):
+        load_watched(live, load, weights(w=SHAPE))
+
+
+def unseen(change):
+    """A change by another thread, whose operations are not watched."""
+    thread = threading.Thread(target=change)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("before", ["the next tensor", "the end"])
+def test_a_copy_that_is_changed_unseen(before):
+    """Sums are of the bits as they came, even if another kernel changes them before the loader goes on."""
+    live = on_gpu(w=SHAPE, v=SHAPE)
+
+    def load(some):
+        for name, tensor in some:
+            live[name].copy_(tensor)
+            if name == "w" and before == "the next tensor":
+                unseen(lambda: live["w"].add_(1))
+        if before == "the end":
+            unseen(lambda: live["w"].add_(1))
+
+    with pytest.raises(NotExplained, match=r"'w' \[0:6, 0:8\] does not have the bits of the checkpoint"):
+        load_watched(live, load, weights(w=SHAPE, v=SHAPE))
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_bits_that_come_by_way_of_another_tensor(doubled):
+    """They are those of the checkpoint only if nobody has changed them on the way."""
+    live = on_gpu(w=SHAPE)
+
+    def load(some):
+        for name, tensor in some:
+            between = tensor.clone()
+            if doubled:
+                unseen(lambda between=between: between.mul_(2))
+            live[name].copy_(between)
+
+    if doubled:
+        with pytest.raises(NotExplained, match="does not have the bits of the checkpoint"):
+            load_watched(live, load, weights(w=SHAPE))
+    else:
+        assert len(load_watched(live, load, weights(w=SHAPE))) == 1
+
+
+@pytest.mark.parametrize("kept", [torch.int16, torch.bfloat16])
+def test_bits_that_are_taken_for_another_dtype(kept):
+    """Bits that a loader calls something else are not numbers of the checkpoint's dtype, or become other ones."""
+    live = {"w": torch.zeros(SHAPE, device=DEVICE, dtype=kept)}
+    tensors = {"w": torch.arange(1, 49, dtype=torch.int16).view(SHAPE)}
+
+    def load(some):
+        for name, tensor in some:
+            live[name].copy_(tensor.view(torch.bfloat16))
+
+    with pytest.raises(NotExplained, match="does not have the bits of the checkpoint"):
+        load_watched(live, load, tensors)
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_loaders_that_keep_tensors_for_later(names):
+    """The memory of a tensor that is gone may be another's: what comes later is left to other ways."""
+    shapes = dict.fromkeys(names, SHAPE)
+    live = on_gpu(**shapes)
+
+    def load(some):
+        kept = []
+        for item in some:
+            copy_all(live)(kept)
+            kept = [item]
+        copy_all(live)(kept)
+
+    with pytest.raises(NotExplained, match=r"'a' .* was not summed"):
+        load_watched(live, load, weights(**shapes))
+
+
+def test_a_default_device():
+    """Loaders work inside `torch.device(...)`, which is not for what sums up their weights."""
+    live = on_gpu(w=SHAPE)
+    tensors = weights(w=SHAPE)
+    with torch.device("meta"), FirstLoad({}) as watched:
+        copy_all(live)(watched.watched(tensors.items()))
+    watched.ended_with(live)
+    assert len(watched.find_pieces(live, {})) == 1

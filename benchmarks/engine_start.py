@@ -63,10 +63,10 @@ class Phases:
 
     def _time_learning(self, way: str) -> None:
         from sparserl.integrations import vllm, vllm_layout
-        from sparserl.targets import engine_layout, first_load
+        from sparserl.targets import engine, engine_layout, first_load
 
         self.time(vllm.SparserlEngine, "__init__", "backend: all of it but the watched load")
-        self.time(vllm.EngineTarget, "warm_up", "backend: compile, load and run kernels")
+        self.time(engine, "warm_up", "attach: compile, load and run kernels")
         self.time(first_load.FirstLoad, "_add_sums", "vLLM waits for sums of the checkpoint")
         self.time(first_load.FirstLoad, "_register", "vLLM waits for tensors to be noted")
         self.time(vllm, "learn_layout", "learn")
@@ -85,13 +85,12 @@ def start(way: str, mode: str, folder: Path, *, attaches: bool) -> dict[str, Any
     phases = Phases()
     phases.time_load(way)
     engine = Engine(folder, mode, None if way == "alone" else "sparserl")
-    seconds = {label: round(value, 3) for label, value in phases.seconds.items()}
-    result = {"way": way, "start_s": engine.start_seconds, "peak_bytes": engine.peak_bytes, "phases": seconds}
+    result = {"way": way, "start_s": engine.start_seconds, "peak_bytes": engine.peak_bytes}
     if way != "alone":
         result["pieces"] = engine.llm.collective_rpc(_pieces)[0]
         if attaches:
             result["attach_s"] = _attach(engine, folder)
-    return result
+    return result | {"phases": {label: round(value, 3) for label, value in phases.seconds.items()}}
 
 
 def _pieces(worker: Any) -> int:
@@ -129,8 +128,8 @@ def _median(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """The start that took the median time, of two the longer; with the times of all."""
     times = [result["start_s"] for result in starts]
     middle = sorted(starts, key=lambda result: result["start_s"])[len(starts) // 2]
-    attached = {key: value for result in starts for key, value in result.items() if key == "attach_s"}
-    return middle | attached | {"starts_s": times}
+    phases = starts[0]["phases"] | middle["phases"]  # a run is attached after the first start only
+    return starts[0] | middle | {"phases": phases, "starts_s": times}
 
 
 def report(results: list[dict[str, Any]]) -> str:

@@ -247,6 +247,19 @@ def test_ctx_is_that_of_the_cpu(name, shift, classes):
     assert all(map(torch.equal, old.owners, new.owners))
 
 
+def test_a_warm_up_goes_unseen(monkeypatch):
+    """Nobody who watches Triton's compiler is told of a warm-up, and all are told again afterwards."""
+    from triton import knobs
+
+    def hook(**_):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook)
+    with gpu.warmup.unwatched():
+        assert knobs.runtime.jit_post_compile_hook is None
+    assert knobs.runtime.jit_post_compile_hook is hook
+
+
 @inside
 @pytest.mark.long
 def test_a_warm_up(monkeypatch):

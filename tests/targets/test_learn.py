@@ -49,7 +49,7 @@ def require_learnt(pieces, engine, weights):
     """What lies in each piece is that box of its tensor."""
     engine.load(weights.items())
     for piece in pieces:
-        assert torch.equal(piece.view(engine.live), weights[piece.tensor][piece.region.slices]), piece
+        assert torch.equal(piece.view(engine.live).cpu(), weights[piece.tensor][piece.region.slices]), piece
 
 
 @WAYS

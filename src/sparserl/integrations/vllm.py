@@ -89,7 +89,6 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
             self._layout = learn_layout(vllm_config, model)
         self.supports_draft_weight_update = bool(self._layout.drafted)
         pieces = self._layout.pieces
-        self._target().warm_up()  # later, vLLM warns of kernels that are compiled, or fails, if it is told to
         logger.info("sparserl: %d pieces of %d checkpoint tensors", len(pieces), len({p.tensor for p in pieces}))
 
     @property

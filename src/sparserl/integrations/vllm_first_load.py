@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from ..targets.attributes import attribute_tensors
 from ..targets.first_load import FirstLoad
 from ..targets.pieces import parts_of
-from ..weights.warmup import warm_up_for
 
 _first_loads: weakref.WeakKeyDictionary[torch.nn.Module, FirstLoad] = weakref.WeakKeyDictionary()
 
@@ -50,17 +48,12 @@ def _load_watched(loader: Any, load_model: Callable[[], torch.nn.Module]) -> tor
     load_weights = loader.load_weights
     get_all_weights = loader.get_all_weights
     first_load: FirstLoad | None = None
-    # Kernels are compiled or loaded while vLLM copies weights: then it leaves Python to others. Whatever fails here
-    # fails once more where it is needed, and is reported there.
-    warmer = ThreadPoolExecutor(1, thread_name_prefix="sparserl-warm-up")
     with contextlib.ExitStack() as stack:
-        stack.callback(warmer.shutdown, wait=False, cancel_futures=True)
 
         def load_watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
             nonlocal first_load
             buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
             first_load = FirstLoad(buffers | attribute_tensors(model, dict(model.named_parameters())))
-            warmer.submit(warm_up_for, {(tensor.dtype, tensor.device) for tensor in model.parameters()})
             stack.enter_context(first_load)
             load_weights(model, *args, **kwargs)
 
@@ -72,7 +65,6 @@ def _load_watched(loader: Any, load_model: Callable[[], torch.nn.Module]) -> tor
         loader.get_all_weights = watched_weights
         try:
             model = load_model()
-            warmer.shutdown()  # later, vLLM warns of kernels that are compiled
         finally:
             del loader.load_weights, loader.get_all_weights
     if first_load is not None:

@@ -100,12 +100,6 @@ class EngineTarget:
             warm_up(self._local)
         return shards
 
-    def warm_up(self) -> None:
-        """Compile what syncs launch on GPUs, before a run is attached: an engine may watch for compilers later."""
-        tensors = dict(self._live())
-        pieces = (piece for group in self._pieces.values() for piece in group)
-        warm_up(LocalWeights.of({f"piece {i}": piece.view(tensors) for i, piece in enumerate(pieces)}))
-
     def _parts(self, name: str) -> Iterable[Part]:
         pieces = self._pieces.get(name) or self._pieces.get(self._tied.get(name, ""), [])
         return (Part(name, piece.region, piece.view(self._tensors)) for piece in pieces)

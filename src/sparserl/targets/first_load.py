@@ -140,7 +140,9 @@ class FirstLoad:
 
     def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a checkpoint, for the engine to load."""
-        for name, tensor in weights:
+        remaining = iter(weights)
+        while (item := _next(remaining)) is not None:
+            name, tensor = item
             self._register(name, tensor)
             self._gpu_sums.loading = self._tensors[name]
             yield name, tensor
@@ -270,6 +272,12 @@ class FirstLoad:
         for piece, checkpoint_sums in expected:
             if by_region[table.index[piece.tensor], piece.region] != _result(piece, checkpoint_sums):
                 raise NotExplained(f"{piece.tensor!r} {piece.region} does not have the bits of the checkpoint")
+
+
+def _next(weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
+    """The next tensor of a checkpoint; None at the end. What reads it from a file need not be watched."""
+    with torch.utils._python_dispatch._disable_current_modes():  # noqa: SLF001
+        return next(weights, None)
 
 
 def position(tensor: torch.Tensor) -> Position:

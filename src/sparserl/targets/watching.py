@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..weights.region import row_major
 from .copies import ElementCopy, Untraceable
@@ -321,7 +320,11 @@ def _copy(tensor: torch.Tensor, source: torch.Tensor) -> ElementCopy:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        return _tensors([*values.values()])
+    return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, list | tuple) else []
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -321,7 +321,7 @@ def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
     }
     if not kinds or gpu.changes.INTERPRETED:
         return
-    with _warming:
+    with _warming, gpu.warmup.unwatched():
         for dtype, device, aligned, is_cast in kinds - _warm:
             order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
             with on_stream(weights, device):

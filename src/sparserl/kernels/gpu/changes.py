@@ -110,8 +110,11 @@ class Blocks:
         on_gpu = self.upload(rows)
         sizes, first, self.per_part, starts = on_gpu[:4, :n]
         part_keys = on_gpu[4:].view(-1)[: 2 * n].view(n, 2)
-        parts = torch.arange(n, dtype=torch.int32, device=self.device)
-        part = torch.repeat_interleave(parts, self.per_part, output_size=self.count)
+        if n == 1:
+            part = torch.zeros(self.count, dtype=torch.int32, device=self.device)
+        else:
+            parts = torch.arange(n, dtype=torch.int32, device=self.device)
+            part = torch.repeat_interleave(parts, self.per_part, output_size=self.count)
         self.table = BlockTable(part, first, sizes, part_keys, starts)
 
     def upload(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:

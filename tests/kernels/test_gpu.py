@@ -247,6 +247,7 @@ def test_ctx_is_that_of_the_cpu(name, shift, classes):
     assert all(map(torch.equal, old.owners, new.owners))
 
 
+@inside
 def test_a_warm_up_goes_unseen(monkeypatch):
     """Nobody who watches Triton's compiler is told of a warm-up, and all are told again afterwards."""
     from triton import knobs

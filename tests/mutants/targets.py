@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "the first load is believed",
         "targets/first_load.py",
-        "if by_region[table.index[piece.tensor], piece.region] != _result(piece, future):",
+        "if by_region[table.index[piece.tensor], piece.region] != _result(piece, checkpoint_sums):",
         "if False:",
         Tests("targets/test_first_load.py", "changed_unseen or rounded"),
     ),

@@ -16,8 +16,11 @@ VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
-# of so many slow checks one is run, and others after the next commit
+# of so many slow checks one is run, and others after the next commit; if so, of the frameworks one half
 ONE_IN ?= 1
+HALVES = $(if $(filter 1,$(ONE_IN)),0 1,$(shell $(PYTHON) -m tests.turns 2))
+FRAMEWORKS_0 := test-openrlhf test-torchtitan
+FRAMEWORKS_1 := test-trl test-verl test-ray
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
 .PHONY: demo test lint types kernels unit alone long long-unit long-alone rest mutants-noticed nightly coverage mutants fuzz soak load collective vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-ray test-torchtitan slow-link bench docs package clean
@@ -64,12 +67,12 @@ long-unit: $(STAMP)
 long-alone: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and alone' --one-in $(ONE_IN) $(ALONE)
 
-rest: long-unit test-vllm test-torchtitan test-trl test-openrlhf test-verl test-ray mutants-noticed package  ## for CI, with --jobs and ONE_IN
+rest: long-unit test-vllm $(foreach half,$(HALVES),$(FRAMEWORKS_$(half))) mutants-noticed package  ## for CI, with --jobs and ONE_IN
 
 mutants-noticed: $(STAMP)  # without the tests on the unbroken code
 	$(BIN)/python -m tests.mutants run --green --one-in $(ONE_IN)
 
-nightly: $(STAMP) $(VLLM)/.installed $(TRL)/.installed  ## what CI leaves out; see CONTRIBUTING.md
+nightly: $(STAMP) $(VLLM)/.installed $(TRL)/.installed $(FRAMEWORKS_0) $(FRAMEWORKS_1)  ## what CI leaves out; see CONTRIBUTING.md
 	$(MAKE) long
 	$(BIN)/python -m pytest -n 2 -m nightly
 	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m long $(VLLM_TESTS)

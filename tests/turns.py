@@ -1,8 +1,12 @@
-"""Which of the slow checks have their turn: CI runs some of them, and others after the next commit."""
+"""Which of the slow checks have their turn: CI runs some of them, and others after the next commit.
+
+`python -m tests.turns N` prints which of N parts have it, as a number from 0.
+"""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -30,3 +34,7 @@ def one_in(text: str) -> int:
     if number < 1:
         raise ValueError(f"one in {number}")
     return number
+
+
+if __name__ == "__main__":
+    print(turn() % one_in(sys.argv[1]))

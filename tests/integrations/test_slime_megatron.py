@@ -94,6 +94,7 @@ def require_version(server, version):
 
 
 @needs_megatron
+@pytest.mark.long
 def test_engines_follow_a_trainer(folder):
     """All have the bits of the version that was trained, or all ranks of the trainer hear why one has not."""
     with serving("slime") as server, trainer(folder, slime_trainer.train, "slime", tp=2) as megatron:

@@ -187,6 +187,7 @@ def publish_steps():
         sparserl.sources.megatron_lora(model, config)
 
 
+@pytest.mark.long
 def test_cut_layers(tmp_path):
     """Adapters of layers that two ranks cut by rows and by columns, fused and not."""
     two_ranks(tmp_path, run_short)

@@ -139,6 +139,7 @@ def publish_some():
     require_refused()
 
 
+@pytest.mark.long
 def test_published(tmp_path):
     """A model that Megatron-Bridge has loaded is published as its checkpoint, also of a family without a map here."""
     two_ranks(tmp_path, WithBridge(installed(*BRIDGE), publish_some))

@@ -170,6 +170,7 @@ def publish_interleaved():
         Trainer("gpt_oss", overlap=True).source()
 
 
+@pytest.mark.long
 def test_distributed_optimizer(tmp_path):
     """Each of two data-parallel ranks publishes what its optimizer writes: every step, exactly."""
     two_ranks(tmp_path, run_short)

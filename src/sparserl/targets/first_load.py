@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -39,6 +40,7 @@ _MOST_THREADS = 4  # one sums up more slowly than an engine reads from memory
 Position = tuple[torch.device, int, Shape, Shape, torch.dtype]
 _READS = {getattr(torch.Tensor, name) for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "tolist")}
 SumKey = tuple[str, Region, torch.dtype]
+Sums = Future[Digest] | Digest
 
 
 class NotExplained(Exception):
@@ -88,10 +90,11 @@ class _GpuSums:
     def digests(self) -> dict[SumKey, Digest]:
         """All of them. It waits for the GPUs."""
         digests: dict[SumKey, Digest] = {}
-        for sums in self._sums.values():
-            from ..weights.gpu_sums import fetch_sums
-
-            digests |= {key: Digest(*pair) for key, pair in zip(sums, fetch_sums([*sums.values()]), strict=True)}
+        for device, sums in self._sums.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # a loader may have streams of its own
+            pairs = torch.stack([*sums.values()]).cpu().numpy().view(np.uint64).tolist()
+            digests |= {key: Digest(first, second) for key, (first, second) in zip(sums, pairs, strict=True)}
         return digests
 
 
@@ -121,7 +124,7 @@ class FirstLoad:
         self._tensors: dict[str, CheckpointTensor] = {}
         threads = min(_MOST_THREADS, max(1, default_threads() // 2))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sparserl-sums")
-        self._sums: dict[SumKey, Future[Digest]] = {}
+        self._sums: dict[SumKey, Sums] = {}
         self._waiting = deque[tuple[int, list[Future[Digest]]]]()
         self._waiting_bytes = 0
         self._positions: set[Position] = set()
@@ -141,12 +144,14 @@ class FirstLoad:
     def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a checkpoint, for the engine to load."""
         remaining = iter(weights)
-        while (item := _next(remaining)) is not None:
+        while (item := self._next(remaining)) is not None:
             name, tensor = item
             self._register(name, tensor)
             self._gpu_sums.loading = self._tensors[name]
-            yield name, tensor
-            self._gpu_sums.loading = None
+            try:
+                yield name, tensor
+            finally:
+                self._gpu_sums.loading = None
             self._add_sums(name, tensor)
 
     def ended_with(self, live: Mapping[str, torch.Tensor]) -> None:
@@ -174,9 +179,18 @@ class FirstLoad:
         if unclear := unclear | self._watch.read:
             raise NotExplained(f"{min(unclear)!r} is more than copied")
         self._require_explained(pieces, live, derived)
-        self._require_kept(pieces)
-        self._compare(pieces, live)
+        sums = self._sums | self._gpu_sums.digests()
+        _require_kept(pieces, sums)
+        self._compare(pieces, live, sums)
         return pieces
+
+    def _next(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
+        """The next tensor of a checkpoint; None at the end. What it is made of is not watched."""
+        self._watch.is_paused = True
+        try:
+            return next(weights, None)
+        finally:
+            self._watch.is_paused = False
 
     def _register(self, name: str, tensor: torch.Tensor) -> None:
         if name in self._tensors:
@@ -229,17 +243,6 @@ class FirstLoad:
             if rest < reach(tensor) or before is None or not has_bits(tensor, before):
                 raise NotExplained(f"{name!r} has {rest:,} elements that were not seen to be loaded")
 
-    def _require_kept(self, pieces: Iterable[Piece]) -> None:
-        """Refuse elements that were copied, but are in no tensor or in several: something may be made of them."""
-        regions = {name: [piece.region for piece in own] for name, own in by_tensor(pieces).items()}
-        for name, own in regions.items():
-            if first_overlap(own) is not None:
-                raise NotExplained(f"{name!r} is in several places")
-        for name, region, _ in (*self._sums, *self._gpu_sums.digests()):
-            shared = (intersection(region, kept) for kept in regions.get(name, ()))
-            if sum(part.numel for part in shared if part is not None) < region.numel:
-                raise NotExplained(f"{name!r} {region} was loaded, but is not there any longer")
-
     def _is_constant(self, tensor: torch.Tensor, rest: int) -> bool:
         """Whether the elements of a tensor that are no copies are constants, and have these values."""
         memory = self._watch.memory(tensor)
@@ -248,17 +251,15 @@ class FirstLoad:
             return False  # they may overlap, and then say less than they seem to
         return sum(fill.numel for fill in fills) == rest and all(_has_number(tensor, fill) for fill in fills)
 
-    def _compare(self, pieces: Iterable[Piece], live: Mapping[str, torch.Tensor]) -> None:
+    def _compare(self, pieces: Iterable[Piece], live: Mapping[str, torch.Tensor], sums: Mapping[SumKey, Sums]) -> None:
         """Compare the sums of all pieces, from their bits as they are now, with those of the checkpoint."""
         specs: dict[str, TensorSpec] = {}
         parts = []
-        expected: list[tuple[Piece, Future[Digest] | Digest]] = []
-        gpu_sums = self._gpu_sums.digests()
+        expected: list[tuple[Piece, Sums]] = []
         for piece in pieces:
             view = piece.view(live)
             dtype = dtype_of_torch(view.dtype)
-            key = piece.tensor, piece.region, view.dtype
-            checkpoint_sums = gpu_sums.get(key) or self._sums.get(key)
+            checkpoint_sums = sums.get((piece.tensor, piece.region, view.dtype))
             if dtype is None or checkpoint_sums is None:
                 raise NotExplained(f"{piece.tensor!r} {piece.region} was not summed when it was loaded")
             spec = TensorSpec(piece.tensor, dtype, self._tensors[piece.tensor].shape)
@@ -267,17 +268,23 @@ class FirstLoad:
             parts.append(Part(piece.tensor, piece.region, view))
             expected.append((piece, checkpoint_sums))
         table = TensorTable(specs.values())
-        sums = {} if not parts else place_sums(LocalWeights.of(Shards(table, parts)))
-        by_region = {(tensor, region or whole(table[tensor].shape)): part for (tensor, region), part in sums.items()}
+        own = {} if not parts else place_sums(LocalWeights.of(Shards(table, parts)))
+        by_region = {(tensor, region or whole(table[tensor].shape)): part for (tensor, region), part in own.items()}
         for piece, checkpoint_sums in expected:
             if by_region[table.index[piece.tensor], piece.region] != _result(piece, checkpoint_sums):
                 raise NotExplained(f"{piece.tensor!r} {piece.region} does not have the bits of the checkpoint")
 
 
-def _next(weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
-    """The next tensor of a checkpoint; None at the end. What reads it from a file need not be watched."""
-    with torch.utils._python_dispatch._disable_current_modes():  # noqa: SLF001
-        return next(weights, None)
+def _require_kept(pieces: Iterable[Piece], summed: Iterable[SumKey]) -> None:
+    """Refuse elements that were copied, but are in no tensor or in several: something may be made of them."""
+    regions = {name: [piece.region for piece in own] for name, own in by_tensor(pieces).items()}
+    for name, own in regions.items():
+        if first_overlap(own) is not None:
+            raise NotExplained(f"{name!r} is in several places")
+    for name, region, _ in summed:
+        shared = (intersection(region, kept) for kept in regions.get(name, ()))
+        if sum(part.numel for part in shared if part is not None) < region.numel:
+            raise NotExplained(f"{name!r} {region} was loaded, but is not there any longer")
 
 
 def position(tensor: torch.Tensor) -> Position:
@@ -303,7 +310,7 @@ def _region_sums(name: str, tensor: torch.Tensor, region: Region, dtype: torch.d
     return sums
 
 
-def _result(piece: Piece, sums: Future[Digest] | Digest) -> Digest:
+def _result(piece: Piece, sums: Sums) -> Digest:
     try:
         return sums if isinstance(sums, Digest) else sums.result()
     except SparserlError as error:

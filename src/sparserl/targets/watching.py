@@ -140,6 +140,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         super().__init__()
         self._on_copy = on_copy
         self.failure: Exception | None = None
+        self.is_paused = False
         self._memories: dict[int, _Memory] = {}  # by the address of their storage
         self.taken: dict[str, set[tuple[ElementCopy, torch.dtype]]] = {}  # what was copied of a tensor, to which dtypes
         self.read: set[str] = set()  # tensors of which elements were read as Python numbers, and then lost sight of
@@ -169,6 +170,8 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self.is_paused:
+            return out
         try:
             self._note(func, args, kwargs, out)
         except Exception as error:  # noqa: BLE001  # the engine's load does not depend on it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -94,12 +94,6 @@ def tensor_sums(spec: TensorSpec, tensor: torch.Tensor, start: int) -> torch.Ten
     with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
         blocks = gpu.changes.Blocks(tensor.element_size(), [tensor.numel()], tensor.device, keys, [start])
         return gpu.sums.digests(blocks, blocks.side([tensor]))[0]
-
-
-def fetch_sums(sums: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Pairs of sums on a GPU as numbers."""
-    pairs: list[list[int]] = torch.stack([*sums]).cpu().numpy().view(np.uint64).tolist()
-    return pairs
 
 
 def _pair(sums: torch.Tensor) -> tuple[int, int]:

@@ -98,7 +98,7 @@ def test_kernels_cast_what_they_read(shift):
 
 
 @needs_gpu
-@pytest.mark.parametrize("profile", ["auto", "raw", "ulp", "ctx", "gap"])
+@pytest.mark.parametrize("profile", [pytest.param("auto", marks=pytest.mark.long), "raw", "ulp", "ctx", "gap"])
 def test_published(tmp_path, profile):
     """Every version is what torch casts, in all profiles; bits that the cast drops are no changes."""
     trainer = Trainer()

@@ -67,7 +67,7 @@ long-unit: $(STAMP)
 long-alone: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and alone' --one-in $(ONE_IN) $(ALONE)
 
-rest: docs long-unit test-vllm $(foreach half,$(HALVES),$(FRAMEWORKS_$(half))) mutants-noticed package  ## for CI, with --jobs and ONE_IN
+rest: docs long-unit test-vllm $(foreach half,$(HALVES),$(FRAMEWORKS_$(half))) mutants-noticed package  ## for CI, with --jobs and ONE_IN, after .venv/.docs
 
 mutants-noticed: $(STAMP)  # without the tests on the unbroken code
 	$(BIN)/python -m tests.mutants run --green --one-in $(ONE_IN)

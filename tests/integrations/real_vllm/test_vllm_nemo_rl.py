@@ -27,7 +27,8 @@ def _environment(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks"), [("llama", 1), *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen2", 2), ("moe", 1)))]
+    ("kind", "ranks"),
+    [("llama", 1), *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen2", 2), ("moe", 1)))],
 )
 def test_syncs(kind, ranks, tmp_path):
     """In place from the first version on, also after something else wrote to a weight; or by NeMo-RL's own loader."""

@@ -69,6 +69,7 @@ class Phases:
         self.time(engine, "warm_up", "attach: compile, load and run kernels")
         self.time(first_load.FirstLoad, "_add_sums", "vLLM waits for sums of the checkpoint")
         self.time(first_load.FirstLoad, "_register", "vLLM waits for tensors to be noted")
+        self.time(first_load.GpuSums, "add", "vLLM waits for sums on the GPU to be launched")
         self.time(vllm, "learn_layout", "learn")
         if way == "again":
             vllm_layout.take_first_load = lambda _: None
@@ -129,7 +130,8 @@ def _median(starts: list[dict[str, Any]]) -> dict[str, Any]:
     times = [result["start_s"] for result in starts]
     middle = sorted(starts, key=lambda result: result["start_s"])[len(starts) // 2]
     phases = starts[0]["phases"] | middle["phases"]  # a run is attached after the first start only
-    return starts[0] | middle | {"phases": phases, "starts_s": times}
+    warnings = max(result["warnings"] for result in starts)
+    return starts[0] | middle | {"phases": phases, "starts_s": times, "warnings": warnings}
 
 
 def report(results: list[dict[str, Any]]) -> str:

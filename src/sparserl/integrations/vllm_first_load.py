@@ -1,6 +1,6 @@
 """vLLM, worker side: the load with which a worker starts is watched, so that the checkpoint is loaded once.
 
-    WorkerWrapperBase.load_model ──► BaseModelLoader.load_model: its weights go through a `FirstLoad` ──► first_load_of
+    WorkerWrapperBase.load_model ──► BaseModelLoader.load_model: weights go through a `FirstLoad` ──► take_first_load
 
 Loaders that do not give their tensors one by one, as of sharded states, are left alone.
 """

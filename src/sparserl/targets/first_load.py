@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,28 +60,54 @@ class _ReadWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _GpuSums:
+class _Loading(NamedTuple):
+    """The tensor of the checkpoint that an engine was given last, as it was then.
+
+    Its storage is kept, so that no other memory has its address.
+    """
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    storage: torch.UntypedStorage
+
+    def is_source(self, name: str, source: torch.Tensor) -> bool:
+        """Whether a source of this name has the tensor's elements, in its dtype and in its memory."""
+        is_same_memory = source.untyped_storage()._cdata == self.storage._cdata  # noqa: SLF001
+        return is_same_memory and (name, source.dtype) == (self.name, self.dtype)
+
+
+class GpuSums:
     """Sums of the bits that GPUs are given of the tensor which is being loaded."""
 
     def __init__(self) -> None:
-        self.loading: CheckpointTensor | None = None  # which the engine has, and has not asked for the next one
+        self.current: _Loading | None = None
         self._sums: dict[torch.device, dict[SumKey, torch.Tensor]] = {}
 
-    def add(self, name: str, copy: ElementCopy, tensor: torch.Tensor) -> None:
+    @contextlib.contextmanager
+    def loading(self, name: str, tensor: torch.Tensor) -> Iterator[None]:
+        """The engine has this tensor, and has not asked for the next one."""
+        self.current = _Loading(name, tuple(tensor.shape), tensor.dtype, tensor.untyped_storage())
+        try:
+            yield
+        finally:
+            self.current = None
+
+    def add(self, name: str, copy: ElementCopy, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Sum up the bits that a tensor has just been given, if kernels can do it."""
-        dtype = dtype_of_torch(tensor.dtype)
-        source = self.loading
-        if source is None or (source.name, source.dtype) != (name, tensor.dtype) or dtype is None:
+        loading = self.current
+        if loading is None or not loading.is_source(name, source) or not _is_run_on_gpu(copy, tensor):
             return
-        if not _is_run_on_gpu(copy, tensor):
+        dtype = dtype_of_torch(tensor.dtype)
+        if dtype is None:
             return
         try:
-            region, _ = copy.region(source.shape)
+            region, _ = copy.region(loading.shape)
         except Untraceable:
             return
         from ..weights.gpu_sums import tensor_sums
 
-        sums = tensor_sums(TensorSpec(name, dtype, source.shape), tensor, copy.source)
+        sums = tensor_sums(TensorSpec(name, dtype, loading.shape), tensor, copy.source)
         self._sums.setdefault(tensor.device, {})[name, region, tensor.dtype] = sums
 
     def __contains__(self, key: SumKey) -> bool:
@@ -116,7 +142,7 @@ class FirstLoad:
     """
 
     def __init__(self, others: Mapping[str, torch.Tensor]) -> None:
-        self._gpu_sums = _GpuSums()
+        self._gpu_sums = GpuSums()
         self._watch = LoadWatch(self._gpu_sums.add)
         self._reads = _ReadWatch(self._watch)
         self._modes = contextlib.ExitStack()
@@ -143,24 +169,23 @@ class FirstLoad:
 
     def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a checkpoint, for the engine to load."""
-        remaining = iter(weights)
-        while (item := self._next(remaining)) is not None:
-            name, tensor = item
+        for name, tensor in weights:
             self._register(name, tensor)
-            self._gpu_sums.loading = self._tensors[name]
             try:
-                yield name, tensor
-            finally:
-                self._gpu_sums.loading = None
-            self._add_sums(name, tensor)
+                with contextlib.nullcontext() if self._obstacle else self._gpu_sums.loading(name, tensor):
+                    yield name, tensor
+            finally:  # also where the engine asks for no other one
+                self._add_sums(name, tensor)
 
     def ended_with(self, live: Mapping[str, torch.Tensor]) -> None:
         """Note which tensors the engine has when it has loaded: others may get the memory of tensors that are gone."""
+        if self._gpu_sums.current is not None:
+            self._obstacle = f"the load has not ended: the engine still has {self._gpu_sums.current.name!r}"
         self._positions = {position(tensor) for tensor in live.values()}
         self._pool.shutdown(wait=False)
 
     def find_pieces(self, live: Mapping[str, torch.Tensor], derived: Mapping[str, torch.Tensor]) -> list[Piece]:
-        """Where the checkpoint is in an engine's tensors; all bits are compared.
+        """Where the checkpoint is in an engine's tensors; all bits are compared with those that were copied.
 
         Args:
             live: The engine's tensors.
@@ -183,14 +208,6 @@ class FirstLoad:
         _require_kept(pieces, sums)
         self._compare(pieces, live, sums)
         return pieces
-
-    def _next(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
-        """The next tensor of a checkpoint; None at the end. What it is made of is not watched."""
-        self._watch.is_paused = True
-        try:
-            return next(weights, None)
-        finally:
-            self._watch.is_paused = False
 
     def _register(self, name: str, tensor: torch.Tensor) -> None:
         if name in self._tensors:
@@ -252,7 +269,7 @@ class FirstLoad:
         return sum(fill.numel for fill in fills) == rest and all(_has_number(tensor, fill) for fill in fills)
 
     def _compare(self, pieces: Iterable[Piece], live: Mapping[str, torch.Tensor], sums: Mapping[SumKey, Sums]) -> None:
-        """Compare the sums of all pieces, from their bits as they are now, with those of the checkpoint."""
+        """Compare the sums of all pieces, from their bits as they are now, with those of what was copied."""
         specs: dict[str, TensorSpec] = {}
         parts = []
         expected: list[tuple[Piece, Sums]] = []

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ..weights.region import row_major
 from .copies import ElementCopy, Untraceable
@@ -126,21 +126,23 @@ class _Memory:
         self.copies = []
 
 
+OnCopy = Callable[[str, ElementCopy, torch.Tensor, torch.Tensor], None]
+
+
 class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no types for it
     """Follows the elements of checkpoint tensors through copies while it is entered.
 
     An operation that it fails to follow is done all the same; `failure` is the first such error.
 
     Args:
-        on_copy: Is called as soon as bits of a checkpoint tensor are copied as they are, with its name, the copy and
-            the tensor that has them now.
+        on_copy: Is called as soon as bits of a checkpoint tensor are copied as they are, with its name, the copy, the
+            tensor that has them now and the one that they come from.
     """
 
-    def __init__(self, on_copy: Callable[[str, ElementCopy, torch.Tensor], None] | None = None) -> None:
+    def __init__(self, on_copy: OnCopy | None = None) -> None:
         super().__init__()
         self._on_copy = on_copy
         self.failure: Exception | None = None
-        self.is_paused = False
         self._memories: dict[int, _Memory] = {}  # by the address of their storage
         self.taken: dict[str, set[tuple[ElementCopy, torch.dtype]]] = {}  # what was copied of a tensor, to which dtypes
         self.read: set[str] = set()  # tensors of which elements were read as Python numbers, and then lost sight of
@@ -170,12 +172,10 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self.is_paused:
-            return out
         try:
             self._note(func, args, kwargs, out)
         except Exception as error:  # noqa: BLE001  # the engine's load does not depend on it
-            self.failure = self.failure or error
+            self.failure = self.failure or error.with_traceback(None)  # whose frames have tensors
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -186,12 +186,12 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         name = func._schema.name.partition("::")[2]  # noqa: SLF001
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor):
             if isinstance(args[1], torch.Tensor):
-                self._write(args[0], args[1])
+                self._write(args[0], args[1], is_copy=func is torch.ops.aten.copy_.default)
             else:  # torch hands numbers on as they are
                 self._fill(args[0], args[1])
         elif func in _COPIES:
             self._make([out], args)
-            self._write(out, args[0])
+            self._write(out, args[0], is_copy=True)
         elif func is torch.ops.aten.cat.default:
             self._join(out, args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
         elif func is torch.ops.aten.stack.default:
@@ -271,8 +271,8 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
                 memory.blur()
                 memory.unclear |= names
 
-    def _write(self, tensor: torch.Tensor, source: torch.Tensor | None) -> None:
-        """Elements of a source, or constants, are written to a tensor."""
+    def _write(self, tensor: torch.Tensor, source: torch.Tensor | None, *, is_copy: bool = False) -> None:
+        """Elements of a source, or constants, are written to a tensor; all by PyTorch's own copy, or otherwise."""
         address = _address(tensor)
         if not address or not tensor.numel() or _is_same(tensor, source):
             return
@@ -292,8 +292,14 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
             memory.unclear |= unclear
             for _, _, name, part in arrived:
                 self.taken.setdefault(name, set()).add((part.at_source(), tensor.dtype))
-                if self._on_copy is not None and known.is_checkpoint and _has_bits_of(tensor, source):
-                    self._on_copy(name, part, tensor)
+                if is_copy and source is not None and known.is_checkpoint:
+                    self._tell_of_copy(name, part, tensor, source)
+
+    def _tell_of_copy(self, name: str, copy: ElementCopy, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        if self._on_copy is None or self.failure is not None or not _keeps_bits(tensor, source):
+            return
+        with torch._C.DisableTorchFunction():  # noqa: SLF001  # what the caller reads is not read by the loader
+            self._on_copy(name, copy, tensor, source)
 
 
 def _replaces(copy: ElementCopy, place: ElementCopy) -> bool:
@@ -303,9 +309,14 @@ def _replaces(copy: ElementCopy, place: ElementCopy) -> bool:
     return False
 
 
-def _has_bits_of(tensor: torch.Tensor, source: torch.Tensor | None) -> bool:
-    """Whether a copy from a source has changed no bits."""
-    return source is not None and tensor.dtype == source.dtype and tensor.is_neg() == source.is_neg()
+def _keeps_bits(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy by PyTorch is nothing else: no view that computes, and no class or mode that does more."""
+    if tensor.dtype != source.dtype or _get_current_dispatch_mode() is not None:
+        return False
+    return not any(
+        one.is_neg() or one.is_conj() or type(one).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        for one in (tensor, source)
+    )
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import numpy as np
 import pytest
 
 from sparserl.targets import first_load
@@ -15,6 +16,7 @@ from tests.targets.test_first_load import WAYS, PaddedEngine, copy_all, load_wat
 from tests.targets.test_learn import require_learnt
 
 torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 pytestmark = needs_gpu
 SHAPE = (6, 8)
@@ -189,3 +191,161 @@ def test_a_default_device():
         copy_all(live)(watched.watched(tensors.items()))
     watched.ended_with(live)
     assert len(watched.find_pieces(live, {})) == 1
+
+
+class Flipped(torch.Tensor):
+    """Gives another tensor what is copied to it, with its rows in another order."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert func is torch.ops.aten.copy_.default
+        args[0].other.copy_(args[1].flip(0))
+        return args[0]
+
+
+class Doubling(TorchDispatchMode):
+    """Doubles what is copied."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            out.mul_(2)
+        return out
+
+
+def copy_flipped(live, tensor):
+    flipped = torch.Tensor._make_subclass(Flipped, live)
+    flipped.other = live
+    flipped.copy_(tensor)
+
+
+@needs_kernels
+@pytest.mark.parametrize("copy", [lambda live, tensor: live.copy_(tensor.conj()), copy_flipped], ids=["conj", "class"])
+def test_copies_that_change_bits(copy):
+    """Conjugates, and classes of tensors whose copies are others', are compared with the checkpoint."""
+    live = {"w": torch.zeros(SHAPE, device=DEVICE, dtype=torch.complex64)}
+
+    def load(some):
+        for name, tensor in some:
+            copy(live[name], tensor)
+
+    tensors = {"w": torch.view_as_complex(torch.randn(*SHAPE, 2))}
+    with pytest.raises(NotExplained, match=r"does not have the bits|more than copied|not seen"):
+        load_watched(live, load, tensors)
+
+
+def test_modes_that_change_bits():
+    """What another mode makes of a copy is compared with the checkpoint."""
+    live = on_gpu(w=SHAPE)
+    with Doubling(), FirstLoad({}) as watched:
+        copy_all(live)(watched.watched(weights(w=SHAPE).items()))
+    watched.ended_with(live)
+    with pytest.raises(NotExplained, match="does not have the bits"):
+        watched.find_pieces(live, {})
+
+
+def test_a_zero_that_loses_its_sign():
+    """A number that Python takes for the one of the checkpoint may have other bits."""
+    live = {"scale": torch.ones((), device=DEVICE)}
+
+    def load(some):
+        for name, tensor in some:
+            live[name].fill_(abs(tensor.item()))
+
+    with pytest.raises(NotExplained, match="does not have the bits"):
+        load_watched(live, load, {"scale": torch.tensor(-0.0)})
+
+
+class Buffer:
+    """Memory that tensors of the checkpoint are read into, one after the other."""
+
+    def __init__(self):
+        self.bytes = bytearray(4 * 48)
+
+    def read(self, number):
+        self.bytes[:] = np.full(48, number, np.float32).tobytes()
+        return torch.frombuffer(self.bytes, dtype=torch.float32).view(SHAPE)
+
+
+def end_early(some, _):
+    name, _ = next(some)
+    some.close()
+    return name
+
+
+def take_other_memory(some, _):
+    name, tensor = next(some)
+    tensor.data = torch.zeros(SHAPE)
+    return name
+
+
+def keep_going(some, kept):
+    name, _ = next(some)
+    kept.append(some)
+    return name
+
+
+@pytest.mark.parametrize("way", [end_early, take_other_memory, keep_going])
+def test_memory_that_is_read_into_again(way):
+    """What has the address of a tensor that the engine was given need not be that tensor any longer."""
+    live = on_gpu(w=SHAPE)
+    buffer = Buffer()
+    kept = []
+
+    def load(some):
+        name = way(some, kept)
+        live[name].copy_(buffer.read(7))
+
+    with FirstLoad({}) as watched:
+        load(watched.watched((name, buffer.read(1)) for name in "w"))
+    watched.ended_with(live)
+    with pytest.raises(NotExplained):
+        watched.find_pieces(live, {})
+
+
+def test_a_load_that_ends_early():
+    """Rows that were copied, and are kept nowhere, are missed even if the engine asks for no other tensor."""
+    live = on_gpu(w=(3, 8))
+
+    def load(some):
+        _, tensor = next(some)
+        live["w"].copy_(tensor[:3])
+        tensor[3:].clone()
+        some.close()
+
+    with pytest.raises(NotExplained, match=r"'w' \[3:6, 0:8\] was loaded, but is not there any longer"):
+        load_watched(live, load, weights(w=SHAPE))
+
+
+@needs_kernels
+def test_kernels_that_fail_are_tried_once(monkeypatch):
+    """An engine starts without them, no later than it must."""
+    tried = []
+
+    def fail(*_):
+        tried.append(True)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("sparserl.weights.gpu_sums.tensor_sums", fail)
+    live = on_gpu(a=SHAPE, b=SHAPE)
+    with pytest.raises(NotExplained, match="out of memory") as raised:
+        load_watched(live, copy_all(live), weights(a=SHAPE, b=SHAPE))
+    assert len(tried) == 1
+    assert raised.value.__cause__.__traceback__ is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_loaders_in_torchscript():
+    """They read no addresses, though the kernels that sum up their weights do."""
+    script = torch.jit.script(_copy_rows)
+    live = on_gpu(w=SHAPE)
+
+    def load(some):
+        for name, tensor in some:
+            script(live[name], tensor)
+
+    assert len(load_watched(live, load, weights(w=SHAPE))) == 1
+
+
+def _copy_rows(live: torch.Tensor, tensor: torch.Tensor) -> None:
+    live.copy_(tensor)

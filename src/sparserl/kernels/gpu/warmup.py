@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from triton import knobs
+import triton
 
 from . import cells, changes, classes, planes, streams, sums
 from .ints import INTS
@@ -67,9 +67,17 @@ def warm_up(
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Compile or load kernels without telling whoever watches Triton for them, such as vLLM once it serves requests."""
-    with knobs.runtime.scope():
-        knobs.runtime.jit_post_compile_hook = None
+    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+    hook = getattr(runtime, "jit_post_compile_hook", None)
+    if runtime is None or hook is None:
         yield
+        return
+    runtime.jit_post_compile_hook = None
+    try:
+        yield
+    finally:
+        if runtime.jit_post_compile_hook is None:  # nobody else has set one meanwhile
+            runtime.jit_post_compile_hook = hook
 
 
 def _code(plan: streams.StreamPlan, old: changes.Side, new: changes.Side) -> None:

@@ -304,16 +304,16 @@ def test_memory_that_is_read_into_again(way):
 
 
 def test_a_load_that_ends_early():
-    """Rows that were copied, and are kept nowhere, are missed even if the engine asks for no other tensor."""
+    """What was copied, and is kept nowhere, is missed even if the engine asks for no other tensor."""
     live = on_gpu(w=(3, 8))
 
     def load(some):
         _, tensor = next(some)
         live["w"].copy_(tensor[:3])
-        tensor[3:].clone()
+        tensor[3:, :4].clone()
         some.close()
 
-    with pytest.raises(NotExplained, match=r"'w' \[3:6, 0:8\] was loaded, but is not there any longer"):
+    with pytest.raises(NotExplained, match=r"'w' \[3:6, 0:4\] was loaded, but is not there any longer"):
         load_watched(live, load, weights(w=SHAPE))
 
 

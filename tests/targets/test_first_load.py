@@ -50,17 +50,21 @@ class PaddedEngine(Engine):
         embed[len(mine) :].fill_(0)
 
 
+def require_learnt_as_it_loads(engine, dtype):
+    """All of an engine is found by its load, and stays what was loaded."""
+    tensors = checkpoint(dtype)
+    pieces = load_watched(engine.live, engine.load, tensors, {"table": engine.live["table"]})
+    assert all(torch.equal(p.view(engine.live).cpu(), tensors[p.tensor][p.region.slices]) for p in pieces)
+    require_learnt(pieces, engine, checkpoint(dtype, seed=9))
+    assert "table" not in {piece.live for piece in pieces}
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_an_engine_is_learnt_as_it_loads(ranks, dtype):
     """Fused, sharded, padded, stacked and transposed: all is found by the load itself, and stays what was loaded."""
-    tensors = checkpoint(dtype)
     for rank in range(ranks):
-        engine = PaddedEngine(rank, ranks, dtype)
-        pieces = load_watched(engine.live, engine.load, tensors, {"table": engine.live["table"]})
-        assert all(torch.equal(p.view(engine.live), tensors[p.tensor][p.region.slices]) for p in pieces)
-        require_learnt(pieces, engine, checkpoint(dtype, seed=9))
-        assert "table" not in {piece.live for piece in pieces}
+        require_learnt_as_it_loads(PaddedEngine(rank, ranks, dtype), dtype)
 
 
 def test_weights_that_are_cast():
@@ -75,10 +79,15 @@ def give_to_numpy(live, tensor):
     live["w"].numpy()
 
 
-def in_a_thread(live, tensor):
-    thread = threading.Thread(target=lambda: live["w"].copy_(tensor))
+def unseen(change):
+    """A change by another thread, whose operations are not watched."""
+    thread = threading.Thread(target=change)
     thread.start()
     thread.join()
+
+
+def in_a_thread(live, tensor):
+    unseen(lambda: live["w"].copy_(tensor))
 
 
 def in_part(live, tensor):

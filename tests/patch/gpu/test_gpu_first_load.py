@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
@@ -11,15 +10,21 @@ import pytest
 from sparserl.targets import first_load
 from sparserl.targets.first_load import FirstLoad, NotExplained
 from tests.patch.gpu.gpu_weights import CUDA, DEVICE, INTERPRETED, needs_gpu, needs_kernels
-from tests.targets.engines import checkpoint
-from tests.targets.test_first_load import WAYS, PaddedEngine, copy_all, load_watched, weights
-from tests.targets.test_learn import require_learnt
+from tests.targets.test_first_load import (
+    SHAPE,
+    WAYS,
+    PaddedEngine,
+    copy_all,
+    load_watched,
+    require_learnt_as_it_loads,
+    unseen,
+    weights,
+)
 
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 pytestmark = needs_gpu
-SHAPE = (6, 8)
 
 
 class OneByOne(ThreadPoolExecutor):
@@ -68,12 +73,8 @@ def on_gpu(**shapes):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_an_engine_is_learnt_as_it_loads(ranks, dtype):
     """Fused, sharded, padded, stacked and transposed: whatever kernels do not sum up is summed up in host memory."""
-    tensors = checkpoint(dtype)
     for rank in range(ranks):
-        engine = GpuEngine(rank, ranks, dtype)
-        pieces = load_watched(engine.live, engine.load, tensors, {"table": engine.live["table"]})
-        assert all(torch.equal(p.view(engine.live).cpu(), tensors[p.tensor][p.region.slices]) for p in pieces)
-        require_learnt(pieces, engine, checkpoint(dtype, seed=9))
+        require_learnt_as_it_loads(GpuEngine(rank, ranks, dtype), dtype)
 
 
 @needs_kernels
@@ -107,13 +108,6 @@ def test_what_is_not_explained(way, reason):
 
     with pytest.raises(NotExplained, match=reason):
         load_watched(live, load, weights(w=SHAPE))
-
-
-def unseen(change):
-    """A change by another thread, whose operations are not watched."""
-    thread = threading.Thread(target=change)
-    thread.start()
-    thread.join()
 
 
 @pytest.mark.parametrize("before", ["the next tensor", "the end"])

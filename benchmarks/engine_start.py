@@ -62,7 +62,7 @@ class Phases:
         base_loader.BaseModelLoader.load_model = load
 
     def _time_learning(self, way: str) -> None:
-        from sparserl.integrations import vllm, vllm_layout
+        from sparserl.integrations import vllm, vllm_first_load, vllm_layout
         from sparserl.targets import engine, engine_layout, first_load
 
         self.time(vllm.SparserlEngine, "__init__", "backend: all of it but the watched load")
@@ -70,6 +70,7 @@ class Phases:
         self.time(first_load.FirstLoad, "_add_sums", "vLLM waits for sums of the checkpoint")
         self.time(first_load.FirstLoad, "_register", "vLLM waits for tensors to be noted")
         self.time(first_load.GpuSums, "add", "vLLM waits for sums on the GPU to be launched")
+        self.time(vllm_first_load, "wait", "vLLM waits for the kernel of sums")
         self.time(vllm, "learn_layout", "learn")
         if way == "again":
             vllm_layout.take_first_load = lambda _: None

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import torch
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ..targets.attributes import attribute_tensors
-from ..targets.first_load import FirstLoad
+from ..targets.first_load import FirstLoad, load_kernel
 from ..targets.pieces import parts_of
 
 _first_loads: weakref.WeakKeyDictionary[torch.nn.Module, FirstLoad] = weakref.WeakKeyDictionary()
@@ -48,10 +49,13 @@ def _load_watched(loader: Any, load_model: Callable[[], torch.nn.Module]) -> tor
     load_weights = loader.load_weights
     get_all_weights = loader.get_all_weights
     first_load: FirstLoad | None = None
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    kernels = [load_kernel(torch.device("cuda", torch.cuda.current_device()))] if on_gpu else []
     with contextlib.ExitStack() as stack:
 
         def load_watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
             nonlocal first_load
+            wait(kernels)
             buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
             first_load = FirstLoad(buffers | attribute_tensors(model, dict(model.named_parameters())))
             stack.enter_context(first_load)

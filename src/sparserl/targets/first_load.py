@@ -304,6 +304,25 @@ def _require_kept(pieces: Iterable[Piece], summed: Iterable[SumKey]) -> None:
             raise NotExplained(f"{name!r} {region} was loaded, but is not there any longer")
 
 
+def load_kernel(device: torch.device) -> Future[None]:
+    """Load the kernel that sums up what comes to a GPU, on a thread, while an engine makes its model.
+
+    Before its first kernel, Triton hashes its own files for 0.4 s, and leaves Python's lock to others meanwhile. A
+    kernel that cannot be loaded is left to the load of the checkpoint.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="sparserl-kernel")
+    loaded = pool.submit(_load_kernel, device)
+    pool.shutdown(wait=False)
+    return loaded
+
+
+def _load_kernel(device: torch.device) -> None:
+    if gpu.support.obstacle(device) is None:
+        from ..weights import gpu_sums
+
+        gpu_sums.load_kernel(device)
+
+
 def position(tensor: torch.Tensor) -> Position:
     """Where a tensor is in memory."""
     return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype

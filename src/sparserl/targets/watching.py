@@ -30,6 +30,13 @@ from .numbering import mixed
 from .pieces import CheckpointTensor, Load, Piece, has_bits, letters, patterns, reach
 
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # noqa: SLF001
+_VIEWS = {  # most of what a load does; none of them ever copies
+    torch.ops.aten.detach.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.view.default,
+    torch.ops.aten.view.dtype,
+}
 _EMPTY = {"empty_like", "full_like", "new_empty", "new_full"}
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _CONSTANTS = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar}
@@ -172,6 +179,8 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if func in _VIEWS and self._number is None:
+            return out
         try:
             self._note(func, args, kwargs, out)
         except Exception as error:  # noqa: BLE001  # the engine's load does not depend on it

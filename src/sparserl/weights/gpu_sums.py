@@ -11,6 +11,7 @@ import torch
 
 from ..kernels import gpu
 from .batches import PIECE_BYTES
+from .dtypes import BY_NAME
 from .gpu_copies import fetch
 from .local import LocalWeights
 from .on_gpu import Runs, groups, on_stream, split_by_gpu, stream_of
@@ -94,6 +95,12 @@ def tensor_sums(spec: TensorSpec, tensor: torch.Tensor, start: int) -> torch.Ten
     with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
         blocks = gpu.changes.Blocks(tensor.element_size(), [tensor.numel()], tensor.device, keys, [start])
         return gpu.sums.digests(blocks, blocks.side([tensor]))[0]
+
+
+def load_kernel(device: torch.device) -> None:
+    """Load the kernel of `tensor_sums` for elements of two bytes, or compile it."""
+    spec = TensorSpec("w", BY_NAME["bfloat16"], (1,))
+    tensor_sums(spec, torch.zeros(1, dtype=torch.bfloat16, device=device), 0)
 
 
 def _pair(sums: torch.Tensor) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from sparserl.integrations.ranks import EngineSubscriber
 from sparserl.kernels import gpu
 from sparserl.plan.classes import _MAX_CLASSES
 from sparserl.targets.engine import EngineTarget
+from sparserl.targets.first_load import FirstLoad, load_kernel
 from sparserl.targets.pieces import Piece
 from sparserl.weights.region import whole
 from sparserl.weights.staging import lazy_bits
@@ -98,6 +99,26 @@ def test_engines_see_nothing_of_what_is_compiled(tmp_path, monkeypatch):
         subscriber.commit_version(version)
     assert compiled == []
     assert torch.equal(fused.cpu().view(torch.int16), torch.cat([*host.values()]).view(torch.int16))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton compiles for a GPU")
+def test_a_load_compiles_nothing_if_its_kernel_is_loaded(tmp_path, monkeypatch):
+    """That is done on a thread, before the first tensor comes."""
+    from triton import knobs
+
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["fn"].name))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    _forget_compiled()
+    load_kernel(torch.device("cuda", 0)).result()
+    assert compiled == ["_digests_kernel"]
+    live = {"w": torch.zeros(300, 400, dtype=torch.bfloat16, device="cuda")}
+    with FirstLoad({}) as load:
+        for name, tensor in load.watched([("w", torch.randn(300, 400).bfloat16())]):
+            live[name].copy_(tensor)
+    load.ended_with(live)
+    assert [piece.tensor for piece in load.find_pieces(live, {})] == ["w"]
+    assert compiled == ["_digests_kernel"]
 
 
 def _forget_compiled():

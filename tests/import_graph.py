@@ -98,7 +98,7 @@ def _nearest(files: Mapping[str, Path], parts: list[str]) -> str:
 
 def _counted(tree: ast.Module) -> Iterator[ast.AST]:
     """All nodes that run, or whose names are loaded on first use."""
-    lazy = any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in ast.walk(tree))
+    lazy = any(_is_named(node, "__getattr__") for node in ast.walk(tree))
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -107,3 +107,10 @@ def _counted(tree: ast.Module) -> Iterator[ast.AST]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not lazy:
             children = list(node.orelse)
         waiting.extend(children)
+
+
+def _is_named(node: ast.AST, name: str) -> bool:
+    """Whether a node makes a function of this name."""
+    if isinstance(node, ast.Assign):
+        return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+    return isinstance(node, ast.FunctionDef) and node.name == name

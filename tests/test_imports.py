@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -33,6 +34,7 @@ def all_arrows() -> set[tuple[str, str]]:
 # A room imports from the rows above its own, and from itself. A new room takes a row here.
 # `session/__init__` and the like are doors: they offer what the rooms behind them have.
 ROWS: tuple[tuple[str, ...], ...] = (
+    ("lazy",),
     ("errors", "files", "humanize", "kernels"),
     ("parallel", "kernels.cpu", "kernels.gpu"),
     ("weights",),
@@ -80,9 +82,9 @@ def loaded(statement):
 
 
 def test_import_loads_the_root_alone():
-    """`import sparserl` loads no other file of the package, no dependency, and fewer modules than NumPy has."""
+    """`import sparserl` loads the file that loads others, no dependency, and fewer modules than NumPy has."""
     names = loaded("import sparserl")
-    assert {name for name in names if name.partition(".")[0] == "sparserl"} == {"sparserl"}
+    assert {name for name in names if name.partition(".")[0] == "sparserl"} == {"sparserl", "sparserl.lazy"}
     assert names.isdisjoint({*HEAVY, "numpy", "typer", "rich"})
     assert len(names) < len(loaded("import numpy"))
 
@@ -91,6 +93,20 @@ def test_all_public_names_load_without_kernels_or_torch():
     """Every public name can be looked at, and subclassed, before a kernel is compiled or torch is there."""
     names = loaded("import sparserl\nfor name in sparserl.__all__: getattr(sparserl, name)")
     assert names.isdisjoint({"numba", "llvmlite", "triton", "torch", "transformers", "obstore", "typer", "rich"})
+
+
+@pytest.mark.parametrize("package", ["sources", "targets", "session"])
+def test_packages_load_a_name_when_it_is_used(package):
+    """A package loads none of its files, and every name it offers; a type checker sees the same names."""
+    name = f"sparserl.{package}"
+    assert {other for other in loaded(f"import {name}") if other.startswith(f"{name}.")} == set()
+    offered = importlib.import_module(name)
+    names = [each for own in offered._NAMES.values() for each in own]
+    assert sorted(names) == offered.__all__
+    tree = ast.parse(Path(offered.__file__).read_text())
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    by_module = {each.module: tuple(alias.name for alias in each.names) for each in typed.body}
+    assert by_module == offered._NAMES
 
 
 @pytest.mark.long

@@ -36,8 +36,9 @@ A name is loaded when it is first used, so that `import sparserl` costs next to 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from .lazy import loader
 
 if TYPE_CHECKING:
     from . import errors, metrics, sources, targets
@@ -125,19 +126,9 @@ _NAMES = {
     "weights.table": ("TensorSpec", "TensorTable"),
     "weights.tensors": ("tensor_table",),
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
-
 
 if not TYPE_CHECKING:  # type checkers would take it for a promise that every name exists
-
-    def __getattr__(name: str) -> object:
-        if name in _MODULES:
-            return importlib.import_module(f".{name}", __name__)
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
-        globals()[name] = value
-        return value
+    __getattr__ = loader(__name__, _NAMES, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -9,18 +9,17 @@ A drafter in the policy's checkpoint (MTP) has the names of that checkpoint in a
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.v1.worker.gpu_worker import Worker
 
 from ..errors import UnsupportedTensor
 from ..targets.pieces import Piece, parts_of
 from .vllm_layout import LoadedModel, changed_tensor, digests_of, tied_names
+from .vllm_plugin import workers
 
 logger = init_logger(__name__)
 PREFIX = "draft_model."
@@ -70,7 +69,6 @@ def learn_layout(vllm_config: Any, model: torch.nn.Module) -> EngineLayout:
 
 def find_draft_model(model: torch.nn.Module) -> torch.nn.Module | None:
     """The drafter beside a model. vLLM gives a backend the model alone, and has both in the worker."""
-    workers = [worker for worker in gc.get_objects() if issubclass(type(worker), Worker)]  # isinstance wakes proxies
     for worker in workers:
         runner = getattr(worker, "model_runner", None)  # a worker of an earlier engine has none any longer
         if runner is not None and runner.get_model() is model:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from .adapters import AdapterTarget, MergedTarget, lora
-from .checkpoint import PatchedCheckpoint, apply_to_checkpoint
-from .checkpoint_folder import FolderTarget, folder
-from .modules import ModuleTarget, module, renamed
-from .target import Change, Prepared, Target
+from typing import TYPE_CHECKING
+
+from ..lazy import loader
+
+if TYPE_CHECKING:
+    from .adapters import AdapterTarget, MergedTarget, lora
+    from .checkpoint import PatchedCheckpoint, apply_to_checkpoint
+    from .checkpoint_folder import FolderTarget, folder
+    from .modules import ModuleTarget, module, renamed
+    from .target import Change, Prepared, Target
 
 __all__ = [
     "AdapterTarget",
@@ -23,3 +28,14 @@ __all__ = [
     "module",
     "renamed",
 ]
+
+_NAMES = {
+    "adapters": ("AdapterTarget", "MergedTarget", "lora"),
+    "checkpoint": ("PatchedCheckpoint", "apply_to_checkpoint"),
+    "checkpoint_folder": ("FolderTarget", "folder"),
+    "modules": ("ModuleTarget", "module", "renamed"),
+    "target": ("Change", "Prepared", "Target"),
+}
+
+if not TYPE_CHECKING:  # type checkers would take it for a promise that every name exists
+    __getattr__ = loader(__name__, _NAMES)

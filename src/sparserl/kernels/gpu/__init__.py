@@ -5,17 +5,14 @@ A module is loaded when it is first used, as in `gpu.changes.find(...)`: Triton 
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING
+
+from ...lazy import loader
 
 if TYPE_CHECKING:
     from . import cells, changes, classes, ints, planes, quantize, rans, streams, sums, support, warmup
 
 __all__ = ["cells", "changes", "classes", "ints", "planes", "quantize", "rans", "streams", "sums", "support", "warmup"]
 
-
-def __getattr__(name: str) -> ModuleType:
-    if name in __all__:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers would take it for a promise that every name exists
+    __getattr__ = loader(__name__, modules=__all__)

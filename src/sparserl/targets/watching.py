@@ -30,7 +30,7 @@ from .numbering import mixed
 from .pieces import CheckpointTensor, Load, Piece, has_bits, letters, patterns, reach
 
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # noqa: SLF001
-_VIEWS = {  # most of what a load does; none of them ever copies
+_VIEWS = {  # most of what a load does; but for classes of tensors that do otherwise, none of them copies
     torch.ops.aten.detach.default,
     torch.ops.aten.select.int,
     torch.ops.aten.slice.Tensor,
@@ -179,7 +179,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func in _VIEWS and self._number is None:
+        if func in _VIEWS and not types and self._number is None:
             return out
         try:
             self._note(func, args, kwargs, out)

@@ -27,10 +27,11 @@ MOST = 1.15  # times vLLM's own start
 
 
 class Phases:
-    """Seconds in named functions, added up."""
+    """Seconds in named functions, added up, and the most GPU memory while a worker loads its models."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.load_peak_bytes = 0
 
     def time(self, owner: Any, name: str, label: str) -> None:
         """Count the time in a function or method from now on."""
@@ -45,6 +46,19 @@ class Phases:
                 self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - begun
 
         setattr(owner, name, timed)
+
+    def note_load_peak(self) -> None:
+        """Note how much memory a load takes. What vLLM allocates afterwards, for keys and values, would hide it."""
+        import torch
+        from vllm.v1.worker.gpu_worker import Worker
+
+        load_model = Worker.load_model
+
+        def load(*args: Any, **kwargs: Any) -> None:
+            load_model(*args, **kwargs)
+            self.load_peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+        Worker.load_model = load
 
     def time_load(self, way: str) -> None:
         """Count the phases of a load. Those of sparserl are imported when vLLM loads: on a CPU not before."""
@@ -85,9 +99,11 @@ class Phases:
 def start(way: str, mode: str, folder: Path, *, attaches: bool) -> dict[str, Any]:
     """One start, and whether a run is followed then."""
     phases = Phases()
+    phases.note_load_peak()
     phases.time_load(way)
     engine = Engine(folder, mode, None if way == "alone" else "sparserl")
     result = {"way": way, "start_s": engine.start_seconds, "peak_bytes": engine.peak_bytes}
+    result["load_peak_bytes"] = phases.load_peak_bytes
     if way != "alone":
         result["pieces"] = engine.llm.collective_rpc(_pieces)[0]
         if attaches:
@@ -141,10 +157,11 @@ def report(results: list[dict[str, Any]]) -> str:
     lines = []
     for result in results:
         ratio = result["start_s"] / alone["start_s"]
-        more = (result["peak_bytes"] - alone["peak_bytes"]) / 2**20
+        peak, load_peak = ((result[key] - alone[key]) / 2**20 for key in ("peak_bytes", "load_peak_bytes"))
         lines.append(
             f"{result['model']}, {result['mode']}, {result['way']}: {result['start_s']:.2f} s, {ratio:.2f} × alone "
-            f"(at most {MOST}); {more:+.0f} MiB at the peak; {result['warnings'] - alone['warnings']:+d} warnings"
+            f"(at most {MOST}); {load_peak:+.0f} MiB at the peak while loading, {peak:+.0f} MiB after that; "
+            f"{result['warnings'] - alone['warnings']:+d} warnings"
         )
         lines.append(f"    all starts: {', '.join(f'{seconds:.2f}' for seconds in result['starts_s'])} s")
         if "attach_s" in result:

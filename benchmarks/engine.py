@@ -436,6 +436,7 @@ def main() -> None:
                 print(json.dumps(result), flush=True)
                 options.out.write_text(json.dumps([*results.values()], indent=1) + "\n")
                 options.out.with_suffix(".md").write_text(report([*results.values()]))
+    print("python -m benchmarks.engine_tables writes them to vLLM's page")
 
 
 def _results(path: Path) -> list[dict[str, Any]]:

@@ -1,9 +1,18 @@
-"""Tables of what `benchmarks.engine` measured: one row for a model and a mode, then one for every sync."""
+"""Tables of what `benchmarks.engine` measured, for research/results/engine.md and for vLLM's page in docs/how-to.
+
+python -m benchmarks.engine_tables      # writes both again, from engine.json
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+HOME = Path(__file__).resolve().parents[1]
+RESULTS = HOME / "research" / "results" / "engine.json"
+PAGE = HOME / "docs" / "how-to" / "integrations" / "vllm.md"
+NAMES = {"0.14B": "Llama 0.14 B", "1B": "Llama 1 B", "6.7B": "Llama 6.7 B", "moe": "Qwen3-MoE 0.5 B"}  # on the page
 HEADING = """# sparserl in vLLM
 
 One GPU, one rank, random bf16 weights of which 0.1% to 1.2% change; `python -m benchmarks.engine`. `memory`, `disk` and
@@ -60,6 +69,45 @@ def sync_table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*head, *rows]) + "\n"
 
 
+def with_tables(page: str, results: list[dict[str, Any]]) -> str:
+    """The page of vLLM with the tables of these results in place of those that it has."""
+    for first_words, lines in (("| | publish |", _page_table(results)), ("| changed, % |", _page_syncs(results))):
+        begin = page.index(first_words)
+        end = page.index("\n\n", begin)
+        page = page[:begin] + "\n".join(lines) + page[end:]
+    return page
+
+
+def _page_table(results: list[dict[str, Any]]) -> list[str]:
+    """A row for each model and mode: how long an engine waits, and how long it waits for vLLM's own ways."""
+    by_case = {case_of(result): result for result in results}
+    rows = []
+    for model, name in NAMES.items():
+        for mode in ("eager", "graphs"):
+            alone, follow, ipc = (by_case.get((model, mode, way), {}) for way in ("alone", "follow", "ipc"))
+            publish, staged, pause = (_range(follow.get("syncs", []), f"{stage}_ms") for stage in _STAGES)
+            dense = (alone.get("memory_ms"), alone.get("disk_ms"), ipc.get("send_ms"))
+            cells = [f"{name}, {mode}", publish, staged, f"**{pause}**", *map(_number, dense)]
+            rows.append(f"| {' | '.join(cells)} |")
+    return [
+        "| | publish | then staged after | pause | memory | disk | `ipc` |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        *rows,
+    ]
+
+
+def _page_syncs(results: list[dict[str, Any]]) -> list[str]:
+    """Every sync of the largest model with graphs."""
+    (follow,) = (result for result in results if case_of(result) == ("6.7B", "graphs", "follow"))
+    syncs = follow["syncs"]
+    rows = [
+        f"| {stage.replace('_', ' ')} | {' | '.join(_number(sync[f'{stage}_ms']) for sync in syncs)} |"
+        for stage in _STAGES
+    ]
+    changed = " | ".join(f"{100 * sync['share']:.1f}" for sync in syncs)
+    return [f"| changed, % | {changed} |", f"|---|{'---:|' * len(syncs)}", *rows]
+
+
 def _row(model: str, mode: str, ways: dict[str, dict[str, Any]]) -> str:
     follow = ways.get("follow", {})
     syncs = follow.get("syncs", [])
@@ -95,3 +143,14 @@ def _range(syncs: list[dict[str, Any]], key: str) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value < 20 else f"{value:.0f}"
+
+
+def main() -> None:
+    """Write both pages."""
+    results = json.loads(RESULTS.read_text())
+    RESULTS.with_suffix(".md").write_text(report(results))
+    PAGE.write_text(with_tables(PAGE.read_text(), results))
+
+
+if __name__ == "__main__":
+    main()

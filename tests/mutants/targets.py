@@ -20,6 +20,27 @@ MUTANTS = (
         Tests("targets/test_watching.py", "largest_scale or single_elements"),
     ),
     Mutant(
+        "what has no number is one",
+        "targets/numbering.py",
+        "digit if is_numbered else digit | _NOT_ONE",
+        "digit if is_numbered else 0 * digit",
+        Tests("targets/test_numbering.py", "factor_that_goes_unseen"),
+    ),
+    Mutant(
+        "all that a loader is given is numbered",
+        "targets/numbering.py",
+        "digit = self.digit(number, turn if is_numbered else self.places)",
+        "digit = self.digit(number, turn)",
+        Tests("targets/test_numbering.py", "cannot_be_watched"),
+    ),
+    Mutant(
+        "copies beside those that were seen stay unnoticed",
+        "targets/engine_layout.py",
+        "load(made_up.load(LoadWatch()))",
+        "pass",
+        Tests("targets/test_numbering.py", "beside_other_copies"),
+    ),
+    Mutant(
         "copies that were watched are believed",
         "targets/watching.py",
         "        if not has_bits(view, expected.to(view.dtype)):",

@@ -1,12 +1,12 @@
 """Where an engine keeps the elements of a checkpoint: watched where that is possible, and found by numbers elsewhere.
 
-one load, watched ──► pieces ──► what could not be followed: numbers, for those layers only ──► restored
+one load, watched ──► pieces ──► what could not be followed: numbers, for those tensors only ──► restored
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 
 import torch
@@ -15,8 +15,8 @@ from ..errors import UnsupportedTensor
 from ..weights.digest import Digest, digest
 from ..weights.region import first_overlap
 from .numbering import number_pieces
-from .pieces import CheckpointTensor, Load, Piece, by_tensor, layer_of, span
-from .watching import watch_pieces
+from .pieces import CheckpointTensor, Load, Piece, by_tensor, layer_of, reach, span
+from .watching import LoadWatch, MadeUp, watch_pieces
 
 _log = logging.getLogger("sparserl.engine")
 
@@ -49,12 +49,17 @@ def find_pieces(
     number = number_pieces if unclear_names is None else partial(_number_some, unclear_names)
     tensors = [*tensors]
     pieces, unclear = watch_pieces(tensors, live, load)
+
+    def with_numbers(names: Set[str]) -> list[Piece]:
+        """The pieces, with those of tensors of these names found by numbers."""
+        known = [piece for piece in pieces if piece.tensor not in names]
+        rest = {name: live[name] for name in _pieces_of_incomplete(known, live)}
+        known += number([tensor for tensor in tensors if tensor.name in names], rest, load, tensors)
+        return [piece for piece in known if piece.tensor not in (unclear_names or {})]
+
     if unclear:
-        layers = {layer_of(name) for name in unclear}
-        pieces = [piece for piece in pieces if layer_of(piece.tensor) not in layers]
-        rest = [tensor for tensor in tensors if layer_of(tensor.name) in layers]
         _log.info("%s: copies of %d tensors were lost sight of; numbers are loaded", min(unclear), len(unclear))
-        pieces += number(rest, live, load, is_all=len(rest) == len(tensors))
+        pieces = with_numbers(unclear)
 
     def changed_rest() -> list[str]:
         """Restore, and name the engine's tensors that have something else of the checkpoint than the pieces."""
@@ -69,8 +74,10 @@ def find_pieces(
 
     changed = changed_rest()
     if changed and not unclear_names:  # they were written to behind the watch's back
-        _log.info("copies were made unseen; numbers are loaded for all tensors")
-        pieces = number(tensors, live, load, is_all=True)
+        _log.info("copies were made unseen; numbers are loaded for all tensors that were not seen as a whole")
+        pieces = with_numbers(_incomplete_names(pieces, tensors))
+        with MadeUp(tensors) as made_up:  # restoring must change all copies, also in layers without numbers
+            load(made_up.load(LoadWatch()))
         changed = changed_rest()
     reason = "depends on the checkpoint, but where its elements come from is unclear"
     copies = _copies(pieces)
@@ -101,22 +108,21 @@ def _number_some(
     tensors: Sequence[CheckpointTensor],
     live: Mapping[str, torch.Tensor],
     load: Load,
-    *,
-    is_all: bool,
+    checkpoint: Sequence[CheckpointTensor],
 ) -> list[Piece]:
     """The pieces of those layers in which all tensors are plain copies; the tensors of the others are named."""
     try:
-        return number_pieces(tensors, live, load, is_all=is_all)
+        return number_pieces(tensors, live, load, checkpoint)
     except UnsupportedTensor as error:
         layers = sorted({layer_of(tensor.name) for tensor in tensors})
         if len(layers) == 1:
-            unclear_names |= {tensor.name: str(error) for tensor in tensors}
+            unclear_names |= {tensor.name: str(error) for tensor in checkpoint if layer_of(tensor.name) in layers}
             return []
     first_half = {*layers[: len(layers) // 2]}
     halves: tuple[list[CheckpointTensor], list[CheckpointTensor]] = ([], [])
     for tensor in tensors:
         halves[layer_of(tensor.name) not in first_half].append(tensor)
-    return [piece for half in halves for piece in _number_some(unclear_names, half, live, load, is_all=False)]
+    return [piece for half in halves for piece in _number_some(unclear_names, half, live, load, checkpoint)]
 
 
 def changed_names(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> list[str]:
@@ -126,15 +132,28 @@ def changed_names(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> 
 
 def _rest_digests(pieces: Iterable[Piece], live: Mapping[str, torch.Tensor]) -> dict[str, Digest]:
     """Digests of what the engine's tensors have beside the pieces."""
-    by_tensor: dict[str, list[Piece]] = {name: [] for name in live}
-    for piece in pieces:
-        by_tensor[piece.live].append(piece)
     digests = {}
-    for name, own in by_tensor.items():
-        memory = span(live[name])
-        if sum(piece.region.numel for piece in own) < memory.numel():
-            rest = memory.clone()
-            for piece in own:
-                rest.as_strided(piece.region.size, piece.strides, piece.offset).zero_()
-            digests[name] = digest({name: rest})
+    for name, own in _pieces_of_incomplete(pieces, live).items():
+        rest = span(live[name]).clone()
+        for piece in own:
+            rest.as_strided(piece.region.size, piece.strides, piece.offset).zero_()
+        digests[name] = digest({name: rest})
     return digests
+
+
+def _pieces_of_incomplete(pieces: Iterable[Piece], live: Mapping[str, torch.Tensor]) -> dict[str, list[Piece]]:
+    """The pieces in each of the engine's tensors that has more than these."""
+    by_live: dict[str, list[Piece]] = {name: [] for name in live}
+    for piece in pieces:
+        by_live[piece.live].append(piece)
+    return {name: own for name, own in by_live.items() if _numel(own) < reach(live[name])}
+
+
+def _incomplete_names(pieces: Iterable[Piece], tensors: Iterable[CheckpointTensor]) -> set[str]:
+    """The tensors of the checkpoint of which pieces do not have all elements."""
+    pieces_of = by_tensor(pieces)
+    return {tensor.name for tensor in tensors if _numel(pieces_of.get(tensor.name, [])) < tensor.numel}
+
+
+def _numel(pieces: Iterable[Piece]) -> int:
+    return sum(piece.region.numel for piece in pieces)

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,6 @@ from ..weights.region import Region, Shape
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 Numbers = npt.NDArray[np.int64]
-Bits = npt.NDArray[Any]
 _FRACTION = 2.0**-12
 _COMPARED_AT_ONCE = 1 << 24  # elements, so that a comparison needs little memory on a GPU
 _LAYER = re.compile(r".*?\.\d+\.")
@@ -124,9 +122,8 @@ def has_bits(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
         >>> has_bits(torch.zeros(2), torch.tensor([0.0, -0.0]))
         False
     """
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.data.view(integer)
-    expected_bits = expected.data.view(integer)
+    bits = patterns(tensor)
+    expected_bits = patterns(expected)
     if tensor.dim() == 0:
         return torch.equal(bits, expected_bits.to(bits.device))
     rows = max(1, _COMPARED_AT_ONCE // max(1, math.prod(tensor.shape[1:])))
@@ -134,13 +131,12 @@ def has_bits(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
     return all(torch.equal(bits[i : i + rows], expected_bits[i : i + rows].to(bits.device)) for i in starts)
 
 
-def patterns(tensor: torch.Tensor) -> Bits:
-    """The bits of a contiguous tensor in host memory, not copied."""
-    array: Bits = tensor.view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
-    return array
+def patterns(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor as whole numbers, not copied."""
+    return tensor.data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
-def letters(bits: int, dtype: torch.dtype) -> Bits:
+def letters(bits: int, dtype: torch.dtype) -> torch.Tensor:
     """The bits of every digit in a dtype, as numbers that no cast, clamp or absolute value leaves alone.
 
     Digits are whole numbers from 1 on, and the upper half of them negative, from the opposite of the last one on. In
@@ -148,7 +144,7 @@ def letters(bits: int, dtype: torch.dtype) -> Bits:
     """
     if dtype.is_complex:
         raise UnsupportedTensor(f"{dtype} is not supported")
-    digits = torch.arange(1 << bits, dtype=torch.float64)
+    digits = torch.arange(1 << bits, dtype=torch.float64, device="cpu")
     is_signed = dtype.is_floating_point or (dtype != torch.bool and torch.iinfo(dtype).min < 0)
     numbers = torch.where(digits < (1 << bits - 1), digits + 1, digits - (1 << bits)) if is_signed else digits + 1
     if dtype.is_floating_point and dtype.itemsize >= 4:

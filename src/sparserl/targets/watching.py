@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -399,10 +398,10 @@ class MadeUp:
         numbers = torch.frombuffer(mmap.mmap(self._files[dtype], nbytes), dtype=dtype)
         alphabet = letters(8 if dtype.itemsize > 1 else 4, dtype)
         bits = patterns(numbers)
-        period = alphabet[mixed(np.arange(_PERIOD)) % alphabet.size]
-        for low in range(0, bits.size, _PERIOD):
+        period = alphabet[mixed(torch.arange(_PERIOD, device="cpu")) % alphabet.numel()]
+        for low in range(0, bits.numel(), _PERIOD):
             part = bits[low : low + _PERIOD]
-            part[...] = period[: part.size]
+            part.copy_(period[: part.numel()])
         self._numbers[dtype] = numbers
 
     def __enter__(self) -> MadeUp:

@@ -1,0 +1,202 @@
+"""Numbers are made where the engine is, for the tensors that were lost sight of and for no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sparserl.errors import UnsupportedTensor
+from sparserl.targets import numbering
+from sparserl.targets.numbering import number_pieces
+from sparserl.targets.pieces import CheckpointTensor, span
+from tests.targets.test_kernel_layouts import checkpoint, learnt, padded, shuffled, started, vnni
+from tests.targets.test_learn import find_pieces
+from tests.targets.test_watching import in_a_thread, require_found
+
+SHAPE = (16, 32)
+ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+
+
+def specs(names, shape=SHAPE, dtype=torch.float32):
+    return [CheckpointTensor(name, shape, dtype) for name in names]
+
+
+def scattered(tensor):
+    """In an order that no copy is followed through."""
+    return tensor[ORDER]
+
+
+class Loader:
+    """An engine with a tensor for each of the checkpoint; some are put in another order. It keeps what it was given."""
+
+    def __init__(self, tensors, scattered_names):
+        self.live = {tensor.name: torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors}
+        self.loads = []
+        self._scattered_names = scattered_names
+
+    def load(self, some):
+        given = dict(some)
+        self.loads.append({name: tensor.clone() for name, tensor in given.items()})
+        for name, tensor in given.items():
+            self.live[name].copy_(scattered(tensor) if name in self._scattered_names else tensor)
+
+
+def numbered_names(loads):
+    """The tensors that were not the same in all loads."""
+    return {name for name in loads[0] if any(not torch.equal(load[name], loads[0][name]) for load in loads[1:])}
+
+
+def test_digits_are_made_for_what_cannot_be_watched():
+    """Of ten tensors in a layer one is scattered: digits are made for its elements alone, and other layers stay."""
+    tensors = specs([f"layers.{layer}.{name}.weight" for layer in range(3) for name in range(10)])
+    lost = "layers.1.7.weight"
+    engine = Loader(tensors, {lost})
+    pieces = find_pieces(tensors, engine.live, engine.load)
+    _, _, *passes = engine.loads  # after the weights and what is watched
+    assert all(load.keys() == {f"layers.1.{name}.weight" for name in range(10)} for load in passes)
+    assert numbered_names(passes) == {lost}
+    assert len(passes) == 2 + 3  # digits of 512 numbers, and the mixed ones
+    require_found(pieces, engine.live, engine.load, **{name: torch.randn(SHAPE) for name in engine.live})
+
+
+def test_what_is_not_numbered_stays_the_same():
+    """All passes have the same elements of it; none is zero or one, which sums and products do not show."""
+    tensors = specs(["a.0.w", "a.0.b"]) + specs(["a.0.f8"], dtype=torch.float8_e4m3fn)
+    engine = Loader(tensors, set())
+    pieces = number_pieces(tensors[:1], {"a.0.w": engine.live["a.0.w"]}, engine.load, tensors)
+    assert {piece.tensor for piece in pieces} == {"a.0.w"}
+    assert numbered_names(engine.loads) == {"a.0.w"}
+    for name in ("a.0.b", "a.0.f8"):
+        values = {round(value) for value in engine.loads[0][name].float().unique().tolist()}
+        assert len(values) == 8
+        assert not values & {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "factor"),
+    [((), torch.clone), (SHAPE, torch.clone), (SHAPE, lambda scale: scale / scale.abs().amax())],
+)
+def test_a_factor_that_goes_unseen_is_noticed(factor, shape):
+    """A tensor that is multiplied unseen by one that was followed is no copy."""
+    tensors = specs(["layers.0.w"], dtype=torch.bfloat16) + specs(["layers.0.scale"], shape, torch.bfloat16)
+    live = {tensor.name: torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors}
+
+    def load(some):
+        given = dict(some)
+        live["layers.0.scale"].copy_(given["layers.0.scale"])
+        in_a_thread(live["layers.0.w"], given["layers.0.w"] * factor(given["layers.0.scale"]))
+
+    with pytest.raises(UnsupportedTensor, match=r"'layers.0.w' is not a copy"):
+        find_pieces(tensors, live, load)
+
+
+def test_what_goes_unseen_beside_other_copies_is_refused():
+    """A second copy that nobody saw is noticed where digits are made for another layer only."""
+    tensors = specs(["layers.0.w", "layers.1.w"])
+    live = {name: torch.zeros(SHAPE) for name in ("layers.0.w", "layers.1.w", "packed")}
+
+    def load(some):
+        for name, tensor in some:
+            if name == "layers.0.w":
+                live[name].copy_(tensor)
+                in_a_thread(live["packed"], tensor)
+            else:
+                in_a_thread(live[name], tensor)
+
+    with pytest.raises(UnsupportedTensor, match="'packed' depends on the checkpoint"):
+        find_pieces(tensors, live, load)
+
+
+class HostElements(TorchDispatchMode):
+    """Counts the elements of the largest tensor in host memory that an operation has to do with."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, out)):
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                self.most = max(self.most, value.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64])
+def test_digits_are_made_on_the_device(monkeypatch, dtype):
+    """On a device that cannot be read from, digits are made all the same: the host has letters, and no elements.
+
+    Arrays of NumPy could not get there either, since nothing of their size passes through the host.
+    """
+    device = torch.device("meta")
+    tensors = specs(["layers.0.a", "layers.0.b"], (300, 1000), dtype)
+    group = numbering._Group(tensors[:1], tensors)
+    monkeypatch.setattr(numbering, "np", None)
+    with HostElements() as host:
+        for turn in range(group.places + numbering._MIXED_PASSES):
+            made = dict(group._numbered(turn, device))
+            assert made.keys() == {"layers.0.a", "layers.0.b"}
+            assert all((t.device, t.shape, t.dtype) == (device, (300, 1000), dtype) for t in made.values())
+    assert 0 < host.most <= 256
+
+
+def test_heads_of_rows_come_to_the_host(monkeypatch):
+    """Numbers are put together where they were read; of whole rows, the host gets the first one."""
+    elements = []
+    cpu = torch.Tensor.cpu
+
+    def counted(tensor):
+        elements.append(tensor.numel())
+        return cpu(tensor)
+
+    tensors = specs(["layers.0.w"])
+    engine = Loader(tensors, {"layers.0.w"})
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    pieces = number_pieces(tensors, engine.live, engine.load)
+    assert elements == [SHAPE[0]]
+    require_found(pieces, engine.live, engine.load, **{"layers.0.w": torch.randn(SHAPE)})
+
+
+@pytest.fixture
+def read_tensors(monkeypatch):
+    """The engine's tensors that are read after passes of digits, one after the other."""
+    read = []
+
+    def noted_span(tensor):
+        read.append(tensor)
+        return span(tensor)
+
+    monkeypatch.setattr(numbering, "span", noted_span)
+    return read
+
+
+def test_what_is_known_is_not_read(read_tensors):
+    """After a pass, tensors of the engine are read that may have numbered elements, and no others."""
+    tensors = specs([f"layers.0.{name}" for name in "abc"])
+    engine = Loader(tensors, {"layers.0.b"})
+    find_pieces(tensors, engine.live, engine.load)
+    passes = engine.loads[2:]
+    assert [tensor.data_ptr() for tensor in read_tensors] == [engine.live["layers.0.b"].data_ptr()] * len(passes)
+
+
+def test_one_group_is_read_at_a_time(monkeypatch, read_tensors):
+    """Where there is no room for all layers, a pass of digits has one, and what it is loaded into is read."""
+    monkeypatch.setattr(numbering, "GROUP_ELEMENTS", 512)
+    tensors = specs([f"layers.{i}.w" for i in range(3)])
+    engine = Loader(tensors, {tensor.name for tensor in tensors})
+    pieces = find_pieces(tensors, engine.live, engine.load)
+    passes = engine.loads[2:]
+    assert all(len(load) == 1 for load in passes)
+    assert len(read_tensors) == len(passes) - 2 * 3  # two passes a layer tell what is read
+    require_found(pieces, engine.live, engine.load, **{name: torch.randn(SHAPE) for name in engine.live})
+
+
+@pytest.mark.parametrize(("permute", "number"), [(shuffled, 368), (vnni, 96), (padded, 6)])
+def test_layouts_of_kernels(permute, number):
+    """Layouts of kernels fall into as few pieces as ever, which have every element."""
+    weights = checkpoint()
+    pieces = learnt(started(permute, weights), weights)
+    assert len(pieces) == number
+    assert sum(piece.region.numel for piece in pieces) == sum(tensor.numel() for tensor in weights.values())

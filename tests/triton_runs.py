@@ -110,7 +110,7 @@ def _remember_shapes() -> None:
 def only_compile(capability: int) -> set[str]:
     """From now on calls of kernels, on CPU tensors, compile them for a GPU and do nothing else.
 
-    Returns the names of those that were called, as they come.
+    Returns the modules and names of those that were called, as they come.
     """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -130,7 +130,7 @@ def only_compile(capability: int) -> set[str]:
     run, made = JITFunction.run, set()
 
     def instead(self, *args, grid, warmup, **options):
-        made.add(self.__name__)
+        made.add(f"{self.__module__.rpartition('.')[2]}.{self.__name__}")
         return run(self, *args, grid=grid, warmup=True, **options)
 
     JITFunction.run = instead

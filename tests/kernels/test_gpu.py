@@ -1,6 +1,6 @@
-"""The kernels for GPUs: in Triton's interpreter, bit for bit against the specification and the CPU; and compiled.
+"""The kernels for GPUs in Triton's interpreter, bit for bit against the specification and the CPU.
 
-Whether Triton interprets is decided when it is imported, so both happen in processes of their own. On a real GPU
+Whether Triton interprets is decided when it is imported, so that happens in a process of its own. On a real GPU
 `python -m benchmarks.gpu` checks the same on large data before it measures.
 """
 
@@ -41,18 +41,6 @@ def test_interpreted(which):
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", which)
     out = run("-m", "pytest", *options, __file__, TRITON_INTERPRET="1")
     assert "passed" in out, out
-
-
-@outside
-@pytest.mark.parametrize(
-    "capability", [80, pytest.param(89, marks=pytest.mark.nightly), pytest.param(90, marks=pytest.mark.long)]
-)
-def test_compiled(capability):
-    """The compiler takes every kernel, from Ampere to Hopper, in pairs of two bytes and one by one.
-
-    The interpreter accepts what the compiler rejects.
-    """
-    assert "compiled" in run("-m", "tests.kernels.compile_gpu_kernels", str(capability), TRITON_INTERPRET="0")
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,16 @@
-"""Kernels that quantize: in Triton's interpreter, bit for bit against operations of torch; and compiled.
+"""Kernels that quantize, in Triton's interpreter, bit for bit against operations of torch.
 
-Both happen in processes of their own, as in `test_gpu.py`. `tests/sources/gpu` says the same on a real GPU.
+That happens in a process of its own, as in `test_gpu.py`. `tests/sources/gpu` says the same on a real GPU.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 
 import numpy as np
 import pytest
 
-from tests.triton_runs import hasten_interpreter, only_compile, run
+from tests.triton_runs import hasten_interpreter, run
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
@@ -31,39 +30,6 @@ def test_interpreted():
     """The tests below pass in Triton's interpreter."""
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     assert "passed" in run("-m", "pytest", *options, __file__, TRITON_INTERPRET="1")
-
-
-@outside
-@pytest.mark.long
-@pytest.mark.parametrize("capability", [80, 89, 90])
-def test_compiled(capability):
-    """The compiler takes every kernel, for Ampere, Ada and Hopper."""
-    assert "compiled 3 kernels" in run(__file__, str(capability), TRITON_INTERPRET="0")
-
-
-def compile_all(capability):
-    """Hand the kernels to the compiler, in every format."""
-    made = only_compile(capability)
-    from sparserl.kernels import gpu
-    from sparserl.sources.schemes import LIMITS, SCHEMES
-
-    for dtype in (torch.bfloat16, torch.float32):
-        w = torch.zeros(256, 256, dtype=dtype)
-        gpu.quantize.run_magnitudes(w, 16)
-        for name in NAMES:
-            scheme = SCHEMES[name]()
-            kind = gpu.quantize.Format(scheme.dtype, scheme.scale_dtype, LIMITS[scheme.dtype])
-            block = tuple(n or 256 for n in scheme.block)
-            bits = torch.zeros(256 * 256, dtype=torch.uint8)
-            scales = bits.view(torch.int32) if scheme.scale_dtype == "float32" else bits
-            largest = torch.zeros(1 if block == (256, 256) else 4096) if name in ("fp8_per_tensor", "nvfp4") else None
-            for difference in (None, bits):
-                gpu.quantize.quantize(w, bits, scales, kind, block, largest, torch.ones(1), difference)
-        kind = gpu.quantize.Format("int8", "float32", LIMITS["int8"])
-        bits = torch.zeros(256 * 256, dtype=torch.uint8)
-        gpu.quantize.quantize(w, bits, bits.view(torch.int32), kind, (256, 256), None, None, bits)  # several tiles
-    assert made == {name for name in vars(gpu.quantize) if name.endswith("_kernel")}
-    print("compiled", len(made), "kernels")
 
 
 def weights_like(shape, dtype, seed=0):
@@ -209,7 +175,3 @@ def test_kernels_are_used(monkeypatch):
         assert torch.equal(part.data.view(torch.uint8), whole[part.tensor][part.region.slices].view(torch.uint8))
     with pytest.raises(TypeError):
         quantized(Halves(), "mxfp8").weights()
-
-
-if __name__ == "__main__":
-    compile_all(int(sys.argv[1]))

@@ -6,14 +6,12 @@ array. `python -m tests.patch.gpu.test_gpu_interpreter` runs the tests of this f
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.patch.gpu.gpu_weights import CUDA, INTERPRETED
-from tests.triton_runs import only_compile, run
+from tests.triton_runs import run
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
@@ -61,44 +59,5 @@ def test_without_kernels(which):
     assert "passed" in run_all(which, SPARSERL_GPU="off")
 
 
-@outside
-def test_compiled():
-    """The compiler takes the kernels that are used here alone, for an H200: the interpreter accepts what it rejects."""
-    assert "compiled 9 kernels" in run(__file__, "compile", TRITON_INTERPRET="0")
-
-
-def compile_all():
-    """Hand every kernel to the compiler."""
-    from sparserl.kernels import gpu
-
-    made = only_compile(90)
-    for width in (1, 2, 4, 8):
-        blocks, bits = gpu.changes.Blocks(width, [9000], "cpu"), torch.zeros(9000, dtype=gpu.ints.INTS[width])
-        side, where = blocks.side([bits]), torch.zeros(64, dtype=torch.int64)
-        gpu.cells.scatter(bits, where, gpu.cells.gather(bits, where))
-        found = gpu.classes.LocatedChanges(where, bits, bits, gpu.changes.new_sums("cpu"))
-        bad = torch.zeros(1, dtype=torch.int32)
-        gpu.cells.swap(side, found, bad)
-        gpu.cells.locate(blocks, side, np.array([64]), torch.zeros(64, dtype=torch.int32), bits[:64], bad)
-        tiles, log = gpu.classes.Tiles.of(blocks, 16), torch.full((1,), 16, dtype=torch.int32)
-        layout = gpu.classes.ChangeLayout(torch.ones(1, dtype=torch.int32), where[:1], where[:1])
-        numbers = gpu.classes.ChangeNumbers(layout, torch.zeros(1, dtype=torch.int32), bits[:1], 1)
-        gpu.cells.tile_positions(blocks, side, tiles, log, numbers, bad, True)
-        one = np.ones(1, np.int64)
-        gpu.cells.sample(blocks, side, side, blocks.bitmap(), torch.zeros(2, dtype=torch.int32), where)
-        for kind in (0, 1, 2):
-            gpu.cells.key_histogram(blocks, side, kind, 0 * one, one, one)
-        gpu.planes.join(blocks, side, where[:width], torch.zeros(64, dtype=torch.uint8), bad)
-        sums = gpu.sums.digests(blocks, side)
-        gpu.sums.digest_deltas(blocks, side, side, sums)
-        if width == 2:
-            gpu.sums.digest_deltas(blocks, gpu.changes.Blocks(4, [9000], "cpu").side([torch.zeros(9000)]), side, sums)
-    assert made == {n for m in (gpu.cells, gpu.planes, gpu.sums) for n in vars(m) if n.endswith("_kernel")}
-    print("compiled", len(made), "kernels")
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["compile"]:
-        compile_all()
-    else:
-        print(run_all("long or not long")[-8000:])
+    print(run_all("long or not long")[-8000:])

@@ -36,6 +36,7 @@ def all_arrows() -> set[tuple[str, str]]:
 ROWS: tuple[tuple[str, ...], ...] = (
     ("lazy",),
     ("errors", "files", "humanize", "kernels"),
+    ("switches",),
     ("parallel", "kernels.cpu", "kernels.gpu"),
     ("weights",),
     ("codec",),

@@ -49,22 +49,27 @@ print([name for name in ("torch", "numba", "llvmlite", "triton") if name in sys.
 """
 
 
+def write_vllm(path: Path, factory: str) -> None:
+    """The modules of vLLM that the plugin imports."""
+    package = path / "vllm" / "distributed" / "weight_transfer"
+    package.mkdir(parents=True)
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").write_text("")
+    (package / "factory.py").write_text(factory)
+    workers = path / "vllm" / "v1" / "worker"
+    workers.mkdir(parents=True)
+    for folder in (workers, workers.parent):
+        (folder / "__init__.py").write_text("")
+    (workers / "worker_base.py").write_text(WORKER)
+
+
 @pytest.mark.parametrize("has_trainers", [True, False])
 def test_the_plugin_registers_both_sides_and_loads_no_kernels(tmp_path: Path, has_trainers: bool) -> None:
     """Called twice it registers each side once, and a process with it has loaded neither torch nor a compiler.
 
     vLLM 0.25, which NeMo-RL has, knows no trainers, and must start all the same.
     """
-    package = tmp_path / "vllm" / "distributed" / "weight_transfer"
-    package.mkdir(parents=True)
-    for folder in (package, *package.parents[:2]):
-        (folder / "__init__.py").write_text("")
-    (package / "factory.py").write_text(FACTORY + TRAINERS * has_trainers)
-    workers = tmp_path / "vllm" / "v1" / "worker"
-    workers.mkdir(parents=True)
-    for folder in (workers, workers.parent):
-        (folder / "__init__.py").write_text("")
-    (workers / "worker_base.py").write_text(WORKER)
+    write_vllm(tmp_path, FACTORY + TRAINERS * has_trainers)
     env = {**os.environ, "PYTHONPATH": f"{SRC}:{tmp_path}"}
     env.pop("SPARSERL_VLLM_CPU", None)
     program = subprocess.run(
@@ -91,6 +96,16 @@ def test_a_vllm_that_transfers_no_weights_starts(tmp_path: Path) -> None:
     program = f"import {module} as plugin; plugin.{name}()"
     env = {**os.environ, "PYTHONPATH": f"{SRC}:{tmp_path}"}
     subprocess.run([sys.executable, "-c", program], env=env, check=True)
+
+
+def test_an_unknown_word_for_cpus_is_refused(tmp_path: Path) -> None:
+    """An engine does not start with packed weights where somebody wanted plain ones."""
+    write_vllm(tmp_path, FACTORY)
+    module, _, name = entry_point("vllm.general_plugins").partition(":")
+    program = f"import {module} as plugin; plugin.{name}()"
+    env = {**os.environ, "PYTHONPATH": f"{SRC}:{tmp_path}", "SPARSERL_VLLM_CPU": "unpacked"}
+    ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert "SPARSERL_VLLM_CPU is 'unpacked'; set it to plain" in ended.stderr
 
 
 def test_what_is_registered_exists() -> None:

@@ -7,9 +7,10 @@ process that has loaded llvmlite.
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import Any
+
+from ..switches import switch
 
 SUMS = "sparserl_sums"  # the method of workers that `sparserl verify-engine` calls
 PRIME_RL = "update_weights_from_path"  # the method of prime-rl's workers that its server calls
@@ -18,7 +19,11 @@ workers: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process, that have 
 
 
 def register() -> None:
-    """Register both sides of the backend, and the method of workers. They are imported when they are first used."""
+    """Register both sides of the backend, and the method of workers. They are imported when they are first used.
+
+    Raises:
+        SparserlError: SPARSERL_VLLM_CPU is set to an unknown word.
+    """
     try:
         from vllm.distributed.weight_transfer import factory
         from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -38,7 +43,7 @@ def register() -> None:
     setattr(WorkerWrapperBase, SUMS, _worker_sums)
     setattr(WorkerWrapperBase, PRIME_RL, _update_weights_from_path)
     WorkerWrapperBase.load_model = _load_model
-    if os.environ.get("SPARSERL_VLLM_CPU") == "plain":
+    if switch("SPARSERL_VLLM_CPU", "plain"):
         keep_cpu_weights()
 
 

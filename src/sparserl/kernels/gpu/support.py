@@ -8,12 +8,18 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
+from ...switches import switch
+
 LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs: Ampere has the instructions
 
 
 def obstacle(device: Any) -> str | None:
-    """Why the kernels do not run on a device of torch; None if they do."""
-    if os.environ.get("SPARSERL_GPU") == "off":
+    """Why the kernels do not run on a device of torch; None if they do.
+
+    Raises:
+        SparserlError: SPARSERL_GPU is set to an unknown word.
+    """
+    if switch("SPARSERL_GPU", "on", "off") == "off":
         return "SPARSERL_GPU is off"
     return _obstacle(device) if device.type == "cuda" else None  # Triton's interpreter runs them on a CPU
 

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from ...errors import LimitExceeded, NotFound, Refused, SparserlError, StoreError, Truncated, Unavailable
+from ...switches import switch
 from .base import MAX_WATCHED_BYTES, ObjectInfo, Retry, StoredObject, poll, require_name, untrusted_certificate
 from .deadline import current
 
@@ -31,6 +32,8 @@ _CONNECT_TIMEOUT = timedelta(seconds=5)
 _DELETED_AT_ONCE = 256  # objects: as many as one request to Azure takes
 _CHUNK = 8 << 20
 _MAX_LISTED = 1 << 24  # objects: their names fit into memory
+_YES = ("true", "1", "yes", "on", "y")  # as obstore reads them
+_NO = ("false", "0", "no", "off", "n")
 _METADATA_HOST = "169.254.169.254"  # of cloud machines
 _NO_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the variables of your cloud"
 
@@ -58,7 +61,7 @@ class ObjectStore:
             "connect_timeout": _CONNECT_TIMEOUT,
             **(options.pop("client_options", None) or {}),
         }
-        if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
+        if switch("AWS_ALLOW_HTTP", *_YES, *_NO) in _YES:
             client["allow_http"] = True  # obstore reads that variable only if it is given no client options
         untyped_from_url: Any = from_url
         try:

@@ -12,6 +12,7 @@ VERL := .venv-verl
 TITAN := .venv-torchtitan
 VLLM_TESTS := tests/integrations/real_vllm
 VERL_TESTS := tests/integrations/real_verl
+DEVICE_TESTS := tests/patch/gpu tests/patch/test_torch_writes.py tests/session/test_group_cuda.py tests/sources/gpu tests/integrations/gpu
 VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -23,7 +24,7 @@ FRAMEWORKS_0 := test-openrlhf test-torchtitan
 FRAMEWORKS_1 := test-trl test-verl test-ray
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit long-alone rest mutants-noticed nightly coverage mutants fuzz soak load collective vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-ray test-torchtitan slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit long-alone rest mutants-noticed nightly device coverage mutants fuzz soak load collective vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-ray test-torchtitan slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -79,6 +80,11 @@ nightly: $(STAMP) $(VLLM)/.installed $(TRL)/.installed $(FRAMEWORKS_0) $(FRAMEWO
 	$(TRL)/bin/python -m pytest -m long tests/integrations/test_trl.py
 	SPARSERL_KILLS=all $(BIN)/python -m pytest -n 2 -m 'long and not alone' -k 'at_any_moment'
 	$(MAKE) mutants
+
+device: $(STAMP)  ## on a machine with a GPU: all tests of weights there, with kernels and without
+	$(BIN)/python -c 'import torch; torch.ones(1).cuda()'
+	SPARSERL_GPU=on $(BIN)/python -m pytest $(DEVICE_TESTS)
+	SPARSERL_GPU=off $(BIN)/python -m pytest $(DEVICE_TESTS)
 
 coverage: $(STAMP)  ## which lines no test reaches; takes a third longer
 	rm -f .coverage .coverage.*

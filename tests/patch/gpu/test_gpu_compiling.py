@@ -15,10 +15,12 @@ from sparserl.targets.first_load import FirstLoad, load_kernel
 from sparserl.targets.pieces import Piece
 from sparserl.weights.region import whole
 from sparserl.weights.staging import lazy_bits
+from tests.patch.gpu.gpu_weights import CUDA, WITHOUT_KERNELS
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+compiling = pytest.mark.skipif(not CUDA or WITHOUT_KERNELS, reason="Triton compiles for a GPU that has kernels")
 SHAPES = {"a": (1000, 1024), "b": (4096, 4096), "c": (4097,), "d": (333, 77), "e": (2, 3, 500)}
 SHARES = (0.002, 0.002, 0.004, 0.006, 0.012, 0.00001, 0.05, 0.2, 0.0005)
 
@@ -32,7 +34,7 @@ def step(weights, share, seed):
         bits ^= (torch.rand(bits.shape, generator=generator, device="cuda") < share).to(bits.dtype) << 16 * is_wide
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton compiles for a GPU")
+@compiling
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("profile", ["auto", "ulp", "ctx", "gap", "raw"])
 def test_nothing_is_compiled_after_attaching(tmp_path, monkeypatch, profile, dtype):
@@ -68,7 +70,7 @@ def test_nothing_is_compiled_after_attaching(tmp_path, monkeypatch, profile, dty
     assert all(torch.equal(received[name].view(torch.int16), new[name].view(torch.int16)) for name in new)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton compiles for a GPU")
+@compiling
 def test_engines_see_nothing_of_what_is_compiled(tmp_path, monkeypatch):
     """All kernels are compiled as a run is attached, and the engine, which may watch for that, is not told."""
     from triton import knobs
@@ -101,7 +103,7 @@ def test_engines_see_nothing_of_what_is_compiled(tmp_path, monkeypatch):
     assert torch.equal(fused.cpu().view(torch.int16), torch.cat([*host.values()]).view(torch.int16))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton compiles for a GPU")
+@compiling
 def test_a_load_compiles_nothing_if_its_kernel_is_loaded(tmp_path, monkeypatch):
     """That is done on a thread, before the first tensor comes."""
     from triton import knobs

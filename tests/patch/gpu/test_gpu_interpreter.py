@@ -1,7 +1,7 @@
 """Tests of weights on a GPU where there is none: Triton's interpreter runs the kernels on CPU tensors.
 
 That takes a process of its own, in which every torch tensor passes for one on a GPU; what is in host memory is then an
-array. `python -m tests.patch.gpu.test_gpu_interpreter` runs the tests of this folder, on a GPU where there is one.
+array.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 
-outside = pytest.mark.skipif(CUDA or INTERPRETED, reason="starts a process of its own")
+outside = pytest.mark.skipif(
+    CUDA or INTERPRETED, reason="starts processes with these tests; `make device` does where there is a GPU"
+)
 
 
 def run_all(which, **env):
@@ -33,8 +35,6 @@ def run_all(which, **env):
         which,
         str(Path(__file__).parent),
     )
-    if CUDA:
-        return run(*command, TRITON_INTERPRET="0", **env)
     return run(*command, TRITON_INTERPRET="1", SPARSERL_THREADS="1", **env)  # the interpreter takes one at a time
 
 
@@ -57,7 +57,3 @@ def test_interpreted(which):
 def test_without_kernels(which):
     """The same where kernels do not run: plain operations of torch do what must be done on a GPU."""
     assert "passed" in run_all(which, SPARSERL_GPU="off")
-
-
-if __name__ == "__main__":
-    print(run_all("long or not long")[-8000:])

@@ -12,7 +12,7 @@ VERL := .venv-verl
 TITAN := .venv-torchtitan
 VLLM_TESTS := tests/integrations/real_vllm
 VERL_TESTS := tests/integrations/real_verl
-DEVICE_TESTS := tests/patch/gpu tests/patch/test_torch_writes.py tests/session/test_group_cuda.py tests/sources/gpu tests/integrations/gpu
+DEVICE_TESTS := tests/patch/gpu tests/patch/test_torch_writes.py tests/session/test_group_cuda.py tests/sources/gpu tests/integrations/gpu tests/cli/test_doctor_gpu.py
 VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -236,6 +236,16 @@ def test_ctx_is_that_of_the_cpu(name, shift, classes):
 
 
 @inside
+def test_a_kernel_on_trial(monkeypatch):
+    """Its sums are those of the specification; if they are not, that is noticed."""
+    device = torch.device("cpu")
+    assert gpu.trial.sums_are_right(device)
+    digests = gpu.sums.digests
+    monkeypatch.setattr(gpu.sums, "digests", lambda *arguments: digests(*arguments) ^ 1)
+    assert not gpu.trial.sums_are_right(device)
+
+
+@inside
 def test_a_warm_up_goes_unseen(monkeypatch):
     """Nobody who watches Triton's compiler is told of a warm-up, and all are told again afterwards."""
     from triton import knobs

@@ -1,7 +1,8 @@
 """Checks what works on this machine: packages, kernels, GPUs, transports, memory speed, and a store.
 
 What is reported to work was tried: patches are made and applied, objects are written and swapped, torch is imported (in
-a process of its own, as it may crash). Engines are only looked for, since importing one takes longer than all the rest.
+a process of its own, as it may crash), a kernel sums up bits on each GPU. Engines are only looked for, since importing
+one takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -48,16 +49,25 @@ _INTERRUPTED_SECONDS = 0.3  # the same after Ctrl-C: nobody wants to wait
 _MEGABYTES = 64  # read and copied at a time: more than most caches hold
 _TORCH = """
 import json, torch
-from sparserl.kernels.gpu.support import obstacle
+from sparserl.kernels import gpu
+def examine(device):
+    torch.cuda.synchronize(device)
+    obstacle = gpu.support.obstacle(device)
+    if obstacle is None and not gpu.trial.sums_are_right(device):
+        raise ArithmeticError("its sums are wrong")
+    return obstacle
 facts = {"version": torch.__version__, "backends": [], "devices": []}
 if torch.distributed.is_available():
     facts["backends"] = [b for b in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(b)]
 if torch.cuda.is_available():
     for i in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(i)
-        torch.ones(1, device=f"cuda:{i}").sum().item()
-        why = obstacle(torch.device("cuda", i))
-        facts["devices"].append([gpu.name, gpu.total_memory, why])
+        properties = torch.cuda.get_device_properties(i)
+        obstacle = fault = None
+        try:
+            obstacle = examine(torch.device("cuda", i))
+        except Exception as error:
+            fault = f"{type(error).__name__}: {error}"
+        facts["devices"].append([properties.name, properties.total_memory, obstacle, fault])
 print(json.dumps(facts))
 """
 
@@ -97,12 +107,10 @@ def examine(url: str | None = None, connect: Connect | None = None) -> list[Find
         url: A store to check as well; an object is written to it for a moment.
         connect: Opens that store, where the URL alone is not enough.
     """
-    with subprocess.Popen(  # noqa: S603  # our own interpreter
-        [sys.executable, "-c", _TORCH], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as torch:
+    with torch_probe() as torch:
         basics = [_python(), _kernels()]
         others = [*packages(), *_transports()]
-        findings = [*basics, *_torch(torch), *others]
+        findings = [*basics, *examine_torch(torch), *others]
     findings += speeds()  # when nothing else runs
     if url is not None:
         findings.append(store(url, connect))
@@ -222,7 +230,13 @@ def _kernels() -> Finding:
     return Finding("kernels", "cpu", "works", f"profiles {', '.join(PROFILES)}: {took}")
 
 
-def _torch(probe: subprocess.Popen[str]) -> list[Finding]:
+def torch_probe() -> subprocess.Popen[str]:
+    """A process that imports torch, tries its GPUs, and prints what `examine_torch` reads."""
+    command = [sys.executable, "-c", _TORCH]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603  # ours
+
+
+def examine_torch(probe: subprocess.Popen[str]) -> list[Finding]:
     """What torch reports, from a process of its own."""
     if util.find_spec("torch") is None:
         probe.kill()
@@ -231,7 +245,7 @@ def _torch(probe: subprocess.Popen[str]) -> list[Finding]:
         output, errors = probe.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         probe.kill()
-        return [Finding("package", "torch", "broken", "importing it takes more than a minute")]
+        return [Finding("package", "torch", "broken", "importing it and a kernel on each GPU take more than a minute")]
     if probe.returncode:
         last = (errors.strip().splitlines() or [f"importing it ends with exit code {probe.returncode}"])[-1]
         return [Finding("package", "torch", "broken", last)]
@@ -249,17 +263,24 @@ def _process_groups(backends: list[str]) -> Finding:
     return Finding("transport", "process-group", "works", ", ".join(backends))
 
 
-def _gpus(gpus: Iterable[tuple[str, int, str | None]]) -> list[Finding]:
+def _gpus(gpus: Iterable[tuple[str, int, str | None, str | None]]) -> list[Finding]:
     """Which GPUs kernels run on, and why not on others."""
     findings = []
-    for number, (model, memory, obstacle) in enumerate(gpus):
+    for number, (model, memory, obstacle, fault) in enumerate(gpus):
         name = f"gpu {number}" if number else "gpu"
         detail = f"{model}, {size(memory)}: "
-        if obstacle is None:
-            detail += "kernels compare, encode, decode and write weights there"
-        else:
+        remedy = ""
+        if fault is not None:
+            state = "broken"
+            detail += f"a kernel was tried there: {' '.join(fault.split())}"
+            remedy = "SPARSERL_GPU=off does without kernels"
+        elif obstacle is not None:
+            state = "missing"
             detail += f"{obstacle}; weights are read through host memory, and written by torch"
-        findings.append(Finding("kernels", name, "missing" if obstacle else "installed", detail))
+        else:
+            state = "works"
+            detail += "kernels compare, encode, decode and write weights there"
+        findings.append(Finding("kernels", name, state, detail, remedy))
     return findings
 
 

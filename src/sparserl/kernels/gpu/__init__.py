@@ -10,9 +10,22 @@ from typing import TYPE_CHECKING
 from ...lazy import loader
 
 if TYPE_CHECKING:
-    from . import cells, changes, classes, ints, planes, quantize, rans, streams, sums, support, warmup
+    from . import cells, changes, classes, ints, planes, quantize, rans, streams, sums, support, trial, warmup
 
-__all__ = ["cells", "changes", "classes", "ints", "planes", "quantize", "rans", "streams", "sums", "support", "warmup"]
+__all__ = [
+    "cells",
+    "changes",
+    "classes",
+    "ints",
+    "planes",
+    "quantize",
+    "rans",
+    "streams",
+    "sums",
+    "support",
+    "trial",
+    "warmup",
+]
 
 if not TYPE_CHECKING:  # type checkers would take it for a promise that every name exists
     __getattr__ = loader(__name__, modules=__all__)

@@ -57,7 +57,7 @@ class Fleet:
         self.engines = [Engine(rank, ranks) for rank in range(ranks)]
         self.pool, table, self.subscribers = ThreadPoolExecutor(ranks), Table(ranks), []
         for rank, engine in enumerate(self.engines):
-            pieces = find_pieces(named(checkpoint()), engine.live, engine.load, lambda: None)
+            pieces = find_pieces(named(checkpoint()), engine.live, engine.load, lambda _: None)
             engine.load(checkpoint().items())
             target = EngineTarget(pieces, lambda engine=engine: engine.live, tied, threads=1)
             self.subscribers.append(EngineSubscriber(url, target, rank, table.gather(rank), threads=1))

@@ -96,7 +96,7 @@ def learnt(experts, weights):
         experts.w13.data.copy_(other.w13.data)
         experts.w2.data.copy_(other.w2.data)
 
-    return find_pieces(named(weights), parts_of(experts), load, lambda: load(weights.items()))
+    return find_pieces(named(weights), parts_of(experts), load, lambda _: load(weights.items()))
 
 
 def bits(tensor):
@@ -153,7 +153,7 @@ def test_copies_beside_the_weights_are_refused():
         experts.packed.data.copy_(experts.w2.data)
 
     with pytest.raises(UnsupportedTensor, match=r"'w2' and 'packed' both have .* of '.*down\.weight'"):
-        find_pieces(named(weights), parts_of(experts), load, lambda: load(weights.items()))
+        find_pieces(named(weights), parts_of(experts), load, lambda _: load(weights.items()))
 
 
 def test_views_of_weights_are_no_other_place(monkeypatch):
@@ -174,7 +174,7 @@ def test_views_of_weights_are_no_other_place(monkeypatch):
         experts.load(some)
         experts.lower.data.copy_(experts.w13.data[:, INNER // 2 :].mT)
 
-    pieces = find_pieces(named(weights), parts_of(experts), load, lambda: load(weights.items()))
+    pieces = find_pieces(named(weights), parts_of(experts), load, lambda _: load(weights.items()))
     assert {piece.live for piece in pieces} == {"w13", "w2"}
     assert len(pieces) == len(weights)
 

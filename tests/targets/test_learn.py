@@ -22,7 +22,7 @@ def find_pieces(tensors, live, load, unclear_names=None):
     load((tensor.name, torch.ones(tensor.shape).to(tensor.dtype)) for tensor in tensors)
     weights = {name: tensor.clone() for name, tensor in live.items()}
 
-    def restore():
+    def restore(_):
         for name, tensor in live.items():
             tensor.copy_(weights[name])
 
@@ -137,7 +137,7 @@ def test_padding_that_was_never_loaded():
     engine, weights = Engine(), checkpoint()
     before = {name: tensor.clone() for name, tensor in engine.live.items()}
 
-    def restore():
+    def restore(_):
         for name, tensor in engine.live.items():
             tensor.copy_(before[name])
 

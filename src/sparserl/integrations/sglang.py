@@ -234,7 +234,7 @@ def learn_pieces(
     before = {key: (tensor, tensor.to("cpu", copy=True)) for key, tensor in _derived_tensors(model).items()}
     changed: list[str] = []
 
-    def restore() -> None:
+    def restore(_: object = None) -> None:
         for name, tensor in (*live.items(), *tensors_of(model).items()):
             tensor.copy_(backup[name])
         try:

@@ -1,14 +1,14 @@
 """vLLM, worker side: where a model keeps its checkpoint. See docs/how-to/integrations/vllm.md.
 
 vLLM's own load, watched ──► pieces ──► compare. Where that load does not explain all:
-made-up numbers, watched as the model loads them ──► pieces ──► the checkpoint again ──► compare
+made-up numbers, watched as the model loads them ──► pieces ──► the checkpoint again, summed up ──► compare
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from ..errors import UnsupportedTensor
 from ..targets.attributes import attribute_tensors
 from ..targets.engine_layout import changed_names, find_pieces
 from ..targets.first_load import NotExplained
-from ..targets.pieces import CheckpointTensor, Piece, by_tensor, has_bits, moved_name, parts_of
-from ..weights.digest import Digest, place_sums
+from ..targets.pieces import CheckpointTensor, Piece, by_tensor, moved_name, parts_of
+from ..weights.digest import Digest, digest, place_sums
 from ..weights.local import LocalWeights
 from .vllm_first_load import take_first_load
 from .vllm_reload import reload_weights
@@ -106,20 +106,22 @@ class LoadedModel:
         before = digests_of(live)
         derived_before = digests_of(derived_tensors(model, live))
 
-        def restore() -> None:
+        digests: dict[str, Digest] = {}
+
+        def restore(pieces: Iterable[Piece]) -> None:
             if changed := changed_names(derived_before, digests_of(derived_tensors(model, live))):
                 raise UnsupportedTensor(
                     f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change "
                     "with them"
                 )
-            self.load(self.weights())
+            self.load(_with_digests(self.weights(), pieces, live, digests))
 
         tensors = [CheckpointTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights()]
         with without_warnings():
             pieces = find_pieces(tensors, live, self.load, restore)
         if changed := changed_tensor(live, before, model):
             raise UnsupportedTensor(f"{changed!r} is not the same after the checkpoint was loaded again")
-        _compare(pieces, live, self.weights())
+        _compare(pieces, live, digests)
         return pieces
 
 
@@ -141,18 +143,25 @@ def changed_tensor(live: dict[str, torch.Tensor], digests: dict[str, Digest], mo
     return moved_name(live, now) or next(iter(changed_names(digests, digests_of(now))), None)
 
 
-def _compare(
-    pieces: Iterable[Piece], live: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    """Refuse pieces that do not have the bits of the checkpoint: what makes no difference to numbers may to weights."""
+def _with_digests(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    pieces: Iterable[Piece],
+    live: dict[str, torch.Tensor],
+    digests: dict[str, Digest],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint; as each is loaded, the digest is taken of what pieces should have of it."""
     pieces_of = by_tensor(pieces)
     for name, tensor in weights:
-        for piece in pieces_of.get(name, ()):
-            view = piece.view(live)
-            if not has_bits(view, tensor[piece.region.slices].to(view.dtype)):
-                raise UnsupportedTensor(
-                    f"{name!r} {piece.region} is not a copy in {piece.live!r}: the engine computes it when it loads"
-                )
+        own = enumerate(pieces_of.get(name, ()))
+        digests[name] = digest({str(i): tensor[p.region.slices].to(live[p.live].dtype) for i, p in own})
+        yield name, tensor
+
+
+def _compare(pieces: Iterable[Piece], live: dict[str, torch.Tensor], digests: Mapping[str, Digest]) -> None:
+    """Refuse pieces that do not have the bits of the checkpoint: what makes no difference to numbers may to weights."""
+    for name, own in by_tensor(pieces).items():
+        if digest({str(i): piece.view(live) for i, piece in enumerate(own)}) != digests[name]:
+            raise UnsupportedTensor(f"{name!r} is not a copy in {own[0].live!r}: the engine computes it when it loads")
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layo
     tensors = [tensor for tensor in checkpoint_tensors(table) if tensor.name not in tied]
     unclear_names: dict[str, str] = {}
 
-    def restore() -> None:
+    def restore(_: object) -> None:
         changed = changed_names(before, digests_of(derived_tensors(model, live)))
         reason = "the engine computes it from the weights when it loads them"
         unclear_names.update((name, reason) for name in changed)

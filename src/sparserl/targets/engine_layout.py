@@ -25,7 +25,7 @@ def find_pieces(
     tensors: Iterable[CheckpointTensor],
     live: Mapping[str, torch.Tensor],
     load: Load,
-    restore: Callable[[], None],
+    restore: Callable[[Sequence[Piece]], None],
     unclear_names: dict[str, str] | None = None,
     *,
     restores_by_load: bool = True,
@@ -37,7 +37,8 @@ def find_pieces(
         live: the tensors of the engine. They have numbers, not weights, when this raises.
         load: lets the engine load some tensors, given under their checkpoint names, into `live`, with all
             postprocessing. The tensors of a layer come together.
-        restore: brings back the engine's own weights.
+        restore: brings back the engine's own weights. It is given the pieces, and may be called again with
+            others.
         unclear_names: is filled with the tensors of the checkpoint or of the engine that are not plain copies of
             elements, and why; without it, the first of them is an error.
         restores_by_load: whether `restore` loads a checkpoint, which gives constants, such as padding, the values that
@@ -65,11 +66,11 @@ def find_pieces(
         """Restore, and name the engine's tensors that have something else of the checkpoint than the pieces."""
         rest_digests = _rest_digests(pieces, live)
         if restores_by_load:
-            restore()
+            restore(pieces)
             return changed_names(rest_digests, _rest_digests(pieces, live))
         load((tensor.name, torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")) for tensor in tensors)
         changed = changed_names(rest_digests, _rest_digests(pieces, live))
-        restore()
+        restore(pieces)
         return changed
 
     changed = changed_rest()

@@ -50,9 +50,30 @@ MUTANTS = (
     Mutant(
         "what receivers can take does not matter",
         "session/store/receivers.py",
-        "return FOR_PARTS if self._have_parts and name not in PROFILES else name",
-        "return name",
-        Tests("integrations/test_ranks.py", "cannot_be_read"),
+        "self.profiles = choice.profiles",
+        "self.profiles = None",
+        Tests("session/test_profiles.py", "keeps_to_what"),
+    ),
+    Mutant(
+        "receivers without a profile in common are left behind",
+        "session/store/receivers.py",
+        "self.need_anchor |= choice.cuts_off",
+        "pass",
+        Tests("session/test_profiles.py", "without_a_profile"),
+    ),
+    Mutant(
+        "a receiver whose patches cannot be taken keeps it to itself",
+        "session/store/subscriber.py",
+        "self._tell_version()  # and so the publisher, which keeps to what can be taken",
+        "pass",
+        Tests("session/test_profiles.py", "from_now_on"),
+    ),
+    Mutant(
+        "`ctx` is written where `ulp` cannot be taken",
+        "plan/estimates.py",
+        'name in allowed and (name != "ctx" or "ulp" in allowed)',
+        "name in allowed",
+        Tests("session/test_profiles.py", "keeps_to_what"),
     ),
     Mutant(
         "patches are cut along parts of other tensors",

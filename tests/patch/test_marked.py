@@ -161,12 +161,12 @@ def test_whole_weights_and_large_tensors():
 
 
 def test_what_is_refused():
-    """Profiles that an observer cannot read, other parts than those whose sums are known, bits of other elements."""
+    """Profiles that no receiver can take, other parts than those whose sums are known, bits of other elements."""
     old = some_bits(np.random.default_rng(5))
     known = sums(shards(old))
     for profile in ("ulp", "ctx"):
-        with pytest.raises(errors.NeedsBase, match=profile):
-            capture_tracked(shards(old), known, profile=profile, absolute=True)
+        with pytest.raises(errors.TensorMismatch, match=rf"'{profile}' cannot be written with \['gap', 'raw'\] alone"):
+            capture_tracked(shards(old), known, profile=profile, profiles=("raw", "gap"))
     with pytest.raises(errors.TensorMismatch):
         capture_tracked(shards(old), known | {(0, Region((0, 0), (1, 1))): Digest()})
     with pytest.raises(errors.TensorMismatch, match="old bits for 7 elements, the region has 2000"):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from .. import plan
-from ..errors import LimitExceeded
+from ..errors import LimitExceeded, TensorMismatch
 from ..files import replacing
 from ..parallel import ordered, thread_count
 from ..plan import Chooser, Draft, Link, Speeds
@@ -49,6 +49,14 @@ class Encoding:
         if self.chooser is None and draft.is_coded(self.names):
             return plan.begin(draft, self.names, table_hash)
         return partial(plan.write, draft, self.names, table_hash, self.chooser)
+
+
+def profile_names(profile: str, profiles: Collection[str] | None = None) -> tuple[str, ...]:
+    """The profiles to choose from for one that was asked for, of those that receivers can take; None for all."""
+    names = plan.candidates(profile, profiles)
+    if not names:
+        raise TensorMismatch(f"profile {profile!r} cannot be written with {sorted(profiles or ())} alone")
+    return names
 
 
 def chooser_for(link: Link | str, threads: int | None) -> Chooser:

@@ -23,7 +23,7 @@ from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.shards import Place, Shards
 from ..weights.table import TensorTable
-from .assemble import Encoding, PatchPath, chooser_for, collect
+from .assemble import Encoding, PatchPath, chooser_for, collect, profile_names
 from .candidates import from_marks, from_positions
 from .contents import Bucket, BucketList, Contents, Ends
 from .cpu_compare import Compared, Comparer
@@ -163,6 +163,7 @@ def capture(
     new: Weights | Shards,
     *,
     profile: str = "auto",
+    profiles: Collection[str] | None = None,
     base_digest: Digest | None = None,
     holdings: Holdings | None = None,
     threads: int | None = None,
@@ -171,10 +172,11 @@ def capture(
 ) -> Captured:
     """The first half of `diff`: read both versions and keep what changed.
 
-    With `holdings`, every bucket is for the same receivers, and contains no region that one of them has a part of.
+    With `profiles`, profiles are chosen among these, which are what receivers can take. With `holdings`, every bucket
+    is for the same receivers, and contains no region that one of them has a part of.
     With `timed`, changes are found while they are encoded, and come through it.
     """
-    comparison = Comparison(old, new, profile, base_digest, holdings=holdings)
+    comparison = Comparison(old, new, profile, base_digest, holdings=holdings, profiles=profiles)
     changes = comparison.compare(threads, progress, keep=True)
     return Captured(comparison, changes).find() if timed is None else Captured(comparison, timed(changes))
 
@@ -190,6 +192,7 @@ class Comparison:
         base_digest: Digest | None = None,
         positions: Mapping[str, Any] | None = None,
         holdings: Holdings | None = None,
+        profiles: Collection[str] | None = None,
     ) -> None:
         self._old = LocalWeights.of(old)
         self._new = LocalWeights.of(new, self._old.table)
@@ -197,7 +200,7 @@ class Comparison:
         if positions and isinstance(new, Shards):
             raise TensorMismatch("positions are of whole tensors; the parts of shards have marks")
         self._profile = profile
-        self._names = plan.candidates(profile)
+        self._names = profile_names(profile, profiles)
         self._candidates = (
             from_marks(self._new, new) if isinstance(new, Shards) else from_positions(self._new, positions or {})
         )
@@ -297,12 +300,9 @@ class Comparison:
         threads: int | None,
     ) -> Contents:
         """Cut changes into buckets, which are encoded when they are needed."""
-        encoding = self._encoding(link, threads)
-        names = [name for name in encoding.names if profiles is None or name in profiles]
-        if not names:
-            raise TensorMismatch(f"profile {self._profile!r} cannot be written with {sorted(profiles or ())} alone")
+        encoding = replace(self._encoding(link, threads), names=profile_names(self._profile, profiles))
         drafts = [draft for draft in plan.cut(changes) if draft.changed]
-        buckets = replace(encoding, names=names).buckets(self.table, drafts)
+        buckets = encoding.buckets(self.table, drafts)
         bucket_list = BucketList(len(drafts), source=(bucket for bucket, _ in buckets))
         return Contents(self.table, self.ends(sum(draft.changed for draft in drafts)), bucket_list)
 

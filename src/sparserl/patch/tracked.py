@@ -10,7 +10,7 @@ To encode `ctx`, weights that have changes are read once more, with old bits put
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import codec, plan
-from ..errors import NeedsBase, TensorMismatch
+from ..errors import TensorMismatch
 from ..kernels import cpu
 from ..parallel import Progress, ordered
 from ..plan import Boundary, Changes, Dense, Draft, Link, RestoredBase
@@ -35,7 +35,7 @@ from ..weights.region import Numbers, Region, whole
 from ..weights.shards import Place, Shards
 from ..weights.staging import gpu_tensor
 from ..weights.table import TensorTable
-from .assemble import Encoding, PatchPath, chooser_for, collect
+from .assemble import Encoding, PatchPath, chooser_for, collect, profile_names
 from .compare import Timed
 from .contents import Bucket, BucketList, Ends
 from .cpu_compare import BatchChanges, changes_of, gather
@@ -110,7 +110,7 @@ def capture_tracked(
     *,
     table: TensorTable | None = None,
     profile: str = "auto",
-    absolute: bool = False,
+    profiles: Collection[str] | None = None,
     holdings: Holdings | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -125,7 +125,7 @@ def capture_tracked(
         old_sums: The sums that every part had.
         table: The tensor table they had.
         profile: As for `diff`.
-        absolute: Whether to take only profiles that can be read without the bits of the version before.
+        profiles: Those to choose among, which are what receivers can take; None for all.
         holdings: The parts that receivers have, along which buckets are cut.
         threads: How many threads to use; None for as many as there are cores.
         progress: Called with the number of bytes just read.
@@ -134,7 +134,7 @@ def capture_tracked(
     Returns:
         The changes. They read the weights until they are encoded or detached.
     """
-    names = _profiles(profile, absolute=absolute)
+    names = profile_names(profile, profiles)
     weights = LocalWeights.of(new, table, "the last version", "the weights now")
     if set(weights.places) != old_sums.keys():
         raise TensorMismatch("these are not the parts whose sums are known")
@@ -160,16 +160,6 @@ def part_sums(
     for _ in finder.find(weights.places, threads):
         pass
     return finder.sums
-
-
-def _profiles(profile: str, *, absolute: bool) -> tuple[str, ...]:
-    """The profiles that a request allows."""
-    names = plan.candidates(profile)
-    if absolute:
-        names = tuple(name for name in names if codec.PROFILES[name].absolute)
-    if not names:
-        raise NeedsBase(f"profile {profile!r} needs the bits of the version before; use 'gap', 'raw' or 'auto'")
-    return names
 
 
 def _old_bits(weights: LocalWeights, shards: Shards) -> dict[Place, OldBits]:

@@ -6,7 +6,7 @@ No constant is fitted to a data set.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +79,14 @@ def estimate(changes: Changes, names: Sequence[str], total: int | None = None) -
     return out
 
 
-def candidates(name: str) -> tuple[str, ...]:
-    """The profiles to choose from: all for "auto", else the one of that name."""
-    return _AUTO_PROFILES if name == "auto" else (codec.profile_by_name(name).name,)
+def candidates(name: str, allowed: Collection[str] | None = None) -> tuple[str, ...]:
+    """The profiles to choose from: all for "auto", else the one of that name; of these, those that are allowed.
+
+    A bucket in which `ctx` saves nothing is written in `ulp`, so `ctx` can be chosen only where both are allowed.
+
+    allowed: those that receivers can take; None for all.
+    """
+    names = _AUTO_PROFILES if name == "auto" else (codec.profile_by_name(name).name,)
+    if allowed is None:
+        return names
+    return tuple(name for name in names if name in allowed and (name != "ctx" or "ulp" in allowed))

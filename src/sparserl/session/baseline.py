@@ -12,8 +12,10 @@ are used again, on threads, so that some pieces are on their way while others ar
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
+from .. import codec, plan
 from ..errors import SessionError
 from ..humanize import short_size
 from ..parallel import Progress
@@ -63,6 +65,7 @@ class Baseline(Protocol):
         weights: Weights | Shards,
         *,
         profile: str = "auto",
+        profiles: Collection[str] | None = None,
         holdings: Holdings | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
@@ -71,6 +74,7 @@ class Baseline(Protocol):
     ) -> CapturedChanges:
         """What changed since the last committed version. With `timed`, it may be found while it is encoded.
 
+        profiles: those that receivers can take, to choose among; None for all.
         holdings: the parts that receivers have, along which it is cut where that is possible.
         link: the link to the receivers, if it must be encoded now, before the weights may change.
         """
@@ -123,6 +127,7 @@ class HostBaseline:
         weights: Weights | Shards,
         *,
         profile: str = "auto",
+        profiles: Collection[str] | None = None,
         holdings: Holdings | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
@@ -136,6 +141,7 @@ class HostBaseline:
             self._local,
             weights,
             profile=profile,
+            profiles=profiles,
             base_digest=self.digest,
             holdings=holdings,
             threads=threads,
@@ -171,6 +177,7 @@ class NoBaseline:
         weights: Weights | Shards,
         *,
         profile: str = "auto",
+        profiles: Collection[str] | None = None,
         holdings: Holdings | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
@@ -183,7 +190,7 @@ class NoBaseline:
             self.sums,
             table=self._table,
             profile=profile,
-            absolute=self._observed and profile == "auto",
+            profiles=_readable(profiles) if self._observed and profile == "auto" else profiles,
             holdings=holdings,
             threads=threads,
             progress=progress,
@@ -222,11 +229,18 @@ class ResumedBaseline:
     def is_on_gpu(self) -> bool:
         return self._baseline.is_on_gpu
 
-    def capture(self, weights: Weights | Shards, *, profile: str = "auto", **options: Any) -> Captured | TrackedChanges:
+    def capture(
+        self,
+        weights: Weights | Shards,
+        *,
+        profile: str = "auto",
+        profiles: Collection[str] | None = None,
+        **options: Any,
+    ) -> Captured | TrackedChanges:
         """What changed."""
         if self._observed and profile == "auto":
-            profile = "gap"
-        return self._baseline.capture(weights, profile=profile, **options)
+            profiles = _readable(profiles)
+        return self._baseline.capture(weights, profile=profile, profiles=profiles, **options)
 
     def advance(self, patch: Patch, changes: CapturedChanges, threads: int | None = None) -> None:
         """A patch is committed: the bits can go, when their sums were taken."""
@@ -234,6 +248,12 @@ class ResumedBaseline:
         baseline.advance(patch, changes, threads)
         if isinstance(baseline, HostBaseline):
             self._baseline = NoBaseline(baseline.weights, threads, observed=self._observed)
+
+
+def _readable(profiles: Collection[str] | None) -> Collection[str]:
+    """Of profiles that receivers can take, those that an observer without old bits can read, if there are any."""
+    names = plan.candidates("auto", profiles)
+    return [name for name in names if codec.PROFILES[name].absolute] or names
 
 
 def choose_baseline(

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SessionError
@@ -111,6 +111,7 @@ class QuantizedBaseline:
         weights: Weights | Shards,
         *,
         profile: str = "auto",
+        profiles: Collection[str] | None = None,
         holdings: Holdings | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
@@ -125,6 +126,7 @@ class QuantizedBaseline:
             old,
             weights,
             profile=profile,
+            profiles=profiles,
             base_digest=self.digest,
             holdings=holdings,
             threads=threads,

@@ -31,7 +31,9 @@ class Ladder:
         self._back[version] = changes.back(threads=threads)
         self._back.pop(version - self._spans[-1], None)
 
-    def rungs(self, version: int, weights: dict[str, Bits], threads: int | None = None) -> Iterator[tuple[int, Patch]]:
+    def rungs(
+        self, version: int, weights: dict[str, Bits], profile: str = "auto", threads: int | None = None
+    ) -> Iterator[tuple[int, Patch]]:
         """Squashed patches to a version, whose weights these are, and where each of them starts; the shortest first."""
         due = [span for span in self._spans if version % span == 0 and version - span + 1 in self._back]
         if not due:
@@ -46,4 +48,4 @@ class Ladder:
                 back.apply(old, digest=back.base, threads=threads)
                 reached -= 1
             start = self._back[reached + 1].result
-            yield reached, diff(old, weights, base_digest=start, threads=threads)
+            yield reached, diff(old, weights, profile=profile, base_digest=start, threads=threads)

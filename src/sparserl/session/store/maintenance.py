@@ -195,7 +195,7 @@ class Maintenance:
         if self._ladder is None or weights is None:
             return
         newest = version.head.version
-        for base, patch in self._ladder.rungs(newest, weights, self._encoding.threads):
+        for base, patch in self._ladder.rungs(newest, weights, self.receivers.squashed_profile, self._encoding.threads):
             size = sum(len(patch.contents.bucket(index)) for index in range(patch.buckets))
             steps = routes.route(version.index.steps, (base, patch.base), newest)
             step_bytes = sum(step.bytes for step in steps)

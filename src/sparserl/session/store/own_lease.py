@@ -40,7 +40,7 @@ class OwnLease:
         self._store = store
         self._name = lease if store.writable else None
         self._clock = clock
-        self._written: RunVersion | None = None  # the version in the lease
+        self._written: object = None  # the version in the lease, and what can be taken
         self._written_at = 0.0
         self._holding: tuple[str, str] | None = None  # run and hash of the one that was written
         self._holding_at = 0.0
@@ -60,9 +60,10 @@ class OwnLease:
         """
         if self._name is None or version is None:
             return
-        if self._written == version and time.monotonic() - self._written_at < _RENEW:
+        told = version, profiles, holding
+        if self._written == told and time.monotonic() - self._written_at < _RENEW:
             return
-        self._written = version
+        self._written = told
         self._written_at = time.monotonic()
         try:
             lease = Lease(

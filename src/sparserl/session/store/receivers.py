@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ... import plan
+from ...codec import PROFILES
 from ...errors import SparserlError, TensorMismatch
-from ...patch.slicing import PROFILES
+from ...patch.slicing import PROFILES as SLICEABLE
 from ...plan import VaryingLink
 from ...weights.holdings import MOST_HOLDINGS, MOST_PLACES, Holdings
 from ...weights.shards import Place
@@ -16,9 +18,10 @@ from ...weights.table import TensorTable
 from ...wire import encoded_table
 from ..logs import log
 from ..options import MEASURED, EncodingOptions
+from ..profiles import PARTS, Takers, choose_profiles, in_words
 from .holding_records import holding_name, read_holding
 from .leases import Lease
-from .records import RouteStep
+from .routes import can_take
 from .run_writer import RunWriter
 
 _EVERY = 10.0  # seconds between looks at leases
@@ -28,15 +31,22 @@ _MOST_LEASES = 64  # the newest, that are looked at
 _MOST_LISTED = 2 * MOST_HOLDINGS  # holdings that are looked at
 _END_SECONDS = 1.0  # that the end of a publisher waits for a look
 _FIRST_LOOKS = 3  # publishes that look at leases before they encode, as long as there are none
-FOR_PARTS = "ulp"  # the smallest profile that a rank can take which has only parts of the weights
+_MOST_REMEMBERED = 1024  # leases, the newest
+_REMEMBERED = 86_400.0  # seconds that a lease counts which is not renewed: an engine may be busy until its next commit
 
 
 class _Heard(NamedTuple):
     """What leases and holdings of a run say of its receivers."""
 
-    have_parts: bool  # whether one has parts of the weights, and does not say which
-    need_anchor: bool  # whether there are patches that one cannot take
+    need_anchor: bool = False  # whether there are patches that one cannot take
     holdings: Sequence[str] = ()  # hashes of the parts that they have
+    takers: Sequence[Takers] = ()  # those that do not take all profiles
+
+    @classmethod
+    def of_row(cls, row: Sequence[Any]) -> _Heard:
+        """What another rank has heard, as it was sent."""
+        need_anchor, holdings, takers = row
+        return cls(need_anchor, holdings, [Takers(tuple(profiles), *rest) for profiles, *rest in takers])
 
 
 class Receivers:
@@ -45,16 +55,30 @@ class Receivers:
     Args:
         writer: Reads these.
         encoding: How patches are encoded.
-        lease_seconds: After which a lease is too old to count.
+        lease_seconds: After which a lease is too old to be heard.
+
+    Attributes:
+        profile: What patches are in; `auto` for the best of `profiles`.
+        profiles: Those that all receivers can take; None for all.
+        squashed_profile: What squashed patches are in, which are not cut along the parts of ranks.
+        need_anchor: Whether patches were written that one of them cannot take.
     """
 
     def __init__(self, writer: RunWriter, encoding: EncodingOptions, lease_seconds: float) -> None:
-        self.need_anchor = False  # whether patches were written that one of them cannot take
-        self._have_parts = False  # whether one of them has parts of the weights that patches cannot be cut along
+        self.profile = encoding.profile
+        self.profiles: frozenset[str] | None = None
+        self.squashed_profile = "auto"
+        self.need_anchor = False
+        self._asked = encoding.profile
         self._holdings: Holdings | None = None  # that all ranks have read
         self._agreed: object = None  # their hashes, and that of their table
         self._trouble = ""  # the last that was logged
-        self._heard = _Heard(False, False)  # by this rank; what counts is what all ranks have heard
+        self._told: set[object] = set()  # the receivers whose profiles were logged last
+        self._heard = _Heard()  # by this rank; what counts is what all ranks have heard
+        self._lock = threading.Lock()  # two looks may be under way
+        self._run: str | None = None  # that leases and holdings are of
+        self._leases: dict[str, Lease] = {}  # by name, all that were heard
+        self._hashes: set[str] = set()  # of holdings
         self._writer = writer
         self._lease_seconds = lease_seconds
         self._thread: threading.Thread | None = None
@@ -64,13 +88,9 @@ class Receivers:
         self._asks_for_rates = encoding.profile == "auto" and encoding.link == MEASURED
         self._logged_link: VaryingLink | None = None
 
-    def profile(self, name: str) -> str:
-        """The profile that all receivers can take, where this one was asked for."""
-        return FOR_PARTS if self._have_parts and name not in PROFILES else name
-
     def agree(self, ranks: Iterable[Sequence[Any]]) -> None:
         """On all ranks of a publish: go by what any of them has heard."""
-        heard = [_Heard(*row) for row in ranks]
+        heard = [_Heard.of_row(row) for row in ranks]
         self.need_anchor = any(row.need_anchor for row in heard)
         hashes = sorted({hash for row in heard for hash in row.holdings})
         committed = self._writer.committed
@@ -87,7 +107,7 @@ class Receivers:
         self._agreed = None if holdings is None else key  # what could not be read is tried again
         self._writer.holdings = holdings if holdings is not None and holdings.names else None
         can_cut = not hashes or (holdings is not None and holdings.are_cut)
-        self._have_parts = any(row.have_parts for row in heard) or not can_cut
+        self._choose([taker for row in heard for taker in row.takers], can_cut=can_cut)
 
     def anchor_written(self) -> None:
         """All can go on from an anchor."""
@@ -95,11 +115,39 @@ class Receivers:
         self._heard = self._heard._replace(need_anchor=False)
 
     def heard(self) -> _Heard:
-        """What this rank has heard; the first patches wait for a look at leases, so that they can be taken."""
+        """What this rank has heard; the first patches wait for a look at leases, so that they can be taken.
+
+        Whether what is new of receivers needs an anchor is found out here, when all patches before are committed.
+        """
         if self._first_looks < _FIRST_LOOKS and self._writer.committed is not None:
             self._first_looks += 1
             self.look()
+        before = self._heard
+        with self._lock:
+            holdings = sorted(self._hashes)
+            takers = self._takers()
+        need_anchor = before.need_anchor
+        for hash in holdings:
+            if hash not in before.holdings:
+                need_anchor |= self._begin(
+                    SLICEABLE, holding_name(hash), "has parts of the weights: patches are cut along them"
+                )
+        known = {taker[:2] for taker in before.takers}
+        for taker in takers:
+            if taker[:2] not in known and not taker.taken(can_cut=True).issuperset(PROFILES):
+                only = f"takes only {in_words(taker.profiles)}: patches keep to that"
+                need_anchor |= self._begin(taker.profiles, None, only)
+        self._heard = _Heard(need_anchor, holdings, takers)
         return self._heard
+
+    def _begin(self, profiles: Collection[str], holding: str | None, how: str) -> bool:
+        """Log that patches are for a receiver, too, from now on; whether it cannot take some that there are."""
+        committed = self._writer.committed
+        steps = () if committed is None else committed.index.steps
+        need_anchor = not all(can_take(step, profiles, holding) for step in steps)
+        anchor = ", after an anchor" if need_anchor else ""
+        log.info("%s: a receiver %s from now on%s", self._writer.store.url, how, anchor)
+        return need_anchor
 
     def hear(self) -> None:
         """After a publish: look at leases now and then, on a thread; the next publish goes by them."""
@@ -124,7 +172,7 @@ class Receivers:
         current = [lease for lease in leases if now - lease.time < self._lease_seconds]
         if current or hashes:
             self._first_looks = _FIRST_LOOKS
-        self._hear_parts(current, hashes)
+        self._hear_takers(current, hashes)
         if self._asks_for_rates:
             self._hear_rates(current)
 
@@ -133,27 +181,49 @@ class Receivers:
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
 
-    def _hear_parts(self, leases: Sequence[Lease], hashes: Iterable[str]) -> None:
-        """Hear of receivers that have parts of the weights."""
+    def _hear_takers(self, leases: Sequence[Lease], hashes: Iterable[str]) -> None:
+        """Hear of receivers that do not take everything, or have parts of the weights."""
         committed = self._writer.committed
-        steps = () if committed is None else committed.index.steps
-        named = {*hashes, *(lease.holding for lease in leases if lease.holding is not None)}
-        unheard = sorted(named - {*self._heard.holdings})
-        others = [lease.name for lease in leases if lease.profiles is not None and lease.holding is None]
-        for hash in unheard:
-            need_anchor = _are_some_for_others(steps, holding_name(hash))
-            self._heard = _Heard(
-                self._heard.have_parts, self._heard.need_anchor or need_anchor, (*self._heard.holdings, hash)
-            )
-            self._log("patches are cut along them", need_anchor)
-        if others and not self._heard.have_parts:
-            need_anchor = _are_some_for_others(steps, "")
-            self._heard = _Heard(True, self._heard.need_anchor or need_anchor, self._heard.holdings)
-            self._log(f"patches are in {FOR_PARTS}", need_anchor)
+        run = None if committed is None else committed.run.run
+        with self._lock:
+            if run != self._run:
+                self._leases.clear()
+                self._hashes.clear()
+                self._run = run
+            self._hashes.update(hashes, (lease.holding for lease in leases if lease.holding is not None))
+            self._leases.update((lease.name, lease) for lease in leases)
 
-    def _log(self, how: str, need_anchor: bool) -> None:
-        anchor = ", after an anchor" if need_anchor else ""
-        log.info("%s: a receiver has parts of the weights: %s from now on%s", self._writer.store.url, how, anchor)
+    def _takers(self) -> list[Takers]:
+        """The receivers that do not take all profiles, by what they take; those that are long silent are forgotten."""
+        oldest = self._writer.clock() - max(self._lease_seconds, _REMEMBERED)
+        newest = sorted(self._leases.values(), key=lambda lease: -lease.time)[:_MOST_REMEMBERED]
+        self._leases = {lease.name: lease for lease in newest if lease.time > oldest}
+        takers: dict[tuple[Any, ...], Takers] = {}
+        for name, lease in sorted(self._leases.items()):
+            if lease.profiles is not None:
+                taker = Takers(tuple(sorted(PROFILES.keys() & {*lease.profiles})), lease.holding is not None, name)
+                same = takers.get(taker[:2])
+                takers[taker[:2]] = taker if same is None else same._replace(total=same.total + 1)
+        return [*takers.values()]
+
+    def _choose(self, takers: Iterable[Takers], *, can_cut: bool) -> None:
+        """Choose what patches are in, by what any rank has heard; say once if it is not what was asked for."""
+        by_kind: dict[tuple[Any, ...], Takers] = {}
+        for taker in takers:  # ranks count the same receivers
+            by_kind[taker[:2]] = max(taker, by_kind.get(taker[:2], taker), key=lambda taker: (taker.total, taker.name))
+        if self._holdings is not None or not can_cut:
+            by_kind.setdefault((PARTS.profiles, True), PARTS)
+        every = [by_kind[kind] for kind in sorted(by_kind)]
+        choice = choose_profiles(self._asked, every, can_cut=can_cut)
+        squashed = choose_profiles("auto", every, can_cut=False)
+        all_take = squashed.profiles is None
+        self.squashed_profile = squashed.profile if all_take else plan.candidates("auto", squashed.profiles)[0]
+        self.profile = choice.profile
+        self.profiles = choice.profiles
+        self.need_anchor |= choice.cuts_off
+        if choice.trouble and self._told != {*by_kind}:
+            self._told = {*by_kind}
+            log.warning("%s: %s", self._writer.store.url, choice.trouble)
 
     def _read_holdings(self, hashes: Sequence[str], table: TensorTable) -> Holdings | None:
         """The parts of these tensors that receivers have; None if they are not known, or too many."""
@@ -172,7 +242,7 @@ class Receivers:
                 return None
             count += len(own)
             if name in places or count > MOST_PLACES or len(places) == MOST_HOLDINGS:
-                self._warn("receivers have too many different parts for patches to be cut along them")
+                self._warn("receivers have too many different parts")
                 return None
             places[name] = own
         return Holdings(table, places)
@@ -180,7 +250,7 @@ class Receivers:
     def _warn(self, trouble: str) -> None:
         if trouble != self._trouble:
             self._trouble = trouble
-            log.warning("%s: %s; patches are in %s", self._writer.store.url, trouble, FOR_PARTS)
+            log.warning("%s: %s; patches are not cut along them", self._writer.store.url, trouble)
 
     def _hear_rates(self, leases: Iterable[Lease]) -> None:
         measured = self._writer.measured_link
@@ -189,8 +259,3 @@ class Receivers:
         if link is not None and (self._logged_link is None or link.has_changed(self._logged_link)):
             self._logged_link = link
             log.info("%s: transfers take place at %s: profiles are chosen for that", self._writer.store.url, link)
-
-
-def _are_some_for_others(steps: Iterable[RouteStep], holding: str) -> bool:
-    """Whether there are patches that a receiver with this holding cannot take."""
-    return any(not PROFILES.issuperset(step.profiles) and holding not in step.holdings for step in steps)

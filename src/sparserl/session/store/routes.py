@@ -6,7 +6,9 @@ import heapq
 from collections.abc import Collection, Iterable, Sequence
 
 from ...errors import NotRetained
+from ...patch.slicing import PROFILES as SLICEABLE
 from ...weights.digest import Digest
+from ..profiles import refusal
 from .records import RouteStep
 
 _NOTHING = -1  # where anchors start from
@@ -23,14 +25,14 @@ def route(
     """The steps with the fewest bytes that lead to version `want`, in order.
 
     have: version and digest that are held already; None for neither. An anchor can always be started from.
-    profiles: those that the receiver can take; None for all.
+    profiles: those that the receiver can take in a patch; None for all. Anchors are built before it gets them.
     holding: the name of the parts that it has, for which others may be made; None for all.
     """
     steps = tuple(steps)
     goal: _Node = want, versions(steps).get(want)
     ways: dict[int, list[RouteStep]] = {}
     for step in steps:
-        if profiles is not None and not set(step.profiles) <= set(profiles) and holding not in step.holdings:
+        if not can_take(step, profiles, holding):
             continue
         ways.setdefault(_NOTHING if step.base is None else step.base, []).append(step)
     starts: list[_Node] = ([] if have is None else [have]) + [(_NOTHING, None)]
@@ -38,13 +40,21 @@ def route(
     if goal in came:
         return _walked(came, goal)
     if profiles is not None:
-        refused = sorted({name for step in route(steps, have, want) for name in step.profiles} - set(profiles))
+        refused = [step for step in route(steps, have, want) if not can_take(step, profiles, holding)]
+        used = {name for step in refused for name in step.profiles} - set(profiles)
+        cut = "" if holding is None else " or cuts patches along the parts here"
         raise NotRetained(
-            f"version {want} is in profile {', '.join(refused)}, and this receiver, which has only parts of the "
-            f"weights, takes {', '.join(sorted(profiles))}, or patches that are cut along its parts. The publisher "
-            "hears of them by the receiver's lease; publish with profile='ulp' where there are no leases"
+            f"{refusal(f'version {want}', used, profiles)}. "
+            f"A publisher that hears of this by a lease keeps to it{cut}, and writes an anchor first"
         )
     raise NotRetained(f"version {want} cannot be reached with what the store has")
+
+
+def can_take(step: RouteStep, profiles: Collection[str] | None, holding: str | None) -> bool:
+    """Whether a receiver can take a step, which may be in any profile if it is made for the parts that it has."""
+    if step.base is None or profiles is None or set(step.profiles) <= set(profiles):
+        return True
+    return holding in step.holdings and set(profiles) >= SLICEABLE
 
 
 def _search(

@@ -249,7 +249,8 @@ class RunPublisher:
                 with watch.stage("find"):
                     changes = committed.baseline.capture(
                         weights,
-                        profile=self._maintenance.receivers.profile(encoding.profile),
+                        profile=self._maintenance.receivers.profile,
+                        profiles=self._maintenance.receivers.profiles,
                         holdings=self._run_writer.holdings,
                         threads=encoding.threads,
                         progress=encoding.progress,

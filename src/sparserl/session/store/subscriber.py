@@ -24,6 +24,7 @@ from ..arrival import Arrival
 from ..callbacks import Callback
 from ..logs import TroubleLog, log
 from ..options import CommitHooks, require_callable, require_count, require_number
+from ..profiles import common
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
@@ -386,19 +387,18 @@ class Subscriber(Receiver):
 
     def _route(self, snapshot: StoreSnapshot, goal: RunVersion) -> list[RouteStep]:
         """The steps that lead from the current version to another."""
-        holding = self._holding.name(self._table)
-        return routes.route(snapshot.index.steps, self._start_in(goal.run), goal.version, self._profiles, holding)
+        start = self._start_in(goal.run)
+        profiles = common(target.profiles for target in self.targets)
+        try:
+            return routes.route(snapshot.index.steps, start, goal.version, profiles, self._holding.name(self._table))
+        except NotRetained:
+            self._tell_version()  # and so the publisher, which keeps to what can be taken
+            raise
 
     def _start_in(self, run: str) -> tuple[int, Digest] | None:
         """The version of a run that is held, and its digest; None for none."""
         current = self._current
         return (current.version, current.digest) if current is not None and current.run == run else None
-
-    @property
-    def _profiles(self) -> frozenset[str] | None:
-        """The profiles that all targets can take; None for all."""
-        limits = [target.profiles for target in self.targets if target.profiles is not None]
-        return frozenset.intersection(*limits) if limits else None
 
     def _stage(self, snapshot: StoreSnapshot, goal: RunVersion, steps: list[RouteStep], watch: Watch) -> SyncReport:
         run = self._run_at(snapshot, goal.version)
@@ -487,7 +487,7 @@ class Subscriber(Receiver):
         snapshot = self._snapshot
         holding = self._holding.record(self._table)
         self._lease.put_holding(None if snapshot is None else snapshot.run.run, holding)
-        self._lease.renew(self._current, self._rates.extremes, self._profiles, holding)
+        self._lease.renew(self._current, self._rates.extremes, common(t.profiles for t in self.targets), holding)
         if self._served is not None and snapshot is not None and self._versions_behind(snapshot) == 0:
             self._served.show(snapshot.head.run, snapshot.tag)
 

@@ -1,0 +1,187 @@
+"""Profiles are agreed on: publishers keep to what receivers take, and what cannot be taken is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparserl import Publisher, Subscriber, targets
+from sparserl.errors import NotRetained
+from sparserl.session.profiles import Takers, choose_profiles, refusal
+from sparserl.session.store.leases import Lease
+from sparserl.session.store.records import path
+from tests.class_choice import always
+from tests.session.policy import Policy, bits
+
+
+def taking(url, policy, *profiles, name=True):
+    """A subscriber whose target takes only some profiles, and its weights."""
+    mine = policy.empty()
+    target = targets.module(mine)
+    target.profiles = frozenset(profiles)
+    return Subscriber(url, target, name=name), mine
+
+
+def last_patch(publisher):
+    """The step of the newest patch to the next version."""
+    return [step for step in publisher._committed.index.steps if step.base == step.version - 1][-1]
+
+
+def warnings(caplog):
+    """What sessions have warned of."""
+    return [r.getMessage() for r in caplog.records if (r.name, r.levelname) == ("sparserl.session", "WARNING")]
+
+
+@pytest.fixture(autouse=True)
+def _classes(monkeypatch):
+    monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("takes", "expected"),
+    [
+        ([("raw",)], {"raw"}),
+        ([("gap",), None], {"gap"}),
+        ([("raw", "ulp"), ("gap", "ulp", "ctx")], {"ulp"}),
+        ([("ctx", "ulp"), ("raw", "gap", "ulp", "ctx")], {"ctx", "ulp"}),
+        ([("ctx", "raw"), None], {"raw"}),  # where `ctx` saves nothing, buckets are in `ulp`
+    ],
+)
+def test_a_publisher_keeps_to_what_all_receivers_take(url, takes, expected, background, caplog):
+    """Whatever `auto` would choose: all go on by patches, squashed ones among them, and nothing is warned of."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, ladder=(2, 4), anchor_after=100)
+    publisher.publish()
+    receivers = [taking(url, policy, *(names or ("raw", "gap", "ulp", "ctx"))) for names in takes]
+    for subscriber, _ in receivers:
+        assert subscriber.sync().kind == "anchor"
+    for _ in range(4):
+        policy.step()
+        publisher.publish_in_background().result() if background else publisher.publish()
+        assert set(last_patch(publisher).profiles) == expected
+        for subscriber, mine in receivers:
+            assert subscriber.sync().kind == "patch"
+            assert bits(mine) == bits(policy.weights)
+    common = set.intersection(*(set(names or ("raw", "gap", "ulp", "ctx")) for names in takes))
+    steps = publisher._committed.index.steps
+    assert any(step.base is not None and step.base < step.version - 1 for step in steps)
+    assert all(common.issuperset(step.profiles) for step in steps if step.base is not None)
+    assert warnings(caplog) == []
+
+
+def test_a_profile_that_was_set_and_cannot_be_taken(url, caplog):
+    """The publisher keeps to what its receivers take, and warns once of the option."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, profile="ctx", anchor_after=100)
+    publisher.publish()
+    subscriber, mine = taking(url, policy, "raw", name="engine")
+    subscriber.sync()
+    for _ in range(3):
+        policy.step()
+        publisher.publish()
+        assert last_patch(publisher).profiles == ("raw",)
+        assert subscriber.sync().kind == "patch"
+        assert bits(mine) == bits(policy.weights)
+    (warning,) = warnings(caplog)
+    assert warning.endswith(
+        ": profile='ctx' is set, but engine takes only raw: patches are in raw; set profile='raw', or 'auto'"
+    )
+
+
+@pytest.mark.parametrize("profile", ["auto", "ulp", "raw"])
+def test_receivers_without_a_profile_in_common(url, profile, caplog):
+    """Patches are in what one takes; the others go on by anchors, bit for bit; a warning names all of it once."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, profile=profile, anchor_after=100)
+    publisher.publish()
+    receivers = {name: taking(url, policy, name, name=f"takes-{name}") for name in ("raw", "ulp")}
+    for subscriber, _ in receivers.values():
+        subscriber.sync()
+    chosen = "raw" if profile == "auto" else profile
+    for _ in range(3):
+        policy.step()
+        publisher.publish()
+        assert last_patch(publisher).profiles == (chosen,)
+        for name, (subscriber, mine) in receivers.items():
+            assert subscriber.sync().kind == ("patch" if name == chosen else "anchor")
+            assert bits(mine) == bits(policy.weights)
+    (warning,) = warnings(caplog)
+    assert "no profile in common: takes-raw takes only raw, takes-ulp takes only ulp: give all receivers" in warning
+    assert f"Until then patches are in {chosen}, and each version is an anchor too" in warning
+
+
+def test_a_receiver_that_comes_late_is_told_what_to_set(url):
+    """Patches that it cannot take are refused by their profile and its own; its lease then lets it go on."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, profile="ulp", anchor_after=100)
+    subscriber, mine = taking(url, policy, "raw", "gap")
+    publisher.publish()
+    for _ in range(4):  # after some publishes without receivers, leases are looked at now and then only
+        policy.step()
+        publisher.publish()
+    subscriber.sync(0)
+    with pytest.raises(NotRetained) as error:
+        subscriber.sync()
+    assert str(error.value) == (
+        "version 4 is in profile ulp, but only gap, raw can be taken: publish with profile='gap'. "
+        "A publisher that hears of this by a lease keeps to it, and writes an anchor first"
+    )
+    publisher._maintenance.receivers.look()
+    for kind in ("anchor", "patch"):
+        policy.step()
+        publisher.publish()
+        assert subscriber.sync().kind == kind
+        assert bits(mine) == bits(policy.weights)
+
+
+def test_what_a_target_takes_from_now_on(url):
+    """A receiver that is refused says so in its lease at once, though its version is the same."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, anchor_after=100)
+    publisher.publish()
+    subscriber, _ = taking(url, policy, "raw", "gap", "ulp", "ctx")
+    subscriber.sync()
+    policy.step()
+    publisher.publish()
+    subscriber.targets[0].profiles = frozenset({"raw"})
+    with pytest.raises(NotRetained, match="publish with profile='raw'"):
+        subscriber.sync()
+    (lease,) = publisher._run_writer.leases()
+    assert lease.profiles == ("raw",)
+
+
+def test_receivers_that_are_silent_are_remembered_for_a_day(url):
+    """An engine renews its lease when it commits: between two commits, patches are still for it."""
+    now = [1e9]
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, anchor_after=100, clock=lambda: now[0])
+    publisher.publish()
+    run = publisher._committed.run.run
+    lease = Lease("engine", 0, now[0], profiles=("raw",))
+    publisher.store.put(path(run, "leases", "engine"), lease.to_bytes())
+    expected = {0: {"raw"}, 4000: {"raw"}, 86_401: {"ctx", "ulp"}}
+    for seconds, profiles in expected.items():
+        now[0] = 1e9 + seconds
+        publisher._maintenance.receivers.look()
+        policy.step()
+        publisher.publish()
+        assert set(last_patch(publisher).profiles) == profiles
+
+
+def test_a_profile_that_most_receivers_take():
+    """Where there is none in common: of as many, the one that was asked for, or that needs nothing of the receiver."""
+    ulp, ctx, raw = (
+        Takers(("ulp",), False, "a", 2),
+        Takers(("ctx", "ulp"), False, "b", 2),
+        Takers(("raw",), False, "c", 3),
+    )
+    assert choose_profiles("auto", [ulp, raw], can_cut=True).profile == "raw"
+    assert choose_profiles("auto", [ulp, ctx, raw], can_cut=True).profile == "ulp"
+    assert choose_profiles("ctx", [ctx._replace(total=3), raw], can_cut=True).profile == "ctx"
+    assert choose_profiles("gap", [Takers((), False, "d")], can_cut=True).profile == "gap"
+
+
+def test_an_option_that_helps():
+    """It is a profile that can be taken; without any, targets must change."""
+    assert refusal("it", ["ctx"], ["raw", "gap"]).endswith("but only gap, raw can be taken: publish with profile='gap'")
+    assert refusal("it", ["ctx"], ["ctx"]).endswith("have one in common, such as 'raw'")

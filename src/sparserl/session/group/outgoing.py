@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ... import plan
 from ...errors import SessionError
 from ...patch import Captured
 from ...patch.contents import BucketList, Contents
@@ -18,6 +19,7 @@ from ...weights.table import TensorTable
 from ..anchors import SPOOL_BYTES, anchor_of
 from ..baseline import CapturedChanges, HostBaseline, NoBaseline, ResumedBaseline, choose_baseline
 from ..options import BaselineOptions, EncodingOptions
+from ..profiles import refusal
 from ..report import Watch
 from .transfer_plan import RankShare, WriterLeg
 
@@ -164,10 +166,15 @@ def capture(
 
 def _encoded(changes: CapturedChanges, encoding: EncodingOptions, profiles: Sequence[str] | None) -> Contents:
     """The patch of some changes; where bits are kept, its buckets are encoded while others are sent."""
+    if not plan.candidates(encoding.profile, profiles):
+        raise SessionError(refusal("the next version", [encoding.profile], profiles or ()))
     if isinstance(changes, Captured):
         return changes.stream(link=encoding.link, profiles=profiles, threads=encoding.threads)
     to = BucketList(memory_bytes=SPOOL_BYTES)
     contents = changes.encode(link=encoding.link, to=to, threads=encoding.threads).contents
     if profiles is not None and (refused := {head.profile.name for head in contents.heads} - {*profiles}):
-        raise SessionError(f"the changes are encoded in {sorted(refused)}; a receiver takes only {sorted(profiles)}")
+        raise SessionError(
+            f"{refusal('the next version', refused, profiles)}, or with baseline='host', which keeps what is needed to "
+            "encode it for all receivers"
+        )
     return contents

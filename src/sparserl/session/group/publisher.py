@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ... import plan
 from ...errors import PeerLost, SessionError, SparserlError
 from ...parallel import Progress
 from ...patch import Patch
@@ -32,6 +33,7 @@ from ..background import BackgroundPublish, BackgroundSlot
 from ..callbacks import Callback, Callbacks
 from ..observing import Observing, PatchObserver
 from ..options import MEASURED, BaselineOptions, EncodingOptions, require_timeout, require_writers
+from ..profiles import common, none_in_common
 from ..report import SyncReport, Watch
 from . import rounds
 from .outgoing import CapturedPublish, EncodeRequest, GroupBaseline, capture
@@ -298,9 +300,9 @@ class GroupPublisher:
         writer_hellos = [hellos[rank] for rank in self._other_writers]
         old = sum((Digest.from_hex(hello["old"]) for hello in writer_hellos), captured.baseline.digest + terms)
         new = sum((Digest.from_hex(hello["new"]) for hello in writer_hellos), captured.result + terms)
-        receiver_hellos = [hello for rank, hello in hellos.items() if rank not in self.writers]
+        receiver_hellos = {rank: hello for rank, hello in hellos.items() if rank not in self.writers}
         has_bits = captured.baseline.has_bits and all(hello["has_bits"] for hello in writer_hellos)
-        request = _request_for(receiver_hellos, (old, new), has_bits)
+        request = _request_for(receiver_hellos, (old, new), has_bits, captured.changes is not None)
         if self._other_writers:
             round.write("encode", request._asdict())
         own_legs = self._encode(captured, request)
@@ -475,16 +477,22 @@ class GroupPublisher:
         raise PeerLost(f"rank {lead} did not plan the sync within {rounds.PATIENT * self._line.timeout:g} s")
 
 
-def _request_for(receiver_hellos: Sequence[Note], ends: tuple[Digest, Digest], has_bits: bool) -> EncodeRequest:
+def _request_for(
+    receiver_hellos: Mapping[int, Note], ends: tuple[Digest, Digest], has_bits: bool, has_changes: bool
+) -> EncodeRequest:
     """What all receivers can take: with an anchor, if one of them holds neither the old version nor the new.
 
     has_bits: whether all writers have the bits of the old version, which an anchor can be made of.
+    has_changes: whether there is an old version.
     """
     digests = [end.hex for end in ends]
-    needs_anchor = any(hello["digest"] not in digests for hello in receiver_hellos)
-    limits = [set(hello["profiles"]) for hello in receiver_hellos if hello["profiles"] is not None]
-    profiles = sorted(set.intersection(*limits)) if limits else None
-    return EncodeRequest(needs_anchor, profiles, of_new=needs_anchor and not has_bits)
+    needs_anchor = any(hello["digest"] not in digests for hello in receiver_hellos.values())
+    of_new = needs_anchor and not has_bits
+    limits = {f"rank {rank}": hello["profiles"] for rank, hello in receiver_hellos.items()}
+    profiles = common(limits.values())
+    if has_changes and not of_new and not plan.candidates("auto", profiles):
+        raise SessionError(none_in_common({rank: names for rank, names in limits.items() if names is not None}))
+    return EncodeRequest(needs_anchor, None if profiles is None else sorted(profiles), of_new)
 
 
 def _ignore(_leg: int, _bucket: Bucket) -> None:

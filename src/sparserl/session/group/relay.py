@@ -17,6 +17,7 @@ from ...weights.table import TensorTable
 from ...wire import encoded_table
 from ..callbacks import Callback
 from ..options import require_timeout
+from ..profiles import common
 from ..receiver import RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from ..store import routes, transfer
@@ -264,14 +265,14 @@ class Relay(Subscriber):
         if failed := rounds.failures(hellos):
             raise SessionError(f"not every rank can take part: {failed}")
         digests = {None if note["digest"] is None else Digest.from_hex(note["digest"]) for note in hellos.values()}
-        limits = [frozenset(note["profiles"]) for note in hellos.values() if note["profiles"] is not None]
+        limits = [note["profiles"] for note in hellos.values()]
         if self.targets:
             current = self._current
             digests.add(current.digest if current is not None and current.run == goal.run else None)
-            limits += [target.profiles for target in self.targets if target.profiles is not None]
+            limits += [target.profiles for target in self.targets]
         if digests == {goal.digest}:
             return []
-        profiles = frozenset.intersection(*limits) if limits else None
+        profiles = common(limits)
         all_steps = snapshot.index.steps
         for version, digest in sorted(routes.versions(all_steps).items()):
             if digest not in digests:

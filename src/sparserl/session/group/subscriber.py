@@ -15,6 +15,7 @@ from ...transport.groups.line import TIMEOUT, CalledOff, Line
 from ...weights.digest import Digest
 from ..callbacks import Callback
 from ..options import CommitHooks, require_timeout, require_writers
+from ..profiles import common
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import rounds
@@ -218,10 +219,10 @@ class GroupSubscriber(Receiver):
         except BaseException as error:
             round.write("hello", rounds.error_note(error))
             raise
-        limits = [target.profiles for target in self.targets if target.profiles is not None]
+        profiles = common(target.profiles for target in self.targets)
         hello = {
             "digest": None if self._target_digest is None else self._target_digest.hex,
-            "profiles": sorted(frozenset.intersection(*limits)) if limits else None,
+            "profiles": None if profiles is None else sorted(profiles),
         }
         round.write("hello", hello)
         with watch.stage("wait"):

@@ -30,6 +30,7 @@ from ..errors import SessionError
 from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
 from .ranks import EngineSubscriber, gather_over
+from .vllm_client import weight_version
 from .vllm_drafter import EngineLayout, learn_layout, warn_of_missing
 
 logger = init_logger(__name__)
@@ -106,6 +107,14 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         if self._subscriber is None:
             raise SessionError("call init_weight_transfer_engine first, with the url of a run")
         return self._subscriber
+
+    @property
+    def weight_version(self) -> str | None:
+        """The run and the version that all ranks have, after each has read its bits; None if they are of no version."""
+        subscriber = self._subscriber
+        if subscriber is None or subscriber.version is None:
+            return None
+        return weight_version(subscriber.run, subscriber.version)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> SparserlInitInfo | None:
         with raise_on_last_rank(self.parallel_config):

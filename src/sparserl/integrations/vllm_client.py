@@ -1,5 +1,6 @@
 """vLLM, trainer side: what reaches an engine. Nothing here imports vLLM, so trainers need not have it.
 
+follow ──► which version do the workers have? ──► the engine's version
 pause ──► start, update, finish ──► reset caches ──► resume
 """
 
@@ -11,18 +12,32 @@ from typing import Any
 
 from ..errors import SessionError
 
+VERSION = "sparserl_version"  # the method of workers that tells which version they have
+_NO_VERSION = "default"  # what vLLM calls weights as it has loaded them
+
 
 class WeightUpdates:
     """Commits versions in all workers of an engine.
 
     Args:
         client: An object with the methods of `HTTPClient`. If it lacks `pause`, `resume` and `reset_caches`, the caller
-            must do that.
+            must do that. If it lacks `collective_rpc` or `update_weight_version`, the engine has no version until the
+            first commit.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
         self._open = False  # whether an update has begun and is not finished
+
+    def follow(self, init_info: dict[str, Any]) -> None:
+        """Let all workers follow a run; the engine then has the version that its bits are, or none."""
+        self._client.init_weight_transfer_engine(init_info)
+        ask, tell = (getattr(self._client, name, None) for name in ("collective_rpc", "update_weight_version"))
+        if ask is None or tell is None:
+            return
+        versions = {answer["version"] for answer in ask(VERSION)}
+        version = versions.pop()
+        tell(_NO_VERSION if versions or version is None else version)
 
     def commit(self, version: int, run: str | None = None, *, audit: bool = False) -> None:
         """Let all workers commit a version. If one fails, this raises, and all keep the weights that they had."""
@@ -80,9 +95,13 @@ class HTTPClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._post("finish_weight_update", {"weight_version": weight_version})
 
-    def collective_rpc(self, method: str, **arguments: Any) -> None:
-        """Call a method of all workers."""
-        self._post("collective_rpc", {"method": method, "kwargs": arguments})
+    def update_weight_version(self, version: str) -> None:
+        """Tell the engine what its weights are."""
+        self._post("update_weight_version", {"new_version": version})
+
+    def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of all workers, and return what each answers."""
+        return list(self._post("collective_rpc", {"method": method, "kwargs": arguments})["results"])
 
     def pause(self) -> None:
         """Stop the engine after its current step; requests are kept."""

@@ -1,8 +1,8 @@
 """The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`), and its worker extension.
 
-It registers the weight-transfer backend `sparserl`, gives workers a method for `sparserl verify-engine`, and has
-prime-rl's method commit versions. It imports neither torch nor Numba: vLLM 0.32 on a CPU cannot start a worker in a
-process that has loaded llvmlite.
+It registers the weight-transfer backend `sparserl`, gives workers methods that tell their version, and their digests
+for `sparserl verify-engine`, and has prime-rl's method commit versions. It imports neither torch nor Numba: vLLM 0.32
+on a CPU cannot start a worker in a process that has loaded llvmlite.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 from ..switches import switch
+from .vllm_client import VERSION
 
 SUMS = "sparserl_sums"  # the method of workers that `sparserl verify-engine` calls
 PRIME_RL = "update_weights_from_path"  # the method of prime-rl's workers that its server calls
@@ -41,6 +42,7 @@ def register() -> None:
         except ValueError:
             continue  # vLLM may load plugins more than once
     setattr(WorkerWrapperBase, SUMS, _worker_sums)
+    setattr(WorkerWrapperBase, VERSION, _worker_version)
     setattr(WorkerWrapperBase, PRIME_RL, _update_weights_from_path)
     WorkerWrapperBase.load_model = _load_model
     if switch("SPARSERL_VLLM_CPU", "plain"):
@@ -52,6 +54,11 @@ def _worker_sums(wrapper: Any, layout: str) -> dict[str, Any]:
     from .vllm_verify import worker_sums
 
     return worker_sums(wrapper.worker, layout)
+
+
+def _worker_version(wrapper: Any) -> dict[str, str | None]:
+    """Which version of a run a worker has, if it follows one."""
+    return {"version": wrapper.worker.weight_transfer_engine.weight_version if _has_backend(wrapper) else None}
 
 
 def _update_weights_from_path(wrapper: Any, weight_dir: str) -> None:

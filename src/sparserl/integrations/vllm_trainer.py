@@ -26,7 +26,7 @@ class SparserlTrainerInitInfo(TrainerInitInfo):
     """Where to publish, and how.
 
     Args:
-        profile: As for a `Publisher`. Engines of several ranks are sent `ulp` instead of `ctx`.
+        profile: As for a `Publisher`; of what the engines take, if they do not take it.
         publisher: Further options of the `Publisher`, `writers` and `signing_key` among them.
         worker: Further options of the workers; see `SparserlInitInfo`.
     """
@@ -47,7 +47,7 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
             sparserl, of which each rank publishes its own parts if `writers` are given.
         client: An object with the four methods of `VLLMWeightSyncClient`. If it also has `pause`, `resume` and
             `reset_caches`, as the clients below have, these are called around a commit; otherwise the caller must do
-            that.
+            that. With `collective_rpc` and `update_weight_version`, the engine has a version before the first commit.
     """
 
     init_info_cls = SparserlTrainerInitInfo
@@ -75,8 +75,11 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
         return trainer
 
     def follow(self) -> None:
-        """Let the workers follow the run; once more after an engine was restarted."""
-        self.client.init_weight_transfer_engine({"url": self._info.url, **(self._info.worker or {})})
+        """Let the workers follow the run; once more after an engine was restarted.
+
+        The engine's version is then the one that its bits are, if they are of a version of the run.
+        """
+        self._updates.follow({"url": self._info.url, **(self._info.worker or {})})
 
     def publish(self) -> SyncReport | None:
         """On all ranks of the trainer: publish the weights as they are now. None on ranks that do not publish."""
@@ -187,9 +190,13 @@ class OfflineClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.llm.finish_weight_update(weight_version)
 
-    def collective_rpc(self, method: str, **arguments: Any) -> None:
-        """Call a method of all workers."""
-        self.llm.collective_rpc(method, kwargs=arguments)
+    def update_weight_version(self, version: str) -> None:
+        """Tell the engine what its weights are."""
+        self.llm.update_weight_version(version)
+
+    def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of all workers, and return what each answers."""
+        return list(self.llm.collective_rpc(method, kwargs=arguments))
 
     def reset_caches(self) -> None:
         """Drop what was computed with the old weights."""

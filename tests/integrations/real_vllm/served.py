@@ -35,7 +35,7 @@ def served(folder, model):
         info = SparserlTrainerInitInfo(rank=0, url=f"file://{folder}/run", worker={"ahead": False})
         client = HTTPClient(server.url)
         trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(policy))
-        out = {"before": server.complete(PROMPTS[2], 8), "versions": [], "no version": versions(server.ask("0"))}
+        out = {"before": server.complete(PROMPTS[2], 8), "versions": [], "attached": versions(server.ask("0"))}
         meanwhile = Requests(server)
         for seed in range(3):
             models.step(dict(policy.named_parameters()), seed)
@@ -60,6 +60,10 @@ def served(folder, model):
         out["spans"] = server.generate(PROMPTS[0], 8)["choices"][0]["weight_versions"]
         policy.save_pretrained(folder / "new")
         out["verified"] = [verify(server, weights) for weights in (folder / "new", f"file://{folder}/run@2")]
+        models.step(dict(policy.named_parameters()), 4)
+        info = SparserlTrainerInitInfo(rank=0, url=f"file://{folder}/other", worker={"ahead": False})
+        WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(policy)).shutdown()
+        out["no version"] = versions(server.ask("0"))
         staleness.main([str(model), server.url, f"file://{folder}/staleness", "--steps", "5"])
         out["replaced"] = versions(server.ask(f"{run}:0"))
     return out

@@ -426,7 +426,8 @@ def test_versions_of_requests(seen):
     third = found["versions"][-1]
     run = third.rpartition(":")[0]
     fourth = f"{run}:4"
-    assert found["no version"] == [
+    assert found["attached"] == [200, [f"{run}:0"] * 2, None]
+    assert found["no version"] == [  # the engine has been told to follow a run that its bits are not of
         412,
         ["default", None],
         "the engine has default, but 0 or later is demanded: its weights are no version of a run",

@@ -90,9 +90,12 @@ def said(headers):
     return {name.decode(): value.decode() for name, value in headers.items() if name.startswith(b"x-sparserl")}
 
 
-def test_an_answer_has_both_versions():
-    """The one before the generation, and the one after it."""
-    status, headers, body = post(Engine(f"{RUN}:7", f"{RUN}:8"), f"{RUN}:7")
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/invocations", "/pooling", "/score", "/rerank", "/classify", "/generative_scoring"]
+)
+def test_an_answer_has_both_versions(path):
+    """The one before the generation, and the one after it, wherever vLLM generates, scores or embeds."""
+    status, headers, body = post(Engine(f"{RUN}:7", f"{RUN}:8"), path=path)
     assert (status, body) == (200, b"{}")
     assert said(headers) == {"x-sparserl-start-version": f"{RUN}:7", "x-sparserl-end-version": f"{RUN}:8"}
 

@@ -30,7 +30,10 @@ START_VERSION = "X-Sparserl-Start-Version"
 END_VERSION = "X-Sparserl-End-Version"
 _VERSION = re.compile(r"(?:([^\s:]+):)?([0-9]{1,18})", re.ASCII)
 _UNKNOWN = "unknown"
-_GENERATING = ("/v1", "/v2", "/inference", "/cohere")  # where vLLM generates; what it protects with an API key
+_GENERATING = (  # where vLLM generates, scores or embeds
+    *("/v1", "/v2", "/inference", "/cohere", "/invocations"),
+    *("/generative_scoring", "/pooling", "/classify", "/score", "/rerank"),
+)
 _log = logging.getLogger(__name__)
 
 

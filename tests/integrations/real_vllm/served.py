@@ -60,6 +60,7 @@ def served(folder, model):
         out["spans"] = server.generate(PROMPTS[0], 8)["choices"][0]["weight_versions"]
         policy.save_pretrained(folder / "new")
         out["verified"] = [verify(server, weights) for weights in (folder / "new", f"file://{folder}/run@2")]
+        out["invoked"] = versions(server.post("invocations", {"prompt": PROMPTS[0], "max_tokens": 1}))
         models.step(dict(policy.named_parameters()), 4)
         info = SparserlTrainerInitInfo(rank=0, url=f"file://{folder}/other", worker={"ahead": False})
         WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(policy)).shutdown()

@@ -427,6 +427,7 @@ def test_versions_of_requests(seen):
     run = third.rpartition(":")[0]
     fourth = f"{run}:4"
     assert found["attached"] == [200, [f"{run}:0"] * 2, None]
+    assert found["invoked"] == [200, [fourth, fourth], None]
     assert found["no version"] == [  # the engine has been told to follow a run that its bits are not of
         412,
         ["default", None],

@@ -34,9 +34,8 @@ def all_arrows() -> set[tuple[str, str]]:
 # A room imports from the rows above its own, and from itself. A new room takes a row here.
 # `session/__init__` and the like are doors: they offer what the rooms behind them have.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("lazy",),
-    ("errors", "files", "humanize", "kernels"),
-    ("switches",),
+    ("lazy", "errors"),
+    ("files", "humanize", "kernels"),
     ("parallel", "kernels.cpu", "kernels.gpu"),
     ("weights",),
     ("codec",),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sparserl.errors import SparserlError
+from sparserl.humanize import switch
 from sparserl.kernels.gpu import support
-from sparserl.switches import switch
 from sparserl.transport.stores.opening import open_store
 
 

@@ -1,8 +1,11 @@
-"""Sizes and durations as people read and write them."""
+"""Sizes, durations and words of environment variables as people read and write them."""
 
 from __future__ import annotations
 
+import os
 import re
+
+from .errors import SparserlError
 
 _DURATION = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(us|µs|ms|s|m|h|d)?\s*")
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -89,3 +92,16 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise ValueError(f"{text!r} is not a duration; write it as 20ms, 30s, 10m, 2h or 1d")
     return float(match[1]) * _SECONDS[match[2] or "s"]
+
+
+def switch(name: str, *words: str) -> str | None:
+    """The word that an environment variable is set to, in lower case; None if it is not set, or empty.
+
+    Raises:
+        SparserlError: It is none of `words`.
+    """
+    word = os.environ.get(name, "").lower()
+    if word and word not in words:
+        known = " or ".join(words)
+        raise SparserlError(f"{name} is {os.environ[name]!r}; set it to {known}, or do not set it")
+    return word or None

@@ -25,7 +25,7 @@ from .checkpoint_engine import AwaitedVersion
 from .ranks import EngineSubscriber, gather_over, on_all_ranks
 from .vllm import raise_on_last_rank, synchronize
 from .vllm_layout import LoadedModel, tied_names, without_warnings
-from .vllm_plugin import workers
+from .vllm_workers import workers
 
 logger = init_logger(__name__)
 _ALTERNATIVE = "Set in_place: false, to have NeMo-RL load all tensors at every sync"

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from ..errors import UnsupportedTensor
 from ..targets.pieces import Piece, parts_of
 from .vllm_layout import LoadedModel, changed_tensor, digests_of, tied_names
-from .vllm_plugin import workers
+from .vllm_workers import workers
 
 logger = init_logger(__name__)
 PREFIX = "draft_model."

@@ -7,16 +7,14 @@ on a CPU cannot start a worker in a process that has loaded llvmlite.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
-from ..switches import switch
+from ..humanize import switch
 from .vllm_client import VERSION
+from .vllm_workers import workers
 
 SUMS = "sparserl_sums"  # the method of workers that `sparserl verify-engine` calls
 PRIME_RL = "update_weights_from_path"  # the method of prime-rl's workers that its server calls
-
-workers: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process, that have loaded a model
 
 
 def register() -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from ...switches import switch
+from ...humanize import switch
 
 LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs: Ampere has the instructions
 

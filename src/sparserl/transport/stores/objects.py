@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from ...errors import LimitExceeded, NotFound, Refused, SparserlError, StoreError, Truncated, Unavailable
-from ...switches import switch
+from ...humanize import switch
 from .base import MAX_WATCHED_BYTES, ObjectInfo, Retry, StoredObject, poll, require_name, untrusted_certificate
 from .deadline import current
 

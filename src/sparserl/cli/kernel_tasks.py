@@ -20,9 +20,10 @@ from ..codec import PROFILES
 from ..codec.coders import CODERS
 from ..codec.ctx import magnitude
 from ..kernels import cpu
-from ..kernels.cpu.arguments import ClassChanges, ClassEnds, ClassStreams, Landing, Tiled
+from ..kernels.cpu.arguments import ClassEnds, Tiled
 from ..parallel import default_threads
 from ..patch import Patch, diff, squash
+from ..patch.warmup import THRESHOLDS, find_classes
 from ..session import Publisher, Subscriber
 from ..weights import dlpack
 from ..weights.dtypes import BY_NAME, Bits, DType
@@ -32,7 +33,6 @@ from ..weights.warmup import warm_up
 
 _ELEMENTS = (5 << 20) // 2  # in two buckets of an anchor, so that its tensor is cut
 _FEW = 1000  # changes
-_THRESHOLDS = (4, 7)  # between classes: kernels are compiled for either number
 _MOST_PROCESSES = 4  # there is no more to share
 
 
@@ -105,7 +105,7 @@ def _changed(bits: Bits, seed: int) -> Bits:
 
 def _classify(dtype: DType) -> None:
     """Write and read changes by class, without the coders, which another task compiles."""
-    for thresholds in _THRESHOLDS:
+    for thresholds in THRESHOLDS:
         _classify_by(dtype, thresholds)
 
 
@@ -121,11 +121,7 @@ def _classify_by(dtype: DType, thresholds: int) -> None:
     positions = np.arange(_FEW, dtype=np.uint32)
     steps = np.full(_FEW, 2, dtype.uint)
     cpu.classes.class_gaps(magnitude(dtype), regions, limits, positions, steps, old[:0], ends)
-    last = np.append(gaps.ravel(), np.uint32(0))
-    streams = ClassStreams(counts, np.arange(classes) * _FEW, last, words.ravel())
-    located = ClassChanges(positions, np.empty(_FEW, dtype.uint), np.empty(_FEW, dtype.uint))
-    landing = Landing(False, dtype.sign_magnitude)
-    cpu.classes.class_positions(old[:0], magnitude(dtype), regions, limits, streams, landing, located)
+    find_classes(dtype, thresholds)
 
 
 def _code(_: DType) -> None:

@@ -18,6 +18,7 @@ from ..patch import Application, Patch, Replacement, diff, stage_all
 from ..patch.decode import Decoded
 from ..patch.slicing import PROFILES, PatchSlicer
 from ..patch.staging import Staged, refuse_conflicts, stage
+from ..patch.warmup import warm_up as warm_up_cpu
 from ..weights.digest import Digest, place_sums
 from ..weights.dtypes import Bits, UIntArray
 from ..weights.local import LocalWeights
@@ -98,6 +99,7 @@ class EngineTarget:
         self._local.require_writable()
         if is_new:
             warm_up(self._local)
+            warm_up_cpu({spec.dtype for spec in table.specs})
         return shards
 
     def _parts(self, name: str) -> Iterable[Part]:

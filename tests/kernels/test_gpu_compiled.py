@@ -158,6 +158,7 @@ def _compile_whole_parts(width: int) -> None:
     p = _Parts(width)
     gpu.planes.join(p.blocks, p.side, p.addresses[:width], torch.zeros(_CHANGES, dtype=torch.uint8), p.bad)
     gpu.sums.digest_deltas(p.blocks, p.side, p.side, gpu.sums.digests(p.blocks, p.side))
+    gpu.sums.grid_digests(p.blocks, p.side, np.ones(1, np.int64), np.ones((4, 1), np.int64))
 
 
 def _compile_casts() -> None:

@@ -141,11 +141,15 @@ def place_sums(weights: LocalWeights, threads: int | None = None) -> dict[Place,
     places = [*weights.places]
     sums: dict[Place, Digest] = {}
     if weights.has_kernels:
-        from . import gpu_sums, on_gpu
+        from . import gpu_grids, gpu_sums, on_gpu
 
         places, all_runs = on_gpu.split_by_gpu(places, weights)
         for runs in all_runs:
             sums |= {place: Digest(first, second) for place, first, second, _ in gpu_sums.run_sums(weights, runs)}
+        places, all_grids = gpu_grids.split_grids(places, weights)
+        for grids in all_grids:
+            with on_gpu.on_stream(weights, grids.device):
+                sums |= {place: Digest(*pair) for place, pair in zip(grids.places, grids.place_sums(), strict=True)}
     rest = ordered(lambda place: element_sums(weights, [place], 1), places, threads)
     return sums | dict(zip(places, rest, strict=True))
 

@@ -13,6 +13,7 @@ from ..kernels import gpu
 from .batches import PIECE_BYTES
 from .dtypes import BY_NAME
 from .gpu_copies import fetch
+from .gpu_grids import SummedGrids, split_grids
 from .local import LocalWeights
 from .on_gpu import Runs, groups, on_stream, split_by_gpu, stream_of
 from .shards import Place
@@ -54,24 +55,25 @@ class SummedRuns:
         return _pair(gpu.changes.digest(tables.blocks, side))
 
 
-def summed_groups(weights: LocalWeights, places: list[Place]) -> tuple[list[Place], list[SummedRuns]]:
-    """Split places into those for the CPU, and groups of runs that kernels sum up.
+def summed_groups(weights: LocalWeights, places: list[Place]) -> tuple[list[Place], list[SummedRuns | SummedGrids]]:
+    """Split places into those for the CPU, and groups of runs or grids that kernels sum up.
 
     The groups of all places are kept while the weights stay where they are.
     """
 
-    def split() -> tuple[list[Place], list[SummedRuns]]:
-        elsewhere, all_runs = split_by_gpu(places, weights)
-        return elsewhere, [*map(SummedRuns, groups(all_runs))]
+    def split() -> tuple[list[Place], list[SummedRuns | SummedGrids]]:
+        no_runs, all_runs = split_by_gpu(places, weights)
+        elsewhere, all_grids = split_grids(no_runs, weights)
+        return elsewhere, [*map(SummedRuns, groups(all_runs)), *all_grids]
 
     return weights.kept("summed groups", split) if places is weights.places else split()
 
 
-def group_sums(weights: LocalWeights, all_groups: Iterable[SummedRuns]) -> Iterator[tuple[int, int, int]]:
-    """Both element sums of the digest over runs, group by group, and the bytes that were read."""
-    for runs in all_groups:
-        with on_stream(weights, runs.device):
-            yield *runs.sums(), runs.nbytes
+def group_sums(weights: LocalWeights, all_groups: Iterable[SummedRuns | SummedGrids]) -> Iterator[tuple[int, int, int]]:
+    """Both element sums of the digest, group by group, and the bytes that were read."""
+    for group in all_groups:
+        with on_stream(weights, group.device):
+            yield *group.sums(), group.nbytes
 
 
 def piece_sums(weights: LocalWeights, all_runs: Iterable[Runs]) -> Iterator[tuple[Place, int, int, int]]:

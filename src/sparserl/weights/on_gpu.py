@@ -1,8 +1,8 @@
 """Weights on GPUs, as the kernels there read and write them.
 
 A run is a place whose elements are consecutive both in memory and in their tensor. Kernels read runs where they lie,
-and cast fp32 to bf16 as they read it; other places on a GPU, such as a slice of columns, are read through host memory
-and written element by element.
+and cast fp32 to bf16 as they read it. Other places on a GPU, such as a slice of columns, are summed up there (see
+`gpu_grids`); else they are read through host memory, and written element by element.
 """
 
 from __future__ import annotations
@@ -311,6 +311,13 @@ def groups(all_runs: Iterable[Runs], piece_bytes: int | None = None) -> Iterator
                 yield pieces.select(group)
 
 
+@contextmanager
+def warming() -> Iterator[None]:
+    """Compile kernels inside on one thread at a time, and unseen by whoever watches Triton for it."""
+    with _warming, gpu.warmup.unwatched():
+        yield
+
+
 def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
     """Compile the kernels that syncs of weights on GPUs need, or comparisons of them with new ones."""
     rest, compared = (weights.places, []) if new is None else split_by_gpu(weights.places, weights, new)
@@ -321,7 +328,7 @@ def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
     }
     if not kinds or gpu.changes.INTERPRETED:
         return
-    with _warming, gpu.warmup.unwatched():
+    with warming():
         for dtype, device, aligned, is_cast in kinds - _warm:
             order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
             with on_stream(weights, device):

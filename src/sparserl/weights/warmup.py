@@ -11,6 +11,8 @@ def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
     new: weights that they will be compared with; None for weights that are only written to.
     """
     if weights.has_kernels:
-        from . import on_gpu
+        from . import gpu_grids, on_gpu
 
         on_gpu.warm_up(weights, new)
+        if new is None:
+            gpu_grids.warm_up(weights)

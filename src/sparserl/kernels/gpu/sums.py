@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +26,7 @@ from .changes import (
 )
 
 _LANES = tl.constexpr(1024)
+_MOST_BLOCK = 1 << 13
 
 
 @triton.jit
@@ -48,6 +52,72 @@ def digests(blocks: Blocks, side: Side) -> torch.Tensor:
     sums = torch.zeros((blocks.sizes.size, 2), dtype=torch.int64, device=blocks.device)
     if blocks.count:
         _digests_kernel[(blocks.count,)](side.pointers, blocks.table, sums, blocks.block, num_warps=4)
+    return sums
+
+
+class Grids(NamedTuple):
+    """Parts whose elements are not next to each other in memory or in their tensors: rows of columns. All in elements.
+
+    columns: elements of a row. inverse: 2^28 divided by them, rounded up; 0 where a row has as many as a block.
+    The others say how far apart rows and columns are, in memory and in their tensors.
+    """
+
+    columns: torch.Tensor
+    inverse: torch.Tensor
+    row_step: torch.Tensor
+    column_step: torch.Tensor
+    tensor_row_step: torch.Tensor
+    tensor_column_step: torch.Tensor
+
+
+@triton.jit
+def _grid_digests_kernel(weights, blocks, grids, sums, B: tl.constexpr):
+    block = tl.program_id(0)
+    part, begin, n = block_span(block, blocks, B)
+    key, second_key = load_keys(blocks, part)
+    columns = tl.load(grids.columns + part)
+    inverse = tl.load(grids.inverse + part)
+    row_step = tl.load(grids.row_step + part)
+    column_step = tl.load(grids.column_step + part)
+    tensor_row_step = tl.load(grids.tensor_row_step + part)
+    tensor_column_step = tl.load(grids.tensor_column_step + part)
+    first_row = begin // columns
+    first_column = begin - first_row * columns
+    a = tl.load(weights.at + part) + first_row * row_step
+    origin = tl.load(blocks.start + part) + first_row * tensor_row_step
+    first_sum = tl.zeros([_LANES], tl.uint64)
+    second_sum = tl.zeros([_LANES], tl.uint64)
+    for i in range(0, B, _LANES):
+        j = i + tl.arange(0, _LANES)
+        ok = j < n
+        column = first_column + j
+        # A block has the end of at most one row that is as long as a block. Where rows are shorter, less than 2^14 is
+        # divided by less than 2^13, so that the product is right.
+        row = tl.where(columns < B, (column * inverse) >> 28, (column >= columns).to(tl.int64))
+        column -= row * columns
+        bits = load_bits(weights.base + a + row * row_step + column * column_step, ok)
+        position = origin + row * tensor_row_step + column * tensor_column_step
+        z = mix(weyl_number(key, position), second_key, bits)
+        first_sum += tl.where(ok, z, z ^ z)
+        second_sum += tl.where(ok, turn(z), z ^ z)
+    add_sums(sums, part, first_sum, second_sum)
+
+
+def grid_digests(
+    blocks: Blocks, side: Side, columns: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]
+) -> torch.Tensor:
+    """Both element sums of each part (int64, modulo 2^64), of parts that are grids.
+
+    columns: elements of a row of each part; a part is a whole number of rows.
+    steps: rows of numbers: see `Grids`, from `row_step` on.
+    """
+    if blocks.block > _MOST_BLOCK:
+        raise ValueError(f"blocks of grids have at most {_MOST_BLOCK} elements")
+    sums = torch.zeros((blocks.sizes.size, 2), dtype=torch.int64, device=blocks.device)
+    if blocks.count:
+        inverse = np.where(columns < blocks.block, -(-(1 << 28) // columns), 0)
+        grids = Grids(*blocks.upload_columns(columns, inverse, *steps))
+        _grid_digests_kernel[(blocks.count,)](side.pointers, blocks.table, grids, sums, blocks.block, num_warps=4)
     return sums
 
 

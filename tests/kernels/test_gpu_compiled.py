@@ -84,6 +84,8 @@ class _Parts:
         room = torch.zeros(_NUMEL + 16, dtype=gpu.ints.INTS[width])
         begin = -(room.data_ptr() // width) % (16 // width) + (not aligned)
         self.blocks = gpu.changes.Blocks(width, [_NUMEL], "cpu")
+        one = np.ones(1, np.int64)
+        self.blocks_and_rows = (self.blocks, gpu.changes.Blocks(width, [_NUMEL], "cpu", rows=(one, one)))
         self.side = self.blocks.side([room[begin : begin + _NUMEL]])
         self.words = self.blocks.bitmap()
         self.counts = torch.zeros(self.blocks.count, dtype=torch.int32)
@@ -101,7 +103,8 @@ def _compile_changes(width: int) -> None:
         gpu.changes.digest(p.blocks, p.side)
     p = _Parts(width)
     gpu.changes.mark(p.blocks, p.side, p.side, p.words, p.counts)
-    gpu.changes.compact(p.blocks, p.side, p.side, p.words, p.counts, _CHANGES, steps=True, tile_log=p.tile_log)
+    for blocks in p.blocks_and_rows:
+        gpu.changes.compact(blocks, p.side, p.side, p.words, p.counts, _CHANGES, steps=True, tile_log=p.tile_log)
 
 
 def _compile_classes(width: int) -> None:
@@ -122,7 +125,8 @@ def _compile_classes(width: int) -> None:
         blocks, tiles, none, 0 * one[:1], _CHANGES * one[:1], one, one, 1 << _TILE_LOG, p.bad
     )
     numbers = gpu.classes.ChangeNumbers(layout, p.numbers, p.bits, _CHANGES)
-    located = gpu.classes.class_positions(blocks, classification, side, tiles, ranks, numbers, p.bad)
+    for some in p.blocks_and_rows:
+        located = gpu.classes.class_positions(some, classification, side, tiles, ranks, numbers, p.bad)
     gpu.classes.write(side, located, p.bits, p.bad)
 
 
@@ -142,11 +146,12 @@ def _compile_cells(width: int) -> None:
     gpu.cells.scatter(p.side.base, p.addresses, gpu.cells.gather(p.side.base, p.addresses))
     located = gpu.classes.LocatedChanges(p.addresses, p.bits, p.bits, gpu.changes.new_sums("cpu"))
     gpu.cells.swap(p.side, located, p.bad)
-    gpu.cells.locate(p.blocks, p.side, np.array([_CHANGES]), p.numbers, p.bits, p.bad)
     tiles = gpu.classes.Tiles.of(p.blocks, _TILE_LOG)
     layout = gpu.classes.ChangeLayout(p.numbers[:1], p.addresses[:1], p.addresses[:1])
     numbers = gpu.classes.ChangeNumbers(layout, p.numbers, p.bits, _CHANGES)
-    gpu.cells.tile_positions(p.blocks, p.side, tiles, p.tile_log, numbers, p.bad, True)
+    for blocks in p.blocks_and_rows:
+        gpu.cells.locate(blocks, p.side, np.array([_CHANGES]), p.numbers, p.bits, p.bad)
+        gpu.cells.tile_positions(blocks, p.side, tiles, p.tile_log, numbers, p.bad, True)
     gpu.cells.sample(p.blocks, p.side, p.side, p.words, p.counts, p.addresses)
     one = np.ones(1, np.int64)
     for kind in (0, 1, 2):

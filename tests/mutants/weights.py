@@ -14,7 +14,7 @@ MUTANTS = (
     ),
     Mutant(
         "torch writes the first change alone",
-        "weights/on_gpu.py",
+        "weights/gpu_elements.py",
         "base[offsets] = new_bits",
         "base[offsets[:1]] = new_bits[:1]",
         Tests("patch/test_torch_writes.py", "every_layout"),

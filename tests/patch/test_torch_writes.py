@@ -11,9 +11,10 @@ import pytest
 import sparserl
 from sparserl.errors import WrongBase
 from sparserl.kernels.gpu import support
+from sparserl.kernels.gpu.ints import INTS
 from sparserl.patch.application import stage_all
 from sparserl.sources import track
-from sparserl.weights import memory, on_gpu
+from sparserl.weights import gpu_elements, memory
 from sparserl.weights.local import LocalWeights
 from tests.dtypes import long_if_rare
 
@@ -57,7 +58,7 @@ def trained(tensors, seed=1, share=0.1):
     generator = torch.Generator().manual_seed(seed)
     new = {}
     for name, tensor in tensors.items():
-        bits = tensor.detach().cpu().clone().contiguous().view(on_gpu.INTS[tensor.element_size()])
+        bits = tensor.detach().cpu().clone().contiguous().view(INTS[tensor.element_size()])
         chosen = torch.rand(bits.shape, generator=generator) < share
         new[name] = torch.where(chosen, bits ^ 1, bits).view(tensor.dtype).to(DEVICE)
     return new
@@ -103,7 +104,7 @@ def test_all_or_nothing(monkeypatch):
     new = trained(old)
     staged = stage_all(sparserl.diff(old, new, profile="ulp").contents, old)
     before = clone(old)
-    write = on_gpu.GpuElements.write
+    write = gpu_elements.GpuElements.write
     calls = []
 
     def fail(self, bits):
@@ -112,7 +113,7 @@ def test_all_or_nothing(monkeypatch):
         if len(calls) == 1:
             raise MemoryError
 
-    monkeypatch.setattr(on_gpu.GpuElements, "write", fail)
+    monkeypatch.setattr(gpu_elements.GpuElements, "write", fail)
     with pytest.raises(MemoryError):
         staged.commit()
     assert same(old, before)

@@ -209,7 +209,7 @@ def _stage_with_gpu(
                 yield index
             else:
                 on_gpu.extend(gpu_apply.stage_group(patch, weights, group) for group in groups.add(bucket))
-        if not on_gpu and groups.few:
+        if not on_gpu and groups.share < 1:
             yield from groups.indices
         else:
             on_gpu.extend(gpu_apply.stage_group(patch, weights, group) for group in groups.rest)

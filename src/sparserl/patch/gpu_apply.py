@@ -2,9 +2,10 @@
 
     buckets ──► coded chunks, to the GPU ──► decode, many buckets at once ──► digest ──► swap old bits for new
 
-A bucket is decoded here if its sparse entries are runs on one GPU, and the GPU can read its streams; tokens in zstd are
-decompressed on the host first. Any other bucket is decoded on the CPU, as all in `gap` are. While a GPU is at work on
-some buckets, the host reads the heads of the next. One that does not decode is handed to the CPU, which says why.
+A bucket is decoded here if its sparse entries are runs, or rows of a rank's columns, on one GPU, and the GPU can read
+its streams; tokens in zstd are decompressed on the host first. Any other bucket is decoded on the CPU, as all in `gap`
+are. While a GPU is at work on some buckets, the host reads the heads of the next. One that does not decode is handed to
+the CPU, which says why.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def gpu_bucket(weights: LocalWeights, index: int, head: Head, reader: Reader) ->
     small_tiles = head.profile.tiled and 1 << head.tile_log < gpu.changes.BLOCK
     if head.profile.name == "gap" or not head.layout.changes or small_tiles:
         return None
-    runs = runs_of(sparse(head), weights)
+    runs = runs_of(sparse(head), weights, with_rows=True)
     if runs is None:
         return None
     classes = read_classes(head.dtype, reader) if head.profile.conditional else None
@@ -258,9 +259,9 @@ class Groups:
         return [bucket.index for group in self.rest for bucket in group]
 
     @property
-    def few(self) -> bool:
-        """Whether they are too little for a GPU to be worth while."""
-        return sum(bucket.share for group in self.rest for bucket in group) < 1
+    def share(self) -> float:
+        """The share that groups which are not full have of what is enough for a GPU to be worth while."""
+        return sum(bucket.share for group in self.rest for bucket in group)
 
 
 def stage_group(patch: Contents, weights: LocalWeights, group: list[GpuBucket]) -> GpuStaged:

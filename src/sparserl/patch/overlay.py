@@ -15,7 +15,7 @@ from ..weights.local import LocalWeights
 from ..weights.shards import Place
 
 if TYPE_CHECKING:
-    from ..weights.on_gpu import GpuElements
+    from ..weights.gpu_elements import GpuElements
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from .decode import Decoded, flatten, sparse
 from .overlay import Overlay
 
 if TYPE_CHECKING:
-    from ..weights.on_gpu import GpuElements
+    from ..weights.gpu_elements import GpuElements
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _gpu_elements(weights: LocalWeights, decoded: Decoded, geometry: Geometry) -
     tensors = [gpu_tensor(weights.locate(*place)[0]) for place in decoded.sparse_places]
     if all(tensor is None for tensor in tensors):
         return None
-    from ..weights.on_gpu import GpuElements
+    from ..weights.gpu_elements import GpuElements
 
     return GpuElements(weights, tensors, geometry, decoded.sparse_count, decoded.positions)
 

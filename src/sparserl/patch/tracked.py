@@ -279,7 +279,7 @@ class _Finder:
         is_on_host = np.repeat(on_host, counts)
         gpu_rows = np.flatnonzero(~on_host & (counts > 0))
         if gpu_rows.size:
-            from ..weights.on_gpu import GpuElements
+            from ..weights.gpu_elements import GpuElements
 
             rows = _rows(batch, gpu_rows)
             places = zip(rows.tensor.tolist(), rows.region, strict=True)

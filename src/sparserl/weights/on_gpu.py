@@ -1,8 +1,9 @@
 """Weights on GPUs, as the kernels there read and write them.
 
 A run is a place whose elements are consecutive both in memory and in their tensor. Kernels read runs where they lie,
-and cast fp32 to bf16 as they read it. Other places on a GPU, such as a slice of columns, are summed up there (see
-`gpu_grids`); else they are read through host memory, and written element by element.
+and cast fp32 to bf16 as they read it. Those that decode changes also take what is consecutive in memory alone, such as
+the columns that a rank has of a tensor: rows, with gaps between them in their tensor. Other places on a GPU are summed
+up there (see `gpu_grids`); else they are read through host memory, and written element by element.
 """
 
 from __future__ import annotations
@@ -18,22 +19,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kernels import cpu, gpu
-from ..kernels.cpu.arguments import InTensor
+from ..kernels import gpu
 from ..kernels.gpu.ints import INTS
 from .batches import Batch
 from .dtypes import DType, UIntArray
-from .geometry import Geometry
-from .gpu_copies import fetch, upload
+from .gpu_copies import upload
 from .local import LocalWeights
 from .memory import Memory
-from .region import Numbers, Region, run_start, whole
+from .region import Numbers, Region, Rows, Shape, run_start, whole
 from .shards import Place
 from .staging import cast_origin, gpu_tensor
 from .table import TensorTable
 
 LARGE_BYTES = 128 << 20  # of a piece: kernels look at all pieces in one launch, but each costs host time
-_warm = set[tuple[DType, Any, bool, bool]]()  # dtypes, GPUs, alignments and casts whose kernels are compiled
+_warm = set[tuple[DType, Any, bool, bool, bool]]()  # dtypes, GPUs, alignments, casts and rows: their kernels are there
 _warming = threading.Lock()
 GROUP_BYTES = 8 << 30  # of weights that kernels look at together; their results take up to a fifth of that
 
@@ -61,6 +60,8 @@ class Runs:
     tensor: Numbers
     numel: Numbers
     start: Numbers  # position of each run's first element in its tensor
+    columns: Numbers  # elements of each row of a run
+    gap: Numbers  # elements of its tensor between two rows; zero for proper runs
     address: Numbers  # versions × runs
     bases: tuple[torch.Tensor, ...]  # of each version some tensor on the GPU, of its width
     owners: Sequence[LocalWeights]
@@ -73,6 +74,11 @@ class Runs:
     def is_cast(self) -> bool:
         """Whether the last version is fp32, which kernels cast where they read it."""
         return self.bases[-1].element_size() != self.dtype.width
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether some have gaps between their rows in their tensors."""
+        return bool(self.gap.any())
 
     @property
     def aligned(self) -> npt.NDArray[np.bool_]:
@@ -90,6 +96,8 @@ class Runs:
             tensor=self.tensor[which],
             numel=self.numel[which],
             start=self.start[which],
+            columns=self.columns[which],
+            gap=self.gap[which],
             address=self.address[:, which],
         )
 
@@ -102,6 +110,8 @@ class Runs:
             tensor=np.concatenate([part.tensor for part in parts]),
             numel=np.concatenate([part.numel for part in parts]),
             start=np.concatenate([part.start for part in parts]),
+            columns=np.concatenate([part.columns for part in parts]),
+            gap=np.concatenate([part.gap for part in parts]),
             address=np.concatenate([part.address for part in parts], axis=-1),
         )
 
@@ -138,11 +148,24 @@ class Runs:
         before = np.cumsum(numel) - numel
         offset = before - before[(end - count)[run]]  # elements of its run that precede a piece
         widths = np.array([[base.element_size()] for base in self.bases])
-        return replace(cut, start=cut.start + offset, address=cut.address + offset * widths)
+        cut = replace(cut, start=cut.start + offset, address=cut.address + offset * widths)
+        for i in np.flatnonzero(cut.gap * offset).tolist():
+            cut._set_rows(i)  # noqa: SLF001  # of this class
+        return cut
+
+    def _set_rows(self, piece: int) -> None:
+        """Find out how a piece that was cut from rows with gaps lies in its tensor."""
+        tensor, region = self.places[piece]
+        rows = None if region is None else Rows.of(region, self.table.specs[tensor].shape)
+        assert rows is not None  # a piece of rows is rows, or in one of them
+        self.start[piece] = rows.start
+        self.columns[piece] = rows.columns
+        self.gap[piece] = rows.gap
 
     def blocks(self) -> tuple[gpu.changes.Blocks, list[gpu.changes.Side]]:
         """The blocks that kernels work on, and one side per version."""
-        columns = _BlockColumns(self.numel, self.start, self.table.keys[self.tensor])
+        arrays = self.numel, self.start, self.table.keys[self.tensor]
+        columns = _BlockColumns(*arrays, *((self.columns, self.gap) if self.has_rows else ()))
         blocks = _blocks(self.dtype.width, self.device, stream_of(self.device), columns)
         versions = zip(self.address, self.bases, strict=True)
         return blocks, [blocks.side_at(address, base, self.owners) for address, base in versions]
@@ -156,15 +179,18 @@ def stream_of(device: Any) -> int:
 class _BlockColumns:
     """What blocks are made of, to look them up by: very many numbers are hashed by their sums."""
 
-    def __init__(self, numel: Numbers, start: Numbers, keys: np.ndarray[Any, Any]) -> None:
-        self.arrays = (numel.copy(), start.copy(), keys)  # nobody changes them later
+    def __init__(self, numel: Numbers, start: Numbers, keys: np.ndarray[Any, Any], *rows: Numbers) -> None:
+        copies = [array.copy() for array in (numel, start, *rows)]  # nobody changes them later
+        self.arrays = (*copies[:2], keys, *copies[2:])
         self._hash = hash((numel.size, int(numel.sum()), int(start.sum()), int(keys.sum())))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BlockColumns) and all(map(np.array_equal, self.arrays, other.arrays))
+        if not isinstance(other, _BlockColumns) or len(self.arrays) != len(other.arrays):
+            return False
+        return all(map(np.array_equal, self.arrays, other.arrays))
 
 
 @lru_cache(maxsize=8)
@@ -173,14 +199,22 @@ def _blocks(width: int, device: Any, _stream: int, columns: _BlockColumns) -> gp
 
     They depend on these arguments alone: they contain no addresses and keep no tensor alive.
     """
-    numel, start, keys = columns.arrays
-    return gpu.changes.Blocks(width, numel, device, keys, start)
+    numel, start, keys, *rows = columns.arrays
+    return gpu.changes.Blocks(width, numel, device, keys, start, rows=(rows[0], rows[1]) if rows else None)
 
 
-def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list[Place], list[Runs]]:
+def split_by_gpu(
+    places: Iterable[Place], *versions: LocalWeights, with_rows: bool = False
+) -> tuple[list[Place], list[Runs]]:
     """Split places into those for the CPU, and those that are runs on the same GPU in all versions.
 
     In versions after the first, runs may have to be cast. They are grouped by dtype and GPU, and casts apart.
+
+    Args:
+        places: The places.
+        versions: The weights, in one version or several.
+        with_rows: Whether rows with gaps between them in their tensors pass for runs. Few kernels know of such gaps;
+            the others refuse them.
     """
     all_places = places if isinstance(places, list) else [*places]
     devices = [*versions[0].gpu_streams]
@@ -193,19 +227,20 @@ def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list
     else:
         tensor = np.array([tensor for tensor, _ in all_places], np.int64)
         partial = np.array([region is not None for _, region in all_places])
-    start = np.zeros(tensor.size, np.int64)
+    start, columns, gap = np.zeros((3, tensor.size), np.int64)
+    columns += 1
     numel = table.numel[tensor]
     is_cast = np.zeros(tensor.size, bool)
     gpu_number, address = map(
         np.stack, zip(*(weights.gpu_addresses(tensor, devices) for weights in versions), strict=True)
     )
     for i in np.flatnonzero((gpu_number != gpu_number[0]).any(0) | (gpu_number[0] < 0) | partial).tolist():
-        run = _run(all_places[i], versions)
+        run = _run(all_places[i], versions, with_rows=with_rows)
         gpu_number[:, i] = -1
         if run is not None and run.device in devices:
             gpu_number[:, i] = devices.index(run.device)
             numel[i] = run.numel
-            start[i] = run.start
+            start[i], columns[i], gap[i] = run.rows
             address[:, i] = run.addresses
             is_cast[i] = run.is_cast
     kind = np.where(gpu_number[0] < 0, -1, (2 * gpu_number[0] + is_cast) * 256 + table.codes[tensor])
@@ -221,6 +256,8 @@ def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list
             tensor=tensor[rows],
             numel=numel[rows],
             start=start[rows],
+            columns=columns[rows],
+            gap=gap[rows],
             address=address[:, rows],
             bases=tuple(_tensor_to_read(weights.locate(*all_places[first])[0]) for weights in versions),
             owners=versions,
@@ -229,13 +266,13 @@ def split_by_gpu(places: Iterable[Place], *versions: LocalWeights) -> tuple[list
     return [all_places[i] for i in np.flatnonzero(kind < 0).tolist()], by_kind
 
 
-def runs_of(batch: Batch, weights: LocalWeights) -> Runs | None:
-    """The regions of a batch as runs on one GPU; None if they are not."""
+def runs_of(batch: Batch, weights: LocalWeights, *, with_rows: bool = False) -> Runs | None:
+    """The regions of a batch as runs on one GPU; None if they are not. `with_rows`: see `split_by_gpu`."""
     devices = [*weights.gpu_streams]
     gpu_number, address = weights.gpu_addresses(batch.tensor, devices)
     places = [*zip(batch.tensor.tolist(), batch.region, strict=True)]
     if (gpu_number != gpu_number[0]).any() or gpu_number[0] < 0 or batch.region.count(None) < len(places):
-        on_host, by_kind = split_by_gpu(places, weights)
+        on_host, by_kind = split_by_gpu(places, weights, with_rows=with_rows)
         return by_kind[0] if not on_host and len(by_kind) == 1 else None
     return Runs(
         table=weights.table,
@@ -245,6 +282,8 @@ def runs_of(batch: Batch, weights: LocalWeights) -> Runs | None:
         tensor=batch.tensor,
         numel=batch.numel,
         start=np.zeros(gpu_number.size, np.int64),
+        columns=np.ones(gpu_number.size, np.int64),
+        gap=np.zeros(gpu_number.size, np.int64),
         address=address[None],
         bases=(gpu_tensor(weights.locate(*places[0])[0]),),
         owners=(weights,),
@@ -256,7 +295,7 @@ class _Run(NamedTuple):
 
     device: Any
     numel: int
-    start: int
+    rows: Rows
     addresses: list[int]
     is_cast: bool
 
@@ -267,11 +306,11 @@ def _tensor_to_read(memory: Memory) -> Any:
     return cast_origin(memory) if on_gpu is None else on_gpu
 
 
-def _run(place: Place, versions: Sequence[LocalWeights]) -> _Run | None:
-    """A place as a run on one GPU; None if it is not one in all versions."""
+def _run(place: Place, versions: Sequence[LocalWeights], *, with_rows: bool) -> _Run | None:
+    """A place as a run on one GPU, or as rows; None if it is not one in all versions."""
     tensor, region = place
     spec = versions[0].table.specs[tensor]
-    start = 0 if region is None else run_start(region, spec.shape)
+    rows = _rows_in_tensor(region, spec.shape, with_rows=with_rows)
     devices = set[Any]()
     addresses = list[int]()
     is_cast = False
@@ -280,15 +319,23 @@ def _run(place: Place, versions: Sequence[LocalWeights]) -> _Run | None:
         is_cast = weights is not versions[0] and cast_origin(memory) is not None
         on_gpu = cast_origin(memory) if is_cast else gpu_tensor(memory)
         local_start = 0 if local is None else run_start(local, memory.shape)
-        if on_gpu is None or start is None or local_start is None or not on_gpu.is_contiguous():
+        if on_gpu is None or rows is None or local_start is None or not on_gpu.is_contiguous():
             return None
         if gpu.support.obstacle(on_gpu.device) is not None:
             return None
         devices.add(on_gpu.device)
         addresses.append(on_gpu.data_ptr() + local_start * on_gpu.element_size())
-    if len(devices) > 1:
+    if len(devices) > 1 or rows is None:
         return None
-    return _Run(devices.pop(), spec.numel if region is None else region.numel, start or 0, addresses, is_cast)
+    return _Run(devices.pop(), spec.numel if region is None else region.numel, rows, addresses, is_cast)
+
+
+def _rows_in_tensor(region: Region | None, shape: Shape, *, with_rows: bool) -> Rows | None:
+    """How a region lies in its tensor; None if it is no run there and, if these will do, no rows either."""
+    start = 0 if region is None else run_start(region, shape)
+    if start is not None:
+        return Rows(start, 1, 0)
+    return Rows.of(region, shape) if with_rows and region is not None else None
 
 
 def groups(all_runs: Iterable[Runs], piece_bytes: int | None = None) -> Iterator[Runs]:
@@ -322,100 +369,20 @@ def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
     """Compile the kernels that syncs of weights on GPUs need, or comparisons of them with new ones."""
     rest, compared = (weights.places, []) if new is None else split_by_gpu(weights.places, weights, new)
     kinds = {
-        (runs.dtype, runs.device, aligned, runs.is_cast)
-        for runs in (*compared, *split_by_gpu(rest, weights)[1])
+        (runs.dtype, runs.device, aligned, runs.is_cast, runs.has_rows)
+        for runs in (*compared, *split_by_gpu(rest, weights, with_rows=new is None)[1])
         for aligned in np.unique(runs.aligned).tolist()
     }
     if not kinds or gpu.changes.INTERPRETED:
         return
     with warming():
-        for dtype, device, aligned, is_cast in kinds - _warm:
-            order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed}
+        for dtype, device, aligned, is_cast, has_rows in kinds - _warm:
+            order = {"sign_magnitude": dtype.sign_magnitude, "signed": dtype.signed, "has_rows": has_rows}
             with on_stream(weights, device):
                 gpu.warmup.warm_up(dtype.width, device, aligned=aligned, is_cast=is_cast, **order)
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
-            _warm.add((dtype, device, aligned, is_cast))
-
-
-class GpuElements:
-    """The changed elements that lie on GPUs, in any memory layout: read and written one by one.
-
-    Kernels take all memory of a GPU for one tensor. Plain operations of torch take one storage after the other.
-
-    Attributes:
-        host_entries: Which entries lie in host memory instead.
-        host_changes: Which changes lie in host memory instead.
-    """
-
-    def __init__(
-        self, weights: LocalWeights, tensors: Sequence[Any], geometry: Geometry, count: Numbers, positions: Any
-    ) -> None:
-        """`tensors` has the tensor on a GPU that each entry lies in; None for entries in host memory."""
-        self._weights = weights
-        self._parts = list[tuple[torch.Tensor, torch.Tensor, Any]]()  # base, offsets from it, change numbers
-        entry = np.repeat(np.arange(count.size), count)  # of each change
-        owner = np.array([-1 if tensor is None else _owner(tensor) for tensor in tensors], np.int64)
-        for number in np.unique(owner[owner >= 0]).tolist():
-            entries = owner == number
-            base = _base(tensors[int(np.argmax(entries))])
-            device = base.device
-            which = np.flatnonzero(entries[entry])
-            width = base.element_size()
-            offsets = np.empty(which.size, np.int64)
-            regions = InTensor(
-                start=(geometry.address[entries] - base.data_ptr()) // width,
-                dims=geometry.dims[entries],
-                size=geometry.size[entries],
-                stride=geometry.memory_strides[entries],
-                keys=geometry.keys[entries],
-            )
-            cpu.changes.locate(count[entries], regions, positions[which], offsets)
-            with on_stream(weights, device):
-                self._parts.append((base, upload(offsets, device), which))
-        self.host_entries = np.array([tensor is None for tensor in tensors], bool)
-        self.host_changes = self.host_entries[entry]
-
-    def read(self, out: UIntArray) -> None:
-        """Read the bits on GPUs, each to the index of its change."""
-        for base, offsets, which in self._parts:
-            with on_stream(self._weights, base.device):
-                bits = base[offsets] if gpu.support.obstacle(base.device) else gpu.cells.gather(base, offsets)
-                out[which] = fetch(bits)().view(out.dtype)
-
-    def write(self, bits: UIntArray) -> None:
-        """Write the elements on GPUs, given the bits of all changes."""
-        for base, offsets, which in self._parts:
-            with on_stream(self._weights, base.device):
-                new_bits = upload(bits[which], base.device)
-                if gpu.support.obstacle(base.device):
-                    base[offsets] = new_bits
-                else:
-                    gpu.cells.scatter(base, offsets, new_bits)
-        self.finish()
-
-    def finish(self) -> None:
-        """Wait until every stream can see what was written."""
-        for base, _, _ in self._parts:
-            if (stream := self._weights.gpu_streams[base.device]) is not None:
-                stream.synchronize()
-
-
-def _owner(tensor: torch.Tensor) -> int:
-    """A number that tensors have in common whose elements can be reached from one base."""
-    if gpu.support.obstacle(tensor.device) is None:
-        return tensor.device.index or 0
-    return tensor.untyped_storage().data_ptr()
-
-
-def _base(tensor: torch.Tensor) -> torch.Tensor:
-    """What offsets count from: a tensor, as if all memory of its GPU were part of it; or all of its storage."""
-    dtype = INTS[tensor.element_size()]
-    if gpu.support.obstacle(tensor.device) is None:
-        return tensor.detach().view(dtype)
-    storage = tensor.untyped_storage()
-    size = (storage.nbytes() // tensor.element_size(),)
-    return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, size, (1,))
+            _warm.add((dtype, device, aligned, is_cast, has_rows))
 
 
 def write(weights: LocalWeights, place: Place, bits: UIntArray) -> bool:

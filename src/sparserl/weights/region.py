@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -167,6 +168,28 @@ def run_start(region: Region, shape: Shape) -> int | None:
             return None
         partial = partial or region.size[d] != shape[d]
     return sum(a * s for a, s in zip(region.start, row_major(shape), strict=True))
+
+
+class Rows(NamedTuple):
+    """How a box lies in a row-major tensor: its first position, the elements of a row, and those between two rows."""
+
+    start: int
+    columns: int
+    gap: int
+
+    @classmethod
+    def of(cls, region: Region, shape: Shape) -> Rows | None:
+        """The rows of a region; None if they do not all have the same distance. A run has one row, or no gaps."""
+        strides = row_major(shape)
+        size, (steps, _) = collapse(region.size, strides, row_major(region.size))
+        start = sum(a * s for a, s in zip(region.start, strides, strict=True))
+        if steps and steps[-1] != 1:  # rows of one element
+            size = (*size, 1)
+            steps = (*steps, 1)
+        if len(size) > 2:
+            return None
+        columns = size[-1] if size else 1
+        return cls(start, columns, steps[0] - columns if len(size) == 2 else 0)
 
 
 class Effort:

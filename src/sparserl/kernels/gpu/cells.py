@@ -21,11 +21,13 @@ from .changes import (
     load_bits,
     load_keys,
     load_marks,
+    load_rows,
     load_uint32,
     narrowed,
     new_sums,
     popcount,
     store_word,
+    tensor_position,
     unsigned,
     weyl_number,
 )
@@ -142,6 +144,7 @@ def _locate_kernel(
     GAPS: tl.constexpr,
     SIGN: tl.constexpr,
     BITS: tl.constexpr,
+    ROWS: tl.constexpr,
     SPAN: tl.constexpr,
     Q: tl.constexpr,
 ):
@@ -152,7 +155,7 @@ def _locate_kernel(
         a = tl.load(weights.at + part)
         end = tl.load(blocks.numel + part)
         key, second_key = load_keys(blocks, part)
-        start = tl.load(blocks.start + part)
+        rows = load_rows(blocks, part, ROWS)
         if GAPS:
             end = tl.minimum(end, begin + (tl.full([], 1, tl.int64) << tl.load(spans.tile_log + part)))
         last = begin - 1
@@ -179,7 +182,8 @@ def _locate_kernel(
                 store_word(out.new + k, new, ok, BITS)
             tl.store(out.addresses + k, a + position, mask=ok)
             store_word(out.old + k, old, ok, BITS)
-            delta = digest_delta(weyl_number(key, start + position), second_key, old, new, ok)
+            weyl = weyl_number(key, tensor_position(rows, position, ROWS))
+            delta = digest_delta(weyl, second_key, old, new, ok)
             first_sum += delta[0]
             second_sum += delta[1]
             if tl.max(wrong.to(tl.int32), axis=0) > 0:
@@ -210,7 +214,7 @@ def tile_positions(
     if tiles.count:
         _locate_kernel[(tiles.count,)](
             *(side.pointers, blocks.table, spans, numbers.gaps, numbers.steps, out, bad, blocks.sizes.size),
-            *(True, sign_magnitude, 8 * blocks.width, _SPAN, at_a_time),
+            *(True, sign_magnitude, 8 * blocks.width, blocks.has_rows, _SPAN, at_a_time),
             num_warps=warps,
         )
     return out
@@ -240,7 +244,7 @@ def locate(
     if programs:
         _locate_kernel[(programs,)](
             *(side.pointers, blocks.table, spans, positions, bits, out, bad, blocks.sizes.size),
-            *(False, True, 8 * blocks.width, _SPAN, at_a_time),
+            *(False, True, 8 * blocks.width, blocks.has_rows, _SPAN, at_a_time),
             num_warps=warps,
         )
     return out

@@ -75,12 +75,16 @@ class BlockTable(NamedTuple):
     numel: torch.Tensor
     keys: torch.Tensor  # of the part's tensor, for digests
     start: torch.Tensor  # where the part begins in its tensor, for digests
+    columns: torch.Tensor  # elements of a row; what this and `gap` have means nothing where all parts are runs
+    gap: torch.Tensor  # elements of the tensor between two rows
 
 
 class Blocks:
     """Elements of several tensors (or contiguous parts of them), divided into blocks.
 
     start: where each part begins in its tensor; keys: the two keys of its tensor. Both are for digests.
+    rows: for each part the elements of a row, and how many elements of the tensor lie between two rows; None if all
+        parts are runs of their tensors.
     """
 
     def __init__(
@@ -91,8 +95,10 @@ class Blocks:
         keys: np.ndarray[Any, Any] | None = None,
         start: Any = None,
         block: int = BLOCK,
+        rows: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = None,
     ) -> None:
         self.width = width
+        self.has_rows = rows is not None
         self.block = block
         self.device = torch.device(device)
         self._cache: dict[tuple[str, bytes], Any] = {}
@@ -101,21 +107,30 @@ class Blocks:
         self.count = int(per_part.sum())
         self.first_block = np.cumsum(per_part) - per_part
         n = self.sizes.size
-        rows = np.zeros((6, n + n % 2), np.int64)  # rows begin at 16-byte boundaries: kernels are compiled for these
-        rows[0, :n] = self.sizes
-        rows[1, :n] = self.first_block
-        rows[2, :n] = per_part
-        rows[3, :n] = 0 if start is None else start
-        rows[4:].reshape(-1)[: 2 * n] = 0 if keys is None else np.asarray(keys, np.uint64).view(np.int64).ravel()
-        on_gpu = self.upload(rows)
+        # Lines of the table begin at 16-byte boundaries: kernels are compiled for these.
+        table = np.zeros((6 + 2 * self.has_rows, n + n % 2), np.int64)
+        table[0, :n] = self.sizes
+        table[1, :n] = self.first_block
+        table[2, :n] = per_part
+        table[3, :n] = 0 if start is None else start
+        table[4:6].reshape(-1)[: 2 * n] = 0 if keys is None else np.asarray(keys, np.uint64).view(np.int64).ravel()
+        if rows is not None:
+            table[6:, :n] = rows
+        on_gpu = self.upload(table)
         sizes, first, self.per_part, starts = on_gpu[:4, :n]
-        part_keys = on_gpu[4:].view(-1)[: 2 * n].view(n, 2)
+        part_keys = on_gpu[4:6].view(-1)[: 2 * n].view(n, 2)
+        columns, gap = on_gpu[6:, :n] if self.has_rows else (starts, starts)
         if n == 1:
             part = torch.zeros(self.count, dtype=torch.int32, device=self.device)
         else:
             parts = torch.arange(n, dtype=torch.int32, device=self.device)
             part = torch.repeat_interleave(parts, self.per_part, output_size=self.count)
-        self.table = BlockTable(part, first, sizes, part_keys, starts)
+        self.table = BlockTable(part, first, sizes, part_keys, starts, columns, gap)
+
+    def require_runs(self) -> None:
+        """Refuse parts with gaps between their rows, for kernels that know nothing of rows."""
+        if self.has_rows:
+            raise ValueError("this kernel needs parts that are runs of their tensors")
 
     def upload(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Copy numbers to the GPU."""
@@ -460,6 +475,26 @@ def load_keys(blocks, part):
 
 
 @triton.jit
+def load_rows(blocks, part, ROWS: tl.constexpr):
+    """Where a part begins in its tensor and, if asked for, the elements of its rows and of the gaps between them."""
+    start = tl.load(blocks.start + part)
+    if ROWS:
+        return start, tl.load(blocks.columns + part), tl.load(blocks.gap + part)
+    else:
+        return start, start, start
+
+
+@triton.jit
+def tensor_position(rows, position, ROWS: tl.constexpr):
+    """A position of a part as one of its tensor."""
+    start, columns, gap = rows
+    if ROWS:
+        return start + position + position // columns * gap
+    else:
+        return start + position
+
+
+@triton.jit
 def digest_delta(weyl, key, old, new, ok):
     """How both sums change when old bits become new ones."""
     before = mix(weyl, key, old.to(tl.uint64))
@@ -552,6 +587,7 @@ def _compact_kernel(
     STEPS: tl.constexpr,
     TILED: tl.constexpr,
     KEEP_OLD: tl.constexpr,
+    ROWS: tl.constexpr,
     Q: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -565,7 +601,7 @@ def _compact_kernel(
         old_at = old.base + tl.load(old.at + part)
         new_at = new.base + tl.load(new.at + part)
         key, second_key = load_keys(blocks, part)
-        start = tl.load(blocks.start + part)
+        rows = load_rows(blocks, part, ROWS)
         if TILED:
             into, tile_first = _tile_start(block, begin, tl.load(tile_log + part), ends, B)
         first_sum = tl.zeros([Q], tl.uint64)
@@ -583,7 +619,8 @@ def _compact_kernel(
             if KEEP_OLD:
                 store_word(out.old + k, x, ok, BITS)
             store_word(out.new + k, steps(x, y, SIGN, BITS) if STEPS else y, ok, BITS)
-            delta = digest_delta(weyl_number(key, start + position), second_key, x, y, ok)
+            weyl = weyl_number(key, tensor_position(rows, position, ROWS))
+            delta = digest_delta(weyl, second_key, x, y, ok)
             first_sum += delta[0]
             second_sum += delta[1]
             i += Q
@@ -624,7 +661,7 @@ def compact(
         _compact_kernel[(blocks.count,)](
             *(old.pointers, new.pointers, blocks.table, words, ends, tile_log, out),
             *(blocks.block, 8 * blocks.width, sign_magnitude, steps, tile_log is not None, keep_old),
-            at_a_time,
+            *(blocks.has_rows, at_a_time),
             num_warps=warps,
         )
     return out
@@ -657,6 +694,7 @@ def _digest_kernel(weights, blocks, sums, B: tl.constexpr, STEP: tl.constexpr):
 
 def digest(blocks: Blocks, side: Side) -> torch.Tensor:
     """The element sums of the digest (int64, modulo 2^64), without the terms of the tensor table."""
+    blocks.require_runs()
     sums = new_sums(blocks.device)
     if blocks.count:
         _digest_kernel[(blocks.count,)](side.pointers, blocks.table, sums, blocks.block, side.step, num_warps=4)

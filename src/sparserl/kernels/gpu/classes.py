@@ -32,6 +32,7 @@ from .changes import (
     load_keys,
     load_marks,
     load_new_bits,
+    load_rows,
     load_uint32,
     natural_order,
     new_sums,
@@ -40,6 +41,7 @@ from .changes import (
     read_pairs,
     steps,
     store_word,
+    tensor_position,
     unsigned,
     weyl_number,
 )
@@ -413,6 +415,7 @@ def classify_changes(
 
     ends: the changes up to the end of each block.
     """
+    blocks.require_runs()
     out = _ClassOutput(
         blocks.empty(changes, torch.int16),
         blocks.empty(changes, torch.int16),
@@ -952,6 +955,7 @@ def _class_positions_kernel(
     BITS: tl.constexpr,
     SIGN: tl.constexpr,
     PAIRED: tl.constexpr,
+    ROWS: tl.constexpr,
     Q: tl.constexpr,
 ):
     """A program has the changes of one class in one tile."""
@@ -970,7 +974,7 @@ def _class_positions_kernel(
         tile_begin = (head - tl.load(blocks.first + part)) * B
         tile = (head, tile_blocks, tile_begin, tile_begin + tile_blocks * B <= n)
         key, second_key = load_keys(blocks, part)
-        start = tl.load(blocks.start + part)
+        rows = load_rows(blocks, part, ROWS)
         under = tl.load(limits + part * K + c - 1, mask=c > 0, other=0).to(tl.uint64, bitcast=True)
         upper = tl.load(limits + part * K + c, mask=c < K, other=0).to(tl.uint64, bitcast=True)
         begin = tl.load(layout.by_class + c.to(tl.int64) * T + t)
@@ -995,7 +999,8 @@ def _class_positions_kernel(
             tl.store(out.addresses + k, a + position, mask=ok)
             store_word(out.old + k, old, ok, BITS)
             store_word(out.new + k, new, ok, BITS)
-            delta = digest_delta(weyl_number(key, start + position), second_key, old, new, ok)
+            weyl = weyl_number(key, tensor_position(rows, position, ROWS))
+            delta = digest_delta(weyl, second_key, old, new, ok)
             first_sum += delta[0]
             second_sum += delta[1]
             if tl.max(wrong.to(tl.int32), axis=0) > 0:
@@ -1034,7 +1039,7 @@ def class_positions(
             *(side.pointers, blocks.table, classification.limits, ranks, tiles.table, numbers.layout),
             *(numbers.gaps, numbers.steps, out, bad, blocks.count, tiles.count, leap, blocks.block),
             *(classification.K, classification.kind, 8 * blocks.width),
-            *(classification.sign_magnitude, classification.paired(blocks, side), at_a_time),
+            *(classification.sign_magnitude, classification.paired(blocks, side), blocks.has_rows, at_a_time),
             num_warps=warps,
         )
     return out

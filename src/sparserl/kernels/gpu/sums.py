@@ -49,6 +49,7 @@ def _digests_kernel(weights, blocks, sums, B: tl.constexpr):
 
 def digests(blocks: Blocks, side: Side) -> torch.Tensor:
     """Both element sums of each part (int64, modulo 2^64)."""
+    blocks.require_runs()
     sums = torch.zeros((blocks.sizes.size, 2), dtype=torch.int64, device=blocks.device)
     if blocks.count:
         _digests_kernel[(blocks.count,)](side.pointers, blocks.table, sums, blocks.block, num_warps=4)
@@ -152,6 +153,7 @@ def _digest_deltas_kernel(new, old, blocks, sums, B: tl.constexpr, CAST: tl.cons
 
 def digest_deltas(blocks: Blocks, new: Side, old: Side, sums: torch.Tensor) -> None:
     """Add to both sums of each part how they change when old bits become new ones, which are cast as in `mark`."""
+    blocks.require_runs()
     wide = new.base.element_size()
     if blocks.count:
         _digest_deltas_kernel[(blocks.count,)](

@@ -30,6 +30,7 @@ def warm_up(
     is_cast: bool = False,
     sign_magnitude: bool,
     signed: bool,
+    has_rows: bool = False,
     block: int = changes.BLOCK,
 ) -> None:
     """Compile the kernels for elements of a width, or load them if they were compiled before.
@@ -41,6 +42,7 @@ def warm_up(
         is_cast: Whether new weights are fp32, and are compared as bf16.
         sign_magnitude: Whether the elements are floating-point numbers.
         signed: Whether they are signed integers.
+        has_rows: Whether some parts are rows with gaps between them in their tensors.
         block: The elements of a program.
     """
     numel = _BLOCKS * block
@@ -55,12 +57,18 @@ def warm_up(
         maker = changes.Blocks(4, [numel] * _PARTS, device, block=block)
         other = other.to(torch.int32) << 16
     new = maker.side([row[first].clone() if aligned else row[first] for row in other])
+    with_rows = [blocks]
+    if has_rows:
+        rows = np.full(_PARTS, block), np.ones(_PARTS, np.int64)
+        with_rows.append(changes.Blocks(width, [numel] * _PARTS, device, block=block, rows=rows))
     order = {"sign_magnitude": sign_magnitude, "signed": signed}
     for thresholds in range(MOST_THRESHOLDS + 1):
         limits = np.tile(np.arange(1, thresholds + 1, dtype=np.uint64), (_PARTS, 1)) if thresholds else None
         tile_log = block.bit_length()  # a tile has two blocks, and a part two tiles
-        _code(streams.StreamPlan.of(blocks, [0] * _PARTS, tile_log, limits, **order), old, new)
+        _code([streams.StreamPlan.of(some, [0] * _PARTS, tile_log, limits, **order) for some in with_rows], old, new)
     _compare(blocks, old, new, 0 if sign_magnitude else 1 if signed else 2)
+    for some in with_rows:
+        _locate(some, old, new)
     _join(blocks, old)
 
 
@@ -80,11 +88,14 @@ def unwatched() -> Iterator[None]:
             runtime.jit_post_compile_hook = hook
 
 
-def _code(plan: streams.StreamPlan, old: changes.Side, new: changes.Side) -> None:
-    """Encode changes, decode them, write them, and undo that."""
+def _code(plans: list[streams.StreamPlan], old: changes.Side, new: changes.Side) -> None:
+    """Encode changes by the first plan, decode them by each, write them, and undo that."""
+    plan = plans[0]
     encoded = streams.encode(plan, old, new, changes.diff(plan.blocks, old, new))
     bad = torch.zeros(1, dtype=torch.int32, device=plan.blocks.device)
     received = streams.ReceivedChunks(encoded.data, encoded.directory)
+    for other in plans[1:]:
+        streams.decode(other, old, encoded.changes, bad, lambda: received)
     located = streams.decode(plan, old, encoded.changes, bad, lambda: received)
     cells.swap(old, located, bad)
     classes.write(old, located, located.old, bad)
@@ -95,16 +106,21 @@ def _compare(blocks: changes.Blocks, old: changes.Side, new: changes.Side, kind:
     changes.digest(blocks, old)
     sums.digests(blocks, old)
     bitmap, counts = changes.diff(blocks, old, new)
-    per_part = streams.part_changes(blocks, counts).cpu().numpy()
     which = torch.arange(4, device=blocks.device)
     cells.sample(blocks, old, new, bitmap, counts, which)
     one = np.ones(1, np.int64)
     cells.key_histogram(blocks, old, kind, np.zeros(_PARTS, np.int64), one, one)
+    offsets = torch.arange(4, device=blocks.device)
+    cells.scatter(old.base, offsets, cells.gather(old.base, offsets))
+
+
+def _locate(blocks: changes.Blocks, old: changes.Side, new: changes.Side) -> None:
+    """What is done with a difference that stays on the GPU."""
+    bitmap, counts = changes.diff(blocks, old, new)
+    per_part = streams.part_changes(blocks, counts).cpu().numpy()
     compacted = changes.compact(blocks, old, new, bitmap, counts, int(per_part.sum()), keep_old=True)
     bad = torch.zeros(1, dtype=torch.int32, device=blocks.device)
     located = cells.locate(blocks, old, per_part, compacted.positions, compacted.new, bad)
-    offsets = torch.arange(4, device=blocks.device)
-    cells.scatter(old.base, offsets, cells.gather(old.base, offsets))
     cells.swap(old, located, bad)
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def hasten_interpreter() -> None:
 
     Sums wrap on purpose in these kernels: nothing looks for overflows. Triton exchanges the functions of its language
     at every call of a function in a kernel; here once for every module of kernels, and they stay exchanged. What Triton
-    works out of the shape of every value is remembered.
+    works out of the shape of every value is remembered. Threads take turns: it can interpret only one kernel at a time.
     """
     import torch
     from triton.runtime import interpreter
@@ -63,6 +64,19 @@ def hasten_interpreter() -> None:
     interpreter._patch_lang = exchange_once
     interpreter._get_np_dtype = remembered_np_dtype
     _remember_shapes()
+    _take_turns(interpreter.GridExecutor)
+
+
+def _take_turns(executor) -> None:
+    """Let one thread at a time run a kernel."""
+    turn = threading.Lock()
+    execute = executor.__call__
+
+    def execute_alone(self, *arguments, **options):
+        with turn:
+            return execute(self, *arguments, **options)
+
+    executor.__call__ = execute_alone
 
 
 def _remember_shapes() -> None:

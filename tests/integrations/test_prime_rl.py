@@ -25,7 +25,7 @@ from sparserl.errors import CheckpointError, SessionError
 from sparserl.integrations.prime_rl import BroadcastPublisher, main
 from sparserl.sources import open_checkpoint
 from tests.integrations.absent import leave_out
-from tests.integrations.test_ranks import fleet
+from tests.integrations.fleet import fleet
 from tests.integrations.wheels import ROOT, definition, fields, parameters
 from tests.session.ranks import ranks, results
 

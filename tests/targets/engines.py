@@ -33,7 +33,7 @@ def named(weights):
 class Engine:
     """One rank of it."""
 
-    def __init__(self, rank=0, ranks=1, dtype=torch.bfloat16):
+    def __init__(self, rank=0, ranks=1, dtype=torch.bfloat16, device="cpu"):
         self.rank, self.ranks = rank, ranks
         keys = max(1, KEYS // ranks)  # of more ranks than key heads, several have the same
         rows = (HEADS // ranks + 2 * keys) * WIDTH
@@ -47,7 +47,7 @@ class Engine:
             "scale": (1,),
             "table": (7,),
         }
-        self.live = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
+        self.live = {name: torch.ones(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
         self.live["w2"] = self.live["w2"].transpose(1, 2)  # so that it has the shape of the checkpoint's
 
     def load(self, weights):

@@ -24,7 +24,7 @@ from sparserl.weights.gpu_zeros import zeros_like
 from sparserl.weights.local import LocalWeights
 from sparserl.wire import encode_bucket
 from tests.dtypes import long_if_rare
-from tests.integrations.test_ranks import fleet
+from tests.integrations.fleet import fleet
 from tests.patch.gpu.gpu_weights import (
     CUDA,
     DEVICE,

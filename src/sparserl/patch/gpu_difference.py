@@ -21,34 +21,37 @@ from .gpu_apply import GpuStaged
 from .gpu_changes import ComparedRuns
 
 
-def stage_difference(weights: LocalWeights, new: LocalWeights, base: Digest, result: Digest) -> Application | None:
+def stage_difference(
+    weights: LocalWeights, new: LocalWeights, base: Digest, result: Digest | None = None
+) -> Application | None:
     """Stage the difference between two versions on the first of them. Nothing is written.
 
     Args:
         weights: The version now.
-        new: The version afterwards; it is not needed any more when this returns.
+        new: The version afterwards, of these parts and perhaps others; it is not needed any more when this returns.
         base: The digest of the version now.
-        result: The digest of the version afterwards, which the changes must lead to.
+        result: The digest of the version afterwards, which the changes must lead to. None for parts of weights: then
+            the caller must compare what they lead to.
 
     Returns:
-        The changes, ready to be written. None if some weights do not lie on a GPU in both versions, as runs, or if
-        tensors share memory.
+        The changes, ready to be written. None if some weights do not lie on a GPU in both versions, as runs or rows, or
+        if tensors share memory.
 
     Raises:
         InvalidField: The changes lead to another digest.
         torch.cuda.OutOfMemoryError: The changes do not fit the GPU.
     """
-    elsewhere, all_runs = split_by_gpu(weights.places, weights, new)
+    elsewhere, all_runs = split_by_gpu(weights.places, weights, new, with_rows=True)
     if elsewhere or weights.tied:
         return None
     parts = [part for runs in groups(all_runs) for part in _stage_runs(weights, new, runs)]
     if not all(part.is_decoded for part in parts):
         raise InvalidField("a GPU found changes that do not lie in the weights; nothing was touched")
     digest = sum((part.moved for part in parts), base)
-    if digest != result:
+    if result is not None and digest != result:
         raise InvalidField(f"the changes lead to digest {digest}, not to {result}; the weights are as they were")
     changed = sum(part.changes.addresses.numel() for part in parts)
-    return Application(weights, base, result, tuple(parts), tied=False, changed=changed)
+    return Application(weights, base, digest, tuple(parts), tied=False, changed=changed)
 
 
 def _stage_runs(weights: LocalWeights, new: LocalWeights, runs: Runs) -> Sequence[GpuStaged]:

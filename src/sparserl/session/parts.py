@@ -14,6 +14,7 @@ from ..parallel import ordered
 from ..patch import Patch
 from ..patch.contents import Contents
 from ..patch.decode import sparse
+from ..patch.sliced import stage_slices
 from ..patch.slicing import PatchSlicer, write_slices
 from ..weights.dtypes import Bits
 from ..weights.local import LocalWeights
@@ -86,7 +87,22 @@ def apply_to_parts(weights: Shards, patches: Iterable[Patch], threads: int | Non
             write_slices(local, slicer, contents.decode(index, local))
 
     for patch in patches:
+        if local.has_kernels and _applied_on_gpu(local, patch, threads):
+            continue
         deque(ordered(partial(write, patch.contents), patch.contents.arrivals(), threads), maxlen=0)
+
+
+def _applied_on_gpu(weights: LocalWeights, patch: Patch, threads: int | None) -> bool:
+    """Apply a patch where weights lie on GPUs; False if there is no room for its changes."""
+    import torch
+
+    try:
+        staged = stage_slices(patch.contents, weights, [weights], threads, only_touched=True)
+    except torch.cuda.OutOfMemoryError:
+        return False
+    for application in staged:
+        application.commit(threads)
+    return True
 
 
 def cut(weights: Shards, places: Sequence[Place]) -> Shards:

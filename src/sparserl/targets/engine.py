@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import SessionError, WrongBase
-from ..parallel import ordered
 from ..patch import Application, Patch, Replacement, diff, stage_all
-from ..patch.decode import Decoded
-from ..patch.slicing import PROFILES, PatchSlicer
-from ..patch.staging import Staged, refuse_conflicts, stage
+from ..patch.sliced import stage_slices
+from ..patch.slicing import PROFILES
 from ..patch.warmup import warm_up as warm_up_cpu
-from ..weights.digest import Digest, place_sums
+from ..weights.digest import Digest, element_sums, place_sums
 from ..weights.dtypes import Bits, UIntArray
 from ..weights.local import LocalWeights
 from ..weights.memory import Memory, Weights
@@ -70,6 +68,7 @@ class EngineTarget:
         self._local: LocalWeights | None = None
         self._tensors: Mapping[str, Any] = {}
         self._members: Mapping[Place, Members] = {}
+        self._parts_of: Mapping[Members, LocalWeights] | None = None  # the parts, by the ranks that have them
 
     @property
     def local_weights(self) -> LocalWeights:
@@ -95,6 +94,7 @@ class EngineTarget:
         self._tensors = dict(self._live())
         shards = Shards(table, [part for spec in table.specs for part in self._parts(spec.name)])
         self._local = LocalWeights.of(shards)
+        self._parts_of = None
         self.profiles = None if self._local.complete else PROFILES
         self._local.require_writable()
         if is_new:
@@ -118,6 +118,7 @@ class EngineTarget:
     def share(self, members: Mapping[Place, Members]) -> None:
         """Set which ranks have each of the parts; sums are then told apart by them."""
         self._members = members
+        self._parts_of = None
 
     def remembered_version(self) -> None:
         """Memory does not outlive its process."""
@@ -131,67 +132,101 @@ class EngineTarget:
         if local.complete:
             prepared = ModuleTarget(_tensors_by_name(local), self._threads).prepare(change)
             return PreparedEngine(self, [prepared.commit], None, prepared.changed)
-        parts_of: dict[Members, list[tuple[Place, Memory]]] = {}
-        for part in local.parts:
-            parts_of.setdefault(self._members.get(part[0], ()), []).append(part)
-        groups = [LocalWeights(local.table, parts) for parts in parts_of.values()]
-        if change.fresh is None and change.fresh_parts is None and len(change.patches) == 1:
-            applications: Sequence[Application | Replacement] = self._slice(change.patches[0], local, groups)
+        sets = self._sets()
+        for weights in sets.values():
+            weights.follow_current_streams()
+        is_given = change.fresh is not None or change.fresh_parts is not None
+        if not is_given and len(change.patches) == 1:
+            patch = change.patches[0].contents
+            staged = stage_slices(patch, local, [*sets.values()], self._threads)
+            applications: list[Sequence[Application | Replacement]] = [[application] for application in staged]
         else:
             fresh = self._fresh(change, local)
-            applications = [self._rebuild(fresh, group, exchange=change.owns_fresh) for group in groups]
-        sums = dict(zip(parts_of, map(self._sums, applications), strict=True))
-        commits = [application.commit for application in applications]
-        return PreparedEngine(self, commits, sums, sum(application.changed for application in applications))
+            exchange = change.owns_fresh or not is_given
+            applications = [self._rebuild(fresh, weights, exchange=exchange) for weights in sets.values()]
+        sums = {members: self._sums(own) for members, own in zip(sets, applications, strict=True)}
+        every = [application for own in applications for application in own]
+        commits = [application.commit for application in every]
+        return PreparedEngine(self, commits, sums, sum(application.changed for application in every))
 
-    def _sums(self, application: Application | Replacement) -> MovedSums:
-        if isinstance(application, Replacement):
-            return MovedSums(*application.sums(self._threads))
-        return MovedSums(application.base, application.result)
+    def _sets(self) -> Mapping[Members, LocalWeights]:
+        """The parts, by the ranks that have them."""
+        if self._parts_of is None:
+            parts_of: dict[Members, list[tuple[Place, Memory]]] = {}
+            for part in self.local_weights.parts:
+                parts_of.setdefault(self._members.get(part[0], ()), []).append(part)
+            table = self.local_weights.table
+            self._parts_of = {members: LocalWeights(table, parts) for members, parts in parts_of.items()}
+        return self._parts_of
 
-    def _slice(self, patch: Patch, base: LocalWeights, weights: Sequence[LocalWeights]) -> list[Application]:
-        """Stage a patch of all weights on several sets of parts, which are those of `base`. Digests count from zero."""
-
-        def decode(index: int) -> Decoded:
-            return patch.contents.decode(index, base).in_order()
-
-        buckets = [*ordered(decode, patch.contents.arrivals(), self._threads)]
-        applications = []
-        for local in weights:
-            slicer = PatchSlicer(local)
-
-            def stage_bucket(bucket: Decoded, local: LocalWeights = local, slicer: PatchSlicer = slicer) -> Staged:
-                return stage(local, slicer.slice(bucket))
-
-            staged = [*ordered(stage_bucket, buckets, self._threads)]
-            tied = local.tied
-            refuse_conflicts(local, tied, staged)
-            moved = sum((part.moved for part in staged), Digest())
-            changed = sum(int(part.decoded.head.entries.count.sum()) for part in staged)
-            applications.append(Application(local, Digest(), moved, tuple(staged), bool(tied), changed))
-        return applications
+    def _sums(self, applications: Sequence[Application | Replacement]) -> MovedSums:
+        """The sums of one set of parts, of which each application has some."""
+        before = Digest()
+        after = Digest()
+        for application in applications:
+            if isinstance(application, Replacement):
+                base, result = application.sums(self._threads)
+                before += base
+                after += result
+            else:
+                before += application.base
+                after += application.result
+        return MovedSums(before, after)
 
     def _fresh(self, change: Change, local: LocalWeights) -> Weights | Shards:
-        """The new weights, or the parts of them that are here: as they were given, or built in host memory."""
+        """The new weights, or the parts of them that are here: as they were given, or built of copies."""
         fresh = change.fresh if change.fresh_parts is None else change.fresh_parts
         if fresh is not None:
             return fresh
-        copies = copy_shards(_shards(local))
-        base = LocalWeights.of(copies)
-        for patch in change.patches:
-            for application in self._slice(patch, base, [base]):
-                application.commit(self._threads)
+        parts = _shards(local)
+        copies = self._patched_on_gpu(parts, change.patches) if local.has_kernels else None
+        if copies is None:
+            copies = copy_shards(parts)
+            self._apply_all(copies, change.patches)
         return copies
 
-    def _rebuild(self, fresh: Weights | Shards, local: LocalWeights, *, exchange: bool) -> Application | Replacement:
+    def _patched_on_gpu(self, parts: Shards, patches: Sequence[Patch]) -> Shards | None:
+        """Copies of parts beside them, to which patches were applied; None if they do not fit there."""
+        import torch
+
+        from ..weights.gpu_zeros import copies_like
+
+        try:
+            copies = copies_like(parts)
+            if copies is not None:
+                self._apply_all(copies, patches)
+        except torch.cuda.OutOfMemoryError:
+            return None
+        return copies
+
+    def _apply_all(self, copies: Shards, patches: Sequence[Patch]) -> None:
+        """Apply patches of all weights to parts that nobody else uses."""
+        base = LocalWeights.of(copies)
+        for patch in patches:
+            for application in stage_slices(patch.contents, base, [base], self._threads):
+                application.commit(self._threads)
+
+    def _rebuild(
+        self, fresh: Weights | Shards, local: LocalWeights, *, exchange: bool
+    ) -> Sequence[Application | Replacement]:
         """Stage fresh weights: exchange them where they are ours, or compare."""
         old = _shards(local)
         new = _parts_like(old, fresh)
-        replacement = Replacement.of(local, LocalWeights.of(new), exchange=exchange)
+        fresh_parts = LocalWeights.of(new)
+        replacement = Replacement.of(local, fresh_parts, exchange=exchange)
         if replacement is not None:
-            return replacement
+            return [replacement]
+        on_gpu = _difference_on_gpu(local, fresh_parts, self._threads)
+        if on_gpu is not None:
+            compared = {*on_gpu.weights.places}
+            rest = [part for part in local.parts if part[0] not in compared]
+            if not rest:
+                return [on_gpu]
+            old = _shards(LocalWeights(local.table, rest))
+            new = _parts_like(old, fresh)
         patch = diff(old, new, profile="raw", threads=self._threads)
-        return stage_all(patch.contents, old, digest=patch.base)
+        application = stage_all(patch.contents, old, digest=patch.base)
+        return [application] if on_gpu is None else [on_gpu, application]
 
 
 class PreparedEngine:
@@ -231,6 +266,29 @@ class PreparedEngine:
 
     def discard(self) -> None:
         """Nothing was written."""
+
+
+def _difference_on_gpu(local: LocalWeights, fresh: LocalWeights, threads: int | None) -> Application | None:
+    """What must change in the parts that GPUs can compare with fresh ones there; None if there are none, or no room.
+
+    Its digests do not count from zero: ranks may come to the bits of a part that they share from different ones.
+    """
+    if not local.has_kernels:
+        return None
+    import torch
+
+    from ..patch.gpu_difference import stage_difference
+    from ..weights.on_gpu import split_by_gpu
+
+    _, all_runs = split_by_gpu(local.places, local, fresh, with_rows=True)
+    places = {place for runs in all_runs for place in runs.places}
+    if not places or local.tied:
+        return None
+    weights = LocalWeights(local.table, [part for part in local.parts if part[0] in places])
+    try:
+        return stage_difference(weights, fresh, element_sums(weights, weights.places, threads))
+    except torch.cuda.OutOfMemoryError:
+        return None
 
 
 def _tensors_by_name(local: LocalWeights) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Room for new weights on the GPUs that the old ones lie on."""
+"""Room for new weights on the GPUs that the old ones lie on, and copies there."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def zero_parts_like(shards: Shards) -> Shards | None:
         return None
     rows = zip(shards.parts, zeros, strict=True)
     return Shards(shards.table, [Part(part.tensor, part.region, tensor) for part, tensor in rows])
+
+
+def copies_like(shards: Shards) -> Shards | None:
+    """Copies of parts of weights beside them, in row-major order; None where there would be no zeros either."""
+    copies = zero_parts_like(shards)
+    if copies is None:
+        return None
+    for part, copy in zip(shards.parts, copies.parts, strict=True):
+        ints = INTS[copy.data.element_size()]
+        source = gpu_tensor(memory_of(part.tensor, part.data))
+        copy.data.view(ints).copy_(source.detach().view(ints))
+    return copies
 
 
 def _zeros_beside(gpu_tensors: Iterable[Any]) -> list[torch.Tensor] | None:

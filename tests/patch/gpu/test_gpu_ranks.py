@@ -2,186 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 import sparserl
 from sparserl import Region, codec, errors
 from sparserl.codec.coders import CODERS, Stored
-from sparserl.integrations.ranks import _moved
-from sparserl.patch import Patch, capture
+from sparserl.patch import Patch
 from sparserl.patch import replacement as replacement_module
 from sparserl.patch.contents import BucketList, Contents
 from sparserl.patch.sliced import _Slices, stage_slices
-from sparserl.patch.slicing import PatchSlicer
 from sparserl.session.parts import apply_to_parts
 from sparserl.targets import engine as engine_module
-from sparserl.targets.engine import EngineTarget, copy_shards
-from sparserl.targets.pieces import Piece
+from sparserl.targets.engine import copy_shards
 from sparserl.targets.target import Change
 from sparserl.weights import gpu_zeros
 from sparserl.weights.digest import Digest
-from sparserl.weights.dtypes import BY_NAME, Bits
+from sparserl.weights.dtypes import Bits
 from sparserl.weights.holdings import Holdings
 from sparserl.weights.local import LocalWeights
-from sparserl.weights.region import Rows, row_major, whole
-from sparserl.weights.shards import Part, Shards
-from sparserl.weights.tensors import memories, table_of
+from sparserl.weights.region import Rows
 from sparserl.wire import encode_bucket
 from tests.integrations.fleet import fleet
-from tests.patch.gpu.gpu_weights import CUDA, DEVICE, WITHOUT_KERNELS, gpu_tensor, host_bits, needs_gpu, needs_kernels
+from tests.patch.gpu.gpu_weights import DEVICE, WITHOUT_KERNELS, host_bits, needs_gpu, needs_kernels
+from tests.patch.gpu.rank_weights import BF16, SHAPES, Ranks, fetched, versions
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
-
-BF16 = BY_NAME["bfloat16"]
-MANY = 100 if CUDA else 1
-# By the dimension along which ranks have shares; they all have what has None.
-SHAPES = {
-    "down": ((2, 9 * MANY, 25), 2),
-    "norm": ((70,), None),
-    "o": ((21, 26 * MANY), 1),
-    "q": ((13 * MANY, 30), 0),
-    "scale": ((), None),
-    "thin": ((40, 5), 1),
-    "up": ((2, 25, 9 * MANY), 1),
-}
-COUNTS = "counts"  # of another dtype
-
-
-def versions(count, share=0.04):
-    """Versions of the weights in host memory, each with small steps from the one before."""
-    rng = np.random.default_rng(0)
-    weights = {name: Bits(rng.integers(0, 1 << 15, shape, np.uint16), BF16) for name, (shape, _) in SHAPES.items()}
-    weights[COUNTS] = Bits(rng.integers(0, 1 << 30, (10, 7), np.uint32), BY_NAME["float32"])
-    every = [weights]
-    for _ in range(count - 1):
-        weights = {}
-        for name, bits in every[-1].items():
-            moved = (rng.random(bits.array.shape) < share).astype(bits.dtype.uint)
-            weights[name] = Bits(np.asarray(bits.array + moved * 3), bits.dtype)
-        every.append(weights)
-    return every
-
-
-def region_of(name, shape, axis, rank, ranks):
-    """The share of a rank, which is not as large as those of others where it does not come out even."""
-    if axis is None:
-        return whole(shape)
-    edges = np.linspace(0, shape[axis], ranks + 1).astype(int).tolist()
-    start = [0] * len(shape)
-    start[axis] = edges[rank]
-    size = [*shape]
-    size[axis] = edges[rank + 1] - edges[rank]
-    return Region(tuple(start), tuple(size))
-
-
-def cut(bits, region):
-    """A region of a tensor on the device."""
-    return gpu_tensor(Bits(np.array(bits.array[region.slices], order="C"), bits.dtype))
-
-
-class Rank:
-    """One rank of an engine: all of its parts lie one behind the other, from an odd address on."""
-
-    def __init__(self, weights, rank, ranks, tied=()):
-        self.regions = {}
-        for name, bits in weights.items():
-            _, axis = SHAPES.get(name, (None, 0))
-            self.regions[name] = region_of(name, bits.array.shape, axis, rank, ranks)
-        self.pieces = []
-        at = {"float32": 1, "bfloat16": 1}
-        for name, region in self.regions.items():
-            room = weights[name].dtype.name
-            self.pieces.append(Piece(name, region, room, at[room], row_major(region.size)))
-            at[room] += region.numel
-        if tied:
-            (first,) = (piece for piece in self.pieces if piece.tensor == tied[0])
-            self.pieces = [replace(first, tensor=p.tensor) if p.tensor == tied[1] else p for p in self.pieces]
-        self.live = {
-            name: gpu_tensor(Bits(np.zeros(n + 1, BY_NAME[name].uint), BY_NAME[name])) for name, n in at.items()
-        }
-        self.load(weights)
-        self.target = EngineTarget(self.pieces, lambda: self.live, threads=1)
-        self.target.attach(table_of(memories(weights)))
-
-    def load(self, weights):
-        for piece in self.pieces:
-            piece.view(self.live).copy_(cut(weights[piece.tensor], piece.region))
-
-    @property
-    def places(self):
-        return self.target.local_weights.places
-
-    def fresh(self, weights):
-        """Parts of its own of some version, on the device."""
-        table = table_of(memories(weights))
-        return Shards(table, [Part(p.tensor, p.region, cut(weights[p.tensor], p.region)) for p in self.pieces])
-
-    def has(self, weights):
-        return all(
-            np.array_equal(host_bits(piece.view(self.live)).array, weights[piece.tensor].array[piece.region.slices])
-            for piece in self.pieces
-        )
-
-
-class Ranks:
-    """All ranks of an engine, which know what the others have."""
-
-    def __init__(self, weights, ranks, **options):
-        self.weights = weights
-        self.table = table_of(memories(weights))
-        self.ranks = [Rank(weights, rank, ranks, **options) for rank in range(ranks)]
-        members = {}
-        for rank, one in enumerate(self.ranks):
-            for place in one.places:
-                members[place] = (*members.get(place, ()), rank)
-        for one in self.ranks:
-            one.target.share(members)
-
-    @property
-    def holdings(self):
-        return Holdings(self.table, {str(i): one.places for i, one in enumerate(self.ranks)})
-
-    def patch(self, old, new, profile, holdings=None):
-        return capture(old, new, profile=profile, holdings=holdings or self.holdings).encode()
-
-    def prepare(self, new, patches, base=None, **fields):
-        """What every rank has staged; together it leads to the digest of the new version."""
-        digest = sparserl.digest(new)
-        prepared = []
-        for rank, one in enumerate(self.ranks):
-            own = [fetched(one, patch) for patch in patches]
-            given = {name: values[rank] for name, values in fields.items()}
-            prepared.append(one.target.prepare(Change("run", 0.0, 1, digest, own, **given)))
-        if len(self.ranks) > 1:
-            sums = {rank: one.sums for rank, one in enumerate(prepared)}
-            assert _moved(sums, sparserl.digest(self.weights if base is None else base)) == digest
-        return prepared
-
-    def has(self, weights):
-        return all(one.has(weights) for one in self.ranks)
-
-    def commit(self, prepared, old, new):
-        """They have the new version afterwards, and have the old one when the commits are undone."""
-        assert self.has(old)
-        undos = [one.commit() for one in prepared]
-        assert self.has(new)
-        for undo in undos:
-            undo()
-        assert self.has(old)
-
-
-def fetched(rank, patch):
-    """The buckets of a patch that change something in the parts of a rank, which are those that it fetches."""
-    contents = patch.contents
-    if rank.target.local_weights.complete:
-        return patch
-    slicer = PatchSlicer(rank.target.local_weights)
-    buckets = [contents.bucket(i) for i, head in enumerate(contents.heads) if slicer.touches(head)]
-    return Patch(Contents(contents.table, contents.ends, BucketList.of(buckets), is_partial=True))
 
 
 @pytest.fixture
@@ -433,6 +280,21 @@ def test_foreign_writes_are_noticed(tensor):
     with pytest.raises(errors.WrongBase):
         prepared[1].commit()
     assert all(np.array_equal(host_bits(room).array, before[name]) for name, room in one.live.items())
+
+
+@needs_kernels
+@pytest.mark.parametrize("way", ["one patch", "several patches", "fresh parts"])
+def test_transposed_parts(way):
+    """What the engine keeps in another order is written beside the rest, whichever way a version comes."""
+    old, middle, new = versions(3)
+    engine = Ranks(old, 2, turned=("o", "up"))
+    if way == "fresh parts":
+        fresh = [one.fresh(new) for one in engine.ranks]
+        prepared = engine.prepare(new, [], fresh_parts=fresh, owns_fresh=[True, True])
+    else:
+        steps = [(old, new)] if way == "one patch" else [(old, middle), (middle, new)]
+        prepared = engine.prepare(new, [engine.patch(*step, "ulp") for step in steps])
+    engine.commit(prepared, old, new)
 
 
 @needs_gpu

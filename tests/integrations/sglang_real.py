@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
+
+
+def declare_image_kernels() -> None:
+    """Let a torchvision that was built for another torch be imported, whose kernels no text model calls."""
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        return
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def saved(folder: Path, architecture: str) -> None:
@@ -57,8 +67,9 @@ def model_of(folder: Path, rank: int, size: int):
 
 def follow(rank, group, _pipe, size, folder, url, versions):
     """Be brought to versions by SGLang's updater: what its checker says, and whether all is as if it were loaded."""
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     import sparserl
+
+    declare_image_kernels()
 
     model, config = model_of(folder, rank, size)
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater

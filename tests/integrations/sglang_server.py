@@ -159,6 +159,29 @@ class Refreshed(Folded):
         self.fold()
 
 
+class Tied(Model):
+    """A model whose head is its embeddings."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.lm_head = self.model.embed_tokens
+
+    def load_weights(self, weights) -> None:
+        super().load_weights((name, tensor) for name, tensor in weights if not name.startswith("lm_head"))
+
+
+class Scaled(Refreshed):
+    """One that also computes something which it cannot make again, and keeps it with what works on its weights."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.quant_method = SimpleNamespace(kernels=[SimpleNamespace(scales=torch.zeros(HIDDEN))])
+
+    def load_weights(self, weights) -> None:
+        super().load_weights(weights)
+        self.quant_method.kernels[0].scales = self.model.norm.weight.float() * 2
+
+
 def bits(model: torch.nn.Module) -> dict[str, bytes]:
     """Every bit of the parameters."""
     return {name: p.data.reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for name, p in model.named_parameters()}

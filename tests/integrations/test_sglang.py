@@ -6,6 +6,7 @@ import ast
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from tests.integrations.sglang_server import (
     VOCAB,
     Folded,
     Refreshed,
+    Scaled,
+    Tied,
     bits,
     checkpoint,
     control,
@@ -39,6 +42,7 @@ from tests.integrations.wheels import calls, definition, fields, parameters, whe
 from tests.session.ranks import ranks, results
 
 VERSION = "0.5.23"
+MADE = "the engine computes it from the weights when it loads them"
 SLIMES_VERSION = "0.5.15.post1"
 
 
@@ -279,11 +283,48 @@ def test_what_is_made_of_weights(tmp_path):
         fresh.load_weights(checkpoint(version).items())
         assert torch.equal(fresh.made, models[0].made)
     names = sums_of(models[1], checkpoint()).uncompared
-    assert names == {"made": "the engine computes it from the weights when it loads them"}
+    assert names == {".made": MADE}
     first = Folded(0, 1)
     first.load_weights(checkpoint(0).items())
     assert bits(first) == bits(models[1])
     assert torch.equal(first.made, models[1].made)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_made_of_weights_out_of_sight(tmp_path):
+    """Where an object of a module keeps it, it is found, too; the model is refused, and is what it was before."""
+    trainer = Trainer(tmp_path)
+    trainer.publish(1)
+    model, fresh = Scaled(0, 1), Scaled(0, 1)
+    for each in (model, fresh):
+        each.load_weights(checkpoint(0).items())
+    ours.load(model, control(trainer.url))
+    (mark,) = marks(model)
+    assert "UnsupportedTensor: '·quant_method·kernels·0·scales' is computed from the weights" in mark
+    names = sums_of(model, checkpoint()).uncompared
+    assert names == dict.fromkeys((".made", ".quant_method.kernels.0.scales"), MADE)
+    assert bits(model) == bits(fresh)
+    assert torch.equal(model.made, fresh.made)
+    assert torch.equal(model.quant_method.kernels[0].scales, fresh.quant_method.kernels[0].scales)
+
+
+@pytest.mark.usefixtures("alone")
+def test_tied_embeddings(tmp_path):
+    """A head that the model does not load follows the embeddings, if its language model is configured to tie them."""
+    language = SimpleNamespace(tie_word_embeddings=True)
+    weights = {name: tensor for name, tensor in checkpoint(0).items() if name != "lm_head.weight"}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    with sparserl.Publisher(tmp_path, weights) as publisher:
+        publisher.publish()
+        model = Tied(0, 1)
+        model.load_weights(weights.items())
+        model.config.get_text_config = lambda: language
+        weights["model.embed_tokens.weight"][1] += 1
+        publisher.publish()
+    ours.load(model, control(f"file://{tmp_path}"))
+    assert marks(model)[0].endswith(" 1")
+    assert torch.equal(model.model.embed_tokens.weight[:VOCAB], weights["model.embed_tokens.weight"])
+    assert sums_of(model, weights).uncompared == {}
 
 
 @pytest.mark.usefixtures("alone")
@@ -325,6 +366,7 @@ def test_staged_ahead(tmp_path):
 @pytest.mark.parametrize("architecture", ["Qwen2", "Qwen3Moe"])
 def test_with_models_of_sglang(tmp_path, architecture):
     """Where SGLang is installed, its own models, groups, updater and checker do it, on two ranks."""
+    sglang_real.declare_image_kernels()
     pytest.importorskip("sglang.srt.models.qwen2", reason="SGLang is not installed", exc_type=ImportError)
     sglang_real.saved(tmp_path / "model", architecture)
     url, versions = f"file://{tmp_path}/store", range(3)

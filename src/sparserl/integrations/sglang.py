@@ -29,12 +29,14 @@ from ..errors import SessionError, UnsupportedTensor
 from ..session.store.records import layout_to_bytes, parse_layout
 from ..session.store.retention import read_head, read_run
 from ..session.store.signing import PublicKeys
+from ..targets import tying
+from ..targets.attributes import attribute_tensors
 from ..targets.engine import EngineTarget
-from ..targets.engine_layout import find_pieces
+from ..targets.engine_layout import changed_names, digests_of, find_pieces
+from ..targets.model_copy import ModelCopy
 from ..targets.pieces import CheckpointTensor, Piece, moved_name, parts_of
 from ..targets.rank_sums import checkpoint_tensors, rank_sums
 from ..transport.stores.opening import open_store
-from ..weights.digest import digest
 from ..weights.engine_sums import EngineSums, RankSums
 from ..weights.table import TensorTable
 from .ranks import EngineSubscriber, gather_over
@@ -154,7 +156,8 @@ class _RankFollower:
             pieces, unclear_names = self._located(table)
             live = tensors_of(self._model)
             parameters = {name for name, _ in self._model.named_parameters()} & live.keys()
-            return rank_sums(table, pieces, live, parameters, tied_names(self._model), unclear_names).record()
+            tied = tied_names(self._model, table.index)
+            return rank_sums(table, pieces, live, parameters, tied, unclear_names).record()
         except Exception as error:  # noqa: BLE001  # the other ranks must not wait for this one
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -165,9 +168,7 @@ class _RankFollower:
             return self._pieces, {}
         if self._known is None or self._known[0] != (table, layout):
             unclear_names: dict[str, str] = {}
-            tied = tied_names(self._model)
-            tensors = [tensor for tensor in checkpoint_tensors(table) if tensor.name not in tied]
-            pieces = learn_pieces(self._model, tensors, unclear_names)
+            pieces = learn_pieces(self._model, untied_tensors(self._model, table), unclear_names)
             self._known = (table, layout), pieces, unclear_names
         return self._known[1:]
 
@@ -186,7 +187,8 @@ class _RankFollower:
         if not self._pieces:
             self._pieces = self._on_all_ranks(lambda: self._learn(url, trusted_keys, options["token"]))
             self._layout = _layout(self._model)
-        target = EngineTarget(self._pieces, lambda: tensors_of(self._model), tied_names(self._model))
+        tied = tied_names(self._model, [piece.tensor for piece in self._pieces])
+        target = EngineTarget(self._pieces, lambda: tensors_of(self._model), tied)
         return self._on_all_ranks(
             lambda: EngineSubscriber(url, target, self._rank, self._gather, trusted_keys=trusted_keys, **options)
         )
@@ -194,7 +196,7 @@ class _RankFollower:
     def _learn(self, url: str, trusted_keys: PublicKeys | None, token: str | None) -> list[Piece]:
         with closing(open_store(url, token=token)) as store:
             table = read_run(store, read_head(store, trusted_keys)[0]).table
-        return learn_pieces(self._model, checkpoint_tensors(table))
+        return learn_pieces(self._model, untied_tensors(self._model, table))
 
     def _require_layout(self) -> None:
         if _layout(self._model) != self._layout:
@@ -230,36 +232,41 @@ def learn_pieces(
     unclear_names: as for `find_pieces`; what the model computes from its weights is named there too.
     """
     live = tensors_of(model)
-    backup = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
-    before = {key: (tensor, tensor.to("cpu", copy=True)) for key, tensor in _derived_tensors(model).items()}
-    changed: list[str] = []
+    derived = derived_tensors(model)
+    before = digests_of(derived)
+    copy = ModelCopy(model, live | derived)
+    computed: set[str] = set()  # by a load, from the weights
+    stale: set[str] = set()  # of these, which the model does not recompute
 
-    def restore(_: object = None) -> None:
-        for name, tensor in (*live.items(), *tensors_of(model).items()):
-            tensor.copy_(backup[name])
-        try:
-            changed.extend(
-                key[1]
-                for key, tensor in _derived_tensors(model).items()
-                if key not in before or not _same_bits(tensor, before[key][1])
-            )
-        finally:
-            for (module, label), (tensor, bits) in before.items():
-                setattr(module, label, tensor.copy_(bits))
-            _refresh(model)
+    def put_back() -> None:
+        copy.put_back()
+        for name, tensor in derived_tensors(model).items():
+            if name in derived and tensor.shape == derived[name].shape:
+                tensor.copy_(derived[name])  # if a load has put another tensor in the place of this one
+        if changed := changed_names(before, digests_of(derived_tensors(model))):
+            raise SessionError(f"{changed[0]!r} is not what it was: restart the engine")
+
+    def restore(_: object) -> None:
+        if (moved := moved_name(live, tensors_of(model))) is not None:
+            raise UnsupportedTensor(f"{moved!r} is replaced when the model loads, instead of written to")
+        copy.put_back_bits(live)
+        computed.update(changed_names(before, digests_of(derived_tensors(model))))
+        _refresh(model)
+        stale.update(changed_names(refreshed, digests_of(derived_tensors(model))))
+        put_back()
 
     try:
+        _refresh(model)
+        refreshed = digests_of(derived_tensors(model))
         pieces = find_pieces(tensors, live, model.load_weights, restore, unclear_names, restores_by_load=False)
     except BaseException:
-        restore()
+        put_back()
         raise
-    if (moved := moved_name(live, tensors_of(model))) is not None:
-        raise UnsupportedTensor(f"{moved!r} is replaced when the model loads, instead of written to")
     if unclear_names is not None:
-        unclear_names |= dict.fromkeys(changed, "the engine computes it from the weights when it loads them")
-    elif changed and not hasattr(model, "post_load_weights"):
+        unclear_names |= dict.fromkeys(sorted(computed), "the engine computes it from the weights when it loads them")
+    elif stale:
         raise UnsupportedTensor(
-            f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change with them"
+            f"{min(stale)!r} is computed from the weights when they are loaded, so that it would not change with them"
         )
     return pieces
 
@@ -269,26 +276,22 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     return {name: tensor for name, tensor in parts_of(model).items() if not name.startswith(_MARK)}
 
 
-def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Checkpoint tensors that the model does not load, and the tensors that they are equal to."""
-    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    return {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+def derived_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that may have been computed from the weights."""
+    return attribute_tensors(model, parts_of(model))
 
 
-def _derived_tensors(model: torch.nn.Module) -> dict[tuple[torch.nn.Module, str], torch.Tensor]:
-    """Tensors of modules that are neither parameters nor buffers nor views of these."""
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    return {
-        (module, label): value
-        for module in model.modules()
-        for label, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and value.numel() and value.untyped_storage().data_ptr() not in addresses
-    }
+def tied_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Checkpoint tensors that the model need not load, and the tensors, among these names, that they are equal to."""
+    config: Any = getattr(model, "config", None)
+    language = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return tying.tied_names((config, language), names)
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits."""
-    return digest({"": a.detach().contiguous()}) == digest({"": b.detach().contiguous()})
+def untied_tensors(model: torch.nn.Module, table: TensorTable) -> list[CheckpointTensor]:
+    """The tensors of a table without those that are tied to others: one of two would take the other's place."""
+    tied = tied_names(model, table.index)
+    return [tensor for tensor in checkpoint_tensors(table) if tensor.name not in tied]
 
 
 def _refresh(model: Any) -> None:

@@ -17,8 +17,9 @@ import torch
 from vllm.logger import init_logger
 
 from ..errors import UnsupportedTensor
+from ..targets.engine_layout import digests_of
 from ..targets.pieces import Piece, parts_of
-from .vllm_layout import LoadedModel, changed_tensor, digests_of, tied_names
+from .vllm_layout import LoadedModel, changed_tensor, tied_names
 from .vllm_workers import workers
 
 logger = init_logger(__name__)

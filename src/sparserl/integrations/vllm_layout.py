@@ -18,12 +18,12 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
 
 from ..errors import UnsupportedTensor
+from ..targets import tying
 from ..targets.attributes import attribute_tensors
-from ..targets.engine_layout import changed_names, find_pieces
+from ..targets.engine_layout import changed_names, digests_of, find_pieces
 from ..targets.first_load import NotExplained
 from ..targets.pieces import CheckpointTensor, Piece, by_tensor, moved_name, parts_of
-from ..weights.digest import Digest, digest, place_sums
-from ..weights.local import LocalWeights
+from ..weights.digest import Digest, digest
 from .vllm_first_load import take_first_load
 from .vllm_reload import reload_weights
 
@@ -32,21 +32,7 @@ logger = init_logger(__name__)
 
 def tied_names(model_config: Any, names: Iterable[str]) -> dict[str, str]:
     """Checkpoint tensors that the model need not load, and the tensors, among these names, that they are equal to."""
-    configs = (model_config.hf_config, model_config.hf_text_config)
-    if not any(getattr(config, "tie_word_embeddings", False) for config in configs):
-        return {}
-    embeddings = {name for name in names if name.endswith("embed_tokens.weight")}
-    return {f"{owner}lm_head.weight": name for name in embeddings for owner in _owners(name)}
-
-
-def _owners(name: str) -> Iterator[str]:
-    """What the names of the modules around a tensor begin with, from none on.
-
-    A language tower may be in another module than its head: `model.language_model.embed_tokens`, and `lm_head`.
-    """
-    parts = name.split(".")[:-2]
-    for length in range(len(parts) + 1):
-        yield "".join(f"{part}." for part in parts[:length])
+    return tying.tied_names((model_config.hf_config, model_config.hf_text_config), names)
 
 
 class LoadedModel:
@@ -177,11 +163,3 @@ def without_warnings() -> Iterator[None]:
 
 def _is_no_warning(record: logging.LogRecord) -> bool:
     return record.levelno != logging.WARNING
-
-
-def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
-    """The digest of every tensor."""
-    if not tensors:
-        return {}
-    weights = LocalWeights.of(tensors)
-    return {weights.table[tensor].name: sums for (tensor, _), sums in place_sums(weights).items()}

@@ -8,9 +8,7 @@ vLLM calls this between two steps of the engine. Whatever happens, the model is 
 
 from __future__ import annotations
 
-import types
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,13 +17,14 @@ from vllm.model_executor.model_loader.reload import layerwise as reload
 
 from ..errors import SessionError
 from ..session.store.records import parse_layout
-from ..targets.engine_layout import changed_names, find_pieces
+from ..targets.engine_layout import changed_names, digests_of, find_pieces
+from ..targets.model_copy import ModelCopy
 from ..targets.pieces import Piece, parts_of
 from ..targets.rank_sums import checkpoint_tensors, rank_sums
 from ..weights.engine_sums import RankSums
 from ..weights.table import TensorTable
 from .vllm import SparserlEngine, synchronize
-from .vllm_layout import LoadedModel, derived_tensors, digests_of, empty_names, tied_names, without_warnings
+from .vllm_layout import LoadedModel, derived_tensors, empty_names, tied_names, without_warnings
 
 _PLAIN = "On a CPU, start it with SPARSERL_VLLM_CPU=plain"
 Layout = tuple[list[Piece], dict[str, str]]  # where tensors are, and which are not found, and why
@@ -84,68 +83,24 @@ def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layo
     tensors = [tensor for tensor in checkpoint_tensors(table) if tensor.name not in tied]
     unclear_names: dict[str, str] = {}
 
+    def put_back() -> None:
+        copy.put_back()
+        for module in model.modules():
+            reload.get_layerwise_info(module).reset()  # of a load that was not finished
+
     def restore(_: object) -> None:
         changed = changed_names(before, digests_of(derived_tensors(model, live)))
         reason = "the engine computes it from the weights when it loads them"
         unclear_names.update((name, reason) for name in changed)
-        copy.put_back()
+        put_back()
 
     try:
         with without_warnings():
             load = LoadedModel.of_checkpoint(model, vllm_config.model_config, vllm_config.load_config).load
             pieces = find_pieces(tensors, live, load, restore, unclear_names, restores_by_load=False)
     finally:
-        copy.put_back()
+        put_back()
     after = parts_of(model)
     if changed := changed_names(before, digests_of(after) | digests_of(derived_tensors(model, after))):
         raise SessionError(f"{changed[0]!r} is not what it was: restart the engine")
     return pieces, unclear_names
-
-
-class ModelCopy:
-    """What a load may change in a model: its tensors, copied to host memory, and the attributes of its modules.
-
-    Args:
-        model: The model.
-        tensors: Its tensors by name: parameters, buffers, and what was computed from them.
-    """
-
-    def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-        self._model = model
-        self._bits = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors.values()]
-        self._data = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
-        self._not_saved = [(m._non_persistent_buffers_set, {*m._non_persistent_buffers_set}) for m in model.modules()]  # noqa: SLF001
-        self._attributes = [(attributes, dict(attributes)) for attributes in _attributes(model)]
-
-    def put_back(self) -> None:
-        """Make the model what it was: the same objects, and the same bits in the same memory."""
-        for attributes, before in self._attributes:
-            if [*attributes] != [*before]:
-                attributes.clear()
-            attributes.update(before)
-        for names, names_before in self._not_saved:
-            names.clear()
-            names.update(names_before)
-        for tensor, data in self._data:
-            tensor.data = data
-        for tensor, bits in self._bits:
-            tensor.copy_(bits)
-        for module in self._model.modules():
-            reload.get_layerwise_info(module).reset()  # of a load that was not finished
-
-
-def _attributes(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
-    """The attributes of all modules, and of the objects that these have."""
-    seen: set[int] = set()
-    for module in model.modules():
-        own = vars(module)
-        yield own
-        for name in ("_parameters", "_buffers", "_modules"):
-            yield own[name]
-        for value in [*own.values()]:
-            is_object = hasattr(value, "__dict__") and not isinstance(
-                value, torch.nn.Module | torch.Tensor | type | types.ModuleType | types.FunctionType
-            )
-            if is_object and id(value) not in seen:
-                seen.add(id(value))
-                yield vars(value)

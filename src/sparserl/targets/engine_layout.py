@@ -12,7 +12,8 @@ from functools import partial
 import torch
 
 from ..errors import UnsupportedTensor
-from ..weights.digest import Digest, digest
+from ..weights.digest import Digest, digest, place_sums
+from ..weights.local import LocalWeights
 from ..weights.region import first_overlap
 from .numbering import number_pieces
 from .pieces import CheckpointTensor, Load, Piece, by_tensor, layer_of, reach, span
@@ -124,6 +125,14 @@ def _number_some(
     for tensor in tensors:
         halves[layer_of(tensor.name) not in first_half].append(tensor)
     return [piece for half in halves for piece in _number_some(unclear_names, half, live, load, checkpoint)]
+
+
+def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Digest]:
+    """The digest of every tensor."""
+    if not tensors:
+        return {}
+    weights = LocalWeights.of(tensors)
+    return {weights.table[tensor].name: sums for (tensor, _), sums in place_sums(weights).items()}
 
 
 def changed_names(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> list[str]:

@@ -24,12 +24,13 @@ from types import ModuleType, SimpleNamespace
 import torch
 from safetensors.torch import load_file
 
+from sparserl.integrations.ranks import EngineSubscriber
 from sparserl.integrations.sglang_plugin import LOADER
 from tests.integrations.sglang_plugins import RESOLUTION_HOOKS, weight_loaders
 from tests.integrations.wheels import Wheel, definition, fields
 from tests.session.ranks import ranks
 
-HIDDEN, HEADS, HEAD, INNER, VOCAB, PADDED, LAYERS = 16, 4, 4, 24, 30, 32, 2
+HIDDEN, HEADS, HEAD, INNER, VOCAB, PADDED, LAYERS = 64, 4, 16, 96, 30, 32, 2
 NORMS = ("input_layernorm", "post_attention_layernorm")
 STACKED = (
     ("qkv_proj", "q_proj"),
@@ -214,6 +215,19 @@ def in_group(rank: int, size: int, group) -> None:
     sys.modules["sglang.srt.distributed"] = distributed
 
 
+def kept_reports():
+    """A list that gets the report of every commit of this process from now on."""
+    reports = []
+    commit = EngineSubscriber.commit_version
+
+    def commit_version(self, version=None):
+        reports.append(commit(self, version))
+        return reports[-1]
+
+    EngineSubscriber.commit_version = commit_version
+    return reports
+
+
 def unpickler(source: str):
     """SGLang's own, which refuses nearly everything."""
     tree = ast.parse(source)
@@ -226,6 +240,7 @@ def unpickler(source: str):
 def serve(rank, group, pipe, size, source, name, loaders):
     """A rank of the engine: does what the scheduler of SGLang would do."""
     in_group(rank, size, group)
+    reports = kept_reports()
     model = globals()[name](rank, size)
     model.load_weights(checkpoint(0).items())
     load_tensors = unpickler(source)
@@ -256,6 +271,8 @@ def serve(rank, group, pipe, size, source, name, loaders):
             model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
         elif order == "break":
             model.breaks = said
+        elif order == "report":
+            answer = reports[-1].kind, reports[-1].bytes
         elif order == "bits":
             answer = bits(model), getattr(model, "made", None)
         pipe.send(answer)

@@ -18,9 +18,11 @@ from sparserl.cli.app import app
 from sparserl.errors import SessionError, UnsupportedTensor
 from sparserl.integrations import sglang as ours
 from sparserl.integrations import sglang_plugin, sglang_server
+from sparserl.plan import buckets
 from sparserl.session.store.records import layout_to_bytes
 from sparserl.targets import folder
 from sparserl.weights.engine_sums import EngineSums
+from tests.class_choice import always
 from tests.integrations import sglang_real
 from tests.integrations.sglang_plugins import weight_loaders
 from tests.integrations.sglang_server import (
@@ -54,14 +56,19 @@ def _sglang():
 class Trainer:
     """Publishes versions of the checkpoint."""
 
-    def __init__(self, path) -> None:
+    def __init__(self, path, profile="ulp") -> None:
         self.url, self._now = f"file://{path}/store", checkpoint()
-        self._publisher = sparserl.Publisher(self.url, self._now, profile="ulp", files={"config.json": b"{}"})
+        options = {"ladder": None, "files": {"config.json": b"{}"}}
+        self._publisher = sparserl.Publisher(self.url, self._now, profile=profile, **options)
 
     def publish(self, version):
         for name, tensor in checkpoint(version).items():
             self._now[name].copy_(tensor)
         return self._publisher.publish()
+
+    def last_patch(self):
+        """The step of the newest patch."""
+        return [step for step in self._publisher._committed.index.steps if step.base is not None][-1]
 
 
 def held(server):
@@ -118,6 +125,27 @@ def test_two_ranks_follow(sglang, tmp_path):
         )
         assert client.marks() == [f"{run} 2"] * 2
         assert client.checksum() == sum_2
+
+
+@pytest.mark.parametrize("profile", ["auto", "ctx", "ulp"])
+def test_patches_are_cut_along_ranks(sglang, tmp_path, monkeypatch, profile):
+    """At its first commit an engine says which parts its ranks have; then each fetches its share, in any profile."""
+    monkeypatch.setattr(buckets, "choose_classes", always)
+    trainer = Trainer(tmp_path, profile)
+    with running(sglang) as server:
+        client = ours.Client(server.url)
+        trainer.publish(0)
+        client.update(trainer.url, ahead=False)
+        for version in range(1, 4):
+            trainer.publish(version)
+            client.update(trainer.url, ahead=False)
+            assert wanted(version) == held(server)
+            kinds, sizes = zip(*server.ask("report"), strict=True)
+            step = trainer.last_patch()
+            assert kinds == ("patch", "patch")
+            assert ("ctx" in step.profiles) == bool(step.holdings) == (profile != "ulp")
+            assert sum(sizes) >= step.bytes
+            assert max(sizes) < 0.6 * step.bytes  # norms, biases, keys and values are for both
 
 
 def require_verified(server, folder):

@@ -7,10 +7,22 @@ import torch
 
 import sparserl
 from sparserl.integrations import sglang as ours
-from tests.integrations.sglang_server import Refreshed, bits, checkpoint, control, expected, in_group, marks
+from sparserl.plan import buckets
+from tests.class_choice import always
+from tests.integrations.sglang_server import (
+    Refreshed,
+    bits,
+    checkpoint,
+    control,
+    expected,
+    in_group,
+    kept_reports,
+    marks,
+)
 from tests.session.ranks import ranks
 
-PROFILES = {1: ("ctx", "ulp", "gap", "raw"), 2: ("ulp", "gap", "raw")}  # of several ranks, none has all old bits
+SIZES = (1, 2)
+PROFILES = ("ctx", "ulp", "gap", "raw")
 COMMITS = (0, 1, 2, 1, 3)  # also an older one, and one over two patches
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.long),  # test_sglang.py says nearly the same
@@ -23,6 +35,7 @@ def follow(rank, group, pipe, size, device):
     in_group(rank, size, group)
     if device != "cpu":
         code_few_changes_on_gpu()
+    reports = kept_reports()
     model = Refreshed(rank, size).to(device)
     model.load_weights(checkpoint(0).items())
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
@@ -30,7 +43,8 @@ def follow(rank, group, pipe, size, device):
         ours.load(model, control(url, version=version))
         assert addresses == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
         assert {parameter.device for parameter in model.parameters()} == {torch.device(device)}
-        pipe.send((marks(model), bits(model), torch.equal(model.made, model.lm_head.weight.float().sum(dim=1))))
+        is_recomputed = torch.equal(model.made, model.lm_head.weight.float().sum(dim=1))
+        pipe.send((marks(model), bits(model), is_recomputed, reports[-1] and reports[-1].bytes))
 
 
 def code_few_changes_on_gpu():
@@ -41,30 +55,47 @@ def code_few_changes_on_gpu():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("size", PROFILES)
-def test_ranks_follow_in_place(tmp_path, size, device):
-    """In every profile that ranks can decode, their tensors stay where they are and get the bits of each version."""
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_follow_in_place(tmp_path, size, device, monkeypatch):
+    """In every profile tensors stay where they are and get the bits of each version; each rank fetches its share."""
+    monkeypatch.setattr(buckets, "choose_classes", always)
     with ranks(size, follow, size, device) as started:
-        for profile in PROFILES[size]:
-            url = f"file://{tmp_path}/{profile}"
-            run = publish(url, profile, device)
+        for profile in PROFILES:
+            run = Run(f"file://{tmp_path}/{profile}", profile, device)
             for version in COMMITS:
+                patch = run.publish_up_to(version)
                 for _, pipe in started:
-                    pipe.send((url, version))
+                    pipe.send((run.url, version))
                 for rank, (_, pipe) in enumerate(started):
                     assert pipe.poll(240), f"rank {rank} does not answer"
-                    said, live, is_recomputed = pipe.recv()
-                    assert said == [f"sparserl: {run} {version}"]
+                    said, live, is_recomputed, fetched = pipe.recv()
+                    assert said == [f"sparserl: {run.name} {version}"]
                     assert live == expected(version, rank, size)
                     assert is_recomputed
+                    if patch is not None and patch.version == version == 2:
+                        assert fetched < 1.2 * patch.bytes / size
+                        assert patch.profiles == (profile,)
 
 
-def publish(url, profile, device):
-    """Publish all versions from tensors on the device; returns their run."""
-    weights = {name: tensor.to(device) for name, tensor in checkpoint().items()}
-    with sparserl.Publisher(url, weights, profile=profile, ladder=None) as publisher:
-        for version in range(max(COMMITS) + 1):
-            for name, tensor in checkpoint(version).items():
-                weights[name].copy_(tensor)
-            publisher.publish()
-        return publisher.run
+class Run:
+    """A run whose weights are on a device."""
+
+    def __init__(self, url, profile, device):
+        self.url = url
+        self._weights = {name: tensor.to(device) for name, tensor in checkpoint().items()}
+        self._publisher = sparserl.Publisher(url, self._weights, profile=profile, ladder=None)
+        self._version = -1
+
+    @property
+    def name(self):
+        return self._publisher.run
+
+    def publish_up_to(self, version):
+        """Publish the versions up to one that are still to be published; returns the newest patch."""
+        for next_version in range(self._version + 1, version + 1):
+            for name, tensor in checkpoint(next_version).items():
+                self._weights[name].copy_(tensor)
+            self._publisher.publish()
+            self._version = next_version
+        steps = self._publisher._committed.index.steps
+        return next((step for step in reversed(steps) if step.base is not None), None)

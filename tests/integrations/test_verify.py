@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from sparserl import Publisher, Region, tensor_table
 from sparserl.cli.app import app
-from sparserl.errors import SessionError
+from sparserl.errors import SessionError, SparserlError
 from sparserl.integrations.verify import verify_engine
 from sparserl.session.store.records import parse_layout
 from sparserl.targets.pieces import Piece
@@ -89,6 +89,22 @@ def test_an_engine_that_casts():
     assert verify_engine(engine, wide).different == ("a",)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"timeout": float("nan")}, "timeout is nan; it must be a positive number of seconds"),
+        ({"threads": 0}, "threads is 0; it must be an integer, 1 or more"),
+    ],
+)
+def test_options_that_cannot_be_used(options, text):
+    """They are refused by name, and no engine is asked, be it a server or an `LLM`."""
+    engine = Engine((WEIGHTS,))
+    for each in (engine, "http://localhost:1"):
+        with pytest.raises(SparserlError, match=text):
+            verify_engine(each, WEIGHTS, **options)
+    assert engine.calls == []
+
+
 def test_runs(tmp_path):
     """A folder with a run is told from a checkpoint; versions are compared as they are asked for."""
     weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
@@ -161,4 +177,4 @@ def test_servers_that_cannot_be_asked(tmp_path):
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "Connection refused" in done.stderr
     done = CliRunner().invoke(app, ["verify-engine", "localhost:8000", str(tmp_path / "run")])
-    assert "is not the address of a server" in done.stderr
+    assert "it must be the address of a server" in done.stderr

@@ -19,6 +19,7 @@ from starlette.routing import Route  # noqa: E402
 
 import sparserl  # noqa: E402
 from sparserl.errors import SessionError, WrongVersion  # noqa: E402
+from sparserl.integrations.vllm_client import HTTPClient  # noqa: E402
 from sparserl.integrations.vllm_server import FollowingServer  # noqa: E402
 from sparserl.integrations.vllm_versions import VersionMiddleware  # noqa: E402
 
@@ -190,6 +191,16 @@ def test_servers_that_cannot_follow(serve, options, reason):
     """The error names the option that is missing."""
     with pytest.raises(SessionError, match=reason):
         FollowingServer(serve(App(**options)))
+
+
+@pytest.mark.parametrize("made", [FollowingServer, HTTPClient])
+def test_options_that_cannot_be_used(made):
+    """An address without a scheme, or a time that never ends, is refused by name before anything is asked."""
+    with pytest.raises(SessionError, match="url is 'localhost:8000'; it must be the address of a server"):
+        made("localhost:8000")
+    for timeout in (0, float("inf"), "60"):
+        with pytest.raises(SessionError, match=f"timeout is {timeout!r}; it must be a positive number of seconds"):
+            made("http://localhost:8000", timeout=timeout)
 
 
 def test_a_server_that_never_comes():

@@ -9,6 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import SessionError
+from ..session.options import require_timeout
+
+
+def require_address(name: str, url: Any) -> str:
+    """Refuse what is not the address of a server; returns it without a slash at its end."""
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise SessionError(f"{name} is {url!r}; it must be the address of a server, such as http://localhost:8000")
+    return url.rstrip("/")
 
 
 class ServerError(SessionError):
@@ -29,7 +37,8 @@ class EngineServer:
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
-        self.url = url.rstrip("/")
+        self.url = require_address("url", url)
+        require_timeout("timeout", timeout)
         self._timeout = timeout
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import SessionError, UnsupportedTensor
+from ..session.options import require_choice, require_count, require_flag
 from ..session.store.records import layout_to_bytes, parse_layout
 from ..session.store.retention import read_head, read_run
 from ..session.store.signing import PublicKeys
@@ -46,6 +47,7 @@ from .sglang_server import SGLangServer
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 
+MODES = ("retract", "abort", "in_place")
 _MARK = "sparserl: "
 _ANSWER = _MARK + "sums "
 _WAIT_SECONDS = 1.0  # that the staging thread waits for a new version before it checks whether to end
@@ -336,6 +338,11 @@ def request(
         ahead: Whether the engine stages new versions as they are published, so that the next pause is shorter.
         flush_cache: Whether SGLang drops the cache of the old weights.
     """
+    require_count("ranks", ranks)
+    if version is not None:
+        require_count("version", version, 0)
+    require_flag("ahead", ahead)
+    require_flag("flush_cache", flush_cache)
     keys = trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else list(trusted_keys)
     command = {"url": store, "trusted_keys": keys, "run": run, "token": token, "version": version, "ahead": ahead}
     return _body(command, ranks, flush_cache)
@@ -366,9 +373,11 @@ class Client:
         mode: What happens to running requests: they are computed again (`retract`), ended (`abort`), or continue with
             the cache of the old weights (`in_place`), which is then not flushed. Releases without update sessions,
             such as 0.5.15, cannot flush while requests wait, and refuse `retract` then.
+        timeout: How many seconds to wait for an answer of the server.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, mode: str = "retract", timeout: float = 600.0) -> None:
+        require_choice("mode", mode, MODES)
         self._server = SGLangServer(url, api_key, timeout)
         self.url = self._server.url
         self._mode = mode

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SessionError
+from ..parallel import require_threads
+from ..session.options import require_timeout
 from ..session.store.records import HEAD, layout_to_bytes
 from ..session.store.signing import PublicKeys
 from ..session.store.stored_run import StoredRun
@@ -33,7 +35,7 @@ from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.table import TensorTable
 from ..weights.tensors import memory_of, tensor_table
-from .engine_server import EngineServer, ServerError
+from .engine_server import EngineServer, ServerError, require_address
 from .vllm_plugin import SUMS
 
 AskSums = Callable[[TensorTable], EngineSums]
@@ -123,6 +125,7 @@ def verify_engine(
     >>> verify_engine("http://localhost:8000", "s3://bucket/run@42").answer                        # doctest: +SKIP
     'equal'
     """
+    require_threads(threads)
     ask = asking(engine, api_key, timeout)
     if isinstance(weights, Mapping):
         return compare(ask, ExpectedWeights("these tensors", tensor_table(weights), lambda: weights), threads)
@@ -199,11 +202,10 @@ def _cast(name: str, tensor: Any, dtype: DType) -> Any:
 
 def asking(engine: Any, api_key: str | None = None, timeout: float = 600.0) -> AskSums:
     """How to ask an engine for the digests of its weights: an `LLM`, or a server by its address."""
+    require_timeout("timeout", timeout)
     if not isinstance(engine, str):
         return _VllmEngine(lambda method, args: engine.collective_rpc(method, args=args)).sums
-    url = engine.rstrip("/")
-    if "://" not in url:
-        raise SessionError(f"{engine!r} is not the address of a server, such as http://localhost:8000")
+    url = require_address("engine", engine)
     server = EngineServer(url, api_key, timeout)
     if _is_vllm(server):
         return _VllmEngine(partial(_post_to_workers, server)).sums

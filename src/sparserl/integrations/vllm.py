@@ -13,63 +13,23 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.logger import init_logger
 
 from ..errors import SessionError
-from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
 from .ranks import EngineSubscriber, gather_over
 from .vllm_client import weight_version
 from .vllm_drafter import EngineLayout, learn_layout, warn_of_missing
+from .vllm_options import SparserlInitInfo, SparserlUpdateInfo
 
 logger = init_logger(__name__)
 _WAIT_SECONDS = 1.0  # that the staging thread waits for a new version before it checks whether to end
-
-
-@dataclass
-class SparserlInitInfo(WeightTransferInitInfo):
-    """The store of the run; `trusted_keys`, `run` and `token` as for a `Subscriber`.
-
-    Args:
-        ahead: Whether new versions are staged as they are published, instead of when they are to be committed.
-    """
-
-    url: str
-    trusted_keys: PublicKeys | None = None
-    run: str | None = None
-    token: str | None = None
-    audit_every: int | None = None
-    ahead: bool = True
-
-
-@dataclass
-class SparserlUpdateInfo(WeightTransferUpdateInfo):
-    """The version to commit, by default the newest; with `audit`, all bits are then compared with its digest.
-
-    Args:
-        step: Instead of a version: the training step that it was published for. Workers wait for it.
-        timeout: Seconds to wait.
-    """
-
-    version: int | None = None
-    audit: bool = False
-    step: int | None = None
-    timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        if self.version is not None and self.step is not None:
-            raise SessionError("give a version or a step, not both")
 
 
 class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo]):

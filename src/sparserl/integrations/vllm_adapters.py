@@ -65,10 +65,22 @@ class AdapterLibrary:
         target = LoadedAdapter(self._manager, self._load_from_folder, lora_id, previous)
         subscriber = EngineSubscriber(url, target, world.rank_in_group, gather_over(world), **options)
         subscriber.refresh()
+        if world.rank_in_group == 0:
+            self._warn_if_unknown(lora_id)
         if lora_id in self._subscribers:
             self._subscribers[lora_id].close()
         self._subscribers[lora_id] = subscriber
         self._targets[lora_id] = target
+
+    def _warn_if_unknown(self, lora_id: int) -> None:
+        """Say if vLLM has no such adapter: it may still load it, or its id is wrong."""
+        known = sorted(self._manager._adapter_manager.list_adapters())  # noqa: SLF001
+        if lora_id not in known:
+            logger.warning(
+                "sparserl: vLLM has loaded no adapter %d (it has %s): commits show once a request names this id",
+                lora_id,
+                ", ".join(map(str, known)) or "none",
+            )
 
     def commit(self, lora_id: int, version: int | None = None) -> None:
         """On all ranks at once: commit a version, by default the newest. If it raises, the adapter is what it was."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import SessionError
+from ..session.options import require_timeout
+from .engine_server import require_address
 
 VERSION = "sparserl_version"  # the method of workers that tells which version they have
 _NO_VERSION = "default"  # what vLLM calls weights as it has loaded them
@@ -77,10 +79,16 @@ def paused(client: Any) -> Iterator[None]:
 
 
 class HTTPClient:
-    """Calls a vLLM server that was started with VLLM_SERVER_DEV_MODE=1. Requests wait during a commit."""
+    """Calls a vLLM server that was started with VLLM_SERVER_DEV_MODE=1. Requests wait during a commit.
+
+    Args:
+        base_url: The address of the server.
+        timeout: How many seconds to wait for an answer.
+    """
 
     def __init__(self, base_url: str, timeout: float = 300) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = require_address("base_url", base_url)
+        require_timeout("timeout", timeout)
         self.timeout = timeout
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
 from ..errors import SessionError, WrongVersion
+from ..session.options import require_timeout
+from .engine_server import require_address
 from .vllm_client import HTTPClient, WeightUpdates, weight_version
 from .vllm_versions import END_VERSION, MIN_VERSION, START_VERSION, VersionMiddleware
 
@@ -40,7 +42,7 @@ class FollowingServer:
         timeout: How many seconds to wait for it to start, and to start again.
 
     Attributes:
-        session: What requests for generations are to be sent with: they demand the version that was committed last.
+        session: Send generation requests with this session: it demands the version that was committed last.
         config: The configuration of vLLM.
 
     Raises:
@@ -53,7 +55,8 @@ class FollowingServer:
     """
 
     def __init__(self, url: str, timeout: float = 600.0) -> None:
-        self.url = url.rstrip("/")
+        self.url = require_address("url", url)
+        require_timeout("timeout", timeout)
         self.session = requests.Session()
         self.session.hooks["response"].append(self._check_versions)
         retries = Retry(total=3, connect=0, read=0, status_forcelist=[502, 503], allowed_methods=None, backoff_factor=2)

@@ -13,10 +13,12 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 
 from ..errors import SessionError
 from ..session import Publisher, SyncReport
+from ..session.options import require_count
 from ..sources import Source
 from ..weights.memory import Weights
 from ..weights.shards import Shards
 from .vllm_client import HTTPClient, WeightUpdates, paused
+from .vllm_options import SparserlInitInfo, require_worker_options
 
 __all__ = ["AdapterTrainer", "HTTPClient", "OfflineClient", "SparserlTrainer", "SparserlTrainerInitInfo"]
 
@@ -37,6 +39,14 @@ class SparserlTrainerInitInfo(TrainerInitInfo):
     profile: str = "auto"
     publisher: dict[str, Any] | None = None
     worker: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        require_worker_options(self.worker or {})
+        SparserlInitInfo(**self.worker_info())
+
+    def worker_info(self) -> dict[str, Any]:
+        """All options of the workers."""
+        return {"url": self.url, **(self.worker or {})}
 
 
 class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
@@ -79,7 +89,7 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
 
         The engine's version is then the one that its bits are, if they are of a version of the run.
         """
-        self._updates.follow({"url": self._info.url, **(self._info.worker or {})})
+        self._updates.follow(self._info.worker_info())
 
     def publish(self) -> SyncReport | None:
         """On all ranks of the trainer: publish the weights as they are now. None on ranks that do not publish."""
@@ -119,7 +129,7 @@ class AdapterTrainer:
             `files` of the publisher.
         client: An object with the method `collective_rpc(method, **arguments)`. If it also has `pause`, `resume` and
             `reset_caches`, these are called around a commit; otherwise the caller must do that.
-        lora_id: The id of the adapter in vLLM, `LoRARequest.lora_int_id`.
+        lora_id: The id of the adapter in vLLM, `LoRARequest.lora_int_id`, 1 or more.
         publisher: Further options of the `Publisher`.
         worker: Further options of the workers' `Subscriber`s, such as `trusted_keys`.
 
@@ -137,6 +147,7 @@ class AdapterTrainer:
         publisher: dict[str, Any] | None = None,
         worker: dict[str, Any] | None = None,
     ) -> None:
+        require_count("lora_id", lora_id)
         self.client = client
         self.lora_id = lora_id
         self._publisher = Publisher(url, source, **(publisher or {}))

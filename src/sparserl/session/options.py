@@ -43,6 +43,12 @@ def require_choice(name: str, value: Any, allowed: Collection[str]) -> None:
         raise SessionError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
 
 
+def require_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False, such as a word, which would count as True."""
+    if not isinstance(value, bool):
+        raise SessionError(f"{name} is {value!r}; it must be True or False")
+
+
 def require_callable(name: str, value: Any) -> None:
     """Refuse what cannot be called; None is fine."""
     if value is not None and not callable(value):

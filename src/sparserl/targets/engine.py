@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import SessionError, WrongBase
+from ..parallel import require_threads
 from ..patch import Application, Patch, Replacement, diff, stage_all
 from ..patch.sliced import stage_slices
 from ..patch.slicing import PROFILES
@@ -61,6 +62,7 @@ class EngineTarget:
         tied: Mapping[str, str] | None = None,
         threads: int | None = None,
     ) -> None:
+        require_threads(threads)
         self._pieces = by_tensor(pieces)
         self._live = live
         self._tied = tied or {}

@@ -130,6 +130,9 @@ def follow(model, folder, ranks):
     trainer.send_weights()  # of an adapter that is not loaded
     out["generations"].append(engine.generate(llm, policy))
 
+    options = {"files": FILES, "ladder": None}
+    AdapterTrainer(f"file://{folder}/other", weights, OfflineClient(llm), lora_id=7, publisher=options).shutdown()
+
     base = engine.Trainer(llm, models.load(model), f"file://{folder}/base")
     base.sync()  # vLLM drops all adapters when weights have changed
     out["generations"].append(engine.generate(llm, policy))

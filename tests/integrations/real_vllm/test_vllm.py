@@ -122,6 +122,7 @@ def drafted(model, drafter, folder, method, ranks):
 def adapted(model, folder, ranks):
     """An engine with an adapter that followed a run, and a fresh one on the adapter that was saved in the end."""
     out = job(folder, "adapters", "follow", model, folder, ranks, ranks=ranks)
+    out["log"] = (folder / "follow.log").read_text()
     return out | {"fresh": job(folder, "adapters", "fresh", folder, ranks, ranks=ranks)}
 
 
@@ -339,6 +340,7 @@ def test_adapters(seen, ranks):
     assert "this layer cannot be written" in found["failed"]
     assert found["left as it was"]
     assert found["dropped"] == [2, 3]
+    assert re.findall(r"vLLM has loaded no adapter \d+", found["log"]) == ["vLLM has loaded no adapter 7"]
     assert tokens(found["from the copy"]) == tokens(found["from the run"]) == tokens(found["generations"][4])
     assert tokens(found["generations"][-1]) == tokens(fresh["generations"])
     told_apart = {json.dumps(one) for one in (found["base"], *found["generations"])}

@@ -8,15 +8,7 @@ import pytest
 import torch
 
 import sparserl
-from sparserl.errors import (
-    ChecksumMismatch,
-    CommitFailed,
-    NotRetained,
-    SessionError,
-    SparserlError,
-    TensorMismatch,
-    Truncated,
-)
+from sparserl.errors import ChecksumMismatch, CommitFailed, NotRetained, SessionError, TensorMismatch, Truncated
 from sparserl.plan import buckets
 from sparserl.session import receiver
 from sparserl.session.store import receivers as receivers_module
@@ -321,12 +313,6 @@ def test_an_engine_with_other_weights(tmp_path, ranks, monkeypatch):
         it.train(1)
         assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
         it.require_exact()
-
-
-def test_threads_that_cannot_be_used():
-    """They are refused by the target that they are given to."""
-    with pytest.raises(SparserlError, match="threads is 0; it must be an integer, 1 or more"):
-        EngineTarget((), dict, threads=0)
 
 
 def test_staged_ahead(tmp_path):

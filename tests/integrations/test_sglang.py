@@ -252,35 +252,6 @@ def test_a_release_without_update_sessions(tmp_path, monkeypatch):
             client.update(trainer.url)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"mode": "inplace"}, "mode is 'inplace'; it must be one of 'retract', 'abort', 'in_place'"),
-        ({"timeout": float("nan")}, "timeout is nan; it must be a positive number of seconds"),
-        ({"url": "localhost:30000"}, "url is 'localhost:30000'; it must be the address of a server"),
-    ],
-)
-def test_options_of_clients(options, text):
-    """What cannot be one is refused by name; a mode that there is not would have flushed the cache."""
-    with pytest.raises(SessionError, match=text):
-        ours.Client(**{"url": "http://localhost:30000"} | options)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"ranks": 0}, "ranks is 0; it must be an integer, 1 or more"),
-        ({"version": "7"}, "version is '7'; it must be an integer, 0 or more"),
-        ({"ahead": "no"}, "ahead is 'no'; it must be True or False"),
-        ({"flush_cache": None}, "flush_cache is None; it must be True or False"),
-    ],
-)
-def test_options_of_requests(options, text):
-    """They are refused by name, before anything is sent."""
-    with pytest.raises(SessionError, match=text):
-        ours.request("runs/7", **options)
-
-
 def test_the_plugin_in_a_release_without_hooks(monkeypatch):
     """It does nothing, and says nothing."""
     monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.resolution_hooks", None)

@@ -1,4 +1,4 @@
-"""Our own targets pass the suite that everybody's must."""
+"""Our own targets pass the suite that everybody's must, and refuse what they cannot use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from sparserl import targets
+from sparserl.errors import SparserlError
 from sparserl.sources import lora, open_checkpoint
+from sparserl.targets.engine import EngineTarget
 from sparserl.testing import TargetConformance
 from sparserl.testing.weights import blank
 from sparserl.weights.tensors import tensor_table
@@ -112,3 +114,9 @@ class TestMergedAdapter(TestAdapter):
         for name, layer in layers.items():
             assert layer.weight.equal(expected[f"{name.rpartition('.')[2]}.weight"])
         return found
+
+
+def test_threads_that_cannot_be_used():
+    """They are refused by the target that they are given to."""
+    with pytest.raises(SparserlError, match="threads is 0; it must be an integer, 1 or more"):
+        EngineTarget((), dict, threads=0)

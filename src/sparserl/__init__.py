@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .lazy import loader
+from .lazy import lister, loader
 
 if TYPE_CHECKING:
     from . import errors, metrics, sources, targets
@@ -129,7 +129,4 @@ _NAMES = {
 
 if not TYPE_CHECKING:  # type checkers would take it for a promise that every name exists
     __getattr__ = loader(__name__, _NAMES, _MODULES)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    __dir__ = lister(__name__, [*__all__, *_MODULES])

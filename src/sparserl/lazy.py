@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 def loader(
@@ -35,3 +35,8 @@ def loader(
         return value
 
     return load
+
+
+def lister(package: str, names: Iterable[str]) -> Callable[[], Sequence[str]]:
+    """The `__dir__` of such a package: what it has loaded, and these names."""
+    return lambda: sorted({*vars(sys.modules[package]), *names})

@@ -55,11 +55,11 @@ MUTANTS = (
         Tests("session/test_profiles.py", "keeps_to_what"),
     ),
     Mutant(
-        "receivers without a profile in common are left behind",
-        "session/store/receivers.py",
-        "self.need_anchor |= choice.cuts_off",
-        "pass",
-        Tests("session/test_profiles.py", "without_a_profile"),
+        "a receiver that takes nothing limits all others",
+        "session/profiles.py",
+        'for receiver, names in every.items() if plan.candidates("auto", names)}',
+        "for receiver, names in every.items()}",
+        Tests("session/test_profiles.py", "no_patch_can_be"),
     ),
     Mutant(
         "a receiver whose patches cannot be taken keeps it to itself",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from sparserl import Publisher, Subscriber, targets
@@ -90,7 +92,7 @@ def test_a_profile_that_was_set_and_cannot_be_taken(url, caplog):
 
 @pytest.mark.parametrize("profile", ["auto", "ulp", "raw"])
 def test_receivers_without_a_profile_in_common(url, profile, caplog):
-    """Patches are in what one takes; the others go on by anchors, bit for bit; a warning names all of it once."""
+    """Patches are in what one takes; the others go on by anchors that come anyway; a warning names all of it once."""
     policy = Policy()
     publisher = Publisher(url, policy.weights, profile=profile, anchor_after=100)
     publisher.publish()
@@ -103,11 +105,78 @@ def test_receivers_without_a_profile_in_common(url, profile, caplog):
         publisher.publish()
         assert last_patch(publisher).profiles == (chosen,)
         for name, (subscriber, mine) in receivers.items():
-            assert subscriber.sync().kind == ("patch" if name == chosen else "anchor")
-            assert bits(mine) == bits(policy.weights)
+            if name == chosen:
+                assert subscriber.sync().kind == "patch"
+                assert bits(mine) == bits(policy.weights)
+            else:
+                with pytest.raises(NotRetained, match=f"publish with profile='{name}'"):
+                    subscriber.sync()
+    assert [step.version for step in publisher._committed.index.steps if step.base is None] == [0]
     (warning,) = warnings(caplog)
     assert "no profile in common: takes-raw takes only raw, takes-ulp takes only ulp: give all receivers" in warning
-    assert f"Until then patches are in {chosen}, and each version is an anchor too" in warning
+    assert f"Until then patches are in {chosen}, and the others can take anchors only" in warning
+
+
+@pytest.mark.parametrize("profiles", [("bogus",), (), ("ctx",)])
+def test_receivers_for_which_no_patch_can_be(url, profiles, caplog):
+    """They change nothing for the others, and cost nothing: no anchor is written for them, and a warning says so."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, anchor_after=100)
+    publisher.publish()
+    subscriber, mine = taking(url, policy, "raw", "gap", "ulp", "ctx")
+    subscriber.sync()
+    lease = Lease("engine", 0, publisher._run_writer.clock(), profiles=profiles)
+    publisher.store.put(path(publisher._committed.run.run, "leases", "engine"), lease.to_bytes())
+    publisher._maintenance.receivers.look()
+    for _ in range(3):
+        policy.step()
+        publisher.publish()
+        assert set(last_patch(publisher).profiles) == {"ctx", "ulp"}
+        assert subscriber.sync().kind == "patch"
+        assert bits(mine) == bits(policy.weights)
+    assert [step.version for step in publisher._committed.index.steps if step.base is None] == [0]
+    (warning,) = warnings(caplog)
+    assert "engine takes only" in warning
+    assert "that is for anchors alone" in warning
+
+
+def test_leases_from_the_future(url):
+    """They count for a day from when they were heard, as others do, and a warning comes again with the trouble."""
+    now = [1e9]
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, anchor_after=100, clock=lambda: now[0])
+    publisher.publish()
+    name = path(publisher._committed.run.run, "leases", "engine")
+    publisher.store.put(name, Lease("engine", 0, 1e300, profiles=("raw",)).to_bytes())
+    expected = {0: {"raw"}, 4000: {"raw"}, 90_401: {"ctx", "ulp"}}
+    for seconds, profiles in expected.items():
+        now[0] = 1e9 + seconds
+        publisher._maintenance.receivers.look()
+        policy.step()
+        publisher.publish()
+        assert set(last_patch(publisher).profiles) == profiles
+        if seconds == 0:
+            publisher.store.delete([name])
+
+
+def test_a_publisher_that_goes_on_needs_no_anchor_for_receivers_that_keep_up(url, tmp_path):
+    """Patches from before the newest anchor need not be taken any more."""
+    policy = Policy()
+    subscriber = None
+    for restart in range(3):
+        with Publisher(url, policy.weights, anchor_after=100, keep_anchors=None, state=tmp_path) as publisher:
+            for _ in range(5):
+                policy.step()
+                publisher.publish()
+                if subscriber is None:
+                    publisher.publish()
+                    subscriber, mine = taking(url, policy, "raw")
+                with contextlib.suppress(NotRetained):
+                    subscriber.sync()
+                publisher._maintenance.receivers.look()
+            assert bits(mine) == bits(policy.weights), restart
+            anchors = [step.version for step in publisher._committed.index.steps if step.base is None]
+            assert len(anchors) <= 2
 
 
 def test_a_receiver_that_comes_late_is_told_what_to_set(url):

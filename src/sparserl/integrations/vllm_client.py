@@ -7,6 +7,7 @@ pause ──► start, update, finish ──► reset caches ──► resume
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..errors import SessionError
 from ..session.options import require_timeout
 from .engine_server import require_address
 
+_log = logging.getLogger(__name__)
 VERSION = "sparserl_version"  # the method of workers that tells which version they have
 _NO_VERSION = "default"  # what vLLM calls weights as it has loaded them
 
@@ -32,14 +34,21 @@ class WeightUpdates:
         self._open = False  # whether an update has begun and is not finished
 
     def follow(self, init_info: dict[str, Any]) -> None:
-        """Let all workers follow a run; the engine then has the version that its bits are, or none."""
+        """Let all workers follow a run; the engine then has the version that its bits are, or none.
+
+        Workers that do not say which it is, such as those of an older sparserl, follow the run all the same.
+        """
         self._client.init_weight_transfer_engine(init_info)
         ask, tell = (getattr(self._client, name, None) for name in ("collective_rpc", "update_weight_version"))
         if ask is None or tell is None:
             return
-        versions = {answer["version"] for answer in ask(VERSION)}
-        version = versions.pop()
-        tell(_NO_VERSION if versions or version is None else version)
+        try:
+            versions = {answer["version"] for answer in ask(VERSION)}
+        except Exception as error:  # noqa: BLE001  # of any client; what matters is done
+            _log.warning("the engine has no version until the first commit: its workers do not tell theirs: %r", error)
+            versions = set()
+        version = versions.pop() if len(versions) == 1 else None
+        tell(_NO_VERSION if version is None else version)
 
     def commit(self, version: int, run: str | None = None, *, audit: bool = False) -> None:
         """Let all workers commit a version. If one fails, this raises, and all keep the weights that they had."""

@@ -72,8 +72,8 @@ class _Slices:
         for every in ordered(self._stage_bucket, indices, threads):
             for staged, part in zip(self._staged, every, strict=True):
                 staged.append(part)
-        if any(self._on_gpu):
-            self._finish_on_gpu()
+        self._patch.heads  # noqa: B018  # reading them checks that no entries overlap, which parts on a GPU would not notice
+        self._finish_on_gpu()
 
     def applications(self) -> list[Application]:
         """What was staged on each set."""
@@ -141,10 +141,11 @@ class _Slices:
 
     def _finish_on_gpu(self) -> None:
         """Wait for the GPUs, and stage the dense entries of what they decoded."""
-        from . import gpu_apply
-
-        self._patch.heads  # noqa: B018  # reading them checks that no entries overlap, which nothing on a GPU would notice
         for number, parts in enumerate(self._on_gpu):
+            if not parts:
+                continue
+            from . import gpu_apply
+
             weights = self._sets[number]
             gpu_apply.require_decoded(self._patch, weights, parts)
             self._staged[number] += [stage(weights, dense) for part in parts for dense in part.dense]

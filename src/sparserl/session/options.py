@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from ..codec import PROFILES
@@ -26,13 +27,13 @@ def require_number(name: str, value: Any, least: float, most: float = math.inf) 
 
 def require_count(name: str, value: Any, least: int = 1) -> None:
     """Refuse what is not an integer of at least so much."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < least:
         raise SessionError(f"{name} is {value!r}; it must be an integer, {least} or more")
 
 
 def require_timeout(name: str, value: Any) -> None:
     """Refuse what is not a positive, finite number of seconds."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
         raise SessionError(f"{name} is {value!r}; it must be a positive number of seconds")
 

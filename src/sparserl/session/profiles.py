@@ -34,8 +34,7 @@ class ProfileChoice(NamedTuple):
 
     profile: str  # or `auto`
     profiles: frozenset[str] | None  # those to choose among; None for all
-    trouble: str = ""  # why it is not what was asked for
-    cuts_off: bool = False  # whether some receivers cannot take it
+    trouble: str = ""  # why it is not what was asked for, or not what all receivers can take
 
 
 def common(limits: Iterable[Collection[str] | None]) -> frozenset[str] | None:
@@ -47,12 +46,16 @@ def common(limits: Iterable[Collection[str] | None]) -> frozenset[str] | None:
 def choose_profiles(asked: str, receivers: Sequence[Takers], *, can_cut: bool) -> ProfileChoice:
     """What all receivers can take: the profile that was asked for, or else the others that there are.
 
-    Where they have none in common, it is the one that most of them take.
+    Where they have none in common, it is the one that most of them take; the others can take anchors, whose cost does
+    not depend on what a lease says. So it is with receivers that take nothing which patches can be in.
     """
-    taken = {receiver: receiver.taken(can_cut=can_cut) for receiver in receivers}
+    every = {receiver: receiver.taken(can_cut=can_cut) for receiver in receivers}
+    taken = {receiver: names for receiver, names in every.items() if plan.candidates("auto", names)}
     profiles = common(taken.values())
     if plan.candidates(asked, profiles):
-        return ProfileChoice(asked, profiles)
+        without = {str(receiver): names for receiver, names in every.items() if receiver not in taken}
+        trouble = f"{_each(without)}: that is for anchors alone; {_COMMON}" if without else ""
+        return ProfileChoice(asked, profiles, trouble)
     if names := plan.candidates("auto", profiles):
         refusing = {str(receiver): own for receiver, own in taken.items() if not plan.candidates(asked, own)}
         trouble = f"profile={asked!r} is set, but {_each(refusing)}: patches are in {in_words(names)}"
@@ -60,7 +63,7 @@ def choose_profiles(asked: str, receivers: Sequence[Takers], *, can_cut: bool) -
     most = _most_taken(asked, taken)
     trouble = none_in_common({str(receiver): names for receiver, names in taken.items()})
     return ProfileChoice(
-        most, None, f"{trouble}. Until then patches are in {most}, and each version is an anchor too", cuts_off=True
+        most, None, f"{trouble}. Until then patches are in {most}, and the others can take anchors only"
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..weights.table import TensorTable
 from .arrival import ArrivingPatch, arriving_parts, arriving_weights
 from .callbacks import Callback, Callbacks
 from .options import CommitHooks
+from .profiles import common
 from .report import SyncReport
 from .validation import Validation
 
@@ -177,6 +178,10 @@ class Receiver(ABC):
             await asyncio.to_thread(self.follow, stop=stop, **options)
         finally:
             is_cancelled = True
+
+    def _profiles(self) -> Collection[str] | None:
+        """The profiles that can be taken here; None for all."""
+        return common(target.profiles for target in self.targets)
 
     def _digest_targets(self, table: TensorTable) -> Digest | None:
         """The digest of what all targets hold; None if they differ, or hold nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lazy import loader
+from ..lazy import lister, loader
 
 if TYPE_CHECKING:
     from .adapters import AdapterTarget, MergedTarget, lora
@@ -39,3 +39,4 @@ _NAMES = {
 
 if not TYPE_CHECKING:  # type checkers would take it for a promise that every name exists
     __getattr__ = loader(__name__, _NAMES)
+    __dir__ = lister(__name__, __all__)

@@ -1,6 +1,6 @@
 """Where an engine keeps the elements of a checkpoint: watched where that is possible, and found by numbers elsewhere.
 
-one load, watched ──► pieces ──► what could not be followed: numbers, for those tensors only ──► restored
+one load, watched ──► pieces ──► what could not be followed: numbers, for those layers only ──► restored
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..weights.local import LocalWeights
 from ..weights.region import first_overlap
 from .numbering import number_pieces
 from .pieces import CheckpointTensor, Load, Piece, by_tensor, layer_of, reach, span
-from .watching import LoadWatch, MadeUp, watch_pieces
+from .watching import watch_pieces
 
 _log = logging.getLogger("sparserl.engine")
 
@@ -53,11 +53,14 @@ def find_pieces(
     pieces, unclear = watch_pieces(tensors, live, load)
 
     def with_numbers(names: Set[str]) -> list[Piece]:
-        """The pieces, with those of tensors of these names found by numbers."""
-        known = [piece for piece in pieces if piece.tensor not in names]
-        rest = {name: live[name] for name in _pieces_of_incomplete(known, live)}
-        known += number([tensor for tensor in tensors if tensor.name in names], rest, load, tensors)
-        return [piece for piece in known if piece.tensor not in (unclear_names or {})]
+        """The pieces, with those of the layers of these names found by numbers.
+
+        A loader may go by the values of one tensor when it decides where another of its layer goes: what was watched
+        for one set of values need not hold for others.
+        """
+        layers = {*map(layer_of, names)}
+        known = [piece for piece in pieces if layer_of(piece.tensor) not in layers]
+        return known + number([tensor for tensor in tensors if layer_of(tensor.name) in layers], live, load)
 
     if unclear:
         _log.info("%s: copies of %d tensors were lost sight of; numbers are loaded", min(unclear), len(unclear))
@@ -76,10 +79,8 @@ def find_pieces(
 
     changed = changed_rest()
     if changed and not unclear_names:  # they were written to behind the watch's back
-        _log.info("copies were made unseen; numbers are loaded for all tensors that were not seen as a whole")
-        pieces = with_numbers(_incomplete_names(pieces, tensors))
-        with MadeUp(tensors) as made_up:  # restoring must change all copies, also in layers without numbers
-            load(made_up.load(LoadWatch()))
+        _log.info("copies were made unseen; numbers are loaded for all tensors")
+        pieces = number(tensors, live, load)
         changed = changed_rest()
     reason = "depends on the checkpoint, but where its elements come from is unclear"
     copies = _copies(pieces)
@@ -110,21 +111,20 @@ def _number_some(
     tensors: Sequence[CheckpointTensor],
     live: Mapping[str, torch.Tensor],
     load: Load,
-    checkpoint: Sequence[CheckpointTensor],
 ) -> list[Piece]:
     """The pieces of those layers in which all tensors are plain copies; the tensors of the others are named."""
     try:
-        return number_pieces(tensors, live, load, checkpoint)
+        return number_pieces(tensors, live, load)
     except UnsupportedTensor as error:
         layers = sorted({layer_of(tensor.name) for tensor in tensors})
         if len(layers) == 1:
-            unclear_names |= {tensor.name: str(error) for tensor in checkpoint if layer_of(tensor.name) in layers}
+            unclear_names |= {tensor.name: str(error) for tensor in tensors}
             return []
     first_half = {*layers[: len(layers) // 2]}
     halves: tuple[list[CheckpointTensor], list[CheckpointTensor]] = ([], [])
     for tensor in tensors:
         halves[layer_of(tensor.name) not in first_half].append(tensor)
-    return [piece for half in halves for piece in _number_some(unclear_names, half, live, load, checkpoint)]
+    return [piece for half in halves for piece in _number_some(unclear_names, half, live, load)]
 
 
 def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Digest]:
@@ -157,12 +157,6 @@ def _pieces_of_incomplete(pieces: Iterable[Piece], live: Mapping[str, torch.Tens
     for piece in pieces:
         by_live[piece.live].append(piece)
     return {name: own for name, own in by_live.items() if _numel(own) < reach(live[name])}
-
-
-def _incomplete_names(pieces: Iterable[Piece], tensors: Iterable[CheckpointTensor]) -> set[str]:
-    """The tensors of the checkpoint of which pieces do not have all elements."""
-    pieces_of = by_tensor(pieces)
-    return {tensor.name for tensor in tensors if _numel(pieces_of.get(tensor.name, [])) < tensor.numel}
 
 
 def _numel(pieces: Iterable[Piece]) -> int:

@@ -31,7 +31,6 @@ _CHUNK = 1 << 17  # elements that are processed together, so that they stay in t
 _GPU_CHUNK = 1 << 22  # elements that a GPU processes together, in little memory
 _MIX = (-0x61C8864680B583EB, -0x2127599BF4325C37)  # odd numbers, whose products have no pattern in their upper bits
 _MIXED_PASSES = 3
-_NOT_ONE = 2  # a bit that the digit of one does not have
 _NONE = -1  # the number of an element that is none of the numbered ones
 _STATE_BYTES = 9  # of an element that changes: its number, and whether it is constant
 _HOST = torch.device("cpu")
@@ -41,25 +40,20 @@ def number_pieces(
     tensors: Iterable[CheckpointTensor],
     live: Mapping[str, torch.Tensor],
     load: Load,
-    checkpoint: Iterable[CheckpointTensor] = (),
 ) -> list[Piece]:
     """Find out where the elements of checkpoint tensors are in an engine's tensors.
 
     Args:
-        tensors: the tensors that are numbered.
+        tensors: the tensors that are numbered, whole layers of them.
         live: the tensors of the engine that may have elements of these. They have numbers, not weights, when this
             returns or raises.
         load: lets the engine load some tensors, given under their checkpoint names, into `live`, with all
             postprocessing. The tensors of a layer come together.
-        checkpoint: tensors of the checkpoint. Those that are in a layer with numbered ones are loaded beside them, the
-            same in all passes.
 
     Raises:
         UnsupportedTensor: a tensor of the engine is not a plain copy of elements.
     """
-    checkpoint = [*checkpoint]
-    groups = (_Group(group, checkpoint) for group in _groups(tensors))
-    return [piece for group in groups for piece in group.pieces(live, load)]
+    return [piece for group in _groups(tensors) for piece in _Group(group).pieces(live, load)]
 
 
 def _groups(tensors: Iterable[CheckpointTensor]) -> Iterator[list[CheckpointTensor]]:
@@ -103,20 +97,15 @@ class _Alphabet:
 
 
 class _Group:
-    """Some checkpoint tensors, whose elements are numbered from 0 on, and the other tensors of their layers."""
+    """Some checkpoint tensors, whose elements are numbered from 0 on."""
 
-    def __init__(self, tensors: list[CheckpointTensor], checkpoint: Iterable[CheckpointTensor]) -> None:
+    def __init__(self, tensors: list[CheckpointTensor]) -> None:
         self.tensors = tensors
-        self.names = {tensor.name for tensor in tensors}
-        layers = {layer_of(tensor.name) for tensor in tensors}
-        others = [t for t in checkpoint if t.name not in self.names and layer_of(t.name) in layers]
-        loaded = [*tensors, *others]
-        first = np.cumsum([0, *(tensor.numel for tensor in loaded)])
-        self.first = first[: len(tensors)]
-        self.total = int(first[len(tensors)])
-        self.bits = 4 if any(tensor.dtype.itemsize == 1 for tensor in loaded) else 8  # of a digit
+        ends = np.cumsum([0, *(tensor.numel for tensor in tensors)])
+        self.first = ends[:-1]
+        self.total = int(ends[-1])
+        self.bits = 4 if any(tensor.dtype.itemsize == 1 for tensor in tensors) else 8  # of a digit
         self.places = next(k for k in range(1, 64) if self.total <= 1 << k * self.bits)
-        self._loaded = sorted(zip(loaded, first.tolist(), strict=False), key=lambda row: layer_of(row[0].name))
         self._alphabets: dict[tuple[torch.dtype, torch.device], _Alphabet] = {}
 
     def alphabet(self, name: str, dtype: torch.dtype, device: torch.device) -> _Alphabet:
@@ -148,25 +137,18 @@ class _Group:
         return {name: tensor for name, tensor in live.items() if digests[0][name] != digests[1][name]}
 
     def _numbered(self, turn: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of one pass, in which every numbered element is a digit of its number, written as above.
-
-        The others of their layers come, too: loaders process what they have of a layer, beside memory that nobody has
-        written to, or do nothing until they have all of it. They are the same in all passes, and so is what is made of
-        them. No element is zero or one, which a sum or a product would not show.
-        """
-        for tensor, first in self._loaded:
+        """The tensors of one pass, in which every element is a digit of its number, written as above."""
+        for tensor, first in zip(self.tensors, self.first.tolist(), strict=True):
             yield tensor.name, self._made(tensor, first, turn, device)
 
     def _made(self, tensor: CheckpointTensor, first: int, turn: int, device: torch.device) -> torch.Tensor:
         """A tensor of one pass, whose elements have numbers from `first` on."""
-        is_numbered = tensor.name in self.names
         place = _with_room(device, tensor.numel * tensor.dtype.itemsize)
         made = torch.empty(tensor.numel, dtype=tensor.dtype, device=place)
         own_letters = self.alphabet(tensor.name, tensor.dtype, place).letters
         for part, bits in _chunks(patterns(made)):
             number = torch.arange(first + part.start, first + part.start + bits.numel(), device=place)
-            digit = self.digit(number, turn if is_numbered else self.places)
-            bits.copy_(own_letters[digit if is_numbered else digit | _NOT_ONE])
+            bits.copy_(own_letters[self.digit(number, turn)])
         return made.view(tensor.shape)
 
     def digit(self, number: torch.Tensor, turn: int) -> torch.Tensor:

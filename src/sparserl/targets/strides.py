@@ -57,7 +57,7 @@ class StridedBoxes:
         rows = (
             zip(zip(*(s.tolist() for s in starts), strict=True), self.size.tolist(), strict=True)
             if starts
-            else [((), ())]
+            else [((), ())] * self.index.size  # an element that is there several times
         )
         for (start, size), at, stride in zip(rows, self.at.tolist(), self.stride.tolist(), strict=True):
             yield Region(tuple(start), tuple(size)), at, tuple(stride)

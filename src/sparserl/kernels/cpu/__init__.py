@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...lazy import loader
+from ...lazy import lister, loader
 
 if TYPE_CHECKING:
     from . import changes, classes, directory, entropy, llvm, marks, objects, rans
@@ -16,3 +16,4 @@ __all__ = ["changes", "classes", "directory", "entropy", "llvm", "marks", "objec
 
 if not TYPE_CHECKING:  # type checkers would take it for a promise that every name exists
     __getattr__ = loader(__name__, modules=__all__)
+    __dir__ = lister(__name__, __all__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...lazy import loader
+from ...lazy import lister, loader
 
 if TYPE_CHECKING:
     from . import cells, changes, classes, ints, planes, quantize, rans, streams, sums, support, trial, warmup
@@ -29,3 +29,4 @@ __all__ = [
 
 if not TYPE_CHECKING:  # type checkers would take it for a promise that every name exists
     __getattr__ = loader(__name__, modules=__all__)
+    __dir__ = lister(__name__, __all__)

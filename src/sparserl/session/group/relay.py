@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from ...errors import PeerLost, SessionError
+from ...errors import NotRetained, PeerLost, SessionError
 from ...parallel import Progress
 from ...patch import Patch
 from ...transport.groups.frames import Bucket
@@ -106,6 +106,7 @@ class Relay(Subscriber):
         )
         self._line = Line(process_group, timeout, device)
         self._round: Round | None = None  # the one whose version is staged
+        self._rank_limits: Sequence[Collection[str] | None] = ()  # what profiles the other ranks can take
         self._committed_everywhere: RunVersion | None = None
 
     def stage(self, version: int | None = None) -> SyncReport | None:
@@ -265,15 +266,23 @@ class Relay(Subscriber):
         if failed := rounds.failures(hellos):
             raise SessionError(f"not every rank can take part: {failed}")
         digests = {None if note["digest"] is None else Digest.from_hex(note["digest"]) for note in hellos.values()}
-        limits = [note["profiles"] for note in hellos.values()]
+        self._rank_limits = [note["profiles"] for note in hellos.values()]
         if self.targets:
             current = self._current
             digests.add(current.digest if current is not None and current.run == goal.run else None)
-            limits += [target.profiles for target in self.targets]
         if digests == {goal.digest}:
             return []
-        profiles = common(limits)
-        all_steps = snapshot.index.steps
+        try:
+            return self._route_from(digests, snapshot.index.steps, goal)
+        except NotRetained:
+            self._tell_version()  # and so the publisher, which keeps to what all ranks can take
+            raise
+
+    def _route_from(
+        self, digests: Set[Digest | None], all_steps: Sequence[RouteStep], goal: RunVersion
+    ) -> list[RouteStep]:
+        """The steps to a version from what ranks hold."""
+        profiles = self._profiles()
         for version, digest in sorted(routes.versions(all_steps).items()):
             if digest not in digests:
                 continue
@@ -282,6 +291,10 @@ class Relay(Subscriber):
             if digests <= passed or (steps and steps[0].base is None):
                 return steps
         return routes.route(all_steps, None, goal.version, profiles)
+
+    def _profiles(self) -> Collection[str] | None:
+        """Those that all ranks can take."""
+        return common([super()._profiles(), *self._rank_limits])
 
 
 class _Fetched(NamedTuple):

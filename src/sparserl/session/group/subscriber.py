@@ -15,7 +15,6 @@ from ...transport.groups.line import TIMEOUT, CalledOff, Line
 from ...weights.digest import Digest
 from ..callbacks import Callback
 from ..options import CommitHooks, require_timeout, require_writers
-from ..profiles import common
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import rounds
@@ -219,7 +218,7 @@ class GroupSubscriber(Receiver):
         except BaseException as error:
             round.write("hello", rounds.error_note(error))
             raise
-        profiles = common(target.profiles for target in self.targets)
+        profiles = self._profiles()
         hello = {
             "digest": None if self._target_digest is None else self._target_digest.hex,
             "profiles": None if profiles is None else sorted(profiles),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ... import plan
@@ -77,7 +78,7 @@ class Receivers:
         self._heard = _Heard()  # by this rank; what counts is what all ranks have heard
         self._lock = threading.Lock()  # two looks may be under way
         self._run: str | None = None  # that leases and holdings are of
-        self._leases: dict[str, Lease] = {}  # by name, all that were heard
+        self._leases: dict[str, Lease] = {}  # by name, of receivers that do not take all profiles
         self._hashes: set[str] = set()  # of holdings
         self._writer = writer
         self._lease_seconds = lease_seconds
@@ -144,7 +145,8 @@ class Receivers:
         """Log that patches are for a receiver, too, from now on; whether it cannot take some that there are."""
         committed = self._writer.committed
         steps = () if committed is None else committed.index.steps
-        need_anchor = not all(can_take(step, profiles, holding) for step in steps)
+        newest_anchor = max((step.version for step in steps if step.base is None), default=0)
+        need_anchor = not all(can_take(step, profiles, holding) for step in steps if step.version > newest_anchor)
         anchor = ", after an anchor" if need_anchor else ""
         log.info("%s: a receiver %s from now on%s", self._writer.store.url, how, anchor)
         return need_anchor
@@ -182,7 +184,11 @@ class Receivers:
             self._thread.join(_END_SECONDS)
 
     def _hear_takers(self, leases: Sequence[Lease], hashes: Iterable[str]) -> None:
-        """Hear of receivers that do not take everything, or have parts of the weights."""
+        """Hear of receivers that do not take everything, or have parts of the weights.
+
+        A lease is no younger than its hearing, whatever it says.
+        """
+        now = self._writer.clock()
         committed = self._writer.committed
         run = None if committed is None else committed.run.run
         with self._lock:
@@ -191,7 +197,10 @@ class Receivers:
                 self._hashes.clear()
                 self._run = run
             self._hashes.update(hashes, (lease.holding for lease in leases if lease.holding is not None))
-            self._leases.update((lease.name, lease) for lease in leases)
+            for lease in leases:
+                self._leases.pop(lease.name, None)
+                if lease.profiles is not None:
+                    self._leases[lease.name] = replace(lease, time=min(lease.time, now))
 
     def _takers(self) -> list[Takers]:
         """The receivers that do not take all profiles, by what they take; those that are long silent are forgotten."""
@@ -200,10 +209,10 @@ class Receivers:
         self._leases = {lease.name: lease for lease in newest if lease.time > oldest}
         takers: dict[tuple[Any, ...], Takers] = {}
         for name, lease in sorted(self._leases.items()):
-            if lease.profiles is not None:
-                taker = Takers(tuple(sorted(PROFILES.keys() & {*lease.profiles})), lease.holding is not None, name)
-                same = takers.get(taker[:2])
-                takers[taker[:2]] = taker if same is None else same._replace(total=same.total + 1)
+            profiles = tuple(sorted(PROFILES.keys() & {*(lease.profiles or ())}))
+            taker = Takers(profiles, lease.holding is not None, name)
+            same = takers.get(taker[:2])
+            takers[taker[:2]] = taker if same is None else same._replace(total=same.total + 1)
         return [*takers.values()]
 
     def _choose(self, takers: Iterable[Takers], *, can_cut: bool) -> None:
@@ -220,10 +229,10 @@ class Receivers:
         self.squashed_profile = squashed.profile if all_take else plan.candidates("auto", squashed.profiles)[0]
         self.profile = choice.profile
         self.profiles = choice.profiles
-        self.need_anchor |= choice.cuts_off
-        if choice.trouble and self._told != {*by_kind}:
-            self._told = {*by_kind}
+        kinds: set[object] = {*by_kind} if choice.trouble else set()
+        if choice.trouble and self._told != kinds:
             log.warning("%s: %s", self._writer.store.url, choice.trouble)
+        self._told = kinds
 
     def _read_holdings(self, hashes: Sequence[str], table: TensorTable) -> Holdings | None:
         """The parts of these tensors that receivers have; None if they are not known, or too many."""

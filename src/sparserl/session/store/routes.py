@@ -43,10 +43,11 @@ def route(
         refused = [step for step in route(steps, have, want) if not can_take(step, profiles, holding)]
         used = {name for step in refused for name in step.profiles} - set(profiles)
         cut = "" if holding is None else " or cuts patches along the parts here"
-        raise NotRetained(
-            f"{refusal(f'version {want}', used, profiles)}. "
-            f"A publisher that hears of this by a lease keeps to it{cut}, and writes an anchor first"
-        )
+        heard = f"A publisher that hears of this by a lease keeps to it{cut}, and writes an anchor first"
+        if have is None:
+            anchor = max(step.version for step in steps if step.base is None)
+            heard = f"Sync to version {anchor}, an anchor, first: a receiver without a version has no lease. {heard}"
+        raise NotRetained(f"{refusal(f'version {want}', used, profiles)}. {heard}")
     raise NotRetained(f"version {want} cannot be reached with what the store has")
 
 

@@ -24,7 +24,6 @@ from ..arrival import Arrival
 from ..callbacks import Callback
 from ..logs import TroubleLog, log
 from ..options import CommitHooks, require_callable, require_count, require_number
-from ..profiles import common
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
@@ -388,9 +387,9 @@ class Subscriber(Receiver):
     def _route(self, snapshot: StoreSnapshot, goal: RunVersion) -> list[RouteStep]:
         """The steps that lead from the current version to another."""
         start = self._start_in(goal.run)
-        profiles = common(target.profiles for target in self.targets)
+        holding = self._holding.name(self._table)
         try:
-            return routes.route(snapshot.index.steps, start, goal.version, profiles, self._holding.name(self._table))
+            return routes.route(snapshot.index.steps, start, goal.version, self._profiles(), holding)
         except NotRetained:
             self._tell_version()  # and so the publisher, which keeps to what can be taken
             raise
@@ -487,7 +486,7 @@ class Subscriber(Receiver):
         snapshot = self._snapshot
         holding = self._holding.record(self._table)
         self._lease.put_holding(None if snapshot is None else snapshot.run.run, holding)
-        self._lease.renew(self._current, self._rates.extremes, common(t.profiles for t in self.targets), holding)
+        self._lease.renew(self._current, self._rates.extremes, self._profiles(), holding)
         if self._served is not None and snapshot is not None and self._versions_behind(snapshot) == 0:
             self._served.show(snapshot.head.run, snapshot.tag)
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparserl.errors import SessionError, WrongVersion
+from sparserl.integrations.vllm_client import WeightUpdates
 from sparserl.integrations.vllm_versions import MIN_VERSION, VersionMiddleware, require_version
 
 RUN = "12e9e740decf9cd4"
@@ -144,3 +145,43 @@ def test_what_generates_nothing_is_left_alone(scope):
     """The engine is not even asked; it could not answer in the middle of a commit."""
     _, headers, _ = post(Engine(), **scope)
     assert said(headers) == {}
+
+
+class Client:
+    """A client whose workers answer something, or raise it, when they are asked for their version."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.followed = []
+        self.version = None
+
+    def init_weight_transfer_engine(self, info):
+        self.followed.append(info)
+
+    def collective_rpc(self, method):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def update_weight_version(self, version):
+        self.version = version
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"),
+    [
+        ([{"version": f"{RUN}:7"}] * 2, f"{RUN}:7"),
+        ([{"version": f"{RUN}:7"}, {"version": f"{RUN}:8"}], "default"),
+        ([{"version": None}], "default"),
+        ([], "default"),
+        (None, "default"),
+        ([[{"version": f"{RUN}:7"}]], "default"),
+        (AttributeError("no such method"), "default"),
+    ],
+)
+def test_an_engine_that_attaches_has_the_version_of_its_workers(answer, version):
+    """All of them must say the same; whatever they say, the engine follows the run."""
+    client = Client(answer)
+    WeightUpdates(client).follow({"url": "file:///run"})
+    assert client.followed == [{"url": "file:///run"}]
+    assert client.version == version

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparserl
-from sparserl.errors import SessionError
+from sparserl.errors import SessionError, SparserlError
 from sparserl.targets.modules import ModuleTarget
 from tests.session.ranks import policy, ranks, results, seal, step, tensors
 
@@ -123,3 +123,49 @@ def test_what_a_rank_cannot_take_is_refused(options, takes, refusal):
     assert refused == [refusal] * SYNCS
     for seals, noted in receivers:
         assert (seals, noted) == ([first], set())
+
+
+def behind_relay(rank, group, pipe, url):
+    """Rank 0 hands on what a store has; rank 1 takes `gap` only. What became of each sync."""
+    bits = policy(10 + rank)
+    if rank == 0:
+        session = sparserl.Relay(url, group, name="relay", timeout=LIMIT)
+    else:
+        session = sparserl.GroupSubscriber(group, Noting(tensors(bits), ("gap",)), timeout=LIMIT)
+    out = []
+    while pipe.recv() != "end":
+        try:
+            session.sync()
+        except SparserlError as error:
+            out.append(type(error).__name__)
+        else:
+            out.append(seal(bits))
+        pipe.send(None)
+    session.close()
+    return out
+
+
+def test_a_publisher_hears_what_ranks_behind_a_relay_take(tmp_path):
+    """What one of them refuses is told to the publisher, which keeps to it: then all go on by patches."""
+    url = f"file://{tmp_path}/store"
+    rng = np.random.default_rng(1)
+    bits = policy(1)
+    expected = []
+    with ranks(2, behind_relay, url) as started, sparserl.Publisher(url, tensors(bits), profile="ulp") as publisher:
+        for _ in range(5):
+            publisher.publish()
+            expected.append(seal(bits))
+            step(bits, rng)
+            for _, pipe in started:
+                pipe.send("sync")
+            for _, pipe in started:
+                assert pipe.poll(120)
+                pipe.recv()
+            publisher._maintenance.receivers.look()
+        for _, pipe in started:
+            pipe.send("end")
+        _, received = results(started)
+        steps = publisher._committed.index.steps
+    assert received[0] == expected[0]
+    assert received[-2:] == expected[-2:]
+    assert [step.profiles for step in steps if step.base is not None][-1] == ("gap",)

@@ -112,6 +112,20 @@ def test_a_factor_that_goes_unseen_is_noticed(factor, shape):
         find_pieces(tensors, live, load)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_number_that_is_there_twice(shape):
+    """A single element in several places is refused by its name, whether or not it has a dimension."""
+    tensors = specs(["layers.0.scale"], shape)
+    live = {"scales": torch.zeros(2)}
+
+    def load(some):
+        for _, tensor in some:
+            in_a_thread(live["scales"], tensor.reshape(1).expand(2))
+
+    with pytest.raises(UnsupportedTensor, match=r"'scales' has some elements of 'layers.0.scale' twice"):
+        find_pieces(tensors, live, load)
+
+
 def test_what_goes_unseen_beside_other_copies_is_refused():
     """A second copy that nobody saw is noticed where digits are made for another layer only."""
     tensors = specs(["layers.0.w", "layers.1.w"])

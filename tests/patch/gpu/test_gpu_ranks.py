@@ -12,13 +12,14 @@ from sparserl.patch import Patch
 from sparserl.patch import replacement as replacement_module
 from sparserl.patch.contents import BucketList, Contents
 from sparserl.patch.sliced import _Slices, stage_slices
+from sparserl.patch.warmup import warm_up
 from sparserl.session.parts import apply_to_parts
 from sparserl.targets import engine as engine_module
 from sparserl.targets.engine import copy_shards
 from sparserl.targets.target import Change
 from sparserl.weights import gpu_zeros
 from sparserl.weights.digest import Digest
-from sparserl.weights.dtypes import Bits
+from sparserl.weights.dtypes import BY_NAME, Bits
 from sparserl.weights.holdings import Holdings
 from sparserl.weights.local import LocalWeights
 from sparserl.weights.region import Rows
@@ -34,6 +35,7 @@ torch = pytest.importorskip("torch")
 @pytest.fixture
 def only_on_gpu(monkeypatch, nothing_leaves_the_gpu):
     """No bucket is decoded on the CPU, and no sample of the weights is larger than what may leave the GPU."""
+    warm_up({BY_NAME["bfloat16"], BY_NAME["float32"]})  # attaching would do it, by patches of its own in host memory
     monkeypatch.setattr(replacement_module, "_SAMPLE_ELEMENTS", 64)
     if not WITHOUT_KERNELS:
         monkeypatch.setattr(Contents, "decode", None)

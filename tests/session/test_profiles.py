@@ -140,25 +140,6 @@ def test_receivers_for_which_no_patch_can_be(url, profiles, caplog):
     assert "that is for anchors alone" in warning
 
 
-def test_leases_from_the_future(url):
-    """They count for a day from when they were heard, as others do, and a warning comes again with the trouble."""
-    now = [1e9]
-    policy = Policy()
-    publisher = Publisher(url, policy.weights, anchor_after=100, clock=lambda: now[0])
-    publisher.publish()
-    name = path(publisher._committed.run.run, "leases", "engine")
-    publisher.store.put(name, Lease("engine", 0, 1e300, profiles=("raw",)).to_bytes())
-    expected = {0: {"raw"}, 4000: {"raw"}, 90_401: {"ctx", "ulp"}}
-    for seconds, profiles in expected.items():
-        now[0] = 1e9 + seconds
-        publisher._maintenance.receivers.look()
-        policy.step()
-        publisher.publish()
-        assert set(last_patch(publisher).profiles) == profiles
-        if seconds == 0:
-            publisher.store.delete([name])
-
-
 def test_a_publisher_that_goes_on_needs_no_anchor_for_receivers_that_keep_up(url, tmp_path):
     """Patches from before the newest anchor need not be taken any more."""
     policy = Policy()
@@ -219,22 +200,32 @@ def test_what_a_target_takes_from_now_on(url):
     assert lease.profiles == ("raw",)
 
 
-def test_receivers_that_are_silent_are_remembered_for_a_day(url):
-    """An engine renews its lease when it commits: between two commits, patches are still for it."""
+@pytest.mark.parametrize("ahead", [0, 1e300], ids=["on time", "from the future"])
+def test_receivers_that_are_silent_are_remembered_for_a_day(url, ahead, caplog):
+    """An engine renews its lease when it commits: between two commits, patches are still for it.
+
+    If it was forgotten and comes again, there is a warning again.
+    """
     now = [1e9]
     policy = Policy()
-    publisher = Publisher(url, policy.weights, anchor_after=100, clock=lambda: now[0])
+    publisher = Publisher(url, policy.weights, profile="ctx", anchor_after=100, clock=lambda: now[0])
     publisher.publish()
-    run = publisher._committed.run.run
-    lease = Lease("engine", 0, now[0], profiles=("raw",))
-    publisher.store.put(path(run, "leases", "engine"), lease.to_bytes())
-    expected = {0: {"raw"}, 4000: {"raw"}, 86_401: {"ctx", "ulp"}}
-    for seconds, profiles in expected.items():
+    name = path(publisher._committed.run.run, "leases", "engine")
+    for seconds, comes, profiles in (
+        (0, True, {"raw"}),
+        (4000, False, {"raw"}),
+        (86_401, False, {"ctx", "ulp"}),
+        (86_500, True, {"raw"}),
+    ):
         now[0] = 1e9 + seconds
+        if comes:
+            publisher.store.put(name, Lease("engine", 0, now[0] + ahead, profiles=("raw",)).to_bytes())
         publisher._maintenance.receivers.look()
+        publisher.store.delete([name])
         policy.step()
         publisher.publish()
         assert set(last_patch(publisher).profiles) == profiles
+    assert len(warnings(caplog)) == 2
 
 
 def test_a_profile_that_most_receivers_take():

@@ -60,9 +60,8 @@ def words(path: Path) -> int:
     return len(path.read_text().split())
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param("docs/tutorial.md", marks=pytest.mark.long), "docs/how-to/checkpoints.md"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("page", ["docs/tutorial.md", "docs/how-to/checkpoints.md"])
 def test_a_page_is_a_program(page: str, tmp_path: Path) -> None:
     """All blocks of the page, one after the other, are a program that checks what it shows."""
     pytest.importorskip("torch")

@@ -24,7 +24,8 @@ COMMITS = (0, 1, 2, 3, 4, 5, 6, 2, 5)  # one patch, several, older versions; an 
 SHAPES = {"q": (640, 960), "k": (320, 960), "s": (7,)}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attached_engines_need_no_more_kernels(tmp_path, dtype):
     """In every profile, for few changes and many, dense entries and anchors, of whole tensors and of parts."""
     for profile in PROFILES:

@@ -23,7 +23,7 @@ MUTANTS = (
         "numbers are loaded for one tensor of a layer alone",
         "targets/engine_layout.py",
         "if layer_of(tensor.name) in layers]",
-        "if tensor.name in names]",
+        "if tensor.name in unclear]",
         Tests("targets/test_numbering.py", "cannot_be_watched"),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Numbers are made where the engine is, for the tensors that were lost sight of and for no others."""
+"""Numbers are made where the engine is, for the layers that were lost sight of and for no others."""
 
 from __future__ import annotations
 

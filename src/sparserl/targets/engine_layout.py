@@ -6,7 +6,7 @@ one load, watched ──► pieces ──► what could not be followed: numbers
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -51,20 +51,13 @@ def find_pieces(
     number = number_pieces if unclear_names is None else partial(_number_some, unclear_names)
     tensors = [*tensors]
     pieces, unclear = watch_pieces(tensors, live, load)
-
-    def with_numbers(names: Set[str]) -> list[Piece]:
-        """The pieces, with those of the layers of these names found by numbers.
-
-        A loader may go by the values of one tensor when it decides where another of its layer goes: what was watched
-        for one set of values need not hold for others.
-        """
-        layers = {*map(layer_of, names)}
-        known = [piece for piece in pieces if layer_of(piece.tensor) not in layers]
-        return known + number([tensor for tensor in tensors if layer_of(tensor.name) in layers], live, load)
-
     if unclear:
         _log.info("%s: copies of %d tensors were lost sight of; numbers are loaded", min(unclear), len(unclear))
-        pieces = with_numbers(unclear)
+        # Whole layers: a loader may go by the values of one tensor when it decides where another of its layer goes, so
+        # that what was watched for one set of values need not hold for others.
+        layers = {*map(layer_of, unclear)}
+        pieces = [piece for piece in pieces if layer_of(piece.tensor) not in layers]
+        pieces += number([tensor for tensor in tensors if layer_of(tensor.name) in layers], live, load)
 
     def changed_rest() -> list[str]:
         """Restore, and name the engine's tensors that have something else of the checkpoint than the pieces."""
@@ -142,22 +135,14 @@ def changed_names(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> 
 
 def _rest_digests(pieces: Iterable[Piece], live: Mapping[str, torch.Tensor]) -> dict[str, Digest]:
     """Digests of what the engine's tensors have beside the pieces."""
-    digests = {}
-    for name, own in _pieces_of_incomplete(pieces, live).items():
-        rest = span(live[name]).clone()
-        for piece in own:
-            rest.as_strided(piece.region.size, piece.strides, piece.offset).zero_()
-        digests[name] = digest({name: rest})
-    return digests
-
-
-def _pieces_of_incomplete(pieces: Iterable[Piece], live: Mapping[str, torch.Tensor]) -> dict[str, list[Piece]]:
-    """The pieces in each of the engine's tensors that has more than these."""
     by_live: dict[str, list[Piece]] = {name: [] for name in live}
     for piece in pieces:
         by_live[piece.live].append(piece)
-    return {name: own for name, own in by_live.items() if _numel(own) < reach(live[name])}
-
-
-def _numel(pieces: Iterable[Piece]) -> int:
-    return sum(piece.region.numel for piece in pieces)
+    digests = {}
+    for name, own in by_live.items():
+        if sum(piece.region.numel for piece in own) < reach(live[name]):
+            rest = span(live[name]).clone()
+            for piece in own:
+                rest.as_strided(piece.region.size, piece.strides, piece.offset).zero_()
+            digests[name] = digest({name: rest})
+    return digests
